@@ -1,0 +1,95 @@
+"""Gradient accumulation that is exact for any split of the global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from trainwright.engine.loss import Loss, LossFn
+from trainwright.engine.precision import Precision
+from trainwright.errors import DataError
+from trainwright.state.cursor import MicroBatch, StepBatch
+from trainwright.state.train_state import TrainState
+
+
+class Accumulated(NamedTuple):
+    """What all forward and backward passes of one step gave.
+
+    ``loss`` is the mean over the whole global batch; ``micro_losses`` are the 0-d totals (or means) of each
+    micro-batch, in order. ``correction`` is what the gradients must still be multiplied by, None for 1.
+    """
+
+    loss: Tensor
+    weight: Tensor | float
+    micro_losses: tuple[Tensor, ...]
+    metrics: dict[str, Tensor]
+    correction: Tensor | float | None
+
+
+def accumulate(state: TrainState, batch: StepBatch, loss_fn: LossFn, precision: Precision) -> Accumulated:
+    """Forward and scaled backward of every micro-batch; gradients add up in ``.grad``.
+
+    The weight of the whole batch is known only after the last forward pass. So each total is divided by a
+    provisional weight (that of the first micro-batch times their number), which keeps fp16 gradients in
+    range, and ``correction`` = provisional / true weight makes the sum exact. It is exactly 1 when all
+    micro-batches weigh the same. For a loss that returns a mean, the weights are the sample counts.
+    """
+    outputs: list[Loss] = []
+    provisional: Tensor | float | None = None  # None: the loss returns means
+    for index, micro in enumerate(batch.micro):
+        with precision.autocast():
+            output = _forward(loss_fn, state, micro, index)
+            if isinstance(output, Tensor):
+                share = micro.size / batch.size
+                objective = output if share == 1.0 else output * share
+                output = Loss(objective.detach(), share)
+            else:
+                if provisional is None:
+                    provisional = _at_least_one(output.weight, len(batch.micro))
+                objective = output.total / provisional
+        state.scaler.scaled(objective).backward()  # type: ignore[no-untyped-call]
+        outputs.append(Loss(output.total.detach(), output.weight, output.metrics))
+    return _combined(outputs, provisional, batch.size)
+
+
+def _forward(loss_fn: LossFn, state: TrainState, micro: MicroBatch, index: int) -> Loss | Tensor:
+    try:
+        return loss_fn(state.model, micro.data)
+    except DataError as error:  # rows of the micro-batch become ids of the dataset
+        ids = [int(micro.ids[row]) for row in error.sample_ids if row < micro.size]
+        where = f"micro-batch {index} of step {state.step + 1}, samples {ids}"
+        raise DataError(f"{error.message} ({where})", sample_ids=ids, remedy=error.remedy) from None
+
+
+def _at_least_one(weight: Tensor | float, count: int) -> Tensor | float:
+    """The provisional weight; 1 for a first micro-batch in which nothing is counted."""
+    if isinstance(weight, Tensor):
+        weight = weight.detach()
+        return (weight + (weight == 0)) * count
+    return (weight or 1.0) * count
+
+
+def _combined(outputs: list[Loss], provisional: Tensor | float | None, size: int) -> Accumulated:
+    totals = tuple(output.total for output in outputs)
+    total = totals[0] if len(totals) == 1 else _sum(totals)
+    if provisional is None:  # totals are shares of the mean
+        return Accumulated(total, float(size), totals, {}, None)
+    weight = _sum([output.weight for output in outputs])
+    metrics = {
+        name: _sum([o.metrics[name].detach() for o in outputs]) / weight for name in outputs[0].metrics
+    }
+    loss = total / weight
+    correction: Tensor | float | None = provisional / weight if _counts(weight) else None
+    if len(outputs) == 1 or (isinstance(correction, float) and correction == 1.0):
+        correction = None
+    return Accumulated(loss, weight, totals, metrics, correction)
+
+
+def _counts(weight: Tensor | float) -> bool:
+    """A weight on a device is not looked at: a zero there shows as a non-finite correction and is skipped."""
+    return isinstance(weight, Tensor) or weight != 0
+
+
+_sum: Callable[..., Tensor] = sum

@@ -1,0 +1,63 @@
+"""Gradient clipping: by global norm, by value, adaptive (AGC), or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
+
+Clip = Callable[[Sequence[Tensor], Tensor], None]
+"""``clip(parameters, total_norm)``: changes ``.grad`` in place; ``total_norm`` is their 0-d norm."""
+
+
+def make_clip(by: Literal["norm", "value", "agc", "none"], at: float = 1.0) -> Clip:
+    """The clip of that name with its threshold ``at``: the norm, the absolute value, or AGC's lambda."""
+    match by:
+        case "norm":
+            return partial(_clip_by_norm, at)
+        case "value":
+            return partial(_clip_by_value, at)
+        case "agc":
+            return partial(_clip_adaptively, at)
+        case "none":
+            return no_clip
+
+
+def no_clip(parameters: Sequence[Tensor], total_norm: Tensor) -> None:
+    """Leaves the gradients as they are."""
+
+
+def _clip_by_norm(at: float, parameters: Sequence[Tensor], total_norm: Tensor) -> None:
+    """torch.nn.utils.clip_grad_norm_, bit for bit (Pascanu et al. 2013)."""
+    if total_norm.device.type == "cpu" and float(total_norm) + 1e-6 <= at:
+        return  # the factor would be clamped to exactly 1; on a GPU asking would cost a host sync
+    clip_grads_with_norm_(parameters, at, total_norm)
+
+
+def _clip_by_value(at: float, parameters: Sequence[Tensor], total_norm: Tensor) -> None:
+    clip_grad_value_(parameters, at)
+
+
+@torch.no_grad()
+def _clip_adaptively(at: float, parameters: Sequence[Tensor], total_norm: Tensor) -> None:
+    """Adaptive gradient clipping (Brock et al. 2021, arXiv:2102.06171, equation 3 with eps 1e-3).
+
+    Unit-wise: each row i of a weight (all inputs of one output unit) is scaled so that
+    ||G_i|| <= at * max(||W_i||, 1e-3); a bias or gain is one unit as a whole, as in the paper's code.
+    """
+    for parameter in parameters:
+        assert parameter.grad is not None
+        ceiling = _unit_norms(parameter).clamp_(min=1e-3).mul_(at)
+        norm = _unit_norms(parameter.grad)
+        factor = torch.where(norm > ceiling, ceiling / norm.clamp(min=1e-6), torch.ones_like(norm))
+        parameter.grad.mul_(factor)
+
+
+def _unit_norms(weight: Tensor) -> Tensor:
+    dims = tuple(range(1, weight.dim())) or None
+    norm: Tensor = torch.linalg.vector_norm(weight, dim=dims, keepdim=dims is not None)
+    return norm

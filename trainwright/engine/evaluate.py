@@ -1,0 +1,68 @@
+"""Evaluation that leaves no trace: the training after it is the same bits as without it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.engine.loss import Loss, as_loss_fn
+from trainwright.engine.precision import FP32, Precision
+from trainwright.state.cursor import MicroBatch
+from trainwright.state.rng import preserved_rng
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """``loss`` and ``metrics`` are means over ``weight`` counted things; ``seconds`` is wall time."""
+
+    loss: float
+    weight: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, no gradients; afterwards every module's own mode and every generator are as before."""
+    modes = {module: module.training for module in model.modules()}
+    with torch.no_grad(), preserved_rng():
+        model.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes.items():
+                module.training = training
+
+
+def evaluate(
+    model: nn.Module,
+    loss: Callable[..., Loss | Tensor],
+    batches: Iterable[MicroBatch],
+    *,
+    precision: Precision = FP32,
+) -> Evaluated:
+    """The loss over ``batches``, weighted exactly. One host sync at the end."""
+    loss_fn = as_loss_fn(loss)
+    begin_s = time.perf_counter()
+    total: Tensor | float = 0.0
+    weight: Tensor | float = 0.0
+    sums: dict[str, Tensor | float] = {}
+    with evaluating(model):
+        for micro in batches:
+            with precision.autocast():
+                output = loss_fn(model, micro.data)
+            if isinstance(output, Tensor):
+                output = Loss(output * micro.size, float(micro.size))
+            total = total + output.total.double()
+            weight = weight + output.weight
+            for name, metric in output.metrics.items():
+                sums[name] = sums.get(name, 0.0) + metric
+    counted = float(weight)
+    mean = {name: float(summed) / counted if counted else float("nan") for name, summed in sums.items()}
+    mean_loss = float(total) / counted if counted else float("nan")
+    return Evaluated(mean_loss, counted, mean, time.perf_counter() - begin_s)

@@ -1,0 +1,136 @@
+"""The loop: a generator of step results that the user may own, and the thin ``run`` around it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+from trainwright.engine.step import StepFn, StepResult
+from trainwright.state.cursor import StepBatch
+from trainwright.state.train_state import TrainState
+from trainwright.world.group import SOLO, World
+
+Until = Callable[[TrainState], float]
+"""The share of the run that is used: 0 at its start, done at 1."""
+
+
+def for_steps(count: int) -> Until:
+    """A run of ``count`` optimizer steps."""
+    return lambda state: state.step / count
+
+
+def for_seconds(budget_s: float) -> Until:
+    """A run of ``budget_s`` seconds of training time, evaluation and saving not counted."""
+    return lambda state: state.elapsed_s / budget_s
+
+
+class Stop(NamedTuple):
+    """Why an observer ends the run. ``save`` is False when the state is poisoned."""
+
+    reason: str
+    save: bool = True
+    exit_code: int = 0
+
+
+class Observer(Protocol):
+    """Looks at each step after it is done. Reads only."""
+
+    def observe(self, result: StepResult, state: TrainState) -> Stop | None: ...
+    def close(self) -> None: ...
+
+
+class Periodic(Protocol):
+    """Something that is done when it is due: evaluation, saving."""
+
+    def due(self, state: TrainState) -> bool: ...
+    def __call__(self, state: TrainState) -> None: ...
+
+
+class _Never:
+    def due(self, state: TrainState) -> bool:
+        return False
+
+    def __call__(self, state: TrainState) -> None: ...
+
+
+NEVER = _Never()
+
+
+@dataclass
+class Outcome:
+    """How a run ended. ``last`` is the result of its last step, None when no step was taken."""
+
+    ending: Literal["finished", "stopped", "data_exhausted"]
+    step: int
+    last: StepResult | None
+    stop: Stop | None = None
+
+
+def steps(
+    state: TrainState,
+    batches: Iterable[StepBatch],
+    advance: StepFn,
+    *,
+    until: Until,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Iterator[StepResult]:
+    """Advances ``state`` batch by batch and yields each result, until the run is used up or the data ends.
+
+    ``clock`` gives monotonic seconds. The time that the caller spends between two results is not counted.
+    """
+    stream = iter(batches)
+    while (fraction := until(state)) < 1.0:
+        state.fraction = fraction
+        begin_s = clock()
+        batch = next(stream, None)
+        if batch is None:
+            return
+        ready_s = clock()
+        result = advance(state, batch)
+        end_s = clock()
+        result.wait_s, result.step_s = ready_s - begin_s, end_s - begin_s
+        state.elapsed_s += end_s - begin_s
+        yield result
+
+
+def run(
+    state: TrainState,
+    batches: Iterable[StepBatch],
+    advance: StepFn,
+    *,
+    until: Until,
+    observers: Sequence[Observer] = (),
+    evaluation: Periodic = NEVER,
+    saving: Periodic = NEVER,
+    world: World = SOLO,
+) -> Outcome:
+    """Trains until done, stopped or out of data: advance, evaluate if due, observe, agree, save if due.
+
+    Saves once more at the end unless the Stop says that the state is poisoned; a run that was not stopped
+    is evaluated at its end. An exception closes the observers and saves nothing.
+    """
+    stop, last, evaluated, saved = None, None, -1, -1
+    with ExitStack() as closing:
+        for observer in observers:
+            closing.callback(observer.close)
+        for last in steps(state, batches, advance, until=until, clock=world.clock):
+            if evaluation.due(state):
+                evaluation(state)
+                evaluated = state.step
+            stops = [observer.observe(last, state) for observer in observers]
+            stop = world.agree(next((found for found in stops if found), None))
+            if stop:
+                break
+            if saving.due(state):
+                saving(state)
+                saved = state.step
+        if not stop and evaluated != state.step:
+            evaluation(state)
+        if saved != state.step and (not stop or stop.save):
+            saving(state)
+        if stop:
+            return Outcome("stopped", state.step, last, stop)
+        return Outcome("finished" if until(state) >= 1.0 else "data_exhausted", state.step, last)

@@ -1,0 +1,68 @@
+"""Loss: a sum and its weight, never a mean, so that any split of the global batch gives the same gradient."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from trainwright.errors import UsageError
+
+_NO_METRICS: Mapping[str, Tensor] = MappingProxyType({})
+
+
+class Loss(NamedTuple):
+    """What a loss function returns for one micro-batch.
+
+    ``total`` is 0-d, *summed* over what is counted (tokens, samples, pixels); ``weight`` says how many
+    were counted. The engine divides by the weight of the whole global batch. ``metrics`` are further sums
+    over the same things (number correct, say); they are reported divided by the same weight.
+    """
+
+    total: Tensor
+    weight: Tensor | float
+    metrics: Mapping[str, Tensor] = _NO_METRICS
+
+
+LossFn = Callable[[nn.Module, Any], Loss | Tensor]
+"""``loss(model, batch)``. A plain 0-d tensor is taken as a mean over the samples of the micro-batch."""
+
+
+def as_loss_fn(loss: Callable[..., Loss | Tensor]) -> LossFn:
+    """Accepts both forms of a loss function and returns the one that the engine calls.
+
+    A callable whose first parameter is named ``model`` gets ``(model, batch)``. Any other gets
+    ``(output, target)``, as ``torch.nn.functional.cross_entropy`` and ``nn.CrossEntropyLoss()`` do; the batch
+    must then be a pair ``(input, target)``, or ``(*inputs, target)``.
+    """
+    return loss if takes_model(loss) else _Supervised(loss)
+
+
+def takes_model(loss: Callable[..., Any]) -> bool:
+    """Whether the first parameter is named ``model``."""
+    target = loss.forward if isinstance(loss, nn.Module) else loss
+    try:
+        first = next(iter(inspect.signature(target).parameters), None)
+    except ValueError:  # a builtin without a signature
+        return False
+    return first == "model"
+
+
+class _Supervised:
+    """Applies ``loss(output, target)`` to a batch of ``(*inputs, target)``."""
+
+    def __init__(self, loss: Callable[..., Loss | Tensor]) -> None:
+        self.loss = loss
+
+    def __call__(self, model: nn.Module, batch: Any) -> Loss | Tensor:
+        if not isinstance(batch, tuple | list) or len(batch) < 2:
+            raise UsageError(
+                f"a loss of (output, target) needs batches of (input, target); this batch is a "
+                f"{type(batch).__name__}",
+                remedy="write the loss as `def loss(model, batch): ...` and take the batch apart there",
+            )
+        *inputs, target = batch
+        return self.loss(model(*inputs), target)

@@ -1,0 +1,153 @@
+"""One optimizer step over all micro-batches of a global batch. The order below is the whole contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+from trainwright.engine.accumulate import accumulate
+from trainwright.engine.clip import Clip, no_clip
+from trainwright.engine.loss import Loss, as_loss_fn
+from trainwright.engine.precision import FP32, Precision
+from trainwright.errors import UsageError
+from trainwright.state.cursor import StepBatch
+from trainwright.state.train_state import TrainState
+
+
+@dataclass
+class StepResult:
+    """What one step did. Tensors are 0-d and on the device; nobody reads them unless due.
+
+    ``step`` is the number of this step, 1-based: ``state.step`` after it. ``wait_s`` is how long the loop
+    waited for the batch. ``skipped`` is true when the update was not applied.
+    """
+
+    step: int
+    loss: Tensor
+    grad_norm: Tensor
+    lr: float
+    weight: Tensor | float
+    skipped: Tensor
+    batch: StepBatch
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    probed: Mapping[str, Tensor] = field(default_factory=dict)
+    wait_s: float = 0.0
+    step_s: float = 0.0
+
+
+StepFn = Callable[[TrainState, StepBatch], StepResult]
+Probe = Callable[[TrainState], Mapping[str, Tensor]]
+"""Reads the state inside the step: after backward and unscale, before clipping and the update."""
+Schedule = Callable[[int, float], float]
+"""(completed steps, share of the run used) -> factor on every base learning rate."""
+
+
+def constant_lr(step: int, fraction: float) -> float:
+    """The schedule that leaves the learning rate alone."""
+    return 1.0
+
+
+def make_step(
+    loss: Callable[..., Loss | Tensor],
+    *,
+    schedule: Schedule = constant_lr,
+    precision: Precision = FP32,
+    clip: Clip = no_clip,
+    probes: Sequence[Probe] = (),
+) -> StepFn:
+    """Makes the function that advances a TrainState by one optimizer step.
+
+    ``loss`` is ``(model, batch)`` or ``(output, target)``, see ``as_loss_fn``. The base learning rate of each
+    parameter group is its ``lr`` when the first step is taken (kept in ``initial_lr``, as torch's schedulers
+    do).
+    """
+    loss_fn = as_loss_fn(loss)
+
+    def advance(state: TrainState, batch: StepBatch) -> StepResult:
+        lr = set_lr(state.optimizer, schedule(state.step, state.fraction))
+        clear_grads(state.optimizer)
+        done = accumulate(state, batch, loss_fn, precision)
+        parameters, grads = collect_grads(state.optimizer)
+        state.scaler.unscale_(grads)
+        if done.correction is not None:
+            torch._foreach_mul_(grads, done.correction)
+        probed = {name: value for probe in probes for name, value in probe(state).items()}
+        grad_norm = get_total_norm(grads)
+        clip(parameters, grad_norm)
+        skipped = must_skip(grad_norm, done.weight)
+        scale = state.scaler.scale
+        update_unless(skipped, state.optimizer)
+        state.scaler.update(skipped)
+        state.ema.update()
+        state.step += 1
+        state.num_samples += batch.size
+        state.num_tokens += batch.tokens
+        state.data = batch.cursor
+        state.ledger.note(
+            state.step, skipped, grad_norm=grad_norm, losses=done.micro_losses, batch=batch, scale=scale
+        )
+        return StepResult(
+            state.step, done.loss, grad_norm, lr, done.weight, skipped, batch, done.metrics, probed
+        )
+
+    return advance
+
+
+def set_lr(optimizer: Optimizer, factor: float) -> float:
+    """Sets every group to its base learning rate times ``factor``; returns the first group's."""
+    for group in optimizer.param_groups:
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def clear_grads(optimizer: Optimizer) -> None:
+    """Drops the gradients of the last step."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
+def collect_grads(optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
+    """The optimizer's parameters that have a gradient, and the gradients.
+
+    Raises UsageError when there is none: nothing would be trained.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if not parameters:
+        raise UsageError(
+            "no parameter of the optimizer got a gradient: the loss does not depend on any of them",
+            remedy="look for .detach(), .item(), torch.tensor(loss) or no_grad between the model and the "
+            "loss, and check that the optimizer was built from this model's parameters",
+        )
+    return parameters, [p.grad for p in parameters]
+
+
+def must_skip(grad_norm: Tensor, weight: Tensor | float) -> Tensor:
+    """0-d bool: the gradients are not finite, or nothing was counted in the whole batch."""
+    finite = torch.isfinite(grad_norm)
+    if isinstance(weight, Tensor):
+        return ~(finite & (weight != 0).to(finite.device))
+    return ~finite if weight else torch.ones_like(finite)
+
+
+def update_unless(skipped: Tensor, optimizer: Optimizer) -> None:
+    """The optimizer's step, unless ``skipped``: then weights and optimizer state stay the same bits.
+
+    On the CPU the flag is simply read. On a GPU, fused and our own optimizers take it on the device
+    (``found_inf``, the contract of torch's GradScaler); any other costs one host sync a step.
+    """
+    if skipped.device.type == "cpu" or not getattr(optimizer, "_step_supports_amp_scaling", False):
+        if not bool(skipped):
+            optimizer.step()
+        return
+    optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]
+    optimizer.grad_scale = None  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]

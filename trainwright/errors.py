@@ -1,0 +1,94 @@
+"""Every error that Trainwright raises on purpose. Each names its remedy and knows its exit code.
+
+    TrainwrightError                  exit 1   something went wrong that is not a bug of ours
+    ├── UsageError      (ValueError)  exit 2   the call or command line is wrong
+    │   ├── RecipeError               exit 2   the recipe is wrong: every problem at once, each with file:line
+    │   └── MissingExtra              exit 2   an optional package is needed and not installed
+    ├── DataError                     exit 1   a sample or a batch is wrong: names the sample ids
+    ├── StorageError                  exit 1   disk full, no permission, folder gone
+    └── CheckpointError               exit 1   a checkpoint is missing, torn or does not fit
+
+A user's mistake ends in one of these and in no traceback; an ``AssertionError`` is our own bug.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+class TrainwrightError(Exception):
+    """Base of the tree. ``message`` says what is wrong, ``remedy`` what to do about it."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, remedy: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  remedy: {self.remedy}" if self.remedy else self.message
+
+
+class UsageError(TrainwrightError, ValueError):
+    """The call or the command line is wrong."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a recipe.
+
+    ``path`` is dotted (``optimizer.lr``), ``where`` is ``file:line`` or where an override came from,
+    ``got`` is what was written, ``rule`` what is required, ``remedy`` what to do (with "did you mean").
+    """
+
+    path: str
+    rule: str
+    got: str = ""
+    remedy: str = ""
+    where: str = ""
+
+    def __str__(self) -> str:
+        head = f"{self.where}: " if self.where else ""
+        got = f" (got {self.got})" if self.got else ""
+        remedy = f"\n    remedy: {self.remedy}" if self.remedy else ""
+        return f"{head}{self.path or 'recipe'}: {self.rule}{got}{remedy}"
+
+
+class RecipeError(UsageError):
+    """One or more problems with a recipe, all said at once."""
+
+    def __init__(self, problems: Problem | Sequence[Problem]) -> None:
+        self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        count = len(self.problems)
+        title = f"the recipe has {count} problem{'' if count == 1 else 's'}:"
+        super().__init__("\n".join([title, *(f"  {problem}" for problem in self.problems)]))
+
+
+class MissingExtra(UsageError):
+    """An optional package is needed that is not installed."""
+
+    def __init__(self, package: str, *, extra: str, needed_for: str) -> None:
+        super().__init__(
+            f"{needed_for} needs the package {package!r}, which is not installed",
+            remedy=f'pip install "trainwright[{extra}]"',
+        )
+
+
+class DataError(TrainwrightError):
+    """A sample or a batch is wrong. ``sample_ids`` are positions in the dataset."""
+
+    def __init__(self, message: str, *, sample_ids: Iterable[int] = (), remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.sample_ids: tuple[int, ...] = tuple(int(i) for i in sample_ids)
+
+
+class StorageError(TrainwrightError):
+    """The disk is full, a folder is gone or may not be written."""
+
+
+class CheckpointError(TrainwrightError):
+    """A checkpoint is missing, torn or does not fit what it is loaded into."""

@@ -1,0 +1,376 @@
+"""A decoder-only transformer: GPT-2 as published, or a modern block (RMSNorm, RoPE, ReLU^2, SwiGLU, QK-norm).
+
+Shapes: B batch, T positions (<= block_size), D d_model, H heads, K head width (D / H), V vocabulary,
+F hidden width.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainwright.errors import UsageError
+from trainwright.models.options import configure, require_choice, require_counts, require_dropout
+
+INIT_STD = 0.02
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The options of ``gpt``.
+
+    ``activation="gelu"`` is the tanh approximation, as in GPT-2; ``"swiglu"`` uses a hidden width of 8/3 D,
+    rounded up to a multiple of 8, so that its three matrices weigh about what the two of the others do.
+    ``qk_norm`` divides each query and key by its root mean square (no gain).
+    ``bigram`` is the number of rows of an embedding of the pair (previous, current id), added to the input:
+    exact from V*V rows on, hashed below. Costs one lookup; on characters the model starts near bigram
+    statistics.
+    ``shift`` lets every block's normalised input mix in that of the position before it, by a learned gain per
+    channel that starts at zero (a causal convolution of width two, "token shift" of RWKV): two characters of
+    context for free.
+    ``zero_init_out`` starts the residual projections, and an untied head, at zero: each block begins as the
+    identity.
+    ``logit_softcap`` bounds the logits to (-cap, cap) by tanh; 0 is off.
+    """
+
+    vocab_size: int
+    block_size: int
+    layers: int
+    heads: int
+    d_model: int
+    norm: Literal["layer", "rms"] = "layer"
+    positions: Literal["learned", "rope"] = "learned"
+    activation: Literal["gelu", "relu2", "swiglu"] = "gelu"
+    bias: bool = True
+    tied: bool = True
+    qk_norm: bool = False
+    dropout: float = 0.0
+    bigram: int = 0
+    shift: bool = False
+    zero_init_out: bool = False
+    logit_softcap: float = 0.0
+    rope_base: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        least = {"vocab_size": 1, "block_size": 1, "layers": 1, "heads": 1, "d_model": 1, "bigram": 0}
+        require_counts(self, least)
+        require_choice("norm", self.norm, ("layer", "rms"))
+        require_choice("positions", self.positions, ("learned", "rope"))
+        require_choice("activation", self.activation, ("gelu", "relu2", "swiglu"))
+        require_dropout(self.dropout)
+        if self.d_model % self.heads:
+            nearest = max(1, round(self.d_model / self.heads)) * self.heads
+            raise UsageError(
+                f"d_model={self.d_model} is not divisible by heads={self.heads}",
+                remedy=f"try d_model={nearest}",
+            )
+        if self.positions == "rope" and self.head_width % 2:
+            raise UsageError(
+                f'positions="rope" rotates pairs, but d_model / heads = {self.head_width} is odd',
+                remedy=f"try d_model={self.heads * (self.head_width + 1)}",
+            )
+        if self.logit_softcap < 0:
+            raise UsageError(f"logit_softcap must be >= 0; got {self.logit_softcap}", remedy="0 turns it off")
+
+    @property
+    def head_width(self) -> int:
+        return self.d_model // self.heads
+
+    @property
+    def hidden_width(self) -> int:
+        """F: 4 D, or 8/3 D rounded up to a multiple of 8 for SwiGLU."""
+        return -(-8 * self.d_model // 24) * 8 if self.activation == "swiglu" else 4 * self.d_model
+
+
+def _norm(config: GPTConfig) -> nn.Module:
+    if config.norm == "rms":
+        return nn.RMSNorm(config.d_model, eps=1e-5)
+    return nn.LayerNorm(config.d_model, eps=1e-5, bias=config.bias)
+
+
+class Rope(nn.Module):
+    """Rotary positions, https://arxiv.org/abs/2104.09864, pairing channel i with i + K/2 as Llama does.
+
+    The angles are computed in fp32: in bf16, positions above 256 would fall together.
+    """
+
+    cos: Tensor  # (block_size, K / 2), as is sin
+    sin: Tensor
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.base = config.rope_base
+        shape = (config.block_size, config.head_width // 2)
+        self.register_buffer("cos", torch.empty(shape, dtype=torch.float32), persistent=False)
+        self.register_buffer("sin", torch.empty(shape, dtype=torch.float32), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        positions, pairs = self.cos.shape
+        device = self.cos.device
+        frequency_K = self.base ** -(torch.arange(pairs, dtype=torch.float32, device=device) / pairs)
+        angle_TK = torch.outer(torch.arange(positions, dtype=torch.float32, device=device), frequency_K)
+        self.cos.copy_(angle_TK.cos())
+        self.sin.copy_(angle_TK.sin())
+
+    def forward(self, x_BHTK: Tensor) -> Tensor:
+        length = x_BHTK.shape[-2]
+        cos_TK, sin_TK = self.cos[:length], self.sin[:length]
+        left, right = x_BHTK.chunk(2, dim=-1)
+        rotated = torch.cat([left * cos_TK - right * sin_TK, right * cos_TK + left * sin_TK], dim=-1)
+        return rotated.type_as(x_BHTK)
+
+
+class Shift(nn.Module):
+    """x_t + gain * x_(t-1), gain per channel, zero before the first position."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gain_D = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD + self.gain_D * F.pad(x_BTD, (0, 0, 1, -1))
+
+
+class Attention(nn.Module):
+    """Causal self-attention. Query, key and value are separate layers, so that each can be sharded by heads,
+    orthogonalised (Muon) or adapted (LoRA) on its own; a fused one saves about 1 % on tiny models."""
+
+    def __init__(self, config: GPTConfig, rope: Rope | None) -> None:
+        super().__init__()
+        width = config.d_model
+        self.query = nn.Linear(width, width, bias=config.bias)
+        self.key = nn.Linear(width, width, bias=config.bias)
+        self.value = nn.Linear(width, width, bias=config.bias)
+        self.output = nn.Linear(width, width, bias=config.bias)
+        self.rope = rope  # one module shared by all blocks
+        self.head_width = config.head_width
+        self.qk_norm = config.qk_norm
+        self.dropout = config.dropout
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        query, key, value = (self._heads(layer(x_BTD)) for layer in (self.query, self.key, self.value))
+        if self.qk_norm:
+            query, key = (F.rms_norm(each, (self.head_width,)) for each in (query, key))
+        if self.rope is not None:
+            query, key = self.rope(query), self.rope(key)
+        dropout = self.dropout if self.training else 0.0
+        mixed_BHTK = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout)
+        out_BTD: Tensor = self.output(mixed_BHTK.transpose(1, 2).flatten(2))
+        return out_BTD
+
+    def _heads(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD.view(*x_BTD.shape[:2], -1, self.head_width).transpose(1, 2)
+
+
+class MLP(nn.Module):
+    """The position-wise network D -> F -> D."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        width, hidden = config.d_model, config.hidden_width
+        gated = config.activation == "swiglu"
+        self.gate = nn.Linear(width, hidden, bias=config.bias) if gated else None
+        self.up = nn.Linear(width, hidden, bias=config.bias)
+        self.down = nn.Linear(hidden, width, bias=config.bias)
+        self.activation = config.activation
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        hidden_BTF = self.up(x_BTD)
+        if self.gate is not None:
+            hidden_BTF = F.silu(self.gate(x_BTD)) * hidden_BTF
+        elif self.activation == "relu2":
+            hidden_BTF = F.relu(hidden_BTF).square()
+        else:
+            hidden_BTF = F.gelu(hidden_BTF, approximate="tanh")
+        out_BTD: Tensor = self.down(hidden_BTF)
+        return out_BTD
+
+
+class Block(nn.Module):
+    """One pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: GPTConfig, rope: Rope | None) -> None:
+        super().__init__()
+        self.attention_norm = _norm(config)
+        self.attention_shift = Shift(config.d_model) if config.shift else nn.Identity()
+        self.attention = Attention(config, rope)
+        self.mlp_norm = _norm(config)
+        self.mlp_shift = Shift(config.d_model) if config.shift else nn.Identity()
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        mixed_BTD: Tensor = self.attention(self.attention_shift(self.attention_norm(x_BTD)))
+        x_BTD = x_BTD + self.dropout(mixed_BTD)
+        out_BTD: Tensor = self.mlp(self.mlp_shift(self.mlp_norm(x_BTD)))
+        return x_BTD + self.dropout(out_BTD)  # type: ignore[no-any-return]
+
+
+class Bigram(nn.Module):
+    """An embedding of the pair (previous, current id); the last row stands for "nothing before"."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.vocab_size = config.vocab_size
+        self.exact = config.bigram >= config.vocab_size**2
+        self.rows = config.vocab_size**2 if self.exact else config.bigram
+        self.table = nn.Embedding(self.rows + 1, config.d_model)
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        previous, current = ids_BT[:, :-1], ids_BT[:, 1:]
+        if self.exact:
+            pair = previous * self.vocab_size + current
+        else:
+            pair = ((previous * 27191) ^ (current * 36313)) % self.rows
+        out_BTD: Tensor = self.table(F.pad(pair, (1, 0), value=self.rows))
+        return out_BTD
+
+
+class GPT(nn.Module):
+    """ids_BT -> logits_BTV. ``blocks`` is the list that activation checkpointing and sharding wrap."""
+
+    def __init__(self, options: GPTConfig) -> None:
+        super().__init__()
+        self.options = options  # not `config`: PEFT takes that name for a Hugging Face config
+        rope = Rope(options) if options.positions == "rope" else None
+        learned = options.positions == "learned"
+        self.tokens = nn.Embedding(options.vocab_size, options.d_model)
+        self.positions = nn.Embedding(options.block_size, options.d_model) if learned else None
+        self.bigram = Bigram(options) if options.bigram else None
+        self.dropout = nn.Dropout(options.dropout)
+        self.blocks = nn.ModuleList(Block(options, rope) for _ in range(options.layers))
+        self.norm = _norm(options)
+        self.head = nn.Linear(options.d_model, options.vocab_size, bias=False)
+        self.init_weights()
+
+    @property
+    def block_size(self) -> int:
+        """The longest input, in tokens."""
+        return self.options.block_size
+
+    def init_weights(self) -> None:
+        """Draws every weight anew as GPT-2: normal(0, 0.02), residual projections / sqrt(2 * layers).
+
+        Also fills the RoPE tables and ties the head again: what a model built on the meta device needs after
+        ``to_empty``, which separates tied weights.
+        """
+        if self.options.tied:
+            self.head.weight = self.tokens.weight
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=INIT_STD)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+            if isinstance(module, Shift):
+                nn.init.zeros_(module.gain_D)
+            if isinstance(module, nn.LayerNorm | nn.RMSNorm | Rope):
+                module.reset_parameters()
+        residual_std = 0.0 if self.options.zero_init_out else INIT_STD / math.sqrt(2 * self.options.layers)
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            nn.init.normal_(block.attention.output.weight, std=residual_std)
+            nn.init.normal_(block.mlp.down.weight, std=residual_std)
+        if self.options.zero_init_out and not self.options.tied:
+            nn.init.zeros_(self.head.weight)
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        length = ids_BT.shape[1]
+        if length > self.block_size:
+            raise UsageError(
+                f"the input has {length} positions, the model block_size={self.block_size}",
+                remedy=f"cut the input, or build the model with block_size={length}",
+            )
+        x_BTD = self.tokens(ids_BT)
+        if self.positions is not None:
+            x_BTD = x_BTD + self.positions.weight[:length]
+        if self.bigram is not None:
+            x_BTD = x_BTD + self.bigram(ids_BT)
+        x_BTD = self.dropout(x_BTD)
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        logits_BTV: Tensor = self.head(self.norm(x_BTD))
+        cap = self.options.logit_softcap
+        return cap * torch.tanh(logits_BTV.float() / cap) if cap else logits_BTV
+
+
+def gpt(**options: Any) -> GPT:
+    """A GPT of the given options (those of ``GPTConfig``). Raises UsageError for a wrong one."""
+    return GPT(configure(GPTConfig, options, of="gpt"))
+
+
+# so that help() and a reader of signatures see the options
+gpt.__signature__ = inspect.signature(GPTConfig)  # type: ignore[attr-defined]
+
+GPT2_SIZES = {  # layers, heads, d_model; https://github.com/openai/gpt-2
+    "124M": (12, 12, 768),
+    "355M": (24, 16, 1024),
+    "774M": (36, 20, 1280),
+    "1.5B": (48, 25, 1600),
+}
+
+
+def gpt2(size: str = "124M", **options: Any) -> GPT:
+    """GPT-2 as published (vocabulary 50257, 1024 positions), with new weights; ``options`` override."""
+    require_choice("size", size, GPT2_SIZES)
+    layers, heads, d_model = GPT2_SIZES[size]
+    shape = {"layers": layers, "heads": heads, "d_model": d_model}
+    return gpt(**{"vocab_size": 50257, "block_size": 1024, **shape, **options})
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """eval() inside; afterwards each module has its own mode back, frozen ones included."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    ids_BT: Tensor,
+    *,
+    tokens: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """``ids_BT`` and ``tokens`` sampled continuations: shape (B, T + tokens).
+
+    ``model`` maps ids_BT to logits_BTV; only its last ``block_size`` ids are fed back. ``temperature=0``
+    takes the likeliest, ``top_k=0`` keeps all. Without a ``generator`` one of seed 0 is used, so that a
+    sample in mid-training neither disturbs the run's random numbers nor depends on them. Costs a whole
+    forward per token (no cache).
+    """
+    if temperature < 0 or top_k < 0 or tokens < 0:
+        raise UsageError(
+            "temperature, top_k and tokens must be >= 0", remedy="temperature=0 takes the likeliest token"
+        )
+    limit = int(getattr(model, "block_size", 0))  # 0: the model reads any length
+    generator = generator or torch.Generator(ids_BT.device).manual_seed(0)
+    with _evaluating(model):
+        for _ in range(tokens):
+            logits_BV = model(ids_BT[:, -limit:])[:, -1].float()
+            if top_k and top_k < logits_BV.shape[-1]:
+                floor_B1 = logits_BV.topk(top_k).values[:, -1:]
+                logits_BV = logits_BV.masked_fill(logits_BV < floor_B1, -math.inf)
+            if temperature == 0:
+                next_B1 = logits_BV.argmax(-1, keepdim=True)
+            else:
+                chances_BV = (logits_BV / temperature).softmax(-1)
+                next_B1 = torch.multinomial(chances_BV, 1, generator=generator)
+            ids_BT = torch.cat([ids_BT, next_B1], dim=1)
+    return ids_BT

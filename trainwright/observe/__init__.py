@@ -1,0 +1,1 @@
+"""Looks at a step after it has happened; reads only."""

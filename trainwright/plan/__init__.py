@@ -1,0 +1,1 @@
+"""What will happen, by arithmetic: no torch at import, no device needed."""

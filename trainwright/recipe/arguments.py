@@ -1,0 +1,79 @@
+"""``args:`` of a part: plain values only, so that every recipe can be written down and read back equal."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+
+from trainwright.errors import Problem, RecipeError
+
+MAX_DEPTH = 50
+MAX_VALUES = 10_000  # the same limit as for the nodes of a YAML file
+
+_ONLY = "may hold text, numbers, true, false, null, lists and mappings with text keys only"
+
+
+class _Copy:
+    """One deep copy of ``args``; collects every problem, with paths relative to ``args``."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+        self.count = 0
+
+    def copy(self, value: Any, path: tuple[str, ...]) -> Any:
+        self.count += 1
+        if self.count > MAX_VALUES:
+            return None
+        if value is None or isinstance(value, (bool, int)):
+            return value
+        if isinstance(value, float):
+            return self._finite_or_inf(value, path)
+        if isinstance(value, str):
+            return self._encodable(value, path)
+        if isinstance(value, (dict, list, tuple)):
+            return self._container(value, path)
+        return self._wrong(path, _ONLY, type(value).__name__, "give the name of the thing and look it up in your code")
+
+    def _container(self, value: dict[Any, Any] | list[Any] | tuple[Any, ...], path: tuple[str, ...]) -> Any:
+        if len(path) > MAX_DEPTH:
+            return self._wrong(path[:3], f"may nest at most {MAX_DEPTH} levels deep", "", "flatten it")
+        if not isinstance(value, dict):
+            return [self.copy(item, (*path, str(index))) for index, item in enumerate(value)]
+        result = {}
+        for key, item in value.items():
+            if isinstance(key, str):
+                result[self._encodable(key, path)] = self.copy(item, (*path, key))
+            else:
+                self._wrong(path, "keys must be text", f"{key!r}"[:60], f"put quotes around it: '{key!r}'"[:60])
+        return result
+
+    def _finite_or_inf(self, value: float, path: tuple[str, ...]) -> Any:
+        if math.isnan(value):
+            return self._wrong(path, "must not be NaN", ".nan", "write a number, or null for none")
+        return float(value)
+
+    def _encodable(self, text: str, path: tuple[str, ...]) -> Any:
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            return self._wrong(path, "must be valid Unicode text", ascii(text)[:60], "write the character itself")
+        return str(text)
+
+    def _wrong(self, path: tuple[str, ...], rule: str, got: str, remedy: str) -> None:
+        self.problems.append(Problem(".".join(path), rule, got=got, remedy=remedy))
+
+
+def _plain(value: Any) -> Any:
+    """A deep copy of ``args`` with lists for tuples; raises RecipeError (paths relative to ``args``)."""
+    if not isinstance(value, dict):
+        return value  # pydantic says it
+    copying = _Copy()
+    result = copying.copy(value, ())
+    if copying.count > MAX_VALUES:
+        raise RecipeError(Problem("", f"may hold at most {MAX_VALUES} values", remedy="put them into a file"))
+    if copying.problems:
+        raise RecipeError(copying.problems)
+    return result
+
+
+Args = Annotated[dict[str, Any], BeforeValidator(_plain)]

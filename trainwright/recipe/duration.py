@@ -1,0 +1,159 @@
+"""Lengths of training as people say them: ``1000steps``, ``2ep``, ``0.1run``, ``90min``, ``5Mtok``.
+
+A `Duration` keeps the unit that was asked for; turning it into steps needs the data and the machine and is
+the plan's work.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
+
+from trainwright.errors import UsageError
+
+Unit = Literal["steps", "ep", "s", "tok", "run", "samples"]
+
+# What may be written -> (unit, factor).
+SPELLINGS: dict[str, tuple[Unit, float]] = {
+    "steps": ("steps", 1),
+    "step": ("steps", 1),
+    "ep": ("ep", 1),
+    "epoch": ("ep", 1),
+    "epochs": ("ep", 1),
+    "s": ("s", 1),
+    "min": ("s", 60),
+    "h": ("s", 3600),
+    "tok": ("tok", 1),
+    "ktok": ("tok", 1e3),
+    "Mtok": ("tok", 1e6),
+    "Gtok": ("tok", 1e9),
+    "samples": ("samples", 1),
+    "run": ("run", 1),
+}
+EXAMPLES = "1000steps, 2ep, 90min, 5Mtok, 50000samples, 0.1run"
+PATTERN = r"^([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?(" + "|".join(SPELLINGS) + r")$"
+
+_WHOLE_UNITS = ("steps", "tok", "samples")
+_LARGEST = 2.0**53  # the last integer up to which a float counts without gaps
+_NUMBER_AND_REST = re.compile(r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)(.*)", re.DOTALL)
+
+
+def _wrong(rule: str, remedy: str = f"write for example {EXAMPLES}") -> UsageError:
+    return UsageError(rule, remedy=remedy)
+
+
+@dataclass(frozen=True)
+class Duration:
+    """``value`` of ``unit``: steps, ep(ochs), s(econds), tok(ens), samples, or run (a share of the run).
+
+    Raises UsageError when the value is negative, not finite, not whole where it counts things, or a share
+    above 1.
+    """
+
+    value: float
+    unit: Unit
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.value):
+            raise _wrong("a duration must be finite")
+        if self.value < 0:
+            raise _wrong("a duration must not be negative")
+        if self.value > _LARGEST:
+            raise _wrong(f"a duration must be at most 2^53 {self.unit}")
+        if self.unit in _WHOLE_UNITS and self.value != int(self.value):
+            raise _wrong(f"{self.unit} are counted whole", f"write {math.ceil(self.value)}{self.unit}")
+        if self.unit == "run" and self.value > 1:
+            raise _wrong("a share of the run is at most 1run", "write for example 0.1run for a tenth of the run")
+
+    @classmethod
+    def parse(cls, text: str, *, allow_zero: bool = False) -> Duration:
+        """Read ``1000steps`` and the like; raises UsageError with a remedy."""
+        number, spelling = _number_and_unit(text)
+        unit, factor = SPELLINGS[spelling]
+        duration = cls(_scaled(number, factor), unit)
+        if duration.value == 0 and not allow_zero:
+            raise _wrong("a duration must be more than 0")
+        return duration
+
+    def __str__(self) -> str:
+        whole = self.value == int(self.value)
+        return f"{int(self.value) if whole else self.value!r}{self.unit}"
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return DurationField().__get_pydantic_core_schema__(source, handler)
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {"type": "string", "pattern": PATTERN, "examples": EXAMPLES.split(", ")}
+
+
+@dataclass(frozen=True)
+class DurationField:
+    """How pydantic reads a Duration; ``Annotated[Duration, DurationField(allow_zero=True)]`` accepts ``0steps``."""
+
+    allow_zero: bool = False
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            self.read,
+            serialization=core_schema.plain_serializer_function_ser_schema(str),
+            metadata={"pydantic_js_functions": [Duration.__get_pydantic_json_schema__]},
+        )
+
+    def read(self, value: object) -> Duration:
+        """A Duration from what stands in a recipe; raises UsageError (a ValueError, as pydantic wants)."""
+        if isinstance(value, Duration):
+            if value.value == 0 and not self.allow_zero:
+                raise _wrong("a duration must be more than 0")
+            return value
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            raise _without_unit(f"{value:g}" if math.isfinite(_as_float(value)) else "1000")
+        if not isinstance(value, str):
+            raise _wrong("must be a number with a unit")
+        return Duration.parse(value, allow_zero=self.allow_zero)
+
+
+def _number_and_unit(text: str) -> tuple[str, str]:
+    match = _NUMBER_AND_REST.fullmatch(text)
+    if match is None:
+        raise _wrong("must be a number with a unit")
+    number, spelling = cast("tuple[str, str]", match.groups())
+    if spelling in SPELLINGS:
+        return number, spelling
+    if not spelling.strip():
+        raise _without_unit(number)
+    if spelling.strip() in SPELLINGS:
+        raise _wrong("must be a number with a unit, without spaces", f"write {number}{spelling.strip()}")
+    close = difflib.get_close_matches(spelling.strip(), SPELLINGS, n=1, cutoff=0.5)
+    units = f"units are {', '.join(SPELLINGS)}"
+    raise _wrong(
+        f"{spelling.strip()[:20]!r} is not a unit", f"did you mean {number}{close[0]}? {units}" if close else units
+    )
+
+
+def _without_unit(number: str) -> UsageError:
+    rule = "a duration needs a unit: which unit?"
+    return _wrong(rule, f"write {number}steps, {number}ep, {number}s or {number}tok")
+
+
+def _scaled(number: str, factor: float) -> float:
+    value = float(number) * factor
+    # 1.1ktok is 1100.0000000000002 in binary: a written decimal that is whole must come out whole.
+    return float(round(value)) if abs(value) < _LARGEST and math.isclose(value, round(value), rel_tol=1e-14) else value
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf

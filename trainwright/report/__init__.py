@@ -1,0 +1,1 @@
+"""Findings and facts in words and pictures: no torch at import."""

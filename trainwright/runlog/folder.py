@@ -1,0 +1,170 @@
+"""The run folder: where everything of a run lies, made so that two processes never share one."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import itertools
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainwright.errors import UsageError
+from trainwright.runlog.records import strict
+from trainwright.runlog.storage import storage_error
+
+_SIGNS = ("log.jsonl", "recipe.yaml", "plan.json")  # any of these makes a folder a run folder
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The paths of one run. The sub-folders are made by whoever writes the first file into them."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def recipe(self) -> Path:
+        return self.path / "recipe.yaml"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def provenance(self) -> Path:
+        return self.path / "provenance.json"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def bundles(self) -> Path:
+        return self.path / "bundles"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def traces(self) -> Path:
+        return self.path / "traces"
+
+    @classmethod
+    def create(cls, root: Path | str, name: str) -> RunFolder:
+        """Make ``root/name``, or ``root/name-2`` and so on when that exists.
+
+        mkdir is atomic, so two processes that start at once get two folders. Raises UsageError for a name that
+        is no folder name, StorageError when the folder cannot be made.
+        """
+        if name in ("", ".", "..") or set(name) & set('/\\\0:*?"<>|'):
+            raise UsageError(
+                f"{name!r} cannot name a run folder",
+                remedy="use letters, digits, '-', '_' and '.' (the folder around it is given separately)",
+            )
+        for number in itertools.count(1):
+            path = Path(root) / (name if number == 1 else f"{name}-{number}")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.mkdir()
+            except FileExistsError as error:
+                if not path.parent.is_dir():  # the root itself is a file
+                    raise storage_error(error, path.parent, "make the folder") from error
+            except OSError as error:
+                raise storage_error(error, path, "make the folder") from error
+            else:
+                return cls(path)
+        raise AssertionError("unreachable: itertools.count does not end")
+
+    @classmethod
+    def open(cls, path: Path | str) -> RunFolder:
+        """The run folder at ``path``. Raises UsageError, with the runs that may be meant, when there is none."""
+        path = Path(path)
+        if _is_run(path):
+            return cls(path)
+        what = "holds no run" if path.is_dir() else "is not a folder" if path.exists() else "does not exist"
+        meant = _meant(path)
+        remedy = (
+            f"did you mean {' or '.join(str(run) for run in meant)}?"
+            if meant
+            else "give a run folder: runs/<name>"
+        )
+        raise UsageError(f"{path} {what}", remedy=remedy)
+
+    def write_text(self, name: str, text: str) -> Path:
+        """Write ``name`` (relative to the folder) as a whole or not at all; it survives a power cut.
+
+        Raises StorageError when the disk is full or the folder may not be written.
+        """
+        path = self.path / name
+        draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
+        try:
+            path.parent.mkdir(exist_ok=True)
+            with draft.open("w", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(path)
+            _sync_folder(path.parent)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                draft.unlink()
+            raise storage_error(error, path, "write") from error
+        return path
+
+    def write_json(self, name: str, value: Any) -> Path:
+        """As ``write_text``, with ``value`` (plain values and dataclasses) as indented strict JSON."""
+        return self.write_text(name, json.dumps(strict(value), indent=2, allow_nan=False) + "\n")
+
+
+def latest(root: Path | str) -> RunFolder:
+    """The run under ``root`` that was last written to. Raises UsageError when there is none."""
+    runs = _runs_in(Path(root))
+    if not runs:
+        raise UsageError(
+            f"there is no run in {root}", remedy="start one with: trainwright train <recipe.yaml>"
+        )
+    return RunFolder(max(runs, key=_written_ns))
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / sign).is_file() for sign in _SIGNS)
+
+
+def _runs_in(root: Path) -> list[Path]:
+    try:
+        return sorted(child for child in root.iterdir() if _is_run(child))
+    except OSError:  # not there, not a folder, not readable: no runs to be seen
+        return []
+
+
+def _written_ns(run: Path) -> int:
+    return max((run / sign).stat().st_mtime_ns for sign in _SIGNS if (run / sign).exists())
+
+
+def _meant(path: Path) -> list[Path]:
+    """Runs that someone who wrote ``path`` may have meant: around it, in it, or with a similar name."""
+    around = [parent for parent in path.parents if _is_run(parent)][:1]
+    inside = sorted(_runs_in(path), key=_written_ns, reverse=True)[:3]
+    siblings = {run.name: run for run in _runs_in(path.parent)}
+    similar = [siblings[name] for name in difflib.get_close_matches(path.name, siblings, n=3)]
+    return around or inside or similar
+
+
+def _sync_folder(path: Path) -> None:
+    """Make a rename in ``path`` survive a power cut."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,124 @@
+"""Where a run came from: code, packages, machine, data, seeds. Never fails: what cannot be known is null."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# What changes the numbers of a run. The hash covers every installed package besides.
+_PACKAGES = (
+    *("trainwright", "torch", "numpy", "safetensors", "triton", "torchvision", "torchaudio", "torchao"),
+    *("transformers", "peft", "datasets", "tokenizers", "accelerate", "bitsandbytes", "scikit-learn"),
+    *("nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
+)
+_VARIABLES = re.compile(
+    r"(TORCH|PYTORCH|NCCL|CUDA|CUBLAS|CUDNN|NVIDIA_TF32|OMP|MKL|OPENBLAS|KMP|GLOO|HF_HUB_OFFLINE)"
+    r"|(PYTHONHASHSEED|RANK|LOCAL_RANK|WORLD_SIZE|SLURM_JOB_ID|SLURM_NNODES|SLURM_NTASKS|LD_PRELOAD)$"
+)
+_SECRET = re.compile(r"TOKEN|SECRET|PASS|CREDENTIAL|AUTH|(^|_)API|KEY", re.IGNORECASE)
+
+
+def provenance(
+    *,
+    data_fingerprints: Mapping[str, str],
+    seeds: Mapping[str, int],
+    command: Sequence[str],
+    folder: Path | None = None,
+) -> dict[str, Any]:
+    """Plain values for provenance.json. ``folder`` is the user's working directory (None: the current one)."""
+    return {
+        "command": list(command),
+        "working_directory": _known(lambda: str((folder or Path.cwd()).resolve())),
+        "git": _known(lambda: _git_state(folder or Path.cwd())),
+        "python": sys.version.split()[0],
+        "platform": _known(platform.platform),
+        "hostname": _known(socket.gethostname),
+        "packages": _known(_packages),
+        "environment": environment(os.environ),
+        "driver": _known(_driver),
+        "data": dict(data_fingerprints),
+        "seeds": dict(seeds),
+    }
+
+
+def environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables that can change a run's numbers or speed, by name; nothing that looks like a secret."""
+    return {
+        name: value
+        for name, value in sorted(variables.items())
+        if _VARIABLES.match(name) and not _SECRET.search(name)
+    }
+
+
+def _known(read: Callable[[], Any]) -> Any:
+    """What ``read`` says, or None: whatever goes wrong in here must not stop a training."""
+    try:
+        return read()
+    except Exception:
+        return None
+
+
+def _git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit, dirty flag (untracked files count), hash of the uncommitted changes; None outside a git tree."""
+    if _git(folder, "rev-parse", "--is-inside-work-tree") is None:
+        return None
+    commit = _git(folder, "rev-parse", "--verify", "HEAD")
+    status = _git(folder, "status", "--porcelain")
+    changes = _git(folder, "diff", "--no-ext-diff", "--no-textconv", "HEAD")
+    return {
+        "commit": commit.decode().strip() if commit else None,
+        "dirty": None if status is None else bool(status),
+        "diff_sha256": hashlib.sha256(changes).hexdigest() if changes else None,
+    }
+
+
+def _git(folder: Path, *arguments: str) -> bytes | None:
+    """Git's output, or None when it refuses. Takes no lock, so it disturbs nobody's work in that tree."""
+    answer = subprocess.run(
+        ["git", *arguments],
+        cwd=folder,
+        env={**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=20,  # a huge tree on a network mount: better no answer than a start that hangs
+        check=False,
+    )
+    return answer.stdout if answer.returncode == 0 else None
+
+
+def _packages() -> dict[str, Any]:
+    installed = {
+        _normal(dist.metadata["Name"]): dist.version
+        for dist in importlib.metadata.distributions()
+        if dist.metadata["Name"]
+    }
+    every = "\n".join(f"{name}=={version}" for name, version in sorted(installed.items()))
+    return {
+        "versions": {name: installed[name] for name in _PACKAGES if name in installed},
+        "count": len(installed),
+        "sha256": hashlib.sha256(every.encode()).hexdigest(),
+    }
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _driver() -> str:
+    """The NVIDIA driver's version. Raises when there is none."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    finally:
+        pynvml.nvmlShutdown()

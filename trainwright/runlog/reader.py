@@ -1,0 +1,103 @@
+"""Reads log.jsonl of a dead or a living run; never fails on what a kill left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from trainwright.errors import UsageError
+from trainwright.runlog.records import Ended, Record, Started, Step, from_json
+from trainwright.runlog.storage import storage_error
+
+
+@dataclass(frozen=True)
+class LogContents:
+    """All of a log. ``broken_lines`` counts the lines that hold no record, the torn last one excepted.
+
+    ``torn`` says that the last line was cut off in the middle (a kill, a full disk).
+    """
+
+    records: tuple[Record, ...]
+    broken_lines: int
+    torn: bool
+
+
+def read(path: Path | str) -> LogContents:
+    """Everything that can be read. Raises UsageError when there is no such log."""
+    records: list[Record] = []
+    broken_lines, torn = 0, False
+    with _open(Path(path)) as file:
+        for line in file:
+            record = _record(line)
+            if record is not None:
+                records.append(record)
+            elif not line.endswith(b"\n"):
+                torn = True
+            elif line.strip():  # a full disk may leave an empty line, which lost nothing
+                broken_lines += 1
+    return LogContents(tuple(records), broken_lines, torn)
+
+
+def follow(
+    path: Path | str,
+    *,
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+    poll_s: float = 0.5,
+    idle_s: float = float("inf"),
+) -> Iterator[Record]:
+    """Every record of a log from its start, then each new one as it is written.
+
+    Ends when the last line is ``Ended``, or when nothing came for ``idle_s`` by ``clock`` (seconds). Raises
+    UsageError when there is no such log.
+    """
+    with _open(Path(path)) as file:
+        ended, unfinished, heard_s = False, b"", clock()
+        while True:
+            line = unfinished + file.readline()
+            if line.endswith(b"\n"):
+                unfinished, heard_s = b"", clock()
+                record = _record(line)
+                if record is not None:
+                    ended = isinstance(record, Ended)
+                    yield record
+            elif (ended and not line) or clock() - heard_s >= idle_s:
+                return
+            else:
+                unfinished = line
+                sleep(poll_s)
+
+
+def steps(records: Iterable[Record]) -> list[Step]:
+    """The steps that led to the run's present state, in order, each step once.
+
+    A resume repeats the steps after its checkpoint: the last written one counts. Steps that lie after a resume
+    point and were not trained again belong to a past that was given up, and are left out.
+    """
+    by_step: dict[int, Step] = {}
+    for record in records:
+        if isinstance(record, Started):
+            by_step = {number: step for number, step in by_step.items() if number <= record.step}
+        elif isinstance(record, Step):
+            by_step[record.step] = record
+    return [by_step[number] for number in sorted(by_step)]
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise UsageError(
+            f"{path} is not a log", remedy="give the log.jsonl of a run folder (runs/<name>/log.jsonl)"
+        ) from error
+    except OSError as error:
+        raise storage_error(error, path, "read") from error
+
+
+def _record(line: bytes) -> Record | None:
+    try:
+        return from_json(line.decode())
+    except (ValueError, RecursionError):  # RecursionError: garbage with thousands of open brackets
+        return None

@@ -1,0 +1,288 @@
+"""One line of log.jsonl each: what a run says about itself, as frozen values.
+
+A line is strict JSON (jq reads it). JSON has no NaN and no infinity, so they are spelled as the strings
+"NaN", "Infinity" and "-Infinity" and become floats again in every field that holds floats. ``kind`` is the
+lower-case class name. What a newer version wrote stays readable: an unknown kind becomes ``Unknown``, an unknown
+field is ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+FORMAT_VERSION = 1  # of the run folder as a whole
+
+_NOT_IN_JSON = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """Base of all records. ``time_s`` is unix time."""
+
+    time_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started(Record):
+    """A process took up the run at ``step``: 0, or where it resumed from."""
+
+    step: int
+    version: str
+    pid: int
+    resumed_from: str | None = None
+    command: tuple[str, ...] = ()
+    format_version: int = FORMAT_VERSION
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step(Record):
+    """One optimizer step. ``samples``, ``tokens`` and ``skipped`` (steps) count from the start of the run.
+
+    ``loss`` is the mean over ``weight`` counted units. ``ids_hash`` hashes the step's sample ids, in order.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    weight: float
+    samples: int
+    tokens: int
+    step_s: float
+    wait_s: float
+    skipped: int
+    mem_bytes: int
+    ids_hash: str
+    probed: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated(Record):
+    """The validation loss and metrics after ``step`` steps."""
+
+    step: int
+    loss: float
+    weight: float
+    metrics: dict[str, float]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved(Record):
+    """A checkpoint was committed. ``path`` is relative to the run folder."""
+
+    step: int
+    path: str
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skipped(Record):
+    """An update was not applied. ``scale_*`` is the fp16 loss scale, None in other precisions."""
+
+    step: int
+    reason: str
+    micro_batch: int | None
+    sample_ids: tuple[int, ...]
+    scale_before: float | None
+    scale_after: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """What a finding points at; None is what is not known or does not apply."""
+
+    module: str | None = None
+    op: str | None = None
+    dtype: str | None = None
+    micro_batch: int | None = None
+    rank: int | None = None
+    sample_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """One measurement that supports a finding."""
+
+    measure: str
+    seen: float | str | None
+    expected: float | str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """A remedy that was tried, and what came of it."""
+
+    remedy: str
+    result: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found(Record):
+    """A finding. ``severity`` is critical, warning or info; ``sure`` is between 0 and 1."""
+
+    code: str
+    severity: str
+    step: int
+    symptom: str
+    cause: str
+    remedy: str
+    sure: float
+    since_step: int | None = None
+    where: Where = Where()
+    evidence: tuple[Evidence, ...] = ()
+    tried: tuple[Tried, ...] = ()
+    consequences: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replayed(Record):
+    """A recorded step was run again from ``bundle``."""
+
+    step: int
+    bundle: str
+    same_bits: bool
+    outcome: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended(Record):
+    """The run's last word. ``ending`` is finished, stopped, data_exhausted or failed."""
+
+    ending: str
+    reason: str
+    step: int
+    loss: float | None
+    val_loss: float | None
+    skipped: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Telemetry(Record):
+    """Readings of host and GPUs, by name: ``host/...``, ``gpu0/...``; units are in the names."""
+
+    step: int
+    values: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unknown(Record):
+    """A kind that this version does not know. ``fields`` is the whole line but ``kind`` and ``time_s``."""
+
+    kind: str
+    fields: dict[str, Any]
+
+
+KINDS: Mapping[str, type[Record]] = {
+    cls.__name__.lower(): cls
+    for cls in (Started, Step, Evaluated, Saved, Skipped, Found, Replayed, Ended, Telemetry)
+}
+_KIND_OF: Mapping[type[Record], str] = {cls: kind for kind, cls in KINDS.items()}
+
+
+def to_json(record: Record) -> str:
+    """One line without its newline, in ASCII, so that no text of a user can break a line or an encoding."""
+    if isinstance(record, Unknown):
+        line = {"kind": record.kind, "time_s": record.time_s, **record.fields}
+    else:
+        line = {"kind": _KIND_OF[type(record)], **record.__dict__}
+    try:
+        return _encode(line)
+    except ValueError:  # NaN or infinity somewhere: rare, so only these lines pay for the walk
+        return _encode(strict(line))
+
+
+def from_json(line: str) -> Record:
+    """The record of one line. Raises ValueError when it is none."""
+    fields = json.loads(line)
+    if not isinstance(fields, dict) or not isinstance(fields.get("kind"), str):
+        raise ValueError("a record is a JSON object with a 'kind'")
+    kind = fields.pop("kind")
+    if kind in KINDS:
+        return typing.cast(Record, _construct(KINDS[kind], fields))
+    return Unknown(kind=kind, time_s=_float(fields.pop("time_s", "NaN")), fields=fields)
+
+
+def strict(value: Any) -> Any:
+    """``value`` as strict JSON can hold it: NaN and infinity spelled out, dataclasses as dicts."""
+    if dataclasses.is_dataclass(value):
+        return strict(vars(value))
+    if isinstance(value, Mapping):
+        return {strict(key): strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _fields_of(value: object) -> dict[str, Any]:
+    """For the encoder. Dataclasses only: a tensor has a ``__dict__`` too, and would be logged as ``{}``."""
+    if dataclasses.is_dataclass(value):
+        return vars(value)
+    raise TypeError(f"a record holds plain numbers, strings and containers, not {type(value).__name__}")
+
+
+# One encoder for the whole process: json.dumps with options builds a new one for each call.
+_encode = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=_fields_of).encode
+
+
+def _construct(cls: type, fields: object) -> object:
+    if not isinstance(fields, dict):
+        raise ValueError(f"{cls.__name__} is a JSON object, not {fields!r}")
+    decoders = _decoders(cls)
+    try:
+        return cls(**{name: decoders[name](value) for name, value in fields.items() if name in decoders})
+    except TypeError as missing:
+        raise ValueError(str(missing)) from missing
+
+
+@functools.cache
+def _decoders(cls: type) -> dict[str, Callable[[Any], Any]]:
+    hints = typing.get_type_hints(cls)
+    return {f.name: _decoder(hints[f.name]) for f in dataclasses.fields(cls)}
+
+
+def _decoder(hint: Any) -> Callable[[Any], Any]:
+    """How to read JSON as ``hint``: one of the few types that records are made of."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is types.UnionType and str in args and float in args:
+        return lambda value: _NOT_IN_JSON.get(value, value) if isinstance(value, str) else value
+    if origin is types.UnionType:
+        inner = _decoder(args[0])
+        return lambda value: None if value is None else inner(value)
+    if origin is tuple:
+        item = _decoder(args[0])
+        return lambda value: tuple(item(one) for one in _of(list, value))
+    if origin is dict:
+        item = _decoder(args[1])
+        return lambda value: {key: item(one) for key, one in _of(dict, value).items()}
+    if dataclasses.is_dataclass(hint):
+        return functools.partial(_construct, typing.cast(type, hint))
+    if hint is float:
+        return _float
+    return functools.partial(_of, hint)
+
+
+def _float(value: Any) -> float:
+    if isinstance(value, str):
+        if value not in _NOT_IN_JSON:
+            raise ValueError(f"not a number: {value!r}")
+        return _NOT_IN_JSON[value]
+    return float(_of(int, value) if not isinstance(value, float) else value)
+
+
+def _of(wanted: type, value: Any) -> Any:
+    if type(value) is not wanted:
+        raise ValueError(f"expected {wanted.__name__}, not {value!r}")
+    return value

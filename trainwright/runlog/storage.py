@@ -1,0 +1,46 @@
+"""What an operating-system error means for the run folder, in a sentence with a remedy."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+from trainwright.errors import StorageError
+
+_MEANING = {
+    errno.ENOSPC: (
+        "the disk is full",
+        "free space on that disk, or start the run in a folder on another one",
+    ),
+    errno.EDQUOT: ("your disk quota is used up", "free space, or start the run in a folder on another disk"),
+    errno.EFBIG: ("the file would exceed the size limit", "raise the limit (ulimit -f)"),
+    errno.EACCES: ("permission denied", "choose a folder that you may write, or change its permissions"),
+    errno.EPERM: ("permission denied", "choose a folder that you may write, or change its permissions"),
+    errno.EROFS: ("the file system is read-only", "choose a folder on a disk that may be written"),
+    errno.ENOENT: ("the folder does not exist", "restore the folder, or start the run in another one"),
+    errno.ENOTDIR: ("a part of the path is a file", "choose another folder, or move that file away"),
+    errno.EEXIST: ("a file is in the way", "choose another folder, or move that file away"),
+    errno.EISDIR: ("a folder is in the way", "choose another name, or move that folder away"),
+    errno.EIO: (
+        "the disk reports a hardware or network error",
+        "check the disk (dmesg) or the network mount",
+    ),
+    errno.ESTALE: ("the network mount has gone stale", "mount it again"),
+    errno.ENAMETOOLONG: ("the name is too long", "choose a shorter name"),
+}
+
+
+def storage_error(error: OSError, path: Path, doing: str) -> StorageError:
+    """The error to raise when ``doing`` (a verb, "write") failed on ``path``."""
+    what, remedy = _MEANING.get(
+        error.errno or 0, (error.strerror or str(error), "check the disk and the path")
+    )
+    return StorageError(f"cannot {doing} {path}: {what}", remedy=remedy)
+
+
+def deleted_error(path: Path) -> StorageError:
+    """The error for a file that was deleted while it was open: writes would succeed and be lost."""
+    return StorageError(
+        f"cannot write {path}: the file or its folder was deleted while the run was writing to it",
+        remedy="resume from the newest checkpoint that is left, or start the run in another folder",
+    )

@@ -1,0 +1,1 @@
+"""What a run *is* at step n, and how it is kept."""

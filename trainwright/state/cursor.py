@@ -1,0 +1,69 @@
+"""What one optimizer step consumes, and where the data stream stands after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Position of the *consumed* data, not of the prefetched: samples of ``epoch`` already trained on."""
+
+    epoch: int = 0
+    position: int = 0
+
+
+class MicroBatch(NamedTuple):
+    """One forward and backward. ``data`` is what the loss function gets; ``ids`` int64 of shape (n,)."""
+
+    data: Any
+    ids: np.ndarray[Any, np.dtype[np.int64]]
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The whole global batch of one optimizer step on this rank, in micro-batches.
+
+    ``cursor`` is where the stream stands once this batch has been trained on.
+    """
+
+    micro: tuple[MicroBatch, ...]
+    cursor: Cursor = Cursor()
+
+    @cached_property
+    def size(self) -> int:
+        """Number of samples."""
+        return sum(len(micro.ids) for micro in self.micro)
+
+    @cached_property
+    def tokens(self) -> int:
+        """Number of tokens: elements of the first integer tensor of two or more dimensions, else 0."""
+        return sum(count_tokens(micro.data) for micro in self.micro)
+
+    @property
+    def ids(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Dataset positions of all samples, in the order of training, shape (size,)."""
+        return np.concatenate([micro.ids for micro in self.micro])
+
+
+def count_tokens(data: Any) -> int:
+    """Elements of the first integer tensor with at least two dimensions in a batch, 0 when there is none."""
+    if isinstance(data, Tensor):
+        integer = not (data.is_floating_point() or data.is_complex()) and data.dim() >= 2
+        return data.numel() if integer else 0
+    if isinstance(data, Mapping):
+        data = tuple(data.values())
+    if isinstance(data, tuple | list):
+        return next((n for n in map(count_tokens, data) if n), 0)
+    return 0

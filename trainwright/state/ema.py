@@ -1,0 +1,70 @@
+"""Exponential moving average of the weights (Polyak & Juditsky 1992)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Ema:
+    """Keeps shadow <- decay * shadow + (1 - decay) * weights, after each optimizer step.
+
+    The decay warms up as min(decay, (1 + n) / (10 + n)) over the n updates so far, so that the random
+    initial weights are forgotten (as in TensorFlow's ExponentialMovingAverage).
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.num_updates = 0
+        self._live = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.shadow: dict[str, Tensor] = {name: p.detach().clone() for name, p in self._live.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Once after each optimizer step; one multiply-add over the trainable weights."""
+        decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
+        torch._foreach_lerp_(list(self.shadow.values()), list(self._live.values()), 1.0 - decay)
+        self.num_updates += 1
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """The model computes with the averaged weights inside; the live ones come back bit for bit."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for name, shadow in self.shadow.items():
+            live = self._live[name]
+            live.data, self.shadow[name] = shadow, live.data
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_updates": self.num_updates, "shadow": self.shadow}
+
+    @torch.no_grad()
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.num_updates = saved["num_updates"]
+        for name, shadow in self.shadow.items():
+            shadow.copy_(saved["shadow"][name])
+
+
+class NoEma:
+    """The null object of a run that keeps no average."""
+
+    def update(self) -> None: ...
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        yield
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None: ...

@@ -1,0 +1,111 @@
+"""The ledger of skipped steps: nothing is ever skipped silently, in any precision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainwright.state.cursor import StepBatch
+
+SETTLE_EVERY = 256
+
+
+@dataclass(frozen=True)
+class SkippedStep:
+    """One step whose update was not applied. ``micro_batch`` is the first whose own loss was non-finite.
+
+    ``sample_ids`` are those of that micro-batch, or of the whole step when no loss tells which it was.
+    ``scale`` is the loss scale that the step ran under, None without loss scaling.
+    """
+
+    step: int
+    reason: str
+    loss: float
+    grad_norm: float
+    micro_batch: int | None
+    sample_ids: tuple[int, ...]
+    scale: float | None
+
+
+class _Pending(NamedTuple):
+    step: int
+    skipped: Tensor
+    grad_norm: Tensor
+    losses: Sequence[Tensor]
+    batch: StepBatch
+    scale: Tensor | None
+
+
+class SkipLedger:
+    """Counts and names skipped steps without waiting for the device at every step.
+
+    ``note`` only keeps references; ``settle`` reads all flags in one transfer and turns those that are
+    true into entries. It runs by itself every 256 steps (one host sync each).
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[SkippedStep] = []
+        self._pending: list[_Pending] = []
+
+    def note(
+        self,
+        step: int,
+        skipped: Tensor,
+        *,
+        grad_norm: Tensor,
+        losses: Sequence[Tensor],
+        batch: StepBatch,
+        scale: Tensor | None,
+    ) -> None:
+        """Remembers one step. ``losses`` are the 0-d losses of its micro-batches; no device is waited for."""
+        self._pending.append(_Pending(step, skipped, grad_norm, losses, batch, scale))
+        if len(self._pending) >= SETTLE_EVERY:
+            self.settle()
+
+    def settle(self) -> None:
+        """Reads what is pending: one host sync for all of it."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        flags = torch.stack([note.skipped for note in pending]).tolist()
+        self.entries += [_entry(note) for note, skipped in zip(pending, flags, strict=True) if skipped]
+
+    @property
+    def total(self) -> int:
+        """Number of steps skipped so far; settles first."""
+        self.settle()
+        return len(self.entries)
+
+    def state_dict(self) -> dict[str, Any]:
+        self.settle()
+        return {"entries": [asdict(entry) for entry in self.entries]}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self._pending = []
+        self.entries = [
+            SkippedStep(**{**entry, "sample_ids": tuple(entry["sample_ids"])}) for entry in saved["entries"]
+        ]
+
+
+def _entry(note: _Pending) -> SkippedStep:
+    losses = torch.stack([loss.float() for loss in note.losses])
+    bad = (~torch.isfinite(losses)).nonzero().flatten().tolist()
+    micro_batch = bad[0] if bad else (0 if len(note.losses) == 1 else None)
+    ids = note.batch.ids if micro_batch is None else note.batch.micro[micro_batch].ids
+    norm = float(note.grad_norm)
+    finite_norm = norm == norm and abs(norm) != float("inf")
+    return SkippedStep(
+        step=note.step,
+        reason="nothing was counted: the weight of the whole batch is 0"
+        if finite_norm
+        else "the gradient norm is not finite",
+        loss=float(losses.sum()),
+        grad_norm=norm,
+        micro_batch=micro_batch,
+        sample_ids=tuple(int(i) for i in ids),
+        scale=None if note.scale is None else float(note.scale),
+    )

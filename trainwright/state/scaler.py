@@ -1,0 +1,69 @@
+"""Dynamic loss scaling for fp16, with its state on the device so that no step waits for the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class LossScaler:
+    """Scale 2^16, doubled after 2000 clean steps, halved on overflow (Micikevicius et al. 2018, section 3.2).
+
+    ``scale`` is a 0-d float32 and ``clean_steps`` a 0-d int32 tensor on ``device``.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        initial: float = 2.0**16,
+        growth: float = 2.0,
+        backoff: float = 0.5,
+        interval: int = 2000,
+    ) -> None:
+        self.scale = torch.tensor(initial, dtype=torch.float32, device=device)
+        self.clean_steps = torch.tensor(0, dtype=torch.int32, device=device)
+        self.growth, self.backoff, self.interval = growth, backoff, interval
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss whose gradients fit fp16's range."""
+        return loss * self.scale
+
+    def unscale_(self, grads: list[Tensor]) -> None:
+        """Divides gradients by the scale, in place; the scale is a power of two, so this loses no bits."""
+        torch._foreach_mul_(grads, self.scale.reciprocal())
+
+    def update(self, overflowed: Tensor) -> None:
+        """After a step. ``overflowed`` is a 0-d bool tensor: whether its gradients were non-finite."""
+        clean = self.clean_steps + 1
+        grown = self.scale * self.growth
+        due = (clean >= self.interval) & torch.isfinite(grown)
+        self.scale = torch.where(overflowed, self.scale * self.backoff, torch.where(due, grown, self.scale))
+        self.clean_steps = torch.where(overflowed | due, torch.zeros_like(clean), clean)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": float(self.scale), "clean_steps": int(self.clean_steps)}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.scale = torch.full_like(self.scale, saved["scale"])
+        self.clean_steps = torch.full_like(self.clean_steps, saved["clean_steps"])
+
+
+class NoScaler:
+    """The null object: fp32, tf32 and bf16 have fp32's exponent range and need no scale."""
+
+    scale: Tensor | None = None
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def unscale_(self, grads: list[Tensor]) -> None: ...
+
+    def update(self, overflowed: Tensor) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None: ...

@@ -1,0 +1,37 @@
+"""TrainState: what a run is after its n-th step, and nothing that follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.optim import Optimizer
+
+from trainwright.state.cursor import Cursor
+from trainwright.state.ema import Ema, NoEma
+from trainwright.state.ledger import SkipLedger
+from trainwright.state.scaler import LossScaler, NoScaler
+
+
+@dataclass
+class TrainState:
+    """Everything that is needed to continue.
+
+    ``step`` counts completed optimizer steps: a step whose update was skipped consumed its batch and
+    counts; the ledger names it. ``elapsed_s`` is training time alone, without evaluation and saving.
+    ``fraction`` is the share of the run that was used when the last step began (0..1). The learning rate
+    is a pure function of ``step`` and ``fraction`` and so is not state. The generators of random numbers
+    are process-wide; ``RngBag.capture()`` reads them at the instant of saving.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    scaler: LossScaler | NoScaler = field(default_factory=NoScaler)
+    ema: Ema | NoEma = field(default_factory=NoEma)
+    ledger: SkipLedger = field(default_factory=SkipLedger)
+    data: Cursor = field(default_factory=Cursor)
+    step: int = 0
+    num_samples: int = 0
+    num_tokens: int = 0
+    elapsed_s: float = 0.0
+    fraction: float = 0.0
