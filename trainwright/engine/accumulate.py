@@ -77,9 +77,7 @@ def _combined(outputs: list[Loss], provisional: Tensor | float | None, size: int
     if provisional is None:  # totals are shares of the mean
         return Accumulated(total, float(size), totals, {}, None)
     weight = _sum([output.weight for output in outputs])
-    metrics = {
-        name: _sum([o.metrics[name].detach() for o in outputs]) / weight for name in outputs[0].metrics
-    }
+    metrics = {name: _sum([o.metrics[name].detach() for o in outputs]) / weight for name in outputs[0].metrics}
     loss = total / weight
     correction: Tensor | float | None = provisional / weight if _counts(weight) else None
     if len(outputs) == 1 or (isinstance(correction, float) and correction == 1.0):

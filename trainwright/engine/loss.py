@@ -60,8 +60,7 @@ class _Supervised:
     def __call__(self, model: nn.Module, batch: Any) -> Loss | Tensor:
         if not isinstance(batch, tuple | list) or len(batch) < 2:
             raise UsageError(
-                f"a loss of (output, target) needs batches of (input, target); this batch is a "
-                f"{type(batch).__name__}",
+                f"a loss of (output, target) needs batches of (input, target); this batch is a {type(batch).__name__}",
                 remedy="write the loss as `def loss(model, batch): ...` and take the batch apart there",
             )
         *inputs, target = batch

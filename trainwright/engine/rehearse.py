@@ -71,9 +71,7 @@ def rehearse(
                 begin_s = time.perf_counter()
                 float(accumulate(unscaled, batch, loss_fn, precision).loss)  # waits for the device
                 seen[precision.name].append(time.perf_counter() - begin_s)
-    return Rehearsal(
-        value, mean, {name: median(times) for name, times in seen.items() if times}, saved, outputs
-    )
+    return Rehearsal(value, mean, {name: median(times) for name, times in seen.items() if times}, saved, outputs)
 
 
 def _look_inside(

@@ -88,12 +88,8 @@ def make_step(
         state.num_samples += batch.size
         state.num_tokens += batch.tokens
         state.data = batch.cursor
-        state.ledger.note(
-            state.step, skipped, grad_norm=grad_norm, losses=done.micro_losses, batch=batch, scale=scale
-        )
-        return StepResult(
-            state.step, done.loss, grad_norm, lr, done.weight, skipped, batch, done.metrics, probed
-        )
+        state.ledger.note(state.step, skipped, grad_norm=grad_norm, losses=done.micro_losses, batch=batch, scale=scale)
+        return StepResult(state.step, done.loss, grad_norm, lr, done.weight, skipped, batch, done.metrics, probed)
 
     return advance
 

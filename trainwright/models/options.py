@@ -47,9 +47,7 @@ def require_counts(config: object, least: Mapping[str, int]) -> None:
     for name, floor in least.items():
         value = getattr(config, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < floor:
-            raise UsageError(
-                f"{name} must be a whole number >= {floor}; got {value!r}", remedy=f"try {name}={floor}"
-            )
+            raise UsageError(f"{name} must be a whole number >= {floor}; got {value!r}", remedy=f"try {name}={floor}")
 
 
 def require_dropout(value: float) -> None:

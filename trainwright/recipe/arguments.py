@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from trainwright.errors import Problem, RecipeError
+from trainwright.recipe.showing import LARGEST_INT, readable, shown
 
 MAX_DEPTH = 50
 MAX_VALUES = 10_000  # the same limit as for the nodes of a YAML file
@@ -26,10 +27,10 @@ class _Copy:
         self.count += 1
         if self.count > MAX_VALUES:
             return None
-        if value is None or isinstance(value, (bool, int)):
+        if value is None or isinstance(value, bool):
             return value
-        if isinstance(value, float):
-            return self._finite_or_inf(value, path)
+        if isinstance(value, (int, float)):
+            return self._number(value, path)
         if isinstance(value, str):
             return self._encodable(value, path)
         if isinstance(value, (dict, list, tuple)):
@@ -46,21 +47,25 @@ class _Copy:
             if isinstance(key, str):
                 result[self._encodable(key, path)] = self.copy(item, (*path, key))
             else:
-                self._wrong(path, "keys must be text", f"{key!r}"[:60], f"put quotes around it: '{key!r}'"[:60])
+                self._wrong(path, "keys must be text", shown(key), f"put quotes around it: '{shown(key)}'")
         return result
 
-    def _finite_or_inf(self, value: float, path: tuple[str, ...]) -> Any:
+    def _number(self, value: float, path: tuple[str, ...]) -> Any:
+        if isinstance(value, int):
+            if abs(value) > LARGEST_INT:
+                return self._wrong(path, "must fit into 64 bits", shown(value), "write it as a float, e.g. 1e30")
+            return int(value)
         if math.isnan(value):
             return self._wrong(path, "must not be NaN", ".nan", "write a number, or null for none")
         return float(value)
 
     def _encodable(self, text: str, path: tuple[str, ...]) -> Any:
-        if any("\ud800" <= letter <= "\udfff" for letter in text):
-            return self._wrong(path, "must be valid Unicode text", ascii(text)[:60], "write the character itself")
+        if readable(text) != text:
+            return self._wrong(path, "must be valid Unicode text", shown(text), "write the character itself")
         return str(text)
 
     def _wrong(self, path: tuple[str, ...], rule: str, got: str, remedy: str) -> None:
-        self.problems.append(Problem(".".join(path), rule, got=got, remedy=remedy))
+        self.problems.append(Problem(readable(".".join(path)), rule, got=got, remedy=remedy))
 
 
 def _plain(value: Any) -> Any:

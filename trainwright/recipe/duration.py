@@ -91,15 +91,13 @@ class Duration:
         return DurationField().__get_pydantic_core_schema__(source, handler)
 
     @classmethod
-    def __get_pydantic_json_schema__(
-        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        return {"type": "string", "pattern": PATTERN, "examples": EXAMPLES.split(", ")}
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return DurationField().__get_pydantic_json_schema__(schema, handler)
 
 
 @dataclass(frozen=True)
 class DurationField:
-    """How pydantic reads a Duration; ``Annotated[Duration, DurationField(allow_zero=True)]`` accepts ``0steps``."""
+    """How pydantic reads a Duration; as annotation with ``allow_zero`` it also accepts ``0steps``."""
 
     allow_zero: bool = False
 
@@ -107,8 +105,10 @@ class DurationField:
         return core_schema.no_info_plain_validator_function(
             self.read,
             serialization=core_schema.plain_serializer_function_ser_schema(str),
-            metadata={"pydantic_js_functions": [Duration.__get_pydantic_json_schema__]},
         )
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"type": "string", "pattern": PATTERN, "examples": EXAMPLES.split(", ")}
 
     def read(self, value: object) -> Duration:
         """A Duration from what stands in a recipe; raises UsageError (a ValueError, as pydantic wants)."""
@@ -137,7 +137,8 @@ def _number_and_unit(text: str) -> tuple[str, str]:
     close = difflib.get_close_matches(spelling.strip(), SPELLINGS, n=1, cutoff=0.5)
     units = f"units are {', '.join(SPELLINGS)}"
     raise _wrong(
-        f"{spelling.strip()[:20]!r} is not a unit", f"did you mean {number}{close[0]}? {units}" if close else units
+        f"{spelling.strip()[:20]!r} is not a unit",
+        f"did you mean {number}{close[0]}? {units}" if close else units,
     )
 
 

@@ -1,1 +1,1 @@
-"""Findings and facts in words and pictures: no torch at import."""
+"""Findings and records as words and pictures."""

@@ -64,7 +64,7 @@ class RunFolder:
     def create(cls, root: Path | str, name: str) -> RunFolder:
         """Make ``root/name``, or ``root/name-2`` and so on when that exists.
 
-        mkdir is atomic, so two processes that start at once get two folders. Raises UsageError for a name that
+        mkdir is atomic: two processes that start at once get two folders. Raises UsageError for a name that
         is no folder name, StorageError when the folder cannot be made.
         """
         if name in ("", ".", "..") or set(name) & set('/\\\0:*?"<>|'):
@@ -88,16 +88,14 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path | str) -> RunFolder:
-        """The run folder at ``path``. Raises UsageError, with the runs that may be meant, when there is none."""
+        """The run folder at ``path``. Raises UsageError with the runs that may be meant."""
         path = Path(path)
         if _is_run(path):
             return cls(path)
         what = "holds no run" if path.is_dir() else "is not a folder" if path.exists() else "does not exist"
         meant = _meant(path)
         remedy = (
-            f"did you mean {' or '.join(str(run) for run in meant)}?"
-            if meant
-            else "give a run folder: runs/<name>"
+            f"did you mean {' or '.join(str(run) for run in meant)}?" if meant else "give a run folder: runs/<name>"
         )
         raise UsageError(f"{path} {what}", remedy=remedy)
 
@@ -131,9 +129,7 @@ def latest(root: Path | str) -> RunFolder:
     """The run under ``root`` that was last written to. Raises UsageError when there is none."""
     runs = _runs_in(Path(root))
     if not runs:
-        raise UsageError(
-            f"there is no run in {root}", remedy="start one with: trainwright train <recipe.yaml>"
-        )
+        raise UsageError(f"there is no run in {root}", remedy="start one with: trainwright train <recipe.yaml>")
     return RunFolder(max(runs, key=_written_ns))
 
 

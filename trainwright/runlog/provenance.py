@@ -34,7 +34,7 @@ def provenance(
     command: Sequence[str],
     folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Plain values for provenance.json. ``folder`` is the user's working directory (None: the current one)."""
+    """Plain values for provenance.json. ``folder`` is where the user works (None: the current one)."""
     return {
         "command": list(command),
         "working_directory": _known(lambda: str((folder or Path.cwd()).resolve())),
@@ -53,9 +53,7 @@ def provenance(
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
     """The variables that can change a run's numbers or speed, by name; nothing that looks like a secret."""
     return {
-        name: value
-        for name, value in sorted(variables.items())
-        if _VARIABLES.match(name) and not _SECRET.search(name)
+        name: value for name, value in sorted(variables.items()) if _VARIABLES.match(name) and not _SECRET.search(name)
     }
 
 
@@ -68,7 +66,7 @@ def _known(read: Callable[[], Any]) -> Any:
 
 
 def _git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit, dirty flag (untracked files count), hash of the uncommitted changes; None outside a git tree."""
+    """Commit, dirty flag (counts untracked files), hash of uncommitted changes; None outside a git tree."""
     if _git(folder, "rev-parse", "--is-inside-work-tree") is None:
         return None
     commit = _git(folder, "rev-parse", "--verify", "HEAD")

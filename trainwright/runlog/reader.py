@@ -73,8 +73,8 @@ def follow(
 def steps(records: Iterable[Record]) -> list[Step]:
     """The steps that led to the run's present state, in order, each step once.
 
-    A resume repeats the steps after its checkpoint: the last written one counts. Steps that lie after a resume
-    point and were not trained again belong to a past that was given up, and are left out.
+    A resume repeats the steps after its checkpoint: the last written one counts. Steps that lie after a
+    resume point and were not trained again belong to a past that was given up, and are left out.
     """
     by_step: dict[int, Step] = {}
     for record in records:

@@ -2,8 +2,8 @@
 
 A line is strict JSON (jq reads it). JSON has no NaN and no infinity, so they are spelled as the strings
 "NaN", "Infinity" and "-Infinity" and become floats again in every field that holds floats. ``kind`` is the
-lower-case class name. What a newer version wrote stays readable: an unknown kind becomes ``Unknown``, an unknown
-field is ignored.
+lower-case class name. What a newer version wrote stays readable: an unknown kind becomes ``Unknown``, an
+unknown field is ignored.
 """
 
 from __future__ import annotations
@@ -184,8 +184,7 @@ class Unknown(Record):
 
 
 KINDS: Mapping[str, type[Record]] = {
-    cls.__name__.lower(): cls
-    for cls in (Started, Step, Evaluated, Saved, Skipped, Found, Replayed, Ended, Telemetry)
+    cls.__name__.lower(): cls for cls in (Started, Step, Evaluated, Saved, Skipped, Found, Replayed, Ended, Telemetry)
 }
 _KIND_OF: Mapping[type[Record], str] = {cls: kind for kind, cls in KINDS.items()}
 

@@ -32,9 +32,7 @@ _MEANING = {
 
 def storage_error(error: OSError, path: Path, doing: str) -> StorageError:
     """The error to raise when ``doing`` (a verb, "write") failed on ``path``."""
-    what, remedy = _MEANING.get(
-        error.errno or 0, (error.strerror or str(error), "check the disk and the path")
-    )
+    what, remedy = _MEANING.get(error.errno or 0, (error.strerror or str(error), "check the disk and the path"))
     return StorageError(f"cannot {doing} {path}: {what}", remedy=remedy)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -45,39 +46,26 @@ class RngBag:
         if self.torch_cuda:
             torch.cuda.set_rng_state_all(list(self.torch_cuda))
 
-    def to_parts(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors for safetensors and the rest for JSON."""
-        tensors = {"torch_cpu": self.torch_cpu}
-        tensors |= {f"torch_cuda.{i}": state for i, state in enumerate(self.torch_cuda)}
-        tensors["numpy_key"] = torch.from_numpy(self.numpy["state"]["key"].astype(np.int64))
-        version, internal, gauss = self.python
-        numpy_rest = {
-            "bit_generator": self.numpy["bit_generator"],
-            "pos": int(self.numpy["state"]["pos"]),
-            "has_gauss": int(self.numpy["has_gauss"]),
-            "gauss": float(self.numpy["gauss"]),
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and tensors, for a checkpoint."""
+        numpy_state = {
+            **self.numpy,
+            "state": {**self.numpy["state"], "key": self.numpy["state"]["key"].tolist()},
         }
-        return tensors, {"python": [version, list(internal), gauss], "numpy": numpy_rest}
+        return {
+            "python": self.python,
+            "numpy": numpy_state,
+            "torch_cpu": self.torch_cpu,
+            "torch_cuda": list(self.torch_cuda),
+        }
 
     @classmethod
-    def from_parts(cls, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> RngBag:
-        """The inverse of ``to_parts``."""
-        version, internal, gauss = rest["python"]
-        numpy_rest = rest["numpy"]
-        numpy_state = {
-            "bit_generator": numpy_rest["bit_generator"],
-            "state": {"key": tensors["numpy_key"].numpy().astype(np.uint32), "pos": numpy_rest["pos"]},
-            "has_gauss": numpy_rest["has_gauss"],
-            "gauss": numpy_rest["gauss"],
-        }
-        cuda = [name for name in tensors if name.startswith("torch_cuda.")]
-        ordered = sorted(cuda, key=lambda name: int(name.rpartition(".")[2]))
-        return cls(
-            (version, tuple(internal), gauss),
-            numpy_state,
-            tensors["torch_cpu"],
-            tuple(tensors[name] for name in ordered),
-        )
+    def from_state_dict(cls, saved: Mapping[str, Any]) -> RngBag:
+        """The inverse of ``state_dict``."""
+        inner = saved["numpy"]["state"]
+        key = np.array(inner["key"], dtype=np.uint32)
+        numpy_state = {**saved["numpy"], "state": {**inner, "key": key}}
+        return cls(saved["python"], numpy_state, saved["torch_cpu"], tuple(saved["torch_cuda"]))
 
 
 @contextmanager
@@ -88,3 +76,11 @@ def preserved_rng() -> Iterator[None]:
         yield
     finally:
         before.restore()
+
+
+def set_deterministic(on: bool) -> None:
+    """Process-wide: only kernels that give the same bits each time, or an error naming the op that has none."""
+    if on:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
+    torch.use_deterministic_algorithms(on)
+    torch.backends.cudnn.benchmark = False

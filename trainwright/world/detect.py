@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from trainwright.errors import UsageError
+from trainwright.plan.machine import Machine
 
 
 def choose_device(asked: str) -> torch.device:
@@ -21,3 +22,19 @@ def choose_device(asked: str) -> torch.device:
             remedy="use device: cpu or auto, or run `trainwright env` to see what is missing",
         )
     return torch.device(asked)
+
+
+def low_precision(device: torch.device, machine: Machine) -> tuple[str, ...]:
+    """Which of tf32, bf16 and fp16 the device computes in hardware."""
+    if device.type == "cuda":
+        major, _ = torch.cuda.get_device_capability(device)
+        return ("tf32", "bf16", "fp16") if major >= 8 else ("fp16",) if major >= 7 else ()
+    flags = {"avx512_bf16", "amx_bf16", "bf16"} & set(machine.cpu_flags)
+    return ("bf16",) if flags else ()
+
+
+def device_name(device: torch.device, machine: Machine) -> str:
+    """What a person calls it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{machine.cpu}, {torch.get_num_threads()} threads"

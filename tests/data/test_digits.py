@@ -1,0 +1,73 @@
+"""The digits: split, normalisation, batches, augmentation."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from trainwright.data.digits import digits
+from trainwright.errors import MissingExtra, UsageError
+
+pytest.importorskip("sklearn")
+
+
+def test_the_split_is_stratified_disjoint_and_complete() -> None:
+    train, val = digits("train"), digits("val")
+    assert len(train) + len(val) == 1797
+    whole = torch.bincount(torch.cat([train.labels, val.labels]))
+    assert torch.equal(torch.bincount(val.labels), (0.2 * whole).round().long())
+    images = torch.cat([train.images, val.images]).flatten(1)
+    assert torch.unique(images, dim=0).shape[0] == 1797  # no two images of the 1,797 are alike
+    assert train.classes == 10 and train.deterministic
+
+
+def test_images_are_normalised_over_the_training_split_and_labels_fit() -> None:
+    train = digits()
+    assert train.images.dtype == torch.float32 and train.images.shape[1:] == (1, 8, 8)
+    assert train.images.mean().abs() < 1e-5 and abs(train.images.std().item() - 1) < 1e-3
+    means = torch.stack([train.images[train.labels == k].mean(0).flatten() for k in range(10)])
+    nearest = torch.cdist(digits("val").images.flatten(1), means).argmin(1)
+    assert (nearest == digits("val").labels).float().mean() > 0.85  # the labels belong to the images
+
+
+@pytest.mark.parametrize("augment", [False, True])
+def test_fetch_equals_collated_items(augment: bool) -> None:
+    data = digits(augment=augment)
+    indices = np.array([5, 0, 1400, 5])
+    torch.manual_seed(1)
+    images, labels = data.fetch(indices)
+    torch.manual_seed(1)
+    want_images, want_labels = default_collate([data[int(index)] for index in indices])
+    assert torch.equal(images, want_images) and torch.equal(labels, want_labels)
+    assert labels.dtype == torch.int64 and isinstance(data[0][1], int)
+
+
+def test_augmentation_draws_from_torch_and_keeps_the_stored_images() -> None:
+    data = digits(augment=True)
+    before, state = data.images.clone(), torch.get_rng_state()
+    first, second = data[3][0], data[3][0]
+    assert first.shape == (1, 8, 8) and not torch.equal(first, second)
+    torch.set_rng_state(state)
+    assert torch.equal(data[3][0], first)
+    assert torch.equal(data.images, before) and not data.deterministic
+
+
+def test_without_augmentation_nothing_is_drawn() -> None:
+    state = torch.get_rng_state()
+    digits()[3]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_wrong_arguments_and_a_missing_package_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="split must be"):
+        digits("test")
+    with pytest.raises(UsageError, match="val_share"):
+        digits(val_share=1.0)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    monkeypatch.delitem(sys.modules, "sklearn.datasets", raising=False)
+    with pytest.raises(MissingExtra, match=r"trainwright\[digits\]"):
+        digits()

@@ -1,0 +1,145 @@
+"""LoRA through PEFT, on our models and on one of transformers."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainwright.errors import MissingExtra, UsageError
+from trainwright.models.gpt import gpt
+from trainwright.models.hf import hf_model
+from trainwright.models.lora import add_lora
+from trainwright.models.lstm import lstm
+from trainwright.models.mlp import mlp
+
+pytest.importorskip("peft")
+IDS = torch.randint(0, 11, (2, 6), generator=torch.Generator().manual_seed(0))
+
+
+def our_gpt() -> nn.Module:
+    return gpt(vocab_size=11, block_size=8, layers=2, heads=2, d_model=16)
+
+
+def their_gpt() -> nn.Module:
+    pytest.importorskip("transformers")
+    return hf_model(architecture="GPT2LMHeadModel", vocab_size=11, n_positions=8, n_layer=2, n_head=2, n_embd=16)
+
+
+def their_llama() -> nn.Module:
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return hf_model(architecture="LlamaForCausalLM", vocab_size=11, max_position_embeddings=8, **sizes)
+
+
+def logits(model: nn.Module) -> Tensor:
+    out = model(IDS)
+    return out if isinstance(out, Tensor) else out.logits
+
+
+def perturb(model: nn.Module) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.5)
+
+
+# adapted layers: ours 2 x (4 attention + 2 MLP); GPT-2's 2 x (fused qkv, output, 2 MLP); Llama's 2 x (4 + 3)
+each_model = pytest.mark.parametrize(("build", "adapted"), [(our_gpt, 12), (their_gpt, 8), (their_llama, 14)])
+
+
+@each_model
+def test_at_the_start_the_output_is_the_base_models_bit_for_bit(build: Any, adapted: int) -> None:
+    model = build().eval()
+    before, signature = logits(model), inspect.signature(model.forward)
+    returned = add_lora(model, rank=3, alpha=6, dropout=0.1).eval()
+    assert returned is model and inspect.signature(returned.forward) == signature
+    assert torch.equal(logits(returned), before)
+    perturb(returned)
+    assert not torch.allclose(logits(returned), before, atol=1e-3)
+
+
+@each_model
+def test_only_the_adapters_train(build: Any, adapted: int) -> None:
+    model = build()
+    base = {name for name, _ in model.named_parameters()}
+    add_lora(model, rank=3, alpha=6)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert len(trained) == 2 * adapted
+    assert all(name.endswith((".lora_A.default.weight", ".lora_B.default.weight")) for name in trained)
+    frozen = {name.replace(".base_layer", "") for name, each in model.named_parameters() if not each.requires_grad}
+    assert frozen == base
+    assert not any("head" in name or "lm_head" in name for name in trained)
+    logits(model).sum().backward()
+    assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == trained
+
+
+@each_model
+def test_merged_weights_are_w_plus_scaled_b_a(build: Any, adapted: int) -> None:
+    model = add_lora(build(), rank=3, alpha=12).eval()
+    perturb(model)
+    before = logits(model)
+    layers = [module for module in model.modules() if hasattr(module, "merge") and hasattr(module, "lora_A")]
+    assert len(layers) == adapted
+    for layer in layers:
+        added = 12 / 3 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+        weight = layer.base_layer.weight.detach().clone()
+        expected = weight + (added.T if type(layer.base_layer).__name__ == "Conv1D" else added)
+        layer.merge()
+        torch.testing.assert_close(layer.base_layer.weight, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapted_model_keeps_its_blocks_and_learns() -> None:
+    torch.manual_seed(0)
+    model = our_gpt()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    add_lora(model, rank=4, alpha=8)
+    assert len(model.blocks) == 2 and model.block_size == 8
+    frozen = {name: each.clone() for name, each in model.named_parameters() if not each.requires_grad}
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.Adam(trained, lr=0.05)
+    losses = []
+    for _ in range(60):
+        loss = nn.functional.cross_entropy(logits(model).flatten(0, 1), IDS.roll(-1, 1).flatten())
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[-1] < 0.9 * losses[0]  # little room: the head and its scale are frozen
+    after = dict(model.named_parameters())
+    assert all(torch.equal(after[name], before) for name, before in frozen.items())
+
+
+def test_targets_choose_the_layers() -> None:
+    model = add_lora(our_gpt(), rank=2, alpha=2, targets=["query", "blocks.1.mlp.up"])
+    adapted = {name.split(".lora_A")[0] for name, each in model.named_parameters() if ".lora_A." in name}
+    assert adapted == {"blocks.0.attention.query", "blocks.1.attention.query", "blocks.1.mlp.up"}
+
+
+def test_without_lists_of_blocks_all_but_the_last_linear_layer_are_adapted() -> None:
+    model = add_lora(mlp(sizes=[6, 5, 4, 3]), rank=2, alpha=2)
+    adapted = {name.split(".lora_A")[0] for name, each in model.named_parameters() if ".lora_A." in name}
+    assert adapted == {"layers.linear0", "layers.linear1"}
+
+
+def test_wrong_targets_and_sizes_are_refused_with_a_remedy() -> None:
+    with pytest.raises(UsageError, match="'quary'") as caught:
+        add_lora(our_gpt(), targets=["value", "quary"])
+    assert "blocks.0.attention.query" in caught.value.remedy
+    with pytest.raises(UsageError, match="no linear layer beside its output"):
+        add_lora(lstm(vocab_size=11, d_model=4))
+    with pytest.raises(UsageError, match="must be positive"):
+        add_lora(our_gpt(), rank=0)
+    with pytest.raises(UsageError, match="dropout"):
+        add_lora(our_gpt(), dropout=1.0)
+
+
+def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    with pytest.raises(MissingExtra, match=r"trainwright\[lora\]"):
+        add_lora(our_gpt())

@@ -1,0 +1,215 @@
+"""The recipe as a value: defaults, kinds of parts, the round trip through YAML, frozen-ness, JSON Schema."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from trainwright import recipe as room
+from trainwright.errors import RecipeError
+from trainwright.recipe import Duration, dump, from_mapping, json_schema, load
+from trainwright.recipe.outline import choices, field_at
+
+SMALL: dict[str, Any] = {"model": "gpt", "data": {"train": "python-topics"}}
+FULL: dict[str, Any] = {
+    "name": "gpt-tiny_1.0",
+    "seed": 7,
+    "deterministic": True,
+    "device": "cpu",
+    "precision": "bf16",
+    "until": "2ep",
+    "model": {
+        "use": "my_models.gpt:Gpt.small",
+        "args": {"layers": 4, "text": "1e-3", "odd": ["yes", "010", "~", None, True, 1.5, {"ü": "日本"}]},
+        "freeze": ["*.embed.*"],
+        "activation_checkpointing": "block",
+        "compile": True,
+        "ema": 0.999,
+        "lora": {"rank": 4, "targets": ["*.attn"]},
+    },
+    "data": {
+        "train": {"use": "text-file", "args": {"path": "a: b # c"}},
+        "val": "digits",
+        "workers": 2,
+        "pin_memory": False,
+    },
+    "loss": "language_model",
+    "batch": {"size": 64, "micro": 8, "accumulation": 4},
+    "optimizer": {
+        "use": "sgd",
+        "lr": 1e-5,
+        "weight_decay": 1,
+        "args": {"betas": (0.9, 0.95), "eps": 1e-08},
+        "groups": [{"match": "head.*", "lr": 1e-4}, {"match": "*", "lr_scale": 0.5, "weight_decay": 0}],
+        "clip": {"by": "agc", "at": 0.01},
+        "lr_rule": {"rule": "sqrt", "base_batch": 256},
+    },
+    "schedule": {"use": "wsd", "warmup": "0.1ep", "floor": 0.1},
+    "evaluation": {"every": "100steps", "batches": 5, "batch": 64},
+    "checkpoint": {"every": None, "keep": 1},
+    "log": {"every": "1.5min", "sinks": ["tensorboard", "wandb"]},
+    "folder": "my runs/ü",
+}
+
+
+def test_defaults() -> None:
+    recipe = from_mapping(SMALL).recipe
+    assert (recipe.name, recipe.seed, recipe.until) == ("run", 1337, Duration(1, "ep"))
+    assert (recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation) == (32, None, None)
+    assert (recipe.loss.use, recipe.optimizer.use, recipe.optimizer.lr) == ("cross_entropy", "adamw", 1e-3)
+    assert recipe.schedule.warmup == Duration(0, "steps")
+    assert recipe.checkpoint.every == Duration(0.25, "run")
+    assert recipe.model.args == {} and recipe.data.val is None
+
+
+@pytest.mark.parametrize("mapping", [SMALL, FULL], ids=["small", "full"])
+def test_dump_loads_back_equal(mapping: dict[str, Any], tmp_path: Path) -> None:
+    recipe = from_mapping(mapping).recipe
+    path = tmp_path / "recipe.yaml"
+    path.write_text(dump(recipe), encoding="utf-8")
+    assert load(path, environ={}).recipe == recipe
+    assert dump(load(path, environ={}).recipe) == dump(recipe)
+    assert from_mapping(yaml.safe_load(dump(recipe))).recipe == recipe  # another reader of YAML agrees
+
+
+def test_a_bare_name_is_a_part() -> None:
+    short = {**SMALL, "loss": "mse", "optimizer": "sgd", "schedule": "constant"}
+    long = {
+        "model": {"use": "gpt"},
+        "data": {"train": {"use": "python-topics"}},
+        "loss": {"use": "mse"},
+        "optimizer": {"use": "sgd"},
+        "schedule": {"use": "constant"},
+    }
+    assert from_mapping(short).recipe == from_mapping(long).recipe
+
+
+def test_the_callers_mapping_is_left_alone() -> None:
+    args = {"betas": [0.9, 0.95]}
+    mapping = {**SMALL, "optimizer": {"args": args}}
+    recipe = from_mapping(mapping, overrides=["optimizer.args.betas.0=0.8", "model.args.layers=2"]).recipe
+    assert mapping == {**SMALL, "optimizer": {"args": {"betas": [0.9, 0.95]}}}
+    args["betas"].append(1.0)
+    assert recipe.optimizer.args == {"betas": [0.8, 0.95]}
+
+
+def test_sections_may_be_given_as_values() -> None:
+    mapping = {**SMALL, "optimizer": room.Optimizer(lr=0.1), "until": Duration(3, "ep")}
+    recipe = from_mapping(mapping, overrides=["optimizer.clip.by=none"]).recipe
+    assert (recipe.optimizer.lr, recipe.optimizer.clip.by, recipe.until.value) == (0.1, "none", 3)
+
+
+def test_frozen() -> None:
+    recipe = from_mapping(FULL).recipe
+    for section, key in [(recipe, "seed"), (recipe.model, "use"), (recipe.optimizer.groups[0], "lr")]:
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(section, key, 1)
+    with pytest.raises(AttributeError):
+        recipe.until.value = 2  # type: ignore[misc]
+    assert isinstance(recipe.model.freeze, tuple)
+
+
+def sections(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "Recipe", schema
+    for name, definition in schema["$defs"].items():
+        yield name, definition["anyOf"][1] if "anyOf" in definition else definition
+
+
+def test_json_schema_describes_every_key_and_forbids_others() -> None:
+    schema = json_schema()
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert '"title"' not in repr(schema).replace("'", '"')
+    for name, section in sections(schema):
+        assert section["additionalProperties"] is False, name
+        for key, value in section["properties"].items():
+            described = value.get("description") or schema["$defs"][value["$ref"].split("/")[-1]]["description"]
+            assert described.endswith("."), f"{name}.{key}"
+
+
+def fits(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> bool:
+    """The part of JSON Schema that ours uses."""
+    if "$ref" in schema and not fits(value, root["$defs"][schema["$ref"].split("/")[-1]], root):
+        return False
+    if "anyOf" in schema and not any(fits(value, option, root) for option in schema["anyOf"]):
+        return False
+    if "enum" in schema and not any(value == item and type(value) is type(item) for item in schema["enum"]):
+        return False
+    kinds = {"string": str, "boolean": bool, "null": type(None), "array": list, "object": dict}
+    kind = schema.get("type")
+    if kind in kinds and not isinstance(value, kinds[kind]):
+        return False
+    if kind in ("number", "integer") and (
+        isinstance(value, bool) or not isinstance(value, int if kind == "integer" else (int, float))
+    ):
+        return False
+    return _fits_within(value, schema, root)
+
+
+def _fits_within(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> bool:
+    if isinstance(value, str):
+        return re.search(schema.get("pattern", ""), value) is not None
+    if isinstance(value, list):
+        return all(fits(item, schema.get("items", {}), root) for item in value)
+    if isinstance(value, dict) and "properties" in schema:
+        known = all(
+            key in schema["properties"] and fits(item, schema["properties"][key], root) for key, item in value.items()
+        )
+        return known and all(key in value for key in schema.get("required", []))
+    if isinstance(value, (int, float)):
+        low, high = (
+            schema.get("exclusiveMinimum", -float("inf")),
+            schema.get("exclusiveMaximum", float("inf")),
+        )
+        return bool(low < value < high and schema.get("minimum", value) <= value <= schema.get("maximum", value))
+    return True
+
+
+def test_json_schema_agrees_with_the_check() -> None:
+    schema = json_schema()
+    assert fits(SMALL, schema, schema)
+    assert fits(yaml.safe_load(dump(from_mapping(FULL).recipe)), schema, schema)
+    wrong: list[dict[str, Any]] = [
+        {"data": {"train": "digits"}},
+        {**SMALL, "modle": 1},
+        {**SMALL, "model": "gtp"},
+        {**SMALL, "model": {"use": "gpt", "frozen": []}},
+        {**SMALL, "until": 10},
+        {**SMALL, "until": "10"},
+        {**SMALL, "optimizer": {"lr": 0}},
+        {**SMALL, "optimizer": {"groups": [{"lr": 1.0}]}},
+        {**SMALL, "batch": {"size": 1.5}},
+        {**SMALL, "precision": "fp8"},
+        {**SMALL, "data": {"train": "digits", "pin_memory": "yes"}},
+        {**SMALL, "log": {"sinks": ["tensorbord"]}},
+        {**SMALL, "name": "a/b"},
+    ]
+    for mapping in wrong:
+        assert not fits(mapping, schema, schema), mapping
+        with pytest.raises(RecipeError):
+            from_mapping(mapping)
+
+
+def test_names_point_to_callables_of_ours_and_sinks_agree() -> None:
+    for names in (room.MODELS, room.DATASETS, room.LOSSES):
+        assert all(re.fullmatch(r"trainwright(\.\w+)+:\w+", target) for target in names.values())
+    sinks = field_at(("log", "sinks"))
+    assert sinks is not None and choices(sinks) == room.SINKS
+    assert get_args(room.Unit) == ("steps", "ep", "s", "tok", "run", "samples")
+
+
+def test_public_names_exist() -> None:
+    assert sorted(room.__all__) == sorted(set(room.__all__))
+    assert all(hasattr(room, name) for name in room.__all__)
+
+
+def test_importing_the_room_leaves_torch_unloaded() -> None:
+    code = "import sys, trainwright.recipe; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,73 @@
+"""The public names, the verbs, and that looking at them does not load torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import trainwright as tw
+
+NAMES = """
+Cursor Ema Loss LossScaler MicroBatch Observer Outcome Precision Probe Recipe Result StepBatch StepBatches StepResult
+Stop TrainState TrainwrightError __version__ evaluate fit for_seconds for_steps load lr_range make_clip make_optimizer
+make_schedule make_step steps train
+"""
+VERBS = "demo env lr-range resume schema train version"
+
+
+def python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_public_names() -> None:
+    assert sorted(tw.__all__) == sorted(NAMES.split())
+    for name in tw.__all__:
+        assert getattr(tw, name) is not None, name
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="fitt"):
+        _ = tw.fitt
+
+
+def test_verbs() -> None:
+    from typer.main import get_command
+
+    from trainwright.cli import app
+
+    command = get_command(app)
+    assert sorted(command.commands) == VERBS.split()  # type: ignore[attr-defined]
+    for name, verb in command.commands.items():  # type: ignore[attr-defined]
+        assert "--json" in {option for parameter in verb.params for option in parameter.opts}, name
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import trainwright",
+        "import trainwright.cli",
+        "import trainwright.recipe",
+        "import trainwright.plan.make, trainwright.plan.explain, trainwright.plan.machine",
+        "import trainwright.runlog.reader, trainwright.runlog.folder, trainwright.runlog.provenance",
+        "import trainwright.report.text, trainwright.report.chart, trainwright.report.environment",
+    ],
+)
+def test_torch_stays_unloaded(code: str) -> None:
+    assert python(f"{code}\nimport sys\nprint('torch' in sys.modules)") == "False"
+
+
+def test_help_leaves_torch_unloaded() -> None:
+    code = """
+import sys
+sys.argv = ["trainwright", "--help"]
+from trainwright.cli import app
+try:
+    app()
+except SystemExit:
+    pass
+print("torch" in sys.modules, "pydantic" in sys.modules)
+"""
+    assert python(code).splitlines()[-1] == "False False"

@@ -1,0 +1,86 @@
+"""Trainwright trains any PyTorch model so that a run never dies silently, is never lost, and explains itself."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Cursor": "trainwright.state.cursor",
+    "Ema": "trainwright.state.ema",
+    "Loss": "trainwright.engine.loss",
+    "LossScaler": "trainwright.state.scaler",
+    "MicroBatch": "trainwright.state.cursor",
+    "Observer": "trainwright.engine.loop",
+    "Outcome": "trainwright.engine.loop",
+    "Precision": "trainwright.engine.precision",
+    "Probe": "trainwright.engine.step",
+    "Recipe": "trainwright.recipe",
+    "Result": "trainwright.run",
+    "StepBatch": "trainwright.state.cursor",
+    "StepBatches": "trainwright.build.data",
+    "StepResult": "trainwright.engine.step",
+    "Stop": "trainwright.engine.loop",
+    "TrainState": "trainwright.state.train_state",
+    "TrainwrightError": "trainwright.errors",
+    "evaluate": "trainwright.engine.evaluate",
+    "fit": "trainwright.face",
+    "for_seconds": "trainwright.engine.loop",
+    "for_steps": "trainwright.engine.loop",
+    "load": "trainwright.recipe.load",
+    "lr_range": "trainwright.engine.lr_range",
+    "make_clip": "trainwright.engine.clip",
+    "make_optimizer": "trainwright.build.optim.choose",
+    "make_schedule": "trainwright.build.schedule",
+    "make_step": "trainwright.engine.step",
+    "steps": "trainwright.engine.loop",
+    "train": "trainwright.run",
+}
+
+__all__ = ["__version__", *_HOME]
+
+if TYPE_CHECKING:
+    from trainwright.build.data import StepBatches as StepBatches
+    from trainwright.build.optim.choose import make_optimizer as make_optimizer
+    from trainwright.build.schedule import make_schedule as make_schedule
+    from trainwright.engine.clip import make_clip as make_clip
+    from trainwright.engine.evaluate import evaluate as evaluate
+    from trainwright.engine.loop import Observer as Observer
+    from trainwright.engine.loop import Outcome as Outcome
+    from trainwright.engine.loop import Stop as Stop
+    from trainwright.engine.loop import for_seconds as for_seconds
+    from trainwright.engine.loop import for_steps as for_steps
+    from trainwright.engine.loop import steps as steps
+    from trainwright.engine.loss import Loss as Loss
+    from trainwright.engine.lr_range import lr_range as lr_range
+    from trainwright.engine.precision import Precision as Precision
+    from trainwright.engine.step import Probe as Probe
+    from trainwright.engine.step import StepResult as StepResult
+    from trainwright.engine.step import make_step as make_step
+    from trainwright.errors import TrainwrightError as TrainwrightError
+    from trainwright.face import fit as fit
+    from trainwright.recipe import Recipe as Recipe
+    from trainwright.recipe.load import load as load
+    from trainwright.run import Result as Result
+    from trainwright.run import train as train
+    from trainwright.state.cursor import Cursor as Cursor
+    from trainwright.state.cursor import MicroBatch as MicroBatch
+    from trainwright.state.cursor import StepBatch as StepBatch
+    from trainwright.state.ema import Ema as Ema
+    from trainwright.state.scaler import LossScaler as LossScaler
+    from trainwright.state.train_state import TrainState as TrainState
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported when they are first used: importing this package does not import torch."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'trainwright' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

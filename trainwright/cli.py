@@ -1,0 +1,170 @@
+"""Thin verbs. Each takes --json and then prints one JSON object last; what a person reads goes to stderr then."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trainwright import __version__
+from trainwright.errors import TrainwrightError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+app = typer.Typer(
+    name="trainwright",
+    help="Trains any PyTorch model so that a run never dies silently, is never lost, and explains itself.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML recipe.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Override a value of the recipe, repeatable.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object last, on stdout.")]
+
+
+def _console(as_json: bool) -> Console:
+    """Where progress goes: with --json, stdout belongs to the object."""
+    from rich.console import Console
+
+    return Console(stderr=as_json)
+
+
+def _finish(result: Any, as_json: bool) -> None:
+    """Prints what a run ended with, and ends the process with its exit code."""
+    if as_json:
+        print(json.dumps(result.to_json()))
+    raise typer.Exit(result.exit_code)
+
+
+@app.command()
+def demo(
+    task: Annotated[str, typer.Option(help="text: a small GPT; digits: an image classifier.")] = "text",
+    budget: Annotated[str, typer.Option(help="How long to train: 60s, 500steps, 2ep.")] = "60s",
+    settings: Settings = None,
+    as_json: Json = False,
+) -> None:
+    """Train a small model on what ships with Python, offline."""
+    from trainwright.demo import demo as run_demo
+
+    _finish(run_demo(task, budget=budget, settings=settings or [], console=_console(as_json)), as_json)
+
+
+@app.command()
+def train(recipe: RecipePath, settings: Settings = None, as_json: Json = False) -> None:
+    """Train what a recipe asks for."""
+    from trainwright.recipe import load
+
+    loaded = load(recipe, overrides=settings or [])  # before torch: a wrong recipe is told at once
+    from trainwright.run import train as run_train
+
+    _finish(run_train(loaded, console=_console(as_json)), as_json)
+
+
+@app.command()
+def resume(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    settings: Settings = None,
+    as_json: Json = False,
+) -> None:
+    """Go on with a run from its newest checkpoint that verifies."""
+    from trainwright.recipe import load
+    from trainwright.runlog.folder import RunFolder
+
+    folder = RunFolder.open(run)
+    loaded = load(folder.recipe, overrides=settings or [], environ={})
+    from trainwright.run import train as run_train
+
+    _finish(run_train(loaded, resume=folder, console=_console(as_json)), as_json)
+
+
+@app.command(name="lr-range")
+def lr_range(
+    recipe: RecipePath,
+    settings: Settings = None,
+    steps: Annotated[int, typer.Option(min=10, help="Optimizer steps of the test.")] = 100,
+    lowest: Annotated[float, typer.Option(help="Learning rate of the first step.")] = 1e-6,
+    highest: Annotated[float, typer.Option(help="Learning rate of the last step.")] = 10.0,
+    out: Annotated[Path, typer.Option(help="Where the picture is written.")] = Path("lr-range.svg"),
+    as_json: Json = False,
+) -> None:
+    """Find a learning rate: grow it each step, watch the loss, draw the picture."""
+    from trainwright.recipe import load
+
+    loaded = load(recipe, overrides=settings or [])
+    from trainwright.find_lr import find_lr
+
+    answer = find_lr(loaded, steps=steps, lowest=lowest, highest=highest, out=out, console=_console(as_json))
+    if as_json:
+        print(json.dumps(answer))
+
+
+@app.command()
+def schema(as_json: Json = False) -> None:
+    """Print the JSON Schema of recipes, for editors."""
+    from trainwright.recipe import json_schema
+
+    print(json.dumps(json_schema(), indent=None if as_json else 2))
+
+
+@app.command()
+def env(as_json: Json = False) -> None:
+    """Report and judge torch, CUDA, cuDNN, NCCL, the driver and the CPU."""
+    from trainwright.report.environment import exit_status, gather, judge, render
+
+    lines = judge(gather())
+    if as_json:
+        print(json.dumps({"lines": [vars(line) for line in lines], "exit": exit_status(lines)}))
+    else:
+        print(render(lines))
+    raise typer.Exit(exit_status(lines))
+
+
+@app.command()
+def version(as_json: Json = False) -> None:
+    """Print the version."""
+    print(json.dumps({"version": __version__}) if as_json else __version__)
+
+
+def main() -> None:
+    """The entry point: turns every error into a sentence with its remedy and the exit code of its kind."""
+    try:
+        app(standalone_mode=True)
+    except TrainwrightError as error:
+        sys.exit(_fail(f"{error}", error.exit_code))
+    except KeyboardInterrupt:
+        sys.exit(_fail("interrupted; the newest checkpoint of the run is intact", 130))
+    except Exception as error:
+        sys.exit(_fail(_unforeseen(error), 1))
+
+
+def _fail(text: str, code: int) -> int:
+    print(f"error: {text}", file=sys.stderr)
+    if "--json" in sys.argv:
+        print(json.dumps({"error": text, "exit": code}))
+    return code
+
+
+def _unforeseen(error: Exception) -> str:
+    """An error from the user's model, loss or data, with the line it comes from; the traceback goes to a file."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = Path(__file__).parent
+    theirs = [f for f in frames if not f.filename.startswith("<") and "site-packages" not in f.filename]
+    outside = [frame for frame in theirs if ours not in Path(frame.filename).parents] or theirs
+    at = f"\n  at {outside[-1].filename}:{outside[-1].lineno}: {outside[-1].line}" if outside else ""
+    path = Path("trainwright-error.txt")
+    try:
+        path.write_text("".join(traceback.format_exception(error)))
+        kept = f"\n  remedy: look at that line; the whole traceback is in {path}"
+    except OSError:
+        kept = ""
+    return f"{type(error).__name__}: {error}{at}{kept}"

@@ -1,0 +1,101 @@
+"""Handwritten digits: scikit-learn's 1,797 images of 8x8, which come with the package (no download).
+
+Shapes: B batch; an image is (1, 8, 8).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from trainwright.errors import MissingExtra, UsageError
+
+Split: TypeAlias = Literal["train", "val"]
+NOISE_STD = 0.1
+
+
+class Digits(Dataset[tuple[Tensor, int]]):
+    """(image, label) pairs; the images have mean 0 and standard deviation 1 over the training split.
+
+    ``augment`` moves each image by up to one pixel both ways and adds noise, drawn from torch's global CPU
+    generator as the items are read: whoever reads them seeds it.
+    """
+
+    classes = 10
+
+    def __init__(self, images: Tensor, labels: Tensor, *, augment: bool = False) -> None:
+        self.images = images
+        self.labels = labels
+        self.augment = augment
+        self.deterministic = not augment
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image, label = self.images[index], int(self.labels[index])
+        return (_augmented(image) if self.augment else image), label
+
+    def fetch(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """The collated batch of these samples: images (B, 1, 8, 8) float32 and labels (B,) int64."""
+        if self.augment:  # item by item, so that the draws are those of __getitem__
+            images, labels = default_collate([self[int(index)] for index in indices])
+            return images, labels
+        positions = torch.from_numpy(np.asarray(indices, dtype=np.int64))
+        return self.images[positions], self.labels[positions]
+
+    def content_sha256(self) -> str:
+        """Hash of the images, the labels and whether they are augmented."""
+        digest = hashlib.sha256(f"augment={self.augment}".encode())
+        digest.update(self.images.numpy().tobytes())
+        digest.update(self.labels.numpy().tobytes())
+        return digest.hexdigest()
+
+
+def digits(split: Split = "train", *, val_share: float = 0.2, augment: bool = False) -> Digits:
+    """The training or the validation part; the split is fixed and takes the same share of each digit.
+
+    Raises MissingExtra without scikit-learn.
+    """
+    if split not in ("train", "val"):
+        raise UsageError(f'split must be "train" or "val"; got {split!r}', remedy='try split="train"')
+    if not 0 < val_share < 1:
+        raise UsageError(f"val_share must be in (0, 1); got {val_share}", remedy="try val_share=0.2")
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "sklearn":
+            raise  # scikit-learn is there and broken: its own words say more
+        raise MissingExtra("scikit-learn", extra="digits", needed_for="digits") from None
+    pixels, labels = load_digits(return_X_y=True)
+    is_val = _validation_part(labels, val_share)
+    train = pixels[~is_val]
+    images = ((pixels - train.mean()) / train.std()).astype(np.float32).reshape(-1, 1, 8, 8)
+    chosen = is_val if split == "val" else ~is_val
+    return Digits(torch.from_numpy(images[chosen]), torch.from_numpy(labels[chosen]).long(), augment=augment)
+
+
+def _validation_part(labels: NDArray[np.int64], val_share: float) -> NDArray[np.bool_]:
+    """Of each class, the ``val_share`` with the smallest of fixed random words (raw Philox)."""
+    words = np.random.Philox(key=0).random_raw(len(labels))
+    is_val = np.zeros(len(labels), dtype=np.bool_)
+    for label in range(Digits.classes):
+        members = np.flatnonzero(labels == label)
+        count = round(val_share * len(members))
+        is_val[members[np.argsort(words[members], kind="stable")[:count]]] = True
+    return is_val
+
+
+def _augmented(image_1HW: Tensor) -> Tensor:
+    """Moved by -1, 0 or 1 pixels down and right, the border repeated; plus noise."""
+    padded = torch.nn.functional.pad(image_1HW[None], (1, 1, 1, 1), mode="replicate")[0]
+    top, left = torch.randint(0, 3, (2,)).tolist()
+    height, width = image_1HW.shape[1:]
+    moved = padded[:, top : top + height, left : left + width]
+    return moved + NOISE_STD * torch.randn(image_1HW.shape)

@@ -1,0 +1,108 @@
+"""A run before its first step: built, planned, rehearsed. Composition, like run.py, which takes it from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from trainwright.build.assemble import (
+    Parts,
+    at_recipe,
+    build_loading,
+    build_parts,
+    build_schedule,
+    build_state,
+    gather_facts,
+    training_batches,
+)
+from trainwright.engine.clip import make_clip
+from trainwright.engine.precision import Precision, PrecisionName
+from trainwright.engine.rehearse import rehearse
+from trainwright.engine.step import StepFn, make_step
+from trainwright.errors import DataError
+from trainwright.plan.machine import Machine, read_machine
+from trainwright.plan.make import Facts, Note, Plan, candidates, make_plan, with_rehearsal
+from trainwright.plan.memory import memory_bytes
+from trainwright.recipe import Loaded, Recipe
+from trainwright.state.rng import seed_all, set_deterministic
+from trainwright.state.train_state import TrainState
+from trainwright.world import choose_device, device_name, low_precision
+
+
+@dataclass
+class Job:
+    """All that a run needs, live and planned; nothing of it has been trained."""
+
+    loaded: Loaded
+    parts: Parts
+    plan: Plan
+    state: TrainState
+    device: torch.device
+    machine: Machine
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.loaded.recipe
+
+    @property
+    def precision(self) -> Precision:
+        return Precision(self.plan.precision, self.device.type)
+
+    @property
+    def marks(self) -> dict[str, float]:
+        """Reference losses that the training set knows of (uniform, unigram, bigram), else none."""
+        references = getattr(self.parts.train.dataset, "references", None)
+        return dict(references()) if callable(references) else {}
+
+
+def prepare(loaded: Loaded, parts: Parts | None = None, *, precision: PrecisionName | None = None) -> Job:
+    """Builds, plans and rehearses. ``precision`` is that of an earlier part of the same run: it stays."""
+    recipe, machine = loaded.recipe, read_machine()
+    with at_recipe(loaded, "device"):
+        device = choose_device(recipe.device)
+    set_deterministic(recipe.deterministic)
+    parts = parts or build_parts(loaded, device)
+    facts = gather_facts(parts, device, device_name(device, machine), low_precision(device, machine))
+    with at_recipe(loaded, ""):
+        plan = make_plan(recipe, facts)
+    job = Job(loaded, parts, plan, build_state(parts, loaded, plan), device, machine)
+    job.plan = _rehearsed(job, facts, precision or recipe.precision)
+    job.state.scaler = job.precision.scaler(device)
+    seed_all(recipe.seed)  # training draws the same numbers whatever was done to get here
+    return job
+
+
+def _rehearsed(job: Job, facts: Facts, asked: str) -> Plan:
+    """The plan with what the first micro-batch showed: loss, time by precision, activations."""
+    loading = replace(build_loading(job.parts, job.recipe, job.plan, job.device), workers=0)
+    first = next(iter(training_batches(job.parts, loading, job.state.data)), None)
+    if first is None:
+        raise DataError("the training data gave no batch", remedy="check that it is not empty or used up")
+    modes = [Precision(name, job.device.type) for name in candidates(asked, job.device.type, facts.low_precision)]
+    seen = rehearse(job.state, replace(first, micro=first.micro[:1]), job.parts.loss, precisions=modes)
+    plan = job.plan
+    if seen.mean:
+        why = "the loss returns a plain mean tensor; tw.Loss(total, weight) would count tokens exactly"
+        plan = replace(plan, notes=(*plan.notes, Note("loss", "weighted by batch size", why)))
+    return with_rehearsal(
+        plan,
+        asked=asked,
+        facts=facts,
+        loss=seen.loss,
+        seconds={name: seconds * len(first.micro) for name, seconds in seen.seconds.items()},
+        memory_bytes=memory_bytes(
+            job.recipe.optimizer.use,
+            parameters=facts.parameters,
+            trainable=facts.trainable,
+            activations=seen.activation_bytes,
+        ),
+    )
+
+
+def make_advance(job: Job) -> StepFn:
+    """The step function of a job; sets the process-wide matmul mode that its precision asks for."""
+    clip = job.recipe.optimizer.clip
+    job.precision.set_matmul_mode()
+    schedule = build_schedule(job.loaded, job.plan)
+    return make_step(job.parts.loss, schedule=schedule, precision=job.precision, clip=make_clip(clip.by, clip.at))

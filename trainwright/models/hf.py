@@ -1,0 +1,65 @@
+"""A model of the ``transformers`` library from its configuration class, with new weights and no download."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from trainwright.errors import MissingExtra, UsageError
+from trainwright.models.options import suggest
+
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def hf_model(*, architecture: str = "GPT2LMHeadModel", **config: Any) -> nn.Module:
+    """``transformers.<architecture>`` with the given configuration values, e.g. n_layer=2.
+
+    Its forward returns a ModelOutput: the logits are its attribute ``logits``. Default ids of special tokens
+    that the given ``vocab_size`` does not have are left out. Raises UsageError for an unknown architecture or
+    key, MissingExtra without transformers.
+    """
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise  # transformers is there and broken: its own words say more
+        raise MissingExtra("transformers", extra="hf", needed_for="hf_model") from None
+    config_class = getattr(getattr(transformers, architecture, None), "config_class", None)
+    if config_class is None:
+        names = [name for name in dir(transformers) if "For" in name or name.endswith("Model")]
+        raise UsageError(
+            f"transformers has no architecture {architecture!r}", remedy=_short(suggest(architecture, names))
+        )
+    _require_known(config_class, config)
+    try:
+        settings = config_class(**_without_unusable_tokens(config_class, config))
+        model: nn.Module = getattr(transformers, architecture)(settings)
+    except Exception as error:  # whatever class it is that transformers refuses a value with: it varies by version
+        remedy = f"see transformers.{config_class.__name__}"
+        raise UsageError(f"{architecture} does not take these values: {error}", remedy=remedy) from error
+    return model
+
+
+def _require_known(config_class: Any, config: dict[str, Any]) -> None:
+    """transformers stores an unknown key silently: a typo would train the default."""
+    defaults = config_class()
+    signature = inspect.signature(config_class.__init__).parameters
+    known = {*signature, *defaults.to_dict(), *defaults.attribute_map} - {"self", "kwargs"}
+    for name in config:
+        if name not in known:
+            raise UsageError(f"{config_class.__name__} has no key {name!r}", remedy=suggest(name, sorted(known)))
+
+
+def _without_unusable_tokens(config_class: Any, config: dict[str, Any]) -> dict[str, Any]:
+    size = config.get("vocab_size")
+    if size is None:
+        return config
+    defaults = config_class()
+    unusable = [name for name in TOKEN_IDS if isinstance(id_ := getattr(defaults, name, None), int) and id_ >= size]
+    return {**dict.fromkeys(unusable), **config}
+
+
+def _short(remedy: str, limit: int = 300) -> str:
+    return remedy if len(remedy) <= limit else "see the list of models in the transformers documentation"

@@ -1,0 +1,74 @@
+"""Low-rank adapters (https://arxiv.org/abs/2106.09685) by PEFT: W x becomes W x + (alpha / rank) B A x."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from torch import nn
+
+from trainwright.errors import MissingExtra, UsageError
+from trainwright.models.options import require_dropout
+
+
+def add_lora(
+    model: nn.Module, *, rank: int = 8, alpha: float = 16.0, dropout: float = 0.0, targets: Sequence[str] = ()
+) -> nn.Module:
+    """Puts adapters into ``model``, freezes all else and returns it: same class, forward and output (B = 0).
+
+    ``targets`` are module names or their ends ("query", "blocks.0.mlp.up"). Without any: every linear layer
+    inside the model's lists of blocks, or, when it has none, every linear layer but the last. The adapters
+    are in place (``peft.inject_adapter_in_model``), not in a wrapper: ``model.blocks`` and the like stay
+    where they are. Their parameters are called ``<target>.lora_A.default.weight`` and
+    ``<target>.lora_B.default.weight``.
+    Raises UsageError when a target matches nothing, MissingExtra without PEFT.
+    """
+    try:
+        import peft
+    except ModuleNotFoundError as error:
+        if error.name != "peft":
+            raise  # PEFT is there and broken: its own words say more
+        raise MissingExtra("peft", extra="lora", needed_for="add_lora") from None
+    if rank < 1 or alpha <= 0:
+        raise UsageError(f"rank={rank} and alpha={alpha} must be positive", remedy="try rank=8, alpha=16")
+    require_dropout(dropout)
+    names = _named(model, targets) if targets else _inside_blocks(model)
+    config = peft.LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names, bias="none")
+    with warnings.catch_warnings():
+        # transformers' Conv1D keeps its weight transposed; PEFT sees that, does right and warns
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to", category=UserWarning)
+        adapted: nn.Module = peft.inject_adapter_in_model(config, model)
+    return adapted
+
+
+def _linears(model: nn.Module) -> list[str]:
+    """Names of the layers that multiply by a matrix; Conv1D is what transformers' GPT-2 has."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    ]
+
+
+def _named(model: nn.Module, targets: Sequence[str]) -> list[str]:
+    known = _linears(model)
+    chosen: list[str] = []
+    for target in targets:
+        matching = [name for name in known if name == target or name.endswith(f".{target}")]
+        if not matching:
+            remedy = f"take some of: {', '.join(known)}" if known else "the model has no linear layer"
+            raise UsageError(f"no linear layer of the model is called {target!r}", remedy=remedy)
+        chosen += matching
+    return list(dict.fromkeys(chosen))
+
+
+def _inside_blocks(model: nn.Module) -> list[str]:
+    linears = _linears(model)
+    lists = [f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    chosen = [name for name in linears if name.startswith(tuple(lists))] or linears[:-1]
+    if not chosen:
+        raise UsageError(
+            f"{type(model).__name__} has no linear layer beside its output",
+            remedy="adapters need linear layers",
+        )
+    return chosen

@@ -1,0 +1,88 @@
+"""Log, sinks and telemetry of one run, opened together and closed together, whatever ends it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from trainwright.observe.cadence import Every
+from trainwright.observe.journal import Journal
+from trainwright.observe.recorder import Recorder
+from trainwright.observe.sinks import open_sinks
+from trainwright.observe.telemetry import Telemetry
+from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.records import Ended, Started
+from trainwright.runlog.writer import LogWriter
+
+
+class Logbook:
+    """A context: writes Started when entered and Ended when left, also by an exception.
+
+    ``ended`` is set by whoever runs the loop, before leaving; an exception that leaves without it is written
+    as ``failed`` with its reason.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        every: Every,
+        *,
+        sinks: Sequence[str],
+        config: Mapping[str, Any],
+        from_step: int,
+        gpu_indices: Sequence[int],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._from_step, self._begin_s = from_step, time.perf_counter()
+        self.journal = Journal(LogWriter(folder.log), warn)
+        self.sinks = open_sinks(sinks, folder.path, config, warn=warn, from_step=from_step)
+        self.recorder = Recorder(self.journal, self.sinks, every)
+        self.telemetry = Telemetry(self.journal, self.sinks, folder=folder.path, gpu_indices=gpu_indices)
+        self.ended: Ended | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Since it was opened."""
+        return time.perf_counter() - self._begin_s
+
+    def start(self, version: str, resumed_from: Path | None) -> None:
+        """The record of a process that takes the run up."""
+        self.journal.write(
+            Started(
+                time_s=time.time(),
+                step=self._from_step,
+                version=version,
+                pid=os.getpid(),
+                resumed_from=resumed_from.name if resumed_from else None,
+                command=tuple(sys.argv),
+            )
+        )
+
+    def __enter__(self) -> Logbook:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        failed = self.ended is None
+        if self.ended is None:
+            reason = f"{type(error).__name__}: {error}"
+            self.ended = Ended(
+                time_s=time.time(),
+                ending="failed",
+                reason=reason,
+                step=self.recorder.step,
+                loss=None,
+                val_loss=None,
+                skipped=self.recorder.num_skipped,
+                seconds=self.seconds,
+            )
+        self.journal.write(self.ended)
+        for sink in self.sinks:
+            sink.close(int(failed))
+        self.journal.close()

@@ -1,0 +1,89 @@
+"""What a run does now and then: evaluate, save. Both tell the recorder, neither changes the training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from trainwright.engine.evaluate import Evaluated, evaluate
+from trainwright.engine.loss import Loss
+from trainwright.engine.precision import Precision
+from trainwright.errors import StorageError
+from trainwright.observe.cadence import Every
+from trainwright.state.checkpoint import keep_newest, save_checkpoint
+from trainwright.state.cursor import MicroBatch
+from trainwright.state.ema import Ema
+from trainwright.state.train_state import TrainState
+
+
+class Told(Protocol):
+    """Whoever wants to hear of an evaluation."""
+
+    def evaluated(self, step: int, seen: Evaluated) -> None: ...
+
+
+class Evaluation:
+    """Validates when due; ``last`` is what was seen. With EMA the metric ``ema_loss`` is that of the average."""
+
+    def __init__(
+        self,
+        batches: Iterable[MicroBatch],
+        loss: Callable[..., Loss | Tensor],
+        every: Every,
+        *,
+        precision: Precision,
+        told: Sequence[Told] = (),
+    ) -> None:
+        self._batches, self._loss, self._every = batches, loss, every
+        self._precision, self._told = precision, told
+        self.last: Evaluated | None = None
+
+    def due(self, state: TrainState) -> bool:
+        return self._every.due(state)
+
+    def __call__(self, state: TrainState) -> None:
+        seen = evaluate(state.model, self._loss, self._batches, precision=self._precision)
+        if isinstance(state.ema, Ema):
+            with state.ema.swapped():
+                average = evaluate(state.model, self._loss, self._batches, precision=self._precision)
+            metrics = {**seen.metrics, "ema_loss": average.loss}
+            seen = replace(seen, metrics=metrics, seconds=seen.seconds + average.seconds)
+        self.last = seen
+        for each in self._told:
+            each.evaluated(state.step, seen)
+
+
+class Saving:
+    """Saves when due and keeps the newest. A save that fails leaves the run going and older ones intact."""
+
+    def __init__(
+        self,
+        folder: Path,
+        every: Every | None,
+        *,
+        keep: int,
+        recorded: Callable[[int, str, int, float], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._folder, self._every, self._keep = folder, every, keep
+        self._recorded, self._warn = recorded, warn
+        self.last: Path | None = None
+
+    def due(self, state: TrainState) -> bool:
+        return self._every is not None and self._every.due(state)
+
+    def __call__(self, state: TrainState) -> None:
+        begin_s = time.perf_counter()
+        try:
+            self.last, num_bytes = save_checkpoint(state, self._folder)
+        except StorageError as error:
+            self._warn(f"step {state.step} is not saved: {error.message} ({error.remedy})")
+            return
+        path = f"{self._folder.name}/{self.last.name}"
+        self._recorded(state.step, path, num_bytes, time.perf_counter() - begin_s)
+        keep_newest(self._folder, self._keep)

@@ -1,0 +1,111 @@
+"""What a person sees of a run: one live line on a terminal, a plain line now and then in a file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from trainwright.engine.evaluate import Evaluated
+from trainwright.engine.step import StepResult
+from trainwright.state.train_state import TrainState
+
+LIVE_EVERY_S = 0.25
+PLAIN_EVERY_S = 10.0
+
+
+class Progress:
+    """An Observer. Reads the loss only when it shows it: on a GPU one host sync each quarter of a second.
+
+    ``marks`` are reference losses by name (``{"bigram": 2.46}``): the line says which are passed.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        *,
+        marks: Mapping[str, float] | None = None,
+        quiet: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console, self._clock, self._quiet = console, clock, quiet
+        self._marks = dict(sorted((marks or {}).items(), key=lambda mark: -mark[1]))
+        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self._every_s = LIVE_EVERY_S if self._live else PLAIN_EVERY_S
+        self._shown_s = clock()
+        self._samples: int | None = None
+        self._loss: float | None = None
+        self._val: float | None = None
+        self._wait_s = self._work_s = 0.0
+        if self._live and not quiet:
+            self._live.start()
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the live one."""
+        if not self._quiet:
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def evaluated(self, step: int, seen: Evaluated) -> None:
+        """Shows the validation loss from now on."""
+        self._val = seen.loss
+        metrics = "".join(f"   {name} {value:.4g}" for name, value in seen.metrics.items())
+        self.say(f"step {step:>6}   validation loss {seen.loss:.4f}{metrics}{self._passed(seen.loss)}")
+
+    def observe(self, result: StepResult, state: TrainState) -> None:
+        self._wait_s += result.wait_s
+        self._work_s += result.step_s
+        if self._samples is None:
+            self._samples = state.num_samples - result.batch.size
+        now_s = self._clock()
+        if self._quiet or now_s - self._shown_s < self._every_s:
+            return
+        line = self._line(result, state, now_s - self._shown_s)
+        self._shown_s, self._samples, self._wait_s, self._work_s = now_s, state.num_samples, 0.0, 0.0
+        if self._live:
+            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+        else:
+            self.say(line)
+
+    def _line(self, result: StepResult, state: TrainState, since_s: float) -> str:
+        loss = float(result.loss)
+        self._loss = loss if self._loss is None or loss != loss else 0.7 * self._loss + 0.3 * loss
+        rate = (state.num_samples - (self._samples or 0)) / max(since_s, 1e-9)
+        left_s = state.elapsed_s / state.fraction * (1 - state.fraction) if state.fraction > 0 else float("nan")
+        parts = [
+            f"{state.fraction:4.0%}",
+            f"step {result.step}",
+            f"loss {self._loss:.3f}",
+            f"{rate:,.0f} samples/s",
+            f"ETA {_duration(left_s)}",
+        ]
+        if self._val is not None:
+            parts.insert(3, f"val {self._val:.3f}")
+        wait = self._wait_s / self._work_s if self._work_s else 0.0
+        if wait > 0.1:
+            parts.append(f"waits for data {wait:.0%}")
+        if state.ledger.entries:
+            parts.append(f"{len(state.ledger.entries)} steps skipped")
+        return "  ".join(parts) + self._passed(self._loss)
+
+    def _passed(self, loss: float) -> str:
+        """`   uniform 4.63 > unigram 3.25 > [2.91] > bigram 2.46`"""
+        if not self._marks:
+            return ""
+        above = [f"{name} {value:.2f}" for name, value in self._marks.items() if value >= loss]
+        below = [f"{name} {value:.2f}" for name, value in self._marks.items() if value < loss]
+        return "   " + " > ".join([*above, f"[{loss:.2f}]", *below])
+
+    def close(self) -> None:
+        if self._live:
+            self._live.stop()
+
+
+def _duration(seconds: float) -> str:
+    if seconds != seconds:
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

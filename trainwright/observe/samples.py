@@ -1,0 +1,46 @@
+"""Text that a language model writes at a few points of its run, so that a person sees it learn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from trainwright.engine.step import StepResult
+from trainwright.state.train_state import TrainState
+
+
+class TextSamples:
+    """An Observer that calls ``write`` at given shares of the run, and once more when the run is over.
+
+    ``write()`` returns the sample; it must leave the model's mode and the random generators as they are.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[], str],
+        *,
+        folder: Path,
+        say: Callable[[str], None],
+        at: Sequence[float] = (0.25, 0.5),
+    ) -> None:
+        self._write, self._folder, self._say = write, folder, say
+        self._left = sorted(at)
+
+    def observe(self, result: StepResult, state: TrainState) -> None:
+        share = state.fraction
+        if self._left and share >= self._left[0]:
+            self._left = [each for each in self._left if each > share]
+            self.show(f"{share:.0%} of the run")
+
+    def show(self, title: str) -> None:
+        """Prints one sample now and keeps it in the folder."""
+        text = self._write()
+        self._say(f"sample at {title}:\n" + "\n".join(f"    {line}" for line in text.splitlines()))
+        try:
+            self._folder.mkdir(exist_ok=True)
+            with (self._folder / "samples.txt").open("a", encoding="utf-8") as file:
+                file.write(f"--- {title}\n{text}\n")
+        except OSError as error:
+            self._say(f"the sample is not kept: {error}")
+
+    def close(self) -> None: ...

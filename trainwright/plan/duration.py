@@ -1,0 +1,101 @@
+"""Durations of a recipe (`1000steps`, `2ep`, `5Mtok`, `60s`, `0.1run`) in the units that the engine counts in."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from trainwright.errors import Problem, RecipeError
+from trainwright.recipe import Duration
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How long the run is: ``steps`` optimizer steps, or ``seconds`` of training time; the other is None."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What one step consumes. ``steps_per_epoch`` is None when the dataset has no length."""
+
+    batch_size: int
+    steps_per_epoch: int | None = None
+    tokens_per_sample: int = 0
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Every so many steps, seconds of training, or shares of the run; exactly one is set."""
+
+    steps: int | None = None
+    seconds: float | None = None
+    fraction: float | None = None
+
+
+def extent(until: Duration, pace: Pace) -> Extent:
+    """The length of the run."""
+    if until.unit == "s":
+        return Extent(seconds=until.value)
+    return Extent(steps=max(1, _steps(until, pace, "until")))
+
+
+def span(duration: Duration, whole: Extent, pace: Pace, path: str) -> int | float:
+    """Steps (int), or the share of the run (float) where the run is budgeted in time and so has no step count."""
+    if duration.unit == "run":
+        return duration.value if whole.steps is None else round(duration.value * whole.steps)
+    if duration.unit == "s":
+        if whole.seconds is None:
+            raise RecipeError(
+                Problem(
+                    path,
+                    "seconds can only be part of a run that is budgeted in seconds",
+                    got=str(duration),
+                    remedy="give it as steps or as a share of the run (0.1run), or give `until` in seconds",
+                )
+            )
+        return duration.value / whole.seconds
+    return _steps(duration, pace, path)
+
+
+def interval(duration: Duration, whole: Extent, pace: Pace, path: str) -> Interval:
+    """How often something is done."""
+    if duration.unit == "s":
+        return Interval(seconds=duration.value)
+    if duration.unit == "run":
+        if whole.steps is None:
+            return Interval(fraction=duration.value)
+        return Interval(steps=max(1, round(duration.value * whole.steps)))
+    return Interval(steps=max(1, _steps(duration, pace, path)))
+
+
+def _steps(duration: Duration, pace: Pace, path: str) -> int:
+    match duration.unit:
+        case "steps":
+            return int(duration.value)
+        case "samples":
+            return math.ceil(duration.value / pace.batch_size)
+        case "ep":
+            if pace.steps_per_epoch is None:
+                raise RecipeError(
+                    Problem(
+                        path,
+                        "epochs need a dataset with a length; this one is a stream",
+                        got=str(duration),
+                        remedy="give it in steps, samples, tokens or seconds",
+                    )
+                )
+            return round(duration.value * pace.steps_per_epoch)
+        case _:
+            if not pace.tokens_per_sample:
+                raise RecipeError(
+                    Problem(
+                        path,
+                        "tokens need batches with a tensor of token ids (integers, two dimensions)",
+                        got=str(duration),
+                        remedy="give it in steps, epochs or samples",
+                    )
+                )
+            return math.ceil(duration.value / (pace.batch_size * pace.tokens_per_sample))

@@ -1,0 +1,209 @@
+"""Recipe and facts in, Plan out: every derived number of the run, each decision with a Note that says why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, cast
+
+from trainwright.errors import Problem, RecipeError
+from trainwright.plan.batch import BatchPlan, solve_batch
+from trainwright.plan.duration import Extent, Interval, Pace, extent, interval, span
+from trainwright.recipe import Recipe
+
+PrecisionName = Literal["fp32", "tf32", "bf16", "fp16"]
+PAYS_ABOVE = 1.05
+
+
+@dataclass(frozen=True)
+class Note:
+    """One decision: what was chosen and why."""
+
+    topic: str
+    choice: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of the live objects before the run. Counts are None where a stream has no length.
+
+    ``low_precision`` is what the device computes in hardware: a subset of ("tf32", "bf16", "fp16").
+    """
+
+    train_samples: int | None
+    val_samples: int | None
+    tokens_per_sample: int
+    parameters: int
+    trainable: int
+    device: str
+    device_name: str
+    low_precision: tuple[str, ...] = ()
+    classes: int | None = None
+    notes: tuple[Note, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All derived numbers. Bytes are estimates for one rank; ``step_s`` is forward and backward alone."""
+
+    device: str
+    device_name: str
+    precision: PrecisionName
+    batch: BatchPlan
+    extent: Extent
+    steps_per_epoch: int | None
+    lr: float
+    warmup: int | float
+    evaluate_every: Interval
+    save_every: Interval | None
+    log_every: Interval
+    parameters: int
+    trainable: int
+    expected_loss: float | None
+    initial_loss: float | None = None
+    memory_bytes: Mapping[str, int] | None = None
+    step_s: float | None = None
+    notes: tuple[Note, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """For plan.json."""
+        return asdict(self)
+
+
+def make_plan(recipe: Recipe, facts: Facts, *, ranks: int = 1) -> Plan:
+    """Decides all that needs no rehearsal. Raises RecipeError where the recipe cannot be met by the data."""
+    batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation, ranks=ranks)
+    per_epoch = _steps_per_epoch(facts.train_samples, batch.size, recipe.data.drop_last)
+    pace = Pace(batch.size, per_epoch, facts.tokens_per_sample)
+    whole = extent(recipe.until, pace)
+    warmup = span(recipe.schedule.warmup, whole, pace, "schedule.warmup")
+    if isinstance(warmup, int) and whole.steps is not None and warmup >= whole.steps > 0 and warmup > 0:
+        raise _too_long(recipe, warmup, whole.steps)
+    lr, lr_note = _learning_rate(recipe, batch.size)
+    save = recipe.checkpoint.every
+    return Plan(
+        device=facts.device,
+        device_name=facts.device_name,
+        precision="fp32",
+        batch=batch,
+        extent=whole,
+        steps_per_epoch=per_epoch,
+        lr=lr,
+        warmup=warmup,
+        evaluate_every=interval(recipe.evaluation.every, whole, pace, "evaluation.every"),
+        save_every=None if save is None else interval(save, whole, pace, "checkpoint.every"),
+        log_every=interval(recipe.log.every, whole, pace, "log.every"),
+        parameters=facts.parameters,
+        trainable=facts.trainable,
+        expected_loss=math.log(facts.classes) if facts.classes else None,
+        notes=(*facts.notes, *_batch_notes(batch, facts.train_samples), *lr_note),
+    )
+
+
+def with_rehearsal(
+    plan: Plan,
+    *,
+    asked: str,
+    facts: Facts,
+    loss: float,
+    seconds: Mapping[str, float],
+    memory_bytes: Mapping[str, int],
+) -> Plan:
+    """The plan once the first batch has been run: precision, memory, time, initial loss.
+
+    ``seconds`` is the time of one step's forward and backward, by precision.
+    """
+    precision, note = choose_precision(asked, facts.device, facts.low_precision, seconds)
+    step_s = seconds.get(precision, seconds.get("fp32"))
+    return replace(
+        plan,
+        precision=precision,
+        initial_loss=loss,
+        memory_bytes=dict(memory_bytes),
+        step_s=step_s,
+        notes=(*plan.notes, note),
+    )
+
+
+def candidates(asked: str, device: str, low_precision: tuple[str, ...]) -> tuple[PrecisionName, ...]:
+    """The precisions worth timing in the rehearsal."""
+    if asked != "auto":
+        return (choose_precision(asked, device, low_precision, {})[0],)
+    if device == "cpu" and "bf16" in low_precision:
+        return ("fp32", "bf16")
+    return (choose_precision(asked, device, low_precision, {})[0],)
+
+
+def choose_precision(
+    asked: str, device: str, low_precision: tuple[str, ...], seconds: Mapping[str, float]
+) -> tuple[PrecisionName, Note]:
+    """What the forward pass computes in, and why."""
+    if asked == "tf32" and device == "cpu":
+        return "fp32", Note("precision", "fp32", "tf32 is a mode of NVIDIA tensor cores; a CPU has none")
+    if asked != "auto":
+        return cast(PrecisionName, asked), Note("precision", asked, "asked for in the recipe")
+    if device != "cpu":
+        if "bf16" in low_precision:
+            return "bf16", Note("precision", "bf16", "the GPU has bf16 tensor cores; no loss scale is needed")
+        return "fp16", Note("precision", "fp16", "the GPU has no bf16; fp16 with dynamic loss scaling")
+    if "bf16" not in seconds:
+        return "fp32", Note("precision", "fp32", "this CPU computes no bf16 in hardware")
+    gain = seconds["fp32"] / seconds["bf16"]
+    timed = f"one step takes {seconds['fp32'] * 1e3:.3g} ms in fp32 and {seconds['bf16'] * 1e3:.3g} ms in bf16"
+    chosen: PrecisionName = "bf16" if gain > PAYS_ABOVE else "fp32"
+    return chosen, Note("precision", chosen, f"measured in the rehearsal: {timed}")
+
+
+def _steps_per_epoch(samples: int | None, batch: int, drop_last: bool) -> int | None:
+    if samples is None:
+        return None
+    if samples == 0:
+        raise RecipeError(
+            Problem(
+                "data.train",
+                "the training set is empty",
+                remedy="check its arguments and where it reads from",
+            )
+        )
+    count = samples // batch if drop_last else math.ceil(samples / batch)
+    if count == 0:
+        raise RecipeError(
+            Problem(
+                "data.drop_last",
+                f"an epoch would have no step: {samples} samples are fewer than one batch of {batch}",
+                got="true",
+                remedy=f"set data.drop_last: false, or batch.size to at most {samples}",
+            )
+        )
+    return count
+
+
+def _too_long(recipe: Recipe, warmup: int, total: int) -> RecipeError:
+    return RecipeError(
+        Problem(
+            "schedule.warmup",
+            f"the warm-up of {warmup} steps is not shorter than the run of {total} steps (until: {recipe.until})",
+            got=str(recipe.schedule.warmup),
+            remedy=f"shorten it, for instance to {max(1, total // 10)}steps, or lengthen `until`",
+        )
+    )
+
+
+def _learning_rate(recipe: Recipe, batch: int) -> tuple[float, tuple[Note, ...]]:
+    rule, base, lr = recipe.optimizer.lr_rule.rule, recipe.optimizer.lr_rule.base_batch, recipe.optimizer.lr
+    if rule == "none" or base is None:
+        return lr, ()
+    ratio = batch / base
+    scaled = lr * (ratio if rule == "linear" else math.sqrt(ratio))
+    why = f"{rule} rule: {lr:g} at a batch of {base}, times {scaled / lr:.4g} for a batch of {batch}"
+    return scaled, (Note("learning rate", f"{scaled:g}", why),)
+
+
+def _batch_notes(batch: BatchPlan, samples: int | None) -> list[Note]:
+    how = f"{batch.micro} x {batch.accumulation} x {batch.ranks} (micro-batch x accumulation x ranks)"
+    notes = [Note("batch", str(batch.size), how)]
+    if samples is not None and samples < batch.size:
+        notes.append(Note("batch", str(samples), f"the whole dataset has {samples} samples: every step takes all"))
+    return notes

@@ -1,0 +1,117 @@
+"""A recipe from a file or a mapping, with overrides; and back to YAML."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainwright.errors import Problem, RecipeError
+from trainwright.recipe.check import checked
+from trainwright.recipe.override import apply, from_environment, from_settings
+from trainwright.recipe.schema import Recipe
+from trainwright.recipe.showing import readable, shown
+from trainwright.recipe.source import Source
+from trainwright.recipe.yaml_core import Document, UnreadableError, read, write
+
+MAX_BYTES = 1_000_000
+_SUFFIXES = (".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checked recipe, and where each of its values was written."""
+
+    recipe: Recipe
+    source: Source
+
+
+def load(path: str | Path, *, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Loaded:
+    """The recipe in a YAML file. A value in ``overrides`` (``path=value``) wins over one in the environment
+    (``TRAINWRIGHT_PATH=value``), and that over the file.
+
+    ``environ`` is `os.environ` unless given. Raises RecipeError with every problem at once.
+    """
+    name = readable(str(path))
+    try:
+        document = read(_text(Path(path), name), name)
+    except UnreadableError as error:
+        raise RecipeError(error.problem) from None
+    if document.value is None:
+        raise _cannot_read(name, "is empty", "write at least model and data", shown(None))
+    if not isinstance(document.value, dict):
+        remedy = "write key: value lines, beginning with model: and data:"
+        raise _cannot_read(name, "must be a mapping of keys to values", remedy, shown(document.value))
+    return _loaded(document, overrides, os.environ if environ is None else environ)
+
+
+def from_mapping(mapping: Mapping[str, Any], *, overrides: Sequence[str] = (), name: str = "<python>") -> Loaded:
+    """The recipe in a mapping, which is left as it is; ``name`` stands where a file would in messages.
+
+    Raises RecipeError with every problem at once. The environment is not looked at.
+    """
+    if not isinstance(mapping, Mapping):
+        raise _cannot_read(name, "must be a mapping of keys to values", "pass a dict", shown(mapping))
+    return _loaded(Document(name, dict(mapping)), overrides, {})
+
+
+def dump(recipe: Recipe) -> str:
+    """YAML of the whole recipe, defaults included, that `load` reads back equal."""
+    return write(recipe.model_dump())
+
+
+def _loaded(document: Document, overrides: Sequence[str], environ: Mapping[str, str]) -> Loaded:
+    wanted = from_environment(environ, document.problems) + from_settings(overrides, document.problems)
+    apply(document, wanted)
+    source = Source(document.name, document.places)
+    recipe = checked(document.value, source, document.problems, frozenset(document.unreadable))
+    return Loaded(recipe, source)
+
+
+def _cannot_read(where: str, rule: str, remedy: str, got: str = "") -> RecipeError:
+    return RecipeError(Problem("", rule, got=got, remedy=remedy, where=where))
+
+
+def _text(path: Path, name: str) -> str:
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except IsADirectoryError:
+        raise _cannot_read(name, "is a folder, not a recipe file", _recipes_in(path)) from None
+    except FileNotFoundError:
+        raise _cannot_read(name, "does not exist", _did_you_mean(path)) from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise _cannot_read(name, f"cannot be opened: {error}", "check the path and its permissions") from None
+    if len(content) > MAX_BYTES:
+        raise _cannot_read(name, f"must not be larger than {MAX_BYTES} bytes", "is this a recipe?")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        remedy = "save it as UTF-8 text"
+        raise _cannot_read(f"{name}:{line}", "is not UTF-8 text", remedy) from None
+
+
+def _recipes(folder: Path) -> list[Path]:
+    try:
+        return sorted(file for file in folder.iterdir() if file.suffix in _SUFFIXES)
+    except OSError:
+        return []
+
+
+def _recipes_in(folder: Path) -> str:
+    found = _recipes(folder)
+    return f"choose one of {', '.join(str(file) for file in found[:8])}" if found else "give the path of a YAML file"
+
+
+def _did_you_mean(path: Path) -> str:
+    nearby = {file.name: file for folder in (Path("recipes"), path.parent) for file in _recipes(folder)}
+    close = difflib.get_close_matches(path.with_suffix(".yaml").name[:100] if path.name else "", nearby, n=1)
+    if close:
+        return f"did you mean {nearby[close[0]]}?"
+    if nearby:
+        return f"recipes nearby: {', '.join(str(file) for file in list(nearby.values())[:8])}"
+    return "give the path of a YAML file; there is none nearby"

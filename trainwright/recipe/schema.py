@@ -1,0 +1,332 @@
+"""What a recipe may say: frozen values with a description of each, for people and for editors.
+
+No derived numbers here: what follows from a recipe by arithmetic belongs to the plan. Rules that concern
+several keys raise a RecipeError with paths relative to their section; `check` makes them absolute.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from trainwright.errors import Problem, RecipeError, UsageError
+from trainwright.recipe.arguments import Args
+from trainwright.recipe.duration import Duration, DurationField
+from trainwright.recipe.names import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES
+from trainwright.recipe.short_name import ShortName
+from trainwright.recipe.showing import LARGEST_INT
+
+DEFAULT_BATCH_SIZE = 32
+
+Count = Annotated[int, Field(gt=0, le=LARGEST_INT)]
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[tuple[Text, ...], Field(strict=False)]  # not strict: YAML has lists and no tuples
+Warmup = Annotated[Duration, DurationField(allow_zero=True)]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, no unknown keys, no silent conversion (``"8"`` is not ``8``)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Part(Section):
+    """Something built by calling a factory. The bare name ``gpt`` is short for ``{use: gpt}``."""
+
+    use: Annotated[str, ShortName("part", ())] = Field(description="A short name, or package.module:callable.")
+    args: Args = Field(default_factory=dict, description="Keyword arguments for what `use` names.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_name(cls, value: Any) -> Any:
+        return {"use": value} if isinstance(value, str) else value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        mapping = handler.resolve_ref_schema(handler(core_schema))
+        return {
+            "anyOf": [mapping["properties"]["use"], mapping],
+            "description": mapping.get("description", ""),
+        }
+
+
+class Lora(Section):
+    """Low-rank adapters: the model's weights stay as they are, small added matrices are trained."""
+
+    rank: Count = Field(default=8, description="Rank of the added matrices.")
+    alpha: float = Field(default=16.0, gt=0, description="The update is scaled by alpha / rank.")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout before the added matrices.")
+    targets: Texts = Field(default=(), description="Glob patterns of module names; empty: the builder chooses.")
+
+
+class Model(Part):
+    """What is trained."""
+
+    use: Annotated[str, ShortName("model", tuple(MODELS))] = Field(
+        description="A model in the box, or package.module:callable that returns an nn.Module.",
+        examples=["gpt"],
+    )
+    freeze: Texts = Field(default=(), description="Glob patterns of parameter names that are not trained.")
+    activation_checkpointing: Literal["none", "block"] = Field(
+        default="none", description="Recompute each block's activations in backward: less memory, more time."
+    )
+    compile: bool = Field(default=False, description="Compile the model with torch.compile.")
+    ema: float | None = Field(
+        default=None, gt=0, lt=1, description="Decay of an exponential moving average.", examples=[0.999]
+    )
+    lora: Lora | None = Field(default=None, description="Train low-rank adapters instead of all weights.")
+
+
+class Dataset(Part):
+    """A dataset."""
+
+    use: Annotated[str, ShortName("dataset", tuple(DATASETS))] = Field(
+        description="A dataset in the box, or package.module:callable that returns one.", examples=["digits"]
+    )
+
+
+class Data(Section):
+    """What is trained on, and how it is read."""
+
+    train: Dataset = Field(description="The training set.", examples=["digits"])
+    val: Dataset | None = Field(default=None, description="The validation set.", examples=["digits"])
+    workers: int = Field(default=0, ge=0, le=1024, description="Processes that load data; 0: the training process.")
+    prefetch: Count = Field(default=2, description="Batches that each worker loads ahead.")
+    shuffle: bool = Field(default=True, description="A new order of the samples each epoch.")
+    drop_last: bool = Field(default=False, description="Leave out the short last batch of an epoch.")
+    pin_memory: Literal["auto", True, False] = Field(
+        default="auto", description="Page-locked host memory for faster copies to a GPU."
+    )
+
+
+class Objective(Part):
+    """The loss that is minimised."""
+
+    use: Annotated[str, ShortName("loss", tuple(LOSSES))] = Field(
+        default="cross_entropy",
+        description="A loss in the box, or package.module:callable.",
+        examples=["mse"],
+    )
+
+
+class Batch(Section):
+    """size = micro * accumulation * ranks. Any two may be given; the plan finds the rest."""
+
+    size: Count | None = Field(
+        default=None, description="Samples per optimizer step, over all ranks.", examples=[DEFAULT_BATCH_SIZE]
+    )
+    micro: Count | None = Field(default=None, description="Samples per forward pass on one rank.", examples=[8])
+    accumulation: Count | None = Field(
+        default=None, description="Forward passes per optimizer step on each rank.", examples=[4]
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_size(cls, value: Any) -> Any:
+        given = isinstance(value, dict) and any(value.get(key) is not None for key in cls.model_fields)
+        return {**value, "size": DEFAULT_BATCH_SIZE} if isinstance(value, dict) and not given else value
+
+    @model_validator(mode="after")
+    def _no_contradiction(self) -> Batch:
+        problems = list(self._problems())
+        if problems:
+            raise RecipeError(problems)
+        return self
+
+    def _problems(self) -> list[Problem]:
+        size, micro, accumulation = self.size, self.micro, self.accumulation
+        if size is None:
+            alone = micro is None
+            rule, remedy = "does not say the batch on its own", "add batch.size or batch.micro"
+            return [Problem("accumulation", rule, got=str(accumulation), remedy=remedy)] if alone else []
+        problems = []
+        if size < (micro or 1):
+            rule = f"must be at least micro, {micro}"
+            problems.append(Problem("size", rule, got=str(size), remedy=f"write size: {micro}, or a smaller micro"))
+        if micro and accumulation and size % (micro * accumulation):
+            one_rank = micro * accumulation
+            rule = f"must be micro * accumulation * ranks, a multiple of {micro} * {accumulation} = {one_rank}"
+            remedy = f"write size: {-(-size // one_rank) * one_rank}, or leave one of the three out"
+            problems.append(Problem("size", rule, got=str(size), remedy=remedy))
+        return problems
+
+
+class Clip(Section):
+    """Bounds the gradient before each update."""
+
+    by: Literal["norm", "value", "agc", "none"] = Field(
+        default="norm", description="Global norm, each value, adaptive per unit (AGC), or not at all."
+    )
+    at: float = Field(default=1.0, gt=0, description="The bound.")
+
+
+class Group(Section):
+    """Settings of its own for the parameters whose names match."""
+
+    match: Text = Field(description="Glob pattern of parameter names.", examples=["*.embed.*"])
+    lr: float | None = Field(default=None, gt=0, description="Peak learning rate of the group.", examples=[1e-4])
+    lr_scale: float = Field(default=1.0, gt=0, description="Factor on optimizer.lr.")
+    weight_decay: float | None = Field(default=None, ge=0, description="Weight decay of the group.", examples=[0.0])
+
+    @model_validator(mode="after")
+    def _one_learning_rate(self) -> Group:
+        if self.lr is not None and self.lr_scale != 1.0:
+            rule = "contradicts lr: both say the group's learning rate"
+            raise RecipeError(Problem("lr_scale", rule, got=str(self.lr_scale), remedy="keep lr or lr_scale"))
+        return self
+
+
+class LrRule(Section):
+    """How the learning rate follows the batch size; lr is then the one for base_batch."""
+
+    rule: Literal["none", "linear", "sqrt"] = Field(
+        default="none", description="lr times size / base_batch, its square root, or lr as it is."
+    )
+    base_batch: Count | None = Field(default=None, description="The batch size that lr was found for.", examples=[256])
+
+    @model_validator(mode="after")
+    def _base_is_known(self) -> LrRule:
+        if self.rule != "none" and self.base_batch is None:
+            remedy = "add base_batch: the batch size that optimizer.lr was found for"
+            raise RecipeError(Problem("base_batch", f"is required by rule: {self.rule}", remedy=remedy))
+        return self
+
+
+class Optimizer(Part):
+    """How gradients change the weights."""
+
+    use: Annotated[str, ShortName("optimizer", OPTIMIZERS)] = Field(
+        default="adamw", description="An optimizer in the box, or package.module:callable.", examples=["sgd"]
+    )
+    lr: float = Field(default=1e-3, gt=0, description="Peak learning rate.")
+    weight_decay: float = Field(default=0.0, ge=0, description="Weight decay.")
+    decay_norms_and_biases: bool = Field(default=False, description="Decay norms and biases, too.")
+    groups: Annotated[tuple[Group, ...], Field(strict=False)] = Field(
+        default=(), description="Settings by parameter name; the first that matches counts."
+    )
+    clip: Clip = Field(default_factory=Clip, description="Gradient clipping.")
+    lr_rule: LrRule = Field(default_factory=LrRule, description="Learning rate by batch size.")
+
+    @field_validator("args")
+    @classmethod
+    def _no_key_twice(cls, args: dict[str, Any]) -> dict[str, Any]:
+        twice = [key for key in ("lr", "weight_decay") if key in args]
+        if twice:
+            rule = "is a key of optimizer and must not be repeated in its args"
+            raise RecipeError([Problem(key, rule, remedy=f"write it as optimizer.{key} only") for key in twice])
+        return args
+
+
+class Schedule(Part):
+    """The learning rate over the run, as a share of the peak."""
+
+    use: Annotated[str, ShortName("schedule", SCHEDULES)] = Field(
+        default="cosine",
+        description="A schedule in the box, or package.module:callable.",
+        examples=["constant"],
+    )
+    warmup: Warmup = Field(default=Duration(0, "steps"), description="Linear rise to the peak; 0steps: none.")
+    floor: float = Field(default=0.0, ge=0, le=1, description="Share of the peak learning rate at the end.")
+
+
+class Evaluation(Section):
+    """Validation during the run."""
+
+    every: Duration = Field(default=Duration(0.1, "run"), description="How often.")
+    batches: Count | None = Field(
+        default=None, description="Batches per evaluation; null: the whole set.", examples=[50]
+    )
+    batch: Count | None = Field(default=None, description="Samples per batch; null: as in training.", examples=[64])
+
+
+class Checkpoint(Section):
+    """Saving during the run; the end of a run is always saved."""
+
+    every: Duration | None = Field(default=Duration(0.25, "run"), description="How often; null: only at the end.")
+    keep: Count = Field(default=2, description="How many of the newest are kept.")
+
+
+class Log(Section):
+    """The log of the run, and trackers that get a copy."""
+
+    every: Duration = Field(default=Duration(10, "steps"), description="How often a step is logged.")
+    sinks: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False)] = Field(
+        default=(), description="Trackers besides the run folder."
+    )
+
+
+def _folder_name(name: str) -> str:
+    if not re.fullmatch(NAME_PATTERN, name):
+        rule = "must be at most 100 letters, digits, '.', '_' and '-', and not begin with '.' or '-'"
+        safe = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:100].strip("-. ")
+        raise UsageError(rule, remedy=f"write for example {safe or 'run'}")
+    return name
+
+
+def _folder_path(path: str) -> str:
+    if not path.strip() or not path.isprintable():
+        raise UsageError("must be the path of a folder", remedy="write for example runs")
+    return path
+
+
+NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,99}$"
+
+
+class Recipe(Section):
+    """Everything that a run is asked for."""
+
+    name: Annotated[str, AfterValidator(_folder_name)] = Field(
+        default="run",
+        description="Name of the run and of its folder.",
+        json_schema_extra={"pattern": NAME_PATTERN},
+    )
+    seed: int = Field(default=1337, ge=0, le=LARGEST_INT, description="Seed of all random numbers.")
+    deterministic: bool = Field(default=False, description="Only deterministic kernels: the same bits each time.")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where the run computes.")
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = Field(
+        default="auto", description="Arithmetic of forward and backward; auto: the best that the device has."
+    )
+    until: Duration = Field(default=Duration(1, "ep"), description="When the run ends.")
+    model: Model = Field(description="What is trained.", examples=["gpt"])
+    data: Data = Field(description="What is trained on.", examples=[{"train": "digits"}])
+    loss: Objective = Field(default_factory=Objective, description="What is minimised.")
+    batch: Batch = Field(default_factory=Batch, description="How many samples make a step.")
+    optimizer: Optimizer = Field(default_factory=Optimizer, description="How gradients change the weights.")
+    schedule: Schedule = Field(default_factory=Schedule, description="The learning rate over the run.")
+    evaluation: Evaluation = Field(default_factory=Evaluation, description="Validation during the run.")
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="Saving during the run.")
+    log: Log = Field(default_factory=Log, description="The log of the run.")
+    folder: Annotated[str, AfterValidator(_folder_path)] = Field(
+        default="runs", description="Where run folders are made."
+    )
+
+    @field_validator("until")
+    @classmethod
+    def _absolute(cls, until: Duration) -> Duration:
+        if until.unit == "run":
+            raise UsageError("cannot be a share of the run that it defines", remedy="write for example 10ep")
+        return until
+
+    # A validator of the field, not of the whole: it also runs when other sections have problems of their own.
+    @field_validator("schedule")
+    @classmethod
+    def _warmup_fits(cls, schedule: Schedule, info: ValidationInfo) -> Schedule:
+        until: Duration | None = info.data.get("until")
+        warmup = schedule.warmup
+        if until is not None and warmup.unit == until.unit and warmup.value > until.value:
+            rule, remedy = f"must not be longer than until, {until}", "write for example 0.05run"
+            raise RecipeError(Problem("warmup", rule, got=str(warmup), remedy=remedy))
+        return schedule

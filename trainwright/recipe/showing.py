@@ -1,0 +1,33 @@
+"""How a value is shown in a problem: as one writes it in YAML, on one line, cut short, never failing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+LARGEST_INT = 2**63 - 1
+_LONGEST = 60
+
+
+def readable(text: str) -> str:
+    """``text`` with whatever cannot be printed (lone surrogates from a broken environment) escaped."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def shown(value: object) -> str:
+    """``value`` for the "got" of a problem."""
+    if value is None:
+        return "nothing (null)"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value) if abs(value) < 10**20 else f"an integer of {value.bit_length()} bits"
+    if isinstance(value, float):
+        return repr(float(value)) if math.isfinite(value) else f".{value}".replace(".-", "-.")
+    if isinstance(value, str):
+        return readable(repr(value if len(value) <= _LONGEST else value[:_LONGEST] + "..."))
+    if isinstance(value, Mapping):
+        return f"a mapping of {len(value)} key{'' if len(value) == 1 else 's'}"
+    if isinstance(value, (list, tuple)):
+        return f"a list of {len(value)}"
+    return f"an object of type {type(value).__name__}"

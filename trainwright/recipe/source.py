@@ -1,0 +1,42 @@
+"""Where each value of a recipe was written: ``file:line``, ``--set path`` or an environment variable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from trainwright.errors import Problem, RecipeError
+
+
+class Place(NamedTuple):
+    """``name`` is a file or an override; ``line`` counts from 1, 0 where there are no lines."""
+
+    name: str
+    line: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.line}" if self.line else self.name
+
+
+@dataclass(frozen=True)
+class Source:
+    """Places by dotted path; a path that was not written is answered by its nearest parent."""
+
+    name: str
+    places: Mapping[str, Place] = field(default_factory=dict)
+
+    def place(self, path: str) -> Place:
+        """The Place of a dotted path; the empty path is the whole recipe."""
+        while path and path not in self.places:
+            path = path.rpartition(".")[0]
+        return self.places.get(path, Place(self.name))
+
+    def where(self, path: str) -> str:
+        """``gpt.yaml:12`` for a dotted path."""
+        return str(self.place(path))
+
+
+def problem(source: Source, path: str, rule: str, got: str = "", remedy: str = "") -> RecipeError:
+    """A RecipeError with one problem, for rooms that find it only later (a file that is not there, say)."""
+    return RecipeError(Problem(path, rule, got=got, remedy=remedy, where=source.where(path)))

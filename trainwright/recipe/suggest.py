@@ -1,0 +1,107 @@
+""" "Did you mean": from what was written to what the schema knows."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+from trainwright.recipe.outline import keys_named, section_at
+from trainwright.recipe.schema import Part
+from trainwright.recipe.showing import shown
+
+# Names that other training systems give to what a recipe has.
+_FAMILIAR = {
+    "learning_rate": "optimizer.lr",
+    "betas": "optimizer.args.betas",
+    "momentum": "optimizer.args.momentum",
+    "optim": "optimizer",
+    "grad_clip": "optimizer.clip.at",
+    "max_grad_norm": "optimizer.clip.at",
+    "gradient_clip_val": "optimizer.clip.at",
+    "scheduler": "schedule",
+    "lr_scheduler": "schedule",
+    "warmup_steps": "schedule.warmup",
+    "batch_size": "batch.size",
+    "micro_batch_size": "batch.micro",
+    "gradient_accumulation_steps": "batch.accumulation",
+    "accumulate_grad_batches": "batch.accumulation",
+    "epochs": "until",
+    "num_epochs": "until",
+    "max_epochs": "until",
+    "max_steps": "until",
+    "steps": "until",
+    "dataset": "data.train",
+    "num_workers": "data.workers",
+    "gradient_checkpointing": "model.activation_checkpointing",
+    "criterion": "loss",
+    "loss_fn": "loss",
+    "dtype": "precision",
+    "amp": "precision",
+    "output_dir": "folder",
+}
+_FAMILIAR_VALUES = {
+    "gpu": "cuda",
+    "float32": "fp32",
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "16": "fp16",
+    "32": "fp32",
+    "off": "none",
+    "false": "none",
+}
+
+
+def for_unknown_key(keys: tuple[str, ...]) -> str:
+    """The remedy for a key that its section does not have: where it belongs, or what was meant."""
+    *above, key = keys
+    section = section_at(above)
+    allowed = list(section.model_fields) if section else []
+    here = ".".join(above)
+    elsewhere = [path for path in keys_named(key) if path.rpartition(".")[0] != here]
+    if section is not None and issubclass(section, Part) and key != "name":
+        return _for_key_of_part(key, here, allowed, elsewhere)
+    if key in _FAMILIAR:
+        return f"write it as {_FAMILIAR[key]}"
+    if elsewhere:
+        return f"write it as {_either(elsewhere)}{'' if '.' in elsewhere[0] else ', at the top level'}"
+    close = _closest(key, allowed)
+    return f"did you mean {_join(here, close)}?" if close else f"keys here are {', '.join(allowed)}"
+
+
+def _for_key_of_part(key: str, here: str, allowed: list[str], elsewhere: list[str]) -> str:
+    """A part also takes arguments, which are the likeliest unknown keys."""
+    close = _closest(key, allowed)
+    if close:
+        return f"did you mean {_join(here, close)}?"
+    argument = f"if it is an argument of what use names, write {here}.args.{key}"
+    places = [_FAMILIAR[key]] if key in _FAMILIAR else elsewhere
+    places = [place for place in places if not place.startswith(f"{here}.args")]
+    return f"{argument}; a recipe also has {_either(places)}" if places else argument
+
+
+def closest_choice(got: Any, allowed: Sequence[Any]) -> str:
+    """The remedy for a value that is not in a closed list."""
+    word = shown(got).strip("'").lower() if isinstance(got, (str, int)) else ""
+    names = [value for value in allowed if isinstance(value, str)]
+    familiar = _FAMILIAR_VALUES.get(word)
+    close = familiar if familiar in names else _closest(word, names)
+    if close:
+        return f"did you mean {close}?"
+    if word in ("yes", "on", "no", "off") and True in allowed:
+        return f"write {'true' if word in ('yes', 'on') else 'false'}"
+    return f"write one of them, for example {names[0]}"
+
+
+def _closest(word: str, names: Sequence[str]) -> str:
+    # get_close_matches takes quadratic time: nobody means a word of 100 letters.
+    return next(iter(difflib.get_close_matches(word[:100], names, n=1, cutoff=0.6)), "")
+
+
+def _either(paths: list[str]) -> str:
+    return " or ".join(paths[:4])
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key

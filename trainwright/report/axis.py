@@ -1,0 +1,75 @@
+"""One axis of a chart: its range, where a value lies on it, and ticks at numbers that people would choose."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_LARGEST = 1e250  # beyond it (or, on a log axis, below its inverse) a range plus its margin may not be a float
+
+
+@dataclass(frozen=True)
+class Axis:
+    """``low < high``; both above 0 when ``log``."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    @classmethod
+    def around(cls, values: Iterable[float], *, log: bool = False, margin: float = 0.0) -> Axis:
+        """The axis that shows all ``values`` that can be shown, with ``margin`` (a share of it) at both ends."""
+        shown = [value for value in values if _can_be_shown(value, log)]
+        if not shown:
+            return cls(0.1, 10.0, True) if log else cls(0.0, 1.0)
+        low, high = min(shown), max(shown)
+        if log:
+            decades = math.log10(high) - math.log10(low)
+            room = decades * margin if decades > 1e-3 else 0.5
+            return cls(low * 10**-room, high * 10**room, True)
+        if high - low > max(1e-9 * max(abs(low), abs(high)), 1 / _LARGEST):
+            room = (high - low) * margin
+        else:  # flat: the line runs through the middle
+            room = abs(high) * 0.1 if abs(high) > 1e-240 else 1.0
+        return cls(low - room, high + room)
+
+    def share(self, value: float) -> float | None:
+        """Where ``value`` lies: 0 at ``low``, 1 at ``high``; None when it cannot be shown (NaN, log of 0)."""
+        if not _can_be_shown(value, self.log):
+            return None
+        if self.log:
+            low = math.log(self.low)
+            return (math.log(value) - low) / (math.log(self.high) - low)
+        return (value - self.low) / (self.high - self.low)
+
+    def ticks(self, about: int = 8) -> list[float]:
+        """Around ``about`` round numbers within the range, rising."""
+        if not self.log:
+            return _round_numbers(self.low, self.high, about)
+        first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
+        if last - first >= 2:
+            every = math.ceil((last - first + 1) / about)
+            return [10.0**exponent for exponent in range(first, last + 1, every)]
+        near = [m * 10.0**e for e in range(first - 1, last + 1) for m in (1, 2, 5)]
+        inside = [value for value in near if self.low <= value <= self.high]
+        return inside if len(inside) >= 2 else _round_numbers(self.low, self.high, about)
+
+    def label(self, value: float, digits: int = 6) -> str:
+        """``value`` with ``digits`` significant digits, more where the range is too narrow to tell ends apart."""
+        if not self.log:
+            largest = max(abs(self.low), abs(self.high))
+            digits = min(max(digits, math.ceil(math.log10(largest / (self.high - self.low))) + 2), 15)
+        return f"{value:.{digits}g}"
+
+
+def _can_be_shown(value: float, log: bool) -> bool:
+    return abs(value) < _LARGEST and (value > 1 / _LARGEST or not log)  # NaN compares as false
+
+
+def _round_numbers(low: float, high: float, about: int) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten (P. Heckbert, Nice numbers for graph labels, 1990)."""
+    power = 10.0 ** math.floor(math.log10((high - low) / about))
+    step = next(power * m for m in (1, 2, 5, 10) if (high - low) / (power * m) <= about)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [float(f"{number * step:.12g}") for number in range(first, last + 1)]

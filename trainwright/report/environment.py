@@ -1,0 +1,280 @@
+"""Does this environment fit together: Python, torch, CUDA, driver, NCCL, threads, limits (``trainwright env``).
+
+``judge(gather())``: ``facts.gather`` asks the system and imports torch, ``judge`` is a pure function of what was
+gathered, so that machines we do not own are tested too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from trainwright.plan.machine import Gpu
+from trainwright.report.facts import THREAD_VARIABLES, Facts
+
+Verdict = Literal["info", "ok", "warn", "bad"]
+_RANK: Mapping[Verdict, int] = {"info": 0, "ok": 0, "warn": 1, "bad": 2}
+
+_PYTHON_MIN = (3, 11)
+_TORCH_MIN, _TORCH_END = (2, 11), (2, 16)  # the end is not supported any more
+_GIB = 1 << 30
+_SHM_MIN_BYTES = 1 * _GIB  # workers hand batches over in it; a container's default is 64 MiB
+_FILES_MIN = 1024  # workers and shards take some hundreds
+
+
+@dataclass(frozen=True)
+class Line:
+    """One thing that was looked at. ``remedy`` is empty when there is nothing to do."""
+
+    verdict: Verdict
+    what: str
+    value: str
+    remedy: str = ""
+
+
+def judge(facts: Facts) -> list[Line]:
+    """Every check's lines, in reading order."""
+    return [line for check in _CHECKS for line in check(facts)]
+
+
+def worst(lines: Sequence[Line]) -> Verdict:
+    """The gravest verdict; "ok" for no lines."""
+    return max((line.verdict for line in lines if _RANK[line.verdict]), key=_RANK.__getitem__, default="ok")
+
+
+def exit_status(lines: Sequence[Line]) -> int:
+    """1 when something is bad, else 0: warnings do not fail a script."""
+    return 1 if worst(lines) == "bad" else 0
+
+
+def render(lines: Sequence[Line]) -> str:
+    """Plain text, one line each, the remedy below it."""
+    width = max((len(line.what) for line in lines), default=0)
+    rows = []
+    for line in lines:
+        rows.append(f"{line.verdict:<4}  {line.what:<{width}}  {line.value}")
+        if line.remedy:
+            rows.append(f"{'':<4}  {'':<{width}}  -> {line.remedy}")
+    return "\n".join(rows)
+
+
+def _python(facts: Facts) -> Iterator[Line]:
+    version = ".".join(map(str, facts.python))
+    if facts.python[:2] < _PYTHON_MIN:
+        yield Line("bad", "python", version, f"install Python {_dotted(_PYTHON_MIN)} or newer")
+    else:
+        yield Line("ok", "python", version)
+
+
+def _torch(facts: Facts) -> Iterator[Line]:
+    torch = facts.torch
+    if torch is None:
+        yield Line("bad", "torch", facts.torch_error, "install it: https://pytorch.org/get-started/locally")
+        return
+    version = _numbers(torch.version)[:2]
+    supported = f"{_dotted(_TORCH_MIN)} to {_TORCH_END[0]}.{_TORCH_END[1] - 1}"
+    if version < _TORCH_MIN:
+        yield Line("bad", "torch", torch.version, f"install a supported version: {supported}")
+    elif version >= _TORCH_END:
+        yield Line("warn", "torch", torch.version, f"newer than what was tested: {supported}")
+    else:
+        yield Line("ok", "torch", torch.version)
+
+
+def _numpy(facts: Facts) -> Iterator[Line]:
+    if facts.torch is None:
+        return
+    if facts.torch.numpy_error:
+        remedy = "torch was built for another numpy: reinstall both together (pip install -U torch numpy)"
+        yield Line("bad", "numpy", f"{facts.numpy or 'missing'}: {facts.torch.numpy_error}", remedy)
+    else:
+        yield Line("ok", "numpy", facts.numpy or "missing")
+
+
+def _gpus(facts: Facts) -> Iterator[Line]:
+    for gpu in facts.machine.gpus:
+        memory = f"{gpu.memory_bytes / _GIB:.0f} GiB"
+        yield Line("info", f"gpu {gpu.index}", f"{gpu.name}, {memory}, compute {_dotted(gpu.compute_capability)}")
+    if facts.hidden_gpus:
+        variable = facts.variables.get("CUDA_VISIBLE_DEVICES")
+        yield Line("info", "hidden gpus", f"{facts.hidden_gpus} (CUDA_VISIBLE_DEVICES={variable!r})")
+    if not facts.machine.gpus and not facts.hidden_gpus:
+        yield Line("info", "gpu", "no NVIDIA driver or GPU found")
+
+
+def _cuda(facts: Facts) -> Iterator[Line]:
+    torch, gpus = facts.torch, facts.machine.gpus
+    if torch is None or torch.hip_build:
+        return
+    if torch.cuda_build is None:
+        if gpus:
+            remedy = "install torch with CUDA: https://pytorch.org/get-started/locally"
+            yield Line("bad", "cuda", f"torch is a CPU build, but there is {gpus[0].name}", remedy)
+        else:
+            yield Line("info", "cuda", "torch is a CPU build")
+        return
+    built = f"torch is built with {torch.cuda_build}"
+    old_driver = _old_driver(facts.driver_cuda, torch.cuda_build, _driver(gpus))
+    if old_driver:
+        yield old_driver
+    if torch.cuda_available:
+        yield Line("ok", "cuda", f"{built} and sees the GPU")
+    elif not gpus or old_driver:
+        yield Line("info", "cuda", f"{built}, there is no GPU that it can use")
+    else:
+        reason = torch.cuda_error or "torch.cuda.is_available() is false"
+        remedy = "run nvidia-smi: if it fails too, the driver needs a reinstall or a reboot"
+        yield Line("bad", "cuda", f"{built} but cannot use the GPU: {reason}", remedy)
+
+
+def _old_driver(driver_cuda: tuple[int, int] | None, build: str, driver: str) -> Line | None:
+    """CUDA promises that a driver runs every build of its own major version, and no later one
+    (docs.nvidia.com/deploy/cuda-compatibility: minor version compatibility)."""
+    built = _numbers(build)[:2]
+    if driver_cuda is None or driver_cuda >= built:
+        return None
+    value = f"{driver} is for CUDA {_dotted(driver_cuda)}, torch is built with {build}"
+    if driver_cuda[0] < built[0]:
+        return Line("bad", "driver", value, f"update the driver, or install torch for CUDA {driver_cuda[0]}.x")
+    return Line("warn", "driver", value, "kernels that are compiled at run time may fail: update the driver")
+
+
+def _architectures(facts: Facts) -> Iterator[Line]:
+    if facts.torch is None or not facts.torch.arch_list or facts.torch.hip_build:
+        return
+    archs = facts.torch.arch_list
+    for gpu in facts.machine.gpus:
+        runs = runs_on(archs, gpu.compute_capability)
+        if runs == "no":
+            value = (
+                f"torch has no kernels for compute {_dotted(gpu.compute_capability)} ({gpu.name}): {' '.join(archs)}"
+            )
+            remedy = "install a torch build that lists this GPU (older GPUs: an older CUDA, newer: a newer one)"
+            yield Line("bad", f"kernels of gpu {gpu.index}", value, remedy)
+        elif runs == "compiled":
+            value = f"compiled at the first run for compute {_dotted(gpu.compute_capability)}"
+            yield Line("warn", f"kernels of gpu {gpu.index}", value, "slow start: install a build for this GPU")
+
+
+def runs_on(archs: Sequence[str], capability: tuple[int, int]) -> Literal["yes", "compiled", "no"]:
+    """Whether kernels for ``archs`` (``sm_90``, ``compute_90``) run on a GPU of that compute capability.
+
+    Machine code (sm) runs on its own major version from its minor version on; with suffix "a" on exactly its own.
+    PTX (compute) is compiled for every later one, unless it has a suffix
+    (docs.nvidia.com/cuda/cuda-c-programming-guide: compute capability, architecture-specific features).
+    """
+    compiled = False
+    for arch in archs:
+        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
+        if match is None:
+            continue
+        kind, suffix, built = match[1], match[4], (int(match[2]), int(match[3]))
+        same_family = built[0] == capability[0] and built[1] <= capability[1]
+        fits = built == capability if suffix == "a" else same_family
+        if kind == "sm" and fits:
+            return "yes"
+        compiled |= kind == "compute" and (fits if suffix else built <= capability)
+    return "compiled" if compiled else "no"
+
+
+def _cudnn(facts: Facts) -> Iterator[Line]:
+    if facts.torch is None or facts.torch.cuda_build is None or not facts.machine.gpus:
+        return
+    if facts.torch.cudnn_error:
+        remedy = "another cuDNN comes first: clear LD_LIBRARY_PATH, or reinstall torch with its nvidia-cudnn package"
+        yield Line("bad", "cudnn", facts.torch.cudnn_error, remedy)
+    elif facts.torch.cudnn is None:
+        yield Line(
+            "warn", "cudnn", "missing", "convolutions will be slow: reinstall torch with its nvidia-cudnn package"
+        )
+    else:
+        number = facts.torch.cudnn  # 91002 is 9.10.2
+        yield Line("ok", "cudnn", f"{number // 10000}.{number // 100 % 100}.{number % 100}")
+
+
+def _nccl(facts: Facts) -> Iterator[Line]:
+    torch = facts.torch
+    if torch is None or torch.cuda_build is None or not facts.machine.gpus:
+        return
+    if not torch.nccl_built:
+        verdict: Verdict = "bad" if len(facts.machine.gpus) > 1 else "info"
+        remedy = (
+            "install a Linux build of torch with NCCL: training on several GPUs needs it" if verdict == "bad" else ""
+        )
+        yield Line(verdict, "nccl", "missing", remedy)
+        return
+    loaded = _dotted(torch.nccl or ())
+    if torch.nccl and facts.nccl_package and _numbers(facts.nccl_package)[:3] != torch.nccl[:3]:
+        value = f"{loaded} is loaded, but the package torch came with is {facts.nccl_package}"
+        remedy = "another NCCL comes first: clear LD_LIBRARY_PATH and LD_PRELOAD, or reinstall torch"
+        yield Line("warn", "nccl", value, remedy)
+    else:
+        yield Line("ok", "nccl", loaded)
+
+
+def _cpu(facts: Facts) -> Iterator[Line]:
+    machine = facts.machine
+    yield Line("info", "cpu", f"{machine.cpu}, {machine.cores} cores ({' '.join(machine.cpu_flags) or 'plain'})")
+    bf16 = {"avx512_bf16", "amx_bf16", "bf16"} & set(machine.cpu_flags)
+    yield Line("info", "bf16 on cpu", "in hardware" if bf16 else "emulated, slow: prefer fp32")
+    memory = f"{machine.available_bytes / _GIB:.1f} of {machine.memory_bytes / _GIB:.1f} GiB available"
+    yield Line("info", "memory", memory)
+
+
+def _threads(facts: Facts) -> Iterator[Line]:
+    if facts.torch is None:
+        return
+    threads, cores = facts.torch.num_threads, facts.machine.cores
+    set_by = [f"{name}={facts.variables[name]}" for name in THREAD_VARIABLES if name in facts.variables]
+    value = f"{threads} for {cores} cores" + (f" ({', '.join(set_by)})" if set_by else "")
+    if threads > cores:
+        yield Line("warn", "threads", value, f"they wait for each other: export OMP_NUM_THREADS={cores}")
+    elif threads < cores and set_by and not facts.machine.gpus:
+        yield Line("warn", "threads", value, f"cores stay idle: export OMP_NUM_THREADS={cores}")
+    else:
+        yield Line("ok", "threads", value)
+
+
+def _shared_memory(facts: Facts) -> Iterator[Line]:
+    if facts.shm_bytes is None:
+        return
+    value = f"{facts.shm_bytes / (1 << 20):.0f} MiB"
+    if facts.shm_bytes < _SHM_MIN_BYTES:
+        remedy = "data workers may die of a bus error: docker run --shm-size=8g (or --ipc=host), or 0 workers"
+        yield Line("warn", "/dev/shm", value, remedy)
+    else:
+        yield Line("ok", "/dev/shm", value)
+
+
+def _open_files(facts: Facts) -> Iterator[Line]:
+    if facts.open_files is None:
+        return
+    soft, hard = facts.open_files
+    if soft < _FILES_MIN:
+        how = (
+            f"ulimit -n {min(hard, 65536)}" if hard > soft else "ask for a higher limit (limits.conf, --ulimit nofile)"
+        )
+        yield Line("warn", "open files", f"{soft} at most", f"workers may fail with 'too many open files': {how}")
+    else:
+        yield Line("ok", "open files", f"{soft} at most")
+
+
+_CHECKS: tuple[Callable[[Facts], Iterator[Line]], ...] = (
+    *(_python, _torch, _numpy, _gpus, _cuda, _architectures, _cudnn, _nccl),
+    *(_cpu, _threads, _shared_memory, _open_files),
+)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """(2, 13, 0) of "2.13.0+cu130" and of "2.13.0a0"."""
+    return tuple(int(part) for part in re.findall(r"\d+", re.split(r"[+a-z]", version)[0]))
+
+
+def _dotted(version: Sequence[int]) -> str:
+    return ".".join(map(str, version))
+
+
+def _driver(gpus: Sequence[Gpu]) -> str:
+    return gpus[0].driver if gpus else "the driver"

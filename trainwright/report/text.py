@@ -1,0 +1,76 @@
+"""The end of a run in words: a verdict, then where it is, what was reached, what to do next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainwright.runlog.records import Ended, Evaluated, Step
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What the closing words are made from. ``waited`` is the share of the training time spent on data."""
+
+    ended: Ended
+    run: Path
+    last_step: Step | None
+    evaluated: Evaluated | None
+    saved: bool
+    marks: Mapping[str, float]
+    next_command: str
+    next_why: str
+
+
+def closing(ending: Ending) -> list[str]:
+    """Lines to print: the verdict, then exactly three lines (run, reached, next)."""
+    return [
+        f"verdict: {verdict(ending)}",
+        f"run      {ending.run}",
+        f"reached  {reached(ending)}",
+        f"next     {ending.next_command}   # {ending.next_why}",
+    ]
+
+
+def verdict(ending: Ending) -> str:
+    """One sentence on whether the run is healthy."""
+    ended = ending.ended
+    loss = ended.val_loss if ended.val_loss is not None else ended.loss
+    troubles = []
+    if loss is not None and not math.isfinite(loss):
+        troubles.append("the loss is not finite")
+    if ended.skipped:
+        troubles.append(f"{ended.skipped} of {ended.step} updates were skipped (log.jsonl names each)")
+    step = ending.last_step
+    if step is not None and step.step_s > 0 and step.wait_s / step.step_s > 0.3:
+        troubles.append(f"{step.wait_s / step.step_s:.0%} of the time went into waiting for data (raise data.workers)")
+    if not ending.saved:
+        troubles.append("the last state could not be saved")
+    how = {"finished": "finished", "stopped": f"stopped by {ended.reason}", "data_exhausted": "out of data"}
+    head = how.get(ended.ending, ended.ending)
+    if troubles:
+        return f"{head}, but {'; '.join(troubles)}"
+    passed = _passed(loss, ending.marks)
+    return f"{head} and healthy: no update skipped, every value finite{passed}"
+
+
+def reached(ending: Ending) -> str:
+    """Steps and losses."""
+    ended, seen = ending.ended, ending.evaluated
+    parts = [f"step {ended.step:,}"]
+    if ended.loss is not None:
+        parts.append(f"training loss {ended.loss:.4f}")
+    if seen is not None:
+        parts.append(f"validation loss {seen.loss:.4f}")
+        parts += [f"{name} {value:.4g}" for name, value in seen.metrics.items()]
+    return ", ".join(parts)
+
+
+def _passed(loss: float | None, marks: Mapping[str, float]) -> str:
+    below = [(value, name) for name, value in marks.items() if loss is not None and loss < value]
+    if not below:
+        return ""
+    value, name = min(below)
+    return f"; the loss is {value - loss:.2f} below what a {name} table reaches ({value:.2f})" if loss else ""

@@ -1,0 +1,223 @@
+"""Composition of a run of our own engine: from a recipe to a trained model in one run folder."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from trainwright import __version__
+from trainwright.build.assemble import LIVE, Parts, build_loading, training_batches, validation_batches
+from trainwright.data.fingerprint import fingerprint
+from trainwright.engine.loop import NEVER, Observer, Outcome, for_seconds, for_steps, run
+from trainwright.errors import CheckpointError
+from trainwright.job import Job, make_advance, prepare
+from trainwright.observe.cadence import Every
+from trainwright.observe.logbook import Logbook
+from trainwright.observe.periodic import Evaluation, Saving
+from trainwright.observe.progress import Progress
+from trainwright.observe.signals import Signals
+from trainwright.plan.duration import Interval
+from trainwright.plan.explain import preflight
+from trainwright.recipe import Duration, Loaded, dump
+from trainwright.report.text import Ending, closing
+from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.provenance import provenance
+from trainwright.runlog.reader import read
+from trainwright.runlog.records import Ended, Evaluated, Step
+from trainwright.state.checkpoint import load_checkpoint, newest_valid
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended. ``exit_code`` is 0, or 75 when it was asked to stop and is saved."""
+
+    run: Path
+    ending: str
+    reason: str
+    step: int
+    loss: float | None
+    val_loss: float | None
+    skipped: int
+    exit_code: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``--json`` prints."""
+        names = ("ending", "step", "loss", "val_loss", "skipped")
+        return {"run": str(self.run), **{name: getattr(self, name) for name in names}}
+
+
+Extra = Callable[[Job, RunFolder, Progress], Observer]
+"""Makes a further observer of a run, once everything else of it exists."""
+
+
+def train(
+    loaded: Loaded,
+    *,
+    parts: Parts | None = None,
+    resume: RunFolder | None = None,
+    console: Console | None = None,
+    quiet: bool = False,
+    extras: Sequence[Extra] = (),
+) -> Result:
+    """Runs a recipe from its first step, or from the newest checkpoint of ``resume``, to its end.
+
+    ``parts`` are live objects instead of what the recipe names. Raises a TrainwrightError for whatever is the
+    user's to mend.
+    """
+    planned = json.loads(resume.plan.read_text())["precision"] if resume else None
+    job = prepare(loaded, parts, precision=planned)
+    folder = resume or _new_folder(job)
+    progress = Progress(console or Console(), marks=job.marks, quiet=quiet)
+    try:
+        restored = _restore(job, resume, progress.say) if resume else None
+        for line in preflight(job.plan):
+            progress.say(line)
+        return _run(job, folder, progress, restored, extras)
+    finally:
+        progress.close()
+
+
+def _run(job: Job, folder: RunFolder, progress: Progress, restored: Path | None, extras: Sequence[Extra]) -> Result:
+    recipe, plan, state = job.recipe, job.plan, job.state
+    loading = build_loading(job.parts, recipe, plan, job.device)
+    signals = Signals(progress.say)
+    logbook = Logbook(
+        folder,
+        _every(plan.log_every),
+        sinks=recipe.log.sinks,
+        config=recipe.model_dump(mode="json"),
+        from_step=state.step,
+        gpu_indices=[gpu.index for gpu in job.machine.gpus] if job.device.type == "cuda" else [],
+        warn=progress.say,
+    )
+    with logbook:
+        logbook.start(__version__, restored)
+        saving = Saving(
+            folder.checkpoints,
+            _every(plan.save_every) if plan.save_every else None,
+            keep=recipe.checkpoint.keep,
+            recorded=logbook.recorder.saved,
+            warn=progress.say,
+        )
+        validation = validation_batches(job.parts, recipe, loading)
+        evaluation = (
+            None
+            if validation is None
+            else Evaluation(
+                validation,
+                job.parts.loss,
+                _every(plan.evaluate_every),
+                precision=job.precision,
+                told=(logbook.recorder, progress),
+            )
+        )
+        extra = [make(job, folder, progress) for make in extras]
+        advance = make_advance(job)
+        signals.listen()
+        outcome = run(
+            state,
+            training_batches(job.parts, loading, state.data),
+            advance,
+            until=for_steps(plan.extent.steps) if plan.extent.steps else for_seconds(plan.extent.seconds or 0.0),
+            observers=(logbook.recorder, logbook.telemetry, progress, *extra, signals),
+            evaluation=evaluation or NEVER,
+            saving=saving,
+        )
+        logbook.recorder.tell_skipped(state)
+        logbook.ended = _ended(outcome, evaluation, logbook)
+    return _closed(job, folder, outcome, logbook.ended, saving, progress)
+
+
+def _new_folder(job: Job) -> RunFolder:
+    """A run folder with its papers: what was asked, what was decided, where it ran."""
+    folder = RunFolder.create(job.recipe.folder, job.recipe.name)
+    folder.write_text("recipe.yaml", dump(job.recipe))
+    folder.write_json("plan.json", job.plan.to_json())
+    sets = {"train": job.parts.train, "val": job.parts.val}
+    prints = {name: fingerprint(data.dataset) for name, data in sets.items() if data is not None}
+    papers = provenance(
+        data_fingerprints={name: f"sha256:{each.sha256} ({each.how})" for name, each in prints.items()},
+        seeds={"seed": job.recipe.seed},
+        command=sys.argv,
+    )
+    folder.write_json("provenance.json", papers)
+    return folder
+
+
+def _restore(job: Job, resume: RunFolder, say: Callable[[str], None]) -> Path:
+    """Loads the newest checkpoint that verifies; says which newer ones are broken."""
+    path, broken = newest_valid(resume.checkpoints)
+    for message in broken:
+        say(f"stepped over: {message}")
+    if path is None:
+        raise CheckpointError(
+            f"{resume.path} has no checkpoint that verifies",
+            remedy=f"start it anew: trainwright train {shlex.quote(str(resume.recipe))}",
+        )
+    load_checkpoint(job.state, path)
+    say(f"resumed from {path} at step {job.state.step}")
+    return path
+
+
+def _every(interval: Interval) -> Every:
+    return Every(steps=interval.steps, seconds=interval.seconds, fraction=interval.fraction)
+
+
+def _ended(outcome: Outcome, evaluation: Evaluation | None, logbook: Logbook) -> Ended:
+    seen = evaluation.last if evaluation else None
+    return Ended(
+        time_s=time.time(),
+        ending=outcome.ending,
+        reason=outcome.stop.reason if outcome.stop else "",
+        step=outcome.step,
+        loss=float(outcome.last.loss) if outcome.last else None,
+        val_loss=seen.loss if seen else None,
+        skipped=logbook.recorder.num_skipped,
+        seconds=logbook.seconds,
+    )
+
+
+def _closed(job: Job, folder: RunFolder, outcome: Outcome, ended: Ended, saving: Saving, progress: Progress) -> Result:
+    """Says the closing words, all from the log, and gives the result."""
+    progress.close()
+    log = read(folder.log).records
+    evaluated = next((r for r in reversed(log) if isinstance(r, Evaluated)), None)
+    where, until = shlex.quote(str(folder.path)), job.recipe.until
+    live = job.recipe.model.use.startswith(f"{LIVE}:")
+    code = outcome.stop.exit_code if outcome.stop else 0
+    again = f"tw.fit(..., resume={str(folder.path)!r})" if live else f"trainwright resume {where}"
+    longer = f"{again} --set until={Duration(until.value * 2, until.unit)}"
+    stopped = outcome.ending == "stopped"
+    ending = Ending(
+        ended,
+        folder.path,
+        next((r for r in reversed(log) if isinstance(r, Step)), None),
+        evaluated,
+        saved=saving.last is not None and saving.last.name == f"step-{outcome.step:08d}",
+        marks=job.marks,
+        next_command=again if stopped or live else longer,
+        next_why="goes on where it stopped" if stopped else "trains it further",
+    )
+    for line in closing(ending):
+        progress.say(line)
+    metrics = dict(evaluated.metrics) if evaluated else {}
+    return Result(
+        folder.path,
+        ended.ending,
+        ended.reason,
+        ended.step,
+        ended.loss,
+        ended.val_loss,
+        ended.skipped,
+        code,
+        metrics,
+    )

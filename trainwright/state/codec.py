@@ -1,0 +1,83 @@
+"""Nested state as tensors (for safetensors) and JSON: nothing that could execute code when it is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MARKS = ("__tensor__", "__tuple__", "__items__", "__float__")
+
+
+def encode(tree: Any) -> tuple[dict[str, Tensor], Any]:
+    """Takes dicts, lists, tuples, strings, numbers, None and tensors apart.
+
+    Returns the tensors by a path-like name, and a JSON value in which each stands as a reference. A tensor
+    that occurs twice (tied weights) is kept once. Raises TypeError for anything else, with its path.
+    """
+    tensors: dict[str, Tensor] = {}
+    names: dict[tuple[Any, ...], str] = {}
+
+    def walk(value: Any, path: str) -> Any:
+        match value:
+            case Tensor():
+                name = names.setdefault(_identity(value), path)
+                tensors.setdefault(name, value)
+                return {"__tensor__": name}
+            case Mapping():
+                if all(isinstance(key, str) and key not in _MARKS for key in value):
+                    return {key: walk(item, f"{path}.{key}") for key, item in value.items()}
+                return {"__items__": [[key, walk(item, f"{path}.{key}")] for key, item in value.items()]}
+            case tuple():
+                return {"__tuple__": [walk(item, f"{path}.{i}") for i, item in enumerate(value)]}
+            case list():
+                return [walk(item, f"{path}.{i}") for i, item in enumerate(value)]
+            case float() if not math.isfinite(value):
+                return {"__float__": repr(value)}
+            case None | bool() | int() | float() | str():
+                return value
+        raise TypeError(f"{path.lstrip('.')}: a {type(value).__name__} cannot be kept in a checkpoint")
+
+    return tensors, walk(tree, "")
+
+
+def decode(tensors: Mapping[str, Tensor], value: Any) -> Any:
+    """The inverse of ``encode``."""
+    if isinstance(value, list):
+        return [decode(tensors, item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "__tensor__" in value:
+        return tensors[value["__tensor__"]]
+    if "__tuple__" in value:
+        return tuple(decode(tensors, item) for item in value["__tuple__"])
+    if "__items__" in value:
+        return {key: decode(tensors, item) for key, item in value["__items__"]}
+    if "__float__" in value:
+        return float(value["__float__"])
+    return {key: decode(tensors, item) for key, item in value.items()}
+
+
+def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that are the same memory seen the same way; an empty tensor is only itself."""
+    if tensor.numel() == 0 or tensor.device.type == "meta":
+        return (id(tensor),)
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def as_file(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the host, each contiguous and owning its memory, as safetensors wants them."""
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same bits, NaN and the sign of zero included."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(
+        a.detach().cpu().contiguous().view(torch.uint8) if a.numel() else a,
+        b.detach().cpu().contiguous().view(torch.uint8) if b.numel() else b,
+    )
