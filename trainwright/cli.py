@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 
@@ -15,6 +17,8 @@ from trainwright.errors import TrainwrightError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+P = ParamSpec("P")
 
 app = typer.Typer(
     name="trainwright",
@@ -32,6 +36,29 @@ Settings = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object last, on stdout.")]
 
 
+def verb(name: str | None = None) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Registers a verb; every error becomes a sentence with its remedy and the exit code of its kind."""
+
+    def register(function: Callable[P, None]) -> Callable[P, None]:
+        @functools.wraps(function)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
+            try:
+                function(*args, **kwargs)
+            except typer.Exit:
+                raise
+            except TrainwrightError as error:
+                raise typer.Exit(_fail(str(error), error.exit_code)) from None
+            except KeyboardInterrupt:
+                code = _fail("interrupted; the newest checkpoint of the run is intact", 130)
+                raise typer.Exit(code) from None
+            except Exception as error:
+                raise typer.Exit(_fail(_unforeseen(error), 1)) from None
+
+        return app.command(name)(guarded)
+
+    return register
+
+
 def _console(as_json: bool) -> Console:
     """Where progress goes: with --json, stdout belongs to the object."""
     from rich.console import Console
@@ -46,7 +73,7 @@ def _finish(result: Any, as_json: bool) -> None:
     raise typer.Exit(result.exit_code)
 
 
-@app.command()
+@verb()
 def demo(
     task: Annotated[str, typer.Option(help="text: a small GPT; digits: an image classifier.")] = "text",
     budget: Annotated[str, typer.Option(help="How long to train: 60s, 500steps, 2ep.")] = "60s",
@@ -59,7 +86,7 @@ def demo(
     _finish(run_demo(task, budget=budget, settings=settings or [], console=_console(as_json)), as_json)
 
 
-@app.command()
+@verb()
 def train(recipe: RecipePath, settings: Settings = None, as_json: Json = False) -> None:
     """Train what a recipe asks for."""
     from trainwright.recipe import load
@@ -70,7 +97,7 @@ def train(recipe: RecipePath, settings: Settings = None, as_json: Json = False) 
     _finish(run_train(loaded, console=_console(as_json)), as_json)
 
 
-@app.command()
+@verb()
 def resume(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     settings: Settings = None,
@@ -87,7 +114,7 @@ def resume(
     _finish(run_train(loaded, resume=folder, console=_console(as_json)), as_json)
 
 
-@app.command(name="lr-range")
+@verb("lr-range")
 def lr_range(
     recipe: RecipePath,
     settings: Settings = None,
@@ -108,7 +135,7 @@ def lr_range(
         print(json.dumps(answer))
 
 
-@app.command()
+@verb()
 def schema(as_json: Json = False) -> None:
     """Print the JSON Schema of recipes, for editors."""
     from trainwright.recipe import json_schema
@@ -116,7 +143,7 @@ def schema(as_json: Json = False) -> None:
     print(json.dumps(json_schema(), indent=None if as_json else 2))
 
 
-@app.command()
+@verb()
 def env(as_json: Json = False) -> None:
     """Report and judge torch, CUDA, cuDNN, NCCL, the driver and the CPU."""
     from trainwright.report.environment import exit_status, gather, judge, render
@@ -129,22 +156,15 @@ def env(as_json: Json = False) -> None:
     raise typer.Exit(exit_status(lines))
 
 
-@app.command()
+@verb()
 def version(as_json: Json = False) -> None:
     """Print the version."""
     print(json.dumps({"version": __version__}) if as_json else __version__)
 
 
 def main() -> None:
-    """The entry point: turns every error into a sentence with its remedy and the exit code of its kind."""
-    try:
-        app(standalone_mode=True)
-    except TrainwrightError as error:
-        sys.exit(_fail(f"{error}", error.exit_code))
-    except KeyboardInterrupt:
-        sys.exit(_fail("interrupted; the newest checkpoint of the run is intact", 130))
-    except Exception as error:
-        sys.exit(_fail(_unforeseen(error), 1))
+    """The entry point."""
+    app()
 
 
 def _fail(text: str, code: int) -> int:
@@ -155,16 +175,15 @@ def _fail(text: str, code: int) -> int:
 
 
 def _unforeseen(error: Exception) -> str:
-    """An error from the user's model, loss or data, with the line it comes from; the traceback goes to a file."""
+    """An error from the user's model, loss or data: what it says and the line it comes from."""
     frames = traceback.extract_tb(error.__traceback__)
+    installed = str(Path(sys.prefix))
+    files = [frame for frame in frames if not frame.filename.startswith(("<", installed))]
     ours = Path(__file__).parent
-    theirs = [f for f in frames if not f.filename.startswith("<") and "site-packages" not in f.filename]
-    outside = [frame for frame in theirs if ours not in Path(frame.filename).parents] or theirs
-    at = f"\n  at {outside[-1].filename}:{outside[-1].lineno}: {outside[-1].line}" if outside else ""
-    path = Path("trainwright-error.txt")
-    try:
-        path.write_text("".join(traceback.format_exception(error)))
-        kept = f"\n  remedy: look at that line; the whole traceback is in {path}"
-    except OSError:
-        kept = ""
-    return f"{type(error).__name__}: {error}{at}{kept}"
+    theirs = [frame for frame in files if ours not in Path(frame.filename).parents] or files
+    at = f"\n  at {theirs[-1].filename}:{theirs[-1].lineno}: {theirs[-1].line}" if theirs else ""
+    return f"{type(error).__name__}: {error}{at}\n  remedy: look at that line (error.txt in the run folder has it all)"
+
+
+if __name__ == "__main__":
+    main()

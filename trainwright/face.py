@@ -61,7 +61,7 @@ def fit(
         parts=parts,
         resume=folder,
         quiet=quiet,
-        extras=[lambda *_, each=each: each for each in observers],  # type: ignore[misc]
+        extras=[lambda *_, each=each: each for each in observers],
     )
 
 

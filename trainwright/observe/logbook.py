@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from trainwright.errors import TrainwrightError
 from trainwright.observe.cadence import Every
 from trainwright.observe.journal import Journal
 from trainwright.observe.recorder import Recorder
@@ -38,7 +41,7 @@ class Logbook:
         gpu_indices: Sequence[int],
         warn: Callable[[str], None],
     ) -> None:
-        self._from_step, self._begin_s = from_step, time.perf_counter()
+        self._from_step, self._folder, self._begin_s = from_step, folder.path, time.perf_counter()
         self.journal = Journal(LogWriter(folder.log), warn)
         self.sinks = open_sinks(sinks, folder.path, config, warn=warn, from_step=from_step)
         self.recorder = Recorder(self.journal, self.sinks, every)
@@ -72,6 +75,7 @@ class Logbook:
         failed = self.ended is None
         if self.ended is None:
             reason = f"{type(error).__name__}: {error}"
+            self._keep_traceback(error)
             self.ended = Ended(
                 time_s=time.time(),
                 ending="failed",
@@ -86,3 +90,10 @@ class Logbook:
         for sink in self.sinks:
             sink.close(int(failed))
         self.journal.close()
+
+    def _keep_traceback(self, error: BaseException | None) -> None:
+        """error.txt of the run folder, for errors that are not told with their remedy anyway."""
+        if error is None or isinstance(error, TrainwrightError | KeyboardInterrupt):
+            return
+        with contextlib.suppress(OSError):
+            (self._folder / "error.txt").write_text("".join(traceback.format_exception(error)), encoding="utf-8")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Literal
 
 from trainwright.errors import Problem, RecipeError
 
@@ -39,6 +41,16 @@ def solve_batch(size: int | None, micro: int | None, accumulation: int | None, *
             )
         )
     return BatchPlan(size, micro, needed, ranks)
+
+
+def scale_lr(lr: float, *, rule: Literal["linear", "sqrt"], batch: int, base_batch: int) -> float:
+    """The rate for ``batch`` samples a step, when ``lr`` was found for ``base_batch``.
+
+    linear: Goyal et al. 2017, arXiv:1706.02677, for SGD. sqrt: Krizhevsky 2014, arXiv:1404.5997, and for
+    adaptive optimizers Malladi et al. 2022, arXiv:2205.10287.
+    """
+    ratio = batch / base_batch
+    return lr * (ratio if rule == "linear" else math.sqrt(ratio))
 
 
 def _ceil(a: int, b: int) -> int:

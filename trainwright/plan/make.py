@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast
 
 from trainwright.errors import Problem, RecipeError
-from trainwright.plan.batch import BatchPlan, solve_batch
+from trainwright.plan.batch import BatchPlan, scale_lr, solve_batch
 from trainwright.plan.duration import Extent, Interval, Pace, extent, interval, span
 from trainwright.recipe import Recipe
 
@@ -195,8 +195,7 @@ def _learning_rate(recipe: Recipe, batch: int) -> tuple[float, tuple[Note, ...]]
     rule, base, lr = recipe.optimizer.lr_rule.rule, recipe.optimizer.lr_rule.base_batch, recipe.optimizer.lr
     if rule == "none" or base is None:
         return lr, ()
-    ratio = batch / base
-    scaled = lr * (ratio if rule == "linear" else math.sqrt(ratio))
+    scaled = scale_lr(lr, rule=rule, batch=batch, base_batch=base)
     why = f"{rule} rule: {lr:g} at a batch of {base}, times {scaled / lr:.4g} for a batch of {batch}"
     return scaled, (Note("learning rate", f"{scaled:g}", why),)
 
