@@ -53,7 +53,8 @@ class Job:
     def marks(self) -> dict[str, float]:
         """Reference losses that the training set knows of (uniform, unigram, bigram), else none."""
         references = getattr(self.parts.train.dataset, "references", None)
-        return dict(references()) if callable(references) else {}
+        known: dict[str, float] = references() if callable(references) else {}
+        return {name: value for name, value in known.items() if not name.endswith("_val")}
 
 
 def prepare(loaded: Loaded, parts: Parts | None = None, *, precision: PrecisionName | None = None) -> Job:
@@ -90,6 +91,7 @@ def _rehearsed(job: Job, facts: Facts, asked: str) -> Plan:
         asked=asked,
         facts=facts,
         loss=seen.loss,
+        outputs=seen.outputs,
         seconds={name: seconds * len(first.micro) for name, seconds in seen.seconds.items()},
         memory_bytes=memory_bytes(
             job.recipe.optimizer.use,

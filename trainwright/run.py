@@ -32,12 +32,12 @@ from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.provenance import provenance
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Ended, Evaluated, Step
-from trainwright.state.checkpoint import load_checkpoint, newest_valid
+from trainwright.state.checkpoint import checkpoints, load_checkpoint, newest_valid
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended. ``exit_code`` is 0, or 75 when it was asked to stop and is saved."""
+    """How a run ended. ``exit_code``: 0, 75 when it was asked to stop and is saved, 1 when its end is not saved."""
 
     run: Path
     ending: str
@@ -193,19 +193,21 @@ def _closed(job: Job, folder: RunFolder, outcome: Outcome, ended: Ended, saving:
     evaluated = next((r for r in reversed(log) if isinstance(r, Evaluated)), None)
     where, until = shlex.quote(str(folder.path)), job.recipe.until
     live = job.recipe.model.use.startswith(f"{LIVE}:")
-    code = outcome.stop.exit_code if outcome.stop else 0
     again = f"tw.fit(..., resume={str(folder.path)!r})" if live else f"trainwright resume {where}"
+    if not checkpoints(folder.checkpoints):
+        again = f"trainwright train {shlex.quote(str(folder.recipe))}"
     longer = f"{again} --set until={Duration(until.value * 2, until.unit)}"
     stopped = outcome.ending == "stopped"
+    saved = saving.last is not None and saving.last.name == f"step-{outcome.step:08d}"
     ending = Ending(
         ended,
         folder.path,
         next((r for r in reversed(log) if isinstance(r, Step)), None),
         evaluated,
-        saved=saving.last is not None and saving.last.name == f"step-{outcome.step:08d}",
+        saved=saved,
         marks=job.marks,
-        next_command=again if stopped or live else longer,
-        next_why="goes on where it stopped" if stopped else "trains it further",
+        next_command=again if stopped or live or not saved else longer,
+        next_why="goes on from the newest checkpoint" if stopped or not saved else "trains it further",
     )
     for line in closing(ending):
         progress.say(line)
@@ -218,6 +220,6 @@ def _closed(job: Job, folder: RunFolder, outcome: Outcome, ended: Ended, saving:
         ended.loss,
         ended.val_loss,
         ended.skipped,
-        code,
+        (outcome.stop.exit_code if outcome.stop else 0) if saved else 1,
         metrics,
     )

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
 from trainwright.errors import MissingExtra, UsageError
 
@@ -39,16 +39,14 @@ class Digits(Dataset[tuple[Tensor, int]]):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image, label = self.images[index], int(self.labels[index])
-        return (_augmented(image) if self.augment else image), label
+        images, labels = self.fetch(np.array([index]))
+        return images[0], int(labels[0])
 
     def fetch(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """The collated batch of these samples: images (B, 1, 8, 8) float32 and labels (B,) int64."""
-        if self.augment:  # item by item, so that the draws are those of __getitem__
-            images, labels = default_collate([self[int(index)] for index in indices])
-            return images, labels
         positions = torch.from_numpy(np.asarray(indices, dtype=np.int64))
-        return self.images[positions], self.labels[positions]
+        images = self.images[positions]
+        return (_augmented(images) if self.augment else images), self.labels[positions]
 
     def content_sha256(self) -> str:
         """Hash of the images, the labels and whether they are augmented."""
@@ -92,10 +90,13 @@ def _validation_part(labels: NDArray[np.int64], val_share: float) -> NDArray[np.
     return is_val
 
 
-def _augmented(image_1HW: Tensor) -> Tensor:
-    """Moved by -1, 0 or 1 pixels down and right, the border repeated; plus noise."""
-    padded = torch.nn.functional.pad(image_1HW[None], (1, 1, 1, 1), mode="replicate")[0]
-    top, left = torch.randint(0, 3, (2,)).tolist()
-    height, width = image_1HW.shape[1:]
-    moved = padded[:, top : top + height, left : left + width]
-    return moved + NOISE_STD * torch.randn(image_1HW.shape)
+def _augmented(images_B1HW: Tensor) -> Tensor:
+    """Each moved by -1, 0 or 1 pixels down and right, the border repeated; plus noise. Draws for all at once."""
+    count, _, height, width = images_B1HW.shape
+    padded = torch.nn.functional.pad(images_B1HW, (1, 1, 1, 1), mode="replicate")
+    top, left = torch.randint(0, 3, (2, count))
+    rows_BH = top[:, None] + torch.arange(height)
+    columns_BW = left[:, None] + torch.arange(width)
+    every_B = torch.arange(count)
+    moved = padded[every_B[:, None, None], 0, rows_BH[:, :, None], columns_BW[:, None, :]][:, None]
+    return moved + NOISE_STD * torch.randn(images_B1HW.shape)

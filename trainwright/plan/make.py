@@ -13,7 +13,7 @@ from trainwright.plan.duration import Extent, Interval, Pace, extent, interval, 
 from trainwright.recipe import Recipe
 
 PrecisionName = Literal["fp32", "tf32", "bf16", "fp16"]
-PAYS_ABOVE = 1.05
+PAYS_ABOVE = 1.1
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Plan:
     log_every: Interval
     parameters: int
     trainable: int
-    expected_loss: float | None
+    expected_loss: float | None = None
     initial_loss: float | None = None
     memory_bytes: Mapping[str, int] | None = None
     step_s: float | None = None
@@ -97,7 +97,6 @@ def make_plan(recipe: Recipe, facts: Facts, *, ranks: int = 1) -> Plan:
         log_every=interval(recipe.log.every, whole, pace, "log.every"),
         parameters=facts.parameters,
         trainable=facts.trainable,
-        expected_loss=math.log(facts.classes) if facts.classes else None,
         notes=(*facts.notes, *_batch_notes(batch, facts.train_samples), *lr_note),
     )
 
@@ -108,11 +107,14 @@ def with_rehearsal(
     asked: str,
     facts: Facts,
     loss: float,
+    outputs: int | None,
     seconds: Mapping[str, float],
     memory_bytes: Mapping[str, int],
 ) -> Plan:
     """The plan once the first batch has been run: precision, memory, time, initial loss.
 
+    ``outputs`` is the last dimension of what the model gives: a classifier of so many classes that knows
+    nothing has the loss ln(outputs).
     ``seconds`` is the time of one step's forward and backward, by precision.
     """
     precision, note = choose_precision(asked, facts.device, facts.low_precision, seconds)
@@ -121,6 +123,7 @@ def with_rehearsal(
         plan,
         precision=precision,
         initial_loss=loss,
+        expected_loss=math.log(outputs) if facts.classes and outputs else None,
         memory_bytes=dict(memory_bytes),
         step_s=step_s,
         notes=(*plan.notes, note),

@@ -1,0 +1,5 @@
+"""``python -m trainwright`` is the command line."""
+
+from trainwright.cli import main
+
+main()
