@@ -1,0 +1,223 @@
+"""Observers look at steps: when they are due, what they write, and that they change nothing."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from trainwright.engine.evaluate import Evaluated
+from trainwright.engine.loop import for_steps, run
+from trainwright.engine.loss import Loss
+from trainwright.engine.step import StepResult, make_step
+from trainwright.observe.cadence import Every
+from trainwright.observe.journal import Journal
+from trainwright.observe.periodic import Saving
+from trainwright.observe.progress import Progress
+from trainwright.observe.recorder import Recorder
+from trainwright.observe.samples import TextSamples
+from trainwright.observe.signals import PREEMPTED, Signals
+from trainwright.runlog.reader import read
+from trainwright.runlog.records import Skipped, Step
+from trainwright.runlog.writer import LogWriter
+from trainwright.state.checkpoint import checkpoints
+from trainwright.state.cursor import Cursor, MicroBatch, StepBatch
+from trainwright.state.train_state import TrainState
+
+
+def make_state() -> TrainState:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.01))
+
+
+def batches(count: int, *, poisoned: int = -1) -> list[StepBatch]:
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for step in range(count):
+        x = torch.randn(3, 4, generator=generator)
+        if step == poisoned:
+            x[1] = float("nan")
+        ids = np.arange(3 * step, 3 * step + 3)
+        made.append(StepBatch((MicroBatch((x, x.sum(1, keepdim=True)), ids),), Cursor(0, 3 * step + 3)))
+    return made
+
+
+def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> Loss:
+    x, y = batch
+    return Loss((model(x) - y).square().sum(), float(len(x)))
+
+
+def record(path: Path, *, every: Every, poisoned: int = -1, count: int = 12) -> Recorder:
+    journal = Journal(LogWriter(path), warn=pytest.fail)
+    recorder = Recorder(journal, [], every, wall_clock=lambda: 1.0)
+    state = make_state()
+    run(state, batches(count, poisoned=poisoned), make_step(loss), until=for_steps(count), observers=[recorder])
+    recorder.tell_skipped(state)
+    journal.close()
+    return recorder
+
+
+def test_the_first_and_every_due_step_are_logged(tmp_path: Path) -> None:
+    record(tmp_path / "log", every=Every(steps=5))
+    logged = [r for r in read(tmp_path / "log").records if isinstance(r, Step)]
+    assert [r.step for r in logged] == [1, 5, 10]
+    assert [r.samples for r in logged] == [3, 15, 30]
+    assert all(r.weight == 3.0 and r.lr == 0.01 and r.mem_bytes > 0 for r in logged)
+    assert len({r.ids_hash for r in logged}) == 3
+
+
+def test_the_hash_covers_the_ids_of_all_steps_since_the_last_record(tmp_path: Path) -> None:
+    import hashlib
+
+    record(tmp_path / "log", every=Every(steps=5))
+    tenth = next(r for r in read(tmp_path / "log").records if isinstance(r, Step) and r.step == 10)
+    expected = hashlib.blake2b(np.arange(15, 30).tobytes(), digest_size=8).hexdigest()
+    assert tenth.ids_hash == expected
+
+
+def test_a_skipped_step_is_named_in_the_log(tmp_path: Path) -> None:
+    recorder = record(tmp_path / "log", every=Every(steps=5), poisoned=6)
+    skipped = [r for r in read(tmp_path / "log").records if isinstance(r, Skipped)]
+    assert [(r.step, r.micro_batch, r.sample_ids) for r in skipped] == [(7, 0, (18, 19, 20))]
+    assert recorder.num_skipped == 1
+
+
+def test_every_keeps_its_rhythm_over_a_resume() -> None:
+    state = make_state()
+    every = Every(seconds=10.0)
+    due = []
+    for state.step, state.elapsed_s in enumerate((4.0, 9.0, 11.0, 19.0, 20.5, 45.0, 46.0), start=1):
+        due.append(every.due(state))
+    assert due == [False, False, True, False, True, True, False]
+    resumed = Every(seconds=10.0)
+    state.step, state.elapsed_s = 100, 47.0
+    assert not resumed.due(state)
+    state.elapsed_s = 50.1
+    assert resumed.due(state)
+
+
+def test_every_share_of_the_run() -> None:
+    state, every = make_state(), Every(fraction=0.25)
+    due = []
+    for state.step, state.fraction in enumerate((0.0, 0.2, 0.26, 0.3, 0.76), start=1):
+        due.append(every.due(state))
+    assert due == [False, False, True, False, True]
+
+
+def test_a_full_disk_costs_log_lines_and_no_training(tmp_path: Path) -> None:
+    if not os.access("/dev/full", os.W_OK):
+        pytest.skip("this system has no /dev/full")
+    said: list[str] = []
+    journal = Journal(LogWriter("/dev/full"), said.append)
+    state = make_state()
+    recorder = Recorder(journal, [], Every(steps=1))
+    outcome = run(state, batches(5), make_step(loss), until=for_steps(5), observers=[recorder])
+    journal.close()
+    assert outcome.ending == "finished"
+    assert len(said) == 2 and "training goes on" in said[0] and "5 lines" in said[1]
+
+
+def test_saving_that_fails_leaves_the_run_going(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    said: list[str] = []
+    saving = Saving(
+        tmp_path / "checkpoints", Every(steps=2), keep=2, recorded=lambda *_: pytest.fail(), warn=said.append
+    )
+    outcome = run(make_state(), batches(4), make_step(loss), until=for_steps(4), saving=saving)
+    assert outcome.ending == "finished" and saving.last is None
+    assert len(said) == 2 and "step 2 is not saved" in said[0]
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    told: list[tuple[int, str]] = []
+    saving = Saving(
+        tmp_path / "checkpoints",
+        Every(steps=2),
+        keep=2,
+        recorded=lambda step, path, num_bytes, seconds: told.append((step, path)),
+        warn=pytest.fail,
+    )
+    run(make_state(), batches(9), make_step(loss), until=for_steps(9), saving=saving)
+    assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-00000009", "step-00000008"]
+    assert [step for step, _ in told] == [2, 4, 6, 8, 9]
+    assert told[0][1] == "checkpoints/step-00000002"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_ends_the_run_at_the_edge_of_the_step(number: signal.Signals, tmp_path: Path) -> None:
+    said: list[str] = []
+    before = signal.getsignal(number)
+    signals = Signals(said.append)
+    signals.listen()
+
+    class Sender:
+        def observe(self, result: StepResult, state: TrainState) -> None:
+            if result.step == 3:
+                os.kill(os.getpid(), number)
+
+        def close(self) -> None: ...
+
+    saving = Saving(tmp_path, None, keep=1, recorded=lambda *_: None, warn=pytest.fail)
+    outcome = run(
+        make_state(),
+        batches(9),
+        make_step(loss),
+        until=for_steps(9),
+        observers=[Sender(), signals],
+        saving=saving,
+    )
+    assert outcome.ending == "stopped" and outcome.step in (3, 4)
+    assert outcome.stop is not None and outcome.stop.exit_code == PREEMPTED
+    assert outcome.stop.reason == number.name and number.name in said[0]
+    assert saving.last is not None and saving.last.name == f"step-{outcome.step:08d}"
+    assert signal.getsignal(number) == before
+
+
+def test_a_second_interrupt_quits_at_once() -> None:
+    signals = Signals(lambda text: None)
+    signals.listen()
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signals.close()
+
+
+def progress_lines(*, terminal: bool, steps: int = 40) -> str:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=160, color_system=None)
+    now = iter(range(10_000))
+    progress = Progress(console, marks={"uniform": 3.0, "bigram": 0.5}, clock=lambda: next(now) * 3.0)
+    progress.evaluated(0, Evaluated(2.5, 10.0, {"accuracy": 0.5}))
+    run(make_state(), batches(steps), make_step(loss), until=for_steps(steps), observers=[progress])
+    return out.getvalue()
+
+
+def test_a_file_gets_plain_lines_now_and_then() -> None:
+    said = progress_lines(terminal=False)
+    assert "\r" not in said and "\x1b" not in said
+    lines = said.splitlines()
+    assert len(lines) == 1 + 40 // 4  # a line each 10 s, and a step took 3
+    assert "samples/s" in lines[1] and "ETA" in lines[1] and "val 2.5" in lines[1]
+    assert "validation loss 2.5000   accuracy 0.5   uniform 3.00 > [2.50] > bigram 0.50" in lines[0]
+
+
+def test_a_terminal_gets_one_live_line() -> None:
+    said = progress_lines(terminal=True)
+    assert "\x1b" in said and "samples/s" in said
+
+
+def test_samples_are_shown_and_kept(tmp_path: Path) -> None:
+    said: list[str] = []
+    samples = TextSamples(lambda: "once upon", folder=tmp_path / "samples", say=said.append)
+    run(make_state(), batches(20), make_step(loss), until=for_steps(20), observers=[samples])
+    assert len(said) == 2 and "25%" in said[0] and "50%" in said[1] and "once upon" in said[0]
+    assert (tmp_path / "samples/samples.txt").read_text().count("once upon") == 2

@@ -1,0 +1,171 @@
+"""The batch equation, durations in engine units, and the decisions of a plan with their reasons."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from trainwright.errors import RecipeError
+from trainwright.plan.batch import BatchPlan, scale_lr, solve_batch
+from trainwright.plan.duration import Extent, Interval, Pace, extent, interval, span
+from trainwright.plan.explain import human_bytes, human_seconds, preflight
+from trainwright.plan.make import Facts, candidates, choose_precision, make_plan, with_rehearsal
+from trainwright.plan.memory import memory_bytes
+from trainwright.recipe import Duration, Recipe, from_mapping
+
+FACTS = Facts(
+    train_samples=1000,
+    val_samples=100,
+    tokens_per_sample=64,
+    parameters=5000,
+    trainable=5000,
+    device="cpu",
+    device_name="a CPU",
+    low_precision=("bf16",),
+    classes=10,
+)
+
+
+def recipe(**keys: Any) -> Recipe:
+    return from_mapping({"model": "gpt", "data": {"train": "digits"}, **keys}).recipe
+
+
+@pytest.mark.parametrize(
+    ("size", "micro", "accumulation", "ranks", "expected"),
+    [
+        (None, None, None, 1, BatchPlan(32, 32, 1)),
+        (32, None, None, 1, BatchPlan(32, 32, 1)),
+        (32, 8, None, 1, BatchPlan(32, 8, 4)),
+        (32, None, 4, 1, BatchPlan(32, 8, 4)),
+        (None, 8, 4, 1, BatchPlan(32, 8, 4)),
+        (None, 8, None, 1, BatchPlan(8, 8, 1)),
+        (32, 8, 4, 1, BatchPlan(32, 8, 4)),
+        (32, 12, None, 1, BatchPlan(32, 12, 3)),  # 12 + 12 + 8
+        (64, 8, None, 4, BatchPlan(64, 8, 2, 4)),
+        (None, 8, 4, 2, BatchPlan(64, 8, 4, 2)),
+    ],
+)
+def test_batch_equation(
+    size: int | None, micro: int | None, accumulation: int | None, ranks: int, expected: BatchPlan
+) -> None:
+    assert solve_batch(size, micro, accumulation, ranks=ranks) == expected
+
+
+def test_a_batch_that_contradicts_itself() -> None:
+    with pytest.raises(RecipeError, match="leave accumulation out"):
+        solve_batch(32, 8, 2)
+
+
+PACE = Pace(batch_size=10, steps_per_epoch=100, tokens_per_sample=64)
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [("7steps", 7), ("2ep", 200), ("0.5ep", 50), ("95samples", 10), ("640tok", 1), ("0.064Mtok", 100)],
+)
+def test_durations_in_steps(text: str, steps: int) -> None:
+    until = Duration.parse(text)
+    assert extent(until, PACE) == Extent(steps=steps)
+    assert span(until, Extent(steps=1000), PACE, "x") == steps
+    assert interval(until, Extent(steps=1000), PACE, "x") == Interval(steps=steps)
+
+
+def test_durations_in_time_and_shares() -> None:
+    minute = extent(Duration.parse("1min"), PACE)
+    assert minute == Extent(seconds=60.0)
+    assert span(Duration.parse("6s"), minute, PACE, "x") == pytest.approx(0.1)
+    assert span(Duration.parse("0.1run"), minute, PACE, "x") == 0.1
+    assert span(Duration.parse("0.1run"), Extent(steps=50), PACE, "x") == 5
+    assert interval(Duration.parse("0.1run"), minute, PACE, "x") == Interval(fraction=0.1)
+    assert interval(Duration.parse("0.1run"), Extent(steps=50), PACE, "x") == Interval(steps=5)
+    assert interval(Duration.parse("5s"), Extent(steps=50), PACE, "x") == Interval(seconds=5.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "pace", "said"),
+    [
+        ("2ep", replace(PACE, steps_per_epoch=None), "a stream"),
+        ("2Mtok", replace(PACE, tokens_per_sample=0), "token ids"),
+        ("5s", PACE, "budgeted in seconds"),
+    ],
+)
+def test_durations_that_cannot_be_met(text: str, pace: Pace, said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        span(Duration.parse(text), Extent(steps=10), pace, "schedule.warmup")
+
+
+def test_lr_rules() -> None:
+    assert scale_lr(0.1, rule="linear", batch=1024, base_batch=256) == pytest.approx(0.4)
+    assert scale_lr(0.1, rule="sqrt", batch=1024, base_batch=256) == pytest.approx(0.2)
+    asked = recipe(batch={"size": 512}, optimizer={"lr": 0.1, "lr_rule": {"rule": "linear", "base_batch": 256}})
+    plan = make_plan(asked, FACTS)
+    assert plan.lr == pytest.approx(0.2)
+    note = next(note for note in plan.notes if note.topic == "learning rate")
+    assert "256" in note.why and "linear" in note.why
+
+
+def test_an_epoch_ends_in_a_short_step_unless_told() -> None:
+    assert make_plan(recipe(batch={"size": 300}), FACTS).steps_per_epoch == 4
+    dropped = recipe(batch={"size": 300}, data={"train": "digits", "drop_last": True})
+    assert make_plan(dropped, FACTS).steps_per_epoch == 3
+    assert make_plan(recipe(until="2ep", batch={"size": 300}), FACTS).extent.steps == 8
+
+
+def test_empty_and_too_small_datasets() -> None:
+    with pytest.raises(RecipeError, match="empty"):
+        make_plan(recipe(), replace(FACTS, train_samples=0))
+    small = recipe(batch={"size": 64}, data={"train": "digits", "drop_last": True})
+    with pytest.raises(RecipeError, match="no step"):
+        make_plan(small, replace(FACTS, train_samples=20))
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "has", "seconds", "chosen"),
+    [
+        ("auto", "cpu", ("bf16",), {"fp32": 1.0, "bf16": 0.5}, "bf16"),
+        ("auto", "cpu", ("bf16",), {"fp32": 1.0, "bf16": 1.0}, "fp32"),
+        ("auto", "cpu", (), {"fp32": 1.0}, "fp32"),
+        ("auto", "cuda", ("tf32", "bf16", "fp16"), {}, "bf16"),
+        ("auto", "cuda", ("fp16",), {}, "fp16"),
+        ("fp16", "cpu", (), {}, "fp16"),
+        ("tf32", "cpu", (), {}, "fp32"),
+        ("tf32", "cuda", ("tf32",), {}, "tf32"),
+    ],
+)
+def test_precision(asked: str, device: str, has: tuple[str, ...], seconds: dict[str, float], chosen: str) -> None:
+    precision, note = choose_precision(asked, device, has, seconds)
+    assert precision == chosen == note.choice
+    assert note.why
+    assert precision in candidates(asked, device, has) or asked == "auto"
+
+
+def test_the_preflight_says_what_a_person_needs() -> None:
+    plan = with_rehearsal(
+        make_plan(recipe(until="100steps"), FACTS),
+        asked="auto",
+        facts=FACTS,
+        loss=2.31,
+        outputs=10,
+        seconds={"fp32": 0.02, "bf16": 0.01},
+        memory_bytes=memory_bytes("adamw", parameters=5000, trainable=5000, activations=1 << 20),
+    )
+    assert plan.expected_loss == math.log(10)
+    said = "\n".join(preflight(plan))
+    for fragment in ("5,000", "100 steps", "bf16: measured", "10 ms a step", "1 s in all", "ln 10 = 2.3026", "1 MiB"):
+        assert fragment in said, said
+    assert "far above" in "\n".join(preflight(replace(plan, initial_loss=9.0)))
+    assert "NOT FINITE" in "\n".join(preflight(replace(plan, initial_loss=math.nan)))
+
+
+def test_memory_by_optimizer() -> None:
+    adamw = memory_bytes("adamw", parameters=100, trainable=60, activations=7)
+    assert adamw == {"weights": 400, "gradients": 240, "optimizer": 480, "activations": 7}
+    assert memory_bytes("sgd", parameters=100, trainable=60, activations=7)["optimizer"] == 240
+
+
+def test_units_for_people() -> None:
+    assert [human_bytes(n) for n in (5, 2048, 3 << 20, 3 << 30, 5 << 40)] == ["5 B", "2 KiB", "3 MiB", "3 GiB", "5 TiB"]
+    assert [human_seconds(s) for s in (0.0123, 5, 250, 7500)] == ["12.3 ms", "5 s", "4 min 10 s", "2 h 5 min"]

@@ -1,0 +1,274 @@
+"""Whole runs through the command line: real processes, real signals, real files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from trainwright.cli import app
+from trainwright.demo import recipe_folder
+from trainwright.runlog.reader import read
+from trainwright.runlog.records import Ended, Evaluated, Saved, Started, Step
+from trainwright.state.checkpoint import checkpoints, newest_valid
+
+SLOWLY = """\
+import time
+import numpy as np, random, torch
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        x = torch.linspace(0, index, 12) / 96 + 0.1 * torch.randn(12) + 0.1 * np.random.randn() + 0.1 * random.random()
+        return x.float(), index % 3
+"""
+RECIPE = """\
+name: slow
+until: 60steps
+model:
+  use: mlp
+  args: {sizes: [12, 24, 3], dropout: 0.2}
+data:
+  train: {use: "slowly:Slow"}
+  workers: WORKERS
+batch: {size: 8, micro: 4}
+checkpoint: {every: 20steps}
+log: {every: 5steps}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("slowly", None)
+    (tmp_path / "slowly.py").write_text(SLOWLY)
+    (tmp_path / "slow.yaml").write_text(RECIPE.replace("WORKERS", "0"))
+    return tmp_path
+
+
+def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "trainwright", *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=cwd, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=env)
+
+
+def wait_for_step(log: Path, step: int, *, patience_s: float = 120.0) -> None:
+    end_s = time.monotonic() + patience_s
+    while time.monotonic() < end_s:
+        if log.exists() and any(isinstance(r, Step) and r.step >= step for r in read(log).records):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{log} never saw step {step}")
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, list(arguments))
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.output
+
+
+def test_a_run_folder_has_its_papers(folder: Path) -> None:
+    code, said = invoke("train", "slow.yaml", "--json", "--set", "until=25steps")
+    assert code == 0
+    result = json.loads(said.splitlines()[-1])
+    assert set(result) == {"run", "ending", "step", "loss", "val_loss", "skipped"}
+    assert (result["ending"], result["step"], result["val_loss"], result["skipped"]) == ("finished", 25, None, 0)
+    run = folder / result["run"]
+    papers = {path.name for path in run.iterdir()}
+    assert papers >= {"recipe.yaml", "plan.json", "provenance.json", "log.jsonl", "checkpoints"}
+    provenance = json.loads((run / "provenance.json").read_text())
+    assert provenance["data"]["train"].startswith("sha256:") and provenance["seeds"]["seed"] == 1337
+    kinds = [type(record) for record in read(run / "log.jsonl").records]
+    assert kinds[0] is Started and kinds[-1] is Ended and kinds.count(Saved) == 2
+    assert invoke("train", str(run / "recipe.yaml"))[0] == 0, "the recipe in the folder runs as it stands"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_sigterm_saves_and_the_resumed_run_has_the_same_bits(folder: Path, workers: str) -> None:
+    (folder / "slow.yaml").write_text(RECIPE.replace("WORKERS", workers))
+    code, _ = invoke("train", "slow.yaml", "--set", "name=straight", "--set", "precision=fp32")
+    assert code == 0
+    stopped = start("train", "slow.yaml", "--set", "name=halves", "--set", "precision=fp32", cwd=folder)
+    wait_for_step(folder / "runs/halves/log.jsonl", 25)
+    stopped.send_signal(signal.SIGTERM)
+    said, _ = stopped.communicate(timeout=120)
+    assert stopped.returncode == 75, said
+    assert "trainwright resume runs/halves" in said and "Traceback" not in said
+    halfway, broken = newest_valid(folder / "runs/halves/checkpoints")
+    assert halfway is not None and not broken
+    assert 25 <= int(halfway.name.removeprefix("step-")) < 60
+    assert invoke("resume", "runs/halves", "--set", "data.workers=0")[0] == 0
+    straight = load_file(folder / "runs/straight/checkpoints/step-00000060/model.safetensors")
+    halves = load_file(folder / "runs/halves/checkpoints/step-00000060/model.safetensors")
+    assert {k: v.numpy().tobytes() for k, v in straight.items()} == {k: v.numpy().tobytes() for k, v in halves.items()}
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_the_demo(folder: Path) -> None:
+    running = start("demo", "--budget", "300s", "--set", "log.every=1steps", cwd=folder)
+    wait_for_step(folder / "runs/demo/log.jsonl", 3)
+    running.send_signal(signal.SIGINT)
+    said, _ = running.communicate(timeout=120)
+    assert running.returncode == 75, said
+    assert "Traceback" not in said
+    assert "next     trainwright resume runs/demo " in said
+    assert newest_valid(folder / "runs/demo/checkpoints")[0] is not None
+
+
+@pytest.mark.slow
+def test_a_kill_loses_nothing_that_was_committed(folder: Path) -> None:
+    running = start("train", "slow.yaml", "--set", "checkpoint.every=1steps", "--set", "until=5000steps", cwd=folder)
+    wait_for_step(folder / "runs/slow/log.jsonl", 20)
+    running.kill()
+    running.communicate(timeout=60)
+    newest, broken = newest_valid(folder / "runs/slow/checkpoints")
+    assert newest is not None and not broken
+    saved = [r.step for r in read(folder / "runs/slow/log.jsonl").records if isinstance(r, Saved)]
+    assert int(newest.name.removeprefix("step-")) >= max(saved)
+    code, said = invoke("resume", "runs/slow", "--set", f"until={max(saved) + 10}steps")
+    assert code == 0 and f"resumed from {Path('runs/slow/checkpoints') / newest.name}" in said
+
+
+def test_a_damaged_checkpoint_is_named_and_stepped_over(folder: Path) -> None:
+    assert invoke("train", "slow.yaml", "--set", "until=45steps")[0] == 0
+    newest = checkpoints(folder / "runs/slow/checkpoints")[0]
+    content = bytearray((newest / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (newest / "model.safetensors").write_bytes(bytes(content))
+    code, said = invoke("resume", "runs/slow")
+    assert code == 0
+    assert "step-00000045/model.safetensors is damaged" in said and "resumed from" in said and "step-00000040" in said
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a small disk needs root")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_full_disk_keeps_what_was_committed(folder: Path, small_disk: Path) -> None:
+    options = ["--set", f"folder={small_disk}", "--set", "checkpoint.every=10steps"]
+    options += ["--set", "model.args.sizes=[12, 400, 3]"]  # 31 KiB of weights, 94 KiB a checkpoint with AdamW
+    code, said = invoke("train", "slow.yaml", *options, "--set", "checkpoint.keep=50")
+    assert code == 1, said
+    assert "Traceback" not in said and "is not saved" in said and "No space left" in said
+    assert "the last state could not be saved" in said
+    newest, broken = newest_valid(small_disk / "slow/checkpoints")
+    assert newest is not None and not broken and f"trainwright resume {small_disk}/slow" in said
+
+
+@pytest.mark.slow
+def test_the_demo_reaches_a_verdict(folder: Path) -> None:
+    code, said = invoke("demo", "--budget", "12steps", "--json")
+    assert code == 0
+    result = json.loads(said.splitlines()[-1])
+    assert result["step"] == 12 and result["val_loss"] < 4.6
+    assert [said.count(f"sample at {title}") for title in ("the start", "the end")] == [1, 1]
+    for line in (
+        "device ",
+        "parameters ",
+        "theory says ln 103" if sys.version_info[:2] == (3, 11) else "theory",
+        "verdict: ",
+    ):
+        assert line in said
+    lines = [line for line in said.splitlines() if line and not line.startswith("{")]
+    assert [line.split()[0] for line in lines[-3:]] == ["run", "reached", "next"]
+    evaluated = [r for r in read(folder / "runs/demo/log.jsonl").records if isinstance(r, Evaluated)]
+    assert evaluated[-1].loss == result["val_loss"]
+
+
+SMALL = {
+    "demo.yaml": ["evaluation.batches=1"],
+    "demo-digits.yaml": [],
+    "gpt-tiny.yaml": ["evaluation.batches=1"],
+    "resnet-digits.yaml": ["evaluation.batches=1"],
+    "lstm-text.yaml": ["evaluation.batches=1"],
+    "gpt-lora.yaml": ["evaluation.batches=1"],
+    "hf-lora.yaml": ["evaluation.batches=1"],
+    "gpt2-124m.yaml": [
+        "batch.size=2",
+        "batch.micro=1",
+        "model.args.size=124M",
+        "model.args.layers=2",
+        "model.args.block_size=32",
+        "data.train.args.block_size=32",
+        "data.val.args.block_size=32",
+        "evaluation.batches=1",
+        "precision=fp32",
+    ],
+}
+
+
+def test_every_recipe_in_the_box_is_tried() -> None:
+    assert {path.name for path in recipe_folder().glob("*.yaml")} == set(SMALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+def test_recipe_in_the_box(name: str, folder: Path) -> None:
+    settings = ["until=3steps", "schedule.warmup=1steps", "log.every=1steps", "evaluation.batch=4", *SMALL[name]]
+    options = [option for setting in settings for option in ("--set", setting)]
+    code, said = invoke("train", str(recipe_folder() / name), *options, "--json")
+    assert code == 0, said
+    result = json.loads(said.splitlines()[-1])
+    assert result["ending"] == "finished" and result["step"] == 3 and result["skipped"] == 0
+    steps = [r for r in read(folder / result["run"] / "log.jsonl").records if isinstance(r, Step)]
+    assert [step.step for step in steps] == [1, 2, 3]
+    assert steps[-1].loss == steps[-1].loss
+
+
+def test_tensorboard_gets_what_the_log_has(folder: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    code, said = invoke("train", "slow.yaml", "--set", "until=10steps", "--set", "log.sinks=[tensorboard]")
+    assert code == 0, said
+    events = next((folder / "runs/slow").rglob("events.out.*")).parent
+    seen = accumulator.EventAccumulator(str(events))
+    seen.Reload()
+    logged = [r for r in read(folder / "runs/slow/log.jsonl").records if isinstance(r, Step)]
+    assert [(e.step, e.value) for e in seen.Scalars("train/loss")] == [
+        (r.step, pytest.approx(r.loss, rel=1e-6)) for r in logged
+    ]
+
+
+def test_lr_range_draws_a_picture(folder: Path) -> None:
+    recipe = str(recipe_folder() / "demo-digits.yaml")
+    code, said = invoke("lr-range", recipe, "--steps", "60", "--lowest", "1e-4", "--out", "lr.svg", "--json")
+    assert code == 0, said
+    answer = json.loads(said.splitlines()[-1])
+    assert 1e-3 < answer["suggestion"] < 2 and len(answer["lrs"]) == len(answer["losses"]) <= 60
+    assert (folder / "lr.svg").read_text().startswith("<svg")
+
+
+def test_env_judges_this_machine() -> None:
+    code, said = invoke("env", "--json")
+    lines = json.loads(said.splitlines()[-1])["lines"]
+    assert code in (0, 1)
+    assert any("torch" in line["what"] and line["value"] for line in lines)
+    assert invoke("env")[0] == code
+
+
+def test_schema_is_a_schema() -> None:
+    code, said = invoke("schema")
+    assert code == 0
+    schema = json.loads(said)
+    assert schema["additionalProperties"] is False and "optimizer" in schema["properties"]
