@@ -1,0 +1,1 @@
+"""Plan to live objects: model, data, optimizer, schedule."""

@@ -1,0 +1,219 @@
+"""Recipe and plan in, live objects out: datasets, model, loss, state, batches."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainwright.build.data import EvaluationBatches, Loading, StepBatches, Unwrapped, unwrap
+from trainwright.build.model import checkpoint_blocks, count_parameters, freeze
+from trainwright.build.optim.choose import make_optimizer
+from trainwright.build.optim.groups import GroupRule
+from trainwright.build.resolve import find, make
+from trainwright.build.schedule import make_schedule
+from trainwright.errors import Problem, RecipeError, TrainwrightError, UsageError
+from trainwright.models.lora import add_lora
+from trainwright.plan.make import Facts, Note, Plan
+from trainwright.recipe import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES, Loaded, Recipe
+from trainwright.state.cursor import Cursor, count_tokens
+from trainwright.state.ema import Ema, NoEma
+from trainwright.state.rng import seed_all
+from trainwright.state.train_state import TrainState
+
+LIVE = "live"
+"""Module name in a recipe for objects that were handed over in Python and cannot be built from a file."""
+
+
+@dataclass
+class Parts:
+    """The live objects that a recipe names, or that were handed over in Python."""
+
+    model: nn.Module
+    train: Unwrapped
+    val: Unwrapped | None
+    loss: Callable[..., Any]
+    notes: tuple[Note, ...] = ()
+
+
+@contextmanager
+def at_recipe(loaded: Loaded, path: str) -> Iterator[None]:
+    """Gives errors from building a part the place in the recipe that it comes from."""
+    where = loaded.source.where
+    try:
+        yield
+    except RecipeError as error:
+        placed = [replace(p, where=p.where or where(p.path or path)) for p in error.problems]
+        raise RecipeError(placed) from None
+    except UsageError as error:
+        if type(error) is not UsageError:  # a missing extra is no fault of the recipe
+            raise
+        raise RecipeError(Problem(path, error.message, remedy=error.remedy, where=where(path))) from None
+
+
+def build_parts(loaded: Loaded, device: torch.device) -> Parts:
+    """Builds what the recipe names. Raises RecipeError with file:line for whatever cannot be built."""
+    recipe, source = loaded.recipe, loaded.source
+    if recipe.model.use.startswith(f"{LIVE}:"):
+        raise UsageError(
+            f"the model {recipe.model.use} was handed over in Python and cannot be rebuilt from a recipe",
+            remedy="run the script again with tw.fit(..., resume=<run folder>)",
+        )
+    seed_all(recipe.seed)
+    train = _dataset(loaded, "train")
+    val = _dataset(loaded, "val") if recipe.data.val else None
+    seed_all(recipe.seed)  # the weights depend on the seed alone, not on how the data was read
+    args, notes = _with_classes(loaded, train)
+    model = make(recipe.model.use, args, MODELS, "model", source)
+    if not isinstance(model, nn.Module):
+        got = type(model).__name__
+        remedy = "return the module from it"
+        raise RecipeError(Problem("model.use", "must give an nn.Module", got, remedy, source.where("model.use")))
+    loss = find(recipe.loss.use, LOSSES, "loss", source)
+    if recipe.loss.args or inspect.isclass(loss):
+        loss = make(recipe.loss.use, recipe.loss.args, LOSSES, "loss", source)
+    return prepare(Parts(model, train, val, loss, notes), loaded, device)
+
+
+def prepare(parts: Parts, loaded: Loaded, device: torch.device) -> Parts:
+    """What the recipe does to a model, built or handed over: LoRA, freezing, checkpointing, device, compile."""
+    recipe, model, notes = loaded.recipe, parts.model, list(parts.notes)
+    if recipe.model.lora is not None:
+        with at_recipe(loaded, "model.lora"):
+            model = add_lora(model, **recipe.model.lora.model_dump())
+    if recipe.model.freeze:
+        with at_recipe(loaded, "model.freeze"):
+            frozen = freeze(model, recipe.model.freeze)
+        notes.append(Note("freeze", f"{len(frozen)} parameters", ", ".join(recipe.model.freeze)))
+    if recipe.model.activation_checkpointing == "block":
+        with at_recipe(loaded, "model.activation_checkpointing"):
+            blocks = checkpoint_blocks(model)
+        notes.append(Note("recompute", f"{blocks} blocks", "activations are computed again in the backward pass"))
+    model.to(device)
+    model.train()
+    if recipe.model.compile:
+        model.compile()
+    return replace(parts, model=model, notes=tuple(notes))
+
+
+def gather_facts(parts: Parts, device: torch.device, device_name: str, low_precision: tuple[str, ...]) -> Facts:
+    """Counts what the plan needs to know of the live objects."""
+    total, trainable = count_parameters(parts.model)
+    return Facts(
+        train_samples=_length(parts.train),
+        val_samples=_length(parts.val) if parts.val else None,
+        tokens_per_sample=_tokens_per_sample(parts.train),
+        parameters=total,
+        trainable=trainable,
+        device=device.type,
+        device_name=device_name,
+        low_precision=low_precision,
+        classes=getattr(parts.train.dataset, "classes", None),
+        notes=parts.notes,
+    )
+
+
+def build_state(parts: Parts, loaded: Loaded, plan: Plan) -> TrainState:
+    """The state before the first step."""
+    ask = loaded.recipe.optimizer
+    factory: Any = ask.use if ask.use in OPTIMIZERS else find(ask.use, {}, "optimizer", loaded.source)
+    with at_recipe(loaded, "optimizer"):
+        optimizer = make_optimizer(
+            factory,
+            parts.model,
+            lr=plan.lr,
+            weight_decay=ask.weight_decay,
+            decay_norms_and_biases=ask.decay_norms_and_biases,
+            rules=[GroupRule(**group.model_dump()) for group in ask.groups],
+            args=ask.args,
+        )
+    decay = loaded.recipe.model.ema
+    return TrainState(parts.model, optimizer, ema=NoEma() if decay is None else Ema(parts.model, decay))
+
+
+def build_schedule(loaded: Loaded, plan: Plan) -> Callable[[int, float], float]:
+    """The learning rate schedule; one of the user's own gets ``total``, ``warmup`` and ``floor`` too."""
+    ask = loaded.recipe.schedule
+    shared: dict[str, Any] = {"total": plan.extent.steps, "warmup": plan.warmup, "floor": ask.floor}
+    if ask.use not in SCHEDULES:
+        schedule: Callable[[int, float], float] = make(ask.use, {**shared, **ask.args}, {}, "schedule", loaded.source)
+        return schedule
+    with at_recipe(loaded, "schedule"):
+        return make_schedule(ask.use, **shared, args=ask.args)
+
+
+def build_loading(parts: Parts, recipe: Recipe, plan: Plan, device: torch.device) -> Loading:
+    """How training batches are made."""
+    pin = recipe.data.pin_memory
+    return Loading(
+        batch_size=plan.batch.size,
+        micro_size=plan.batch.micro,
+        seed=recipe.seed,
+        shuffle=recipe.data.shuffle,
+        drop_last=recipe.data.drop_last,
+        workers=recipe.data.workers,
+        prefetch=recipe.data.prefetch,
+        pin_memory=device.type == "cuda" if pin == "auto" else pin,
+        device=device,
+        collate=parts.train.collate,
+    )
+
+
+def training_batches(parts: Parts, loading: Loading, cursor: Cursor) -> StepBatches:
+    """The stream of global batches from ``cursor`` on."""
+    return StepBatches(parts.train.dataset, loading, cursor=cursor)
+
+
+def validation_batches(parts: Parts, recipe: Recipe, loading: Loading) -> EvaluationBatches | None:
+    """One pass over the validation set, read in this process; None without one."""
+    if parts.val is None:
+        return None
+    size = recipe.evaluation.batch or loading.micro_size
+    how = replace(loading, batch_size=size, micro_size=size, workers=0, collate=parts.val.collate)
+    return EvaluationBatches(parts.val.dataset, how, limit=recipe.evaluation.batches)
+
+
+def _dataset(loaded: Loaded, which: str) -> Unwrapped:
+    part = getattr(loaded.recipe.data, which)
+    made = make(part.use, part.args, DATASETS, f"data.{which}", loaded.source)
+    with at_recipe(loaded, f"data.{which}"):
+        unwrapped = unwrap(made)
+        if _length(unwrapped) == 0:
+            raise UsageError("the dataset is empty", remedy="check its arguments and where it reads from")
+    return unwrapped
+
+
+def _with_classes(loaded: Loaded, train: Unwrapped) -> tuple[dict[str, Any], tuple[Note, ...]]:
+    """Fills in ``vocab_size`` or ``classes`` of the model from the dataset, where the recipe leaves it out."""
+    ask, args = loaded.recipe.model, dict(loaded.recipe.model.args)
+    classes = getattr(train.dataset, "classes", None)
+    accepted = inspect.signature(find(ask.use, MODELS, "model", loaded.source)).parameters
+    name = next((n for n in ("vocab_size", "classes") if n in accepted), None)
+    if ask.use == "hf":
+        name = "vocab_size"
+    if name is None or name in args or not isinstance(classes, int):
+        return args, ()
+    return {**args, name: classes}, (Note(name, str(classes), "from the training set"),)
+
+
+def _length(data: Unwrapped) -> int | None:
+    return len(data.dataset) if hasattr(data.dataset, "__len__") else None
+
+
+def _tokens_per_sample(data: Unwrapped) -> int:
+    known = getattr(data.dataset, "sample_tokens", None)
+    if known is not None:
+        return int(known)
+    if not hasattr(data.dataset, "__getitem__"):
+        return 0  # reading a stream would use its first samples up
+    try:
+        return count_tokens(data.collate([data.dataset[0]]))
+    except TrainwrightError:
+        raise
+    except Exception:
+        return 0  # the first batch will raise the same, with the sample's id

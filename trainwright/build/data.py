@@ -1,0 +1,208 @@
+"""The stream of step batches: order a pure function of (seed, epoch, position), sample ids always known."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import count, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
+
+from trainwright.build.fetch import Failed, Fetch, Fetched, FetchStream, Key
+from trainwright.data.order import epoch_order
+from trainwright.errors import UsageError
+from trainwright.state.cursor import Cursor, MicroBatch, StepBatch
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How batches are made. ``batch_size`` samples an optimizer step, in micro-batches of ``micro_size``.
+
+    ``prefetch`` is the number of micro-batches that each worker keeps ready. ``epochs`` None means for ever.
+    """
+
+    batch_size: int
+    micro_size: int
+    seed: int = 0
+    shuffle: bool = True
+    drop_last: bool = False
+    workers: int = 0
+    prefetch: int = 2
+    pin_memory: bool = False
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    collate: Callable[[list[Any]], Any] = default_collate
+    epochs: int | None = None
+
+
+class StepBatches:
+    """An endless iterable of StepBatch over a dataset; a finite one over a stream that ends.
+
+    Iterating starts at ``cursor`` and visits every sample exactly once an epoch. The last step of an epoch is
+    short unless ``drop_last``.
+    """
+
+    def __init__(self, dataset: Any, loading: Loading, *, cursor: Cursor | None = None) -> None:
+        self.dataset, self.loading, self.cursor = dataset, loading, cursor or Cursor()
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        window: list[MicroBatch] = []
+        for fetched in self._fetched():
+            if isinstance(fetched, Failed):
+                raise fetched.error()
+            window.append(MicroBatch(to_device(fetched.data, self.loading.device), fetched.key.ids))
+            if fetched.key.closes:
+                yield StepBatch(tuple(window), fetched.key.cursor)
+                window = []
+
+    def _fetched(self) -> Iterator[Fetched | Failed]:
+        how = self.loading
+        source: Any
+        if isinstance(self.dataset, IterableDataset):
+            source = FetchStream(self.dataset, start=self.cursor, how=how)
+            # one worker: each further one would read the whole stream too, and most datasets would shard it
+            return (
+                _pinned(iter(source), how) if how.workers == 0 else iter(_loader(source, None, replace(how, workers=1)))
+            )
+        source = Fetch(self.dataset, seed=how.seed, collate=how.collate)
+        keys = self.keys()
+        if how.workers == 0:
+            return _pinned((source[key] for key in keys), how)
+        return iter(_loader(source, keys, how))
+
+    def keys(self) -> Iterator[Key]:
+        """The micro-batches to come, for ever, from the cursor on; none when no batch can be filled."""
+        how, size = self.loading, len(self.dataset)
+        end = size - size % how.batch_size if how.drop_last else size
+        if not end:
+            return
+        for epoch in count(self.cursor.epoch) if how.epochs is None else range(self.cursor.epoch, how.epochs):
+            order = epoch_order(size, seed=how.seed, epoch=epoch, shuffle=how.shuffle)
+            begin = self.cursor.position if epoch == self.cursor.epoch else 0
+            for step_start in range(begin, end, how.batch_size):
+                step_end = min(step_start + how.batch_size, end)
+                for start in range(step_start, step_end, how.micro_size):
+                    stop = min(start + how.micro_size, step_end)
+                    yield Key(epoch, start, order[start:stop], stop == step_end, Cursor(epoch, stop))
+
+
+def _pinned(batches: Iterator[Fetched | Failed], how: Loading) -> Iterator[Fetched | Failed]:
+    if not how.pin_memory:
+        yield from batches
+        return
+    for fetched in batches:
+        if isinstance(fetched, Fetched):
+            fetched = Fetched(fetched.key, _map(lambda tensor: tensor.pin_memory(), fetched.data))
+        yield fetched
+
+
+def _loader(source: Any, keys: Iterator[Key] | None, how: Loading) -> Iterable[Any]:
+    """torch's DataLoader for its worker processes alone; its own generator leaves ours untouched."""
+    with warnings.catch_warnings():  # more workers than cores is the user's choice; the plan has a note on it
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        return DataLoader(
+            source,
+            batch_size=None,
+            sampler=_Once(keys) if keys is not None else None,
+            num_workers=how.workers,
+            prefetch_factor=how.prefetch,
+            pin_memory=how.pin_memory,
+            collate_fn=_as_is,
+            generator=torch.Generator().manual_seed(how.seed),
+        )
+
+
+class _Once:
+    """A sampler that hands out an endless iterator."""
+
+    def __init__(self, keys: Iterator[Key]) -> None:
+        self.keys = keys
+
+    def __iter__(self) -> Iterator[Key]:
+        return self.keys
+
+
+def _as_is(batch: Any) -> Any:
+    return batch
+
+
+def to_device(data: Any, device: torch.device) -> Any:
+    """Moves every tensor of a nested batch; from pinned memory without waiting. Other leaves stay as they are."""
+    return _map(lambda tensor: tensor.to(device, non_blocking=True), data)
+
+
+def _map(change: Callable[[Tensor], Tensor], data: Any) -> Any:
+    if isinstance(data, Tensor):
+        return change(data)
+    if isinstance(data, Mapping):
+        return {key: _map(change, value) for key, value in data.items()}
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(_map(change, value) for value in data))
+    if isinstance(data, tuple | list):
+        return type(data)(_map(change, value) for value in data)
+    return data
+
+
+class EvaluationBatches:
+    """One pass in the dataset's own order, at most ``limit`` batches of it; iterable again and again."""
+
+    def __init__(self, dataset: Any, loading: Loading, *, limit: int | None = None) -> None:
+        once = replace(loading, epochs=1, shuffle=False, drop_last=False)
+        self.steps, self.limit = StepBatches(dataset, once), limit
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for step in islice(self.steps, self.limit):
+            yield from step.micro
+
+
+@dataclass(frozen=True)
+class Unwrapped:
+    """What a torch DataLoader says about its data, None where it says nothing."""
+
+    dataset: Any
+    batch_size: int | None = None
+    shuffle: bool | None = None
+    drop_last: bool | None = None
+    workers: int | None = None
+    collate: Callable[[list[Any]], Any] = default_collate
+
+
+def unwrap(data: Any) -> Unwrapped:
+    """Accepts a dataset, a tuple of tensors of one length, or a torch DataLoader, which is taken apart.
+
+    Raises UsageError for anything else, and for a DataLoader with a sampler of its own, whose order we could
+    not promise to resume.
+    """
+    if isinstance(data, DataLoader):
+        return _unwrap_loader(data)
+    if isinstance(data, tuple | list) and data and all(isinstance(part, Tensor) for part in data):
+        if len(lengths := {len(part) if part.dim() else 0 for part in data}) > 1:
+            raise UsageError(
+                f"the tensors have different lengths: {sorted(lengths)}",
+                remedy="give one row per sample in each; samples of different shapes need a torch Dataset",
+            )
+        return Unwrapped(torch.utils.data.TensorDataset(*data))
+    indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Mapping | str)
+    if indexed or isinstance(data, IterableDataset):
+        return Unwrapped(data)
+    raise UsageError(
+        f"a {type(data).__name__} is no dataset: it lacks __getitem__ and __len__ and is no IterableDataset",
+        remedy="give a torch Dataset, a DataLoader, or a tuple of tensors of one length",
+    )
+
+
+def _unwrap_loader(loader: DataLoader[Any]) -> Unwrapped:
+    sampler: Any = loader.sampler
+    shuffle = type(sampler) is RandomSampler and not sampler.replacement
+    shuffle = shuffle and sampler.num_samples == len(sampler.data_source)
+    known = shuffle or type(sampler) is SequentialSampler or isinstance(loader.dataset, IterableDataset)
+    if loader.batch_size is None or not known:
+        raise UsageError(
+            "this DataLoader has a sampler or batch sampler of its own, whose order cannot be resumed",
+            remedy="give the dataset itself; Trainwright shuffles it by (seed, epoch)",
+        )
+    collate = default_collate if loader.collate_fn is None else loader.collate_fn
+    return Unwrapped(loader.dataset, loader.batch_size, shuffle, loader.drop_last, loader.num_workers, collate)

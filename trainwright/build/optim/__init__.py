@@ -1,0 +1,23 @@
+"""Optimizers: parameter groups, torch's own where they do, and three that torch lacks or does not batch."""
+
+from __future__ import annotations
+
+from trainwright.build.optim.choose import OPTIMIZERS, make_optimizer, with_momentum_buffers
+from trainwright.build.optim.groups import GroupRule, param_groups
+from trainwright.build.optim.guarded import GuardedOptimizer
+from trainwright.build.optim.lamb import Lamb
+from trainwright.build.optim.lars import Lars
+from trainwright.build.optim.muon import Muon, muon_groups
+
+__all__ = [
+    "OPTIMIZERS",
+    "GroupRule",
+    "GuardedOptimizer",
+    "Lamb",
+    "Lars",
+    "Muon",
+    "make_optimizer",
+    "muon_groups",
+    "param_groups",
+    "with_momentum_buffers",
+]

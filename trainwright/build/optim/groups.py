@@ -1,0 +1,138 @@
+"""Which parameter gets which learning rate and weight decay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from trainwright.errors import UsageError
+from trainwright.models.options import suggest
+
+NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)  # _NormBase: every BatchNorm and InstanceNorm
+
+
+@dataclass(frozen=True)
+class GroupRule:
+    """Settings for the parameters whose name matches the glob ``match`` (case matters; ``*`` crosses dots).
+
+    ``lr`` replaces the learning rate, ``lr_scale`` multiplies it, ``weight_decay`` replaces the decay, also
+    on norms and biases.
+    """
+
+    match: str
+    lr: float | None = None
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True)
+class Role:
+    """What else sets parameters apart: the learning rate of its members and further entries of their group."""
+
+    name: str
+    lr: float
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+def param_groups(
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float,
+    decay_norms_and_biases: bool = False,
+    rules: Sequence[GroupRule] = (),
+    role_of: Callable[[nn.Parameter], Role] | None = None,
+) -> list[dict[str, Any]]:
+    """The trainable parameters of ``model`` in groups of one (lr, weight_decay, role), each with a ``name``.
+
+    Weight decay is left off norms and biases: parameters with fewer than two dimensions, and those that a
+    norm module owns. Embeddings and the output head do decay, as in GPT-2 and nanoGPT. The first rule that
+    matches one of a parameter's names wins; a tied parameter has several names and is in one group.
+    Parameters keep the model's order, groups that of their first parameter; frozen ones are left out.
+
+    Raises UsageError when nothing is trainable or a rule matches no trainable parameter.
+    """
+    names = _names(model)
+    trainable = [parameter for parameter in names if parameter.requires_grad]
+    if not trainable:
+        raise UsageError(
+            "the model has no trainable parameter", remedy="set requires_grad=True on what should be trained"
+        )
+    for rule in rules:
+        _require_match(rule, names)
+    normed = norm_parameters(model)
+    default = Role("", lr)
+    groups: dict[tuple[float, float, Role], dict[str, Any]] = {}
+    for parameter in trainable:
+        role = role_of(parameter) if role_of else default
+        rule = _first_match(rules, names[parameter])
+        decays = decay_norms_and_biases or (parameter.ndim >= 2 and id(parameter) not in normed)
+        its_decay = weight_decay if decays else 0.0
+        if rule.weight_decay is not None:
+            its_decay = rule.weight_decay
+        its_lr = (role.lr if rule.lr is None else rule.lr) * rule.lr_scale
+        key = (its_lr, its_decay, role)
+        if key not in groups:
+            named = _group_name(role, its_lr, its_decay, weight_decay)
+            groups[key] = {"name": named, "lr": its_lr, "weight_decay": its_decay, **dict(role.options), "params": []}
+        groups[key]["params"].append(parameter)
+    return list(groups.values())
+
+
+def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Every parameter once, in the model's order, with all of its names."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+def _first_match(rules: Sequence[GroupRule], names: Sequence[str]) -> GroupRule:
+    return next((rule for rule in rules if matches(rule.match, names)), GroupRule("*"))
+
+
+def matches(pattern: str, names: Sequence[str]) -> bool:
+    """Whether the glob matches one of the names."""
+    return any(fnmatchcase(name, pattern) for name in names)
+
+
+def _group_name(role: Role, lr: float, decay: float, usual_decay: float) -> str:
+    parts = [role.name, "decay" if decay else "no_decay"]
+    parts += [f"lr={lr:g}"] if lr != role.lr else []
+    parts += [f"weight_decay={decay:g}"] if decay not in (0.0, usual_decay) else []
+    return " ".join(filter(None, parts))
+
+
+def _require_match(rule: GroupRule, names: dict[nn.Parameter, list[str]]) -> None:
+    matched = [parameter for parameter, its_names in names.items() if matches(rule.match, its_names)]
+    if any(parameter.requires_grad for parameter in matched):
+        return
+    if matched:
+        raise UsageError(
+            f"the group rule {rule.match!r} matches only frozen parameters",
+            remedy="drop the rule, or set requires_grad=True on them",
+        )
+    known = [name for its_names in names.values() for name in its_names]
+    raise UsageError(
+        f"the group rule {rule.match!r} matches no parameter",
+        remedy=f"{suggest(rule.match, dict.fromkeys(_globs(known)))}; a rule is a glob on whole names",
+    )
+
+
+def _globs(names: Sequence[str]) -> Iterator[str]:
+    """What a mistyped rule may have meant: names, their endings ``*.weight`` and beginnings ``blocks.0.*``."""
+    for name in names[:1000]:
+        parts = name.split(".")
+        yield name
+        yield from ("*." + ".".join(parts[cut:]) for cut in range(1, len(parts)))
+        yield from (".".join(parts[:cut]) + ".*" for cut in range(1, len(parts)))
+
+
+def norm_parameters(model: nn.Module) -> set[int]:
+    """ids of the parameters that a norm module owns."""
+    return {id(p) for m in model.modules() if isinstance(m, NORMS) for p in m.parameters(recurse=False)}

@@ -1,0 +1,89 @@
+"""From ``use: package.module:callable`` to the live object, with every way it can fail told by file:line."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainwright.errors import MissingExtra, Problem, RecipeError, UsageError
+
+
+class Source(Protocol):
+    """Says where in the user's files a dotted path of the recipe was written."""
+
+    def where(self, path: str) -> str: ...
+
+
+def find(use: str, names: Mapping[str, str], path: str, source: Source) -> Callable[..., Any]:
+    """The callable of that short name or ``package.module:callable``. Nothing is called.
+
+    The current folder counts as a place to import from. Raises RecipeError with the rule and the remedy.
+    """
+    target = names.get(use, use)
+    module_name, _, attribute = target.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+
+    def problem(rule: str, remedy: str) -> RecipeError:
+        return RecipeError(Problem(f"{path}.use", rule, got=use, remedy=remedy, where=source.where(f"{path}.use")))
+
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
+            remedy = f"check the spelling; it is looked for in {Path.cwd()} and the installed packages"
+            raise problem(f"there is no module {module_name!r}", remedy) from None
+        raise problem(f"{module_name} needs the module {error.name!r}", f"pip install {error.name}") from None
+    except Exception as error:
+        raise problem(f"importing {module_name} raised {_described(error)}", "make the module importable") from None
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            close = get_close_matches(part, dir(found), n=1)
+            meant = f"did you mean {close[0]!r}?" if close else f"it has: {', '.join(_public(found))}"
+            raise problem(f"{module_name} has no {part!r}", meant)
+        found = getattr(found, part)
+    if not callable(found):
+        raise problem(f"{target} is a {type(found).__name__} and cannot be called", "name a class or a function")
+    return found  # type: ignore[no-any-return]
+
+
+def make(use: str, args: Mapping[str, Any], names: Mapping[str, str], path: str, source: Source) -> Any:
+    """Finds the callable and calls it with ``args``. Raises RecipeError for whatever goes wrong in it."""
+    factory = find(use, names, path, source)
+    at = f"{path}.args" if args else f"{path}.use"
+
+    def problem(rule: str, remedy: str) -> RecipeError:
+        return RecipeError(Problem(at, rule, got=use, remedy=remedy, where=source.where(at)))
+
+    try:
+        inspect.signature(factory).bind(**args)
+    except TypeError as error:
+        accepted = ", ".join(inspect.signature(factory).parameters)
+        raise problem(f"{use}: {error}", f"it accepts: {accepted}") from None
+    except ValueError:
+        pass  # a builtin without a signature
+    try:
+        return factory(**args)
+    except MissingExtra:
+        raise
+    except UsageError as error:
+        raise problem(error.message, error.remedy) from None
+    except Exception as error:
+        raise problem(f"{use} raised {_described(error)}", "call it by hand with these arguments") from None
+
+
+def _described(error: Exception) -> str:
+    """The error with the line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    at = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {error}{at}"
+
+
+def _public(module: Any) -> list[str]:
+    return [name for name in dir(module) if not name.startswith("_")][:12]
