@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -62,6 +63,7 @@ def test_torch_stays_unloaded(code: str) -> None:
 def test_help_leaves_torch_unloaded() -> None:
     code = """
 import sys
+from pathlib import Path
 sys.argv = ["trainwright", "--help"]
 from trainwright.cli import app
 try:
@@ -71,3 +73,13 @@ except SystemExit:
 print("torch" in sys.modules, "pydantic" in sys.modules)
 """
     assert python(code).splitlines()[-1] == "False False"
+
+
+def test_the_tree_in_the_readme_has_every_file() -> None:
+    root = Path(tw.__file__).parent
+    readme = (root.parent / "README.md").read_text()
+    tree = readme[readme.index("```\ntrainwright/\n") :]
+    listed = {line.split()[0] for line in tree.splitlines()[2:] if line.startswith("  ")}
+    rooms = {f"{path.parent.name}/" for path in root.rglob("__init__.py")} - {"trainwright/"}
+    files = {path.name for path in root.rglob("*.py")} - {"__init__.py"} | {"__init__.py"} | rooms
+    assert listed == files, "scripts aside, the README draws the house as it stands"
