@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -153,6 +154,20 @@ def test_a_damaged_checkpoint_is_named_and_stepped_over(folder: Path) -> None:
     code, said = invoke("resume", "runs/slow")
     assert code == 0
     assert "step-00000045/model.safetensors is damaged" in said and "resumed from" in said and "step-00000040" in said
+
+
+def test_the_same_recipe_gives_the_same_bits(folder: Path) -> None:
+    settings = [option for each in ("deterministic=true", "until=20steps") for option in ("--set", each)]
+    for name in ("one", "two"):
+        assert invoke("train", "slow.yaml", *settings, "--set", f"name={name}", "--set", "precision=bf16")[0] == 0
+    one, two = (
+        load_file(folder / f"runs/{name}/checkpoints/step-00000020/model.safetensors") for name in ("one", "two")
+    )
+    assert {k: v.numpy().tobytes() for k, v in one.items()} == {k: v.numpy().tobytes() for k, v in two.items()}
+    torch.use_deterministic_algorithms(False)
+    logs = [read(folder / f"runs/{name}/log.jsonl").records for name in ("one", "two")]
+    hashes = [[r.ids_hash for r in log if isinstance(r, Step)] for log in logs]
+    assert hashes[0] == hashes[1] and len(set(hashes[0])) == len(hashes[0])
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from trainwright.build.assemble import build_loading, training_batches
@@ -27,6 +28,7 @@ def find_lr(
     if not 0 < lowest < highest < math.inf:
         raise UsageError(f"--lowest {lowest:g} must be positive and below --highest {highest:g}", remedy="swap them")
     job = prepare(loaded)
+    torch.set_num_threads(job.plan.threads)
     loading = build_loading(job.parts, job.recipe, job.plan, job.device)
     clip = job.recipe.optimizer.clip
     found = lr_range(

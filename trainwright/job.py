@@ -18,7 +18,7 @@ from trainwright.build.assemble import (
 )
 from trainwright.engine.clip import make_clip
 from trainwright.engine.precision import Precision, PrecisionName
-from trainwright.engine.rehearse import rehearse
+from trainwright.engine.rehearse import Mode, rehearse
 from trainwright.engine.step import StepFn, make_step
 from trainwright.errors import DataError
 from trainwright.plan.machine import Machine, read_machine
@@ -27,7 +27,7 @@ from trainwright.plan.memory import memory_bytes
 from trainwright.recipe import Loaded, Recipe
 from trainwright.state.rng import seed_all, set_deterministic
 from trainwright.state.train_state import TrainState
-from trainwright.world import choose_device, device_name, low_precision
+from trainwright.world import choose_device, device_name, low_precision, usable_threads
 
 
 @dataclass
@@ -57,18 +57,27 @@ class Job:
         return {name: value for name, value in known.items() if not name.endswith("_val")}
 
 
-def prepare(loaded: Loaded, parts: Parts | None = None, *, precision: PrecisionName | None = None) -> Job:
-    """Builds, plans and rehearses. ``precision`` is that of an earlier part of the same run: it stays."""
+@dataclass(frozen=True)
+class Kept:
+    """What an earlier part of the same run measured and chose: it stays, or the bits would change."""
+
+    precision: PrecisionName
+    threads: int
+
+
+def prepare(loaded: Loaded, parts: Parts | None = None, *, kept: Kept | None = None) -> Job:
+    """Builds, plans and rehearses; afterwards nothing has been trained and no random number drawn."""
     recipe, machine = loaded.recipe, read_machine()
     with at_recipe(loaded, "device"):
         device = choose_device(recipe.device)
     set_deterministic(recipe.deterministic)
     parts = parts or build_parts(loaded, device)
-    facts = gather_facts(parts, device, device_name(device, machine), low_precision(device, machine))
+    threads = (kept.threads,) if kept else usable_threads(device)
+    facts = gather_facts(parts, device, device_name(device, machine), low_precision(device, machine), threads)
     with at_recipe(loaded, ""):
         plan = make_plan(recipe, facts)
     job = Job(loaded, parts, plan, build_state(parts, loaded, plan), device, machine)
-    job.plan = _rehearsed(job, facts, precision or recipe.precision)
+    job.plan = _rehearsed(job, facts, kept.precision if kept else recipe.precision)
     job.state.scaler = job.precision.scaler(device)
     seed_all(recipe.seed)  # training draws the same numbers whatever was done to get here
     return job
@@ -80,8 +89,9 @@ def _rehearsed(job: Job, facts: Facts, asked: str) -> Plan:
     first = next(iter(training_batches(job.parts, loading, job.state.data)), None)
     if first is None:
         raise DataError("the training data gave no batch", remedy="check that it is not empty or used up")
-    modes = [Precision(name, job.device.type) for name in candidates(asked, job.device.type, facts.low_precision)]
-    seen = rehearse(job.state, replace(first, micro=first.micro[:1]), job.parts.loss, precisions=modes)
+    names = candidates(asked, job.device.type, facts.low_precision)
+    modes = [Mode(Precision(name, job.device.type), threads) for name in names for threads in facts.threads]
+    seen = rehearse(job.state, replace(first, micro=first.micro[:1]), job.parts.loss, modes=modes)
     plan = job.plan
     if seen.mean:
         why = "the loss returns a plain mean tensor; tw.Loss(total, weight) would count tokens exactly"
@@ -92,7 +102,7 @@ def _rehearsed(job: Job, facts: Facts, asked: str) -> Plan:
         facts=facts,
         loss=seen.loss,
         outputs=seen.outputs,
-        seconds={name: seconds * len(first.micro) for name, seconds in seen.seconds.items()},
+        seconds={mode: seconds * len(first.micro) for mode, seconds in seen.seconds.items()},
         memory_bytes=memory_bytes(
             job.recipe.optimizer.use,
             parameters=facts.parameters,
@@ -103,8 +113,9 @@ def _rehearsed(job: Job, facts: Facts, asked: str) -> Plan:
 
 
 def make_advance(job: Job) -> StepFn:
-    """The step function of a job; sets the process-wide matmul mode that its precision asks for."""
+    """The step function of a job; sets the process-wide matmul mode and threads that its plan asks for."""
     clip = job.recipe.optimizer.clip
     job.precision.set_matmul_mode()
+    torch.set_num_threads(job.plan.threads)
     schedule = build_schedule(job.loaded, job.plan)
     return make_step(job.parts.loss, schedule=schedule, precision=job.precision, clip=make_clip(clip.by, clip.at))

@@ -11,14 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from trainwright import __version__
 from trainwright.build.assemble import LIVE, Parts, build_loading, training_batches, validation_batches
 from trainwright.data.fingerprint import fingerprint
 from trainwright.engine.loop import NEVER, Observer, Outcome, for_seconds, for_steps, run
-from trainwright.errors import CheckpointError
-from trainwright.job import Job, make_advance, prepare
+from trainwright.errors import CheckpointError, UsageError
+from trainwright.job import Job, Kept, make_advance, prepare
 from trainwright.observe.cadence import Every
 from trainwright.observe.logbook import Logbook
 from trainwright.observe.periodic import Evaluation, Saving
@@ -73,8 +74,8 @@ def train(
     ``parts`` are live objects instead of what the recipe names. Raises a TrainwrightError for whatever is the
     user's to mend.
     """
-    planned = json.loads(resume.plan.read_text())["precision"] if resume else None
-    job = prepare(loaded, parts, precision=planned)
+    threads = torch.get_num_threads()
+    job = prepare(loaded, parts, kept=_kept(resume) if resume else None)
     folder = resume or _new_folder(job)
     progress = Progress(console or Console(), marks=job.marks, quiet=quiet)
     try:
@@ -84,6 +85,7 @@ def train(
         return _run(job, folder, progress, restored, extras)
     finally:
         progress.close()
+        torch.set_num_threads(threads)
 
 
 def _run(job: Job, folder: RunFolder, progress: Progress, restored: Path | None, extras: Sequence[Extra]) -> Result:
@@ -151,6 +153,17 @@ def _new_folder(job: Job) -> RunFolder:
     )
     folder.write_json("provenance.json", papers)
     return folder
+
+
+def _kept(resume: RunFolder) -> Kept:
+    """From the plan of the run's first part."""
+    try:
+        plan = json.loads(resume.plan.read_text())
+        return Kept(plan["precision"], plan["threads"])
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(
+            f"{resume.plan} cannot be read: {error}", remedy="start anew with the recipe.yaml of that folder"
+        ) from None
 
 
 def _restore(job: Job, resume: RunFolder, say: Callable[[str], None]) -> Path:

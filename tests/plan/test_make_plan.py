@@ -12,7 +12,7 @@ from trainwright.errors import RecipeError
 from trainwright.plan.batch import BatchPlan, scale_lr, solve_batch
 from trainwright.plan.duration import Extent, Interval, Pace, extent, interval, span
 from trainwright.plan.explain import human_bytes, human_seconds, preflight
-from trainwright.plan.make import Facts, candidates, choose_precision, make_plan, with_rehearsal
+from trainwright.plan.make import Facts, candidates, choose_precision, choose_threads, make_plan, with_rehearsal
 from trainwright.plan.memory import memory_bytes
 from trainwright.recipe import Duration, Recipe, from_mapping
 
@@ -25,6 +25,7 @@ FACTS = Facts(
     device="cpu",
     device_name="a CPU",
     low_precision=("bf16",),
+    threads=(2, 1),
     classes=10,
 )
 
@@ -149,15 +150,30 @@ def test_the_preflight_says_what_a_person_needs() -> None:
         facts=FACTS,
         loss=2.31,
         outputs=10,
-        seconds={"fp32": 0.02, "bf16": 0.01},
+        seconds={("fp32", 2): 0.02, ("bf16", 2): 0.01, ("fp32", 1): 0.03, ("bf16", 1): 0.019},
         memory_bytes=memory_bytes("adamw", parameters=5000, trainable=5000, activations=1 << 20),
     )
     assert plan.expected_loss == math.log(10)
     said = "\n".join(preflight(plan))
-    for fragment in ("5,000", "100 steps", "bf16: measured", "10 ms a step", "1 s in all", "ln 10 = 2.3026", "1 MiB"):
+    for fragment in (
+        "5,000",
+        "100 steps",
+        "bf16: measured",
+        "10 ms with 2 and 19 ms with 1",
+        "10 ms a step",
+        "1 s in all",
+        "ln 10 = 2.3026",
+        "1 MiB",
+    ):
         assert fragment in said, said
     assert "far above" in "\n".join(preflight(replace(plan, initial_loss=9.0)))
     assert "NOT FINITE" in "\n".join(preflight(replace(plan, initial_loss=math.nan)))
+
+
+def test_threads_that_wait_for_each_other_are_not_used() -> None:
+    assert choose_threads((2, 1), {("fp32", 2): 0.010, ("fp32", 1): 0.011})[0] == 2
+    assert choose_threads((2, 1), {("fp32", 2): 0.500, ("fp32", 1): 0.011})[0] == 1
+    assert choose_threads((4,), {}) == (4, ())
 
 
 def test_memory_by_optimizer() -> None:

@@ -101,7 +101,9 @@ def prepare(parts: Parts, loaded: Loaded, device: torch.device) -> Parts:
     return replace(parts, model=model, notes=tuple(notes))
 
 
-def gather_facts(parts: Parts, device: torch.device, device_name: str, low_precision: tuple[str, ...]) -> Facts:
+def gather_facts(
+    parts: Parts, device: torch.device, device_name: str, low_precision: tuple[str, ...], threads: tuple[int, ...]
+) -> Facts:
     """Counts what the plan needs to know of the live objects."""
     total, trainable = count_parameters(parts.model)
     return Facts(
@@ -113,6 +115,7 @@ def gather_facts(parts: Parts, device: torch.device, device_name: str, low_preci
         device=device.type,
         device_name=device_name,
         low_precision=low_precision,
+        threads=threads,
         classes=getattr(parts.train.dataset, "classes", None),
         notes=parts.notes,
     )

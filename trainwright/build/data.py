@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from typing import Any
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from trainwright.build.fetch import Failed, Fetch, Fetched, FetchStream, Key
 from trainwright.data.order import epoch_order
-from trainwright.errors import UsageError
+from trainwright.errors import DataError, UsageError
 from trainwright.state.cursor import Cursor, MicroBatch, StepBatch
 
 
@@ -63,15 +63,15 @@ class StepBatches:
         source: Any
         if isinstance(self.dataset, IterableDataset):
             source = FetchStream(self.dataset, start=self.cursor, how=how)
+            if how.workers == 0:
+                return _pinned(iter(source), how)
             # one worker: each further one would read the whole stream too, and most datasets would shard it
-            return (
-                _pinned(iter(source), how) if how.workers == 0 else iter(_loader(source, None, replace(how, workers=1)))
-            )
+            return _from_workers(source, None, replace(how, workers=1))
         source = Fetch(self.dataset, seed=how.seed, collate=how.collate)
         keys = self.keys()
         if how.workers == 0:
             return _pinned((source[key] for key in keys), how)
-        return iter(_loader(source, keys, how))
+        return _from_workers(source, keys, how)
 
     def keys(self) -> Iterator[Key]:
         """The micro-batches to come, for ever, from the cursor on; none when no batch can be filled."""
@@ -99,11 +99,14 @@ def _pinned(batches: Iterator[Fetched | Failed], how: Loading) -> Iterator[Fetch
         yield fetched
 
 
-def _loader(source: Any, keys: Iterator[Key] | None, how: Loading) -> Iterable[Any]:
-    """torch's DataLoader for its worker processes alone; its own generator leaves ours untouched."""
+def _from_workers(source: Any, keys: Iterator[Key] | None, how: Loading) -> Iterator[Any]:
+    """torch's DataLoader for its worker processes alone; its own generator leaves ours untouched.
+
+    Raises DataError when a worker is killed.
+    """
     with warnings.catch_warnings():  # more workers than cores is the user's choice; the plan has a note on it
         warnings.filterwarnings("ignore", message="This DataLoader will create")
-        return DataLoader(
+        loader = DataLoader(
             source,
             batch_size=None,
             sampler=_Once(keys) if keys is not None else None,
@@ -113,6 +116,16 @@ def _loader(source: Any, keys: Iterator[Key] | None, how: Loading) -> Iterable[A
             collate_fn=_as_is,
             generator=torch.Generator().manual_seed(how.seed),
         )
+        fetched = iter(loader)
+    try:
+        yield from fetched
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise DataError(
+            "a process that loads data was killed: " + str(error).splitlines()[0],
+            remedy="most often memory ran out (see dmesg): take fewer data.workers or a smaller data.prefetch",
+        ) from error
 
 
 class _Once:

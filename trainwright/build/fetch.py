@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from trainwright.errors import DataError
 from trainwright.state.cursor import Cursor
-from trainwright.state.rng import preserved_rng, seed_all
+from trainwright.state.rng import RngBag, preserved_rng, seed_all
 
 
 class Key(NamedTuple):
@@ -137,8 +137,8 @@ class Reading(Protocol):
 class FetchStream(IterableDataset[Any]):
     """Micro-batches of an iterable dataset, epoch after epoch, until one gives no sample.
 
-    ids are positions in the stream. To start in mid-epoch it reads what comes before again, with the same seeds,
-    so that a shuffle buffer inside the dataset fills as it did.
+    ids are positions in the stream. Each epoch of it draws from generators of its own, seeded once. To start in
+    mid-epoch it reads what comes before again, so that a shuffle buffer inside the dataset fills as it did.
     """
 
     def __init__(self, dataset: Any, *, start: Cursor, how: Reading) -> None:
@@ -156,22 +156,20 @@ class FetchStream(IterableDataset[Any]):
                 return
 
     def _epoch(self, epoch: int, skip: int) -> Iterator[Fetched | Failed]:
-        how, position = self.how, 0
-        with seeded(how.seed, epoch, -1):
+        how, position, own = self.how, 0, _OwnGenerators(self.how.seed, epoch)
+        with own.in_use():
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(epoch)
             items = iter(self.dataset)
         while True:
             size = how.batch_size if position >= skip else min(how.batch_size, skip - position)
-            batch: list[Fetched | Failed] = []
-            with seeded(how.seed, epoch, position):
+            with own.in_use():
                 samples, failed = _take(items, size, position)
-                short = len(samples) < size
-                if failed:
-                    batch = [failed]
-                elif position >= skip and not (short and how.drop_last):
-                    batch = list(self._micro_batches(epoch, position, samples))
-            yield from batch
+            short = len(samples) < size
+            if failed:
+                yield failed
+            elif position >= skip and not (short and how.drop_last):
+                yield from self._micro_batches(epoch, position, samples)
             if short:
                 return
             position += size
@@ -182,7 +180,24 @@ class FetchStream(IterableDataset[Any]):
             start, stop = position + first, position + first + len(part)
             closes = first + len(part) == len(samples)
             key = Key(epoch, start, np.arange(start, stop, dtype=np.int64), closes, Cursor(epoch, stop))
-            yield _collated(key, part, self.how.collate)
+            with seeded(self.how.seed, epoch, start):
+                fetched = _collated(key, part, self.how.collate)
+            yield fetched
+
+
+class _OwnGenerators:
+    """The process's random generators as one epoch of a stream sees them: they run on where it last drew."""
+
+    def __init__(self, seed: int, epoch: int) -> None:
+        with seeded(seed, epoch, -1):
+            self._state = RngBag.capture()
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        with preserved_rng():
+            self._state.restore()
+            yield
+            self._state = RngBag.capture()
 
 
 def _take(items: Iterator[Any], size: int, position: int) -> tuple[list[Any], Failed | None]:

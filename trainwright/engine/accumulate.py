@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from trainwright.engine.loss import Loss, LossFn
+from trainwright.engine.loss import Loss, LossFn, call_loss
 from trainwright.engine.precision import Precision
-from trainwright.errors import DataError
-from trainwright.state.cursor import MicroBatch, StepBatch
+from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState
 
 
@@ -35,40 +34,37 @@ def accumulate(state: TrainState, batch: StepBatch, loss_fn: LossFn, precision: 
     provisional weight (that of the first micro-batch times their number), which keeps fp16 gradients in
     range, and ``correction`` = provisional / true weight makes the sum exact. It is exactly 1 when all
     micro-batches weigh the same. For a loss that returns a mean, the weights are the sample counts.
+
+    A micro-batch whose loss depends on no parameter (it may count nothing) has no backward pass.
     """
     outputs: list[Loss] = []
     provisional: Tensor | float | None = None  # None: the loss returns means
     for index, micro in enumerate(batch.micro):
         with precision.autocast():
-            output = _forward(loss_fn, state, micro, index)
+            output = call_loss(loss_fn, state.model, micro, f"micro-batch {index} of step {state.step + 1}")
             if isinstance(output, Tensor):
                 share = micro.size / batch.size
                 objective = output if share == 1.0 else output * share
                 output = Loss(objective.detach(), share)
             else:
+                output = output._replace(weight=_beside(output.total, output.weight))
                 if provisional is None:
-                    provisional = _at_least_one(output.weight, len(batch.micro))
+                    provisional = _nonzero(output.weight) * len(batch.micro)
                 objective = output.total / provisional
-        state.scaler.scaled(objective).backward()  # type: ignore[no-untyped-call]
+        if objective.requires_grad:
+            state.scaler.scaled(objective).backward()  # type: ignore[no-untyped-call]
         outputs.append(Loss(output.total.detach(), output.weight, output.metrics))
     return _combined(outputs, provisional, batch.size)
 
 
-def _forward(loss_fn: LossFn, state: TrainState, micro: MicroBatch, index: int) -> Loss | Tensor:
-    try:
-        return loss_fn(state.model, micro.data)
-    except DataError as error:  # rows of the micro-batch become ids of the dataset
-        ids = [int(micro.ids[row]) for row in error.sample_ids if row < micro.size]
-        where = f"micro-batch {index} of step {state.step + 1}, samples {ids}"
-        raise DataError(f"{error.message} ({where})", sample_ids=ids, remedy=error.remedy) from None
+def _beside(total: Tensor, weight: Tensor | float) -> Tensor | float:
+    """The weight on the loss's device, whatever made it; without a gradient."""
+    return weight.detach().to(total.device) if isinstance(weight, Tensor) else weight
 
 
-def _at_least_one(weight: Tensor | float, count: int) -> Tensor | float:
-    """The provisional weight; 1 for a first micro-batch in which nothing is counted."""
-    if isinstance(weight, Tensor):
-        weight = weight.detach()
-        return (weight + (weight == 0)) * count
-    return (weight or 1.0) * count
+def _nonzero(weight: Tensor | float) -> Tensor | float:
+    """The weight, or 1 where nothing is counted: something to divide by, found without a host sync."""
+    return weight + (weight == 0)
 
 
 def _combined(outputs: list[Loss], provisional: Tensor | float | None, size: int) -> Accumulated:
@@ -79,15 +75,10 @@ def _combined(outputs: list[Loss], provisional: Tensor | float | None, size: int
     weight = _sum([output.weight for output in outputs])
     metrics = {name: _sum([o.metrics[name].detach() for o in outputs]) / weight for name in outputs[0].metrics}
     loss = total / weight
-    correction: Tensor | float | None = provisional / weight if _counts(weight) else None
+    correction: Tensor | float | None = provisional / _nonzero(weight)
     if len(outputs) == 1 or (isinstance(correction, float) and correction == 1.0):
         correction = None
     return Accumulated(loss, weight, totals, metrics, correction)
-
-
-def _counts(weight: Tensor | float) -> bool:
-    """A weight on a device is not looked at: a zero there shows as a non-finite correction and is skipped."""
-    return isinstance(weight, Tensor) or weight != 0
 
 
 _sum: Callable[..., Tensor] = sum

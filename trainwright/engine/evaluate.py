@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from trainwright.engine.loss import Loss, as_loss_fn
+from trainwright.engine.loss import Loss, as_loss_fn, call_loss
 from trainwright.engine.precision import FP32, Precision
 from trainwright.state.cursor import MicroBatch
 from trainwright.state.rng import preserved_rng
@@ -50,18 +50,18 @@ def evaluate(
     loss_fn = as_loss_fn(loss)
     begin_s = time.perf_counter()
     total: Tensor | float = 0.0
-    weight: Tensor | float = 0.0
+    weight: Tensor | float = 0  # counts stay integers: exact beyond 2**24
     sums: dict[str, Tensor | float] = {}
     with evaluating(model):
-        for micro in batches:
+        for index, micro in enumerate(batches):
             with precision.autocast():
-                output = loss_fn(model, micro.data)
+                output = call_loss(loss_fn, model, micro, f"batch {index} of the evaluation")
             if isinstance(output, Tensor):
                 output = Loss(output * micro.size, float(micro.size))
             total = total + output.total.double()
             weight = weight + output.weight
             for name, metric in output.metrics.items():
-                sums[name] = sums.get(name, 0.0) + metric
+                sums[name] = sums.get(name, 0.0) + metric.double()
     counted = float(weight)
     mean = {name: float(summed) / counted if counted else float("nan") for name, summed in sums.items()}
     mean_loss = float(total) / counted if counted else float("nan")

@@ -120,8 +120,8 @@ def run(
             if evaluation.due(state):
                 evaluation(state)
                 evaluated = state.step
-            stops = [observer.observe(last, state) for observer in observers]
-            stop = world.agree(next((found for found in stops if found), None))
+            stops = [found for observer in observers if (found := observer.observe(last, state))]
+            stop = world.agree(min(stops, key=lambda found: found.save, default=None))  # a poisoned state first
             if stop:
                 break
             if saving.due(state):

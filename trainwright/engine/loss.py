@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from trainwright.errors import UsageError
+from trainwright.errors import DataError, UsageError
+from trainwright.state.cursor import MicroBatch
 
 _NO_METRICS: Mapping[str, Tensor] = MappingProxyType({})
 
@@ -49,6 +51,32 @@ def takes_model(loss: Callable[..., Any]) -> bool:
     except ValueError:  # a builtin without a signature
         return False
     return first == "model"
+
+
+def call_loss(loss_fn: LossFn, model: nn.Module, micro: MicroBatch, where: str) -> Loss | Tensor:
+    """One forward pass. Raises UsageError unless a 0-d tensor or a Loss of one comes back.
+
+    Rows of the micro-batch that a DataError names become ids of the dataset; ``where`` is added to its message.
+    """
+    with _rows_as_ids(micro, where):
+        output = loss_fn(model, micro.data)
+    total = output.total if isinstance(output, Loss) else output
+    if not isinstance(total, Tensor) or total.dim() != 0:
+        got = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else f"a {type(total).__name__}"
+        raise UsageError(
+            f"the loss function gave {got} where a single number is needed",
+            remedy="return the mean as a 0-d tensor (loss.mean()), or tw.Loss(total=loss.sum(), weight=how_many)",
+        )
+    return output
+
+
+@contextmanager
+def _rows_as_ids(micro: MicroBatch, where: str) -> Iterator[None]:
+    try:
+        yield
+    except DataError as error:
+        ids = [int(micro.ids[row]) for row in error.sample_ids if row < micro.size]
+        raise DataError(f"{error.message} ({where}, samples {ids})", sample_ids=ids, remedy=error.remedy) from None
 
 
 class _Supervised:

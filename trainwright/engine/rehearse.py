@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from trainwright.engine.accumulate import accumulate
 from trainwright.engine.loss import Loss, as_loss_fn
-from trainwright.engine.precision import FP32, Precision
+from trainwright.engine.precision import FP32, Precision, PrecisionName
 from trainwright.engine.step import clear_grads
 from trainwright.state.cursor import StepBatch
 from trainwright.state.rng import preserved_rng
@@ -21,29 +21,39 @@ from trainwright.state.scaler import NoScaler
 from trainwright.state.train_state import TrainState
 
 
+class Mode(NamedTuple):
+    """A way to compute a step: in which precision, and by how many threads of the CPU."""
+
+    precision: Precision
+    threads: int
+
+
 @dataclass(frozen=True)
 class Rehearsal:
     """``loss`` of the untrained model on the first batch, in fp32; ``mean`` when the loss gave a plain mean.
 
-    ``seconds`` holds the median time of forward and backward of one whole step, by precision;
-    ``activation_bytes`` what autograd saves for the backward of one micro-batch, weights not counted.
+    ``seconds`` holds the least time of forward and backward of the batch, by mode (the least: what else the
+    machine does only adds). ``activation_bytes`` is what autograd saves for the backward of one micro-batch,
+    weights not counted; ``outputs`` the last dimension of what the model gives.
     """
 
     loss: float
     mean: bool
-    seconds: dict[str, float]
+    seconds: dict[tuple[PrecisionName, int], float]
     activation_bytes: int
     outputs: int | None
 
 
 @contextmanager
 def _traceless(state: TrainState) -> Iterator[None]:
-    """Random generators, buffers (BatchNorm statistics) and gradients come out as they went in."""
+    """Generators, buffers (BatchNorm statistics) and threads come out as they went in; gradients are cleared."""
+    threads = torch.get_num_threads()
     buffers = [(buffer, buffer.detach().clone()) for buffer in state.model.buffers()]
     with preserved_rng():
         try:
             yield
         finally:
+            torch.set_num_threads(threads)
             clear_grads(state.optimizer)
             with torch.no_grad():
                 for buffer, before in buffers:
@@ -55,23 +65,25 @@ def rehearse(
     batch: StepBatch,
     loss: Callable[..., Loss | Tensor],
     *,
-    precisions: Sequence[Precision] = (FP32,),
-    repeats: int = 3,
+    modes: Sequence[Mode],
+    budget_s: float = 0.4,
 ) -> Rehearsal:
-    """Runs the first batch ``repeats`` times in each precision, interleaved, and times it."""
+    """Runs the first batch in each mode in turn and times it: three times at least, up to ``budget_s`` in all."""
     loss_fn = as_loss_fn(loss)
     unscaled = replace(state, scaler=NoScaler())
-    seen: dict[str, list[float]] = {precision.name: [] for precision in precisions}
+    seen: dict[tuple[PrecisionName, int], list[float]] = {(mode.precision.name, mode.threads): [] for mode in modes}
     with _traceless(state):
         value = float(accumulate(unscaled, batch, loss_fn, FP32).loss)
         mean, saved, outputs = _look_inside(state, batch, loss)
-        for _ in range(repeats):
-            for precision in precisions:
+        end_s = time.perf_counter() + budget_s
+        while time.perf_counter() < end_s or any(len(times) < 3 for times in seen.values()):
+            for precision, threads in modes:
+                torch.set_num_threads(threads)
                 clear_grads(state.optimizer)
                 begin_s = time.perf_counter()
                 float(accumulate(unscaled, batch, loss_fn, precision).loss)  # waits for the device
-                seen[precision.name].append(time.perf_counter() - begin_s)
-    return Rehearsal(value, mean, {name: median(times) for name, times in seen.items() if times}, saved, outputs)
+                seen[precision.name, threads].append(time.perf_counter() - begin_s)
+    return Rehearsal(value, mean, {mode: min(times) for mode, times in seen.items()}, saved, outputs)
 
 
 def _look_inside(

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from trainwright.engine.accumulate import accumulate
 from trainwright.engine.clip import Clip, no_clip
+from trainwright.engine.guard import BufferGuard, must_skip, update_unless
 from trainwright.engine.loss import Loss, as_loss_fn
 from trainwright.engine.precision import FP32, Precision
 from trainwright.errors import UsageError
@@ -66,11 +67,12 @@ def make_step(
     parameter group is its ``lr`` when the first step is taken (kept in ``initial_lr``, as torch's schedulers
     do).
     """
-    loss_fn = as_loss_fn(loss)
+    loss_fn, buffers = as_loss_fn(loss), BufferGuard()
 
     def advance(state: TrainState, batch: StepBatch) -> StepResult:
         lr = set_lr(state.optimizer, schedule(state.step, state.fraction))
         clear_grads(state.optimizer)
+        buffers.keep(state.model)
         done = accumulate(state, batch, loss_fn, precision)
         parameters, grads = collect_grads(state.optimizer)
         state.scaler.unscale_(grads)
@@ -82,6 +84,7 @@ def make_step(
         skipped = must_skip(grad_norm, done.weight)
         scale = state.scaler.scale
         update_unless(skipped, state.optimizer)
+        buffers.restore_if(skipped)
         state.scaler.update(skipped)
         state.ema.update()
         state.step += 1
@@ -121,29 +124,3 @@ def collect_grads(optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
             "loss, and check that the optimizer was built from this model's parameters",
         )
     return parameters, [p.grad for p in parameters]
-
-
-def must_skip(grad_norm: Tensor, weight: Tensor | float) -> Tensor:
-    """0-d bool: the gradients are not finite, or nothing was counted in the whole batch."""
-    finite = torch.isfinite(grad_norm)
-    if isinstance(weight, Tensor):
-        return ~(finite & (weight != 0).to(finite.device))
-    return ~finite if weight else torch.ones_like(finite)
-
-
-def update_unless(skipped: Tensor, optimizer: Optimizer) -> None:
-    """The optimizer's step, unless ``skipped``: then weights and optimizer state stay the same bits.
-
-    On the CPU the flag is simply read. On a GPU, fused and our own optimizers take it on the device
-    (``found_inf``, the contract of torch's GradScaler); any other costs one host sync a step.
-    """
-    if skipped.device.type == "cpu" or not getattr(optimizer, "_step_supports_amp_scaling", False):
-        if not bool(skipped):
-            optimizer.step()
-        return
-    optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]
-    optimizer.grad_scale = None  # type: ignore[attr-defined]
-    try:
-        optimizer.step()
-    finally:
-        del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]

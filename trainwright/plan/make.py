@@ -29,7 +29,8 @@ class Note:
 class Facts:
     """What is known of the live objects before the run. Counts are None where a stream has no length.
 
-    ``low_precision`` is what the device computes in hardware: a subset of ("tf32", "bf16", "fp16").
+    ``low_precision`` is what the device computes in hardware: a subset of ("tf32", "bf16", "fp16");
+    ``threads`` are the numbers of CPU threads to choose from, the most first.
     """
 
     train_samples: int | None
@@ -40,6 +41,7 @@ class Facts:
     device: str
     device_name: str
     low_precision: tuple[str, ...] = ()
+    threads: tuple[int, ...] = (1,)
     classes: int | None = None
     notes: tuple[Note, ...] = ()
 
@@ -51,6 +53,7 @@ class Plan:
     device: str
     device_name: str
     precision: PrecisionName
+    threads: int
     batch: BatchPlan
     extent: Extent
     steps_per_epoch: int | None
@@ -87,6 +90,7 @@ def make_plan(recipe: Recipe, facts: Facts, *, ranks: int = 1) -> Plan:
         device=facts.device,
         device_name=facts.device_name,
         precision="fp32",
+        threads=facts.threads[0],
         batch=batch,
         extent=whole,
         steps_per_epoch=per_epoch,
@@ -108,25 +112,27 @@ def with_rehearsal(
     facts: Facts,
     loss: float,
     outputs: int | None,
-    seconds: Mapping[str, float],
+    seconds: Mapping[tuple[PrecisionName, int], float],
     memory_bytes: Mapping[str, int],
 ) -> Plan:
     """The plan once the first batch has been run: precision, memory, time, initial loss.
 
     ``outputs`` is the last dimension of what the model gives: a classifier of so many classes that knows
     nothing has the loss ln(outputs).
-    ``seconds`` is the time of one step's forward and backward, by precision.
+    ``seconds`` is the time of one step's forward and backward, by precision and number of threads.
     """
-    precision, note = choose_precision(asked, facts.device, facts.low_precision, seconds)
-    step_s = seconds.get(precision, seconds.get("fp32"))
+    threads, thread_notes = choose_threads(facts.threads, seconds)
+    by_precision = {name: took for (name, count), took in seconds.items() if count == threads}
+    precision, note = choose_precision(asked, facts.device, facts.low_precision, by_precision)
     return replace(
         plan,
         precision=precision,
         initial_loss=loss,
         expected_loss=math.log(outputs) if facts.classes and outputs else None,
         memory_bytes=dict(memory_bytes),
-        step_s=step_s,
-        notes=(*plan.notes, note),
+        step_s=by_precision[precision],
+        threads=threads,
+        notes=(*plan.notes, *thread_notes, note),
     )
 
 
@@ -139,8 +145,21 @@ def candidates(asked: str, device: str, low_precision: tuple[str, ...]) -> tuple
     return (choose_precision(asked, device, low_precision, {})[0],)
 
 
+def choose_threads(
+    counts: tuple[int, ...], seconds: Mapping[tuple[PrecisionName, int], float]
+) -> tuple[int, tuple[Note, ...]]:
+    """The most threads, unless fewer are faster: threads that share cores with others wait for each other."""
+    if len(counts) == 1:
+        return counts[0], ()
+    best = {count: min(took for (_, each), took in seconds.items() if each == count) for count in counts}
+    fastest = min(counts, key=lambda count: best[count])
+    chosen = fastest if best[counts[0]] > PAYS_ABOVE * best[fastest] else counts[0]
+    timed = " and ".join(f"{took * 1e3:.3g} ms with {count}" for count, took in best.items())
+    return chosen, (Note("threads", str(chosen), f"measured in the rehearsal: one step takes {timed}"),)
+
+
 def choose_precision(
-    asked: str, device: str, low_precision: tuple[str, ...], seconds: Mapping[str, float]
+    asked: str, device: str, low_precision: tuple[str, ...], seconds: Mapping[PrecisionName, float]
 ) -> tuple[PrecisionName, Note]:
     """What the forward pass computes in, and why."""
     if asked == "tf32" and device == "cpu":

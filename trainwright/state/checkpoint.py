@@ -43,16 +43,18 @@ def save_checkpoint(state: TrainState, folder: Path) -> tuple[Path, int]:
         aside.mkdir()
         _write(state, aside)
         num_bytes = write_manifest(aside)
+        replaced = target.with_suffix(".old")  # still found by ``checkpoints`` should we be killed right here
         if target.exists():  # the same step again, after a resume
-            target.rename(aside.with_suffix(".old"))
+            shutil.rmtree(replaced, ignore_errors=True)
+            target.rename(replaced)
         aside.rename(target)
         fsync(folder)
-        _sweep(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
     return target, num_bytes
 
 
 def _write(state: TrainState, folder: Path) -> None:
-    model_tensors, model_keys = encode(dict(state.model.state_dict()))
+    model_tensors, model = encode(state.model.state_dict())
     rest_tensors, rest = encode(
         {
             "optimizer": state.optimizer.state_dict(),
@@ -64,13 +66,9 @@ def _write(state: TrainState, folder: Path) -> None:
             "counters": {name: getattr(state, name) for name in _COUNTERS},
         }
     )
-    keys = {name: reference["__tensor__"].lstrip(".") for name, reference in model_keys.items()}
-    save_file(
-        as_file({name.lstrip("."): tensor for name, tensor in model_tensors.items()}),
-        folder / "model.safetensors",
-    )
+    save_file(as_file(model_tensors), folder / "model.safetensors")
     save_file(as_file(rest_tensors), folder / "rest.safetensors")
-    (folder / "state.json").write_text(json.dumps({"model_keys": keys, "rest": rest}))
+    (folder / "state.json").write_text(json.dumps({"model": model, "rest": rest}))
 
 
 def load_checkpoint(state: TrainState, path: Path) -> None:
@@ -80,9 +78,8 @@ def load_checkpoint(state: TrainState, path: Path) -> None:
     """
     verify(path)
     loaded = json.loads((path / "state.json").read_text())
-    tensors = load_file(path / "model.safetensors")
     try:
-        state.model.load_state_dict({name: tensors[key] for name, key in loaded["model_keys"].items()})
+        state.model.load_state_dict(decode(load_file(path / "model.safetensors"), loaded["model"]))
         rest = decode(load_file(path / "rest.safetensors"), loaded["rest"])
         state.optimizer.load_state_dict(rest["optimizer"])
         state.ema.load_state_dict(rest["ema"])

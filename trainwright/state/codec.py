@@ -21,25 +21,32 @@ def encode(tree: Any) -> tuple[dict[str, Tensor], Any]:
     tensors: dict[str, Tensor] = {}
     names: dict[tuple[Any, ...], str] = {}
 
+    def below(path: str, key: object) -> str:
+        return f"{path}.{key}" if path else str(key)
+
     def walk(value: Any, path: str) -> Any:
         match value:
             case Tensor():
-                name = names.setdefault(_identity(value), path)
-                tensors.setdefault(name, value)
-                return {"__tensor__": name}
+                identity = _identity(value)
+                if identity not in names:
+                    while path in tensors:  # {"a.b": x, "a": {"b": y}} and keys 1 and "1" have one path
+                        path += "'"
+                    names[identity] = path
+                    tensors[path] = value
+                return {"__tensor__": names[identity]}
             case Mapping():
                 if all(isinstance(key, str) and key not in _MARKS for key in value):
-                    return {key: walk(item, f"{path}.{key}") for key, item in value.items()}
-                return {"__items__": [[key, walk(item, f"{path}.{key}")] for key, item in value.items()]}
+                    return {key: walk(item, below(path, key)) for key, item in value.items()}
+                return {"__items__": [[walk(key, path), walk(item, below(path, key))] for key, item in value.items()]}
             case tuple():
-                return {"__tuple__": [walk(item, f"{path}.{i}") for i, item in enumerate(value)]}
+                return {"__tuple__": [walk(item, below(path, i)) for i, item in enumerate(value)]}
             case list():
-                return [walk(item, f"{path}.{i}") for i, item in enumerate(value)]
+                return [walk(item, below(path, i)) for i, item in enumerate(value)]
             case float() if not math.isfinite(value):
                 return {"__float__": repr(value)}
             case None | bool() | int() | float() | str():
                 return value
-        raise TypeError(f"{path.lstrip('.')}: a {type(value).__name__} cannot be kept in a checkpoint")
+        raise TypeError(f"{path}: a {type(value).__name__} cannot be kept in a checkpoint")
 
     return tensors, walk(tree, "")
 
@@ -55,7 +62,7 @@ def decode(tensors: Mapping[str, Tensor], value: Any) -> Any:
     if "__tuple__" in value:
         return tuple(decode(tensors, item) for item in value["__tuple__"])
     if "__items__" in value:
-        return {key: decode(tensors, item) for key, item in value["__items__"]}
+        return {decode(tensors, key): decode(tensors, item) for key, item in value["__items__"]}
     if "__float__" in value:
         return float(value["__float__"])
     return {key: decode(tensors, item) for key, item in value.items()}
@@ -77,7 +84,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors hold the same bits, NaN and the sign of zero included."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(
-        a.detach().cpu().contiguous().view(torch.uint8) if a.numel() else a,
-        b.detach().cpu().contiguous().view(torch.uint8) if b.numel() else b,
-    )
+    return torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().flatten().contiguous().view(torch.uint8)

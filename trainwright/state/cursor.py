@@ -8,7 +8,11 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
+
+Ids = NDArray[np.int64]
+"""Dataset positions, shape (n,)."""
 
 
 @dataclass(frozen=True)
@@ -20,10 +24,10 @@ class Cursor:
 
 
 class MicroBatch(NamedTuple):
-    """One forward and backward. ``data`` is what the loss function gets; ``ids`` int64 of shape (n,)."""
+    """One forward and backward. ``data`` is what the loss function gets."""
 
     data: Any
-    ids: np.ndarray[Any, np.dtype[np.int64]]
+    ids: Ids
 
     @property
     def size(self) -> int:
@@ -52,7 +56,7 @@ class StepBatch:
         return sum(count_tokens(micro.data) for micro in self.micro)
 
     @property
-    def ids(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def ids(self) -> Ids:
         """Dataset positions of all samples, in the order of training, shape (size,)."""
         return np.concatenate([micro.ids for micro in self.micro])
 

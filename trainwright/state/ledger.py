@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainwright.state.cursor import StepBatch
+from trainwright.state.cursor import Ids, StepBatch
 
 SETTLE_EVERY = 256
 
@@ -36,7 +37,7 @@ class _Pending(NamedTuple):
     skipped: Tensor
     grad_norm: Tensor
     losses: Sequence[Tensor]
-    batch: StepBatch
+    ids: Sequence[Ids]  # of each micro-batch; to keep the batches would keep their device memory
     scale: Tensor | None
 
 
@@ -62,7 +63,8 @@ class SkipLedger:
         scale: Tensor | None,
     ) -> None:
         """Remembers one step. ``losses`` are the 0-d losses of its micro-batches; no device is waited for."""
-        self._pending.append(_Pending(step, skipped, grad_norm, losses, batch, scale))
+        ids = [micro.ids for micro in batch.micro]
+        self._pending.append(_Pending(step, skipped, grad_norm, losses, ids, scale))
         if len(self._pending) >= SETTLE_EVERY:
             self.settle()
 
@@ -95,17 +97,16 @@ def _entry(note: _Pending) -> SkippedStep:
     losses = torch.stack([loss.float() for loss in note.losses])
     bad = (~torch.isfinite(losses)).nonzero().flatten().tolist()
     micro_batch = bad[0] if bad else (0 if len(note.losses) == 1 else None)
-    ids = note.batch.ids if micro_batch is None else note.batch.micro[micro_batch].ids
+    ids = note.ids if micro_batch is None else [note.ids[micro_batch]]
     norm = float(note.grad_norm)
-    finite_norm = norm == norm and abs(norm) != float("inf")
     return SkippedStep(
         step=note.step,
         reason="nothing was counted: the weight of the whole batch is 0"
-        if finite_norm
+        if math.isfinite(norm)
         else "the gradient norm is not finite",
         loss=float(losses.sum()),
         grad_norm=norm,
         micro_batch=micro_batch,
-        sample_ids=tuple(int(i) for i in ids),
+        sample_ids=tuple(int(i) for part in ids for i in part),
         scale=None if note.scale is None else float(note.scale),
     )

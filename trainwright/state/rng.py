@@ -43,8 +43,8 @@ class RngBag:
         random.setstate(self.python)
         np.random.set_state(dict(self.numpy))
         torch.set_rng_state(self.torch_cpu)
-        if self.torch_cuda:
-            torch.cuda.set_rng_state_all(list(self.torch_cuda))
+        for index, state in enumerate(self.torch_cuda[: torch.cuda.device_count()]):  # fewer GPUs than at capture
+            torch.cuda.set_rng_state(state, index)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values and tensors, for a checkpoint."""

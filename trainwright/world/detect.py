@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from trainwright.errors import UsageError
@@ -33,8 +35,15 @@ def low_precision(device: torch.device, machine: Machine) -> tuple[str, ...]:
     return ("bf16",) if flags else ()
 
 
+def usable_threads(device: torch.device) -> tuple[int, ...]:
+    """Numbers of CPU threads worth trying, the most first: one choice only where the user or a GPU decides."""
+    most = torch.get_num_threads()
+    decided = device.type != "cpu" or "OMP_NUM_THREADS" in os.environ or most == 1
+    return (most,) if decided else (most, 1)
+
+
 def device_name(device: torch.device, machine: Machine) -> str:
     """What a person calls it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{machine.cpu}, {torch.get_num_threads()} threads"
+    return machine.cpu

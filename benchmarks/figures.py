@@ -1,0 +1,72 @@
+"""What the benchmarks share: rounds of interleaved blocks, and one JSON line per figure on stdout."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+THREADS = 2
+
+
+def arguments(description: str | None, **defaults: tuple[float, float]) -> argparse.Namespace:
+    """``--quick``, ``--threads``, and a number ``--name`` for each ``name=(default, default with --quick)``."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="a functional test: its figures mean little")
+    parser.add_argument("--threads", type=int, default=THREADS, help="threads of torch, in both sides")
+    for name, (normal, quick) in defaults.items():
+        parser.add_argument(f"--{name}", type=type(normal), help=f"default {normal}, with --quick {quick}")
+    given = parser.parse_args()
+    for name, (normal, quick) in defaults.items():
+        if getattr(given, name) is None:
+            setattr(given, name, quick if given.quick else normal)
+    return given
+
+
+def figure(bench: str, case: str, values: Sequence[float], *, unit: str, against: str) -> None:
+    """Prints the median of ``values`` and how far they spread, as one JSON line; no values print a null."""
+    rounded = [float(f"{value:.4g}") for value in values]
+    line = {
+        "bench": bench,
+        "case": case,
+        "value": float(f"{statistics.median(values):.4g}") if values else None,
+        "unit": unit,
+        "against": against,
+        "n": len(values),
+        "spread": [min(rounded), max(rounded)] if values else None,
+    }
+    print(json.dumps(line), flush=True)
+
+
+def interleaved(blocks: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """What each block measured in each round, by name.
+
+    A round runs every block once, and the next one begins with another block: what the machine does meanwhile,
+    and what the first after a pause pays, falls on all alike. Each block begins with a collected heap; the
+    collector runs inside it, for its runs are part of the price. One round before the first is not counted.
+    """
+    seen: dict[str, list[float]] = {name: [] for name in blocks}
+    names = list(blocks)
+    for number in range(-1, rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            gc.collect()
+            value = blocks[name]()
+            if number >= 0:
+                seen[name].append(value)
+    return seen
+
+
+def seconds_of(act: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    begin_s = time.perf_counter()
+    act()
+    return time.perf_counter() - begin_s
+
+
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Round by round."""
+    return [mine / other for mine, other in zip(ours, theirs, strict=True)]

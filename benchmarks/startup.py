@@ -1,0 +1,116 @@
+"""What starting costs: the import, ``--help``, and the first step of a run. Whole processes on the wall clock.
+
+    python benchmarks/startup.py [--quick]
+
+``import`` and ``help`` are told against a bare ``python -c pass``; ``first_step`` is the time from the start of
+the process to the end of its first optimizer step, against a plain torch script that trains the same model on the
+same data. Ours builds, plans, rehearses and opens its log before that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from figures import arguments, figure, interleaved, ratios, seconds_of
+
+TINY = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 10))
+
+def data():
+    draw = torch.Generator().manual_seed(0)
+    x, y = torch.randn(256, 20, generator=draw), torch.randint(10, (256,), generator=draw)
+    return torch.utils.data.TensorDataset(x, y)
+"""
+
+RECIPE = """
+name: tiny
+until: 1steps
+model: tiny:model
+data: {train: tiny:data}
+batch: {size: 64}
+"""
+
+PLAIN = """
+import time
+import torch
+import tiny
+
+model = tiny.model()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+x, y = next(iter(torch.utils.data.DataLoader(tiny.data(), batch_size=64, shuffle=True)))
+loss = torch.nn.functional.cross_entropy(model(x), y)
+loss.backward()
+torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+optimizer.step()
+print(time.time())
+"""
+
+OUR_COMMAND = "from trainwright.cli import main; main()"  # what the console script runs
+
+
+def python(code: str, *given: str, threads: int, folder: Path) -> str:
+    """Runs ``python -c code`` to its end; returns what it printed."""
+    environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    command = [sys.executable, "-c", code, *given]
+    return subprocess.run(command, cwd=folder, env=environ, check=True, capture_output=True, text=True).stdout
+
+
+def first_step_plain(threads: int, folder: Path) -> float:
+    """Seconds from the start of the process to the end of its first step."""
+    begin_s = time.time()
+    return float(python(PLAIN, threads=threads, folder=folder)) - begin_s
+
+
+def first_step_ours(threads: int, folder: Path) -> float:
+    """As ``first_step_plain``; the log says when the step was done."""
+    begin_s = time.time()
+    told = python(OUR_COMMAND, "train", "tiny.yaml", "--json", threads=threads, folder=folder)
+    log = folder / json.loads(told.splitlines()[-1])["run"] / "log.jsonl"
+    records = (json.loads(line) for line in log.read_text().splitlines())
+    return float(next(record["time_s"] for record in records if record["kind"] == "step")) - begin_s
+
+
+def against(case: str, ours: Sequence[float], theirs: Sequence[float], what: str) -> None:
+    """Prints the difference in seconds and the ratio, round by round."""
+    more = [mine - other for mine, other in zip(ours, theirs, strict=True)]
+    figure("startup", f"{case}_extra", more, unit="s", against=what)
+    figure("startup", case, ratios(ours, theirs), unit="ratio", against=what)
+
+
+def main() -> None:
+    given = arguments(__doc__, rounds=(11, 1))
+    threads: int = given.threads
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "tiny.py").write_text(TINY)
+        (folder / "tiny.yaml").write_text(RECIPE)
+        seconds = interleaved(
+            {
+                "bare": lambda: seconds_of(lambda: python("pass", threads=threads, folder=folder)),
+                "import": lambda: seconds_of(lambda: python("import trainwright", threads=threads, folder=folder)),
+                "help": lambda: seconds_of(lambda: python(OUR_COMMAND, "--help", threads=threads, folder=folder)),
+                "first_step_plain": lambda: first_step_plain(threads, folder),
+                "first_step": lambda: first_step_ours(threads, folder),
+            },
+            given.rounds,
+        )
+    for case, values in seconds.items():
+        figure("startup", f"{case}_seconds", values, unit="s", against="absolute")
+    against("import", seconds["import"], seconds["bare"], "bare python")
+    against("help", seconds["help"], seconds["bare"], "bare python")
+    against("first_step", seconds["first_step"], seconds["first_step_plain"], "plain torch script")
+
+
+if __name__ == "__main__":
+    main()

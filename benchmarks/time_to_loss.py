@@ -1,0 +1,147 @@
+"""Seconds of training to a validation loss: the demo recipe against a plain loop in nanoGPT's manner.
+
+    python benchmarks/time_to_loss.py [--quick] [--seconds 60] [--pairs 1]
+
+The plain loop (nanogpt.py) trains for ``--seconds`` and reaches the loss L. Then ``recipes/demo.yaml`` is trained
+with rising budgets until its loss is at most L; ``same_loss`` is the time it trained over the time that the plain
+loop did, null when even the whole time is too short. Pairs differ in their seeds.
+
+Both losses are means over the whole validation split in windows of 64 characters, in fp32, so neither model sees
+more context than the other. Only training is timed (batches included); evaluation, saving and samples are not.
+Every training has a process of its own, one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import nanogpt
+import numpy as np
+import torch
+import torch.nn.functional as F
+from figures import arguments, figure
+from nanogpt import BLOCK
+from torch import nn
+
+from trainwright.data.text import CharText, python_topics
+from trainwright.demo import TASKS, recipe_folder
+from trainwright.engine.step import StepResult
+from trainwright.job import Job
+from trainwright.observe.progress import Progress
+from trainwright.recipe import load
+from trainwright.run import train
+from trainwright.runlog.folder import RunFolder
+from trainwright.state.train_state import TrainState
+
+FRACTIONS = (1 / 8, 1 / 6, 1 / 5, 1 / 4, 1 / 3, 1 / 2.5, 1 / 2, 1 / 1.5)
+QUICK_FRACTIONS = (1 / 2,)
+
+
+class Trained(NamedTuple):
+    """What one process reached: ``seconds`` of training gave ``loss``, nats per character, on validation."""
+
+    loss: float
+    seconds: float
+    steps: int
+
+
+def validation_loss(model: nn.Module) -> float:
+    """Mean over the validation split in windows of 64, in fp32."""
+    windows = python_topics("val", block_size=BLOCK)
+    ids_NT, target_NT = windows.fetch(np.arange(len(windows)))
+    model.eval()
+    total = 0.0
+    with torch.no_grad():
+        for ids_BT, target_BT in zip(torch.split(ids_NT, 64), torch.split(target_NT, 64), strict=True):
+            total += float(F.cross_entropy(model(ids_BT).flatten(0, 1), target_BT.flatten(), reduction="sum"))
+    return total / target_NT.numel()
+
+
+def train_plain(budget_s: float, seed: int) -> Trained:
+    """The loop that one writes by hand, on the same text."""
+    torch.manual_seed(seed)
+    text = python_topics("train", block_size=BLOCK)
+    ids = torch.cat([text[number][0] for number in range(len(text))])  # its windows lie end to end
+    model = nanogpt.NanoGPT(text.classes)
+    steps, elapsed_s = nanogpt.train(model, ids, budget_s)
+    return Trained(validation_loss(model), elapsed_s, steps)
+
+
+class KeepJob:
+    """An Observer that sees nothing: it keeps the job, so that the trained model can be looked at afterwards."""
+
+    def __call__(self, job: Job, folder: RunFolder, progress: Progress) -> KeepJob:
+        self.job = job
+        return self
+
+    def observe(self, result: StepResult, state: TrainState) -> None: ...
+    def close(self) -> None: ...
+
+
+def train_ours(budget_s: float, seed: int) -> Trained:
+    """The demo recipe as ``trainwright train`` runs it; the averaged weights when it keeps an average."""
+    kept = KeepJob()
+    with tempfile.TemporaryDirectory() as folder:
+        # evaluation is not timed: once is enough
+        settings = [f"until={budget_s!r}s", f"seed={seed}", f"folder={folder}", "evaluation.every=1run"]
+        train(load(recipe_folder() / TASKS["text"], overrides=settings, environ={}), quiet=True, extras=[kept])
+    parts, state = kept.job.parts, kept.job.state
+    require_same_split(parts.train.dataset)
+    require_same_split(parts.val.dataset if parts.val else None)
+    with state.ema.swapped():
+        return Trained(validation_loss(state.model), state.elapsed_s, state.step)
+
+
+def require_same_split(data: Any) -> None:
+    """The recipe must learn from and be judged on the text that the plain loop is."""
+    assert isinstance(data, CharText)
+    same = python_topics(data.split, block_size=data.sample_tokens, stride=data.stride)
+    assert data.content_sha256() == same.content_sha256(), "the recipe has another text or another split"
+
+
+def train_here(side: str, budget_s: float, seed: int, threads: int) -> None:
+    """What a process of its own does."""
+    torch.set_num_threads(threads)
+    print(json.dumps({"plain": train_plain, "ours": train_ours}[side](budget_s, seed)))
+
+
+def trained(side: str, budget_s: float, *, seed: int, threads: int) -> Trained:
+    """Trains in a fresh process and waits for it."""
+    code = f"import time_to_loss; time_to_loss.train_here({side!r}, {budget_s!r}, {seed}, {threads})"
+    command = [sys.executable, "-c", code]
+    told = subprocess.run(command, cwd=Path(__file__).parent, check=True, stdout=subprocess.PIPE, text=True).stdout
+    seen = Trained(*json.loads(told.splitlines()[-1]))
+    print(f"{side:5} {seen.seconds:6.2f} s  {seen.steps:5} steps  loss {seen.loss:.4f}", file=sys.stderr, flush=True)
+    return seen
+
+
+def main() -> None:
+    given = arguments(__doc__, seconds=(60.0, 8.0), pairs=(1, 1))
+    theirs: list[Trained] = []
+    ours: list[Trained] = []
+    reached: list[float] = []
+    for number in range(given.pairs):
+        how = {"seed": 1337 + number, "threads": given.threads}
+        plain, full = trained("plain", given.seconds, **how), trained("ours", given.seconds, **how)
+        theirs.append(plain)
+        ours.append(full)
+        shorter = (
+            trained("ours", round(given.seconds * fraction, 3), **how)
+            for fraction in (QUICK_FRACTIONS if given.quick else FRACTIONS)
+        )
+        first = next((each for each in chain(shorter, [full]) if each.loss <= plain.loss), None)
+        reached += [first.seconds / plain.seconds] if first else []
+    all_reached = len(reached) == given.pairs
+    figure("time_to_loss", "same_loss", reached if all_reached else [], unit="ratio", against="plain loop")
+    figure("time_to_loss", "loss_plain", [each.loss for each in theirs], unit="nats", against="absolute")
+    figure("time_to_loss", "loss_ours", [each.loss for each in ours], unit="nats", against="absolute")
+
+
+if __name__ == "__main__":
+    main()

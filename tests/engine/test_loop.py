@@ -1,0 +1,216 @@
+"""The loop: what comes after what, how it ends, and that the user may own it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from plain import cut
+from torch import nn
+from torch.optim import SGD
+
+from trainwright.engine.loop import Outcome, Stop, for_seconds, for_steps, run, steps
+from trainwright.engine.step import StepFn, StepResult, make_step
+from trainwright.state.cursor import Cursor, StepBatch
+from trainwright.state.train_state import TrainState
+from trainwright.world.group import Solo
+
+Journal = list[tuple[str, int]]
+
+
+def fresh() -> TrainState:
+    model = nn.Linear(1, 1)
+    return TrainState(model, SGD(model.parameters(), lr=0.01))
+
+
+def stream(count: int | None = None) -> Iterator[StepBatch]:
+    number = 0
+    while count is None or number < count:
+        yield cut((torch.ones(2, 1), torch.ones(2)), 2, first_id=2 * number)
+        number += 1
+
+
+def advancing(journal: Journal) -> StepFn:
+    advance = make_step(lambda model, pair: model(pair[0]).mean())
+
+    def noted(state: TrainState, batch: StepBatch) -> StepResult:
+        result = advance(state, batch)
+        journal.append(("advance", state.step))
+        return result
+
+    return noted
+
+
+class Watcher:
+    """Notes each step; stops at ``stop_at``, fails at ``fail_at``."""
+
+    def __init__(
+        self, journal: Journal, name: str = "observe", *, stop_at: int = 0, stop: Stop | None = None, fail_at: int = 0
+    ) -> None:
+        self.journal, self.name, self.stop_at, self.stop, self.fail_at = journal, name, stop_at, stop, fail_at
+
+    def observe(self, result: StepResult, state: TrainState) -> Stop | None:
+        assert result.step == state.step
+        self.journal.append((self.name, state.step))
+        if state.step == self.fail_at:
+            raise ZeroDivisionError
+        return self.stop if state.step == self.stop_at else None
+
+    def close(self) -> None:
+        self.journal.append((f"close {self.name}", -1))
+
+
+class Every:
+    def __init__(self, journal: Journal, name: str, interval: int) -> None:
+        self.journal, self.name, self.interval = journal, name, interval
+
+    def due(self, state: TrainState) -> bool:
+        return state.step % self.interval == 0
+
+    def __call__(self, state: TrainState) -> None:
+        self.journal.append((self.name, state.step))
+
+
+class Agreeing(Solo):
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+
+    def agree(self, value):  # type: ignore[no-untyped-def]
+        self.journal.append(("agree", -1))
+        return value
+
+
+def go(journal: Journal, *watchers: Watcher, until: int = 4, count: int | None = None) -> Outcome:
+    return run(
+        fresh(),
+        stream(count),
+        advancing(journal),
+        until=for_steps(until),
+        observers=watchers,
+        evaluation=Every(journal, "evaluate", 2),
+        saving=Every(journal, "save", 2),
+        world=Agreeing(journal),
+    )
+
+
+def without_agree(journal: Journal) -> Journal:
+    return [event for event in journal if event[0] != "agree"]
+
+
+def test_the_order_of_events() -> None:
+    journal: Journal = []
+    outcome = go(journal, Watcher(journal, "a"), Watcher(journal, "b"), until=3)
+    assert journal == [
+        *[("advance", 1), ("a", 1), ("b", 1), ("agree", -1)],
+        *[("advance", 2), ("evaluate", 2), ("a", 2), ("b", 2), ("agree", -1), ("save", 2)],
+        *[("advance", 3), ("a", 3), ("b", 3), ("agree", -1)],
+        *[("evaluate", 3), ("save", 3), ("close b", -1), ("close a", -1)],
+    ]
+    assert (outcome.ending, outcome.step, outcome.stop) == ("finished", 3, None)
+    assert outcome.last is not None
+    assert outcome.last.step == 3
+
+
+def test_what_was_just_done_is_not_done_again_at_the_end() -> None:
+    journal: Journal = []
+    go(journal, until=4)
+    assert journal.count(("save", 4)) == journal.count(("evaluate", 4)) == 1
+
+
+def test_a_stop_saves_and_does_not_evaluate() -> None:
+    journal: Journal = []
+    stop = Stop("asked to", exit_code=75)
+    outcome = go(journal, Watcher(journal, stop_at=3, stop=stop))
+    assert (outcome.ending, outcome.step, outcome.stop) == ("stopped", 3, stop)
+    assert without_agree(journal)[-3:] == [("observe", 3), ("save", 3), ("close observe", -1)]
+
+
+def test_a_poisoned_state_is_not_saved_even_when_due() -> None:
+    journal: Journal = []
+    go(journal, Watcher(journal, stop_at=4, stop=Stop("NaN weights", save=False)))
+    assert without_agree(journal)[-3:] == [("evaluate", 4), ("observe", 4), ("close observe", -1)]
+    assert ("save", 4) not in journal
+
+
+def test_of_two_stops_the_one_that_must_not_save_wins() -> None:
+    journal: Journal = []
+    polite, poisoned = Stop("asked to"), Stop("weights are NaN", save=False)
+    outcome = go(
+        journal, Watcher(journal, "a", stop_at=3, stop=polite), Watcher(journal, "b", stop_at=3, stop=poisoned)
+    )
+    assert outcome.stop == poisoned
+    assert ("save", 3) not in journal
+    assert ("b", 3) in journal  # every observer sees the last step
+
+
+def test_an_exception_closes_the_observers_and_saves_nothing() -> None:
+    journal: Journal = []
+    with pytest.raises(ZeroDivisionError):
+        go(journal, Watcher(journal, "a"), Watcher(journal, "b", fail_at=3))
+    assert without_agree(journal)[-5:] == [("advance", 3), ("a", 3), ("b", 3), ("close b", -1), ("close a", -1)]
+    assert ("save", 3) not in journal
+
+
+def test_data_that_ends() -> None:
+    journal: Journal = []
+    outcome = go(journal, until=100, count=3)
+    assert (outcome.ending, outcome.step) == ("data_exhausted", 3)
+    assert journal[-2:] == [("evaluate", 3), ("save", 3)]
+
+
+class FakeClock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_seconds_count_training_alone_by_the_clock_that_is_passed_in() -> None:
+    clock, state, advance = FakeClock(), fresh(), advancing([])
+
+    def slow_stream() -> Iterator[StepBatch]:
+        for batch in stream():
+            clock.now_s += 0.25  # waiting for data
+            yield batch
+
+    def slow_advance(state: TrainState, batch: StepBatch) -> StepResult:
+        clock.now_s += 0.75
+        return advance(state, batch)
+
+    fractions = []
+    for result in steps(state, slow_stream(), slow_advance, until=for_seconds(5.0), clock=clock):
+        assert (result.wait_s, result.step_s) == (0.25, 1.0)
+        fractions.append(state.fraction)
+        clock.now_s += 100.0  # evaluation, saving, or a user at lunch
+    assert state.step == 5
+    assert state.elapsed_s == 5.0
+    assert fractions == [0.0, 0.2, 0.4, 0.6, 0.8]
+
+
+def test_the_user_may_own_the_loop_and_come_back() -> None:
+    state, advance = fresh(), advancing([])
+    weights = []
+    for result in steps(state, stream(), advance, until=for_steps(10)):
+        weights.append(state.model.weight.item())  # type: ignore[union-attr, operator]
+        if result.step == 4:
+            break
+    assert state.step == 4
+    assert state.data == Cursor(0, 8)
+    assert len(set(weights)) == 4
+    again = [result.step for result in steps(state, stream(), advance, until=for_steps(10))]
+    assert again == [5, 6, 7, 8, 9, 10]
+    assert list(steps(state, stream(), advance, until=for_steps(10))) == []
+
+
+def test_the_schedule_sees_completed_steps_and_the_share_of_the_run() -> None:
+    seen: list[tuple[int, float]] = []
+
+    def schedule(step: int, fraction: float) -> float:
+        seen.append((step, fraction))
+        return 1.0
+
+    state = fresh()
+    advance = make_step(lambda model, pair: model(pair[0]).mean(), schedule=schedule)
+    run(state, stream(), advance, until=for_steps(4))
+    assert seen == [(0, 0.0), (1, 0.25), (2, 0.5), (3, 0.75)]

@@ -1,0 +1,75 @@
+"""The average of the weights against its formula, and the weights that it swaps in."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import SGD
+
+from trainwright.state.codec import same_bits
+from trainwright.state.ema import Ema, NoEma
+
+
+def tied() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 5), nn.Linear(5, 5), nn.Linear(5, 5, bias=False))
+    model[2].weight = model[0].weight
+    model[1].bias.requires_grad_(False)
+    return model
+
+
+def train(model: nn.Module, ema: Ema | NoEma, steps: int) -> list[dict[str, torch.Tensor]]:
+    optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    history = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.arange(5)), torch.arange(5)).backward()
+        optimizer.step()
+        ema.update()
+        history.append({name: p.detach().double() for name, p in model.named_parameters() if p.requires_grad})
+    return history
+
+
+def test_it_is_the_formula_with_its_warm_up() -> None:
+    model = tied()
+    expected = {name: p.detach().double() for name, p in model.named_parameters() if p.requires_grad}
+    ema = Ema(model, 0.7)
+    for count, weights in enumerate(train(model, ema, 30)):
+        decay = min(0.7, (1 + count) / (10 + count))
+        expected = {name: decay * value + (1 - decay) * weights[name] for name, value in expected.items()}
+    assert set(ema.shadow) == {"0.weight", "1.weight"}  # tied once, frozen not at all
+    for name, value in expected.items():
+        torch.testing.assert_close(ema.shadow[name].double(), value, rtol=1e-5, atol=1e-6)
+        assert not torch.allclose(value, weights[name], atol=1e-3)
+
+
+def test_swapped_shows_the_average_and_brings_the_bits_back() -> None:
+    model = tied()
+    ema = Ema(model, 0.9)
+    train(model, ema, 5)
+    live = copy.deepcopy(dict(model.named_parameters()))
+    average = {name: shadow.clone() for name, shadow in ema.shadow.items()}
+    with ema.swapped():
+        assert all(same_bits(model.get_parameter(name), shadow) for name, shadow in average.items())
+        assert not same_bits(model.get_parameter("0.weight"), live["0.weight"])
+        assert model[2].weight is model[0].weight
+    assert all(same_bits(p, live[name]) for name, p in model.named_parameters())
+    assert all(same_bits(ema.shadow[name], shadow) for name, shadow in average.items())
+    try:
+        with ema.swapped():
+            raise ZeroDivisionError
+    except ZeroDivisionError:
+        pass
+    assert all(same_bits(p, live[name]) for name, p in model.named_parameters())
+    train(model, ema, 1)  # the optimizer still updates the live weights
+    assert not same_bits(model.get_parameter("0.weight"), live["0.weight"])
+
+
+def test_it_leaves_the_weights_alone() -> None:
+    averaged, plain = tied(), tied()
+    train(averaged, Ema(averaged, 0.9), 5)
+    train(plain, NoEma(), 5)
+    assert all(same_bits(a, b) for a, b in zip(averaged.parameters(), plain.parameters(), strict=True))
