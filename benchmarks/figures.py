@@ -41,16 +41,18 @@ def figure(bench: str, case: str, values: Sequence[float], *, unit: str, against
     print(json.dumps(line), flush=True)
 
 
-def interleaved(blocks: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def interleaved(
+    blocks: Mapping[str, Callable[[], float]], rounds: int, *, uncounted: int = 1
+) -> dict[str, list[float]]:
     """What each block measured in each round, by name.
 
     A round runs every block once, and the next one begins with another block: what the machine does meanwhile,
     and what the first after a pause pays, falls on all alike. Each block begins with a collected heap; the
-    collector runs inside it, for its runs are part of the price. One round before the first is not counted.
+    collector runs inside it, for its runs are part of the price. ``uncounted`` rounds go before the first.
     """
     seen: dict[str, list[float]] = {name: [] for name in blocks}
     names = list(blocks)
-    for number in range(-1, rounds):
+    for number in range(-uncounted, rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
             gc.collect()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,9 +197,9 @@ def blocks_of(name: str, task: Task, accumulation: int, folder: Path) -> dict[st
     }
 
 
-def measure(blocks: dict[str, Block], *, name: str, steps: int, rounds: int) -> None:
+def measure(blocks: dict[str, Block], given: Namespace, *, name: str, steps: int) -> None:
     """Prints each case as a ratio to the plain loop, and the plain loop's step in microseconds."""
-    seconds = interleaved(blocks, rounds)
+    seconds = interleaved(blocks, given.rounds, uncounted=0 if given.quick else 1)
     plain = seconds.pop("plain")
     figure("step_overhead", f"{name}_plain", [1e6 * s / steps for s in plain], unit="us", against="absolute")
     for case, ours in seconds.items():
@@ -217,13 +218,13 @@ def main() -> None:
             if accumulation == 1:  # the recipe's loss: a sum with its weight, and the accuracy besides
                 with_accuracy = mlp_task(task.steps, our_loss=cross_entropy)
                 blocks["mlp_accum1_with_accuracy"] = our_block(with_accuracy, step_batches(task, 1), folder)
-            measure(blocks, name=f"mlp_accum{accumulation}", steps=task.steps, rounds=given.rounds)
+            measure(blocks, given, name=f"mlp_accum{accumulation}", steps=task.steps)
         task = mlp_task(mlp_steps)
-        measure(loader_blocks(task, folder), name="mlp_loader", steps=task.steps, rounds=given.rounds)
+        measure(loader_blocks(task, folder), given, name="mlp_loader", steps=task.steps)
         for accumulation in (1, 4):
             task = gpt_task(max(1, gpt_steps // accumulation))
             blocks = blocks_of("gpt", task, accumulation, folder)
-            measure(blocks, name=f"gpt_accum{accumulation}", steps=task.steps, rounds=given.rounds)
+            measure(blocks, given, name=f"gpt_accum{accumulation}", steps=task.steps)
 
 
 if __name__ == "__main__":

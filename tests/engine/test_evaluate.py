@@ -168,4 +168,5 @@ def test_a_rehearsal_sees_the_first_loss_and_what_autograd_keeps() -> None:
     assert hidden <= seen.activation_bytes < 3 * hidden  # tanh keeps its output, both linears their input
     assert state.scaler.state_dict() == scale
     assert (state.step, state.num_samples) == (0, 0)
-    assert not rehearse(state, first, cross_entropy, modes=[Mode(FP32, 1)], budget_s=0).mean
+    assert not rehearse(state, first, cross_entropy, modes=[Mode(FP32, 2)], budget_s=0).mean
+    assert torch.get_num_threads() == 1

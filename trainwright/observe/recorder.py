@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -35,6 +36,7 @@ class Recorder:
     ) -> None:
         self._journal, self._sinks, self._every, self._wall_clock = journal, sinks, every, wall_clock
         self._process = psutil.Process()
+        self._memory, self._memory_due_s = 0, -math.inf
         self.step = 0
         self.num_skipped = 0
         self._start_window()
@@ -78,9 +80,13 @@ class Recorder:
         self._start_window()
 
     def _memory_bytes(self, result: StepResult) -> int:
+        """Peak of the GPU, or what this process holds on the host: that costs a system call, so once a second."""
         if result.grad_norm.device.type == "cuda":
             return torch.cuda.max_memory_allocated(result.grad_norm.device)
-        return int(self._process.memory_info().rss)
+        now_s = self._wall_clock()
+        if now_s >= self._memory_due_s:
+            self._memory, self._memory_due_s = int(self._process.memory_info().rss), now_s + 1.0
+        return self._memory
 
     def tell_skipped(self, state: TrainState) -> None:
         """Writes the ledger's new entries; settles it first (one host sync)."""
