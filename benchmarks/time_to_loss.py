@@ -53,7 +53,7 @@ class Trained(NamedTuple):
 def validation_loss(model: nn.Module) -> float:
     """Mean over the validation split in windows of 64, in fp32."""
     windows = python_topics("val", block_size=BLOCK)
-    ids_NT, target_NT = windows.fetch(np.arange(len(windows)))
+    ids_NT, target_NT = windows.fetch_batch(np.arange(len(windows)))
     model.eval()
     total = 0.0
     with torch.no_grad():

@@ -111,3 +111,20 @@ def test_mistakes_name_their_remedy() -> None:
         tw.fit(net(), data(), nn.CrossEntropyLoss(), until="10")
     with pytest.raises(UsageError, match="def loss"):
         tw.fit(net(), (data()[0],), nn.CrossEntropyLoss(), until="1steps", quiet=True)
+
+
+def test_a_stream_is_read_only_once() -> None:
+    class OneShot(torch.utils.data.IterableDataset[Any]):
+        def __init__(self) -> None:
+            x, y = data(80)
+            self.items = iter(list(zip(x, y, strict=True)))
+            self.given = 0
+
+        def __iter__(self) -> Any:
+            for item in self.items:
+                self.given += 1
+                yield item
+
+    stream = OneShot()
+    result = tw.fit(net(), stream, nn.CrossEntropyLoss(), until="1000steps", batch=16, quiet=True)
+    assert (result.ending, result.step, stream.given) == ("data_exhausted", 5, 80)

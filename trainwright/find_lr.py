@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from trainwright.build.assemble import build_loading, training_batches
 from trainwright.engine.clip import make_clip
 from trainwright.engine.lr_range import lr_range
 from trainwright.errors import StorageError, UsageError
@@ -29,11 +28,10 @@ def find_lr(
         raise UsageError(f"--lowest {lowest:g} must be positive and below --highest {highest:g}", remedy="swap them")
     job = prepare(loaded)
     torch.set_num_threads(job.plan.threads)
-    loading = build_loading(job.parts, job.recipe, job.plan, job.device)
     clip = job.recipe.optimizer.clip
     found = lr_range(
         job.state,
-        training_batches(job.parts, loading, job.state.data),
+        job.batches,
         job.parts.loss,
         lowest=lowest,
         highest=highest,

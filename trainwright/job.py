@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
 
 import torch
 
@@ -25,6 +29,8 @@ from trainwright.plan.machine import Machine, read_machine
 from trainwright.plan.make import Facts, Note, Plan, candidates, make_plan, with_rehearsal
 from trainwright.plan.memory import memory_bytes
 from trainwright.recipe import Loaded, Recipe
+from trainwright.state.checkpoint import load_checkpoint
+from trainwright.state.cursor import StepBatch
 from trainwright.state.rng import seed_all, set_deterministic
 from trainwright.state.train_state import TrainState
 from trainwright.world import choose_device, device_name, low_precision, usable_threads
@@ -40,6 +46,7 @@ class Job:
     state: TrainState
     device: torch.device
     machine: Machine
+    batches: Iterator[StepBatch]
 
     @property
     def recipe(self) -> Recipe:
@@ -59,14 +66,18 @@ class Job:
 
 @dataclass(frozen=True)
 class Kept:
-    """What an earlier part of the same run measured and chose: it stays, or the bits would change."""
+    """An earlier part of the same run: what it measured and chose stays, or the bits would change."""
 
     precision: PrecisionName
     threads: int
+    checkpoint: Path
 
 
 def prepare(loaded: Loaded, parts: Parts | None = None, *, kept: Kept | None = None) -> Job:
-    """Builds, plans and rehearses; afterwards nothing has been trained and no random number drawn."""
+    """Builds, plans and rehearses; afterwards nothing has been trained and no random number drawn.
+
+    The batch that is rehearsed is the first that will be trained on: a stream is read only once.
+    """
     recipe, machine = loaded.recipe, read_machine()
     with at_recipe(loaded, "device"):
         device = choose_device(recipe.device)
@@ -76,22 +87,28 @@ def prepare(loaded: Loaded, parts: Parts | None = None, *, kept: Kept | None = N
     facts = gather_facts(parts, device, device_name(device, machine), low_precision(device, machine), threads)
     with at_recipe(loaded, ""):
         plan = make_plan(recipe, facts)
-    job = Job(loaded, parts, plan, build_state(parts, loaded, plan), device, machine)
-    job.plan = _rehearsed(job, facts, kept.precision if kept else recipe.precision)
-    job.state.scaler = job.precision.scaler(device)
+    state = build_state(parts, loaded, plan)
     seed_all(recipe.seed)  # training draws the same numbers whatever was done to get here
+    if kept:
+        state.scaler = Precision(kept.precision, device.type).scaler(device)
+        load_checkpoint(state, kept.checkpoint)
+    batches = iter(training_batches(parts, build_loading(parts, recipe, plan, device), state.data))
+    first = next(batches, None)
+    if first is None:
+        raise DataError("the training data gave no batch", remedy="check that it is not empty or used up")
+    job = Job(loaded, parts, plan, state, device, machine, chain([first], batches))
+    job.plan = _rehearsed(job, facts, first, kept.precision if kept else recipe.precision)
+    if not kept:
+        state.scaler = job.precision.scaler(device)
     return job
 
 
-def _rehearsed(job: Job, facts: Facts, asked: str) -> Plan:
-    """The plan with what the first micro-batch showed: loss, time by precision, activations."""
-    loading = replace(build_loading(job.parts, job.recipe, job.plan, job.device), workers=0)
-    first = next(iter(training_batches(job.parts, loading, job.state.data)), None)
-    if first is None:
-        raise DataError("the training data gave no batch", remedy="check that it is not empty or used up")
+def _rehearsed(job: Job, facts: Facts, first: StepBatch, asked: str) -> Plan:
+    """The plan with what the first micro-batch showed: loss, time by precision and threads, activations."""
+    one = replace(first, micro=(copy.deepcopy(first.micro[0]),))  # a model may write into its input
     names = candidates(asked, job.device.type, facts.low_precision)
     modes = [Mode(Precision(name, job.device.type), threads) for name in names for threads in facts.threads]
-    seen = rehearse(job.state, replace(first, micro=first.micro[:1]), job.parts.loss, modes=modes)
+    seen = rehearse(job.state, one, job.parts.loss, modes=modes)
     plan = job.plan
     if seen.mean:
         why = "the loss returns a plain mean tensor; tw.Loss(total, weight) would count tokens exactly"

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from trainwright import __version__
-from trainwright.build.assemble import LIVE, Parts, build_loading, training_batches, validation_batches
+from trainwright.build.assemble import LIVE, Parts, build_loading, validation_batches
 from trainwright.data.fingerprint import fingerprint
 from trainwright.engine.loop import NEVER, Observer, Outcome, for_seconds, for_steps, run
 from trainwright.errors import CheckpointError, UsageError
@@ -33,7 +33,7 @@ from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.provenance import provenance
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Ended, Evaluated, Step
-from trainwright.state.checkpoint import checkpoints, load_checkpoint, newest_valid
+from trainwright.state.checkpoint import checkpoints, newest_valid
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,17 @@ def train(
     user's to mend.
     """
     threads = torch.get_num_threads()
-    job = prepare(loaded, parts, kept=_kept(resume) if resume else None)
+    said: list[str] = []
+    kept = _kept(resume, said.append) if resume else None
+    job = prepare(loaded, parts, kept=kept)
     folder = resume or _new_folder(job)
     progress = Progress(console or Console(), marks=job.marks, quiet=quiet)
     try:
-        restored = _restore(job, resume, progress.say) if resume else None
-        for line in preflight(job.plan):
+        if kept:
+            said.append(f"resumed from {kept.checkpoint} at step {job.state.step}")
+        for line in [*said, *preflight(job.plan)]:
             progress.say(line)
-        return _run(job, folder, progress, restored, extras)
+        return _run(job, folder, progress, kept.checkpoint if kept else None, extras)
     finally:
         progress.close()
         torch.set_num_threads(threads)
@@ -127,7 +130,7 @@ def _run(job: Job, folder: RunFolder, progress: Progress, restored: Path | None,
         signals.listen()
         outcome = run(
             state,
-            training_batches(job.parts, loading, state.data),
+            job.batches,
             advance,
             until=for_steps(plan.extent.steps) if plan.extent.steps else for_seconds(plan.extent.seconds or 0.0),
             observers=(logbook.recorder, logbook.telemetry, progress, *extra, signals),
@@ -155,30 +158,19 @@ def _new_folder(job: Job) -> RunFolder:
     return folder
 
 
-def _kept(resume: RunFolder) -> Kept:
-    """From the plan of the run's first part."""
-    try:
-        plan = json.loads(resume.plan.read_text())
-        return Kept(plan["precision"], plan["threads"])
-    except (OSError, ValueError, KeyError) as error:
-        raise UsageError(
-            f"{resume.plan} cannot be read: {error}", remedy="start anew with the recipe.yaml of that folder"
-        ) from None
-
-
-def _restore(job: Job, resume: RunFolder, say: Callable[[str], None]) -> Path:
-    """Loads the newest checkpoint that verifies; says which newer ones are broken."""
+def _kept(resume: RunFolder, say: Callable[[str], None]) -> Kept:
+    """What the run's first part decided, and its newest checkpoint that verifies; says which newer ones do not."""
     path, broken = newest_valid(resume.checkpoints)
     for message in broken:
         say(f"stepped over: {message}")
+    anew = f"start it anew: trainwright train {shlex.quote(str(resume.recipe))}"
     if path is None:
-        raise CheckpointError(
-            f"{resume.path} has no checkpoint that verifies",
-            remedy=f"start it anew: trainwright train {shlex.quote(str(resume.recipe))}",
-        )
-    load_checkpoint(job.state, path)
-    say(f"resumed from {path} at step {job.state.step}")
-    return path
+        raise CheckpointError("\n".join([*broken, f"{resume.path} has no checkpoint that verifies"]), remedy=anew)
+    try:
+        plan = json.loads(resume.plan.read_text())
+        return Kept(plan["precision"], plan["threads"], path)
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f"{resume.plan} cannot be read: {error}", remedy=anew) from None
 
 
 def _every(interval: Interval) -> Every:

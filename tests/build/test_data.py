@@ -383,7 +383,7 @@ def test_a_tensor_dataset_and_one_with_its_own_fetch_give_the_same_batches() -> 
         __getitem__ = whole.__getitem__
 
     class Fetching(OneByOne):
-        def fetch(self, ids: Any) -> Any:
+        def fetch_batch(self, ids: Any) -> Any:
             return x[torch.from_numpy(ids)], y[torch.from_numpy(ids)]
 
     expected = take(OneByOne(), 5)

@@ -46,7 +46,7 @@ def test_fetch_equals_collated_items(split: str, stride: int) -> None:
     data = CharText(TEXT, split=split, block_size=16, stride=stride)
     assert data.stride == (stride if stride and split == "train" else 16)
     indices = np.random.default_rng(0).permutation(len(data))
-    x_BT, y_BT = data.fetch(indices)
+    x_BT, y_BT = data.fetch_batch(indices)
     want_x, want_y = default_collate([data[int(i)] for i in indices])
     assert torch.equal(x_BT, want_x) and torch.equal(y_BT, want_y)
     assert x_BT.dtype == torch.int64 and x_BT.is_contiguous() and y_BT.is_contiguous()
@@ -66,7 +66,7 @@ def test_more_than_256_symbols_and_a_lone_surrogate_free_round_trip() -> None:
     assert data.classes == 703
     assert data.decode(data.encode(wide)) == wide
     assert data.decode(np.array(data.encode("é𝄞"))) == "é𝄞"
-    x_BT, _ = data.fetch(np.arange(3))
+    x_BT, _ = data.fetch_batch(np.arange(3))
     assert data.decode(x_BT.flatten()) == wide[:24]
 
 
@@ -105,7 +105,7 @@ def test_topics_do_not_depend_on_anything_but_python() -> None:
 def test_the_standard_library_is_cut_at_the_limit() -> None:
     data = stdlib_source(block_size=64, limit_bytes=200_000)
     assert len(data) == (180_000 - 1) // 64
-    assert "def " in data.decode(data.fetch(np.arange(200))[0].flatten())
+    assert "def " in data.decode(data.fetch_batch(np.arange(200))[0].flatten())
     assert max(data.vocabulary) < "\x80"
 
 
@@ -143,6 +143,6 @@ def test_wrong_arguments_are_refused_with_a_remedy() -> None:
 def test_reading_draws_no_random_numbers() -> None:
     before = (torch.get_rng_state(), random.getstate())
     data = CharText(TEXT, block_size=16)
-    data.fetch(np.arange(4))
+    data.fetch_batch(np.arange(4))
     data[3]
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]

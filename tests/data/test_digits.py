@@ -37,7 +37,7 @@ def test_images_are_normalised_over_the_training_split_and_labels_fit() -> None:
 def test_fetch_equals_collated_items() -> None:
     data = digits()
     indices = np.array([5, 0, 1400, 5])
-    images, labels = data.fetch(indices)
+    images, labels = data.fetch_batch(indices)
     want_images, want_labels = default_collate([data[int(index)] for index in indices])
     assert torch.equal(images, want_images) and torch.equal(labels, want_labels)
     assert labels.dtype == torch.int64 and isinstance(data[0][1], int)
@@ -46,7 +46,7 @@ def test_fetch_equals_collated_items() -> None:
 def test_each_augmented_image_is_a_shift_of_its_own() -> None:
     data = digits(augment=True)
     torch.manual_seed(1)
-    images, _ = data.fetch(np.arange(200))
+    images, _ = data.fetch_batch(np.arange(200))
     padded = torch.nn.functional.pad(data.images[:200], (1, 1, 1, 1), mode="replicate")
     shifts = torch.stack([padded[:, :, r : r + 8, c : c + 8] for r in range(3) for c in range(3)])
     distance = (shifts - images).pow(2).mean(dim=(2, 3, 4)).sqrt()

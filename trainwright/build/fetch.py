@@ -88,8 +88,8 @@ class Fetch(torch.utils.data.Dataset[Any]):
     def _batch(self, key: Key) -> Fetched | Failed:
         dataset = self.dataset
         try:
-            if hasattr(dataset, "fetch"):
-                return Fetched(key, dataset.fetch(key.ids))
+            if hasattr(dataset, "fetch_batch"):
+                return Fetched(key, dataset.fetch_batch(key.ids))
             if isinstance(dataset, TensorDataset):
                 index = torch.from_numpy(key.ids)
                 return Fetched(key, tuple(tensor[index] for tensor in dataset.tensors))

@@ -39,10 +39,10 @@ class Digits(Dataset[tuple[Tensor, int]]):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        images, labels = self.fetch(np.array([index]))
+        images, labels = self.fetch_batch(np.array([index]))
         return images[0], int(labels[0])
 
-    def fetch(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    def fetch_batch(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """The collated batch of these samples: images (B, 1, 8, 8) float32 and labels (B,) int64."""
         positions = torch.from_numpy(np.asarray(indices, dtype=np.int64))
         images = self.images[positions]

@@ -78,7 +78,7 @@ class CharText(Dataset[tuple[Tensor, Tensor]]):
         window = self._ids[start : start + self.sample_tokens + 1].long()
         return window[:-1], window[1:]
 
-    def fetch(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    def fetch_batch(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """The batch (x_BT, y_BT) of these samples by one gather: equals ``default_collate`` of the items."""
         starts_B = torch.from_numpy(np.asarray(indices, dtype=np.int64)) * self.stride
         positions_BT = starts_B[:, None] + torch.arange(self.sample_tokens + 1)

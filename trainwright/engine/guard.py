@@ -58,14 +58,14 @@ class BufferGuard:
             self._model, self._places = model, list(_places(model))
         self._before = [getattr(module, name).clone() for module, name in self._places]
 
-    @torch.no_grad()
     def restore_if(self, skipped: Tensor) -> None:
         """Puts them back where ``skipped`` is true; on a GPU without asking."""
         if skipped.device.type == "cpu" and not bool(skipped):
             return
-        for (module, name), before in zip(self._places, self._before):
-            live = getattr(module, name)
-            live.copy_(torch.where(skipped, before, live))
+        with torch.no_grad():
+            for (module, name), before in zip(self._places, self._before):
+                live = getattr(module, name)
+                live.copy_(torch.where(skipped, before, live))
 
 
 def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:

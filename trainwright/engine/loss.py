@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -58,8 +57,12 @@ def call_loss(loss_fn: LossFn, model: nn.Module, micro: MicroBatch, where: str) 
 
     Rows of the micro-batch that a DataError names become ids of the dataset; ``where`` is added to its message.
     """
-    with _rows_as_ids(micro, where):
+    try:
         output = loss_fn(model, micro.data)
+    except DataError as error:
+        ids = [int(micro.ids[row]) for row in error.sample_ids if row < micro.size]
+        message = f"{error.message} ({where}, samples {ids})"
+        raise DataError(message, sample_ids=ids, remedy=error.remedy) from None
     total = output.total if isinstance(output, Loss) else output
     if not isinstance(total, Tensor) or total.dim() != 0:
         got = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else f"a {type(total).__name__}"
@@ -68,15 +71,6 @@ def call_loss(loss_fn: LossFn, model: nn.Module, micro: MicroBatch, where: str) 
             remedy="return the mean as a 0-d tensor (loss.mean()), or tw.Loss(total=loss.sum(), weight=how_many)",
         )
     return output
-
-
-@contextmanager
-def _rows_as_ids(micro: MicroBatch, where: str) -> Iterator[None]:
-    try:
-        yield
-    except DataError as error:
-        ids = [int(micro.ids[row]) for row in error.sample_ids if row < micro.size]
-        raise DataError(f"{error.message} ({where}, samples {ids})", sample_ids=ids, remedy=error.remedy) from None
 
 
 class _Supervised:

@@ -85,7 +85,7 @@ def make_step(
         scale = state.scaler.scale
         update_unless(skipped, state.optimizer)
         buffers.restore_if(skipped)
-        state.scaler.update(skipped)
+        state.scaler.update(grad_norm)
         state.ema.update()
         state.step += 1
         state.num_samples += batch.size

@@ -39,6 +39,8 @@ def hf_model(*, architecture: str = "GPT2LMHeadModel", **config: Any) -> nn.Modu
     except Exception as error:  # whatever class it is that transformers refuses a value with: it varies by version
         remedy = f"see transformers.{config_class.__name__}"
         raise UsageError(f"{architecture} does not take these values: {error}", remedy=remedy) from error
+    if "use_cache" not in config and hasattr(model.config, "use_cache"):
+        model.config.use_cache = False  # keys and values of past tokens: training would keep and never read them
     return model
 
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -52,7 +53,7 @@ class StepBatch:
 
     @cached_property
     def tokens(self) -> int:
-        """Number of tokens: elements of the first integer tensor of two or more dimensions, else 0."""
+        """Number of tokens: elements of the first int32 or int64 tensor of two or more dimensions, else 0."""
         return sum(count_tokens(micro.data) for micro in self.micro)
 
     @property
@@ -62,9 +63,9 @@ class StepBatch:
 
 
 def count_tokens(data: Any) -> int:
-    """Elements of the first integer tensor with at least two dimensions in a batch, 0 when there is none."""
+    """Elements of the first int32 or int64 tensor with at least two dimensions in a batch, 0 when there is none."""
     if isinstance(data, Tensor):
-        integer = not (data.is_floating_point() or data.is_complex()) and data.dim() >= 2
+        integer = data.dim() >= 2 and data.dtype in (torch.int32, torch.int64)
         return data.numel() if integer else 0
     if isinstance(data, Mapping):
         data = tuple(data.values())

@@ -73,7 +73,8 @@ class SkipLedger:
         pending, self._pending = self._pending, []
         if not pending:
             return
-        flags = torch.stack([note.skipped for note in pending]).tolist()
+        on_cpu = pending[0].skipped.device.type == "cpu"
+        flags = [bool(n.skipped) for n in pending] if on_cpu else torch.stack([n.skipped for n in pending]).tolist()
         self.entries += [_entry(note) for note, skipped in zip(pending, flags, strict=True) if skipped]
 
     @property

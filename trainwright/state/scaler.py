@@ -35,8 +35,9 @@ class LossScaler:
         """Divides gradients by the scale, in place; the scale is a power of two, so this loses no bits."""
         torch._foreach_mul_(grads, self.scale.reciprocal())
 
-    def update(self, overflowed: Tensor) -> None:
-        """After a step. ``overflowed`` is a 0-d bool tensor: whether its gradients were non-finite."""
+    def update(self, grad_norm: Tensor) -> None:
+        """After a step, from the 0-d norm of its gradients: not finite means that the scale was too large."""
+        overflowed = ~torch.isfinite(grad_norm)
         clean = self.clean_steps + 1
         grown = self.scale * self.growth
         due = (clean >= self.interval) & torch.isfinite(grown)
@@ -61,7 +62,7 @@ class NoScaler:
 
     def unscale_(self, grads: list[Tensor]) -> None: ...
 
-    def update(self, overflowed: Tensor) -> None: ...
+    def update(self, grad_norm: Tensor) -> None: ...
 
     def state_dict(self) -> dict[str, Any]:
         return {}
