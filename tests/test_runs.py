@@ -127,7 +127,7 @@ def test_ctrl_c_in_the_demo(folder: Path) -> None:
     said, _ = running.communicate(timeout=120)
     assert running.returncode == 75, said
     assert "Traceback" not in said
-    assert "next     trainwright resume runs/demo " in said
+    assert "trainwright resume runs/demo " in said
     assert newest_valid(folder / "runs/demo/checkpoints")[0] is not None
 
 

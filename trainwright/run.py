@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -32,7 +33,7 @@ from trainwright.report.text import Ending, closing
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.provenance import provenance
 from trainwright.runlog.reader import read
-from trainwright.runlog.records import Ended, Evaluated, Step
+from trainwright.runlog.records import Ended
 from trainwright.state.checkpoint import checkpoints, newest_valid
 
 
@@ -163,7 +164,7 @@ def _kept(resume: RunFolder, say: Callable[[str], None]) -> Kept:
     path, broken = newest_valid(resume.checkpoints)
     for message in broken:
         say(f"stepped over: {message}")
-    anew = f"start it anew: trainwright train {shlex.quote(str(resume.recipe))}"
+    anew = f"start it anew: {_program()} train {shlex.quote(str(resume.recipe))}"
     if path is None:
         raise CheckpointError("\n".join([*broken, f"{resume.path} has no checkpoint that verifies"]), remedy=anew)
     try:
@@ -171,6 +172,16 @@ def _kept(resume: RunFolder, say: Callable[[str], None]) -> Kept:
         return Kept(plan["precision"], plan["threads"], path)
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(f"{resume.plan} cannot be read: {error}", remedy=anew) from None
+
+
+def _program() -> str:
+    """How this command line was called, so that what is printed can be pasted: a path unless it is on PATH."""
+    called = Path(sys.argv[0])
+    if called.name == "__main__.py":
+        return f"{shlex.quote(sys.executable)} -m trainwright"
+    if called.name != "trainwright" or shutil.which("trainwright") == str(called.absolute()):
+        return "trainwright"
+    return shlex.quote(str(called))
 
 
 def _every(interval: Interval) -> Every:
@@ -194,29 +205,19 @@ def _ended(outcome: Outcome, evaluation: Evaluation | None, logbook: Logbook) ->
 def _closed(job: Job, folder: RunFolder, outcome: Outcome, ended: Ended, saving: Saving, progress: Progress) -> Result:
     """Says the closing words, all from the log, and gives the result."""
     progress.close()
-    log = read(folder.log).records
-    evaluated = next((r for r in reversed(log) if isinstance(r, Evaluated)), None)
-    where, until = shlex.quote(str(folder.path)), job.recipe.until
-    live = job.recipe.model.use.startswith(f"{LIVE}:")
-    again = f"tw.fit(..., resume={str(folder.path)!r})" if live else f"trainwright resume {where}"
-    if not checkpoints(folder.checkpoints):
-        again = f"trainwright train {shlex.quote(str(folder.recipe))}"
-    longer = f"{again} --set until={Duration(until.value * 2, until.unit)}"
-    stopped = outcome.ending == "stopped"
     saved = saving.last is not None and saving.last.name == f"step-{outcome.step:08d}"
+    live, until = job.recipe.model.use.startswith(f"{LIVE}:"), job.recipe.until
     ending = Ending(
         ended,
         folder.path,
-        next((r for r in reversed(log) if isinstance(r, Step)), None),
-        evaluated,
+        read(folder.log).records,
         saved=saved,
         marks=job.marks,
-        next_command=again if stopped or live or not saved else longer,
-        next_why="goes on from the newest checkpoint" if stopped or not saved else "trains it further",
+        again=f"tw.fit(..., resume={str(folder.path)!r})" if live else _again(folder),
+        longer="" if live else f"--set until={Duration(until.value * 2, until.unit)}",
     )
     for line in closing(ending):
         progress.say(line)
-    metrics = dict(evaluated.metrics) if evaluated else {}
     return Result(
         folder.path,
         ended.ending,
@@ -226,5 +227,12 @@ def _closed(job: Job, folder: RunFolder, outcome: Outcome, ended: Ended, saving:
         ended.val_loss,
         ended.skipped,
         (outcome.stop.exit_code if outcome.stop else 0) if saved else 1,
-        metrics,
+        dict(ending.evaluated.metrics) if ending.evaluated else {},
     )
+
+
+def _again(folder: RunFolder) -> str:
+    """The command that goes on with a run, or begins it anew where nothing could be saved."""
+    if checkpoints(folder.checkpoints):
+        return f"{_program()} resume {shlex.quote(str(folder.path))}"
+    return f"{_program()} train {shlex.quote(str(folder.recipe))}"

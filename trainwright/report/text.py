@@ -3,34 +3,48 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainwright.runlog.records import Ended, Evaluated, Step
+from trainwright.runlog.records import Ended, Evaluated, Record, Step
 
 
 @dataclass(frozen=True)
 class Ending:
-    """What the closing words are made from. ``waited`` is the share of the training time spent on data."""
+    """What the closing words are made from. ``again`` is the command that goes on with the run.
+
+    ``longer`` is what doubles its length, appended to ``again``; ``saved`` whether the last state is on disk.
+    """
 
     ended: Ended
     run: Path
-    last_step: Step | None
-    evaluated: Evaluated | None
+    records: Sequence[Record]
     saved: bool
     marks: Mapping[str, float]
-    next_command: str
-    next_why: str
+    again: str
+    longer: str
+
+    @property
+    def last_step(self) -> Step | None:
+        return next((record for record in reversed(self.records) if isinstance(record, Step)), None)
+
+    @property
+    def evaluated(self) -> Evaluated | None:
+        return next((record for record in reversed(self.records) if isinstance(record, Evaluated)), None)
 
 
 def closing(ending: Ending) -> list[str]:
     """Lines to print: the verdict, then exactly three lines (run, reached, next)."""
+    goes_on = ending.ended.ending == "stopped" or not ending.saved or not ending.longer
+    step = f"{ending.again}   # goes on from the newest checkpoint"
+    if not goes_on:
+        step = f"{ending.again} {ending.longer}   # trains it further"
     return [
         f"verdict: {verdict(ending)}",
         f"run      {ending.run}",
         f"reached  {reached(ending)}",
-        f"next     {ending.next_command}   # {ending.next_why}",
+        f"next     {step}",
     ]
 
 
