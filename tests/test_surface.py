@@ -11,7 +11,7 @@ import pytest
 import trainwright as tw
 
 NAMES = """
-Cursor Ema Loss LossScaler MicroBatch Observer Outcome Precision Probe Recipe Result StepBatch StepBatches StepResult
+Cursor Ema Loading Loss LossScaler MicroBatch Observer Outcome Precision Probe Recipe Result StepBatch StepBatches StepResult
 Stop TrainState TrainwrightError __version__ evaluate fit for_seconds for_steps load lr_range make_clip make_optimizer
 make_schedule make_step steps train
 """
@@ -83,3 +83,19 @@ def test_the_tree_in_the_readme_has_every_file() -> None:
     rooms = {f"{path.parent.name}/" for path in root.rglob("__init__.py")} - {"trainwright/"}
     files = {path.name for path in root.rglob("*.py")} | rooms
     assert listed == files, "the README draws the house as it stands"
+
+
+def test_the_first_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    readme = (Path(tw.__file__).parent.parent / "README.md").read_text()
+    code = readme.split("```python\n")[1].split("```")[0]
+    names: dict[str, object] = {}
+    exec(code, names)
+    result = names["result"]
+    assert isinstance(result, tw.Result) and result.ending == "finished" and result.run.is_dir()
+
+
+def test_every_verb_is_in_the_readme() -> None:
+    readme = (Path(tw.__file__).parent.parent / "README.md").read_text()
+    for verb in VERBS.split():
+        assert f"`{verb}" in readme, verb

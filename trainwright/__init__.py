@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Cursor": "trainwright.state.cursor",
     "Ema": "trainwright.state.ema",
+    "Loading": "trainwright.build.data",
     "Loss": "trainwright.engine.loss",
     "LossScaler": "trainwright.state.scaler",
     "MicroBatch": "trainwright.state.cursor",
@@ -42,6 +43,7 @@ _HOME = {
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
+    from trainwright.build.data import Loading as Loading
     from trainwright.build.data import StepBatches as StepBatches
     from trainwright.build.optim.choose import make_optimizer as make_optimizer
     from trainwright.build.schedule import make_schedule as make_schedule
