@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import yaml
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -128,3 +130,180 @@ def test_a_stream_is_read_only_once() -> None:
     stream = OneShot()
     result = tw.fit(net(), stream, nn.CrossEntropyLoss(), until="1000steps", batch=16, quiet=True)
     assert (result.ending, result.step, stream.given) == ("data_exhausted", 5, 80)
+
+
+def test_a_rehearsal_leaves_no_trace_in_a_buffer_that_is_put_anew() -> None:
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mu", torch.zeros(20))
+            self.fc = nn.Linear(20, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training:
+                self.mu = 0.9 * self.mu + 0.1 * x.mean(0)
+            return self.fc(x)  # type: ignore[no-any-return]
+
+    model, (x, y) = Mean(), data(64)
+    tw.fit(model, (x, y), nn.CrossEntropyLoss(), until="2steps", batch=64, quiet=True)
+    torch.testing.assert_close(model.mu, 0.19 * x.mean(0))
+
+
+def test_an_evaluation_on_the_same_dataset_leaves_its_epoch_alone() -> None:
+    class Epochal(torch.utils.data.Dataset[Any]):
+        epoch = -1
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, index: int) -> Any:
+            x, y = data(64)
+            return x[index] + self.epoch, y[index]
+
+    def weights(val: bool) -> torch.Tensor:
+        model, dataset = net(), Epochal()
+        settings = {"evaluation.every": "12steps"}
+        tw.fit(
+            model,
+            dataset,
+            nn.CrossEntropyLoss(),
+            val=dataset if val else None,
+            until="24steps",
+            batch=8,
+            settings=settings,
+            quiet=True,
+        )
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    assert torch.equal(weights(val=True), weights(val=False))
+
+
+def test_what_torch_was_set_to_comes_back() -> None:
+    torch.set_float32_matmul_precision("high")
+    try:
+        tw.fit(net(), data(), nn.CrossEntropyLoss(), until="2steps", quiet=True)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def asked(**keys: Any) -> dict[str, Any]:
+    result = tw.fit(net(), data(), nn.CrossEntropyLoss(), until="1steps", quiet=True, **keys)
+    recipe: dict[str, Any] = yaml.safe_load((result.run / "recipe.yaml").read_text())
+    return recipe
+
+
+def test_no_setting_is_lost_whatever_its_form() -> None:
+    for keys in (
+        {"lr": 0.123, "settings": {"optimizer": "sgd"}},
+        {"settings": {"optimizer": "sgd", "optimizer.lr": 0.123}},
+        {"settings": {"optimizer.lr": 0.123, "optimizer": "sgd"}},
+        {"settings": {"optimizer": {"use": "sgd", "lr": 0.123}}},
+        {"settings": {"optimizer": {"lr": 0.123, "args": {"momentum": 0.5}}}, "optimizer": "sgd"},
+    ):
+        optimizer = asked(**keys)["optimizer"]
+        assert (optimizer["use"], optimizer["lr"]) == ("sgd", 0.123)
+    assert optimizer["args"] == {"momentum": 0.5}
+    assert asked(settings={"data": {"shuffle": False}})["data"]["train"]["use"] == "live:TensorDataset"
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"settings": {"until.x": 1}}, "until is given twice"),
+        ({"settings": {"schedule.warmup.x": 1}}, "warmup"),
+        ({"settings": {"batch": 64, "batch.micro": 8}}, "holds no keys"),
+        ({"settings": {7: 1}}, "not a path"),
+        ({"settings": {"model.args": {"width": 8}}}, "model itself"),
+        ({"settings": {"model": {"args": {"width": 8}}}}, "model itself"),
+        ({"settings": {"model": "gpt"}}, "model itself"),
+        ({"settings": {"loss.args.x": 8}}, "loss itself"),
+        ({"settings": {"data.val": "digits"}}, "val itself"),
+        ({"settings": {"data.train.args": {}}}, "train itself"),
+        ({"settings": {"optimizer.lr": 0.1}, "lr": 0.2}, "given twice"),
+        ({"settings": [1]}, "mapping"),
+        ({"settings": {"optimizer.use": "torch.optim:LBFGS"}}, "closure"),
+    ],
+)
+def test_a_setting_that_cannot_be(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        asked(**keys)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [(None, "NoneType"), ("cross_entropy", "'cross_entropy'"), (nn.CrossEntropyLoss, r"write CrossEntropyLoss\(\)")],
+)
+def test_a_loss_that_is_no_function(loss: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        tw.fit(net(), data(), loss, quiet=True)
+
+
+@pytest.mark.parametrize("weight", [torch.ones(3), -1.0, torch.tensor(-2.0), None, "4"])
+def test_a_weight_that_is_none(weight: Any) -> None:
+    def loss(model: nn.Module, batch: Any) -> tw.Loss:
+        return tw.Loss(model(batch[0]).sum(), weight)
+
+    with pytest.raises(UsageError, match="weight of a Loss must be one number"):
+        tw.fit(net(), data(), loss, until="1steps", quiet=True)
+
+
+def test_metrics_may_be_numbers() -> None:
+    def loss(model: nn.Module, batch: Any) -> tw.Loss:
+        x, y = batch
+        total = nn.functional.cross_entropy(model(x), y, reduction="sum")
+        return tw.Loss(total, len(y), {"half": len(y) / 2, "one": torch.tensor([float(len(y))]), "each": True})
+
+    result = tw.fit(net(), data(), loss, val=data(40), until="2steps", batch=8, accumulation=2, quiet=True)
+    assert (result.metrics["half"], result.metrics["one"]) == (0.5, 1.0)
+    with pytest.raises(UsageError, match="metric 'hits'"):
+        tw.fit(net(), data(), lambda model, batch: tw.Loss(model(batch[0]).sum(), 1, {"hits": torch.ones(2)}))
+
+
+def test_weights_without_values() -> None:
+    with pytest.raises(UsageError, match=r"lazy module(.|\n)*model\(x"):
+        tw.fit(nn.Sequential(nn.LazyLinear(3)), data(), nn.CrossEntropyLoss(), quiet=True)
+    with pytest.raises(UsageError, match=r"meta device(.|\n)*to_empty"):
+        tw.fit(nn.Linear(20, 3, device="meta"), data(), nn.CrossEntropyLoss(), quiet=True)
+
+
+def test_sparse_gradients_are_named() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3))
+    ids = torch.zeros(16, 2, dtype=torch.int64)
+    with pytest.raises(UsageError, match="sparse=True"):
+        tw.fit(model, (ids, ids[:, 0]), nn.CrossEntropyLoss(), optimizer="sgd", until="1steps", quiet=True)
+
+
+def test_numpy_arrays_are_tensors() -> None:
+    def losses(x: Any, y: Any) -> float | None:
+        return tw.fit(net(), (x, y), nn.CrossEntropyLoss(), until="3steps", precision="fp32", quiet=True).loss
+
+    x, y = data()
+    frozen = x.numpy().copy()
+    frozen.setflags(write=False)
+    assert losses(x, y) == losses(x.numpy(), y.numpy()) == losses(frozen, y) == losses(x.numpy()[::-1][::-1], y)
+    with pytest.raises(UsageError, match="cannot be a tensor"):
+        losses(x, np.array(["a"] * len(x)))
+    with pytest.raises(UsageError, match="different lengths"):
+        losses(x.numpy(), y.numpy()[:-1])
+
+
+def test_a_validation_loader_says_its_batch_unless_settings_do() -> None:
+    val = DataLoader(TensorDataset(*data(40)), batch_size=20)
+    assert asked(val=val)["evaluation"]["batch"] == 20
+    assert asked(val=val, settings={"evaluation.batch": 5})["evaluation"]["batch"] == 5
+    assert asked(val=data(40))["evaluation"]["batch"] is None
+
+
+def test_an_observer_that_returns_something_else() -> None:
+    class Chatty:
+        def observe(self, result: tw.StepResult, state: tw.TrainState) -> Any:
+            return False
+
+        def close(self) -> None: ...
+
+    with pytest.raises(UsageError, match=r"Chatty.observe returned False(.|\n)*tw.Stop"):
+        asked(observers=[Chatty()])

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from trainwright.cli import app
 from trainwright.demo import recipe_folder
 from trainwright.runlog.reader import read
-from trainwright.runlog.records import Ended, Evaluated, Saved, Started, Step
+from trainwright.runlog.records import Ended, Evaluated, Saved, Skipped, Started, Step
 from trainwright.state.checkpoint import checkpoints, newest_valid
 
 SLOWLY = """\
@@ -60,11 +60,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
+def start(*arguments: str, cwd: Path, group: bool = False) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "trainwright", *arguments]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=cwd, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=env)
+    return subprocess.Popen(
+        command, cwd=cwd, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=group
+    )
 
 
 def wait_for_step(log: Path, step: int, *, patience_s: float = 120.0) -> None:
@@ -117,6 +119,75 @@ def test_sigterm_saves_and_the_resumed_run_has_the_same_bits(folder: Path, worke
     straight = load_file(folder / "runs/straight/checkpoints/step-00000060/model.safetensors")
     halves = load_file(folder / "runs/halves/checkpoints/step-00000060/model.safetensors")
     assert {k: v.numpy().tobytes() for k, v in straight.items()} == {k: v.numpy().tobytes() for k, v in halves.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_reaches_the_whole_group_and_workers_do_not_die_of_it(folder: Path, number: signal.Signals) -> None:
+    settings = ["data.workers=2", "checkpoint.every=null", "until=5000steps"]
+    options = [option for each in settings for option in ("--set", each)]
+    running = start("train", "slow.yaml", *options, cwd=folder, group=True)
+    wait_for_step(folder / "runs/slow/log.jsonl", 10)
+    os.killpg(running.pid, number)
+    said, _ = running.communicate(timeout=120)
+    assert running.returncode == 75, said
+    assert newest_valid(folder / "runs/slow/checkpoints")[0] is not None
+
+
+def test_a_resume_keeps_what_it_was_told(folder: Path) -> None:
+    assert invoke("train", "slow.yaml", "--set", "until=20steps", "--set", "schedule=constant")[0] == 0
+    code, said = invoke("resume", "runs/slow", "--set", "until=30steps", "--set", "optimizer.lr=1e-5")
+    assert code == 0, said
+    steps = [r for r in read(folder / "runs/slow/log.jsonl").records if isinstance(r, Step)]
+    assert [r.lr for r in steps if r.step > 20] == [1e-5] * 2
+    assert "until: 30steps" in (folder / "runs/slow/recipe.yaml").read_text()
+    assert "until: 20steps" in (folder / "runs/slow/recipe-before-step-00000020.yaml").read_text()
+    code, said = invoke("resume", "runs/slow")
+    assert code == 2 and "30 steps" in said and "--set until=60steps" in said
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("optimizer.use=sgd", "AdamW, not of SGD"),
+        ("precision=fp16", "keeps its precision"),
+        ("model.args.sizes=[12, 9, 3]", "does not fit"),
+    ],
+)
+def test_a_resume_that_cannot_be(folder: Path, setting: str, said: str) -> None:
+    assert invoke("train", "slow.yaml", "--set", "until=10steps", "--set", "precision=fp32")[0] == 0
+    recipe = folder / "runs/slow/recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("precision: fp32", "precision: auto"))
+    code, output = invoke("resume", "runs/slow", "--set", "until=20steps", "--set", setting)
+    assert code in (1, 2) and said in output and "remedy" in output
+
+
+def test_a_damaged_newest_checkpoint_does_not_push_good_ones_out(folder: Path) -> None:
+    assert invoke("train", "slow.yaml", "--set", "until=40steps")[0] == 0
+    with (folder / "runs/slow/checkpoints/step-00000040/rest.safetensors").open("ab") as file:
+        file.write(b"x")
+    options = ["--set", "checkpoint.keep=1", "--set", "checkpoint.every=2steps", "--set", "until=30steps"]
+    assert invoke("resume", "runs/slow", *options)[0] == 0
+    newest, _ = newest_valid(folder / "runs/slow/checkpoints")
+    assert newest is not None and newest.name == "step-00000030"
+
+
+def test_skipped_steps_are_logged_once_over_a_resume(folder: Path) -> None:
+    (folder / "slowly.py").write_text(
+        SLOWLY.replace("return x.float()", "x[0] = float('nan') if index == 5 else x[0]; return x.float()")
+    )
+    sys.modules.pop("slowly", None)
+    assert invoke("train", "slow.yaml", "--set", "until=24steps")[0] == 0
+    assert invoke("resume", "runs/slow", "--set", "until=36steps")[0] == 0
+    skipped = [r for r in read(folder / "runs/slow/log.jsonl").records if isinstance(r, Skipped)]
+    assert len(skipped) == 3 and len({r.step for r in skipped}) == 3
+    assert all(5 in r.sample_ids for r in skipped)
+
+
+def test_a_reader_that_goes_away_ends_no_training(folder: Path) -> None:
+    command = f"{sys.executable} -m trainwright train slow.yaml --set until=10steps | head -1"
+    subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, check=True)
+    assert isinstance(read(folder / "runs/slow/log.jsonl").records[-1], Ended)
 
 
 @pytest.mark.slow

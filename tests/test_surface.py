@@ -11,9 +11,9 @@ import pytest
 import trainwright as tw
 
 NAMES = """
-Cursor Ema Loading Loss LossScaler MicroBatch Observer Outcome Precision Probe Recipe Result StepBatch StepBatches StepResult
-Stop TrainState TrainwrightError __version__ evaluate fit for_seconds for_steps load lr_range make_clip make_optimizer
-make_schedule make_step steps train
+Cursor Ema Loading Loss LossScaler MicroBatch Observer Outcome Precision Probe Recipe Result StepBatch
+StepBatches StepResult Stop TrainState TrainwrightError __version__ evaluate fit for_seconds for_steps load
+lr_range make_clip make_optimizer make_schedule make_step steps train
 """
 VERBS = "demo env lr-range resume schema train version"
 

@@ -49,7 +49,7 @@ def verb(name: str | None = None) -> Callable[[Callable[P, None]], Callable[P, N
             except TrainwrightError as error:
                 raise typer.Exit(_fail(str(error), error.exit_code)) from None
             except KeyboardInterrupt:
-                code = _fail("interrupted; the newest checkpoint of the run is intact", 130)
+                code = _fail("interrupted; what was committed before is intact", 130)
                 raise typer.Exit(code) from None
             except Exception as error:
                 raise typer.Exit(_fail(_unforeseen(error), 1)) from None
@@ -182,7 +182,8 @@ def _unforeseen(error: Exception) -> str:
     ours = Path(__file__).parent
     theirs = [frame for frame in files if ours not in Path(frame.filename).parents] or files
     at = f"\n  at {theirs[-1].filename}:{theirs[-1].lineno}: {theirs[-1].line}" if theirs else ""
-    return f"{type(error).__name__}: {error}{at}\n  remedy: look at that line (error.txt in the run folder has it all)"
+    said = f"{type(error).__name__}: {error}{at}"
+    return f"{said}\n  remedy: look at that line (error.txt of a run that began has it all)"
 
 
 if __name__ == "__main__":

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from trainwright.build.assemble import LIVE, Parts, prepare
 from trainwright.build.data import Unwrapped, unwrap
+from trainwright.engine.loss import require_callable
 from trainwright.errors import UsageError
 from trainwright.recipe import from_mapping
 from trainwright.run import Result, train
@@ -33,26 +36,27 @@ def fit(
 ) -> Result:
     """Trains ``model`` in place and writes a run folder.
 
-    ``data`` and ``val`` are datasets, DataLoaders, or tuples of tensors of one length; a DataLoader's batch
-    size, shuffling, workers and collate function are taken over. ``loss`` is ``loss(output, target)``, such as
-    ``nn.CrossEntropyLoss()``, or ``loss(model, batch)`` (its first parameter is named ``model``) that returns a
-    mean, or a ``tw.Loss(total, weight)`` for exact weighting.
+    ``data`` and ``val`` are datasets, DataLoaders, or tuples of tensors (or NumPy arrays) of one length; a
+    DataLoader's batch size, shuffling, workers and collate function are taken over; that of ``val`` says
+    ``evaluation.batch``. ``loss`` is ``loss(output, target)``, such as ``nn.CrossEntropyLoss()``, or
+    ``loss(model, batch)`` (its first parameter is named ``model``) that returns a mean, or a
+    ``tw.Loss(total, weight)`` for exact weighting.
 
     ``short`` are the settings most asked for: ``until`` ("5ep", "1000steps", "60s"), ``lr``, ``batch``,
     ``accumulation``, ``optimizer``, ``schedule``, ``warmup``, ``precision``, ``seed``, ``name``, ``quiet``.
-    ``settings`` takes any path of a recipe: ``{"optimizer.clip.at": 0.5}``. ``resume`` is the folder of an
-    earlier run of the same call.
+    ``settings`` takes any path of a recipe: ``{"optimizer.clip.at": 0.5}``, or nested mappings of them.
+    ``resume`` is the folder of an earlier run of the same call.
 
     Raises UsageError or RecipeError for what cannot be, each with its remedy.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"fit: the model is a {type(model).__name__}", remedy="give an nn.Module")
+    _require_ready(model)
+    require_callable(loss)
     quiet = bool(short.pop("quiet", False))
     train_data, val_data = unwrap(data), None if val is None else unwrap(val)
     mapping = _described(model, train_data, val_data, loss)
-    for path, value in {**_paths(short), **(settings or {})}.items():
-        _put(mapping, path, value)
-    loaded = from_mapping(mapping, name="tw.fit")
+    loaded = from_mapping(mapping, overrides=_asked({} if settings is None else settings, _paths(short)), name="tw.fit")
     device = choose_device(loaded.recipe.device)
     parts = prepare(Parts(model, train_data, val_data, loss), loaded, device)
     folder = None if resume is None else RunFolder.open(resume)
@@ -89,6 +93,53 @@ def _paths(short: Mapping[str, Any]) -> dict[str, Any]:
     return {_SHORT[name]: value for name, value in short.items()}
 
 
+_LIVE = (("model",), ("loss",), ("data", "train"), ("data", "val"))
+
+
+def _asked(settings: Mapping[str, Any], short: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Paths and values, a whole section before its keys; raises UsageError for what fit was handed already."""
+    if not isinstance(settings, Mapping):
+        raise UsageError(
+            f"settings is a {type(settings).__name__}", remedy="give a mapping: settings={'optimizer.clip.at': 0.5}"
+        )
+    asked = sorted(_flat(settings), key=lambda each: str(each[0]).count("."))
+    for path, _ in asked:
+        keys = tuple(str(path).split("."))
+        for twice in short:
+            if keys[: len(under := twice.split("."))] == tuple(under):
+                name = next(name for name, known in _SHORT.items() if known == twice)
+                raise UsageError(f"{twice} is given twice: as {name}= and in settings", remedy="keep one of them")
+        for root in _LIVE:
+            if keys[: len(root)] == root and (keys == root or keys[len(root)] in ("use", "args")):
+                raise UsageError(
+                    f"settings has {path}, but fit was handed the {root[-1]} itself",
+                    remedy=f"leave {path} out and make the object that you hand over with what it needs",
+                )
+    return [*asked, *short.items()]
+
+
+def _flat(settings: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    """Nested mappings as dotted paths, down to ``args``, which is a value of its own."""
+    for path, value in settings.items():
+        inner = isinstance(path, str) and path.rpartition(".")[2] != "args" and isinstance(value, Mapping)
+        yield from _flat({f"{path}.{key}": each for key, each in value.items()}) if inner else [(path, value)]
+
+
+def _require_ready(model: nn.Module) -> None:
+    """Raises UsageError for weights that have no shape or no memory yet."""
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise UsageError(
+                f"fit: {name} of the model has no shape yet (a lazy module)",
+                remedy="call the model once on one batch before fit: model(x[:2])",
+            )
+        if tensor.is_meta:
+            raise UsageError(
+                f"fit: {name} of the model is on the meta device and has no values",
+                remedy="build the model outside torch.device('meta'), or model.to_empty(device='cpu') and fill it",
+            )
+
+
 def _described(model: nn.Module, data: Unwrapped, val: Unwrapped | None, loss: Callable[..., Any]) -> dict[str, Any]:
     """A recipe for what was handed over, and what a DataLoader says; such a run resumes from Python only."""
     said = {"shuffle": data.shuffle, "drop_last": data.drop_last, "workers": data.workers}
@@ -97,16 +148,16 @@ def _described(model: nn.Module, data: Unwrapped, val: Unwrapped | None, loss: C
     if val is not None:
         named["val"] = {"use": _name(val.dataset)}
     batch = {} if data.batch_size is None else {"size": data.batch_size}
-    return {"model": {"use": _name(model)}, "data": named, "loss": {"use": _name(loss)}, "batch": batch}
+    evaluation = {} if val is None or val.batch_size is None else {"batch": val.batch_size}
+    return {
+        "model": {"use": _name(model)},
+        "data": named,
+        "loss": {"use": _name(loss)},
+        "batch": batch,
+        "evaluation": evaluation,
+    }
 
 
 def _name(thing: Any) -> str:
     name = getattr(thing, "__name__", type(thing).__name__)
     return f"{LIVE}:{name if name.isidentifier() else type(thing).__name__}"
-
-
-def _put(mapping: dict[str, Any], path: str, value: Any) -> None:
-    *parents, last = path.split(".")
-    for parent in parents:
-        mapping = mapping.setdefault(parent, {})
-    mapping[last] = value

@@ -23,10 +23,11 @@ from trainwright.build.assemble import (
 from trainwright.engine.clip import make_clip
 from trainwright.engine.precision import Precision, PrecisionName
 from trainwright.engine.rehearse import Mode, rehearse
-from trainwright.engine.step import StepFn, make_step
-from trainwright.errors import DataError
+from trainwright.engine.step import Schedule, StepFn, make_step
+from trainwright.errors import DataError, Problem, RecipeError
+from trainwright.observe.sinks import require_sinks
 from trainwright.plan.machine import Machine, read_machine
-from trainwright.plan.make import Facts, Note, Plan, candidates, make_plan, with_rehearsal
+from trainwright.plan.make import Facts, Note, Plan, candidates, choose_precision, make_plan, with_rehearsal
 from trainwright.plan.memory import memory_bytes
 from trainwright.recipe import Loaded, Recipe
 from trainwright.state.checkpoint import load_checkpoint
@@ -47,6 +48,7 @@ class Job:
     device: torch.device
     machine: Machine
     batches: Iterator[StepBatch]
+    schedule: Schedule
 
     @property
     def recipe(self) -> Recipe:
@@ -87,20 +89,30 @@ def prepare(loaded: Loaded, parts: Parts | None = None, *, kept: Kept | None = N
     facts = gather_facts(parts, device, device_name(device, machine), low_precision(device, machine), threads)
     with at_recipe(loaded, ""):
         plan = make_plan(recipe, facts)
-    state = build_state(parts, loaded, plan)
+    state, schedule = build_state(parts, loaded, plan), build_schedule(loaded, plan)
+    require_sinks(recipe.log.sinks)
     seed_all(recipe.seed)  # training draws the same numbers whatever was done to get here
     if kept:
+        _require_same_precision(loaded, facts, kept)
         state.scaler = Precision(kept.precision, device.type).scaler(device)
         load_checkpoint(state, kept.checkpoint)
     batches = iter(training_batches(parts, build_loading(parts, recipe, plan, device), state.data))
     first = next(batches, None)
     if first is None:
         raise DataError("the training data gave no batch", remedy="check that it is not empty or used up")
-    job = Job(loaded, parts, plan, state, device, machine, chain([first], batches))
+    job = Job(loaded, parts, plan, state, device, machine, chain([first], batches), schedule)
     job.plan = _rehearsed(job, facts, first, kept.precision if kept else recipe.precision)
     if not kept:
         state.scaler = job.precision.scaler(device)
     return job
+
+
+def _require_same_precision(loaded: Loaded, facts: Facts, kept: Kept) -> None:
+    asked = loaded.recipe.precision
+    if asked != "auto" and choose_precision(asked, facts.device, facts.low_precision, {})[0] != kept.precision:
+        rule = f"the first part of the run computed in {kept.precision}, and a run keeps its precision"
+        where = loaded.source.where("precision")
+        raise RecipeError(Problem("precision", rule, got=asked, remedy="leave it out, or start anew", where=where))
 
 
 def _rehearsed(job: Job, facts: Facts, first: StepBatch, asked: str) -> Plan:
@@ -134,5 +146,4 @@ def make_advance(job: Job) -> StepFn:
     clip = job.recipe.optimizer.clip
     job.precision.set_matmul_mode()
     torch.set_num_threads(job.plan.threads)
-    schedule = build_schedule(job.loaded, job.plan)
-    return make_step(job.parts.loss, schedule=schedule, precision=job.precision, clip=make_clip(clip.by, clip.at))
+    return make_step(job.parts.loss, schedule=job.schedule, precision=job.precision, clip=make_clip(clip.by, clip.at))

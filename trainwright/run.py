@@ -7,7 +7,8 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from rich.console import Console
 from trainwright import __version__
 from trainwright.build.assemble import LIVE, Parts, build_loading, validation_batches
 from trainwright.data.fingerprint import fingerprint
-from trainwright.engine.loop import NEVER, Observer, Outcome, for_seconds, for_steps, run
+from trainwright.engine.loop import NEVER, Observer, Outcome, Until, for_seconds, for_steps, run
 from trainwright.errors import CheckpointError, UsageError
 from trainwright.job import Job, Kept, make_advance, prepare
 from trainwright.observe.cadence import Every
@@ -28,18 +29,22 @@ from trainwright.observe.progress import Progress
 from trainwright.observe.signals import Signals
 from trainwright.plan.duration import Interval
 from trainwright.plan.explain import preflight
+from trainwright.plan.make import Plan
 from trainwright.recipe import Duration, Loaded, dump
 from trainwright.report.text import Ending, closing
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.provenance import provenance
-from trainwright.runlog.reader import read
 from trainwright.runlog.records import Ended
 from trainwright.state.checkpoint import checkpoints, newest_valid
+from trainwright.state.train_state import TrainState
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended. ``exit_code``: 0, 75 when it was asked to stop and is saved, 1 when its end is not saved."""
+    """How a run ended. ``exit_code``: 0, 75 when it was asked to stop and is saved, 1 when its end is not saved.
+
+    ``state`` is the live state, the average of the weights (``state.ema``) included.
+    """
 
     run: Path
     ending: str
@@ -50,6 +55,7 @@ class Result:
     skipped: int
     exit_code: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
+    state: TrainState | None = None
 
     def to_json(self) -> dict[str, Any]:
         """What ``--json`` prints."""
@@ -75,33 +81,54 @@ def train(
     ``parts`` are live objects instead of what the recipe names. Raises a TrainwrightError for whatever is the
     user's to mend.
     """
-    threads = torch.get_num_threads()
     said: list[str] = []
-    kept = _kept(resume, said.append) if resume else None
-    job = prepare(loaded, parts, kept=kept)
-    folder = resume or _new_folder(job)
-    progress = Progress(console or Console(), marks=job.marks, quiet=quiet)
-    try:
+    progress = Progress(console or Console(), quiet=quiet)
+    signals = Signals(progress.say)
+    with process_settings(), ExitStack() as closing_down:
+        closing_down.callback(progress.close)
+        closing_down.callback(signals.close)
+        signals.listen()
+        kept = _kept(resume, said.append) if resume else None
+        job = prepare(loaded, parts, kept=kept)
+        progress.marks = job.marks
+        folder = _continued(resume, job) if resume else _new_folder(job)
         if kept:
             said.append(f"resumed from {kept.checkpoint} at step {job.state.step}")
         for line in [*said, *preflight(job.plan)]:
             progress.say(line)
-        return _run(job, folder, progress, kept.checkpoint if kept else None, extras)
+        return _run(job, folder, progress, signals, kept.checkpoint if kept else None, extras)
+
+
+@contextmanager
+def process_settings() -> Iterator[None]:
+    """Torch's process-wide settings that a run changes are put back after it."""
+    threads, matmul = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    tf32, deterministic = torch.backends.cudnn.allow_tf32, torch.are_deterministic_algorithms_enabled()
+    try:
+        yield
     finally:
-        progress.close()
         torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(matmul)
+        torch.backends.cudnn.allow_tf32 = tf32
+        torch.use_deterministic_algorithms(deterministic)
 
 
-def _run(job: Job, folder: RunFolder, progress: Progress, restored: Path | None, extras: Sequence[Extra]) -> Result:
+def _run(
+    job: Job,
+    folder: RunFolder,
+    progress: Progress,
+    signals: Signals,
+    restored: Path | None,
+    extras: Sequence[Extra],
+) -> Result:
     recipe, plan, state = job.recipe, job.plan, job.state
     loading = build_loading(job.parts, recipe, plan, job.device)
-    signals = Signals(progress.say)
     logbook = Logbook(
         folder,
-        _every(plan.log_every),
+        _every(plan.log_every, state),
         sinks=recipe.log.sinks,
         config=recipe.model_dump(mode="json"),
-        from_step=state.step,
+        state=state,
         gpu_indices=[gpu.index for gpu in job.machine.gpus] if job.device.type == "cuda" else [],
         warn=progress.say,
     )
@@ -109,7 +136,7 @@ def _run(job: Job, folder: RunFolder, progress: Progress, restored: Path | None,
         logbook.start(__version__, restored)
         saving = Saving(
             folder.checkpoints,
-            _every(plan.save_every) if plan.save_every else None,
+            _every(plan.save_every, state) if plan.save_every else None,
             keep=recipe.checkpoint.keep,
             recorded=logbook.recorder.saved,
             warn=progress.say,
@@ -121,26 +148,25 @@ def _run(job: Job, folder: RunFolder, progress: Progress, restored: Path | None,
             else Evaluation(
                 validation,
                 job.parts.loss,
-                _every(plan.evaluate_every),
+                _every(plan.evaluate_every, state),
                 precision=job.precision,
                 told=(logbook.recorder, progress),
             )
         )
         extra = [make(job, folder, progress) for make in extras]
         advance = make_advance(job)
-        signals.listen()
         outcome = run(
             state,
             job.batches,
             advance,
-            until=for_steps(plan.extent.steps) if plan.extent.steps else for_seconds(plan.extent.seconds or 0.0),
+            until=_until(plan),
             observers=(logbook.recorder, logbook.telemetry, progress, *extra, signals),
             evaluation=evaluation or NEVER,
             saving=saving,
         )
         logbook.recorder.tell_skipped(state)
         logbook.ended = _ended(outcome, evaluation, logbook)
-    return _closed(job, folder, outcome, logbook.ended, saving, progress)
+    return _closed(job, folder, outcome, logbook, saving.last, progress)
 
 
 def _new_folder(job: Job) -> RunFolder:
@@ -157,6 +183,31 @@ def _new_folder(job: Job) -> RunFolder:
     )
     folder.write_json("provenance.json", papers)
     return folder
+
+
+def _continued(folder: RunFolder, job: Job) -> RunFolder:
+    """The same folder with the recipe and plan that hold from here on; earlier ones are kept beside them.
+
+    Raises UsageError when nothing is left to do.
+    """
+    if _until(job.plan)(job.state) >= 1.0:
+        done, until = f"{job.state.step:,} steps in {job.state.elapsed_s:.4g} s", job.recipe.until
+        longer = f"--set until={_doubled(until)}"
+        raise UsageError(f"the run has done what it was asked for ({done}, until: {until})", remedy=f"add {longer}")
+    before, now = folder.recipe.read_text(encoding="utf-8"), dump(job.recipe)
+    if before != now:
+        folder.write_text(f"recipe-before-step-{job.state.step:08d}.yaml", before)
+        folder.write_text("recipe.yaml", now)
+        folder.write_json("plan.json", job.plan.to_json())
+    return folder
+
+
+def _until(plan: Plan) -> Until:
+    return for_steps(plan.extent.steps) if plan.extent.steps else for_seconds(plan.extent.seconds or 0.0)
+
+
+def _doubled(until: Duration) -> Duration:
+    return Duration(min(until.value * 2, 2.0**53), until.unit)
 
 
 def _kept(resume: RunFolder, say: Callable[[str], None]) -> Kept:
@@ -184,8 +235,8 @@ def _program() -> str:
     return shlex.quote(str(called))
 
 
-def _every(interval: Interval) -> Every:
-    return Every(steps=interval.steps, seconds=interval.seconds, fraction=interval.fraction)
+def _every(interval: Interval, since: TrainState) -> Every:
+    return Every(steps=interval.steps, seconds=interval.seconds, fraction=interval.fraction, since=since)
 
 
 def _ended(outcome: Outcome, evaluation: Evaluation | None, logbook: Logbook) -> Ended:
@@ -202,19 +253,24 @@ def _ended(outcome: Outcome, evaluation: Evaluation | None, logbook: Logbook) ->
     )
 
 
-def _closed(job: Job, folder: RunFolder, outcome: Outcome, ended: Ended, saving: Saving, progress: Progress) -> Result:
-    """Says the closing words, all from the log, and gives the result."""
+def _closed(
+    job: Job, folder: RunFolder, outcome: Outcome, logbook: Logbook, saved: Path | None, progress: Progress
+) -> Result:
+    """Says the closing words and gives the result."""
     progress.close()
-    saved = saving.last is not None and saving.last.name == f"step-{outcome.step:08d}"
+    ended, recorder = logbook.ended, logbook.recorder
+    assert ended is not None
+    is_saved = saved is not None and saved.name == f"step-{outcome.step:08d}"
     live, until = job.recipe.model.use.startswith(f"{LIVE}:"), job.recipe.until
     ending = Ending(
         ended,
         folder.path,
-        read(folder.log).records,
-        saved=saved,
+        recorder.last_step,
+        recorder.last_evaluated,
+        saved=is_saved,
         marks=job.marks,
         again=f"tw.fit(..., resume={str(folder.path)!r})" if live else _again(folder),
-        longer="" if live else f"--set until={Duration(until.value * 2, until.unit)}",
+        longer="" if live else f"--set until={_doubled(until)}",
     )
     for line in closing(ending):
         progress.say(line)
@@ -226,13 +282,14 @@ def _closed(job: Job, folder: RunFolder, outcome: Outcome, ended: Ended, saving:
         ended.loss,
         ended.val_loss,
         ended.skipped,
-        (outcome.stop.exit_code if outcome.stop else 0) if saved else 1,
+        (outcome.stop.exit_code if outcome.stop else 0) if is_saved else 1,
         dict(ending.evaluated.metrics) if ending.evaluated else {},
+        job.state,
     )
 
 
 def _again(folder: RunFolder) -> str:
     """The command that goes on with a run, or begins it anew where nothing could be saved."""
-    if checkpoints(folder.checkpoints):
+    if folder.checkpoints.is_dir() and checkpoints(folder.checkpoints):
         return f"{_program()} resume {shlex.quote(str(folder.path))}"
     return f"{_program()} train {shlex.quote(str(folder.recipe))}"

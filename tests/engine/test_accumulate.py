@@ -8,11 +8,13 @@ import torch.nn.functional as F
 from plain import assert_same_bits, bits, cut, gradients, one_micro, relative_error
 from torch import Tensor, nn
 
+from trainwright.engine.clip import ClipName, make_clip
 from trainwright.engine.loss import Loss
 from trainwright.engine.losses import language_model
 from trainwright.engine.step import make_step
 from trainwright.errors import UsageError
 from trainwright.state.cursor import MicroBatch, StepBatch
+from trainwright.state.scaler import LossScaler, NoScaler
 from trainwright.state.train_state import TrainState
 
 ROWS, LENGTH, VOCAB = 13, 9, 11
@@ -185,3 +187,21 @@ def test_a_loss_cut_off_from_the_model_is_named(loss: object) -> None:
 def test_a_loss_that_is_no_number_is_a_usage_error(loss: object, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         gradients(nn.Linear(1, 1), loss, one_micro(torch.ones(2, 1), 2))
+
+
+@pytest.mark.parametrize("clip", ["norm", "value", "agc", "none"])
+@pytest.mark.parametrize("micro", [ROWS, 4])
+@pytest.mark.parametrize("scaler", [NoScaler, LossScaler])
+def test_nothing_counted_and_no_gradient_is_a_skipped_step(
+    clip: ClipName, micro: int, scaler: type[LossScaler]
+) -> None:
+    model, (ids_BT, target_BT) = network(), sequences()
+    state = TrainState(model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5), scaler())
+    before = bits(model)
+    advance = make_step(lambda model, batch: Loss(torch.tensor(0.0), 0), clip=make_clip(clip))
+    result = advance(state, cut((ids_BT, target_BT), micro))
+    assert bool(result.skipped)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert_same_bits(bits(model), before)
+    assert state.ledger.total == 1
+    assert state.ledger.entries[0].reason == "nothing was counted: the weight of the whole batch is 0"

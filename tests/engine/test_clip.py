@@ -15,6 +15,7 @@ from torch.optim import SGD
 from trainwright.engine.clip import make_clip
 from trainwright.engine.precision import Precision
 from trainwright.engine.step import make_step
+from trainwright.errors import UsageError
 from trainwright.state.codec import same_bits
 from trainwright.state.scaler import LossScaler
 from trainwright.state.train_state import TrainState
@@ -119,3 +120,43 @@ def test_it_clips_unscaled_gradients_after_the_probes() -> None:
     assert torch.equal(seen["grad"], x)  # the probe sees gradients unscaled and not yet clipped
     assert float(result.probed["biggest"]) == 4.0
     torch.testing.assert_close(plain.weight - model.weight, x / 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_norm_is_torchs_from_tiny_to_huge(dtype: torch.dtype) -> None:
+    generator, changed = torch.Generator().manual_seed(3), 0
+    for exponent in range(-7, 4):
+        for ratio in (0.1, 0.5, 0.88, 0.899, 0.9, 0.95, 0.98, 0.989, 0.995, 0.9999, 1.0, 1.01, 2.0, 100.0):
+            at = 10.0**exponent
+            grad = torch.randn(7, generator=generator, dtype=torch.float64)
+            grad = (grad / grad.norm() * at * ratio).to(dtype)
+            made = [nn.Parameter(torch.zeros(7, dtype=dtype)) for _ in range(2)]
+            for parameter in made:
+                parameter.grad = grad.clone()
+            make_clip("norm", at)(made[:1], get_total_norm(grads(made[:1])))
+            clip_grad_norm_(made[1:], at)
+            mine, reference = grads(made)
+            assert same_bits(mine, reference), (at, ratio)
+            changed += not same_bits(mine, grad)
+    assert changed > 30
+
+
+def test_a_clip_that_does_not_exist() -> None:
+    with pytest.raises(UsageError, match="did you mean 'norm'"):
+        make_clip("nrom")  # type: ignore[arg-type]
+    for at in (0.0, -1.0, math.nan):
+        with pytest.raises(UsageError, match="above 0"):
+            make_clip("norm", at)
+    with pytest.raises(UsageError, match="did you mean 'fp16'"):
+        Precision("float16")  # type: ignore[arg-type]
+
+
+def test_a_step_of_parts_that_are_not_made() -> None:
+    with pytest.raises(UsageError, match=r"clip is 1.0(.|\n)*make_clip"):
+        make_step(nn.MSELoss(), clip=1.0)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"schedule is 'cosine'(.|\n)*make_schedule"):
+        make_step(nn.MSELoss(), schedule="cosine")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"precision is 'bf16'(.|\n)*Precision"):
+        make_step(nn.MSELoss(), precision="bf16")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="NoneType"):
+        make_step(None)  # type: ignore[arg-type]

@@ -203,3 +203,17 @@ def test_an_optimizer_that_takes_the_flag_on_the_device(name: str) -> None:
             reference.step()
         assert getattr(mine, "found_inf", None) is None
         assert_same_bits(dict(guarded.named_parameters()), dict(plain.named_parameters()))
+
+
+def test_the_scale_recovers_from_150_overflows() -> None:
+    model = network()
+    scaler = LossScaler(interval=3)
+    state = TrainState(model, SGD(model.parameters(), lr=1e-2), scaler)
+    advance = make_step(F.cross_entropy, precision=Precision("fp16"))
+    for step in range(150):
+        assert bool(advance(state, batch(step, math.inf)).skipped)
+    assert float(scaler.scale) == 2.0**-14
+    assert not any(bool(advance(state, batch(step)).skipped) for step in range(6))
+    assert float(scaler.scale) == 2.0**-12
+    scaler.load_state_dict({"scale": 1e-40, "clean_steps": 0})  # of a run before there was a least scale
+    assert math.isfinite(float(scaler.scale.reciprocal()))

@@ -12,6 +12,7 @@ from torch.optim import SGD
 
 from trainwright.engine.loop import Outcome, Stop, for_seconds, for_steps, run, steps
 from trainwright.engine.step import StepFn, StepResult, make_step
+from trainwright.errors import UsageError
 from trainwright.state.cursor import Cursor, StepBatch
 from trainwright.state.train_state import TrainState
 from trainwright.world.group import Solo
@@ -214,3 +215,21 @@ def test_the_schedule_sees_completed_steps_and_the_share_of_the_run() -> None:
     advance = make_step(lambda model, pair: model(pair[0]).mean(), schedule=schedule)
     run(state, stream(), advance, until=for_steps(4))
     assert seen == [(0, 0.0), (1, 0.25), (2, 0.5), (3, 0.75)]
+
+
+def test_runs_of_nothing() -> None:
+    for make in (for_steps, for_seconds):
+        for nothing in (0, -1):
+            with pytest.raises(UsageError, match="remedy"):
+                make(nothing)
+
+
+def test_an_observer_that_returns_no_stop() -> None:
+    class Chatty(Watcher):
+        def observe(self, result: StepResult, state: TrainState):  # type: ignore[no-untyped-def]
+            return 0
+
+    journal: Journal = []
+    with pytest.raises(UsageError, match=r"Chatty\.observe returned 0"):
+        go(journal, Chatty(journal))
+    assert journal[-1] == ("close observe", -1)

@@ -96,8 +96,9 @@ def test_every_keeps_its_rhythm_over_a_resume() -> None:
     for state.step, state.elapsed_s in enumerate((4.0, 9.0, 11.0, 19.0, 20.5, 45.0, 46.0), start=1):
         due.append(every.due(state))
     assert due == [False, False, True, False, True, True, False]
-    resumed = Every(seconds=10.0)
     state.step, state.elapsed_s = 100, 47.0
+    resumed = Every(seconds=10.0, since=state)
+    state.elapsed_s = 49.0
     assert not resumed.due(state)
     state.elapsed_s = 50.1
     assert resumed.due(state)

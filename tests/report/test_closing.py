@@ -31,7 +31,8 @@ SEEN = Evaluated(time_s=0.0, step=100, loss=1.4, weight=10.0, metrics={"accuracy
 HEALTHY = Ending(
     ENDED,
     Path("runs/x"),
-    [STEP, SEEN],
+    STEP,
+    SEEN,
     saved=True,
     marks={"uniform": 4.6, "bigram": 2.46},
     again="trainwright resume runs/x",
@@ -54,7 +55,7 @@ def test_a_healthy_run() -> None:
     [
         ({"ended": replace(ENDED, val_loss=math.nan)}, "the loss is not finite"),
         ({"ended": replace(ENDED, skipped=3)}, "3 of 100 updates were skipped"),
-        ({"records": [replace(STEP, wait_s=0.05)]}, "50% of the time went into waiting for data"),
+        ({"last_step": replace(STEP, wait_s=0.05)}, "50% of the time went into waiting for data"),
         ({"saved": False}, "the last state could not be saved"),
     ],
 )

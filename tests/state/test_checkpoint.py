@@ -173,7 +173,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     for step in (1, 2, 10, 100):
         save_checkpoint(state_at(step), tmp_path)
     assert [path.name for path in checkpoints(tmp_path)] == [f"step-{step:08d}" for step in (100, 10, 2, 1)]
-    keep_newest(tmp_path, 2)
+    keep_newest(tmp_path, 2, tmp_path / "step-00000100")
     assert names(tmp_path) == ["step-00000010", "step-00000100"]
 
 
@@ -207,8 +207,8 @@ def save_for_ever(first):
         with torch.no_grad():
             state.model.weight.fill_(step)
         state.step = step // 2  # each step twice: the second replaces the first
-        save_checkpoint(state, folder)
-        keep_newest(folder, 2)
+        path, _ = save_checkpoint(state, folder)
+        keep_newest(folder, 2, path)
 
 seen, left = [], 0
 first = 2

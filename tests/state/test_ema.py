@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim import SGD
 
+from trainwright.errors import UsageError
 from trainwright.state.codec import same_bits
 from trainwright.state.ema import Ema, NoEma
 
@@ -73,3 +75,9 @@ def test_it_leaves_the_weights_alone() -> None:
     train(averaged, Ema(averaged, 0.9), 5)
     train(plain, NoEma(), 5)
     assert all(same_bits(a, b) for a, b in zip(averaged.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("decay", [0.0, 1.0, 1.5, -0.1, float("nan")])
+def test_a_decay_that_averages_nothing(decay: float) -> None:
+    with pytest.raises(UsageError, match="between 0 and 1"):
+        Ema(nn.Linear(1, 1), decay)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
@@ -104,7 +106,7 @@ def _from_workers(source: Any, keys: Iterator[Key] | None, how: Loading) -> Iter
 
     Raises DataError when a worker is killed.
     """
-    with warnings.catch_warnings():  # more workers than cores is the user's choice; the plan has a note on it
+    with warnings.catch_warnings():  # more workers than cores is the user's choice
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         loader = DataLoader(
             source,
@@ -114,6 +116,7 @@ def _from_workers(source: Any, keys: Iterator[Key] | None, how: Loading) -> Iter
             prefetch_factor=how.prefetch,
             pin_memory=how.pin_memory,
             collate_fn=_as_is,
+            worker_init_fn=_out_of_reach,
             generator=torch.Generator().manual_seed(how.seed),
         )
         fetched = iter(loader)
@@ -126,6 +129,12 @@ def _from_workers(source: Any, keys: Iterator[Key] | None, how: Loading) -> Iter
             "a process that loads data was killed: " + str(error).splitlines()[0],
             remedy="most often memory ran out (see dmesg): take fewer data.workers or a smaller data.prefetch",
         ) from error
+
+
+def _out_of_reach(worker: int) -> None:
+    """A process group of its own: Ctrl-C goes to the whole foreground group, but the run decides when to stop."""
+    if hasattr(os, "setpgrp"):
+        os.setpgrp()
 
 
 class _Once:
@@ -186,12 +195,15 @@ class Unwrapped:
 def unwrap(data: Any) -> Unwrapped:
     """Accepts a dataset, a tuple of tensors of one length, or a torch DataLoader, which is taken apart.
 
+    NumPy arrays in the tuple become tensors of their own type that share their memory.
+
     Raises UsageError for anything else, and for a DataLoader with a sampler of its own, whose order we could
     not promise to resume.
     """
     if isinstance(data, DataLoader):
         return _unwrap_loader(data)
-    if isinstance(data, tuple | list) and data and all(isinstance(part, Tensor) for part in data):
+    if isinstance(data, tuple | list) and data and all(isinstance(part, Tensor | np.ndarray) for part in data):
+        data = [part if isinstance(part, Tensor) else _from_numpy(part) for part in data]
         if len(lengths := {len(part) if part.dim() else 0 for part in data}) > 1:
             raise UsageError(
                 f"the tensors have different lengths: {sorted(lengths)}",
@@ -205,6 +217,15 @@ def unwrap(data: Any) -> Unwrapped:
         f"a {type(data).__name__} is no dataset: it lacks __getitem__ and __len__ and is no IterableDataset",
         remedy="give a torch Dataset, a DataLoader, or a tuple of tensors of one length",
     )
+
+
+def _from_numpy(array: np.ndarray) -> Tensor:
+    try:
+        return torch.from_numpy(np.require(array, requirements=["C", "W"]))  # torch warns of what is read-only
+    except TypeError:
+        raise UsageError(
+            f"an array of {array.dtype} cannot be a tensor", remedy="give numbers: array.astype('float32'), or codes"
+        ) from None
 
 
 def _unwrap_loader(loader: DataLoader[Any]) -> Unwrapped:

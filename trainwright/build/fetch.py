@@ -74,12 +74,10 @@ class Fetch(torch.utils.data.Dataset[Any]):
     def __init__(self, dataset: Any, *, seed: int, collate: Callable[[list[Any]], Any] = default_collate) -> None:
         self.dataset, self.seed, self.collate = dataset, seed, collate
         self.draws = not (isinstance(dataset, TensorDataset) or getattr(dataset, "deterministic", False))
-        self._epoch: int | None = None
 
     def __getitem__(self, key: Key) -> Fetched | Failed:
-        if key.epoch != self._epoch and hasattr(self.dataset, "set_epoch"):
+        if hasattr(self.dataset, "set_epoch"):  # for every batch: an evaluation may share the dataset
             self.dataset.set_epoch(key.epoch)
-        self._epoch = key.epoch
         if not self.draws:
             return self._batch(key)
         with seeded(self.seed, key.epoch, key.start):

@@ -73,7 +73,8 @@ def checkpoint_blocks(model: nn.Module) -> int:
         return sum(bool(getattr(module, "gradient_checkpointing", False)) for module in model.modules())
     blocks = find_blocks(model)
     for block in blocks:
-        block.forward = partial(_recomputed, block, block.forward)
+        if getattr(block.forward, "func", None) is not _recomputed:  # once, however often a model is prepared
+            block.forward = partial(_recomputed, block, block.forward)
     return len(blocks)
 
 

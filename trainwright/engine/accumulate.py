@@ -49,7 +49,6 @@ def accumulate(state: TrainState, batch: StepBatch, loss_fn: LossFn, precision: 
                 objective = output if share == 1.0 else output * share
                 output = Loss(objective.detach(), share)
             else:
-                output = output._replace(weight=_beside(output.total, output.weight))
                 if provisional is None:
                     provisional = _nonzero(output.weight) * len(batch.micro)
                 objective = output.total / provisional
@@ -57,13 +56,6 @@ def accumulate(state: TrainState, batch: StepBatch, loss_fn: LossFn, precision: 
             state.scaler.scaled(objective).backward()  # type: ignore[no-untyped-call]
         outputs.append(Loss(output.total.detach(), output.weight, output.metrics))
     return _combined(outputs, provisional, batch.size)
-
-
-def _beside(total: Tensor, weight: Tensor | float) -> Tensor | float:
-    """The weight on the loss's device, whatever made it, without a gradient; on the CPU a plain number."""
-    if not isinstance(weight, Tensor):
-        return weight
-    return float(weight.detach()) if total.device.type == "cpu" else weight.detach().to(total.device)
 
 
 def _nonzero(weight: Tensor | float) -> Tensor | float:

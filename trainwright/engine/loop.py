@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from trainwright.engine.step import StepFn, StepResult
+from trainwright.errors import UsageError
 from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState
 from trainwright.world.group import SOLO, World
@@ -19,12 +20,18 @@ Until = Callable[[TrainState], float]
 
 def for_steps(count: int) -> Until:
     """A run of ``count`` optimizer steps."""
-    return lambda state: state.step / count
+    return _until(count, lambda state: state.step / count)
 
 
 def for_seconds(budget_s: float) -> Until:
     """A run of ``budget_s`` seconds of training time, evaluation and saving not counted."""
-    return lambda state: state.elapsed_s / budget_s
+    return _until(budget_s, lambda state: state.elapsed_s / budget_s)
+
+
+def _until(amount: float, until: Until) -> Until:
+    if not amount > 0:
+        raise UsageError(f"a run lasts longer than {amount!r}", remedy="write for_steps(1000) or for_seconds(60)")
+    return until
 
 
 class Stop(NamedTuple):
@@ -120,7 +127,7 @@ def run(
             if evaluation.due(state):
                 evaluation(state)
                 evaluated = state.step
-            stops = [found for observer in observers if (found := observer.observe(last, state))]
+            stops = [found for observer in observers if (found := _asked(observer, last, state)) is not None]
             stop = world.agree(min(stops, key=lambda found: found.save, default=None))  # a poisoned state first
             if stop:
                 break
@@ -134,3 +141,10 @@ def run(
         if stop:
             return Outcome("stopped", state.step, last, stop)
         return Outcome("finished" if until(state) >= 1.0 else "data_exhausted", state.step, last)
+
+
+def _asked(observer: Observer, result: StepResult, state: TrainState) -> Stop | None:
+    found: object = observer.observe(result, state)
+    if found is None or isinstance(found, Stop):
+        return found
+    raise UsageError(f"{type(observer).__name__}.observe returned {found!r}", remedy="return None or a tw.Stop(why)")

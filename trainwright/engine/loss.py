@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from numbers import Real
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from trainwright.errors import DataError, UsageError
@@ -20,12 +22,12 @@ class Loss(NamedTuple):
 
     ``total`` is 0-d, *summed* over what is counted (tokens, samples, pixels); ``weight`` says how many
     were counted. The engine divides by the weight of the whole global batch. ``metrics`` are further sums
-    over the same things (number correct, say); they are reported divided by the same weight.
+    over the same things (number correct, say), tensors or numbers; they are reported divided by the same weight.
     """
 
     total: Tensor
     weight: Tensor | float
-    metrics: Mapping[str, Tensor] = _NO_METRICS
+    metrics: Mapping[str, Any] = _NO_METRICS
 
 
 LossFn = Callable[[nn.Module, Any], Loss | Tensor]
@@ -38,8 +40,22 @@ def as_loss_fn(loss: Callable[..., Loss | Tensor]) -> LossFn:
     A callable whose first parameter is named ``model`` gets ``(model, batch)``. Any other gets
     ``(output, target)``, as ``torch.nn.functional.cross_entropy`` and ``nn.CrossEntropyLoss()`` do; the batch
     must then be a pair ``(input, target)``, or ``(*inputs, target)``.
+
+    Raises UsageError for what cannot be called.
     """
+    require_callable(loss)
     return loss if takes_model(loss) else _Supervised(loss)
+
+
+def require_callable(loss: object) -> None:
+    """Raises UsageError for a loss that is no function, or the class of a module that is not made yet."""
+    if isinstance(loss, type) and issubclass(loss, nn.Module):
+        name = loss.__name__
+        raise UsageError(f"the loss is the class {name}, not one of its objects", remedy=f"write {name}()")
+    if not callable(loss):
+        got = f"{loss!r}" if isinstance(loss, str) else f"a {type(loss).__name__}"
+        remedy = "give loss(output, target), such as nn.CrossEntropyLoss(), or loss(model, batch)"
+        raise UsageError(f"the loss must be a function or a module; got {got}", remedy=remedy)
 
 
 def takes_model(loss: Callable[..., Any]) -> bool:
@@ -54,6 +70,9 @@ def takes_model(loss: Callable[..., Any]) -> bool:
 
 def call_loss(loss_fn: LossFn, model: nn.Module, micro: MicroBatch, where: str) -> Loss | Tensor:
     """One forward pass. Raises UsageError unless a 0-d tensor or a Loss of one comes back.
+
+    The weight comes back as a number, or on a GPU as a 0-d tensor there without a gradient, and metrics as
+    tensors. The sign of a weight on a GPU is not looked at: that would cost a host sync.
 
     Rows of the micro-batch that a DataError names become ids of the dataset; ``where`` is added to its message.
     """
@@ -70,7 +89,37 @@ def call_loss(loss_fn: LossFn, model: nn.Module, micro: MicroBatch, where: str) 
             f"the loss function gave {got} where a single number is needed",
             remedy="return the mean as a 0-d tensor (loss.mean()), or tw.Loss(total=loss.sum(), weight=how_many)",
         )
-    return output
+    if isinstance(output, Tensor):
+        return output
+    metrics = {name: _metric(name, value, total) for name, value in output.metrics.items()}
+    return Loss(total, _weight(output.weight, total), metrics)
+
+
+def _weight(weight: Any, total: Tensor) -> Tensor | float:
+    """On the loss's device, whatever made it, without a gradient; on the CPU a plain number."""
+    if isinstance(weight, Tensor) and weight.numel() == 1:
+        if total.device.type != "cpu":
+            return weight.detach().to(total.device).reshape(())
+        weight = float(weight.detach())
+    if isinstance(weight, Real) and not float(weight) < 0:
+        number: float = weight  # type: ignore[assignment]  # an int stays one
+        return number
+    got = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
+    raise UsageError(
+        f"the weight of a Loss must be one number, 0 or more; got {got}",
+        remedy="give how many things the total sums over: mask.sum(), or float(len(target))",
+    )
+
+
+def _metric(name: str, value: Any, total: Tensor) -> Tensor:
+    if isinstance(value, Real):
+        return torch.tensor(float(value), dtype=torch.float64, device=total.device)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value if value.dim() == 0 else value.reshape(())
+    got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise UsageError(
+        f"the metric {name!r} of a Loss must be one number; got {got}", remedy="give its sum over the micro-batch"
+    )
 
 
 class _Supervised:

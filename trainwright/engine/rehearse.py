@@ -48,7 +48,9 @@ class Rehearsal:
 def _traceless(state: TrainState) -> Iterator[None]:
     """Generators, buffers (BatchNorm statistics) and threads come out as they went in; gradients are cleared."""
     threads = torch.get_num_threads()
-    buffers = [(buffer, buffer.detach().clone()) for buffer in state.model.buffers()]
+    places = [
+        (m, name, b, b.detach().clone()) for m in state.model.modules() for name, b in m.named_buffers(recurse=False)
+    ]
     with preserved_rng():
         try:
             yield
@@ -56,8 +58,9 @@ def _traceless(state: TrainState) -> Iterator[None]:
             torch.set_num_threads(threads)
             clear_grads(state.optimizer)
             with torch.no_grad():
-                for buffer, before in buffers:
+                for module, name, buffer, before in places:  # a forward may write into it, or put another there
                     buffer.copy_(before)
+                    setattr(module, name, buffer)
 
 
 def rehearse(

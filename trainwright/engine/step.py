@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from trainwright.engine.accumulate import accumulate
+from trainwright.engine.accumulate import Accumulated, accumulate
 from trainwright.engine.clip import Clip, no_clip
 from trainwright.engine.guard import BufferGuard, must_skip, update_unless
 from trainwright.engine.loss import Loss, as_loss_fn
@@ -66,7 +66,10 @@ def make_step(
     ``loss`` is ``(model, batch)`` or ``(output, target)``, see ``as_loss_fn``. The base learning rate of each
     parameter group is its ``lr`` when the first step is taken (kept in ``initial_lr``, as torch's schedulers
     do).
+
+    Raises UsageError for a part that is not made yet, such as ``clip=1.0``.
     """
+    _require_made(schedule, precision, clip)
     loss_fn, buffers = as_loss_fn(loss), BufferGuard()
 
     def advance(state: TrainState, batch: StepBatch) -> StepResult:
@@ -74,13 +77,15 @@ def make_step(
         clear_grads(state.optimizer)
         buffers.keep(state.model)
         done = accumulate(state, batch, loss_fn, precision)
-        parameters, grads = collect_grads(state.optimizer)
-        state.scaler.unscale_(grads)
-        if done.correction is not None:
-            torch._foreach_mul_(grads, done.correction)
+        parameters, grads = collect_grads(state.optimizer, done)
+        if grads:
+            state.scaler.unscale_(grads)
+            if done.correction is not None:
+                torch._foreach_mul_(grads, done.correction)
         probed = {name: value for probe in probes for name, value in probe(state).items()}
-        grad_norm = get_total_norm(grads)
-        clip(parameters, grad_norm)
+        grad_norm = get_total_norm(grads) if grads else _zero_beside(state.optimizer)
+        if grads:
+            clip(parameters, grad_norm)
         skipped = must_skip(grad_norm, done.weight)
         scale = state.scaler.scale
         update_unless(skipped, state.optimizer)
@@ -97,6 +102,17 @@ def make_step(
     return advance
 
 
+def _require_made(schedule: object, precision: object, clip: object) -> None:
+    """``clip=1.0`` would otherwise fail inside the first step, after the first batch."""
+    for name, given, fits, example in (
+        ("schedule", schedule, callable(schedule), "make_schedule('cosine', total=1000), or any f(step, fraction)"),
+        ("precision", precision, isinstance(precision, Precision), "Precision('bf16', 'cuda')"),
+        ("clip", clip, callable(clip), "make_clip('norm', 1.0)"),
+    ):
+        if not fits:
+            raise UsageError(f"make_step: {name} is {given!r}, which is not made yet", remedy=f"give {example}")
+
+
 def set_lr(optimizer: Optimizer, factor: float) -> float:
     """Sets every group to its base learning rate times ``factor``; returns the first group's."""
     for group in optimizer.param_groups:
@@ -111,16 +127,28 @@ def clear_grads(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
-def collect_grads(optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
+def _zero_beside(optimizer: Optimizer) -> Tensor:
+    """The norm of no gradients, where theirs would be: a loss that counts nothing may lie elsewhere."""
+    return torch.zeros((), device=optimizer.param_groups[0]["params"][0].device)
+
+
+def collect_grads(optimizer: Optimizer, done: Accumulated) -> tuple[list[Tensor], list[Tensor]]:
     """The optimizer's parameters that have a gradient, and the gradients.
 
-    Raises UsageError when there is none: nothing would be trained.
+    Raises UsageError when there is none though something was counted: nothing would be trained. And for sparse
+    gradients, which have no norm in torch.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    if not parameters:
+    if not parameters and done.weight != 0:  # a host sync on a GPU, only here
         raise UsageError(
             "no parameter of the optimizer got a gradient: the loss does not depend on any of them",
             remedy="look for .detach(), .item(), torch.tensor(loss) or no_grad between the model and the "
             "loss, and check that the optimizer was built from this model's parameters",
         )
-    return parameters, [p.grad for p in parameters]
+    grads = [p.grad for p in parameters]
+    if any(grad.is_sparse for grad in grads):
+        raise UsageError(
+            "a parameter has a sparse gradient: it comes from nn.Embedding(..., sparse=True) or the like",
+            remedy="leave sparse=True out: a dense gradient can be clipped and guarded",
+        )
+    return parameters, grads

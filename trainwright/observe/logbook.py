@@ -21,6 +21,7 @@ from trainwright.observe.telemetry import Telemetry
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.records import Ended, Started
 from trainwright.runlog.writer import LogWriter
+from trainwright.state.train_state import TrainState
 
 
 class Logbook:
@@ -37,14 +38,14 @@ class Logbook:
         *,
         sinks: Sequence[str],
         config: Mapping[str, Any],
-        from_step: int,
+        state: TrainState,
         gpu_indices: Sequence[int],
         warn: Callable[[str], None],
     ) -> None:
-        self._from_step, self._folder, self._begin_s = from_step, folder.path, time.perf_counter()
+        self._from_step, self._folder, self._begin_s = state.step, folder.path, time.perf_counter()
         self.journal = Journal(LogWriter(folder.log), warn)
-        self.sinks = open_sinks(sinks, folder.path, config, warn=warn, from_step=from_step)
-        self.recorder = Recorder(self.journal, self.sinks, every)
+        self.sinks = open_sinks(sinks, folder.path, config, warn=warn, from_step=state.step)
+        self.recorder = Recorder(self.journal, self.sinks, every, already_skipped=state.ledger.total)
         self.telemetry = Telemetry(self.journal, self.sinks, folder=folder.path, gpu_indices=gpu_indices)
         self.ended: Ended | None = None
 

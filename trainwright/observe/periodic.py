@@ -13,7 +13,7 @@ from torch import Tensor
 from trainwright.engine.evaluate import Evaluated, evaluate
 from trainwright.engine.loss import Loss
 from trainwright.engine.precision import Precision
-from trainwright.errors import StorageError
+from trainwright.errors import CheckpointError, StorageError
 from trainwright.observe.cadence import Every
 from trainwright.state.checkpoint import keep_newest, save_checkpoint
 from trainwright.state.cursor import MicroBatch
@@ -80,10 +80,10 @@ class Saving:
     def __call__(self, state: TrainState) -> None:
         begin_s = time.perf_counter()
         try:
-            self.last, num_bytes = save_checkpoint(state, self._folder)
-        except StorageError as error:
+            path, num_bytes = save_checkpoint(state, self._folder)
+        except (StorageError, CheckpointError) as error:
             self._warn(f"step {state.step} is not saved: {error.message} ({error.remedy})")
             return
-        path = f"{self._folder.name}/{self.last.name}"
-        self._recorded(state.step, path, num_bytes, time.perf_counter() - begin_s)
-        keep_newest(self._folder, self._keep)
+        self.last = path
+        self._recorded(state.step, f"{path.parent.name}/{path.name}", num_bytes, time.perf_counter() - begin_s)
+        keep_newest(self._folder, self._keep, path)

@@ -32,7 +32,7 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console, self._clock, self._quiet = console, clock, quiet
-        self._marks = dict(sorted((marks or {}).items(), key=lambda mark: -mark[1]))
+        self.marks: Mapping[str, float] = marks or {}
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self._every_s = LIVE_EVERY_S if self._live else PLAIN_EVERY_S
         self._shown_s = clock()
@@ -45,8 +45,12 @@ class Progress:
 
     def say(self, text: str) -> None:
         """A line of its own, above the live one."""
-        if not self._quiet:
+        if self._quiet:
+            return
+        try:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        except (OSError, SystemExit):  # whoever read the other end of the pipe is gone: no reason to stop training
+            self._quiet = True
 
     def evaluated(self, step: int, seen: Evaluated) -> None:
         """Shows the validation loss from now on."""
@@ -92,10 +96,11 @@ class Progress:
 
     def _passed(self, loss: float) -> str:
         """`   uniform 4.63 > unigram 3.25 > [2.91] > bigram 2.46`"""
-        if not self._marks:
+        if not self.marks:
             return ""
-        above = [f"{name} {value:.2f}" for name, value in self._marks.items() if value >= loss]
-        below = [f"{name} {value:.2f}" for name, value in self._marks.items() if value < loss]
+        marks = sorted(self.marks.items(), key=lambda mark: -mark[1])
+        above = [f"{name} {value:.2f}" for name, value in marks if value >= loss]
+        below = [f"{name} {value:.2f}" for name, value in marks if value < loss]
         return "   " + " > ".join([*above, f"[{loss:.2f}]", *below])
 
     def close(self) -> None:

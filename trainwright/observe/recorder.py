@@ -32,13 +32,16 @@ class Recorder:
         sinks: Sequence[Sink],
         every: Every,
         *,
+        already_skipped: int = 0,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._journal, self._sinks, self._every, self._wall_clock = journal, sinks, every, wall_clock
         self._process = psutil.Process()
         self._memory, self._memory_due_s = 0, -math.inf
         self.step = 0
-        self.num_skipped = 0
+        self.num_skipped = already_skipped
+        self.last_step: records.Step | None = None
+        self.last_evaluated: records.Evaluated | None = None
         self._start_window()
 
     def _start_window(self) -> None:
@@ -73,6 +76,7 @@ class Recorder:
             ids_hash=self._ids.hexdigest(),
             probed={name: float(value) for name, value in {**result.metrics, **result.probed}.items()},
         )
+        self.last_step = record
         self._journal.write(record)
         values = {"loss": record.loss, "grad_norm": record.grad_norm, "lr": record.lr, **record.probed}
         values |= {"step_s": record.step_s, "wait_s": record.wait_s, "skipped": float(record.skipped)}
@@ -100,23 +104,22 @@ class Recorder:
                     micro_batch=entry.micro_batch,
                     sample_ids=entry.sample_ids,
                     scale_before=entry.scale,
-                    scale_after=None if entry.scale is None else entry.scale / 2,
+                    scale_after=_halved(entry.scale) if not math.isfinite(entry.grad_norm) else entry.scale,
                 )
             )
         self.num_skipped = len(state.ledger.entries)
 
     def evaluated(self, step: int, seen: Evaluated) -> None:
         """One Evaluated record."""
-        self._journal.write(
-            records.Evaluated(
-                time_s=self._wall_clock(),
-                step=step,
-                loss=seen.loss,
-                weight=seen.weight,
-                metrics=dict(seen.metrics),
-                seconds=seen.seconds,
-            )
+        self.last_evaluated = records.Evaluated(
+            time_s=self._wall_clock(),
+            step=step,
+            loss=seen.loss,
+            weight=seen.weight,
+            metrics=dict(seen.metrics),
+            seconds=seen.seconds,
         )
+        self._journal.write(self.last_evaluated)
         values = {"val/loss": seen.loss} | {f"val/{name}": value for name, value in seen.metrics.items()}
         self._to_sinks(step, values)
 
@@ -131,3 +134,7 @@ class Recorder:
 
     def close(self) -> None:
         """Journal and sinks belong to whoever opened them."""
+
+
+def _halved(scale: float | None) -> float | None:
+    return None if scale is None else scale / 2

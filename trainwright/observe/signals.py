@@ -19,7 +19,7 @@ WATCHED = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1
 class Signals:
     """From ``listen`` to ``close``: SIGINT, SIGTERM and SIGUSR1 set a flag; the step at hand is finished first.
 
-    A second SIGINT ends the process at once (KeyboardInterrupt). Outside the main thread it does nothing, for
+    A second one of them ends the process at once (KeyboardInterrupt). Outside the main thread it does nothing, for
     Python delivers no signals there.
     """
 
@@ -34,11 +34,10 @@ class Signals:
             self._before = {number: signal.signal(number, self._note) for number in WATCHED}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None and number == signal.SIGINT:
+        if self.received is not None:
             raise KeyboardInterrupt
         self.received = number
-        again = "; Ctrl-C again quits at once" if number == signal.SIGINT else ""
-        self._say(f"{signal.Signals(number).name}: saving at the end of this step{again}")
+        self._say(f"{signal.Signals(number).name}: saving at the end of this step; once more quits at once")
 
     def observe(self, result: StepResult, state: TrainState) -> Stop | None:
         if self.received is None:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainwright.errors import Problem, RecipeError
-
-DEFAULT_SIZE = 32
+from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ def solve_batch(size: int | None, micro: int | None, accumulation: int | None, *
     Raises RecipeError when all three are given and contradict each other.
     """
     if size is None:
-        size = micro * (accumulation or 1) * ranks if micro else DEFAULT_SIZE
+        size = micro * (accumulation or 1) * ranks if micro else DEFAULT_BATCH_SIZE
     per_rank = _ceil(size, ranks)
     if micro is None:
         micro = _ceil(per_rank, accumulation or 1)

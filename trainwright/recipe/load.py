@@ -11,7 +11,7 @@ from typing import Any
 
 from trainwright.errors import Problem, RecipeError
 from trainwright.recipe.check import checked
-from trainwright.recipe.override import apply, from_environment, from_settings
+from trainwright.recipe.override import Setting, apply, from_environment, from_settings
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.showing import readable, shown
 from trainwright.recipe.source import Source
@@ -48,8 +48,10 @@ def load(path: str | Path, *, overrides: Sequence[str] = (), environ: Mapping[st
     return _loaded(document, overrides, os.environ if environ is None else environ)
 
 
-def from_mapping(mapping: Mapping[str, Any], *, overrides: Sequence[str] = (), name: str = "<python>") -> Loaded:
+def from_mapping(mapping: Mapping[str, Any], *, overrides: Sequence[Setting] = (), name: str = "<python>") -> Loaded:
     """The recipe in a mapping, which is left as it is; ``name`` stands where a file would in messages.
+
+    An override is ``path=value`` in YAML, or a pair of path and value, the later over the earlier.
 
     Raises RecipeError with every problem at once. The environment is not looked at.
     """
@@ -63,7 +65,7 @@ def dump(recipe: Recipe) -> str:
     return write(recipe.model_dump())
 
 
-def _loaded(document: Document, overrides: Sequence[str], environ: Mapping[str, str]) -> Loaded:
+def _loaded(document: Document, overrides: Sequence[Setting], environ: Mapping[str, str]) -> Loaded:
     wanted = from_environment(environ, document.problems) + from_settings(overrides, document.problems)
     apply(document, wanted)
     source = Source(document.name, document.places)

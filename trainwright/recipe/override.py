@@ -20,6 +20,9 @@ RESERVED_ENV = frozenset({"GRACE_S", "HOME"})  # ours, and not keys of a recipe
 
 _Container = dict[Any, Any] | list[Any]
 
+Setting = str | tuple[str, Any]
+"""``path=value`` with the value in YAML, or the path and the value itself."""
+
 
 @dataclass(frozen=True)
 class Override:
@@ -42,10 +45,13 @@ def from_environment(environ: Mapping[str, str], problems: list[Problem]) -> lis
     return [override for override in found if override is not None]
 
 
-def from_settings(settings: Iterable[str], problems: list[Problem]) -> list[Override]:
-    """One override per ``path=value``, in the order given; problems are added to ``problems``."""
+def from_settings(settings: Iterable[Setting], problems: list[Problem]) -> list[Override]:
+    """One override per setting, in the order given; problems are added to ``problems``."""
     found = []
     for setting in settings:
+        if not isinstance(setting, str):
+            found.append(_direct(*setting, problems))
+            continue
         path, equals, value = setting.partition("=")
         path = readable(path.strip())
         if equals:
@@ -57,10 +63,8 @@ def from_settings(settings: Iterable[str], problems: list[Problem]) -> list[Over
 
 
 def _override(path: str, text: str, where: str, problems: list[Problem]) -> Override | None:
-    keys = tuple(path.split("."))
-    if not all(keys) or len(keys) > 50:
-        rule, remedy = "is not a path: keys joined by dots", "write for example optimizer.lr"
-        problems.append(Problem("", rule, got=shown(path), remedy=remedy, where=where))
+    keys = _keys(path, where, problems)
+    if keys is None:
         return None
     try:
         document = read(text, where)
@@ -73,6 +77,22 @@ def _override(path: str, text: str, where: str, problems: list[Problem]) -> Over
         below = f"{path}.{found.path}" if found.path else path
         problems.append(Problem(below, found.rule, got=found.got, remedy=found.remedy, where=where))
     return Override(keys, document.value, where) if not document.problems else None
+
+
+def _direct(path: object, value: Any, problems: list[Problem]) -> Override | None:
+    """An override from Python, whose value is taken as it is."""
+    where = f"setting {readable(str(path))}"
+    keys = _keys(path, where, problems)
+    return None if keys is None else Override(keys, value, where)
+
+
+def _keys(path: object, where: str, problems: list[Problem]) -> tuple[str, ...] | None:
+    keys = tuple(path.split(".")) if isinstance(path, str) else ()
+    if keys and all(keys) and len(keys) <= 50:
+        return keys
+    rule, remedy = "is not a path: keys joined by dots", "write for example optimizer.lr"
+    problems.append(Problem("", rule, got=shown(path), remedy=remedy, where=where))
+    return None
 
 
 def apply(document: Document, overrides: Iterable[Override]) -> None:

@@ -69,7 +69,7 @@ class Lora(Section):
     rank: Count = Field(default=8, description="Rank of the added matrices.")
     alpha: float = Field(default=16.0, gt=0, description="The update is scaled by alpha / rank.")
     dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout before the added matrices.")
-    targets: Texts = Field(default=(), description="Glob patterns of module names; empty: the builder chooses.")
+    targets: Texts = Field(default=(), description="Names of linear layers, or their ends; empty: the builder chooses.")
 
 
 class Model(Part):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainwright.runlog.records import Ended, Evaluated, Record, Step
+from trainwright.runlog.records import Ended, Evaluated, Step
 
 
 @dataclass(frozen=True)
@@ -19,25 +19,19 @@ class Ending:
 
     ended: Ended
     run: Path
-    records: Sequence[Record]
+    last_step: Step | None
+    evaluated: Evaluated | None
     saved: bool
     marks: Mapping[str, float]
     again: str
     longer: str
 
-    @property
-    def last_step(self) -> Step | None:
-        return next((record for record in reversed(self.records) if isinstance(record, Step)), None)
-
-    @property
-    def evaluated(self) -> Evaluated | None:
-        return next((record for record in reversed(self.records) if isinstance(record, Evaluated)), None)
-
 
 def closing(ending: Ending) -> list[str]:
     """Lines to print: the verdict, then exactly three lines (run, reached, next)."""
     goes_on = ending.ended.ending == "stopped" or not ending.saved or not ending.longer
-    step = f"{ending.again}   # goes on from the newest checkpoint"
+    anew = " train " in ending.again
+    step = f"{ending.again}   # {'begins anew: nothing is saved' if anew else 'goes on from the newest checkpoint'}"
     if not goes_on:
         step = f"{ending.again} {ending.longer}   # trains it further"
     return [

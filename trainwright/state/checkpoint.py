@@ -16,8 +16,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file, save_file
+from torch.optim import Optimizer
 
 from trainwright.errors import CheckpointError, StorageError
 from trainwright.state.codec import as_file, decode, encode
@@ -26,6 +28,7 @@ from trainwright.state.manifest import fsync, verify, write_manifest
 from trainwright.state.rng import RngBag
 from trainwright.state.train_state import TrainState
 
+_SET_BY_RECIPE = ("lr", "weight_decay", "betas", "momentum", "eps", "nesterov")
 _COUNTERS = ("step", "num_samples", "num_tokens", "elapsed_s", "fraction")
 
 
@@ -68,7 +71,9 @@ def _write(state: TrainState, folder: Path) -> None:
     )
     save_file(as_file(model_tensors), folder / "model.safetensors")
     save_file(as_file(rest_tensors), folder / "rest.safetensors")
-    (folder / "state.json").write_text(json.dumps({"model": model, "rest": rest}))
+    (folder / "state.json").write_text(
+        json.dumps({"model": model, "rest": rest, "optimizer_class": type(state.optimizer).__name__})
+    )
 
 
 def load_checkpoint(state: TrainState, path: Path) -> None:
@@ -81,7 +86,7 @@ def load_checkpoint(state: TrainState, path: Path) -> None:
     try:
         state.model.load_state_dict(decode(load_file(path / "model.safetensors"), loaded["model"]))
         rest = decode(load_file(path / "rest.safetensors"), loaded["rest"])
-        state.optimizer.load_state_dict(rest["optimizer"])
+        _load_optimizer(state.optimizer, rest["optimizer"], loaded["optimizer_class"])
         state.ema.load_state_dict(rest["ema"])
         state.scaler.load_state_dict(rest["scaler"])
     except (RuntimeError, ValueError, KeyError) as error:
@@ -94,6 +99,20 @@ def load_checkpoint(state: TrainState, path: Path) -> None:
     for name in _COUNTERS:
         setattr(state, name, rest["counters"][name])
     RngBag.from_state_dict(rest["rng"]).restore()
+
+
+def _load_optimizer(optimizer: Optimizer, saved: dict[str, Any], saved_class: str) -> None:
+    """Moments and counters come from the checkpoint; what a recipe sets stays as the optimizer was built.
+
+    The base learning rate is taken anew from ``lr``, and the schedule goes on from the step that is reached.
+    """
+    if saved_class != type(optimizer).__name__:
+        raise ValueError(f"it holds the state of {saved_class}, not of {type(optimizer).__name__}")
+    built = [{key: group[key] for key in _SET_BY_RECIPE if key in group} for group in optimizer.param_groups]
+    optimizer.load_state_dict(saved)
+    for group, own in zip(optimizer.param_groups, built, strict=True):
+        group.pop("initial_lr", None)
+        group.update(own)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -114,9 +133,13 @@ def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
     return None, broken
 
 
-def keep_newest(folder: Path, count: int) -> None:
-    """Deletes all but the ``count`` newest checkpoints; called only after a commit."""
-    for path in checkpoints(folder)[count:]:
+def keep_newest(folder: Path, count: int, committed: Path) -> None:
+    """Deletes all but the ``count`` newest checkpoints up to ``committed``, which was just written.
+
+    Later ones are damaged (a resume stepped over them) and not counted: they must not push good ones out.
+    """
+    mine = [path for path in checkpoints(folder) if path.name <= committed.name]
+    for path in mine[count:]:
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -132,6 +155,11 @@ def _storage_errors(aside: Path) -> Iterator[None]:
         yield
     except Exception as error:
         shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(error, TypeError):
+            raise CheckpointError(
+                f"the state cannot be saved: {_brief(error)}",
+                remedy="keep tensors, numbers, strings and containers of them in extra state and parameter groups",
+            ) from None
         if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
             raise StorageError(
                 f"the checkpoint {aside.parent} could not be written: {_brief(error)}",

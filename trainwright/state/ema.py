@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainwright.errors import UsageError
+
 
 class Ema:
     """Keeps shadow <- decay * shadow + (1 - decay) * weights, after each optimizer step.
@@ -18,6 +20,8 @@ class Ema:
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
+        if not 0 < decay < 1:
+            raise UsageError(f"the decay of an average is between 0 and 1; got {decay!r}", remedy="write 0.999")
         self.decay = decay
         self.num_updates = 0
         self._live = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -95,7 +95,7 @@ class SkipLedger:
 
 
 def _entry(note: _Pending) -> SkippedStep:
-    losses = torch.stack([loss.float() for loss in note.losses])
+    losses = torch.stack([loss.float().cpu() for loss in note.losses])
     bad = (~torch.isfinite(losses)).nonzero().flatten().tolist()
     micro_batch = bad[0] if bad else (0 if len(note.losses) == 1 else None)
     ids = note.ids if micro_batch is None else [note.ids[micro_batch]]

@@ -7,9 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+SMALLEST_SCALE = 2.0**-14  # a denormal scale has the reciprocal inf: every later step would be skipped
+
 
 class LossScaler:
     """Scale 2^16, doubled after 2000 clean steps, halved on overflow (Micikevicius et al. 2018, section 3.2).
+
+    Never below 2^-14.
 
     ``scale`` is a 0-d float32 and ``clean_steps`` a 0-d int32 tensor on ``device``.
     """
@@ -40,15 +44,16 @@ class LossScaler:
         overflowed = ~torch.isfinite(grad_norm)
         clean = self.clean_steps + 1
         grown = self.scale * self.growth
+        shrunk = (self.scale * self.backoff).clamp_(min=SMALLEST_SCALE)
         due = (clean >= self.interval) & torch.isfinite(grown)
-        self.scale = torch.where(overflowed, self.scale * self.backoff, torch.where(due, grown, self.scale))
+        self.scale = torch.where(overflowed, shrunk, torch.where(due, grown, self.scale))
         self.clean_steps = torch.where(overflowed | due, torch.zeros_like(clean), clean)
 
     def state_dict(self) -> dict[str, Any]:
         return {"scale": float(self.scale), "clean_steps": int(self.clean_steps)}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.scale = torch.full_like(self.scale, saved["scale"])
+        self.scale = torch.full_like(self.scale, max(saved["scale"], SMALLEST_SCALE))
         self.clean_steps = torch.full_like(self.clean_steps, saved["clean_steps"])
 
 

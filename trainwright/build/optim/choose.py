@@ -118,7 +118,7 @@ def _implementation(name: str, model: nn.Module, given: Mapping[str, Any]) -> di
 
 def _call(factory: Factory, groups: list[dict[str, Any]], lr: float, given: Mapping[str, Any]) -> Optimizer:
     try:
-        return factory(groups, lr=lr, **given)
+        return _steps_alone(factory(groups, lr=lr, **given))
     except UsageError:
         raise
     except (ValueError, TypeError, RuntimeError) as error:  # torch refuses bad values with any of these
@@ -127,6 +127,25 @@ def _call(factory: Factory, groups: list[dict[str, Any]], lr: float, given: Mapp
         raise UsageError(
             f"{name} refuses its arguments ({said}): {error}", remedy="change the argument that it names"
         ) from error
+
+
+def _steps_alone(optimizer: Optimizer) -> Optimizer:
+    """Raises UsageError for an optimizer that wants to compute the loss itself, as LBFGS does."""
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(
+            f"the optimizer is a {type(optimizer).__name__}", remedy="return a torch.optim.Optimizer from its factory"
+        )
+    needed = [
+        name
+        for name, each in inspect.signature(optimizer.step).parameters.items()
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+    if needed:
+        raise UsageError(
+            f"{type(optimizer).__name__}.step needs {', '.join(needed)}: it computes the loss anew within a step",
+            remedy=f"choose an optimizer whose step() needs nothing, such as {', '.join(OPTIMIZERS)}",
+        )
+    return optimizer
 
 
 def with_momentum_buffers(optimizer: Optimizer) -> Optimizer:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainwright.errors import TrainwrightError, UsageError
+from trainwright.errors import MissingExtra, TrainwrightError, UsageError
 
 
 class Sink(Protocol):
@@ -46,6 +47,13 @@ class Guarded:
         except Exception as error:  # another project's code: anything may come out of it
             self._works = False
             self._warn(_gone(self._name, error))
+
+
+def require_sinks(names: Sequence[str]) -> None:
+    """Raises MissingExtra for a tracker whose package is not installed: better now than after the first steps."""
+    for name in names:
+        if name in ("tensorboard", "wandb") and importlib.util.find_spec(name) is None:
+            raise MissingExtra(name, extra=name, needed_for=f"the sink {name!r}")
 
 
 def open_sinks(
