@@ -8,13 +8,15 @@
     ├── StorageError                  exit 1   disk full, no permission, folder gone
     └── CheckpointError               exit 1   a checkpoint is missing, torn or does not fit
 
-A user's mistake ends in one of these and in no traceback; an ``AssertionError`` is our own bug.
+A user's mistake ends in one of these and in no traceback; an ``AssertionError`` is our own bug. ``suggest`` and
+``require_choice`` are the one "did you mean" for names that are wrong.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 
 class TrainwrightError(Exception):
@@ -92,3 +94,19 @@ class StorageError(TrainwrightError):
 
 class CheckpointError(TrainwrightError):
     """A checkpoint is missing, torn or does not fit what it is loaded into."""
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """A remedy for an unknown name: the nearest known ones, or all of them when none is near."""
+    names = list(known)
+    near = get_close_matches(name, names, n=3, cutoff=0.5)
+    if near:
+        return f"did you mean {' or '.join(repr(each) for each in near)}?"
+    return f"known are: {', '.join(names)}"
+
+
+def require_choice(name: str, value: object, choices: Iterable[str]) -> None:
+    """Raises UsageError unless ``value`` is one of ``choices``."""
+    if value not in (names := list(choices)):
+        remedy = suggest(str(value), names)
+        raise UsageError(f"{name} must be one of {', '.join(names)}; got {value!r}", remedy=remedy)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from trainwright.errors import StorageError, UsageError
-from trainwright.runlog.folder import RunFolder, latest
+from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.records import Evidence
 
 
@@ -94,17 +94,6 @@ def test_open_suggests_what_may_be_meant(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         RunFolder.open(tmp_path / "nothing-alike" / "x")
     assert caught.value.remedy == "give a run folder: runs/<name>"
-
-
-def test_latest_is_the_one_last_written_to(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="there is no run in"):
-        latest(tmp_path / "runs")
-    first, second = make_run(tmp_path, "b"), make_run(tmp_path, "a")
-    os.utime(first.recipe, (100, 100))
-    os.utime(second.recipe, (50, 50))
-    assert latest(tmp_path) == first
-    second.log.touch()
-    assert latest(tmp_path) == second
 
 
 def test_json_is_strict_and_leaves_no_draft(tmp_path: Path) -> None:

@@ -24,8 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trainwright.errors import UsageError
-from trainwright.models.options import require_choice, suggest
+from trainwright.errors import UsageError, require_choice, suggest
 
 Schedule = Callable[[int, float], float]
 Span = int | float

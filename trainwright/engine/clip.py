@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 
-from trainwright.engine.precision import require_choice
-from trainwright.errors import UsageError
+from trainwright.errors import UsageError, require_choice
 
 ClipName = Literal["norm", "value", "agc", "none"]
 Clip = Callable[[Sequence[Tensor], Tensor], None]

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Literal, get_args
 
 import torch
 
-from trainwright.errors import UsageError
+from trainwright.errors import require_choice
 from trainwright.state.scaler import LossScaler, NoScaler
 
 PrecisionName = Literal["fp32", "tf32", "bf16", "fp16"]
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def require_choice(what: str, value: object, choices: Sequence[str]) -> None:
-    """Raises UsageError unless ``value`` is one of ``choices``."""
-    if value not in choices:
-        near = get_close_matches(str(value), choices, n=1, cutoff=0.5)
-        remedy = f"did you mean {near[0]!r}?" if near else f"write {choices[0]!r} for example"
-        raise UsageError(f"{what} must be one of {', '.join(choices)}; got {value!r}", remedy=remedy)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainwright.errors import UsageError
-from trainwright.models.options import configure, require_choice, require_counts, require_dropout
+from trainwright.errors import UsageError, require_choice
+from trainwright.models.options import configure, require_counts, require_dropout
 
 INIT_STD = 0.02
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from trainwright.errors import MissingExtra, UsageError
-from trainwright.models.options import suggest
+from trainwright.errors import MissingExtra, UsageError, suggest
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from trainwright.errors import UsageError
-from trainwright.models.options import require_choice, require_dropout
+from trainwright.errors import UsageError, require_choice
+from trainwright.models.options import require_dropout
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tanh}
 

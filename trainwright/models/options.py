@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from trainwright.errors import UsageError
+from trainwright.errors import UsageError, suggest
 
 Config = TypeVar("Config")
 
@@ -24,22 +23,6 @@ def configure(config_class: type[Config], options: Mapping[str, Any], *, of: str
     if missing:
         raise UsageError(f"{of} needs {', '.join(missing)}", remedy=f"give {missing[0]}=<value>")
     return config_class(**options)
-
-
-def suggest(name: str, known: Iterable[str]) -> str:
-    """A remedy for an unknown name: the nearest known ones, or all of them when none is near."""
-    names = list(known)
-    near = get_close_matches(name, names, n=3, cutoff=0.6)
-    if near:
-        return f"did you mean {' or '.join(repr(each) for each in near)}?"
-    return f"known are: {', '.join(names)}"
-
-
-def require_choice(name: str, value: object, choices: Iterable[str]) -> None:
-    """Raises UsageError unless ``value`` is one of ``choices``."""
-    if value not in (names := list(choices)):
-        remedy = suggest(str(value), names)
-        raise UsageError(f"{name} must be one of {', '.join(names)}; got {value!r}", remedy=remedy)
 
 
 def require_counts(config: object, least: Mapping[str, int]) -> None:

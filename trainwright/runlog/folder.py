@@ -125,14 +125,6 @@ class RunFolder:
         return self.write_text(name, json.dumps(strict(value), indent=2, allow_nan=False) + "\n")
 
 
-def latest(root: Path | str) -> RunFolder:
-    """The run under ``root`` that was last written to. Raises UsageError when there is none."""
-    runs = _runs_in(Path(root))
-    if not runs:
-        raise UsageError(f"there is no run in {root}", remedy="start one with: trainwright train <recipe.yaml>")
-    return RunFolder(max(runs, key=_written_ns))
-
-
 def _is_run(path: Path) -> bool:
     return any((path / sign).is_file() for sign in _SIGNS)
 

@@ -14,8 +14,7 @@ from trainwright.build.optim.groups import GroupRule, param_groups
 from trainwright.build.optim.lamb import Lamb
 from trainwright.build.optim.lars import Lars
 from trainwright.build.optim.muon import Muon, muon_groups
-from trainwright.errors import UsageError
-from trainwright.models.options import require_choice, suggest
+from trainwright.errors import UsageError, require_choice, suggest
 
 Factory = Callable[..., Optimizer]
 

@@ -10,8 +10,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from trainwright.errors import UsageError
-from trainwright.models.options import suggest
+from trainwright.errors import UsageError, suggest
 
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)  # _NormBase: every BatchNorm and InstanceNorm
 

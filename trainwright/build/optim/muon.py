@@ -22,8 +22,7 @@ from trainwright.build.optim.guarded import (
     require_fractions,
     require_rates,
 )
-from trainwright.errors import UsageError
-from trainwright.models.options import require_choice, suggest
+from trainwright.errors import UsageError, require_choice, suggest
 
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NS_STEPS = 5
