@@ -37,6 +37,7 @@ from trainwright.runlog.provenance import provenance
 from trainwright.runlog.records import Ended
 from trainwright.state.checkpoint import checkpoints, newest_valid
 from trainwright.state.train_state import TrainState
+from trainwright.world.group import SOLO, World
 
 
 @dataclass(frozen=True)
@@ -72,14 +73,17 @@ def train(
     *,
     parts: Parts | None = None,
     resume: RunFolder | None = None,
+    accept: Sequence[str] = (),
     console: Console | None = None,
     quiet: bool = False,
     extras: Sequence[Extra] = (),
+    world: World = SOLO,
 ) -> Result:
     """Runs a recipe from its first step, or from the newest checkpoint of ``resume``, to its end.
 
-    ``parts`` are live objects instead of what the recipe names. Raises a TrainwrightError for whatever is the
-    user's to mend.
+    ``parts`` are live objects instead of what the recipe names. ``accept`` lists the differences to the first
+    part of the run that are wanted. ``world.clock`` gives the time that a run budgeted in seconds goes by. Raises
+    a TrainwrightError for whatever is the user's to mend.
     """
     said: list[str] = []
     progress = Progress(console or Console(), quiet=quiet)
@@ -96,7 +100,7 @@ def train(
             said.append(f"resumed from {kept.checkpoint} at step {job.state.step}")
         for line in [*said, *preflight(job.plan)]:
             progress.say(line)
-        return _run(job, folder, progress, signals, kept.checkpoint if kept else None, extras)
+        return _run(job, folder, progress, signals, kept.checkpoint if kept else None, extras, world)
 
 
 @contextmanager
@@ -120,6 +124,7 @@ def _run(
     signals: Signals,
     restored: Path | None,
     extras: Sequence[Extra],
+    world: World,
 ) -> Result:
     recipe, plan, state = job.recipe, job.plan, job.state
     loading = build_loading(job.parts, recipe, plan, job.device)
@@ -163,6 +168,7 @@ def _run(
             observers=(logbook.recorder, logbook.telemetry, progress, *extra, signals),
             evaluation=evaluation or NEVER,
             saving=saving,
+            world=world,
         )
         logbook.recorder.tell_skipped(state)
         logbook.ended = _ended(outcome, evaluation, logbook)

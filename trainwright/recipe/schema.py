@@ -32,6 +32,7 @@ from trainwright.recipe.showing import LARGEST_INT
 DEFAULT_BATCH_SIZE = 32
 
 Count = Annotated[int, Field(gt=0, le=LARGEST_INT)]
+SampleId = Annotated[int, Field(ge=0, le=LARGEST_INT)]
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], Field(strict=False)]  # not strict: YAML has lists and no tuples
 Warmup = Annotated[Duration, DurationField(allow_zero=True)]
@@ -107,6 +108,12 @@ class Data(Section):
     prefetch: Count = Field(default=2, description="Batches that each worker loads ahead.")
     shuffle: bool = Field(default=True, description="A new order of the samples each epoch.")
     drop_last: bool = Field(default=False, description="Leave out the short last batch of an epoch.")
+    quarantine: Annotated[tuple[SampleId, ...], Field(strict=False)] = Field(
+        default=(), description="Positions in the training set that are never trained on.", examples=[[137, 4021]]
+    )
+    on_bad_sample: Literal["stop", "quarantine"] = Field(
+        default="stop", description="A sample that cannot be read ends the run, or is put in quarantine and named."
+    )
     pin_memory: Literal["auto", True, False] = Field(
         default="auto", description="Page-locked host memory for faster copies to a GPU."
     )
@@ -256,7 +263,39 @@ class Checkpoint(Section):
     """Saving during the run; the end of a run is always saved."""
 
     every: Duration | None = Field(default=Duration(0.25, "run"), description="How often; null: only at the end.")
+    at_least_every: Duration | None = Field(
+        default=Duration(15 * 60, "s"), description="Also when the last one is so old, by the clock on the wall."
+    )
     keep: Count = Field(default=2, description="How many of the newest are kept.")
+    keep_every: Duration | None = Field(
+        default=None, description="The first one at or after each multiple of this is kept for ever.", examples=["1ep"]
+    )
+    best: Text | None = Field(
+        default="loss",
+        description="The one with the best value of this is kept too: loss, or a metric of the validation.",
+        examples=["accuracy"],
+    )
+    best_mode: Literal["min", "max"] = Field(default="min", description="Whether best is the smallest or the largest.")
+    asynchronous: bool = Field(
+        default=True, description="Training goes on while a copy of the state is written; takes its size in host memory."
+    )
+    signals: Annotated[tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"], ...], Field(strict=False)] = Field(
+        default=("SIGTERM", "SIGUSR1"), description="Besides SIGINT, what asks a run to save and stop."
+    )
+
+    @field_validator("at_least_every")
+    @classmethod
+    def _on_the_clock(cls, value: Duration | None) -> Duration | None:
+        if value is not None and value.unit != "s":
+            raise UsageError("must be a time: the clock decides", remedy="write for example 15min")
+        return value
+
+    @field_validator("keep_every")
+    @classmethod
+    def _counted(cls, value: Duration | None) -> Duration | None:
+        if value is not None and value.unit == "s":
+            raise UsageError("must not be a time: it picks among steps", remedy="write for example 1000steps or 1ep")
+        return value
 
 
 class Log(Section):

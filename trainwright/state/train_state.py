@@ -21,7 +21,8 @@ class TrainState:
     counts; the ledger names it. ``elapsed_s`` is training time alone, without evaluation and saving.
     ``fraction`` is the share of the run that was used when the last step began (0..1). The learning rate
     is a pure function of ``step`` and ``fraction`` and so is not state. The generators of random numbers
-    are process-wide; ``RngBag.capture()`` reads them at the instant of saving.
+    are process-wide; ``RngBag.capture()`` reads them at the instant of saving. ``quarantine`` holds the positions of
+    samples that are not trained on.
     """
 
     model: nn.Module
@@ -30,6 +31,7 @@ class TrainState:
     ema: Ema | NoEma = field(default_factory=NoEma)
     ledger: SkipLedger = field(default_factory=SkipLedger)
     data: Cursor = field(default_factory=Cursor)
+    quarantine: set[int] = field(default_factory=set)
     step: int = 0
     num_samples: int = 0
     num_tokens: int = 0
