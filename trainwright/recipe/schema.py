@@ -277,7 +277,7 @@ class Checkpoint(Section):
     )
     best_mode: Literal["min", "max"] = Field(default="min", description="Whether best is the smallest or the largest.")
     asynchronous: bool = Field(
-        default=True, description="Training goes on while a copy of the state is written; takes its size in host memory."
+        default=True, description="Training goes on while a copy of the state is written (costs its size in memory)."
     )
     signals: Annotated[tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"], ...], Field(strict=False)] = Field(
         default=("SIGTERM", "SIGUSR1"), description="Besides SIGINT, what asks a run to save and stop."
