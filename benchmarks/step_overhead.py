@@ -34,9 +34,10 @@ from trainwright.build.data import Loading, StepBatches
 from trainwright.build.optim.choose import make_optimizer
 from trainwright.build.schedule import make_schedule
 from trainwright.engine.clip import make_clip
-from trainwright.engine.loop import Observer, for_steps, run
+from trainwright.engine.loop import Observer, run
 from trainwright.engine.losses import cross_entropy, language_model
 from trainwright.engine.step import make_step
+from trainwright.engine.until import for_steps
 from trainwright.models.gpt import gpt
 from trainwright.models.mlp import mlp
 from trainwright.observe.cadence import Every

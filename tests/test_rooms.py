@@ -23,7 +23,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "observe": {"engine", "state", "world", "runlog"},
     "report": {"plan", "runlog", "doctor"},
 }
-COMPOSITION = {"__init__", "__main__", "job", "run", "face", "find_lr", "demo", "cli"}
+COMPOSITION = {"__init__", "__main__", "job", "papers", "resume", "run", "face", "find_lr", "demo", "cli"}
+COMPOSITION |= {"export", "trial", "verify"}
 WITHOUT_TORCH = {"errors", "recipe", "runlog", "plan", "report", "cli", "__init__"}
 
 

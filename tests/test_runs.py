@@ -20,7 +20,7 @@ from trainwright.cli import app
 from trainwright.demo import recipe_folder
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Ended, Evaluated, Saved, Skipped, Started, Step
-from trainwright.state.checkpoint import checkpoints, newest_valid
+from trainwright.state.store import checkpoints, newest_valid
 
 SLOWLY = """\
 import time
@@ -136,8 +136,15 @@ def test_ctrl_c_reaches_the_whole_group_and_workers_do_not_die_of_it(folder: Pat
 
 def test_a_resume_keeps_what_it_was_told(folder: Path) -> None:
     assert invoke("train", "slow.yaml", "--set", "until=20steps", "--set", "schedule=constant")[0] == 0
-    code, said = invoke("resume", "runs/slow", "--set", "until=30steps", "--set", "optimizer.lr=1e-5")
+    changed = ["resume", "runs/slow", "--set", "until=30steps", "--set", "optimizer.lr=1e-5"]
+    refused = start(*changed, cwd=folder)
+    said, _ = refused.communicate(timeout=120)
+    assert refused.returncode == 2 and "optimizer.lr: 0.001 -> 1e-05 (changes the maths)" in said
+    assert "resume runs/slow --set until=30steps --set optimizer.lr=1e-5 --accept optimizer.lr" in said
+    code, said = invoke(*changed, "--accept", "optimizer.lr")
     assert code == 0, said
+    started = [r for r in read(folder / "runs/slow/log.jsonl").records if isinstance(r, Started)]
+    assert started[-1].accepted == ("optimizer.lr",)
     steps = [r for r in read(folder / "runs/slow/log.jsonl").records if isinstance(r, Step)]
     assert [r.lr for r in steps if r.step > 20] == [1e-5] * 2
     assert "until: 30steps" in (folder / "runs/slow/recipe.yaml").read_text()
@@ -149,9 +156,10 @@ def test_a_resume_keeps_what_it_was_told(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("optimizer.use=sgd", "AdamW, not of SGD"),
-        ("precision=fp16", "keeps its precision"),
-        ("model.args.sizes=[12, 9, 3]", "does not fit"),
+        ("optimizer.use=sgd", "fatal"),
+        ("precision=fp16", "fp32 -> fp16 (changes the maths)"),
+        ("model.args.sizes=[12, 9, 3]", "has the shape (9, 12), in the checkpoint (24, 12)"),
+        ("until=5steps", "step 10 is reached already"),
     ],
 )
 def test_a_resume_that_cannot_be(folder: Path, setting: str, said: str) -> None:
@@ -159,7 +167,7 @@ def test_a_resume_that_cannot_be(folder: Path, setting: str, said: str) -> None:
     recipe = folder / "runs/slow/recipe.yaml"
     recipe.write_text(recipe.read_text().replace("precision: fp32", "precision: auto"))
     code, output = invoke("resume", "runs/slow", "--set", "until=20steps", "--set", setting)
-    assert code in (1, 2) and said in output and "remedy" in output
+    assert code == 2 and said in output and "remedy" in output
 
 
 def test_a_damaged_newest_checkpoint_does_not_push_good_ones_out(folder: Path) -> None:
@@ -257,7 +265,7 @@ def test_a_full_disk_keeps_what_was_committed(folder: Path, small_disk: Path) ->
     options += ["--set", "model.args.sizes=[12, 400, 3]"]  # 31 KiB of weights, 94 KiB a checkpoint with AdamW
     code, said = invoke("train", "slow.yaml", *options, "--set", "checkpoint.keep=50")
     assert code == 1, said
-    assert "Traceback" not in said and "is not saved" in said and "No space left" in said
+    assert "Traceback" not in said and "is not saved" in said and "GB left" in said
     assert "the last state could not be saved" in said
     newest, broken = newest_valid(small_disk / "slow/checkpoints")
     assert newest is not None and not broken and f"trainwright resume {small_disk}/slow" in said

@@ -28,8 +28,8 @@ _HOME = {
     "TrainwrightError": "trainwright.errors",
     "evaluate": "trainwright.engine.evaluate",
     "fit": "trainwright.face",
-    "for_seconds": "trainwright.engine.loop",
-    "for_steps": "trainwright.engine.loop",
+    "for_seconds": "trainwright.engine.until",
+    "for_steps": "trainwright.engine.until",
     "load": "trainwright.recipe.load",
     "lr_range": "trainwright.engine.lr_range",
     "make_clip": "trainwright.engine.clip",
@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from trainwright.engine.loop import Observer as Observer
     from trainwright.engine.loop import Outcome as Outcome
     from trainwright.engine.loop import Stop as Stop
-    from trainwright.engine.loop import for_seconds as for_seconds
-    from trainwright.engine.loop import for_steps as for_steps
     from trainwright.engine.loop import steps as steps
     from trainwright.engine.loss import Loss as Loss
     from trainwright.engine.lr_range import lr_range as lr_range
@@ -61,6 +59,8 @@ if TYPE_CHECKING:
     from trainwright.engine.step import Probe as Probe
     from trainwright.engine.step import StepResult as StepResult
     from trainwright.engine.step import make_step as make_step
+    from trainwright.engine.until import for_seconds as for_seconds
+    from trainwright.engine.until import for_steps as for_steps
     from trainwright.errors import TrainwrightError as TrainwrightError
     from trainwright.face import fit as fit
     from trainwright.recipe import Recipe as Recipe

@@ -33,10 +33,18 @@ RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML recip
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Override a value of the recipe, repeatable.")
 ]
+Accepted = Annotated[
+    list[str] | None,
+    typer.Option("--accept", metavar="PATH", help="A difference that is wanted though it changes the maths, or all."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object last, on stdout.")]
 
 
-def verb(name: str | None = None) -> Callable[[Callable[P, None]], Callable[P, None]]:
+verify_app = typer.Typer(help="Prove that checkpoints are whole, and that a resumed run is the same bits.")
+app.add_typer(verify_app, name="verify", no_args_is_help=True)
+
+
+def verb(name: str | None = None, *, of: typer.Typer = app) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Registers a verb; every error becomes a sentence with its remedy and the exit code of its kind."""
 
     def register(function: Callable[P, None]) -> Callable[P, None]:
@@ -46,15 +54,10 @@ def verb(name: str | None = None) -> Callable[[Callable[P, None]], Callable[P, N
                 function(*args, **kwargs)
             except typer.Exit:
                 raise
-            except TrainwrightError as error:
-                raise typer.Exit(_fail(str(error), error.exit_code)) from None
-            except KeyboardInterrupt:
-                code = _fail("interrupted; what was committed before is intact", 130)
-                raise typer.Exit(code) from None
-            except Exception as error:
-                raise typer.Exit(_fail(_unforeseen(error), 1)) from None
+            except (Exception, KeyboardInterrupt) as error:
+                raise typer.Exit(_fail(*told(error))) from None
 
-        return app.command(name)(guarded)
+        return of.command(name)(guarded)
 
     return register
 
@@ -64,6 +67,11 @@ def _console(as_json: bool) -> Console:
     from rich.console import Console
 
     return Console(stderr=as_json)
+
+
+def _say(as_json: bool) -> Callable[[str], None]:
+    """Prints a line there as it is."""
+    return functools.partial(_console(as_json).print, markup=False, highlight=False, soft_wrap=True)
 
 
 def _finish(result: Any, as_json: bool) -> None:
@@ -101,6 +109,7 @@ def train(recipe: RecipePath, settings: Settings = None, as_json: Json = False) 
 def resume(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     settings: Settings = None,
+    accept: Accepted = None,
     as_json: Json = False,
 ) -> None:
     """Go on with a run from its newest checkpoint that verifies."""
@@ -111,7 +120,27 @@ def resume(
     loaded = load(folder.recipe, overrides=settings or [], environ={})
     from trainwright.run import train as run_train
 
-    _finish(run_train(loaded, resume=folder, console=_console(as_json)), as_json)
+    _finish(run_train(loaded, resume=folder, accept=accept or [], console=_console(as_json)), as_json)
+
+
+@verb()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    layout: Annotated[str, typer.Option("--format", help="safetensors, hf or state_dict.")] = "safetensors",
+    which: Annotated[str, typer.Option(help="last, best, or the step of a checkpoint.")] = "last",
+    average: Annotated[bool, typer.Option("--average", help="The moving average of the weights.")] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="The LoRA adapter alone, in PEFT's layout.")] = False,
+    out: Annotated[Path | None, typer.Option(help="A new folder; in the run's own export/ otherwise.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write the weights of a run for other programs."""
+    from trainwright.export import export as write
+
+    done = write(run, format=layout, which=which, average=average, adapter=adapter, out=out)
+    for message in done.stepped_over:
+        print(f"stepped over: {message}", file=sys.stderr)
+    said = f"{done.path}\n  step {done.step:,}, {done.tensors} tensors, {done.bytes:,} bytes"
+    print(json.dumps(done.to_json()) if as_json else said)
 
 
 @verb("lr-range")
@@ -133,6 +162,50 @@ def lr_range(
     answer = find_lr(loaded, steps=steps, lowest=lowest, highest=highest, out=out, console=_console(as_json))
     if as_json:
         print(json.dumps(answer))
+
+
+@verb("checkpoint", of=verify_app)
+def verify_checkpoint(
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A checkpoint, or a run folder: each of its checkpoints.")
+    ],
+    as_json: Json = False,
+) -> None:
+    """Check every file, hash, tensor and value of checkpoints."""
+    from trainwright.verify import verify_checkpoint as verify
+
+    found, say = verify(path), _say(as_json)
+    for each in found:
+        say("\n".join(each.lines()))
+    broken = any(each.problems for each in found)
+    if as_json:
+        print(json.dumps({"ok": not broken, "checkpoints": [each.to_json() for each in found]}))
+    raise typer.Exit(1 if broken else 0)
+
+
+@verb("resume", of=verify_app)
+def verify_resume(
+    recipe: RecipePath,
+    steps: Annotated[int, typer.Option(min=1, help="Steps before the kill, and as many again after it.")] = 6,
+    workers: Annotated[int, typer.Option(min=0, help="data.workers until the kill.")] = 2,
+    then_workers: Annotated[int, typer.Option(min=0, help="data.workers of the resumed run.")] = 3,
+    precision: Annotated[
+        str | None, typer.Option(help="fp32, tf32, bf16, fp16; as the recipe says if left out.")
+    ] = None,
+    kill: Annotated[bool, typer.Option(help="End the first part by SIGKILL, or by an orderly stop.")] = True,
+    keep: Annotated[bool, typer.Option(help="Keep the runs also when they are equal.")] = False,
+    settings: Settings = None,
+    as_json: Json = False,
+) -> None:
+    """Prove on a recipe that a killed and resumed run is the same bits as one that was not."""
+    from trainwright.verify import Trial
+    from trainwright.verify import verify_resume as verify
+
+    asked = (*(settings or []), *([f"precision={precision}"] if precision else []))
+    say = _say(as_json)
+    proof = verify(Trial(recipe, steps, workers, then_workers, asked, kill), keep=keep, say=say)
+    say("\n".join(proof.lines()))
+    _finish(proof, as_json)
 
 
 @verb()
@@ -172,6 +245,15 @@ def _fail(text: str, code: int) -> int:
     if "--json" in sys.argv:
         print(json.dumps({"error": text, "exit": code}))
     return code
+
+
+def told(error: Exception | KeyboardInterrupt) -> tuple[str, int]:
+    """An error in a sentence with its remedy, and the exit code of its kind."""
+    if isinstance(error, TrainwrightError):
+        return str(error), error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted; what was committed before is intact", 130
+    return _unforeseen(error), 1
 
 
 def _unforeseen(error: Exception) -> str:

@@ -45,7 +45,8 @@ def fit(
     ``short`` are the settings most asked for: ``until`` ("5ep", "1000steps", "60s"), ``lr``, ``batch``,
     ``accumulation``, ``optimizer``, ``schedule``, ``warmup``, ``precision``, ``seed``, ``name``, ``quiet``.
     ``settings`` takes any path of a recipe: ``{"optimizer.clip.at": 0.5}``, or nested mappings of them.
-    ``resume`` is the folder of an earlier run of the same call.
+    ``resume`` is the folder of an earlier run of the same call, ``accept`` the differences to it that are wanted
+    (a path or several: ``accept="optimizer.lr"``).
 
     Raises UsageError or RecipeError for what cannot be, each with its remedy.
     """
@@ -54,6 +55,7 @@ def fit(
     _require_ready(model)
     require_callable(loss)
     quiet = bool(short.pop("quiet", False))
+    accept = _several(short.pop("accept", ()))
     train_data, val_data = unwrap(data), None if val is None else unwrap(val)
     mapping = _described(model, train_data, val_data, loss)
     loaded = from_mapping(mapping, overrides=_asked({} if settings is None else settings, _paths(short)), name="tw.fit")
@@ -64,6 +66,7 @@ def fit(
         loaded,
         parts=parts,
         resume=folder,
+        accept=accept,
         quiet=quiet,
         extras=[lambda *_, each=each: each for each in observers],
     )
@@ -81,6 +84,10 @@ _SHORT = {
     "seed": "seed",
     "name": "name",
 }
+
+
+def _several(accept: Any) -> tuple[str, ...]:
+    return (accept,) if isinstance(accept, str) else tuple(accept)
 
 
 def _paths(short: Mapping[str, Any]) -> dict[str, Any]:

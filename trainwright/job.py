@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,16 +21,17 @@ from trainwright.build.assemble import (
     training_batches,
 )
 from trainwright.engine.clip import make_clip
-from trainwright.engine.precision import Precision, PrecisionName
+from trainwright.engine.precision import Precision
 from trainwright.engine.rehearse import Mode, rehearse
 from trainwright.engine.step import Schedule, StepFn, make_step
-from trainwright.errors import DataError, Problem, RecipeError
+from trainwright.errors import DataError
 from trainwright.observe.sinks import require_sinks
+from trainwright.papers import where_from
 from trainwright.plan.machine import Machine, read_machine
-from trainwright.plan.make import Facts, Note, Plan, candidates, choose_precision, make_plan, with_rehearsal
+from trainwright.plan.make import Facts, Note, Plan, candidates, make_plan, with_rehearsal
 from trainwright.plan.memory import memory_bytes
 from trainwright.recipe import Loaded, Recipe
-from trainwright.state.checkpoint import load_checkpoint
+from trainwright.resume import Earlier
 from trainwright.state.cursor import StepBatch
 from trainwright.state.rng import seed_all, set_deterministic
 from trainwright.state.train_state import TrainState
@@ -39,7 +40,10 @@ from trainwright.world import choose_device, device_name, low_precision, usable_
 
 @dataclass
 class Job:
-    """All that a run needs, live and planned; nothing of it has been trained."""
+    """All that a run needs, live and planned; nothing of it has been trained.
+
+    ``accepted`` are the differences to an earlier part of the run that were wanted.
+    """
 
     loaded: Loaded
     parts: Parts
@@ -49,6 +53,8 @@ class Job:
     machine: Machine
     batches: Iterator[StepBatch]
     schedule: Schedule
+    provenance: dict[str, Any]
+    accepted: list[str] = field(default_factory=list)
 
     @property
     def recipe(self) -> Recipe:
@@ -66,53 +72,42 @@ class Job:
         return {name: value for name, value in known.items() if not name.endswith("_val")}
 
 
-@dataclass(frozen=True)
-class Kept:
-    """An earlier part of the same run: what it measured and chose stays, or the bits would change."""
-
-    precision: PrecisionName
-    threads: int
-    checkpoint: Path
-
-
-def prepare(loaded: Loaded, parts: Parts | None = None, *, kept: Kept | None = None) -> Job:
+def prepare(loaded: Loaded, parts: Parts | None = None, *, earlier: Earlier | None = None) -> Job:
     """Builds, plans and rehearses; afterwards nothing has been trained and no random number drawn.
 
-    The batch that is rehearsed is the first that will be trained on: a stream is read only once.
+    The batch that is rehearsed is the first that will be trained on: a stream is read only once. What an
+    ``earlier`` part of the run measured and chose stays, or the bits would change.
     """
     recipe, machine = loaded.recipe, read_machine()
     with at_recipe(loaded, "device"):
         device = choose_device(recipe.device)
     set_deterministic(recipe.deterministic)
     parts = parts or build_parts(loaded, device)
-    threads = (kept.threads,) if kept else usable_threads(device)
+    threads = (earlier.threads,) if earlier else usable_threads(device)
     facts = gather_facts(parts, device, device_name(device, machine), low_precision(device, machine), threads)
     with at_recipe(loaded, ""):
         plan = make_plan(recipe, facts)
+    if earlier:
+        plan = earlier.with_its_warmup(plan, recipe)
     state, schedule = build_state(parts, loaded, plan), build_schedule(loaded, plan)
     require_sinks(recipe.log.sinks)
+    provenance = where_from(recipe, parts)
     seed_all(recipe.seed)  # training draws the same numbers whatever was done to get here
-    if kept:
-        _require_same_precision(loaded, facts, kept)
-        state.scaler = Precision(kept.precision, device.type).scaler(device)
-        load_checkpoint(state, kept.checkpoint)
+    precision: str = recipe.precision
+    accepted: list[str] = []
+    if earlier:
+        precision = kept = earlier.precision(recipe.precision, facts)
+        state.scaler = Precision(kept, device.type).scaler(device)
+        accepted = earlier.load(state, recipe, precision, provenance)
     batches = iter(training_batches(parts, build_loading(parts, recipe, plan, device), state.data))
     first = next(batches, None)
     if first is None:
         raise DataError("the training data gave no batch", remedy="check that it is not empty or used up")
-    job = Job(loaded, parts, plan, state, device, machine, chain([first], batches), schedule)
-    job.plan = _rehearsed(job, facts, first, kept.precision if kept else recipe.precision)
-    if not kept:
+    job = Job(loaded, parts, plan, state, device, machine, chain([first], batches), schedule, provenance, accepted)
+    job.plan = _rehearsed(job, facts, first, precision)
+    if not earlier:
         state.scaler = job.precision.scaler(device)
     return job
-
-
-def _require_same_precision(loaded: Loaded, facts: Facts, kept: Kept) -> None:
-    asked = loaded.recipe.precision
-    if asked != "auto" and choose_precision(asked, facts.device, facts.low_precision, {})[0] != kept.precision:
-        rule = f"the first part of the run computed in {kept.precision}, and a run keeps its precision"
-        where = loaded.source.where("precision")
-        raise RecipeError(Problem("precision", rule, got=asked, remedy="leave it out, or start anew", where=where))
 
 
 def _rehearsed(job: Job, facts: Facts, first: StepBatch, asked: str) -> Plan:

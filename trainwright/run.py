@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-import shutil
-import sys
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,24 +15,28 @@ from rich.console import Console
 
 from trainwright import __version__
 from trainwright.build.assemble import LIVE, Parts, build_loading, validation_batches
-from trainwright.data.fingerprint import fingerprint
-from trainwright.engine.loop import NEVER, Observer, Outcome, Until, for_seconds, for_steps, run
-from trainwright.errors import CheckpointError, UsageError
-from trainwright.job import Job, Kept, make_advance, prepare
+from trainwright.engine.loop import NEVER, Observer, Outcome, run
+from trainwright.engine.until import Until, for_seconds, for_steps
+from trainwright.errors import UsageError
+from trainwright.job import Job, make_advance, prepare
 from trainwright.observe.cadence import Every
+from trainwright.observe.evaluation import Evaluation
+from trainwright.observe.heartbeat import Heartbeat
 from trainwright.observe.logbook import Logbook
-from trainwright.observe.periodic import Evaluation, Saving
 from trainwright.observe.progress import Progress
-from trainwright.observe.signals import Signals
+from trainwright.observe.saving import SavePolicy, Saving
+from trainwright.observe.signals import Signals, grace_s
+from trainwright.papers import keep_there, lay_down, lay_down_again, papers_of
 from trainwright.plan.duration import Interval
 from trainwright.plan.explain import preflight
 from trainwright.plan.make import Plan
-from trainwright.recipe import Duration, Loaded, dump
+from trainwright.recipe import Duration, Loaded
 from trainwright.report.text import Ending, closing
+from trainwright.resume import Earlier, again, find_earlier
 from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.provenance import provenance
+from trainwright.runlog.lock import RunLock
 from trainwright.runlog.records import Ended
-from trainwright.state.checkpoint import checkpoints, newest_valid
+from trainwright.state.store import Retention
 from trainwright.state.train_state import TrainState
 from trainwright.world.group import SOLO, World
 
@@ -68,6 +69,18 @@ Extra = Callable[[Job, RunFolder, Progress], Observer]
 """Makes a further observer of a run, once everything else of it exists."""
 
 
+@dataclass(frozen=True)
+class Stage:
+    """What surrounds the training: where it is told, what it is told by, what it is held by."""
+
+    folder: RunFolder
+    lock: RunLock
+    progress: Progress
+    signals: Signals
+    world: World
+    earlier: Earlier | None = None
+
+
 def train(
     loaded: Loaded,
     *,
@@ -87,20 +100,39 @@ def train(
     """
     said: list[str] = []
     progress = Progress(console or Console(), quiet=quiet)
-    signals = Signals(progress.say)
+    signals = Signals(progress.say, loaded.recipe.checkpoint.signals, grace_s(os.environ))
     with process_settings(), ExitStack() as closing_down:
         closing_down.callback(progress.close)
         closing_down.callback(signals.close)
         signals.listen()
-        kept = _kept(resume, said.append) if resume else None
-        job = prepare(loaded, parts, kept=kept)
+        lock = closing_down.enter_context(_held(resume)) if resume else None
+        earlier = find_earlier(resume, accept, lock.died_in_step, said.append) if resume and lock else None
+        job = prepare(loaded, parts, earlier=earlier)
+        _require_something_left(job)
         progress.marks = job.marks
-        folder = _continued(resume, job) if resume else _new_folder(job)
-        if kept:
-            said.append(f"resumed from {kept.checkpoint} at step {job.state.step}")
+        folder = resume or RunFolder.create(job.recipe.folder, job.recipe.name)
+        lock = lock or closing_down.enter_context(_held(folder))
+        if not lock.exclusive:
+            said.append(f"the file system of {folder.path} has no locks: see to it that nobody else trains there")
+        (lay_down_again if earlier else lay_down)(folder, job)
+        if earlier:
+            said.append(f"resumed from {earlier.checkpoint} at step {job.state.step}")
         for line in [*said, *preflight(job.plan)]:
             progress.say(line)
-        return _run(job, folder, progress, signals, kept.checkpoint if kept else None, extras, world)
+        return _run(job, Stage(folder, lock, progress, signals, world, earlier), extras)
+
+
+@contextmanager
+def _held(folder: RunFolder) -> Iterator[RunLock]:
+    """The lock of a run folder; an exception leaves the step in which it came in the lock, as a kill does."""
+    lock = RunLock.acquire(folder.path)
+    try:
+        yield lock
+    except Exception:
+        lock.release(clean=False)
+        raise
+    finally:
+        lock.release(clean=True)
 
 
 @contextmanager
@@ -117,95 +149,95 @@ def process_settings() -> Iterator[None]:
         torch.use_deterministic_algorithms(deterministic)
 
 
-def _run(
-    job: Job,
-    folder: RunFolder,
-    progress: Progress,
-    signals: Signals,
-    restored: Path | None,
-    extras: Sequence[Extra],
-    world: World,
-) -> Result:
-    recipe, plan, state = job.recipe, job.plan, job.state
-    loading = build_loading(job.parts, recipe, plan, job.device)
+def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
+    plan, state, folder, progress, signals = job.plan, job.state, stage.folder, stage.progress, stage.signals
     logbook = Logbook(
         folder,
         _every(plan.log_every, state),
-        sinks=recipe.log.sinks,
-        config=recipe.model_dump(mode="json"),
+        sinks=job.recipe.log.sinks,
+        config=job.recipe.model_dump(mode="json"),
         state=state,
         gpu_indices=[gpu.index for gpu in job.machine.gpus] if job.device.type == "cuda" else [],
         warn=progress.say,
     )
     with logbook:
-        logbook.start(__version__, restored)
-        saving = Saving(
-            folder.checkpoints,
-            _every(plan.save_every, state) if plan.save_every else None,
-            keep=recipe.checkpoint.keep,
-            recorded=logbook.recorder.saved,
-            warn=progress.say,
-        )
-        validation = validation_batches(job.parts, recipe, loading)
-        evaluation = (
-            None
-            if validation is None
-            else Evaluation(
-                validation,
-                job.parts.loss,
-                _every(plan.evaluate_every, state),
-                precision=job.precision,
-                told=(logbook.recorder, progress),
-            )
-        )
+        restored = stage.earlier.checkpoint if stage.earlier else None
+        heartbeat = Heartbeat(stage.lock, state)
+        logbook.start(__version__, restored, stage.lock.died_in_step, job.accepted)
+        saving = _saving(job, stage, logbook)
+        signals.saving_s, signals.newest = lambda: saving.last_s, lambda: str(saving.last or restored)
+        evaluation = _evaluation(job, stage, logbook, saving)
+        watching: tuple[Observer, ...] = (logbook.recorder, logbook.telemetry, progress)
         extra = [make(job, folder, progress) for make in extras]
         advance = make_advance(job)
-        outcome = run(
-            state,
-            job.batches,
-            advance,
-            until=_until(plan),
-            observers=(logbook.recorder, logbook.telemetry, progress, *extra, signals),
-            evaluation=evaluation or NEVER,
-            saving=saving,
-            world=world,
-        )
+        with _told_where_it_is_saved(folder, saving):
+            outcome = run(
+                state,
+                job.batches,
+                advance,
+                until=_until(plan),
+                observers=(*watching, *extra, signals, heartbeat),
+                evaluation=evaluation or NEVER,
+                saving=saving,
+                world=stage.world,
+            )
         logbook.recorder.tell_skipped(state)
         logbook.ended = _ended(outcome, evaluation, logbook)
     return _closed(job, folder, outcome, logbook, saving.last, progress)
 
 
-def _new_folder(job: Job) -> RunFolder:
-    """A run folder with its papers: what was asked, what was decided, where it ran."""
-    folder = RunFolder.create(job.recipe.folder, job.recipe.name)
-    folder.write_text("recipe.yaml", dump(job.recipe))
-    folder.write_json("plan.json", job.plan.to_json())
-    sets = {"train": job.parts.train, "val": job.parts.val}
-    prints = {name: fingerprint(data.dataset) for name, data in sets.items() if data is not None}
-    papers = provenance(
-        data_fingerprints={name: f"sha256:{each.sha256} ({each.how})" for name, each in prints.items()},
-        seeds={"seed": job.recipe.seed},
-        command=sys.argv,
+def _saving(job: Job, stage: Stage, logbook: Logbook) -> Saving:
+    plan, ask = job.plan, job.recipe.checkpoint
+    policy = SavePolicy(
+        _every(plan.save_every, job.state) if plan.save_every else None,
+        ask.at_least_every.value if ask.at_least_every else None,
+        Retention(ask.keep, plan.keep_every),
+        ask.best,
+        ask.best_mode == "max",
+        ask.asynchronous,
     )
-    folder.write_json("provenance.json", papers)
-    return folder
+    return Saving(
+        stage.folder.checkpoints,
+        policy,
+        told=logbook.recorder,
+        warn=stage.progress.say,
+        papers=papers_of(job),
+        before=keep_there(stage.folder, job, stage.progress.say),
+        clock=stage.world.clock,
+    )
 
 
-def _continued(folder: RunFolder, job: Job) -> RunFolder:
-    """The same folder with the recipe and plan that hold from here on; earlier ones are kept beside them.
+def _evaluation(job: Job, stage: Stage, logbook: Logbook, saving: Saving) -> Evaluation | None:
+    loading = build_loading(job.parts, job.recipe, job.plan, job.device)
+    validation = validation_batches(job.parts, job.recipe, loading)
+    if validation is None:
+        return None
+    return Evaluation(
+        validation,
+        job.parts.loss,
+        _every(job.plan.evaluate_every, job.state),
+        precision=job.precision,
+        told=(logbook.recorder, stage.progress, saving),
+    )
 
-    Raises UsageError when nothing is left to do.
-    """
+
+@contextmanager
+def _told_where_it_is_saved(folder: RunFolder, saving: Saving) -> Iterator[None]:
+    """An error of a user's code carries with it how to go on."""
+    try:
+        yield
+    except Exception as error:
+        if saving.last:
+            error.add_note(f"saved as {saving.last}; once mended: {again(folder)}")
+        raise
+
+
+def _require_something_left(job: Job) -> None:
+    """Raises UsageError when a resumed run has done all that it was asked for."""
     if _until(job.plan)(job.state) >= 1.0:
         done, until = f"{job.state.step:,} steps in {job.state.elapsed_s:.4g} s", job.recipe.until
         longer = f"--set until={_doubled(until)}"
         raise UsageError(f"the run has done what it was asked for ({done}, until: {until})", remedy=f"add {longer}")
-    before, now = folder.recipe.read_text(encoding="utf-8"), dump(job.recipe)
-    if before != now:
-        folder.write_text(f"recipe-before-step-{job.state.step:08d}.yaml", before)
-        folder.write_text("recipe.yaml", now)
-        folder.write_json("plan.json", job.plan.to_json())
-    return folder
 
 
 def _until(plan: Plan) -> Until:
@@ -214,31 +246,6 @@ def _until(plan: Plan) -> Until:
 
 def _doubled(until: Duration) -> Duration:
     return Duration(min(until.value * 2, 2.0**53), until.unit)
-
-
-def _kept(resume: RunFolder, say: Callable[[str], None]) -> Kept:
-    """What the run's first part decided, and its newest checkpoint that verifies; says which newer ones do not."""
-    path, broken = newest_valid(resume.checkpoints)
-    for message in broken:
-        say(f"stepped over: {message}")
-    anew = f"start it anew: {_program()} train {shlex.quote(str(resume.recipe))}"
-    if path is None:
-        raise CheckpointError("\n".join([*broken, f"{resume.path} has no checkpoint that verifies"]), remedy=anew)
-    try:
-        plan = json.loads(resume.plan.read_text())
-        return Kept(plan["precision"], plan["threads"], path)
-    except (OSError, ValueError, KeyError) as error:
-        raise UsageError(f"{resume.plan} cannot be read: {error}", remedy=anew) from None
-
-
-def _program() -> str:
-    """How this command line was called, so that what is printed can be pasted: a path unless it is on PATH."""
-    called = Path(sys.argv[0])
-    if called.name == "__main__.py":
-        return f"{shlex.quote(sys.executable)} -m trainwright"
-    if called.name != "trainwright" or shutil.which("trainwright") == str(called.absolute()):
-        return "trainwright"
-    return shlex.quote(str(called))
 
 
 def _every(interval: Interval, since: TrainState) -> Every:
@@ -275,7 +282,7 @@ def _closed(
         recorder.last_evaluated,
         saved=is_saved,
         marks=job.marks,
-        again=f"tw.fit(..., resume={str(folder.path)!r})" if live else _again(folder),
+        again=f"tw.fit(..., resume={str(folder.path)!r})" if live else again(folder),
         longer="" if live else f"--set until={_doubled(until)}",
     )
     for line in closing(ending):
@@ -292,10 +299,3 @@ def _closed(
         dict(ending.evaluated.metrics) if ending.evaluated else {},
         job.state,
     )
-
-
-def _again(folder: RunFolder) -> str:
-    """The command that goes on with a run, or begins it anew where nothing could be saved."""
-    if folder.checkpoints.is_dir() and checkpoints(folder.checkpoints):
-        return f"{_program()} resume {shlex.quote(str(folder.path))}"
-    return f"{_program()} train {shlex.quote(str(folder.recipe))}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,21 +14,22 @@ import torch
 from rich.console import Console
 
 from trainwright.engine.evaluate import Evaluated
-from trainwright.engine.loop import for_steps, run
+from trainwright.engine.loop import run
 from trainwright.engine.loss import Loss
 from trainwright.engine.step import StepResult, make_step
+from trainwright.engine.until import for_steps
 from trainwright.observe.cadence import Every
 from trainwright.observe.journal import Journal
-from trainwright.observe.periodic import Saving
 from trainwright.observe.progress import Progress
 from trainwright.observe.recorder import Recorder
 from trainwright.observe.samples import TextSamples
+from trainwright.observe.saving import SavePolicy, Saving
 from trainwright.observe.signals import PREEMPTED, Signals
 from trainwright.runlog.reader import read
-from trainwright.runlog.records import Skipped, Step
+from trainwright.runlog.records import Quarantined, Skipped, Step
 from trainwright.runlog.writer import LogWriter
-from trainwright.state.checkpoint import checkpoints
-from trainwright.state.cursor import Cursor, MicroBatch, StepBatch
+from trainwright.state.cursor import BadSample, Cursor, MicroBatch, StepBatch
+from trainwright.state.store import checkpoints
 from trainwright.state.train_state import TrainState
 
 
@@ -125,30 +127,33 @@ def test_a_full_disk_costs_log_lines_and_no_training(tmp_path: Path) -> None:
     assert len(said) == 2 and "training goes on" in said[0] and "5 lines" in said[1]
 
 
+class Told:
+    """Hears of what was saved."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[int, str]] = []
+
+    def saved(self, step: int, path: str, num_bytes: int, seconds: float, blocked_s: float) -> None:
+        assert num_bytes > 0 and seconds > 0 and blocked_s > 0
+        self.heard.append((step, path))
+
+
 def test_saving_that_fails_leaves_the_run_going(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
     said: list[str] = []
-    saving = Saving(
-        tmp_path / "checkpoints", Every(steps=2), keep=2, recorded=lambda *_: pytest.fail(), warn=said.append
-    )
+    saving = Saving(tmp_path / "checkpoints", SavePolicy(Every(steps=2)), told=Told(), warn=said.append)
     outcome = run(make_state(), batches(4), make_step(loss), until=for_steps(4), saving=saving)
     assert outcome.ending == "finished" and saving.last is None
     assert len(said) == 2 and "step 2 is not saved" in said[0]
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
-    told: list[tuple[int, str]] = []
-    saving = Saving(
-        tmp_path / "checkpoints",
-        Every(steps=2),
-        keep=2,
-        recorded=lambda step, path, num_bytes, seconds: told.append((step, path)),
-        warn=pytest.fail,
-    )
+    told = Told()
+    saving = Saving(tmp_path / "checkpoints", SavePolicy(Every(steps=2)), told=told, warn=pytest.fail)
     run(make_state(), batches(9), make_step(loss), until=for_steps(9), saving=saving)
     assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-00000009", "step-00000008"]
-    assert [step for step, _ in told] == [2, 4, 6, 8, 9]
-    assert told[0][1] == "checkpoints/step-00000002"
+    assert [step for step, _ in told.heard] == [2, 4, 6, 8, 9]
+    assert told.heard[0][1] == "checkpoints/step-00000002"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
@@ -165,7 +170,7 @@ def test_a_signal_ends_the_run_at_the_edge_of_the_step(number: signal.Signals, t
 
         def close(self) -> None: ...
 
-    saving = Saving(tmp_path, None, keep=1, recorded=lambda *_: None, warn=pytest.fail)
+    saving = Saving(tmp_path, SavePolicy(), told=Told(), warn=pytest.fail)
     outcome = run(
         make_state(),
         batches(9),
@@ -222,3 +227,21 @@ def test_samples_are_shown_and_kept(tmp_path: Path) -> None:
     run(make_state(), batches(20), make_step(loss), until=for_steps(20), observers=[samples])
     assert len(said) == 2 and "25%" in said[0] and "50%" in said[1] and "once upon" in said[0]
     assert (tmp_path / "samples/samples.txt").read_text().count("once upon") == 2
+
+
+def test_a_bad_sample_is_told_and_logged_whether_its_step_is_due_or_not(tmp_path: Path) -> None:
+    out = io.StringIO()
+    progress = Progress(Console(file=out, width=160))
+    journal = Journal(LogWriter(tmp_path / "log"), warn=pytest.fail)
+    recorder = Recorder(journal, [], Every(steps=5), wall_clock=lambda: 1.0)
+    given = batches(4)
+    given[2] = replace(given[2], bad=(BadSample(137, "OSError: truncated"), BadSample(5, "ValueError: x")))
+    run(make_state(), given, make_step(loss), until=for_steps(4), observers=[recorder, progress])
+    journal.close()
+    told = [r for r in read(tmp_path / "log").records if isinstance(r, Quarantined)]
+    assert [(r.step, r.sample_ids, r.reason) for r in told] == [
+        (3, (137,), "OSError: truncated"),
+        (3, (5,), "ValueError: x"),
+    ]
+    assert "sample 137 cannot be read and is left out from now on: OSError: truncated" in out.getvalue()
+    assert len(out.getvalue().splitlines()) == 2

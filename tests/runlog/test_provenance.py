@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trainwright.runlog.provenance import environment, provenance
+from trainwright.runlog.provenance import environment, modules_of, provenance, sources
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -89,3 +92,28 @@ def test_environment_leaves_out_secrets_and_what_does_not_matter() -> None:
         "CUDA_PASSWORD": "s",
     }
     assert environment({**wanted, **secret, "HOME": "/root", "RANKING": "1"}) == wanted
+
+
+def test_the_modules_of_a_recipe() -> None:
+    recipe = {
+        "name": "run",
+        "model": {"use": "mine.nets:Net", "args": {"use": "no:part", "inner": {"use": "none:either"}}, "lora": None},
+        "data": {"train": {"use": "mine.data:train"}, "val": {"use": "mine.data:Sets.val"}, "workers": 2},
+        "loss": {"use": "live:my_loss"},
+        "optimizer": {"use": "adamw"},
+    }
+    assert modules_of(recipe) == ["mine.data", "mine.nets"]
+
+
+def test_sources_of_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a_net_of_mine.py"
+    file.write_text("WIDTH = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module("a_net_of_mine")
+    asked = ["a_net_of_mine", "itertools", "never.imported", "trainwright.models.gpt", "__main__"]
+    expected = hashlib.sha256(b"WIDTH = 1\n").hexdigest()
+    found = provenance(data_fingerprints={}, seeds={}, command=[], folder=tmp_path, modules=asked)
+    assert found["sources"] == {"a_net_of_mine": expected, "itertools": None, "never.imported": None}
+    file.unlink()
+    assert sources(["a_net_of_mine"]) == {"a_net_of_mine": None}
+    del sys.modules["a_net_of_mine"]

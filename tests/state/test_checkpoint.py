@@ -20,12 +20,12 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from trainwright.errors import CheckpointError, StorageError
-from trainwright.state.checkpoint import checkpoints, keep_newest, load_checkpoint, newest_valid, save_checkpoint
+from trainwright.state.checkpoint import load_checkpoint, save_checkpoint
 from trainwright.state.cursor import Cursor
-from trainwright.state.ema import Ema
 from trainwright.state.ledger import SkippedStep
 from trainwright.state.manifest import verify
 from trainwright.state.scaler import LossScaler
+from trainwright.state.store import Retention, checkpoints, newest_valid, prune
 from trainwright.state.train_state import TrainState
 
 
@@ -115,23 +115,18 @@ def test_one_flipped_byte_is_found_and_stepped_over(tmp_path: Path, file: str) -
     save_checkpoint(state_at(1), tmp_path)
     newest, _ = save_checkpoint(state_at(2), tmp_path)
     whole = (newest / file).read_bytes()
-    rng, harmless = np.random.default_rng(0), 0
+    rng = np.random.default_rng(0)
     for at in rng.choice(len(whole), size=40, replace=False):
         torn = bytearray(whole)
         torn[at] ^= 1 << int(rng.integers(8))
         (newest / file).write_bytes(bytes(torn))
         found, broken = newest_valid(tmp_path)
-        if found == newest:  # white space of the manifest: it says the same
-            harmless += 1
-            assert json.loads(bytes(torn)) == json.loads(whole)
-            continue
         assert found == tmp_path / "step-00000001"
         assert len(broken) == 1
         assert str(newest) in broken[0]
         with pytest.raises(CheckpointError) as caught:
             load_checkpoint(state_at(0), newest)
         assert caught.value.remedy
-    assert harmless < (20 if file == "manifest.json" else 1)
 
 
 def test_a_torn_or_missing_file_is_found(tmp_path: Path) -> None:
@@ -140,7 +135,7 @@ def test_a_torn_or_missing_file_is_found(tmp_path: Path) -> None:
         save_checkpoint(state_at(1), folder)
         newest, _ = save_checkpoint(state_at(2), folder)
         (newest / file).write_bytes((newest / file).read_bytes()[:-1])
-        assert newest_valid(folder)[0] == (newest if file == "manifest.json" else folder / "step-00000001")
+        assert newest_valid(folder)[0] == folder / "step-00000001"
         (newest / file).unlink()
         found, broken = newest_valid(folder)
         assert found == folder / "step-00000001"
@@ -161,9 +156,7 @@ def test_a_checkpoint_of_another_model_or_optimizer_says_so(tmp_path: Path) -> N
     two_groups = state_at(1)
     model = two_groups.model
     two_groups.optimizer = SGD([{"params": [p]} for p in model.parameters()], lr=0.1)
-    averaged = state_at(1)
-    averaged.ema = Ema(averaged.model, 0.9)
-    for other in (state_at(1, width=5), two_groups, averaged):
+    for other in (state_at(1, width=5), two_groups):
         with pytest.raises(CheckpointError, match="does not fit") as caught:
             load_checkpoint(other, path)
         assert "recipe" in caught.value.remedy
@@ -173,7 +166,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     for step in (1, 2, 10, 100):
         save_checkpoint(state_at(step), tmp_path)
     assert [path.name for path in checkpoints(tmp_path)] == [f"step-{step:08d}" for step in (100, 10, 2, 1)]
-    keep_newest(tmp_path, 2, tmp_path / "step-00000100")
+    prune(tmp_path, tmp_path / "step-00000100", Retention(2))
     assert names(tmp_path) == ["step-00000010", "step-00000100"]
 
 
@@ -191,7 +184,8 @@ import json, os, random, signal, sys, time
 from pathlib import Path
 import torch
 from torch import nn
-from trainwright.state.checkpoint import checkpoints, keep_newest, load_checkpoint, newest_valid, save_checkpoint
+from trainwright.state.checkpoint import load_checkpoint, save_checkpoint
+from trainwright.state.store import Retention, checkpoints, newest_valid, prune
 from trainwright.state.train_state import TrainState
 
 torch.set_num_threads(1)
@@ -208,7 +202,7 @@ def save_for_ever(first):
             state.model.weight.fill_(step)
         state.step = step // 2  # each step twice: the second replaces the first
         path, _ = save_checkpoint(state, folder)
-        keep_newest(folder, 2, path)
+        prune(folder, path, Retention(2))
 
 seen, left = [], 0
 first = 2
@@ -247,9 +241,9 @@ def test_killed_at_any_instant_the_newest_checkpoint_loads(tmp_path: Path) -> No
 
 
 def assert_fails_and_keeps_the_older(folder: Path, big: TrainState) -> None:
-    with pytest.raises(StorageError, match="could not be written") as caught:
+    with pytest.raises(StorageError, match=r"could not be written|disk of .* has") as caught:
         save_checkpoint(big, folder)
-    assert "older checkpoints there are intact" in caught.value.remedy
+    assert "older checkpoints" in caught.value.remedy and "are intact" in caught.value.remedy
     assert names(folder) == ["step-00000001"]  # nothing half-written stays behind
     assert newest_valid(folder) == (folder / "step-00000001", [])
 

@@ -18,13 +18,15 @@ from torch.utils.data import Dataset
 from trainwright.build.data import Loading, StepBatches
 from trainwright.build.optim import Muon, muon_groups
 from trainwright.engine.clip import make_clip
-from trainwright.engine.loop import for_steps, steps
+from trainwright.engine.loop import steps
 from trainwright.engine.precision import Precision, PrecisionName
 from trainwright.engine.step import make_step
-from trainwright.state.checkpoint import load_checkpoint, newest_valid, save_checkpoint
+from trainwright.engine.until import for_steps
+from trainwright.state.checkpoint import load_checkpoint, save_checkpoint
 from trainwright.state.codec import encode, same_bits
 from trainwright.state.ema import Ema, NoEma
 from trainwright.state.rng import RngBag, seed_all
+from trainwright.state.store import newest_valid
 from trainwright.state.train_state import TrainState
 
 SAMPLES, BATCH, MICRO, STEPS = 29, 8, 3, 11  # 4 steps an epoch, the last of them short

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +17,7 @@ from trainwright.build.optim.choose import make_optimizer
 from trainwright.build.optim.groups import GroupRule
 from trainwright.build.resolve import find, make
 from trainwright.build.schedule import make_schedule
-from trainwright.errors import Problem, RecipeError, TrainwrightError, UsageError
+from trainwright.errors import DataError, Problem, RecipeError, TrainwrightError, UsageError
 from trainwright.models.lora import add_lora
 from trainwright.plan.make import Facts, Note, Plan
 from trainwright.recipe import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES, Loaded, Recipe
@@ -26,6 +26,7 @@ from trainwright.state.ema import Ema, NoEma
 from trainwright.state.rng import seed_all
 from trainwright.state.train_state import TrainState
 
+ENOUGH_TRIES = 16  # samples that are tried for one that can be read, to count its tokens
 LIVE = "live"
 """Module name in a recipe for objects that were handed over in Python and cannot be built from a file."""
 
@@ -67,22 +68,32 @@ def build_parts(loaded: Loaded, device: torch.device) -> Parts:
     seed_all(recipe.seed)
     train = _dataset(loaded, "train")
     val = _dataset(loaded, "val") if recipe.data.val else None
-    seed_all(recipe.seed)  # the weights depend on the seed alone, not on how the data was read
-    args, notes = _with_classes(loaded, train)
-    model = make(recipe.model.use, args, MODELS, "model", source)
-    if not isinstance(model, nn.Module):
-        got = type(model).__name__
-        remedy = "return the module from it"
-        raise RecipeError(Problem("model.use", "must give an nn.Module", got, remedy, source.where("model.use")))
+    model, notes = build_model(loaded, train)
     loss = find(recipe.loss.use, LOSSES, "loss", source)
     if recipe.loss.args or inspect.isclass(loss):
         loss = make(recipe.loss.use, recipe.loss.args, LOSSES, "loss", source)
     return prepare(Parts(model, train, val, loss, notes), loaded, device)
 
 
+def build_model(loaded: Loaded, train: Unwrapped | None = None) -> tuple[nn.Module, tuple[Note, ...]]:
+    """The model that a recipe names, before LoRA and the like; the training set is built if its size depends on it."""
+    recipe, where = loaded.recipe, loaded.source.where
+    args, notes = _with_classes(loaded, train)
+    seed_all(recipe.seed)  # the weights depend on the seed alone, not on how the data was read
+    model = make(recipe.model.use, args, MODELS, "model", loaded.source)
+    if not isinstance(model, nn.Module):
+        got, remedy = type(model).__name__, "return the module from it"
+        raise RecipeError(Problem("model.use", "must give an nn.Module", got, remedy, where("model.use")))
+    return model, notes
+
+
 def prepare(parts: Parts, loaded: Loaded, device: torch.device) -> Parts:
-    """What the recipe does to a model, built or handed over: LoRA, freezing, checkpointing, device, compile."""
+    """What the recipe does to a model, built or handed over: LoRA, freezing, checkpointing, device, compile.
+
+    Raises RecipeError also for what it says of the training set and cannot be.
+    """
     recipe, model, notes = loaded.recipe, parts.model, list(parts.notes)
+    _require_in_set(parts.train, loaded)
     if recipe.model.lora is not None:
         with at_recipe(loaded, "model.lora"):
             model = add_lora(model, **recipe.model.lora.model_dump())
@@ -150,8 +161,10 @@ def build_schedule(loaded: Loaded, plan: Plan) -> Callable[[int, float], float]:
         return make_schedule(ask.use, **shared, args=ask.args)
 
 
-def build_loading(parts: Parts, recipe: Recipe, plan: Plan, device: torch.device) -> Loading:
-    """How training batches are made."""
+def build_loading(
+    parts: Parts, recipe: Recipe, plan: Plan, device: torch.device, *, quarantine: Collection[int] = ()
+) -> Loading:
+    """How training batches are made. ``quarantine`` are the samples that the run itself found to be bad."""
     pin = recipe.data.pin_memory
     return Loading(
         batch_size=plan.batch.size,
@@ -164,11 +177,16 @@ def build_loading(parts: Parts, recipe: Recipe, plan: Plan, device: torch.device
         pin_memory=device.type == "cuda" if pin == "auto" else pin,
         device=device,
         collate=parts.train.collate,
+        quarantine=frozenset((*recipe.data.quarantine, *quarantine)),
+        on_bad_sample=recipe.data.on_bad_sample,
     )
 
 
 def training_batches(parts: Parts, loading: Loading, cursor: Cursor) -> StepBatches:
-    """The stream of global batches from ``cursor`` on."""
+    """The stream of global batches from ``cursor`` on. Raises DataError when the quarantine leaves no sample."""
+    if (size := _length(parts.train)) and sum(i < size for i in loading.quarantine) == size:
+        remedy = "take those that can be trained on out of data.quarantine"
+        raise DataError(f"all {size} samples of the training set are in quarantine", remedy=remedy)
     return StepBatches(parts.train.dataset, loading, cursor=cursor)
 
 
@@ -191,15 +209,28 @@ def _dataset(loaded: Loaded, which: str) -> Unwrapped:
     return unwrapped
 
 
-def _with_classes(loaded: Loaded, train: Unwrapped) -> tuple[dict[str, Any], tuple[Note, ...]]:
+def _require_in_set(train: Unwrapped, loaded: Loaded) -> None:
+    """Raises RecipeError for positions in quarantine that the training set does not have."""
+    size, asked = _length(train), loaded.recipe.data.quarantine
+    beyond = [] if size is None else [i for i in asked if i >= size]
+    if beyond:
+        path, rule = "data.quarantine", f"must be positions in the training set, 0 to {(size or 0) - 1}"
+        remedy = "leave it out; positions count from 0, in the order of the dataset and not of training"
+        got, where = ", ".join(map(str, beyond)), loaded.source.where(path)
+        raise RecipeError(Problem(path, rule, got, remedy, where))
+
+
+def _with_classes(loaded: Loaded, train: Unwrapped | None) -> tuple[dict[str, Any], tuple[Note, ...]]:
     """Fills in ``vocab_size`` or ``classes`` of the model from the dataset, where the recipe leaves it out."""
     ask, args = loaded.recipe.model, dict(loaded.recipe.model.args)
-    classes = getattr(train.dataset, "classes", None)
     accepted = inspect.signature(find(ask.use, MODELS, "model", loaded.source)).parameters
     name = next((n for n in ("vocab_size", "classes") if n in accepted), None)
     if ask.use == "hf":
         name = "vocab_size"
-    if name is None or name in args or not isinstance(classes, int):
+    if name is None or name in args:
+        return args, ()
+    classes = getattr((train or _dataset(loaded, "train")).dataset, "classes", None)
+    if not isinstance(classes, int):
         return args, ()
     return {**args, name: classes}, (Note(name, str(classes), "from the training set"),)
 
@@ -214,9 +245,11 @@ def _tokens_per_sample(data: Unwrapped) -> int:
         return int(known)
     if not hasattr(data.dataset, "__getitem__"):
         return 0  # reading a stream would use its first samples up
-    try:
-        return count_tokens(data.collate([data.dataset[0]]))
-    except TrainwrightError:
-        raise
-    except Exception:
-        return 0  # the first batch will raise the same, with the sample's id
+    for index in range(min(_length(data) or 0, ENOUGH_TRIES)):
+        try:
+            return count_tokens(data.collate([data.dataset[index]]))
+        except TrainwrightError:
+            raise
+        except Exception:
+            continue  # it may be in quarantine; else the batch that it is in will raise the same, with its id
+    return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from typing import Any
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
-from trainwright.build.fetch import Failed, Fetch, Fetched, FetchStream, Key
+from trainwright.build.fetch import Failed, Fetch, Fetched, FetchStream, Key, OnBadSample
 from trainwright.data.order import epoch_order
 from trainwright.errors import DataError, UsageError
-from trainwright.state.cursor import Cursor, MicroBatch, StepBatch
+from trainwright.state.cursor import BadSample, Cursor, MicroBatch, StepBatch
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class Loading:
     """How batches are made. ``batch_size`` samples an optimizer step, in micro-batches of ``micro_size``.
 
     ``prefetch`` is the number of micro-batches that each worker keeps ready. ``epochs`` None means for ever.
+    ``quarantine`` are dataset positions that are never trained on; ``on_bad_sample`` says whether a sample that
+    cannot be read joins them or ends the run.
     """
 
     batch_size: int
@@ -38,13 +40,18 @@ class Loading:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     collate: Callable[[list[Any]], Any] = default_collate
     epochs: int | None = None
+    quarantine: frozenset[int] = frozenset()
+    on_bad_sample: OnBadSample = "stop"
 
 
 class StepBatches:
     """An endless iterable of StepBatch over a dataset; a finite one over a stream that ends.
 
     Iterating starts at ``cursor`` and visits every sample exactly once an epoch. The last step of an epoch is
-    short unless ``drop_last``.
+    short unless ``drop_last``. A sample in quarantine leaves its place in its micro-batch empty, so that no other is
+    lost, repeated or moved. A micro-batch or step that comes out empty is passed over; where all do, the stream ends.
+
+    Raises DataError for a sample that cannot be read, or when all of them have come into quarantine so.
     """
 
     def __init__(self, dataset: Any, loading: Loading, *, cursor: Cursor | None = None) -> None:
@@ -52,15 +59,23 @@ class StepBatches:
 
     def __iter__(self) -> Iterator[StepBatch]:
         window: list[MicroBatch] = []
-        for fetched in self._fetched():
+        bad: list[BadSample] = []  # of this step, and of those before it that came out empty
+        found: set[int] = set()
+        for fetched in self._fetched(found):
             if isinstance(fetched, Failed):
                 raise fetched.error()
-            window.append(MicroBatch(to_device(fetched.data, self.loading.device), fetched.key.ids))
-            if fetched.key.closes:
-                yield StepBatch(tuple(window), fetched.key.cursor)
-                window = []
+            bad += fetched.bad
+            found.update(each.id for each in fetched.bad)
+            if len(fetched.ids):
+                window.append(MicroBatch(to_device(fetched.data, self.loading.device), fetched.ids))
+            if fetched.key.closes and window:
+                yield StepBatch(tuple(window), fetched.key.cursor, tuple(bad))
+                window, bad = [], []
+        if bad and self.loading.epochs is None:
+            raise _none_left(bad)
 
-    def _fetched(self) -> Iterator[Fetched | Failed]:
+    def _fetched(self, found: Set[int]) -> Iterator[Fetched | Failed]:
+        """``found`` grows while iterating: samples that could not be read, which are not asked for again."""
         how = self.loading
         source: Any
         if isinstance(self.dataset, IterableDataset):
@@ -69,26 +84,51 @@ class StepBatches:
                 return _pinned(iter(source), how)
             # one worker: each further one would read the whole stream too, and most datasets would shard it
             return _from_workers(source, None, replace(how, workers=1))
-        source = Fetch(self.dataset, seed=how.seed, collate=how.collate)
-        keys = self.keys()
+        source = Fetch(self.dataset, seed=how.seed, collate=how.collate, on_bad_sample=how.on_bad_sample)
+        keys = self.keys(found)
         if how.workers == 0:
             return _pinned((source[key] for key in keys), how)
-        return _from_workers(source, keys, how)
+        return _without(found, _from_workers(source, keys, how), source)
 
-    def keys(self) -> Iterator[Key]:
-        """The micro-batches to come, for ever, from the cursor on; none when no batch can be filled."""
+    def keys(self, found: Collection[int] = ()) -> Iterator[Key]:
+        """The micro-batches to come, for ever, from the cursor on; none when no batch can be filled.
+
+        From each epoch's start on it leaves out what ``found`` holds then, besides the quarantine.
+        """
         how, size = self.loading, len(self.dataset)
         end = size - size % how.batch_size if how.drop_last else size
         if not end:
             return
         for epoch in count(self.cursor.epoch) if how.epochs is None else range(self.cursor.epoch, how.epochs):
             order = epoch_order(size, seed=how.seed, epoch=epoch, shuffle=how.shuffle)
+            kept = ~np.isin(order, [*how.quarantine, *found])
+            if not kept[: size if how.shuffle else end].any():  # nor will there be any in a later epoch
+                return
             begin = self.cursor.position if epoch == self.cursor.epoch else 0
             for step_start in range(begin, end, how.batch_size):
                 step_end = min(step_start + how.batch_size, end)
                 for start in range(step_start, step_end, how.micro_size):
                     stop = min(start + how.micro_size, step_end)
-                    yield Key(epoch, start, order[start:stop], stop == step_end, Cursor(epoch, stop))
+                    ids = order[start:stop][kept[start:stop]]
+                    yield Key(epoch, start, ids, stop == step_end, Cursor(epoch, stop))
+
+
+def _without(found: Set[int], batches: Iterator[Fetched | Failed], source: Fetch) -> Iterator[Fetched | Failed]:
+    """What workers had fetched before a sample in it was found bad is fetched again, as a resumed run would."""
+    for fetched in batches:
+        if found and isinstance(fetched, Fetched) and not found.isdisjoint(fetched.key.ids.tolist()):
+            yield source[fetched.key.without(found)]
+        else:
+            yield fetched
+
+
+def _none_left(bad: list[BadSample]) -> DataError:
+    return DataError(
+        f"no sample is left to train on: the last {len(bad)} could not be read, "
+        f"sample {bad[0].id} because of {bad[0].what}",
+        sample_ids=[each.id for each in bad],
+        remedy="open one with dataset[i]: the fault is likely to be one of all",
+    )
 
 
 def _pinned(batches: Iterator[Fetched | Failed], how: Loading) -> Iterator[Fetched | Failed]:
@@ -97,7 +137,7 @@ def _pinned(batches: Iterator[Fetched | Failed], how: Loading) -> Iterator[Fetch
         return
     for fetched in batches:
         if isinstance(fetched, Fetched):
-            fetched = Fetched(fetched.key, _map(lambda tensor: tensor.pin_memory(), fetched.data))
+            fetched = fetched._replace(data=_map(lambda tensor: tensor.pin_memory(), fetched.data))
         yield fetched
 
 
@@ -169,10 +209,14 @@ def _map(change: Callable[[Tensor], Tensor], data: Any) -> Any:
 
 
 class EvaluationBatches:
-    """One pass in the dataset's own order, at most ``limit`` batches of it; iterable again and again."""
+    """One pass in the dataset's own order, at most ``limit`` batches of it; iterable again and again.
+
+    A quarantine of ``loading`` is of the training set and does not count here; a sample that cannot be read stops.
+    """
 
     def __init__(self, dataset: Any, loading: Loading, *, limit: int | None = None) -> None:
-        once = replace(loading, epochs=1, shuffle=False, drop_last=False)
+        here: dict[str, Any] = {"quarantine": frozenset(), "on_bad_sample": "stop"}
+        once = replace(loading, epochs=1, shuffle=False, drop_last=False, **here)
         self.steps, self.limit = StepBatches(dataset, once), limit
 
     def __iter__(self) -> Iterator[MicroBatch]:

@@ -3,39 +3,51 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from itertools import count, islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from trainwright.errors import DataError
-from trainwright.state.cursor import Cursor
+from trainwright.state.cursor import BadSample, Cursor, Ids
 from trainwright.state.rng import RngBag, preserved_rng, seed_all
+
+OnBadSample = Literal["stop", "quarantine"]
 
 
 class Key(NamedTuple):
     """Names one micro-batch. ``closes`` is true for the last micro-batch of an optimizer step.
 
-    ``cursor`` is where the stream stands once it has been trained on; ``ids`` are dataset positions (n,).
+    ``cursor`` is where the stream stands once it has been trained on; ``ids`` are dataset positions (n,), without
+    those in quarantine, so there may be none.
     """
 
     epoch: int
     start: int
-    ids: NDArray[np.int64]
+    ids: Ids
     closes: bool
     cursor: Cursor
 
+    def without(self, left_out: Container[int]) -> Key:
+        """The same micro-batch with the places of these samples empty."""
+        return self._replace(ids=np.array([i for i in self.ids.tolist() if i not in left_out], dtype=np.int64))
+
 
 class Fetched(NamedTuple):
-    """A micro-batch on the host."""
+    """A micro-batch on the host: what ``key`` asked for but the ``bad``; ``data`` is None when that is nothing."""
 
     key: Key
     data: Any
+    bad: tuple[BadSample, ...] = ()
+
+    @property
+    def ids(self) -> Ids:
+        """Dataset positions of the samples in ``data``."""
+        return self.key.without({bad.id for bad in self.bad}).ids if self.bad else self.key.ids
 
 
 class Failed(NamedTuple):
@@ -43,12 +55,12 @@ class Failed(NamedTuple):
 
     ids: tuple[int, ...]
     what: str
+    remedy: str = "open it with dataset[i] and repair it, or leave it out with data.quarantine: [i]"
 
     def error(self) -> DataError:
         """The same as an error with its remedy."""
         which = f"sample {self.ids[0]}" if len(self.ids) == 1 else f"one of the samples {list(self.ids)}"
-        remedy = "open it with dataset[i] and repair or remove it"
-        return DataError(f"the dataset raised {self.what} for {which}", sample_ids=self.ids, remedy=remedy)
+        return DataError(f"the dataset raised {self.what} for {which}", sample_ids=self.ids, remedy=self.remedy)
 
 
 def batch_seed(seed: int, epoch: int, start: int) -> int:
@@ -68,22 +80,45 @@ def seeded(seed: int, epoch: int, start: int) -> Iterator[None]:
 class Fetch(torch.utils.data.Dataset[Any]):
     """A map-style dataset whose index is a Key. Random numbers that items draw come from the key's own seed.
 
-    Datasets that say ``deterministic = True`` (and TensorDataset) draw none and are not seeded.
+    Datasets that say ``deterministic = True`` (and TensorDataset) draw none and are not seeded. A sample that
+    cannot be read is left out when ``on_bad_sample`` is quarantine: the others are fetched again, from the same
+    seed, so that they are what they would be had it never been asked for.
     """
 
-    def __init__(self, dataset: Any, *, seed: int, collate: Callable[[list[Any]], Any] = default_collate) -> None:
-        self.dataset, self.seed, self.collate = dataset, seed, collate
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        seed: int,
+        collate: Callable[[list[Any]], Any] = default_collate,
+        on_bad_sample: OnBadSample = "stop",
+    ) -> None:
+        self.dataset, self.seed, self.collate, self.on_bad_sample = dataset, seed, collate, on_bad_sample
         self.draws = not (isinstance(dataset, TensorDataset) or getattr(dataset, "deterministic", False))
 
     def __getitem__(self, key: Key) -> Fetched | Failed:
         if hasattr(self.dataset, "set_epoch"):  # for every batch: an evaluation may share the dataset
             self.dataset.set_epoch(key.epoch)
+        asked, bad = key, tuple[BadSample, ...]()
+        while len(key.ids):
+            found = self._seeded(key)
+            if isinstance(found, Fetched):
+                return Fetched(asked, found.data, bad)
+            if isinstance(found, Failed):
+                return found
+            if self.on_bad_sample == "stop":
+                return Failed((found.id,), found.what)
+            bad = (*bad, found)
+            key = key.without({found.id})
+        return Fetched(asked, None, bad)
+
+    def _seeded(self, key: Key) -> Fetched | Failed | BadSample:
         if not self.draws:
             return self._batch(key)
         with seeded(self.seed, key.epoch, key.start):
             return self._batch(key)
 
-    def _batch(self, key: Key) -> Fetched | Failed:
+    def _batch(self, key: Key) -> Fetched | Failed | BadSample:
         dataset = self.dataset
         try:
             if hasattr(dataset, "fetch_batch"):
@@ -95,16 +130,16 @@ class Fetch(torch.utils.data.Dataset[Any]):
                 return Fetched(key, self.collate(dataset.__getitems__(key.ids.tolist())))
         except Exception as error:
             alone = self._one_by_one(key)  # says which sample it was
-            return alone if isinstance(alone, Failed) else Failed(tuple(key.ids.tolist()), _describe(error))
+            return Failed(tuple(key.ids.tolist()), _describe(error)) if isinstance(alone, Fetched) else alone
         return self._one_by_one(key)
 
-    def _one_by_one(self, key: Key) -> Fetched | Failed:
+    def _one_by_one(self, key: Key) -> Fetched | Failed | BadSample:
         items = []
         for index in key.ids.tolist():
             try:
                 items.append(self.dataset[index])
             except Exception as error:
-                return Failed((index,), _describe(error))
+                return BadSample(index, _describe(error))
         return _collated(key, items, self.collate)
 
 
@@ -130,13 +165,17 @@ class Reading(Protocol):
     def epochs(self) -> int | None: ...
     @property
     def collate(self) -> Callable[[list[Any]], Any]: ...
+    @property
+    def quarantine(self) -> frozenset[int]: ...
 
 
 class FetchStream(IterableDataset[Any]):
     """Micro-batches of an iterable dataset, epoch after epoch, until one gives no sample.
 
     ids are positions in the stream. Each epoch of it draws from generators of its own, seeded once. To start in
-    mid-epoch it reads what comes before again, so that a shuffle buffer inside the dataset fills as it did.
+    mid-epoch it reads what comes before again, so that a shuffle buffer inside the dataset fills as it did. Samples
+    in quarantine are read and dropped. One that raises ends it whatever ``on_bad_sample`` says: a generator that has
+    raised gives nothing any more.
     """
 
     def __init__(self, dataset: Any, *, start: Cursor, how: Reading) -> None:
@@ -148,7 +187,7 @@ class FetchStream(IterableDataset[Any]):
             skip = self.start.position if epoch == self.start.epoch else 0
             any_sample = skip > 0
             for fetched in self._epoch(epoch, skip):
-                any_sample = True
+                any_sample = any_sample or isinstance(fetched, Failed) or len(fetched.ids) > 0
                 yield fetched
             if not any_sample:
                 return
@@ -173,13 +212,15 @@ class FetchStream(IterableDataset[Any]):
             position += size
 
     def _micro_batches(self, epoch: int, position: int, samples: list[Any]) -> Iterator[Fetched | Failed]:
-        for first in range(0, len(samples), self.how.micro_size):
-            part = samples[first : first + self.how.micro_size]
-            start, stop = position + first, position + first + len(part)
-            closes = first + len(part) == len(samples)
-            key = Key(epoch, start, np.arange(start, stop, dtype=np.int64), closes, Cursor(epoch, stop))
-            with seeded(self.how.seed, epoch, start):
-                fetched = _collated(key, part, self.how.collate)
+        how = self.how
+        for first in range(0, len(samples), how.micro_size):
+            last = min(first + how.micro_size, len(samples))
+            start, stop = position + first, position + last
+            whole = Key(epoch, start, np.arange(start, stop), last == len(samples), Cursor(epoch, stop))
+            key = whole.without(how.quarantine)
+            part = [samples[i - position] for i in key.ids.tolist()]
+            with seeded(how.seed, epoch, start):
+                fetched = _collated(key, part, how.collate) if part else Fetched(key, None)
             yield fetched
 
 
@@ -205,7 +246,8 @@ def _take(items: Iterator[Any], size: int, position: int) -> tuple[list[Any], Fa
         for sample in islice(items, size):
             samples.append(sample)
     except Exception as error:
-        return samples, Failed((position + len(samples),), _describe(error))
+        remedy = "catch it in the dataset and go on with the next sample: nothing comes from an iterator that raised"
+        return samples, Failed((position + len(samples),), _describe(error), remedy)
     return samples, None
 
 

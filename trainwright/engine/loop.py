@@ -4,34 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from trainwright.engine.step import StepFn, StepResult
+from trainwright.engine.until import Until
 from trainwright.errors import UsageError
 from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState
 from trainwright.world.group import SOLO, World
-
-Until = Callable[[TrainState], float]
-"""The share of the run that is used: 0 at its start, done at 1."""
-
-
-def for_steps(count: int) -> Until:
-    """A run of ``count`` optimizer steps."""
-    return _until(count, lambda state: state.step / count)
-
-
-def for_seconds(budget_s: float) -> Until:
-    """A run of ``budget_s`` seconds of training time, evaluation and saving not counted."""
-    return _until(budget_s, lambda state: state.elapsed_s / budget_s)
-
-
-def _until(amount: float, until: Until) -> Until:
-    if not amount > 0:
-        raise UsageError(f"a run lasts longer than {amount!r}", remedy="write for_steps(1000) or for_seconds(60)")
-    return until
 
 
 class Stop(NamedTuple):
@@ -56,11 +38,18 @@ class Periodic(Protocol):
     def __call__(self, state: TrainState) -> None: ...
 
 
+class Saver(Periodic, Protocol):
+    """Saves; a step that is saved already costs nothing. ``close`` waits until all of it is on disk."""
+
+    def close(self) -> None: ...
+
+
 class _Never:
     def due(self, state: TrainState) -> bool:
         return False
 
     def __call__(self, state: TrainState) -> None: ...
+    def close(self) -> None: ...
 
 
 NEVER = _Never()
@@ -111,36 +100,47 @@ def run(
     until: Until,
     observers: Sequence[Observer] = (),
     evaluation: Periodic = NEVER,
-    saving: Periodic = NEVER,
+    saving: Saver = NEVER,
     world: World = SOLO,
 ) -> Outcome:
     """Trains until done, stopped or out of data: advance, evaluate if due, observe, agree, save if due.
 
     Saves once more at the end unless the Stop says that the state is poisoned; a run that was not stopped
-    is evaluated at its end. An exception closes the observers and saves nothing.
+    is evaluated at its end. An exception of an observer or of the evaluation saves too: between two steps the
+    state is whole. One from within a step closes all and saves nothing.
     """
-    stop, last, evaluated, saved = None, None, -1, -1
+    stop, last, evaluated = None, None, -1
     with ExitStack() as closing:
-        for observer in observers:
-            closing.callback(observer.close)
+        for close in (*(observer.close for observer in observers), saving.close):  # what was asked for is saved first
+            closing.callback(close)
         for last in steps(state, batches, advance, until=until, clock=world.clock):
-            if evaluation.due(state):
-                evaluation(state)
-                evaluated = state.step
-            stops = [found for observer in observers if (found := _asked(observer, last, state)) is not None]
+            with _saved_if_it_fails(state, saving):
+                if evaluation.due(state):
+                    evaluation(state)
+                    evaluated = state.step
+                stops = [found for observer in observers if (found := _asked(observer, last, state)) is not None]
             stop = world.agree(min(stops, key=lambda found: found.save, default=None))  # a poisoned state first
             if stop:
                 break
             if saving.due(state):
                 saving(state)
-                saved = state.step
         if not stop and evaluated != state.step:
-            evaluation(state)
-        if saved != state.step and (not stop or stop.save):
+            with _saved_if_it_fails(state, saving):
+                evaluation(state)
+        if not stop or stop.save:
             saving(state)
         if stop:
             return Outcome("stopped", state.step, last, stop)
         return Outcome("finished" if until(state) >= 1.0 else "data_exhausted", state.step, last)
+
+
+@contextmanager
+def _saved_if_it_fails(state: TrainState, saving: Saver) -> Iterator[None]:
+    try:
+        yield
+    except Exception:  # not KeyboardInterrupt: that quits at once
+        saving(state)
+        raise
 
 
 def _asked(observer: Observer, result: StepResult, state: TrainState) -> Stop | None:

@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from trainwright.engine.loop import for_steps, steps
+from trainwright.engine.loop import steps
 from trainwright.engine.loss import Loss
 from trainwright.engine.step import make_step
+from trainwright.engine.until import for_steps
 from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState
 

@@ -96,6 +96,7 @@ def make_step(
         state.num_samples += batch.size
         state.num_tokens += batch.tokens
         state.data = batch.cursor
+        state.quarantine.update(bad.id for bad in batch.bad)
         state.ledger.note(state.step, skipped, grad_norm=grad_norm, losses=done.micro_losses, batch=batch, scale=scale)
         return StepResult(state.step, done.loss, grad_norm, lr, done.weight, skipped, batch, done.metrics, probed)
 

@@ -41,6 +41,31 @@ def add_lora(
     return adapted
 
 
+def merge_lora(model: nn.Module) -> nn.Module:
+    """Adds what ``add_lora`` put in to the weights and takes it out again: the key names are as they were before.
+
+    Raises UsageError for an adapted weight that another layer shares: it would change there too.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name.replace(".base_layer", ""))
+    for path, layer in list(model.named_modules()):
+        if isinstance(layer, BaseTunerLayer):
+            base: nn.Module = layer.get_base_layer()
+            if len(tied := names[id(base.weight)]) > 1:
+                raise UsageError(
+                    f"the adapter of {path} cannot be merged: it would change {' and '.join(tied)}, which are one",
+                    remedy="keep the adapter apart from the model",
+                )
+            layer.merge()
+            parent, _, leaf = path.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, base)
+    vars(model).pop("peft_config", None)  # or PEFT would warn that the model has adapters
+    return model
+
+
 def _linears(model: nn.Module) -> list[str]:
     """Names of the layers that multiply by a matrix; Conv1D is what transformers' GPT-2 has."""
     return [

@@ -54,7 +54,9 @@ class Logbook:
         """Since it was opened."""
         return time.perf_counter() - self._begin_s
 
-    def start(self, version: str, resumed_from: Path | None) -> None:
+    def start(
+        self, version: str, resumed_from: Path | None, died_in_step: int | None = None, accepted: Sequence[str] = ()
+    ) -> None:
         """The record of a process that takes the run up."""
         self.journal.write(
             Started(
@@ -64,6 +66,8 @@ class Logbook:
                 pid=os.getpid(),
                 resumed_from=resumed_from.name if resumed_from else None,
                 command=tuple(sys.argv),
+                died_in_step=died_in_step,
+                accepted=tuple(accepted),
             )
         )
 

@@ -59,6 +59,8 @@ class Progress:
         self.say(f"step {step:>6}   validation loss {seen.loss:.4f}{metrics}{self._passed(seen.loss)}")
 
     def observe(self, result: StepResult, state: TrainState) -> None:
+        for bad in result.batch.bad:
+            self.say(f"step {result.step:>6}   sample {bad.id} cannot be read and is left out from now on: {bad.what}")
         self._wait_s += result.wait_s
         self._work_s += result.step_s
         if self._samples is None:

@@ -52,6 +52,11 @@ class Recorder:
         for micro in result.batch.micro:
             self._ids.update(micro.ids.tobytes())
         self.step = result.step
+        for bad in result.batch.bad:
+            now_s = self._wall_clock()
+            self._journal.write(
+                records.Quarantined(time_s=now_s, step=result.step, sample_ids=(bad.id,), reason=bad.what)
+            )
         self._count += 1
         self._step_s += result.step_s
         self._wait_s += result.wait_s
@@ -123,10 +128,12 @@ class Recorder:
         values = {"val/loss": seen.loss} | {f"val/{name}": value for name, value in seen.metrics.items()}
         self._to_sinks(step, values)
 
-    def saved(self, step: int, path: str, num_bytes: int, seconds: float) -> None:
+    def saved(self, step: int, path: str, num_bytes: int, seconds: float, blocked_s: float) -> None:
         """One Saved record. ``path`` is relative to the run folder."""
         now_s = self._wall_clock()
-        self._journal.write(records.Saved(time_s=now_s, step=step, path=path, bytes=num_bytes, seconds=seconds))
+        self._journal.write(
+            records.Saved(time_s=now_s, step=step, path=path, bytes=num_bytes, seconds=seconds, blocked_s=blocked_s)
+        )
 
     def _to_sinks(self, step: int, values: dict[str, float]) -> None:
         for sink in self._sinks:

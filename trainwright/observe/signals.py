@@ -2,49 +2,128 @@
 
 from __future__ import annotations
 
+import math
+import os
 import signal
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
+from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
 
 from trainwright.engine.loop import Stop
 from trainwright.engine.step import StepResult
+from trainwright.errors import UsageError
 from trainwright.state.train_state import TrainState
 
 PREEMPTED = 75
-WATCHED = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
+GRACE = "TRAINWRIGHT_GRACE_S"
+WARN_AT = 0.8  # of the grace
+
+
+def grace_s(environ: Mapping[str, str]) -> float | None:
+    """How long the scheduler waits between its signal and SIGKILL, None when nobody says. Raises UsageError."""
+    text = environ.get(GRACE)
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise UsageError(
+            f"{GRACE} is not a positive number of seconds (got {text!r})",
+            remedy=f"say how long your scheduler waits between the signal and the kill: {GRACE}=30; or unset it",
+        )
+    return seconds
 
 
 class Signals:
-    """From ``listen`` to ``close``: SIGINT, SIGTERM and SIGUSR1 set a flag; the step at hand is finished first.
+    """From ``listen`` to ``close``: SIGINT and those in ``names`` set a flag; the step at hand is finished first.
 
     A second one of them ends the process at once (KeyboardInterrupt). Outside the main thread it does nothing, for
-    Python delivers no signals there.
+    Python delivers no signals there. With ``grace_s``, the seconds from the signal to the kill, it says how the time
+    is going; ``newest`` names the newest checkpoint and ``saving_s`` how long the last one took (None: not known).
+    The end of the step is saved however late it is: what a kill cuts short leaves the newest checkpoint as it was.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        names: Sequence[str] = ("SIGTERM", "SIGUSR1"),
+        grace_s: float | None = None,
+    ) -> None:
+        self._say, self._grace_s = say, grace_s
+        wanted = dict.fromkeys(("SIGINT", *names))
+        self._numbers = [getattr(signal, name) for name in wanted if hasattr(signal, name)]
+        self.newest: Callable[[], str] = lambda: "not there yet"
+        self.saving_s: Callable[[], float | None] = lambda: None
         self.received: int | None = None
+        self._received_s = 0.0
         self._before: dict[int, Any] = {}
+        self._pid = -1
+        # To the thread that watches the grace: "asked", then "reached". Its put() takes no lock that the interrupted
+        # thread could hold, unlike an Event or the start of a threading.Timer, so a handler may call it.
+        self._news: SimpleQueue[str] = SimpleQueue()
+        self._watcher: threading.Thread | None = None
 
     def listen(self) -> None:
         """Takes the signals over."""
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in WATCHED}
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._pid = os.getpid()
+        if self._grace_s is not None:
+            self._watcher = threading.Thread(target=self._watch, args=(self._grace_s,), name="grace", daemon=True)
+            self._watcher.start()
+        self._before = {number: signal.signal(number, self._note) for number in self._numbers}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            self._in_child(number)
+            return
         if self.received is not None:
             raise KeyboardInterrupt
-        self.received = number
-        self._say(f"{signal.Signals(number).name}: saving at the end of this step; once more quits at once")
+        self.received, self._received_s = number, time.monotonic()
+        self._news.put("asked")
+        within = "" if self._grace_s is None else f" ({self._grace_s:g} s are left)"
+        self._say(f"{signal.Signals(number).name}: saving at the end of this step{within}; once more quits at once")
+
+    def _in_child(self, number: int) -> None:
+        """A forked child loads data: what asks us to stop is not for it, but multiprocessing ends it by SIGTERM."""
+        if number == signal.SIGTERM:
+            signal.signal(number, self._before[number])
+            os.kill(os.getpid(), number)
+
+    def _watch(self, grace_s: float) -> None:
+        if self._news.get() != "asked":
+            return
+        late_s = WARN_AT * grace_s
+        try:
+            self._news.get(timeout=late_s)
+        except Empty:
+            self._say(f"the step has not ended after {late_s:g} s of {grace_s:g} s; {self._should_it_be_killed()}")
+
+    def _should_it_be_killed(self) -> str:
+        return f"should the kill come first, the newest checkpoint is {self.newest()}"
 
     def observe(self, result: StepResult, state: TrainState) -> Stop | None:
         if self.received is None:
             return None
+        self._news.put("reached")
+        saving_s = self.saving_s()
+        if self._grace_s is not None and saving_s is not None:
+            left_s = self._grace_s - (time.monotonic() - self._received_s)
+            if left_s < saving_s:
+                times = f"{max(left_s, 0.0):.1f} s are left and the last save took {saving_s:.1f} s"
+                self._say(f"saving step {result.step}: {times}; {self._should_it_be_killed()}")
         return Stop(signal.Signals(self.received).name, save=True, exit_code=PREEMPTED)
 
     def close(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+        self._news.put("over")
+        if self._watcher is not None:
+            self._watcher.join()
+            self._watcher = None

@@ -61,6 +61,7 @@ class Plan:
     warmup: int | float
     evaluate_every: Interval
     save_every: Interval | None
+    keep_every: int | None
     log_every: Interval
     parameters: int
     trainable: int
@@ -98,11 +99,23 @@ def make_plan(recipe: Recipe, facts: Facts, *, ranks: int = 1) -> Plan:
         warmup=warmup,
         evaluate_every=interval(recipe.evaluation.every, whole, pace, "evaluation.every"),
         save_every=None if save is None else interval(save, whole, pace, "checkpoint.every"),
+        keep_every=_keep_every(recipe, whole, pace),
         log_every=interval(recipe.log.every, whole, pace, "log.every"),
         parameters=facts.parameters,
         trainable=facts.trainable,
         notes=(*facts.notes, *_batch_notes(batch, facts.train_samples), *lr_note),
     )
+
+
+def _keep_every(recipe: Recipe, whole: Extent, pace: Pace) -> int | None:
+    keep = recipe.checkpoint.keep_every
+    if keep is None:
+        return None
+    steps = interval(keep, whole, pace, "checkpoint.keep_every").steps
+    if steps is None:
+        rule = "must be a number of steps: the run is budgeted in time"
+        raise RecipeError(Problem("checkpoint.keep_every", rule, got=str(keep), remedy="write for example 1000steps"))
+    return steps
 
 
 def with_rehearsal(

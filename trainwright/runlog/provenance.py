@@ -10,7 +10,8 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ _VARIABLES = re.compile(
     r"|(PYTHONHASHSEED|RANK|LOCAL_RANK|WORLD_SIZE|SLURM_JOB_ID|SLURM_NNODES|SLURM_NTASKS|LD_PRELOAD)$"
 )
 _SECRET = re.compile(r"TOKEN|SECRET|PASS|CREDENTIAL|AUTH|(^|_)API|KEY", re.IGNORECASE)
+_LIVE = "live"  # stands for the module in the name of an object that was handed over in Python
 
 
 def provenance(
@@ -33,12 +35,17 @@ def provenance(
     seeds: Mapping[str, int],
     command: Sequence[str],
     folder: Path | None = None,
+    modules: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Plain values for provenance.json. ``folder`` is where the user works (None: the current one)."""
+    """Plain values for provenance.json. ``folder`` is where the user works (None: the current one).
+
+    ``modules`` are those that the run's code comes from, already imported; see ``modules_of``.
+    """
     return {
         "command": list(command),
         "working_directory": _known(lambda: str((folder or Path.cwd()).resolve())),
         "git": _known(lambda: _git_state(folder or Path.cwd())),
+        "sources": sources(modules),
         "python": sys.version.split()[0],
         "platform": _known(platform.platform),
         "hostname": _known(socket.gethostname),
@@ -48,6 +55,33 @@ def provenance(
         "data": dict(data_fingerprints),
         "seeds": dict(seeds),
     }
+
+
+def modules_of(recipe: Mapping[str, Any]) -> list[str]:
+    """The modules that each ``use: module:callable`` of a recipe names; objects made in Python have none."""
+    uses = [use for part in _parts(recipe) if isinstance(use := part.get("use"), str) and ":" in use]
+    return sorted({use.partition(":")[0] for use in uses} - {_LIVE})
+
+
+def _parts(section: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    yield section
+    for key, value in section.items():
+        if key != "args" and isinstance(value, Mapping):
+            yield from _parts(value)
+
+
+def sources(modules: Sequence[str]) -> dict[str, str | None]:
+    """The sha256 of the file of each module, null where there is none.
+
+    Left out are ``__main__`` and Trainwright's own modules, for which the version of the package speaks.
+    """
+    own = ("__main__", "trainwright")
+    return {name: _known(partial(_sha256_of, name)) for name in sorted(modules) if name.partition(".")[0] not in own}
+
+
+def _sha256_of(module: str) -> str | None:
+    file = sys.modules[module].__file__
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:

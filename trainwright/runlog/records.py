@@ -32,13 +32,19 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Started(Record):
-    """A process took up the run at ``step``: 0, or where it resumed from."""
+    """A process took up the run at ``step``: 0, or where it resumed from.
+
+    ``died_in_step`` is what the process before it left behind when it did not end well; ``accepted`` are the
+    objections to this start that were overruled.
+    """
 
     step: int
     version: str
     pid: int
     resumed_from: str | None = None
     command: tuple[str, ...] = ()
+    died_in_step: int | None = None
+    accepted: tuple[str, ...] = ()
     format_version: int = FORMAT_VERSION
 
 
@@ -77,12 +83,16 @@ class Evaluated(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Saved(Record):
-    """A checkpoint was committed. ``path`` is relative to the run folder."""
+    """A checkpoint was committed. ``path`` is relative to the run folder.
+
+    ``seconds`` is what the write took, ``blocked_s`` how long training stood still for it.
+    """
 
     step: int
     path: str
     bytes: int
     seconds: float
+    blocked_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +105,15 @@ class Skipped(Record):
     sample_ids: tuple[int, ...]
     scale_before: float | None
     scale_after: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quarantined(Record):
+    """Samples that could not be read were left out of ``step`` and of all that follow."""
+
+    step: int
+    sample_ids: tuple[int, ...]
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +203,8 @@ class Unknown(Record):
 
 
 KINDS: Mapping[str, type[Record]] = {
-    cls.__name__.lower(): cls for cls in (Started, Step, Evaluated, Saved, Skipped, Found, Replayed, Ended, Telemetry)
+    cls.__name__.lower(): cls
+    for cls in (Started, Step, Evaluated, Saved, Skipped, Quarantined, Found, Replayed, Ended, Telemetry)
 }
 _KIND_OF: Mapping[type[Record], str] = {cls: kind for kind, cls in KINDS.items()}
 

@@ -3,8 +3,8 @@
 checkpoints/step-00000400/
   model.safetensors    the model's state_dict under its own key names
   rest.safetensors     tensors of the optimizer, EMA and random generators
-  state.json           everything else
-  manifest.json        sizes and sha256
+  state.json           everything else, and the papers of the run
+  manifest.json        step, sizes and sha256
 """
 
 from __future__ import annotations
@@ -12,40 +12,106 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch.optim import Optimizer
+from torch import Tensor
 
 from trainwright.errors import CheckpointError, StorageError
-from trainwright.state.codec import as_file, decode, encode
+from trainwright.state.codec import decode, encode
 from trainwright.state.cursor import Cursor
-from trainwright.state.manifest import fsync, verify, write_manifest
+from trainwright.state.manifest import fsync, name_of, verify, write_manifest
+from trainwright.state.moments import load_moments, moments
 from trainwright.state.rng import RngBag
+from trainwright.state.staging import Staging, num_bytes, on_host
+from trainwright.state.store import sweep
 from trainwright.state.train_state import TrainState
+from trainwright.state.weights import load_plain_state_dict, plain_name, plain_state_dict, unwrapped
 
-_SET_BY_RECIPE = ("lr", "weight_decay", "betas", "momentum", "eps", "nesterov")
 _COUNTERS = ("step", "num_samples", "num_tokens", "elapsed_s", "fraction")
+_SPARE_BYTES = 2**20  # for state.json, the manifest and the folder itself
 
 
-def save_checkpoint(state: TrainState, folder: Path) -> tuple[Path, int]:
-    """Saves ``state`` as ``folder/step-XXXXXXXX``. Returns its path and its bytes.
+@dataclass(frozen=True)
+class Snapshot:
+    """A state between two steps, ready to be written. ``values`` is state.json; ``buffers`` are names in ``model``."""
+
+    step: int
+    model: Mapping[str, Tensor]
+    rest: Mapping[str, Tensor]
+    values: Mapping[str, Any]
+    buffers: frozenset[str]
+
+
+def capture(state: TrainState, staging: Staging | None = None, papers: Mapping[str, Any] | None = None) -> Snapshot:
+    """What a checkpoint of ``state`` holds. With ``staging`` training may go on at once, else when it is written.
+
+    ``papers`` is JSON about the run that is kept as it is. Raises CheckpointError for state that no file can take.
+    """
+    tensors, values = _taken_apart(state)
+    copies = staging.copy(tensors) if staging else on_host(tensors)
+    parts = {part: {name: copy for (of, name), copy in copies.items() if of == part} for part in ("model", "rest")}
+    buffers = frozenset(plain_name(name) for name, _ in unwrapped(state.model).named_buffers())
+    return Snapshot(state.step, parts["model"], parts["rest"], {**values, "papers": papers or {}}, buffers)
+
+
+def tensors_of(state: TrainState) -> dict[tuple[str, str], Tensor]:
+    """The live tensors that ``capture`` copies, by file and name."""
+    return _taken_apart(state)[0]
+
+
+def _taken_apart(state: TrainState) -> tuple[dict[tuple[str, str], Tensor], dict[str, Any]]:
+    tensors: dict[tuple[str, str], Tensor] = {}
+    values: dict[str, Any] = {}
+    for part, tree in (("model", plain_state_dict(state.model)), ("rest", _rest(state))):
+        try:
+            named, values[part] = encode(tree)
+        except TypeError as error:
+            raise CheckpointError(
+                f"the state cannot be saved: {_brief(error)}",
+                remedy="keep tensors, numbers, strings and containers of them in extra state and parameter groups",
+            ) from None
+        tensors |= {(part, name): tensor for name, tensor in named.items()}
+    return tensors, values
+
+
+def _rest(state: TrainState) -> dict[str, Any]:
+    return {
+        "optimizer": moments(state.model, state.optimizer),
+        "scaler": state.scaler.state_dict(),
+        "ema": state.ema.state_dict(),
+        "ledger": state.ledger.state_dict(),
+        "quarantine": sorted(state.quarantine),
+        "rng": RngBag.capture().state_dict(),
+        "data": asdict(state.data),
+        "counters": {name: getattr(state, name) for name in _COUNTERS},
+    }
+
+
+def commit(snapshot: Snapshot, folder: Path) -> tuple[Path, int]:
+    """Writes ``folder/step-XXXXXXXX``. Returns its path and its bytes.
 
     A kill at any instant leaves either the whole checkpoint or none. Raises StorageError when it cannot be
-    written; nothing half-written stays behind then.
+    written and CheckpointError for a state that is not finite; nothing half-written stays behind then.
     """
-    target = folder / f"step-{state.step:08d}"
+    _require_finite(snapshot)
+    target = folder / name_of(snapshot.step)
     aside = folder / f".{target.name}.{os.getpid()}.tmp"
     with _storage_errors(aside):
         folder.mkdir(parents=True, exist_ok=True)
-        _sweep(folder)
+        sweep(folder)
+        _require_space(folder, num_bytes(snapshot.model) + num_bytes(snapshot.rest) + _SPARE_BYTES)
         aside.mkdir()
-        _write(state, aside)
-        num_bytes = write_manifest(aside)
+        save_file(dict(snapshot.model), aside / "model.safetensors")
+        save_file(dict(snapshot.rest), aside / "rest.safetensors")
+        (aside / "state.json").write_text(json.dumps(snapshot.values))
+        written = write_manifest(aside, snapshot.step)
         replaced = target.with_suffix(".old")  # still found by ``checkpoints`` should we be killed right here
         if target.exists():  # the same step again, after a resume
             shutil.rmtree(replaced, ignore_errors=True)
@@ -53,40 +119,27 @@ def save_checkpoint(state: TrainState, folder: Path) -> tuple[Path, int]:
         aside.rename(target)
         fsync(folder)
         shutil.rmtree(replaced, ignore_errors=True)
-    return target, num_bytes
+    return target, written
 
 
-def _write(state: TrainState, folder: Path) -> None:
-    model_tensors, model = encode(state.model.state_dict())
-    rest_tensors, rest = encode(
-        {
-            "optimizer": state.optimizer.state_dict(),
-            "scaler": state.scaler.state_dict(),
-            "ema": state.ema.state_dict(),
-            "ledger": state.ledger.state_dict(),
-            "rng": RngBag.capture().state_dict(),
-            "data": asdict(state.data),
-            "counters": {name: getattr(state, name) for name in _COUNTERS},
-        }
-    )
-    save_file(as_file(model_tensors), folder / "model.safetensors")
-    save_file(as_file(rest_tensors), folder / "rest.safetensors")
-    (folder / "state.json").write_text(
-        json.dumps({"model": model, "rest": rest, "optimizer_class": type(state.optimizer).__name__})
-    )
+def save_checkpoint(state: TrainState, folder: Path, papers: Mapping[str, Any] | None = None) -> tuple[Path, int]:
+    """``capture`` and ``commit`` in one: the caller waits until it is on disk."""
+    return commit(capture(state, papers=papers), folder)
 
 
-def load_checkpoint(state: TrainState, path: Path) -> None:
-    """Verifies ``path`` and loads it into ``state`` in place; random generators of the process included.
+def load_checkpoint(state: TrainState, path: Path, *, verified: bool = False) -> None:
+    """Loads ``path`` into ``state`` in place, random generators of the process included.
 
-    Raises CheckpointError when a file is missing or damaged, or when model or optimizer do not fit.
+    Verifies it first unless that was just done. Raises CheckpointError when a file is missing or damaged, or when
+    model or optimizer do not fit.
     """
-    verify(path)
+    if not verified:
+        verify(path)
     loaded = json.loads((path / "state.json").read_text())
     try:
-        state.model.load_state_dict(decode(load_file(path / "model.safetensors"), loaded["model"]))
+        load_plain_state_dict(state.model, decode(load_file(path / "model.safetensors"), loaded["model"]))
         rest = decode(load_file(path / "rest.safetensors"), loaded["rest"])
-        _load_optimizer(state.optimizer, rest["optimizer"], loaded["optimizer_class"])
+        load_moments(state.model, state.optimizer, rest["optimizer"])
         state.ema.load_state_dict(rest["ema"])
         state.scaler.load_state_dict(rest["scaler"])
     except (RuntimeError, ValueError, KeyError) as error:
@@ -95,58 +148,71 @@ def load_checkpoint(state: TrainState, path: Path) -> None:
             remedy="resume with the recipe of the run (recipe.yaml in its folder)",
         ) from None
     state.ledger.load_state_dict(rest["ledger"])
+    state.quarantine = {*state.quarantine, *rest["quarantine"]}
     state.data = Cursor(**rest["data"])
     for name in _COUNTERS:
         setattr(state, name, rest["counters"][name])
     RngBag.from_state_dict(rest["rng"]).restore()
 
 
-def _load_optimizer(optimizer: Optimizer, saved: dict[str, Any], saved_class: str) -> None:
-    """Moments and counters come from the checkpoint; what a recipe sets stays as the optimizer was built.
-
-    The base learning rate is taken anew from ``lr``, and the schedule goes on from the step that is reached.
-    """
-    if saved_class != type(optimizer).__name__:
-        raise ValueError(f"it holds the state of {saved_class}, not of {type(optimizer).__name__}")
-    built = [{key: group[key] for key in _SET_BY_RECIPE if key in group} for group in optimizer.param_groups]
-    optimizer.load_state_dict(saved)
-    for group, own in zip(optimizer.param_groups, built, strict=True):
-        group.pop("initial_lr", None)
-        group.update(own)
+def read_papers(path: Path) -> dict[str, Any]:
+    """The papers that a checkpoint was saved with; it has been verified."""
+    papers: dict[str, Any] = json.loads((path / "state.json").read_text())["papers"]
+    return papers
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """All committed checkpoints, newest first."""
-    return sorted((path for path in folder.glob("step-*") if path.is_dir()), reverse=True)
+def step_reached(path: Path) -> int:
+    """Completed optimizer steps of a checkpoint that has been verified."""
+    return int(json.loads((path / "state.json").read_text())["rest"]["counters"]["step"])
 
 
-def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, and what is wrong with each newer one."""
-    broken: list[str] = []
-    for path in checkpoints(folder):
-        try:
-            verify(path)
-        except CheckpointError as error:
-            broken.append(error.message)
-        else:
-            return path, broken
-    return None, broken
+def misfits(state: TrainState, path: Path) -> list[str]:
+    """Where the model's tensors and those of a verified checkpoint differ in name or shape, one line each."""
+    names: dict[str, Any] = json.loads((path / "state.json").read_text())["model"]
+    built = {name: each for name, each in plain_state_dict(state.model).items() if isinstance(each, Tensor)}
+    with safe_open(path / "model.safetensors", framework="pt") as file:
+        there = {
+            name: tuple(file.get_slice(value["__tensor__"]).get_shape())
+            for name, value in names.items()
+            if isinstance(value, dict) and "__tensor__" in value
+        }
+    said = [f"{name} is not in the checkpoint" for name in built if name not in there]
+    said += [f"{name} of the checkpoint is not in the model" for name in there if name not in built]
+    return said + [
+        f"{name} has the shape {tuple(built[name].shape)}, in the checkpoint {shape}"
+        for name, shape in there.items()
+        if name in built and tuple(built[name].shape) != shape
+    ]
 
 
-def keep_newest(folder: Path, count: int, committed: Path) -> None:
-    """Deletes all but the ``count`` newest checkpoints up to ``committed``, which was just written.
+def _require_finite(snapshot: Snapshot) -> None:
+    """Weights, averages and moments are finite; a buffer may hold infinities (masks do) but no NaN."""
+    masks = snapshot.buffers
+    poisoned = [name for name, each in snapshot.model.items() if not _is_finite(each, or_infinite=name in masks)]
+    poisoned += [name for name, each in snapshot.rest.items() if not _is_finite(each)]
+    if poisoned:
+        more = f" and {len(poisoned) - 3} more" if len(poisoned) > 3 else ""
+        raise CheckpointError(
+            f"the state of step {snapshot.step} is not finite: {', '.join(poisoned[:3])}{more}",
+            remedy="older checkpoints are intact: resume from one with a lower learning rate or in fp32",
+        )
 
-    Later ones are damaged (a resume stepped over them) and not counted: they must not push good ones out.
-    """
-    mine = [path for path in checkpoints(folder) if path.name <= committed.name]
-    for path in mine[count:]:
-        shutil.rmtree(path, ignore_errors=True)
+
+def _is_finite(tensor: Tensor, *, or_infinite: bool = False) -> bool:
+    """Reads the tensor once and makes no second one: NaN and infinity are carried into the extremes."""
+    if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64) or not tensor.numel():
+        return True
+    extremes = torch.stack(torch.aminmax(tensor))
+    return not bool(extremes.isnan().any() if or_infinite else (~extremes.isfinite()).any())
 
 
-def _sweep(folder: Path) -> None:
-    """Removes what a killed save left behind."""
-    for path in folder.glob(".step-*"):
-        shutil.rmtree(path, ignore_errors=True)
+def _require_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise StorageError(
+            f"the checkpoint needs {needed / 1e9:.3g} GB and the disk of {folder} has {free / 1e9:.3g} GB left",
+            remedy="free space there; older checkpoints are intact",
+        )
 
 
 @contextmanager
@@ -155,11 +221,6 @@ def _storage_errors(aside: Path) -> Iterator[None]:
         yield
     except Exception as error:
         shutil.rmtree(aside, ignore_errors=True)
-        if isinstance(error, TypeError):
-            raise CheckpointError(
-                f"the state cannot be saved: {_brief(error)}",
-                remedy="keep tensors, numbers, strings and containers of them in extra state and parameter groups",
-            ) from None
         if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
             raise StorageError(
                 f"the checkpoint {aside.parent} could not be written: {_brief(error)}",

@@ -36,15 +36,24 @@ class MicroBatch(NamedTuple):
         return len(self.ids)
 
 
+class BadSample(NamedTuple):
+    """A sample that cannot be read: its dataset position, and what the dataset raised, as text."""
+
+    id: int
+    what: str
+
+
 @dataclass(frozen=True)
 class StepBatch:
     """The whole global batch of one optimizer step on this rank, in micro-batches.
 
-    ``cursor`` is where the stream stands once this batch has been trained on.
+    ``cursor`` is where the stream stands once this batch has been trained on. ``bad`` are the samples that were
+    found on the way here, left out, and go into quarantine with it.
     """
 
     micro: tuple[MicroBatch, ...]
     cursor: Cursor = Cursor()
+    bad: tuple[BadSample, ...] = ()
 
     @cached_property
     def size(self) -> int:

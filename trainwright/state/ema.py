@@ -54,9 +54,11 @@ class Ema:
 
     @torch.no_grad()
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.num_updates = saved["num_updates"]
+        """A weight that was not averaged before begins with its live value, which must be loaded by now."""
+        self.num_updates = saved.get("num_updates", 0)
+        before = saved.get("shadow", {})
         for name, shadow in self.shadow.items():
-            shadow.copy_(saved["shadow"][name])
+            shadow.copy_(before.get(name, self._live[name]))
 
 
 class NoEma:

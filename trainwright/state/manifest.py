@@ -6,42 +6,66 @@ import hashlib
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from trainwright.errors import CheckpointError
 
 NAME = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+NEEDED = ("model.safetensors", "rest.safetensors", "state.json")
 
 
-def write_manifest(folder: Path) -> int:
+def name_of(step: int) -> str:
+    """The folder of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step that a checkpoint's folder says; None for a folder of another name."""
+    number = path.name.removeprefix("step-").removesuffix(".old")
+    return int(number) if path.name.startswith("step-") and number.isdecimal() else None
+
+
+def write_manifest(folder: Path, step: int) -> int:
     """Lists all files of ``folder``, makes them and itself durable (fsync). Returns the bytes in all."""
     files = {path.name: _entry(path) for path in sorted(folder.iterdir()) if path.name != NAME}
-    text = json.dumps({"format": FORMAT, "files": files}, indent=1)
-    (folder / NAME).write_text(text + "\n")
+    text = json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1)
+    (folder / NAME).write_text(text)  # no newline at its end: whatever is cut off is missed
     for name in (*files, NAME):
         fsync(folder / name)
     fsync(folder)
     return sum(int(entry["bytes"]) for entry in files.values())
 
 
-def verify(folder: Path) -> None:
-    """Raises CheckpointError, naming the file, unless every file is there with its size and hash."""
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What the manifest says. Raises CheckpointError when it cannot be read or is of another format."""
     try:
-        manifest = json.loads((folder / NAME).read_text())
-        files = dict(manifest["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        manifest: dict[str, Any] = json.loads((folder / NAME).read_text())
+        wrong = not isinstance(manifest["files"], dict) or not isinstance(manifest["step"], int)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{folder / NAME} cannot be read: {error}", remedy=_REMEDY) from None
-    if manifest.get("format") != FORMAT:
+    if manifest.get("format") != FORMAT or wrong:
         raise CheckpointError(
-            f"{folder}: format {manifest.get('format')} of the checkpoint is not {FORMAT}, which this version reads",
+            f"{folder / NAME}: format {manifest.get('format')} is not {FORMAT}, which this version reads",
             remedy="use the version of Trainwright that wrote it",
         )
-    for name, expected in files.items():
+    return manifest
+
+
+def verify(folder: Path) -> None:
+    """Raises CheckpointError, naming the file, unless every file is there with its size and hash."""
+    manifest = read_manifest(folder)
+    for name, expected in {**dict.fromkeys(NEEDED), **manifest["files"]}.items():
         path = folder / name
-        if Path(name).name != name or not path.is_file():
-            raise CheckpointError(f"{path} is missing", remedy=_REMEDY)
-        if _entry(path) != expected:
-            raise CheckpointError(f"{path} is damaged: size or sha256 differ from the manifest", remedy=_REMEDY)
+        try:
+            if Path(name).name != name or not path.is_file():
+                raise CheckpointError(f"{path} is missing", remedy=_REMEDY)
+            if _entry(path) != expected:
+                raise CheckpointError(f"{path} is damaged: size or sha256 differ from the manifest", remedy=_REMEDY)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}", remedy=_REMEDY) from None
+    if step_of(folder) not in (None, manifest["step"]):
+        raise CheckpointError(f"{folder} holds step {manifest['step']}: a folder was renamed", remedy=_REMEDY)
 
 
 _REMEDY = "resume from an older checkpoint of the run"

@@ -53,6 +53,9 @@ class LossScaler:
         return {"scale": float(self.scale), "clean_steps": int(self.clean_steps)}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Of a run that had no scaler before, nothing: it begins at the initial scale."""
+        if not saved:
+            return
         self.scale = torch.full_like(self.scale, max(saved["scale"], SMALLEST_SCALE))
         self.clean_steps = torch.full_like(self.clean_steps, saved["clean_steps"])
 

@@ -1,11 +1,9 @@
-"""What a run does now and then: evaluate, save. Both tell the recorder, neither changes the training."""
+"""Evaluation when it is due; it changes nothing of the training."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
@@ -13,9 +11,7 @@ from torch import Tensor
 from trainwright.engine.evaluate import Evaluated, evaluate
 from trainwright.engine.loss import Loss
 from trainwright.engine.precision import Precision
-from trainwright.errors import CheckpointError, StorageError
 from trainwright.observe.cadence import Every
-from trainwright.state.checkpoint import keep_newest, save_checkpoint
 from trainwright.state.cursor import MicroBatch
 from trainwright.state.ema import Ema
 from trainwright.state.train_state import TrainState
@@ -56,34 +52,3 @@ class Evaluation:
         self.last = seen
         for each in self._told:
             each.evaluated(state.step, seen)
-
-
-class Saving:
-    """Saves when due and keeps the newest. A save that fails leaves the run going and older ones intact."""
-
-    def __init__(
-        self,
-        folder: Path,
-        every: Every | None,
-        *,
-        keep: int,
-        recorded: Callable[[int, str, int, float], None],
-        warn: Callable[[str], None],
-    ) -> None:
-        self._folder, self._every, self._keep = folder, every, keep
-        self._recorded, self._warn = recorded, warn
-        self.last: Path | None = None
-
-    def due(self, state: TrainState) -> bool:
-        return self._every is not None and self._every.due(state)
-
-    def __call__(self, state: TrainState) -> None:
-        begin_s = time.perf_counter()
-        try:
-            path, num_bytes = save_checkpoint(state, self._folder)
-        except (StorageError, CheckpointError) as error:
-            self._warn(f"step {state.step} is not saved: {error.message} ({error.remedy})")
-            return
-        self.last = path
-        self._recorded(state.step, f"{path.parent.name}/{path.name}", num_bytes, time.perf_counter() - begin_s)
-        keep_newest(self._folder, self._keep, path)

@@ -1,0 +1,296 @@
+"""How long training stands still for a checkpoint: ours, torch.save and torch.distributed.checkpoint.
+
+    python benchmarks/checkpoint_stall.py [--quick] [--rounds 5] [--saves 3]     # TMPDIR says on which disk
+
+GPT-2 of 124M parameters with the moments of AdamW: 1.49 GB. Each engine has a process of its own in each round, and
+the rounds begin with another engine each time. In a process, the first save is ``cold``: memory for a copy must be
+made. Then come ``--saves`` warm ones, of which the process tells the median, each after the one before is wholly on
+disk; and one more, beside which the process multiplies matrices as a training would. By engine:
+
+blocked        seconds until the call came back, and as ``blocked_ratio`` over torch.save in the same round
+blocked_cold   the same, of the first save
+on_disk        seconds from the call until the checkpoint is complete; ``bytes_per_s`` is what it comes to
+beside         speed of training while it is written in the background, over its speed before
+memory         bytes that the process (children included) holds at most during the first save, over what it had
+
+torch.save leaves its file in the page cache. The others wait for the disk (fsync); ours also takes a sha256 of all
+and reads every tensor for values that are not finite.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from figures import arguments, figure, ratios, seconds_of
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from trainwright.models.gpt import gpt, gpt2
+from trainwright.observe.saving import SavePolicy, Saving
+from trainwright.state.train_state import TrainState
+
+BASELINE = "torch_save"
+SAMPLE_S = 0.005
+MATRIX, ALONE = 512, 50  # the product that stands for training, and how often it is timed alone
+
+
+class Engine(Protocol):
+    """Saves into a folder. ``save`` is what training waits for; ``finished`` says that nothing is left to be done."""
+
+    def save(self, state: TrainState) -> None: ...
+    def finished(self, state: TrainState) -> bool: ...
+    def close(self) -> None: ...
+
+
+class TorchSave:
+    """One file, written while training waits."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def save(self, state: TrainState) -> None:
+        whole = {"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict(), "step": state.step}
+        torch.save(whole, self.folder / f"step-{state.step}.pt")
+
+    def finished(self, state: TrainState) -> bool:
+        return True
+
+    def close(self) -> None: ...
+
+
+class Distributed:
+    """torch.distributed.checkpoint. ``how`` are arguments of async_save; without any, training waits."""
+
+    def __init__(self, folder: Path, how: dict[str, Any] | None = None) -> None:
+        self.folder, self.how = folder, how
+        self.future: Future[Any] | None = None
+
+    def save(self, state: TrainState) -> None:
+        model, optimizer = get_state_dict(state.model, state.optimizer)
+        whole, target = {"model": model, "optimizer": optimizer, "step": state.step}, self.folder / f"step-{state.step}"
+        if self.how is None:
+            dcp.save(whole, checkpoint_id=target, no_dist=True)
+        else:
+            self.future = dcp.async_save(whole, checkpoint_id=target, no_dist=True, **self.how)
+
+    def finished(self, state: TrainState) -> bool:
+        return self.future is None or self.future.done()
+
+    def close(self) -> None:
+        if self.future:
+            self.future.result()  # raises what went wrong
+
+
+class Ours:
+    """What the loop calls between two steps."""
+
+    def __init__(self, folder: Path, asynchronous: bool) -> None:
+        policy = SavePolicy(asynchronous=asynchronous)
+        self.saving = Saving(folder, policy, told=self, warn=_fail)
+        self.told = 0
+
+    def saved(self, step: int, path: str, num_bytes: int, seconds: float, blocked_s: float) -> None:
+        self.told = step
+
+    def save(self, state: TrainState) -> None:
+        self.saving.due(state)
+        self.saving(state)
+
+    def finished(self, state: TrainState) -> bool:
+        self.saving.due(state)
+        return self.told == state.step
+
+    def close(self) -> None:
+        self.saving.close()
+
+
+def _fail(text: str) -> None:
+    raise SystemExit(text)
+
+
+def kept_stager(*, shared: bool) -> DefaultStager:
+    """Keeps its copy from save to save, as torch's documentation advises; without one, async_save makes it anew."""
+    options = StagingOptions(
+        use_pinned_memory=False, use_shared_memory=shared, use_async_staging=False, use_non_blocking_copy=False
+    )
+    return DefaultStager(options)
+
+
+def in_a_process(folder: Path) -> Engine:
+    """The process that writes shares the memory of the copy; it wants a process group, of one here."""
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    how = {"async_stager": kept_stager(shared=True), "async_checkpointer_type": AsyncCheckpointerType.PROCESS}
+    return Distributed(folder, how)
+
+
+ENGINES: dict[str, Callable[[Path], Engine]] = {
+    BASELINE: TorchSave,
+    "dcp_save": Distributed,
+    "dcp_async": lambda folder: Distributed(folder, {}),
+    "dcp_async_kept": lambda folder: Distributed(folder, {"async_stager": kept_stager(shared=False)}),
+    "dcp_async_process": in_a_process,
+    "ours_sync": lambda folder: Ours(folder, asynchronous=False),
+    "ours": lambda folder: Ours(folder, asynchronous=True),
+}
+
+
+def make_state(quick: bool) -> TrainState:
+    """After one step with no gradient: all moments are there."""
+    torch.manual_seed(0)
+    model = gpt(vocab_size=64, block_size=64, layers=2, heads=2, d_model=64) if quick else gpt2("124M")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return TrainState(model, optimizer, step=1)
+
+
+class PeakMemory:
+    """A context: a thread samples the memory of this process and of its children; ``extra`` is over that before."""
+
+    def __enter__(self) -> PeakMemory:
+        self._process, self._over = psutil.Process(), threading.Event()
+        self._before = self._most = self._bytes()
+        self._thread = threading.Thread(target=self._sample)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _bytes(self) -> int:
+        total = self._process.memory_info().rss
+        for child in self._process.children():
+            with suppress(psutil.Error):  # it has ended meanwhile
+                seen = child.memory_info()
+                total += seen.rss - seen.shared  # what it shares, the parent has
+        return total
+
+    def _sample(self) -> None:
+        while not self._over.wait(SAMPLE_S):
+            self._most = max(self._most, self._bytes())
+
+    @property
+    def extra(self) -> float:
+        return float(self._most - self._before)
+
+
+class Saves:
+    """Saves by one engine, one after the other. No save pays for another one: what lies in the folder is deleted
+    before, and the disk has all of it after."""
+
+    def __init__(self, engine: Engine, state: TrainState, folder: Path) -> None:
+        self.engine, self.state, self.folder = engine, state, folder
+
+    def save(self, meanwhile: Callable[[], object]) -> tuple[float, float, float | None]:
+        """Seconds that training waited; until all was done; how often a second ``meanwhile`` ran till then, if ever."""
+        for old in self.folder.iterdir():
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
+        self.state.step += 1
+        begin_s, count = time.perf_counter(), 0
+        self.engine.save(self.state)
+        returned_s = time.perf_counter()
+        while not self.engine.finished(self.state):
+            meanwhile()
+            count += 1
+        done_s = time.perf_counter()
+        os.sync()
+        return returned_s - begin_s, done_s - begin_s, count / (done_s - returned_s) if count else None
+
+    def bytes_on_disk(self) -> int:
+        return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+
+
+def measure(name: str, folder: Path, saves: int, quick: bool) -> dict[str, float | None]:
+    """What one process tells of one engine."""
+    state, matrix = make_state(quick), torch.randn(MATRIX, MATRIX)
+    engine = ENGINES[name](folder)
+    made = Saves(engine, state, folder)
+
+    def idle() -> None:
+        time.sleep(0.001)
+
+    def train() -> None:
+        torch.mm(matrix, matrix)
+
+    with PeakMemory() as memory:
+        cold_s, _, _ = made.save(idle)
+    warm = [made.save(idle)[:2] for _ in range(saves)]
+    blocked_s, done_s = (statistics.median(values) for values in zip(*warm, strict=True))
+    alone = 1 / statistics.median(seconds_of(train) for _ in range(ALONE))
+    _, _, beside = made.save(train)
+    engine.close()
+    return {
+        "blocked_cold": cold_s,
+        "blocked": blocked_s,
+        "on_disk": done_s,
+        "bytes_per_s": made.bytes_on_disk() / done_s,
+        "beside": beside / alone if beside else None,
+        "memory": memory.extra,
+    }
+
+
+UNITS = {"blocked_cold": "s", "blocked": "s", "on_disk": "s", "bytes_per_s": "B/s", "beside": "ratio", "memory": "B"}
+
+
+def measure_here(name: str, folder: str, saves: int, quick: bool, threads: int) -> None:
+    """What a process of its own does."""
+    torch.set_num_threads(threads)
+    print(json.dumps(measure(name, Path(folder), saves, quick)), flush=True)
+
+
+def measured(name: str, given: argparse.Namespace) -> dict[str, float | None] | None:
+    """By a fresh process in an empty folder; None where the engine fails here, and says so."""
+    with tempfile.TemporaryDirectory(prefix=f"stall-{name}-") as folder:
+        how = f"{name!r}, {folder!r}, {given.saves}, {given.quick}, {given.threads}"
+        command = [sys.executable, "-c", f"import checkpoint_stall; checkpoint_stall.measure_here({how})"]
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    if done.returncode:
+        print(f"{name} failed ({done.returncode}): {done.stderr.strip()[-2000:]}", file=sys.stderr, flush=True)
+        return None
+    seen: dict[str, float | None] = json.loads(done.stdout.splitlines()[-1])
+    return seen
+
+
+def main() -> None:
+    given = arguments(__doc__, rounds=(5, 1), saves=(3, 1))
+    seen: dict[str, list[dict[str, float | None]]] = {name: [] for name in ENGINES}
+    names = list(ENGINES)
+    for number in range(given.rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            one = measured(name, given)
+            seen[name] += [one] if one else []
+    for name, rounds in seen.items():
+        for what, unit in UNITS.items():
+            values = [value for each in rounds if (value := each[what]) is not None]
+            figure("checkpoint_stall", f"{name}_{what}", values, unit=unit, against="absolute")
+        if len(rounds) == len(seen[BASELINE]):
+            waits = ([each["blocked"] for each in side] for side in (rounds, seen[BASELINE]))
+            figure("checkpoint_stall", f"{name}_blocked_ratio", ratios(*waits), unit="ratio", against=BASELINE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,487 @@
+"""Kills a training at random instants, resumes it, and compares it with one that nobody killed.
+
+    python benchmarks/kill_campaign.py [--kills 300] [--seed 0] [--workers 1] [--jobs 1] [--fork] [--verbose]
+
+A small model is trained twice from one recipe: once to its end, with every checkpoint kept, and then again and
+again under SIGKILL, saving after each step and resuming after each death. After every kill all that is committed
+must verify and hold the bits that the first training had at that step; at the end of a run its log must tell the
+same losses, gradient norms and samples, each step once, and its last checkpoint must have the same bytes. The last
+line on stdout counts; every figure but the first ones must be 0. ``--fork`` starts a training by fork from a process
+that has imported all of it: the same code, sooner. The seed gives the delays before the kills, not where they fall.
+
+A kill takes the process and leaves the machine: what the page cache holds is not lost. This is no power cut.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from trainwright.errors import CheckpointError
+from trainwright.runlog import reader
+from trainwright.runlog.records import Saved, Step
+from trainwright.state.manifest import verify
+
+KEEP = 3
+KILLS_PER_RUN = 8  # about
+DURING_START = 0.15  # the share of kills that come before training has begun
+FILES = ("model.safetensors", "rest.safetensors")
+MOST_REFUSALS = 3  # in a row, before a run is given up
+
+DATASET = '''
+import random, time
+import numpy as np, torch
+
+class Noisy(torch.utils.data.Dataset):
+    """Every sample is augmented with numbers from all three global generators."""
+
+    def __init__(self, size, step_ms):
+        self.size, self.seconds = size, step_ms / 1000 / 8
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        time.sleep(self.seconds)
+        x = torch.linspace(-1, index / 53, 64) + 0.1 * torch.randn(64) + 0.1 * np.random.randn() + 0.1 * random.random()
+        return x.float(), index % 8
+'''
+
+RECIPE = """
+until: {steps}steps
+device: cpu
+precision: fp32
+model: {{use: mlp, args: {{sizes: [64, 320, 320, 8], dropout: 0.2}}, ema: 0.95}}
+data:
+  train: {{use: "noisy:Noisy", args: {{size: 53, step_ms: {step_ms}}}}}
+  val: {{use: "noisy:Noisy", args: {{size: 16, step_ms: 0}}}}
+  workers: {workers}
+batch: {{size: 8, micro: 4}}
+optimizer: {{use: adamw, lr: 1e-3, weight_decay: 0.1}}
+evaluation: {{every: 10steps}}
+checkpoint: {{every: 1steps, at_least_every: null, keep: {keep}}}
+log: {{every: 1steps}}
+"""
+
+
+@dataclass
+class Counts:
+    """What a campaign saw; from ``unloadable`` on, each must be 0."""
+
+    runs: int = 0  # to their end
+    kills: int = 0
+    kills_in_start: int = 0  # before the process opened its log
+    kills_in_save: int = 0  # a checkpoint was being written
+    resumes: int = 0
+    begun_anew: int = 0  # killed before the first checkpoint
+    crash_loops: int = 0  # two deaths in one step: resumed with --accept
+    half_deleted: int = 0  # an old checkpoint, no longer among those kept
+    steps_redone: int = 0
+    most_redone: int = 0  # after one kill
+    unloadable: int = 0  # something had been saved, and nothing verifies
+    torn: int = 0  # a committed checkpoint among those kept does not verify
+    lost_saves: int = 0  # the log says saved, the newest that verifies is older
+    silently_corrupt: int = 0  # verifies, and has other bits
+    refused: int = 0  # a start or a resume that ended otherwise than by our hand or at the end
+    given_up: int = 0  # runs that never came to their end
+    samples_lost: int = 0
+    samples_repeated: int = 0
+    losses_differing: int = 0  # steps, by loss or gradient norm
+    steps_missing: int = 0
+    ends_differing: int = 0  # runs whose last checkpoint has other bytes
+    best_differing: int = 0  # runs that think another checkpoint the best
+
+    def problems(self) -> dict[str, int]:
+        """Whatever must not be."""
+        names = [each.name for each in fields(self)]
+        return {name: value for name in names[names.index("unloadable") :] if (value := getattr(self, name))}
+
+    def add(self, other: Counts) -> None:
+        most = max(self.most_redone, other.most_redone)
+        for name, value in asdict(other).items():
+            setattr(self, name, getattr(self, name) + value)
+        self.most_redone = most
+
+
+class Hashes(NamedTuple):
+    """sha256 of a checkpoint's two files of tensors."""
+
+    model: str
+    rest: str
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The run that nobody killed. ``hashes`` by step; ``seconds`` is what it trained, saves included."""
+
+    hashes: dict[int, Hashes]
+    steps: list[Step]
+    best: dict[str, Any] | None
+    seconds: float
+
+
+class Running(Protocol):
+    """A training in a process of its own."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+    def wait(self) -> int: ...
+
+
+class Forked:
+    """As subprocess.Popen, for a child that needs no start: what it imports is there."""
+
+    def __init__(self, arguments: list[str], folder: Path, said: Path) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become_trainwright(arguments, folder, said)
+
+    def poll(self) -> int | None:
+        return self._waited(os.WNOHANG)
+
+    def wait(self) -> int:
+        code = self._waited(0)
+        assert code is not None
+        return code
+
+    def _waited(self, how: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, how)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+
+def _become_trainwright(arguments: list[str], folder: Path, said: Path) -> None:
+    """The child's whole life after a fork; never returns."""
+    code = 1
+    try:
+        to = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(to, 1)
+        os.dup2(to, 2)
+        os.chdir(folder)
+        sys.path.insert(0, str(folder))
+        sys.argv = ["trainwright", *arguments]
+        from trainwright.cli import app
+
+        app(standalone_mode=True)
+    except SystemExit as done:
+        code = done.code if isinstance(done.code, int) else 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+@dataclass
+class Place:
+    """Where one job works: ``folder`` holds recipe and dataset, ``folder/runs`` its runs."""
+
+    folder: Path
+    fork: bool = False
+    said: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.said = self.folder / "said.txt"
+
+    def make(self, *, steps: int, workers: int, step_ms: float) -> None:
+        self.folder.mkdir(parents=True)
+        (self.folder / "noisy.py").write_text(DATASET)
+        recipe = RECIPE.format(steps=steps, workers=workers, step_ms=step_ms, keep=KEEP)
+        (self.folder / "campaign.yaml").write_text(recipe)
+
+    def run(self, name: str) -> Path:
+        return self.folder / "runs" / name
+
+    def train(self, name: str, *settings: str) -> Running:
+        options = [word for each in (f"name={name}", *settings) for word in ("--set", each)]
+        return self._start("train", "campaign.yaml", *options)
+
+    def resume(self, name: str, *options: str) -> Running:
+        return self._start("resume", f"runs/{name}", *options)
+
+    def _start(self, *arguments: str) -> Running:
+        if self.fork:
+            return Forked([*arguments], self.folder, self.said)
+        command = [sys.executable, "-m", "trainwright", *arguments]
+        with self.said.open("w") as said:
+            return subprocess.Popen(command, cwd=self.folder, stdout=said, stderr=subprocess.STDOUT)
+
+
+@contextmanager
+def watched(process: Running) -> Iterator[Running]:
+    """Nothing that we started outlives us."""
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def hashes(checkpoint: Path) -> Hashes:
+    """Read here, not from the manifest."""
+    import hashlib
+
+    return Hashes(*(hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() for name in FILES))
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.stem.removeprefix("step-"))
+
+
+def committed(run: Path) -> list[Path]:
+    """Every committed checkpoint, newest first."""
+    return sorted((run / "checkpoints").glob("step-*"), key=step_of, reverse=True)
+
+
+def best(run: Path) -> dict[str, Any] | None:
+    """What the pointer to the best checkpoint says."""
+    pointer = run / "checkpoints" / "best.json"
+    return json.loads(pointer.read_text()) if pointer.exists() else None
+
+
+def verified(checkpoint: Path) -> bool:
+    try:
+        verify(checkpoint)
+    except CheckpointError:
+        return False
+    return True
+
+
+def train_undisturbed(place: Place, steps: int) -> Reference:
+    """Trains to the end with every checkpoint kept; what is compared later is read and the rest deleted."""
+    settings = (f"checkpoint.keep={steps + 1}", "checkpoint.asynchronous=false", "folder=runs")
+    with watched(place.train("undisturbed", *settings)) as process:
+        if process.wait() != 0:
+            raise SystemExit(f"the training that nobody disturbs failed:\n{place.said.read_text()}")
+    run = place.run("undisturbed")
+    by_step = {step_of(path): hashes(path) for path in committed(run)}
+    assert sorted(by_step) == list(range(1, steps + 1)), f"saved were {sorted(by_step)}"
+    seen = reader.read(run / "log.jsonl").records
+    reference = Reference(by_step, reader.steps(seen), best(run), seen[-1].time_s - seen[0].time_s)
+    shutil.rmtree(run)
+    return reference
+
+
+def inspect(run: Path, reference: Reference) -> Counts:
+    """Judges all that is committed after a kill. A run that never saved has nothing to judge."""
+    seen, found = reader.read(run / "log.jsonl").records if (run / "log.jsonl").exists() else (), Counts()
+    paths = committed(run)
+    promised = {step_of(path) for path in paths[:KEEP]}
+    if pointer := best(run):
+        promised.add(pointer["step"])
+    good = {step_of(path): path for path in paths if verified(path)}
+    found.torn = len(promised - good.keys())
+    found.half_deleted = len({step_of(path) for path in paths} - good.keys() - promised)
+    found.silently_corrupt = sum(hashes(path) != reference.hashes[step] for step, path in good.items())
+    saved = max((record.step for record in seen if isinstance(record, Saved)), default=0)
+    found.unloadable = int(not good and bool(paths or saved))
+    found.lost_saves = int(max(good, default=0) < saved)
+    return found
+
+
+def compare(run: Path, reference: Reference) -> Counts:
+    """Judges a run that came to its end: its history and its last checkpoint."""
+    found = Counts(runs=1)
+    mine = {step.step: step for step in reader.steps(reader.read(run / "log.jsonl").records)}
+    theirs = {step.step: step for step in reference.steps}
+    found.steps_missing = len(theirs.keys() ^ mine.keys())
+    found.losses_differing = sum(
+        (mine[number].loss, mine[number].grad_norm) != (step.loss, step.grad_norm)
+        for number, step in theirs.items()
+        if number in mine
+    )
+    trained, wanted = _samples(mine), _samples(theirs)
+    found.samples_lost, found.samples_repeated = (wanted - trained).total(), (trained - wanted).total()
+    last = committed(run)[0]
+    found.ends_differing = int(step_of(last) != len(theirs) or hashes(last) != reference.hashes[len(theirs)])
+    found.best_differing = int(best(run) != reference.best)
+    return found
+
+
+def _samples(history: dict[int, Step]) -> Counter[str]:
+    """How many samples were trained on, by the hash of the step's ids, which tells which and in what order."""
+    trained: Counter[str] = Counter()
+    for step in history.values():
+        trained[step.ids_hash] += int(step.weight)
+    return trained
+
+
+@dataclass
+class Campaign:
+    """One job: kills runs until it has its share of kills, and brings the last of them to its end."""
+
+    place: Place
+    reference: Reference
+    wanted: int
+    seed: str
+    verbose: bool = False
+    counts: Counts = field(default_factory=Counts)
+    start_s: float = 3.0  # how long a process takes to open its log
+
+    def conduct(self) -> Counts:
+        self._random = random.Random(self.seed)
+        while self.counts.kills < self.wanted:
+            self._run_to_end(f"killed-{self.counts.runs + self.counts.given_up}")
+        return self.counts
+
+    def _run_to_end(self, name: str) -> None:
+        run, refusals, options = self.place.run(name), 0, ()
+        while refusals < MOST_REFUSALS:
+            resumed = bool(committed(run))
+            if not resumed and run.exists():
+                shutil.rmtree(run)
+                self.counts.begun_anew += 1
+            self.counts.resumes += resumed
+            before = _unfinished(run)
+            with watched(self.place.resume(name, *options) if resumed else self.place.train(name)) as process:
+                phase = self._strike(process, run) if self.counts.kills < self.wanted else "to the end"
+                code = process.wait()
+            if code == -signal.SIGKILL:
+                refusals, options = 0, ()
+                self._killed(run, phase, len(_unfinished(run) - before))
+                if committed(run) and step_of(committed(run)[0]) == len(self.reference.steps):
+                    code = 0
+            elif code and "crash-loop" in self.place.said.read_text() and not options:
+                self._tell(run, Counts(crash_loops=1), said=self.place.said.read_text())
+                options = ("--accept", "crash-loop")
+            elif code:
+                refusals += 1
+                self._tell(run, Counts(refused=1), said=self.place.said.read_text())
+            if code == 0:
+                self._tell(run, compare(run, self.reference))
+                shutil.rmtree(run)
+                return
+        self._tell(run, Counts(given_up=1))
+
+    def _strike(self, process: Running, run: Path) -> str:
+        """Waits for a random instant and kills; says in which phase."""
+        log, begin_s = run / "log.jsonl", time.perf_counter()
+        before = _size(log)
+        early = self._random.random() < DURING_START
+        delay_s = self._random.uniform(0, self.start_s if early else 2 * self.reference.seconds / KILLS_PER_RUN)
+        while not early and _size(log) == before and process.poll() is None:
+            time.sleep(0.005)
+        if not early:
+            self.start_s = time.perf_counter() - begin_s
+        end_s = time.perf_counter() + delay_s
+        while process.poll() is None and (left_s := end_s - time.perf_counter()) > 0:
+            time.sleep(min(left_s, 0.05))
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
+        return "start" if _size(log) == before else "training"
+
+    def _killed(self, run: Path, phase: str, unfinished: int) -> None:
+        found = inspect(run, self.reference)
+        found.kills, found.kills_in_start, found.kills_in_save = 1, int(phase == "start"), int(unfinished > 0)
+        paths = committed(run)
+        trained = reader.steps(reader.read(run / "log.jsonl").records) if phase == "training" else []
+        found.steps_redone = max(0, trained[-1].step - (step_of(paths[0]) if paths else 0)) if trained else 0
+        found.most_redone = found.steps_redone
+        self._tell(run, found, phase=phase, newest=paths[0].name if paths else None)
+
+    def _tell(self, run: Path, found: Counts, **more: object) -> None:
+        """Counts; keeps what a problem left behind before anything changes it."""
+        self.counts.add(found)
+        line = {"run": run.name, **more, **{name: value for name, value in asdict(found).items() if value}}
+        if found.problems():
+            evidence = self.place.folder / f"evidence-{len(list(self.place.folder.glob('evidence-*')))}"
+            shutil.copytree(run, evidence, ignore_dangling_symlinks=True)
+            shutil.copy(self.place.said, evidence / "said.txt")
+            line["evidence"] = str(evidence)
+        if self.verbose or found.problems():
+            sys.stderr.write(json.dumps(line) + "\n")
+
+
+def _unfinished(run: Path) -> set[str]:
+    """Names of checkpoints that were never committed."""
+    return {path.name for path in (run / "checkpoints").glob(".step-*")}
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def conduct(campaign: Campaign) -> Counts:
+    """What a process of its own does: it imports what a fork will find there, and computes nothing."""
+    if campaign.place.fork:
+        import torch._dynamo  # noqa: F401  (the first optimizer of a process imports it: 1.2 s)
+
+        import trainwright.cli
+        import trainwright.run  # noqa: F401
+    return campaign.conduct()
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=120, help="of a run")
+    parser.add_argument("--workers", type=int, default=1, help="processes of a training that load data")
+    parser.add_argument("--jobs", type=int, default=1, help="trainings side by side")
+    parser.add_argument("--step-ms", type=float, default=0.0, help="makes reading a batch slower")
+    parser.add_argument("--fork", action="store_true", help="start trainings by fork")
+    parser.add_argument("--verbose", action="store_true", help="a line on stderr for each kill and each end")
+    parser.add_argument("--keep", action="store_true", help="do not delete the folder")
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = arguments()
+    begin_s = time.perf_counter()
+    folder = Path(tempfile.mkdtemp(prefix="kill-campaign-"))
+    os.environ["OMP_NUM_THREADS"] = "1"  # two trainings that spin for each other crawl
+    os.environ["TMPDIR"] = str(folder)  # where torch's workers leave a socket when their parent is killed
+    how = {"steps": given.steps, "workers": given.workers, "step_ms": given.step_ms}
+    places = [Place(folder / f"job-{number}", given.fork) for number in range(given.jobs)]
+    undisturbed = Place(folder / "undisturbed")
+    for place in (undisturbed, *places):
+        place.make(**how)
+    reference = train_undisturbed(undisturbed, given.steps)
+    shares = [given.kills // given.jobs + (number < given.kills % given.jobs) for number in range(given.jobs)]
+    campaigns = [
+        Campaign(place, reference, share, f"{given.seed}/{number}", given.verbose)
+        for number, (place, share) in enumerate(zip(places, shares, strict=True))
+    ]
+    counts = Counts()
+    with ProcessPoolExecutor(given.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for seen in pool.map(conduct, campaigns):
+            counts.add(seen)
+    line = {
+        "bench": "kill_campaign",
+        **asdict(counts),
+        "final_bits_equal": counts.ends_differing == 0 and counts.runs > 0,
+        **{name: getattr(given, name) for name in ("seed", "steps", "workers", "jobs", "fork")},
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "seconds": round(time.perf_counter() - begin_s, 1),
+    }
+    print(json.dumps(line), flush=True)
+    if given.keep or counts.problems():
+        print(f"kept: {folder}", file=sys.stderr)
+    else:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

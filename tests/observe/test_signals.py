@@ -1,0 +1,172 @@
+"""Real signals: which are heard, what is said while the scheduler's patience runs out, and who must not hear them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from trainwright.errors import UsageError
+from trainwright.observe.signals import Signals, grace_s
+
+
+@contextmanager
+def listening(signals: Signals) -> Iterator[Signals]:
+    signals.listen()
+    try:
+        yield signals
+    finally:
+        signals.close()
+
+
+def handlers() -> dict[signal.Signals, object]:
+    return {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+
+
+def test_only_the_named_ones_and_sigint_are_taken_over() -> None:
+    before = handlers()
+    with listening(Signals(pytest.fail, names=("SIGUSR2", "SIGINT", "SIGUNHEARDOF"))):
+        taken = {number for number, handler in handlers().items() if handler != before[number]}
+        assert taken == {signal.SIGINT} and signal.getsignal(signal.SIGUSR2) != signal.SIG_DFL
+    assert handlers() == before and signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+
+
+def test_a_signal_that_was_named_is_heard() -> None:
+    said: list[str] = []
+    with listening(Signals(said.append, names=("SIGHUP",))) as signals:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert signals.received == signal.SIGHUP
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert said == ["SIGHUP: saving at the end of this step; once more quits at once"]
+
+
+def test_outside_the_main_thread_nothing_is_taken_over() -> None:
+    before, during = handlers(), []
+    signals = Signals(pytest.fail, grace_s=10.0)
+
+    def elsewhere() -> None:
+        with listening(signals):
+            during.append(handlers())
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert during == [before]
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("30", 30.0), ("0.5", 0.5), (" 1e2 ", 100.0)])
+def test_a_grace(text: str, seconds: float) -> None:
+    assert grace_s({"TRAINWRIGHT_GRACE_S": text}) == seconds
+    assert grace_s({}) is None
+
+
+@pytest.mark.parametrize("text", ["", "soon", "0", "-30", "nan", "inf", "30s"])
+def test_a_grace_that_is_none(text: str) -> None:
+    with pytest.raises(UsageError, match="TRAINWRIGHT_GRACE_S is not a positive number of seconds") as caught:
+        grace_s({"TRAINWRIGHT_GRACE_S": text})
+    assert repr(text) in caught.value.message and "TRAINWRIGHT_GRACE_S=30" in caught.value.remedy
+
+
+# A run whose third step gets a signal and takes until WAIT_FOR was said (or the test's patience ends).
+RUN = """
+import os, signal, sys, threading
+import numpy as np
+import torch
+from trainwright.engine.loop import run
+from trainwright.engine.step import make_step
+from trainwright.observe.signals import Signals, grace_s
+from trainwright.state.cursor import Cursor, MicroBatch, StepBatch
+from trainwright.state.train_state import TrainState
+
+wait_for, saving_s = sys.argv[1], sys.argv[2]
+heard = threading.Event()
+
+def say(text):
+    print(text, flush=True)
+    if wait_for in text:
+        heard.set()
+
+def loss(model, batch):
+    if state.step == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+        heard.wait(60)
+    return model(batch).square().mean()
+
+signals = Signals(say, grace_s=grace_s(os.environ))
+signals.newest = lambda: "step-00000002"
+if saving_s != "unknown":
+    signals.saving_s = lambda: float(saving_s)
+signals.listen()
+model = torch.nn.Linear(2, 1)
+state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+batches = [StepBatch((MicroBatch(torch.ones(3, 2), np.arange(3)),), Cursor(0, 3))] * 9
+outcome = run(state, batches, make_step(loss), until=lambda state: state.step / 9, observers=[signals])
+print(outcome.ending, outcome.step, outcome.stop.save, outcome.stop.exit_code, threading.active_count())
+"""
+
+
+def said_by_a_run(*, grace: str | None, wait_for: str, saving_s: str = "unknown") -> list[str]:
+    environ = {name: value for name, value in os.environ.items() if name != "TRAINWRIGHT_GRACE_S"}
+    environ |= {"OMP_NUM_THREADS": "1"} | ({} if grace is None else {"TRAINWRIGHT_GRACE_S": grace})
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, wait_for, saving_s], env=environ, capture_output=True, text=True, check=True
+    )
+    assert not done.stderr
+    *said, outcome = done.stdout.splitlines()
+    assert outcome == "stopped 3 True 75 1", "it saves whatever the time, and leaves no thread"
+    return said
+
+
+SAVING = "SIGTERM: saving at the end of this step"
+
+
+def test_without_a_grace_nothing_is_said_of_time() -> None:
+    assert said_by_a_run(grace=None, wait_for="SIGTERM", saving_s="5") == [f"{SAVING}; once more quits at once"]
+
+
+def test_a_step_that_ends_in_time() -> None:
+    said = said_by_a_run(grace="600", wait_for="SIGTERM", saving_s="5")
+    assert said == [f"{SAVING} (600 s are left); once more quits at once"]
+
+
+def test_a_step_that_outlasts_the_grace_is_told_before_the_kill() -> None:
+    first, late = said_by_a_run(grace="0.5", wait_for="newest")
+    assert first == f"{SAVING} (0.5 s are left); once more quits at once"
+    assert late == (
+        "the step has not ended after 0.4 s of 0.5 s; "
+        "should the kill come first, the newest checkpoint is step-00000002"
+    )
+
+
+def test_a_save_that_takes_longer_than_what_is_left_is_tried_all_the_same() -> None:
+    _, times = said_by_a_run(grace="600", wait_for="SIGTERM", saving_s="3600")
+    assert times.startswith("saving step 3: ") and "s are left and the last save took 3600.0 s" in times
+    assert times.endswith("the newest checkpoint is step-00000002")
+
+
+POOL = """
+import multiprocessing, os, signal, sys
+from trainwright.observe.signals import Signals
+signals = Signals(print)
+signals.listen()
+with multiprocessing.get_context("fork").Pool(1) as pool:  # leaving it sends SIGTERM and waits
+    child = pool.apply(os.getpid)
+    os.kill(child, signal.SIGINT)
+    os.kill(child, signal.SIGUSR1)
+    assert pool.apply(os.getpid) == child
+pool.join()
+assert signals.received is None
+"""
+
+
+def test_a_forked_child_answers_to_its_parent_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", POOL], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "", "a child speaks for the run"

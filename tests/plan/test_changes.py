@@ -1,0 +1,378 @@
+"""A changed recipe on resume: the table of docs/resume.md row by row, every key of the schema, and what is refused."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainwright.errors import UsageError
+from trainwright.plan.changes import (
+    Change,
+    compare,
+    compare_provenance,
+    compare_recipes,
+    on_command_line,
+    require_accepted,
+)
+from trainwright.plan.rules import RULES, UNKNOWN
+from trainwright.recipe import from_mapping
+from trainwright.recipe.outline import section_at
+from trainwright.runlog.provenance import modules_of
+from trainwright.runlog.provenance import provenance as written_provenance
+
+DOCS = Path(__file__).parents[2] / "docs" / "resume.md"
+STEP = 400
+HASH = {letter: letter * 64 for letter in "abcdef"}
+CLASSES = {"safe": "safe", "changes the maths": "maths", "fatal": "fatal"}
+ROW = re.compile(
+    r"\| `(?P<path>[^:`]+)(: (?P<was>.+) -> (?P<now>.+))?`(, (?P<how>.+?))? \| (?P<kind>.+?) \| (?P<why>.+) \|"
+)
+
+
+def recipe(*settings: str) -> dict[str, Any]:
+    asked = {"until": "1000steps", "model": "mynets:Net", "data": {"train": "mydata:train_set"}, "batch": {"size": 32}}
+    return from_mapping(asked, overrides=list(settings)).recipe.model_dump(mode="json")
+
+
+def provenance(**known: Any) -> dict[str, Any]:
+    return {
+        "git": {"commit": "c" * 40, "dirty": False, "diff_sha256": None},
+        "sources": {"mynets": HASH["a"], "mydata": HASH["a"]},
+        "python": "3.11.9",
+        "platform": "Linux",
+        "hostname": "node-1",
+        "packages": {"versions": {"torch": "2.12.0", "transformers": "4.57.0"}, "count": 90, "sha256": HASH["a"]},
+        "environment": {"CUDA_VISIBLE_DEVICES": "0"},
+        "driver": None,
+        "data": {"train": f"sha256:{HASH['a']} (the whole content)"},
+        **known,
+    }
+
+
+def papers(*settings: str, **known: Any) -> dict[str, Any]:
+    return {"recipe": recipe(*settings), "provenance": provenance(**known)}
+
+
+def with_package(name: str, version: str) -> dict[str, Any]:
+    packages = provenance()["packages"]
+    return {**packages, "versions": {**packages["versions"], name: version}}
+
+
+OTHER_DATA = {"data": {"train": f"sha256:{HASH['b']} (the whole content)"}}
+# What a row says beside a changed value, as what is found on the resume.
+FOUND: dict[str, dict[str, Any]] = {
+    "": {},
+    "the same content": {},
+    "other content": OTHER_DATA,
+    "`mynets.py` was edited": {"sources": {"mynets": HASH["b"], "mydata": HASH["a"]}},
+    "a commit elsewhere": {"git": {"commit": "d" * 40, "dirty": False, "diff_sha256": None}},
+    "no git here": {"git": None},
+}
+MISFITS = ["layers.0.weight has the shape (128, 8), in the checkpoint (64, 8)"]
+ANOTHER_SHAPE = ("model.args.width", "model.lora.rank")
+
+
+def rows() -> list[dict[str, str]]:
+    lines = [line for line in DOCS.read_text().splitlines() if line.startswith("| `")]
+    found = [ROW.fullmatch(line) for line in lines]
+    assert None not in found, f"a row that is not read: {lines[found.index(None)]}"
+    return [{name: text or "" for name, text in row.groupdict().items()} for row in found if row]
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row['path']} {row['was']} {row['now']} {row['how']}")
+def test_a_row_of_the_table(row: dict[str, str]) -> None:
+    path, before, after = row["path"], papers(), papers(**FOUND[row["how"]])
+    if path.startswith("packages."):
+        for side, version in ((before, row["was"]), (after, row["now"])):
+            side["provenance"]["packages"] = with_package(path.removeprefix("packages."), version)
+    elif row["was"]:
+        before["recipe"], after["recipe"] = recipe(f"{path}={row['was']}"), recipe(f"{path}={row['now']}")
+    misfits = MISFITS if path in ANOTHER_SHAPE else []
+    change = next(each for each in compare(before, after, step=STEP, misfits=misfits) if each.path == path)
+    assert (change.kind, change.why) == (CLASSES[row["kind"]], row["why"])
+
+
+def test_the_table_is_long_enough() -> None:
+    assert len({row["path"] for row in rows() if row["was"]}) >= 20
+    assert {row["kind"] for row in rows()} == set(CLASSES)
+
+
+def test_nothing_changed() -> None:
+    assert compare(papers(), papers(), step=STEP) == []
+    assert compare(papers(), papers(hostname="node-1", platform="another kernel"), step=STEP) == []
+
+
+def leaves(above: tuple[str, ...] = ()) -> Iterator[str]:
+    section = section_at(above)
+    assert section is not None
+    for key in section.model_fields:
+        yield from leaves((*above, key)) if section_at((*above, key)) else [".".join((*above, key))]
+
+
+# All that these may ever hold is alike.
+ALIKE = (
+    *("log", "evaluation", "checkpoint", "schedule", "loss", "data.train", "data.val", "batch"),
+    *("model.lora", "optimizer.groups", "optimizer.clip", "optimizer.lr_rule"),
+)
+
+
+@pytest.mark.parametrize("path", [*leaves()])
+def test_every_key_is_classed_on_purpose(path: str) -> None:
+    assert path in RULES or any(path.startswith(f"{section}.") and section in RULES for section in ALIKE), (
+        f"{path} is new: say in plan/rules.py what it means to change it on resume"
+    )
+
+
+def test_every_rule_is_of_a_key() -> None:
+    known = set(leaves())
+    for path in RULES:
+        args = f"{path.partition('.args.')[0]}.args" if ".args." in path else path
+        assert any(leaf == args or leaf.startswith(f"{args}.") for leaf in known), f"{path} is no key any more"
+
+
+def only(changes: list[Change]) -> Change:
+    assert len(changes) == 1, [str(each) for each in changes]
+    return changes[0]
+
+
+def between(before: dict[str, Any], after: dict[str, Any]) -> Change:
+    return only(compare_recipes(before, after, step=STEP))
+
+
+def test_a_checkpoint_of_an_earlier_version_lacks_keys() -> None:
+    settings = ("model.lora={rank: 8}", 'optimizer.groups=[{match: "*.embed.*"}]', "data.val=digits")
+    before, after = recipe(*settings), recipe(*settings)
+    for section, key in (("model", "compile"), ("checkpoint", "every"), ("schedule", "warmup"), ("data", "quarantine")):
+        del before[section][key]
+    del before["log"], before["model"]["lora"]["alpha"], before["optimizer"]["groups"][0]["lr_scale"]
+    assert compare_recipes(before, after, step=STEP) == []
+    after["model"]["lora"]["alpha"] = 32.0
+    assert str(between(before, after)).startswith("model.lora.alpha: 16.0 -> 32.0 (changes the maths)")
+
+
+def test_a_key_of_a_newer_version_falls_to_its_section() -> None:
+    for section, kind in (("model", "maths"), ("log", "safe"), ("checkpoint", "safe"), ("schedule", "maths")):
+        newer = recipe()
+        newer[section]["brand_new"] = 3
+        change = between(newer, recipe())
+        assert (change.path, change.before, change.after) == (f"{section}.brand_new", "3", "not given")
+        assert change.kind == kind
+    found = between(recipe(), {**recipe(), "brand_new": True})
+    assert (found.kind, found.why) == UNKNOWN
+
+
+def test_values_are_shown_on_one_line() -> None:
+    long = between(recipe("model.args.text=a"), recipe(f"model.args.text={'b' * 500}"))
+    assert (long.before, len(long.after)) == ("a", 60)
+    assert between(recipe("model.args.text='a\\nb'"), recipe('model.args.text="a\\nb"')).after == '"a\\nb"'
+    assert between(recipe(), recipe("model.args.flag=null")).after == "null"
+    quoted = between(recipe("model.args.count='7'"), recipe("model.args.count=7"))
+    assert (quoted.before, quoted.after) == ('"7"', "7")
+
+
+SPLIT = "batch={micro: 8, accumulation: 4}"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kinds"),
+    [
+        (["batch.size=32", "batch.micro=8"], ["batch.size=32"], {"batch.micro": "safe"}),
+        (["batch.size=64", "batch.micro=8"], ["batch.micro=4"], {"batch.size": "maths", "batch.micro": "safe"}),
+        ([SPLIT], ["batch={micro: 8, accumulation: 8}"], {"batch.accumulation": "maths"}),
+        ([SPLIT], ["batch={micro: 16, accumulation: 2}"], {"batch.micro": "safe", "batch.accumulation": "safe"}),
+        ([SPLIT], [], {"batch.size": "safe", "batch.micro": "safe", "batch.accumulation": "safe"}),
+    ],
+)
+def test_the_global_batch_decides(before: list[str], after: list[str], kinds: dict[str, str]) -> None:
+    changes = compare_recipes(recipe(*before), recipe(*after), step=STEP)
+    assert {each.path: each.kind for each in changes} == kinds
+
+
+def test_moments_that_the_checkpoint_lacks() -> None:
+    off, on = recipe("optimizer.args.amsgrad=false"), recipe("optimizer.args.amsgrad=true")
+    assert [between(off, on).kind, between(recipe(), on).kind, between(on, off).kind] == ["fatal", "fatal", "maths"]
+    tied, own = ["optimizer.args.head=''"], ["optimizer.args.head=lm_head.*"]
+    assert between(recipe(*tied), recipe(*own)).kind == "maths"
+    assert between(recipe("optimizer.use=muon", *tied), recipe("optimizer.use=muon", *own)).kind == "fatal"
+
+
+def test_an_average_that_is_begun_loses_nothing() -> None:
+    none, slow, fast = (recipe(f"model.ema={decay}") for decay in ("null", 0.999, 0.9))
+    assert [between(none, slow).kind, between(slow, fast).kind, between(slow, none).kind] == ["safe", "maths", "maths"]
+
+
+def test_weights_that_do_not_fit_are_fatal_for_what_built_them() -> None:
+    many = [f"layers.{i}.weight is not in the checkpoint" for i in range(5)]
+    asked = papers("model.args.width=128", "model.compile=true", "optimizer.lr=0.1")
+    kinds = {each.path: each.kind for each in compare(papers(), asked, step=STEP, misfits=many)}
+    assert kinds == {"model.args.width": "fatal", "optimizer.lr": "maths", "model.compile": "safe"}
+    edited = only(compare(papers(), papers(sources={"mynets": HASH["b"]}), step=STEP, misfits=many))
+    assert (edited.path, edited.kind) == ("code", "fatal")
+    assert edited.why.startswith(f"{'; '.join(many[:3])} and 2 more: put it back")
+    found = compare(papers(), papers(**OTHER_DATA), step=STEP, misfits=many)
+    assert [(each.path, each.kind) for each in found] == [("model", "fatal"), ("data.train", "maths")]
+
+
+def test_the_gravest_comes_first() -> None:
+    asked = papers("log.every=1steps", "seed=7", "optimizer.use=sgd", "name=other", python="3.12.1")
+    assert [each.kind for each in compare(papers(), asked, step=STEP)] == ["fatal", "maths", "safe", "safe", "safe"]
+
+
+@pytest.mark.parametrize("print_", [None, "sha256:aa (the type only: this dataset cannot be read without using it up)"])
+def test_a_fingerprint_that_says_too_little(print_: str | None) -> None:
+    before, after = papers(data={"train": print_}), papers("data.train.args.path=b.txt", data={"train": print_})
+    assert [(each.path, each.kind) for each in compare(before, after, step=STEP)] == [("data.train.args.path", "maths")]
+
+
+def test_the_words_of_a_stream_are_those_that_are_looked_for() -> None:
+    from torch.utils.data import IterableDataset
+
+    from trainwright.data.fingerprint import fingerprint
+
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            yield 1
+
+    assert "the type only" in fingerprint(Stream()).how
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "path", "kind", "word"),
+    [
+        ({"data": {"train": None}}, {}, "data.train", "safe", "not known"),
+        ({"data": {}}, {}, "data.train", "safe", "not known"),
+        ({"data": {"val": "a"}}, {"data": {"val": "b"}}, "data.val", "safe", "not trained on"),
+        ({"data": {"val": None}}, {"data": {"val": "b"}}, "data.val", "safe", "not known"),
+        ({"git": None}, {}, "code", "safe", "are the same; what they import"),
+        ({"git": None, "sources": {"mynets": None}}, {"sources": {"mynets": None}}, "code", "safe", "not known"),
+        ({"git": None, "sources": {}}, {"sources": {}}, "code", "safe", "names no file of yours"),
+        ({"git": None, "sources": {"old": "a"}}, {"sources": {"new": "a"}}, "code", "safe", "not known"),
+        ({"packages": None}, {}, "packages", "safe", "not known"),
+        ({"packages": with_package("peft", "0.18.0")}, {}, "packages.peft", "safe", "last bits"),
+        ({"packages": with_package("transformers", "4.55.1")}, {}, "packages.transformers", "safe", "last bits"),
+        ({"packages": {**with_package("torch", "2.12.0"), "sha256": HASH["b"]}}, {}, "packages", "safe", "others"),
+        ({"python": "3.12.1"}, {}, "python", "safe", "last bits"),
+        ({"driver": "570.86"}, {}, "driver", "safe", "last bits"),
+        ({"hostname": "node-2"}, {}, "hostname", "safe", "another GPU"),
+        ({"environment": {"MKL_CBWR": "AVX2"}}, {}, "environment.MKL_CBWR", "safe", "last bits"),
+        ({"environment": {"NVIDIA_TF32_OVERRIDE": "1"}}, {}, "environment.NVIDIA_TF32_OVERRIDE", "maths", "precision"),
+    ],
+)  # fmt: skip
+def test_where_a_run_comes_from(before: dict[str, Any], after: dict[str, Any], path: str, kind: str, word: str) -> None:
+    known = {"data": {}} if "data" in before and path == "data.val" else {}
+    sides = [provenance(**{**known, **side}) for side in (before, after)]
+    for change in (only(compare_provenance(*sides)), only(compare_provenance(*reversed(sides)))):
+        assert (change.path, change.kind) == (path, kind)
+        assert word in change.why
+
+
+def test_untracked_files_and_variables_of_a_job_are_no_difference() -> None:
+    git = {"commit": "c" * 40, "dirty": True, "diff_sha256": None}
+    there = provenance(git=git, environment={"SLURM_JOB_ID": "7", "CUDA_VISIBLE_DEVICES": "3"}, platform="Linux 7")
+    assert compare_provenance(provenance(), there) == []
+
+
+def test_provenance_before_sources_were_kept() -> None:
+    before = provenance(git={"commit": "d" * 40, "dirty": False, "diff_sha256": HASH["e"]})
+    del before["sources"]
+    change = only(compare_provenance(before, provenance()))
+    assert (change.before, change.after) == ("dddddddddddd with changes eeeeeeeeeeee", "cccccccccccc")
+    assert "not known" in change.why
+
+
+def test_a_file_that_was_edited_in_truth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / "nets_to_edit.py"
+    asked = recipe("model.use=nets_to_edit:Net", "data.train.use=digits")
+    found = []
+    for source in ("class Net: ...\n", "class Net: ...\n", "class Net:\n    width = 2\n"):
+        file.write_text(source)
+        importlib.import_module("nets_to_edit")
+        prints = {"train": f"sha256:{HASH['a']} (all items)"}
+        modules = modules_of(asked)
+        where = written_provenance(data_fingerprints=prints, seeds={}, command=[], folder=tmp_path, modules=modules)
+        found.append({"recipe": asked, "provenance": json.loads(json.dumps(where))})
+    assert compare(found[0], found[1], step=STEP) == []
+    change = only(compare(found[1], found[2], step=STEP))
+    assert (change.path, change.kind, change.why) == ("code", "maths", "the source of nets_to_edit differs")
+
+
+AGAIN = "trainwright resume runs/my-run"
+
+
+def refusal(changes: list[Change], *accept: str, again: str = AGAIN) -> UsageError:
+    with pytest.raises(UsageError) as caught:
+        require_accepted(changes, accept, again=on_command_line(again))
+    return caught.value
+
+
+def asked(*settings: str) -> list[Change]:
+    return compare(papers(), papers(*settings), step=STEP)
+
+
+def test_what_is_safe_needs_no_word() -> None:
+    assert require_accepted(asked("until=2000steps", "log.every=1steps"), [], again=on_command_line(AGAIN)) == []
+
+
+@pytest.mark.parametrize(
+    "accept", [["optimizer.lr", "seed"], ["optimizer", "seed"], ["all"], ["seed", "optimizer", "name"]]
+)
+def test_what_is_accepted_is_returned(accept: list[str]) -> None:
+    changes = asked("optimizer.lr=0.0003", "seed=7", "log.every=1steps")
+    assert {each.path for each in require_accepted(changes, accept, again=on_command_line(AGAIN))} == {
+        "optimizer.lr",
+        "seed",
+    }
+
+
+def test_the_example_of_the_page() -> None:
+    error = refusal(asked("optimizer.lr=0.0003", "seed=7"), again=f"{AGAIN} --set optimizer.lr=3e-4 --set seed=7")
+    assert f"error: {error}" in DOCS.read_text()
+
+
+def test_the_command_accepts_all_that_is_left_and_what_was_accepted() -> None:
+    changes = asked("optimizer.lr=0.0003", "optimizer.clip.at=0.5", "loss.use=mse", "model.args={a b: 1}")
+    error = refusal(changes, "optimizer", "name")
+    assert error.remedy.endswith(
+        f"{AGAIN} --accept optimizer --accept name --accept 'model.args.a b' --accept loss.use"
+    )
+    assert "optimizer.lr" not in error.message
+
+
+def test_a_path_that_covers_another_is_enough() -> None:
+    changes = compare(papers(), papers("data.train.args.path=b.txt", **OTHER_DATA), step=STEP)
+    assert refusal(changes).remedy.endswith(f"{AGAIN} --accept data.train")
+    assert len(require_accepted(changes, ["data.train"], again=on_command_line(AGAIN))) == 2
+
+
+def test_a_half_of_a_name_covers_nothing() -> None:
+    assert (
+        "optimizer.lr_rule.rule"
+        in refusal(asked("optimizer.lr_rule={rule: linear, base_batch: 8}"), "optimizer.lr").message
+    )
+
+
+def test_what_is_fatal_cannot_be_accepted() -> None:
+    error = refusal(asked("optimizer.use=sgd", "seed=7", "until=300steps"), "all")
+    assert error.message.count("(fatal)") == 2
+    assert "seed" not in error.message
+    assert error.remedy == f"undo what is fatal, then: {AGAIN} --accept all"
+
+
+def test_a_requeued_job_may_keep_its_command() -> None:
+    for path in ("optimizer.lr", "model.args.width", "optimizer.groups.0.lr", "code", "packages.torch", "data.train"):
+        assert require_accepted([], [path], again=on_command_line(AGAIN)) == []
+
+
+def test_a_path_that_does_not_exist_is_told() -> None:
+    error = refusal(asked("optimizer.lr=0.0003"), "optimiser.lr")
+    assert "--accept optimiser.lr: there is no such path; did you mean 'optimizer.lr'?" in error.message
+    assert error.remedy == f"undo them, or accept them: {AGAIN} --accept optimizer.lr"
+    alone = refusal([], "lr", "seed")
+    assert (alone.message.count("--accept"), alone.remedy) == (1, f"leave out what is no path: {AGAIN} --accept seed")

@@ -1,0 +1,219 @@
+"""The crash-loop guard: two deaths in one step, seen in the log and the lock, and what is kept to look into them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainwright.errors import UsageError
+from trainwright.runlog.deaths import deaths_in, repeated_death, require_no_crash_loop, write_bundle
+from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.reader import read
+from trainwright.runlog.records import Ended, Record, Started, Step
+from trainwright.runlog.writer import LogWriter
+
+AGAIN = "trainwright resume runs/x"
+
+
+def again(paths: Sequence[str]) -> str:
+    return " --accept ".join([AGAIN, *paths])
+
+
+def started(pid: int, *, died_in_step: int | None = None, step: int = 400) -> Started:
+    return Started(time_s=1.7e9 + pid, step=step, version="0.1.0", pid=pid, died_in_step=died_in_step)
+
+
+def step(number: int) -> Step:
+    names = ("time_s", "grad_norm", "lr", "weight", "step_s", "wait_s")
+    counts = ("samples", "tokens", "skipped", "mem_bytes")
+    return Step(step=number, loss=float("nan"), ids_hash="a1", **dict.fromkeys(names, 0.5), **dict.fromkeys(counts, 3))
+
+
+def ended(ending: str, reason: str, number: int) -> Ended:
+    return Ended(
+        time_s=1.7e9, ending=ending, reason=reason, step=number, loss=None, val_loss=None, skipped=0, seconds=9.0
+    )
+
+
+KILLED_TWICE = (started(11, step=0), step(410), started(12, died_in_step=417), step(415))
+FAILED_AND_KILLED = (started(11), ended("failed", "RuntimeError: bad sample", 416), started(12, died_in_step=417))
+
+
+@pytest.mark.parametrize(
+    ("records", "died_in_step", "repeated"),
+    [
+        (KILLED_TWICE, 417, 417),
+        (FAILED_AND_KILLED, 417, 417),
+        (KILLED_TWICE, 418, None),
+        (KILLED_TWICE, None, None),
+        ((started(11), step(410)), 417, None),
+        ((started(11), step(410)), None, None),
+        ((), 417, None),
+        # it died in 417, came further, was stopped well, and died there after a resume from an old checkpoint
+        ((*KILLED_TWICE, ended("stopped", "SIGTERM", 450), started(13)), 417, None),
+        # it died in 417 twice, a third start was accepted, and died elsewhere
+        ((*KILLED_TWICE, started(13, died_in_step=417), step(420), started(14, died_in_step=421)), 417, None),
+    ],
+)
+def test_a_step_that_kills_twice_in_a_row(
+    records: Sequence[Record], died_in_step: int | None, repeated: int | None
+) -> None:
+    assert repeated_death(records, died_in_step) == repeated
+
+
+def test_each_death_of_the_row_is_told_with_its_reason() -> None:
+    earlier = (started(9, step=0), started(10, died_in_step=300))
+    records = (*earlier, *FAILED_AND_KILLED[1:], started(13, died_in_step=417))
+    deaths = deaths_in(records, 417)
+    assert [(death.pid, death.reason) for death in deaths] == [(10, "RuntimeError: bad sample"), (12, None), (13, None)]
+    assert str(deaths[1]) == "process 12: killed without a last word (last record 2023-11-14 22:13:32 UTC)"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    """A run that died in step 417 twice; it would go on from step 400."""
+    folder = RunFolder.create(tmp_path, "x")
+    folder.write_text("recipe.yaml", "name: x\n")
+    folder.write_text("plan.json", "{}\n")
+    write_checkpoint(folder.checkpoints / "step-00000400")
+    write_log(folder, FAILED_AND_KILLED)
+    return folder
+
+
+def write_checkpoint(path: Path) -> None:
+    path.mkdir(parents=True)
+    (path / "model.safetensors").write_bytes(b"weights" * 1000)
+    (path / "manifest.json").write_text("{}")
+
+
+def write_log(folder: RunFolder, records: Sequence[Record]) -> None:
+    log = LogWriter(folder.log)
+    for record in records:
+        log.write(record)
+    log.close()
+
+
+def test_a_bundle_keeps_what_retention_deletes(folder: RunFolder) -> None:
+    (folder.path / "error.txt").write_text("RuntimeError: bad sample")
+    checkpoint = folder.checkpoints / "step-00000400"
+    inode = (checkpoint / "model.safetensors").stat().st_ino
+    for _ in range(2):  # the second one takes the place of the first
+        bundle = write_bundle(folder, 417, checkpoint, (*KILLED_TWICE, step(416)))
+    shutil.rmtree(checkpoint)
+    assert bundle == folder.bundles / "step-00000417"
+    assert {str(path.relative_to(bundle)) for path in bundle.rglob("*") if path.is_file()} == {
+        "bundle.json",
+        "recipe.yaml",
+        "plan.json",
+        "error.txt",
+        "checkpoint/model.safetensors",
+        "checkpoint/manifest.json",
+    }
+    assert (bundle / "checkpoint/model.safetensors").read_bytes() == b"weights" * 1000
+    assert (bundle / "checkpoint/model.safetensors").stat().st_ino == inode
+    assert [path.name for path in folder.bundles.iterdir()] == ["step-00000417"]
+    about = json.loads((bundle / "bundle.json").read_text())
+    assert (about["step"], about["checkpoint"]) == (417, "step-00000400")
+    assert [death["pid"] for death in about["deaths"]] == [11, 12]
+    assert (about["last_step"]["step"], about["last_step"]["loss"]) == (416, "NaN")
+
+
+def test_a_checkpoint_on_another_disk_is_copied(folder: RunFolder) -> None:
+    shm = Path("/dev/shm")
+    if not os.access(shm, os.W_OK) or shm.stat().st_dev == folder.path.stat().st_dev:
+        pytest.skip("no second file system here")
+    with tempfile.TemporaryDirectory(dir=shm) as elsewhere:
+        write_checkpoint(Path(elsewhere) / "step-00000500")
+        bundle = write_bundle(folder, 501, Path(elsewhere) / "step-00000500", KILLED_TWICE)
+    assert (bundle / "checkpoint/model.safetensors").read_bytes() == b"weights" * 1000
+
+
+def test_a_third_start_is_refused_until_it_is_accepted(folder: RunFolder) -> None:
+    checkpoint = folder.checkpoints / "step-00000400"
+    with pytest.raises(UsageError) as caught:
+        require_no_crash_loop(folder, 417, checkpoint, (), again)
+    said = caught.value.message
+    assert said.startswith("the run died in step 417 twice in a row:\n  process 11: RuntimeError: bad sample")
+    assert "process 12: killed without a last word" in said
+    assert str(folder.bundles / "step-00000417") in said
+    assert "dmesg" in caught.value.remedy and f"`{AGAIN} --accept crash-loop`" in caught.value.remedy
+    shutil.rmtree(folder.bundles)
+    require_no_crash_loop(folder, 417, checkpoint, ("precision", "crash-loop"), again)
+    require_no_crash_loop(folder, 418, checkpoint, (), again)
+    require_no_crash_loop(folder, None, checkpoint, (), again)
+    assert not folder.bundles.exists()
+
+
+def test_the_refusal_points_to_the_error(folder: RunFolder) -> None:
+    (folder.path / "error.txt").write_text("RuntimeError: bad sample")
+    write_log(folder, [ended("failed", "RuntimeError: bad sample", 416)])
+    with pytest.raises(UsageError) as caught:
+        require_no_crash_loop(folder, 417, None, (), again)
+    assert str(folder.bundles / "step-00000417/error.txt") in caught.value.remedy
+    assert json.loads((folder.bundles / "step-00000417/bundle.json").read_text())["checkpoint"] is None
+
+
+def test_a_bundle_that_cannot_be_written_is_no_reason_to_start(folder: RunFolder) -> None:
+    folder.bundles.write_text("a file where the folder should be")
+    with pytest.raises(UsageError, match=r"nothing was kept to run that step again: cannot write .*/step-00000417"):
+        require_no_crash_loop(folder, 417, folder.checkpoints / "step-00000400", (), again)
+
+
+def test_a_log_that_is_gone_accuses_nobody(folder: RunFolder) -> None:
+    folder.log.unlink()
+    require_no_crash_loop(folder, 417, None, (), again)
+    assert not folder.bundles.exists()
+
+
+def test_what_was_accepted_is_in_the_log(folder: RunFolder) -> None:
+    taken_up = replace(started(13, died_in_step=417), accepted=("crash-loop",))
+    write_log(folder, [taken_up])
+    assert read(folder.log).records[-1] == taken_up
+
+
+DIE = """
+import os, signal, sys, time
+from pathlib import Path
+from trainwright.errors import UsageError
+from trainwright.runlog.deaths import require_no_crash_loop
+from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.lock import RunLock
+from trainwright.runlog.records import Started
+from trainwright.runlog.writer import LogWriter
+folder, accepted = RunFolder.open(sys.argv[1]), tuple(sys.argv[3:])
+lock = RunLock.acquire(folder.path)
+try:
+    require_no_crash_loop(folder, lock.died_in_step, None, accepted, " --accept ".join)
+except UsageError:
+    lock.release(clean=False)
+    sys.exit(2)
+died = lock.died_in_step
+LogWriter(folder.log).write(Started(time_s=time.time(), step=0, version="", pid=os.getpid(), died_in_step=died))
+lock.beat(int(sys.argv[2]))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_processes_that_die_until_one_is_refused(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "x")
+    folder.write_text("recipe.yaml", "name: x\n")
+
+    def start(in_step: int, *accept: str) -> int:
+        return subprocess.run([sys.executable, "-c", DIE, str(folder.path), str(in_step), *accept]).returncode
+
+    killed, refused = -9, 2
+    assert [start(5), start(7), start(7)] == [killed, killed, killed]
+    assert [start(7), start(7), start(8)] == [refused, refused, refused]
+    assert [start(7, "crash-loop"), start(7), start(9, "crash-loop"), start(7)] == [killed, refused, killed, killed]
+    assert [path.name for path in folder.bundles.iterdir()] == ["step-00000007"]
+    about = json.loads((folder.bundles / "step-00000007/bundle.json").read_text())
+    assert len(about["deaths"]) == 3 and about["last_step"] is None

@@ -1,0 +1,155 @@
+"""Which checkpoints are there, which is the newest that verifies, which is best, which may go."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from trainwright.errors import CheckpointError
+from trainwright.state.manifest import NAME, name_of, step_of, verify, write_manifest
+from trainwright.state.store import BEST, Best, Retention, checkpoints, newest_valid, prune, read_best, write_best
+
+
+def checkpoint(folder: Path, step: int, name: str | None = None) -> Path:
+    path = folder / (name or name_of(step))
+    path.mkdir(parents=True)
+    save_file({"w": torch.full((3,), float(step))}, path / "model.safetensors")
+    save_file({"m": torch.full((5,), float(step))}, path / "rest.safetensors")
+    (path / "state.json").write_text(json.dumps({"step": step}))
+    write_manifest(path, step)
+    return path
+
+
+def steps(folder: Path) -> list[int | None]:
+    return [step_of(path) for path in checkpoints(folder)]
+
+
+def test_newest_first_and_nothing_else(tmp_path: Path) -> None:
+    for step in (5, 100, 99_999_999, 123_456_789):
+        checkpoint(tmp_path, step)
+    (tmp_path / "step-notes").mkdir()
+    (tmp_path / "step-00000007").write_text("a file")
+    (tmp_path / ".step-00000008.1.tmp").mkdir()
+    assert steps(tmp_path) == [123_456_789, 99_999_999, 100, 5]
+
+
+def test_one_that_was_being_replaced_counts_after_the_new_one(tmp_path: Path) -> None:
+    old = checkpoint(tmp_path, 5, name="step-00000005.old")
+    assert newest_valid(tmp_path) == (old, [])
+    new = checkpoint(tmp_path, 5)
+    assert checkpoints(tmp_path) == [new, old]
+
+
+def simulated(folder: Path, saves: list[int], retention: Retention, best_at: tuple[int, ...] = ()) -> list[int | None]:
+    for step in saves:
+        committed = checkpoint(folder, step)
+        if step in best_at:
+            write_best(folder, Best(step, "loss", 1.0 / step))
+        prune(folder, committed, retention)
+    return steps(folder)
+
+
+def test_the_first_of_each_multiple_is_kept_for_ever(tmp_path: Path) -> None:
+    saves = [*range(300, 6300, 300), 6250]  # multiples of 1000 are never hit exactly but at 3000 and 6000
+    kept = simulated(tmp_path, sorted(saves), Retention(newest=1, every=1000))
+    assert kept == [6250, 6000, 5100, 4200, 3000, 2100, 1200]
+
+
+def test_the_best_is_kept_though_it_is_old(tmp_path: Path) -> None:
+    assert simulated(tmp_path, [1, 2, 3, 4, 5], Retention(newest=2), best_at=(1, 2)) == [5, 4, 2]
+    assert read_best(tmp_path) == Best(2, "loss", 0.5)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"step": 5}', "null", "\x00"])
+def test_a_torn_pointer_points_nowhere(tmp_path: Path, content: str) -> None:
+    checkpoint(tmp_path, 5)
+    (tmp_path / BEST).write_text(content)
+    assert read_best(tmp_path) is None
+    assert simulated(tmp_path, [6, 7], Retention(newest=1)) == [7]
+
+
+def test_a_pointer_to_what_is_gone_points_nowhere(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 5)
+    write_best(tmp_path, Best(4, "loss", 1.0))
+    assert read_best(tmp_path) is None
+
+
+def test_later_ones_are_damaged_and_do_not_push_good_ones_out(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        checkpoint(tmp_path, step)
+    again = checkpoint(tmp_path, 12)
+    prune(tmp_path, again, Retention(newest=2))
+    assert steps(tmp_path) == [30, 20, 12, 10]
+
+
+FILES = ("model.safetensors", "rest.safetensors", "state.json", NAME)
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", ["delete", "empty", "truncate", "grow", "folder", "link to nothing"])
+def test_damage_is_found_and_named(tmp_path: Path, file: str, damage: str) -> None:
+    good, bad = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2)
+    path = bad / file
+    content = path.read_bytes()
+    path.unlink()
+    if damage in ("empty", "truncate", "grow"):
+        path.write_bytes({"empty": b"", "truncate": content[:-1], "grow": content + b"\x00"}[damage])
+    elif damage == "folder":
+        path.mkdir()
+    elif damage == "link to nothing":
+        path.symlink_to("nowhere")
+    found, broken = newest_valid(tmp_path)
+    assert found == good
+    assert len(broken) == 1 and str(path) in broken[0]
+
+
+@pytest.mark.parametrize("one,other", list(itertools.combinations(FILES, 2)))
+def test_two_swapped_files_are_found(tmp_path: Path, one: str, other: str) -> None:
+    good, bad = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2)
+    (bad / one).rename(bad / "aside")
+    (bad / other).rename(bad / one)
+    (bad / "aside").rename(bad / other)
+    found, broken = newest_valid(tmp_path)
+    assert found == good
+    assert one in broken[0] or other in broken[0]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_file_of_another_checkpoint_is_found(tmp_path: Path, file: str) -> None:
+    good, bad = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2)
+    (bad / file).write_bytes((good / file).read_bytes())
+    found, broken = newest_valid(tmp_path)
+    assert found == good
+    assert str(bad) in broken[0]
+
+
+def test_a_renamed_folder_is_found(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 1).rename(tmp_path / name_of(9))
+    with pytest.raises(CheckpointError, match="renamed"):
+        verify(tmp_path / name_of(9))
+    (tmp_path / name_of(9)).rename(tmp_path / "my favourite")
+    verify(tmp_path / "my favourite")  # a copy under a name of the user's own says no step
+
+
+@pytest.mark.parametrize("manifest", [[], {}, None, 5, {"format": 2, "step": 1, "files": {}}, {"files": {}, "step": 1}])
+def test_a_manifest_that_promises_nothing_is_none(tmp_path: Path, manifest: object) -> None:
+    path = checkpoint(tmp_path, 1)
+    (path / NAME).write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError) as caught:
+        verify(path)
+    assert caught.value.remedy
+
+
+def test_a_manifest_that_reaches_out_of_its_folder_is_refused(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, 1)
+    manifest = json.loads((path / NAME).read_text())
+    (tmp_path / "elsewhere").write_text("x")
+    manifest["files"]["../elsewhere"] = {"bytes": 1, "sha256": "x"}
+    (path / NAME).write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="elsewhere is missing"):
+        verify(path)

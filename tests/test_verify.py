@@ -1,0 +1,315 @@
+"""`verify checkpoint` finds each damage and accuses nothing whole; `verify resume` proves, or says what differs."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from trainwright.cli import app
+from trainwright.state.examine import differences
+from trainwright.state.manifest import write_manifest
+
+PARTS = """\
+import os, random
+import numpy as np, torch
+
+class Drawn(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        x = torch.linspace(0, index, 12) / 96 + 0.1 * torch.randn(12) + 0.1 * np.random.randn() + 0.1 * random.random()
+        return x.float(), index % 3
+
+class Unseeded(Drawn):
+    def __getitem__(self, index):
+        return super().__getitem__(index)[0] + os.urandom(1)[0] / 255, index % 3
+
+class Broken(Drawn):
+    def __getitem__(self, index):
+        if index == 17:
+            raise OSError("this image is truncated")
+        return super().__getitem__(index)
+
+class Dying(Drawn):
+    def __getitem__(self, index):
+        os._exit(3)
+
+class Once(torch.utils.data.IterableDataset):
+    rows = iter([(torch.full((12,), i / 40), i % 3) for i in range(40)])
+
+    def __iter__(self):
+        return self.rows
+
+class Forgetful(torch.optim.SGD):
+    # counts its steps where no checkpoint can see it
+    count = 0
+
+    def step(self, closure=None):
+        self.count += 1
+        for group in self.param_groups:
+            group["lr"] /= self.count
+        return super().step(closure)
+"""
+RECIPE = """\
+name: tiny
+until: 60steps
+model:
+  use: mlp
+  args: {sizes: [12, 24, 3], dropout: 0.2}
+  ema: 0.9
+data:
+  train: {use: "parts:Drawn"}
+  val: {use: "parts:Drawn"}
+batch: {size: 8, micro: 4}
+schedule: {use: cosine, warmup: 20steps}
+precision: fp32
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "aside"))
+    (tmp_path / "aside").mkdir()
+    sys.modules.pop("parts", None)
+    (tmp_path / "parts.py").write_text(PARTS)
+    (tmp_path / "tiny.yaml").write_text(RECIPE)
+    return tmp_path
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, list(arguments))
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.output
+
+
+def prove(*options: str) -> tuple[int, dict[str, Any], str]:
+    code, said = invoke("verify", "resume", "tiny.yaml", "--json", *options)
+    *lines, last = said.splitlines()
+    assert "Traceback" not in said
+    return code, json.loads(last), "\n".join(lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--workers", "2", "--then-workers", "3"], "6 + SIGKILL + 6: 21 tensors, 12 losses, 96 sample ids equal"),
+        (["--workers", "0", "--then-workers", "2", "--precision", "bf16", "--steps", "3"], "workers 0 -> 2; bf16"),
+        (["--workers", "2", "--then-workers", "0", "--precision", "fp16", "--no-kill", "--steps", "4"], "4 + stop + 4"),
+        (["--workers", "0", "--then-workers", "0", "--set", "until=60s", "--set", "checkpoint.every=1h"], "12 losses"),
+    ],
+    ids=["fp32", "bf16", "fp16-stopped", "in-time"],
+)
+def test_a_resumed_run_is_the_same_bits(folder: Path, options: list[str], said: str) -> None:
+    code, proof, text = prove(*options)
+    assert code == 0 and proof["equal"], text
+    assert said in text
+    assert proof["cause"] is None and proof["checkpoint"] == [] and proof["samples"] == 8 * 2 * proof["steps"]
+    assert not list((folder / "aside").iterdir()), "nothing stays behind"
+    assert not (folder / "runs").exists(), "the user's own runs are left alone"
+
+
+@pytest.mark.slow
+def test_randomness_that_nobody_seeded_is_found(folder: Path) -> None:
+    (folder / "tiny.yaml").write_text(RECIPE.replace('train: {use: "parts:Drawn"}', 'train: {use: "parts:Unseeded"}'))
+    code, proof, text = prove("--workers", "0", "--then-workers", "0", "--steps", "2")
+    assert code == 1 and not proof["equal"] and proof["cause"] == "recipe"
+    assert proof["log"].startswith("first at step 1, in loss: ") and "grad_norm" in proof["log"]
+    assert any(each["what"].startswith("model ") and each["largest"] > 0 for each in proof["checkpoint"])
+    assert "NOT the same bits" in text and "not deterministic" in text and "kept: " in text
+    kept = Path(proof["folder"])
+    assert kept.parent == folder / "aside" and {"straight", "halves"} <= {each.name for each in kept.iterdir()}
+
+
+@pytest.mark.slow
+def test_state_that_no_checkpoint_holds_is_found_and_told_from_chance(folder: Path) -> None:
+    (folder / "tiny.yaml").write_text(RECIPE + 'optimizer: {use: "parts:Forgetful", lr: 0.1}\n')
+    code, proof, text = prove("--workers", "0", "--then-workers", "0", "--steps", "2")
+    assert code == 1 and proof["cause"] == "resume", text
+    assert proof["log"].startswith("first at step 3, in validation loss: "), "its update is the first that is another"
+    assert "two straight runs are the same bits" in text
+    assert {each.name for each in Path(proof["folder"]).iterdir()} >= {"straight", "halves", "again"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("train", "code", "said"),
+    [
+        ("parts:Broken", 1, "this image is truncated for sample 17"),
+        ("parts:Drawm", 2, "did you mean 'Drawn'"),
+        ("parts:Once", 2, "the data gave 5 steps, and the proof needs 12\n  remedy: add --steps 2"),
+        ("parts:Dying", 1, "the straight part ended with exit code 3"),
+    ],
+)
+def test_a_mistake_is_passed_on(folder: Path, train: str, code: int, said: str) -> None:
+    (folder / "tiny.yaml").write_text(RECIPE.replace('train: {use: "parts:Drawn"}', f'train: {{use: "{train}"}}'))
+    got, text = invoke("verify", "resume", "tiny.yaml", "--workers", "0")
+    assert got == code and said in text and "remedy" in text and "Traceback" not in text
+    assert not list((folder / "aside").iterdir())
+
+
+def test_a_wrong_recipe_is_told_before_anything_runs(folder: Path) -> None:
+    code, said = invoke("verify", "resume", "tiny.yaml", "--set", "optimizer.lr=-1")
+    assert code == 2 and "optimizer.lr" in said and "steps straight" not in said
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of steps 4 and 8."""
+    root = tmp_path_factory.mktemp("trained")
+    (root / "parts.py").write_text(PARTS)
+    (root / "tiny.yaml").write_text(RECIPE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        patch.syspath_prepend(str(root))
+        sys.modules.pop("parts", None)
+        settings = ["until=8steps", "schedule=constant", "checkpoint.every=4steps", "checkpoint.best=null"]
+        code, said = invoke("train", "tiny.yaml", *(option for each in settings for option in ("--set", each)))
+    assert code == 0, said
+    return root / "runs/tiny"
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "tiny"))
+
+
+def test_what_is_whole_is_ok(run: Path) -> None:
+    for path, count in ((run, 2), (run / "checkpoints", 2), (run / "checkpoints/step-00000004", 1)):
+        code, said = invoke("verify", "checkpoint", str(path))
+        assert code == 0 and said.count("ok ") == len(said.splitlines()) == count
+        assert "step 4, " in said and "21 tensors" in said
+    code, said = invoke("verify", "checkpoint", str(run), "--json")
+    answer = json.loads(said.splitlines()[-1])
+    assert answer["ok"] and [each["step"] for each in answer["checkpoints"]] == [8, 4]
+    assert set(answer["checkpoints"][0]) == {"path", "ok", "step", "bytes", "tensors", "problems", "warnings"}
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def rewritten(change: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Damage that whoever wrote the manifest did not see."""
+
+    def damage(folder: Path) -> None:
+        change(folder)
+        write_manifest(folder, 8)
+
+    return damage
+
+
+def without_reference(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop(next(iter(tensors)))
+    save_file(tensors, folder / "model.safetensors")
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "flipped bit": (lambda it: flip(it / "rest.safetensors"), "rest.safetensors is damaged"),
+    "cut": (lambda it: (it / "model.safetensors").write_bytes(b"x"), "model.safetensors is damaged"),
+    "gone": (lambda it: (it / "state.json").unlink(), "state.json is missing"),
+    "no manifest": (lambda it: (it / "manifest.json").unlink(), "manifest.json cannot be read"),
+    "torn manifest": (lambda it: (it / "manifest.json").write_text('{"files": {'), "manifest.json cannot be read"),
+    "planted pickle": (
+        lambda it: (it / "evil.pkl").write_bytes(pickle.dumps(print)),
+        "evil.pkl is not in the manifest",
+    ),
+    "planted folder": (lambda it: (it / "weights.pt").mkdir(), "weights.pt is not in the manifest"),
+    "no header": (rewritten(lambda it: (it / "model.safetensors").write_bytes(b"x" * 99)), "is no safetensors file"),
+    "no json": (rewritten(lambda it: (it / "state.json").write_text("{")), "state.json cannot be decoded"),
+    "no part": (rewritten(lambda it: (it / "state.json").write_text("{}")), "state.json has no 'model'"),
+    "lost tensor": (rewritten(without_reference), "which is not in model.safetensors"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_named(run: Path, name: str) -> None:
+    damage, what = DAMAGES[name]
+    newest = run / "checkpoints/step-00000008"
+    damage(newest)
+    code, said = invoke("verify", "checkpoint", str(run))
+    assert code == 1 and "Traceback" not in said
+    first, second = said.splitlines()
+    assert first.startswith("broken ") and str(newest) in first and what in first, said
+    assert second.startswith("ok ") and "step-00000004" in second
+
+
+def test_a_planted_file_is_named_beside_other_damage(run: Path) -> None:
+    newest = run / "checkpoints/step-00000008"
+    (newest / "pytorch_model.bin").write_bytes(b"")
+    flip(newest / "state.json")
+    code, said = invoke("verify", "checkpoint", str(newest))
+    assert code == 1 and "pytorch_model.bin is not in the manifest" in said and "state.json is damaged" in said
+
+
+@pytest.mark.parametrize(
+    ("part", "place", "value", "count"),
+    [
+        ("model", "weight", "nan", 1),
+        ("model", "weight", "inf", 1),
+        ("rest", "exp_avg", "-inf", 1),
+        ("rest", "", "1.0", 0),
+    ],
+)
+def test_values_that_are_not_finite_are_warned_of(run: Path, part: str, place: str, value: str, count: int) -> None:
+    newest = run / "checkpoints/step-00000008"
+    tensors = load_file(newest / f"{part}.safetensors")
+    name = next(each for each, tensor in tensors.items() if place in each and tensor.is_floating_point())
+    tensors[name].view(-1)[0] = float(value)
+    save_file(tensors, newest / f"{part}.safetensors")
+    write_manifest(newest, 8)
+    code, said = invoke("verify", "checkpoint", str(newest))
+    assert code == 0 and said.count("warning ") == count
+    assert count == 0 or f"{part}.safetensors: 1 of {tensors[name].numel()} values of {name} are" in said
+
+
+def test_a_mask_among_the_buffers_may_hold_infinity(run: Path) -> None:
+    newest = run / "checkpoints/step-00000008"
+    tensors = load_file(newest / "model.safetensors")
+    tensors["mask"] = torch.full((3, 3), -torch.inf).triu(1)
+    save_file(tensors, newest / "model.safetensors")
+    write_manifest(newest, 8)
+    assert invoke("verify", "checkpoint", str(newest))[1].count("warning ") == 0
+
+
+def test_a_path_that_holds_none(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+    code, said = invoke("verify", "checkpoint", str(run))
+    assert code == 2 and "holds no checkpoint; there is " in said and "plan.json" in said and "remedy" in said
+    assert "is not a folder" in invoke("verify", "checkpoint", str(run / "plan.json"))[1]
+    assert "does not exist" in invoke("verify", "checkpoint", str(run / "nowhere"))[1]
+
+
+def test_every_difference_of_two_checkpoints_is_named(run: Path) -> None:
+    one, two = run / "checkpoints/step-00000008", run / "two"
+    shutil.copytree(one, two)
+    assert list(differences(one, two)) == []
+    tensors = load_file(two / "model.safetensors")
+    name = next(iter(tensors))
+    tensors[name].view(-1)[0] += 0.5
+    save_file(tensors, two / "model.safetensors")
+    values = json.loads((two / "state.json").read_text())
+    values["rest"]["counters"]["elapsed_s"] = 7.0
+    values["papers"] = {"another": "time"}
+    (two / "state.json").write_text(json.dumps(values))
+    tensor, value = differences(one, two)
+    assert tensor.what == f"model {name}" and tensor.largest == pytest.approx(0.5)
+    assert value.what == "rest.counters.elapsed_s" and value.how.endswith(" and 7.0")

@@ -1,0 +1,230 @@
+"""Export: the weights of a run as other programs read them. Composition, like run.py."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from trainwright.build.assemble import LIVE, at_recipe, build_model
+from trainwright.errors import CheckpointError, MissingExtra, StorageError, UsageError, require_choice
+from trainwright.models.lora import add_lora, merge_lora
+from trainwright.recipe import Loaded, Recipe, load
+from trainwright.recipe.schema import Lora
+from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.storage import storage_error
+from trainwright.state.codec import as_file
+from trainwright.state.manifest import fsync, name_of, step_of
+from trainwright.state.rng import preserved_rng
+from trainwright.state.store import checkpoints, newest_valid, read_best
+from trainwright.state.weights import load_plain_state_dict, plain_state_dict, read_weights, unwrapped
+
+FORMATS = ("safetensors", "hf", "state_dict")
+_ADAPTER = (".lora_A.default.weight", ".lora_B.default.weight")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A folder of weights. ``tensors`` counts names (a tied weight has several), ``bytes`` all files.
+
+    ``stepped_over`` says what is wrong with each newer checkpoint.
+    """
+
+    path: Path
+    format: str
+    step: int
+    tensors: int
+    bytes: int
+    stepped_over: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``--json`` prints."""
+        return {**vars(self), "path": str(self.path), "stepped_over": list(self.stepped_over)}
+
+
+def export(
+    run: Path,
+    *,
+    format: str,  # noqa: A002
+    which: str = "last",
+    average: bool = False,
+    adapter: bool = False,
+    out: Path | None = None,
+) -> Exported:
+    """Writes the weights of one checkpoint of ``run`` into the new folder ``out``, as a whole or not at all.
+
+    ``format`` is ``safetensors`` (model.safetensors), ``state_dict`` (model.pt) or ``hf`` (the layout of the
+    transformers library). ``which`` is ``last`` (the newest that verifies), ``best`` or a step. ``average``
+    takes the moving average of the weights. LoRA adapters are merged into the weights, or with ``adapter``
+    written alone in PEFT's layout. Raises UsageError for what the run does not have or cannot be, CheckpointError
+    for a damaged checkpoint, StorageError when ``out`` cannot be written.
+    """
+    require_choice("the format", format, FORMATS)
+    folder = RunFolder.open(run)
+    loaded = load(folder.recipe, environ={})
+    _require_possible(loaded.recipe, format, adapter)
+    checkpoint, stepped_over = _chosen(folder, which)
+    step, kind = step_of(checkpoint), "adapter" if adapter else format
+    assert step is not None, "a folder of another name is not listed as a checkpoint"
+    out = out or folder.path / "export" / f"{kind}-{name_of(step)}{'-average' if average else ''}"
+    if out.exists():
+        raise UsageError(f"{out} is there already", remedy="give another folder with --out, or remove it")
+    with _aside(out) as draft:
+        weights = read_weights(checkpoint, average=average)
+        about = {"format": "pt", "step": str(step), "weights": "average" if average else "trained"}
+        if adapter:
+            assert loaded.recipe.model.lora is not None
+            tensors = _save_adapter(weights, loaded.recipe.model.lora, draft, about)
+        else:
+            tensors = _save_model(weights, loaded, format, draft, about)
+        num_bytes = sum(file.stat().st_size for file in draft.rglob("*"))
+    return Exported(out, format, step, tensors, num_bytes, stepped_over)
+
+
+def _require_possible(recipe: Recipe, layout: str, adapter: bool) -> None:
+    live, lora = recipe.model.use.startswith(f"{LIVE}:"), recipe.model.lora is not None
+    if adapter and not lora:
+        raise UsageError("the run trained no adapter (its recipe has no model.lora)", remedy="leave --adapter out")
+    if adapter and layout == "state_dict":
+        raise UsageError("an adapter is written in PEFT's layout, which is safetensors", remedy="leave --format out")
+    if live and not adapter and (lora or layout == "hf"):
+        what = "merging its adapter" if lora else "the layout of transformers"
+        other = "--adapter" if lora else "--format safetensors"
+        raise UsageError(
+            f"the model {recipe.model.use} was handed over in Python, and {what} needs the model itself",
+            remedy=f"export with {other}, and load that into the model in Python",
+        )
+
+
+def _chosen(run: RunFolder, which: str) -> tuple[Path, tuple[str, ...]]:
+    """The checkpoint that is asked for, and what is wrong with newer ones that were stepped over."""
+    folder = run.checkpoints
+    if which == "last":
+        newest, broken = newest_valid(folder)
+        if newest is None:
+            lines = [*broken, f"{run.path} has no checkpoint that verifies"]
+            raise CheckpointError("\n".join(lines), remedy="train it anew: its recipe.yaml is in that folder")
+        return newest, tuple(broken)
+    there = {step_of(path): path for path in reversed(checkpoints(folder))}
+    remedy = f"--which last, or a step that is there: {', '.join(map(str, there)) or 'none'}"
+    if which == "best":
+        best = read_best(folder)
+        if best is None:
+            raise UsageError(f"{run.path} has no best checkpoint: none was evaluated, or it is gone", remedy=remedy)
+        return there[best.step], ()
+    if not which.isdecimal():
+        raise UsageError(f"{which!r} is not last, best or a step", remedy=remedy)
+    if int(which) not in there:
+        raise UsageError(f"{run.path} has no checkpoint of step {which}", remedy=remedy)
+    return there[int(which)], ()
+
+
+def _save_model(weights: dict[str, Any], loaded: Loaded, layout: str, folder: Path, about: dict[str, str]) -> int:
+    if layout == "hf" or loaded.recipe.model.lora is not None:  # only then is the model itself needed
+        model = _rebuilt(loaded, weights)
+        weights = plain_state_dict(model)
+    if layout == "hf":
+        _save_pretrained(model, folder)
+    elif layout == "safetensors":
+        if extra := [name for name, value in weights.items() if not isinstance(value, Tensor)]:
+            remedy = "--format state_dict keeps it"
+            raise UsageError(f"{extra[0]} is not a tensor, and safetensors has no place for it", remedy=remedy)
+        save_file(as_file(weights), folder / "model.safetensors", about)  # a copy of each: tied ones under all names
+    else:
+        whole = io.BytesIO()  # as large as the model: torch itself says nothing of a full disk when it writes a file
+        torch.save(weights, whole)
+        (folder / "model.pt").write_bytes(whole.getbuffer())
+    return len(weights)
+
+
+def _rebuilt(loaded: Loaded, weights: Mapping[str, Any]) -> nn.Module:
+    """The recipe's model with these weights, on the CPU; adapters are merged into it."""
+    lora = loaded.recipe.model.lora
+    with preserved_rng():
+        model, _ = build_model(loaded)
+        if lora is not None:
+            with at_recipe(loaded, "model.lora"):
+                model = add_lora(model, **lora.model_dump())
+    model = unwrapped(model).cpu()
+    try:
+        load_plain_state_dict(model, weights)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"the checkpoint does not fit the model built from the recipe: {' '.join(str(error).split())[:400]}",
+            remedy="give the recipe and code that it was trained with, or --format safetensors, which builds no model",
+        ) from None
+    try:
+        return model if lora is None else merge_lora(model)
+    except UsageError as error:
+        raise UsageError(error.message, remedy="export the adapter alone: --adapter") from None
+
+
+def _save_pretrained(model: nn.Module, folder: Path) -> None:
+    base = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)  # imported by whoever built such a model
+    if base is None or not isinstance(model, base):
+        raise UsageError(
+            f"--format hf is for models of the transformers library (PreTrainedModel), not for {type(model).__name__}",
+            remedy="use --format safetensors",
+        )
+    model.save_pretrained(folder)
+
+
+def _save_adapter(weights: Mapping[str, Any], lora: Lora, folder: Path, about: dict[str, str]) -> int:
+    """The layout of ``PeftModel.save_pretrained``. The names and shapes say all of it: no model is built."""
+    try:
+        import peft
+    except ModuleNotFoundError as error:
+        if error.name != "peft":
+            raise
+        raise MissingExtra("peft", extra="lora", needed_for="--adapter") from None
+    tensors = {name: value for name, value in weights.items() if name.endswith(_ADAPTER)}
+    targets = sorted({name.rpartition(".lora_")[0] for name in tensors})
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        bias="none",
+        fan_in_fan_out=any(_is_transposed(weights, target) for target in targets),
+        inference_mode=True,
+    )
+    config.save_pretrained(folder)
+    theirs = {f"base_model.model.{name.removesuffix('.default.weight')}.weight": tensors[name] for name in tensors}
+    save_file(as_file(theirs), folder / "adapter_model.safetensors", about)
+    return len(theirs)
+
+
+def _is_transposed(weights: Mapping[str, Tensor], target: str) -> bool:
+    """Whether a layer keeps its weight as (in, out), like transformers' Conv1D; a square one does not tell."""
+    rows, columns = weights[f"{target}.base_layer.weight"].shape
+    return rows != columns and rows == weights[f"{target}.lora_A.default.weight"].shape[1]
+
+
+@contextmanager
+def _aside(out: Path) -> Iterator[Path]:
+    """A folder to write into, which gets the name ``out`` once all is written and durable; else nothing stays."""
+    draft = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        draft.mkdir(parents=True)
+        yield draft
+        for path in (*draft.rglob("*"), draft):
+            fsync(path)
+        draft.rename(out)
+        fsync(out.parent)
+    except OSError as error:
+        raise storage_error(error, out, "write") from error
+    except SafetensorError as error:
+        raise StorageError(f"cannot write {out}: {error}", remedy="give a folder on another disk with --out") from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)

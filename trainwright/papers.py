@@ -1,0 +1,76 @@
+"""The papers of a run: recipe, plan and provenance, as files in its folder and as JSON in each checkpoint."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from trainwright.build.assemble import Parts
+from trainwright.data.fingerprint import fingerprint
+from trainwright.recipe import Recipe, dump
+from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.provenance import modules_of, provenance
+
+if TYPE_CHECKING:
+    from trainwright.job import Job
+
+
+def where_from(recipe: Recipe, parts: Parts) -> dict[str, Any]:
+    """Code, packages, machine, data and seeds as they are now."""
+    sets = {"train": parts.train, "val": parts.val}
+    prints = {name: fingerprint(data.dataset) for name, data in sets.items() if data is not None}
+    return provenance(
+        data_fingerprints={name: f"sha256:{each.sha256} ({each.how})" for name, each in prints.items()},
+        seeds={"seed": recipe.seed},
+        modules=[*modules_of(recipe.model_dump(mode="json")), *_own_modules(parts)],
+        command=sys.argv,
+    )
+
+
+def _own_modules(parts: Parts) -> list[str]:
+    """Where the live objects are defined, unless an installed package has them, whose version speaks for it."""
+    installed = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
+    things = (parts.model, parts.train.dataset, parts.loss)
+    names = {getattr(thing, "__module__", type(thing).__module__) for thing in things}
+    return sorted(n for n in names if not str(getattr(sys.modules.get(n), "__file__", "")).startswith(installed))
+
+
+def papers_of(job: Job) -> dict[str, Any]:
+    """What each checkpoint keeps: enough to say on a resume what is different by then."""
+    return {
+        "recipe": job.recipe.model_dump(mode="json"),
+        "plan": job.plan.to_json(),
+        "provenance": job.provenance,
+    }
+
+
+def lay_down(folder: RunFolder, job: Job) -> None:
+    """Writes the papers of a run that begins."""
+    folder.write_text("recipe.yaml", dump(job.recipe))
+    folder.write_json("plan.json", job.plan.to_json())
+    folder.write_json("provenance.json", job.provenance)
+
+
+def lay_down_again(folder: RunFolder, job: Job) -> None:
+    """Writes what holds from here on; papers that differ from it are kept beside them."""
+    step = f"step-{job.state.step:08d}"
+    before, now = folder.recipe.read_text(encoding="utf-8"), dump(job.recipe)
+    if before != now:
+        folder.write_text(f"recipe-before-{step}.yaml", before)
+        folder.write_text("recipe.yaml", now)
+    folder.write_json("plan.json", job.plan.to_json())
+    folder.write_json(f"provenance-from-{step}.json", job.provenance)
+
+
+def keep_there(folder: RunFolder, job: Job, say: Callable[[str], None]) -> Callable[[], None]:
+    """Asked before each save: a folder that was deleted while training gets its papers again."""
+
+    def look() -> None:
+        if not folder.recipe.exists():
+            folder.path.mkdir(parents=True, exist_ok=True)
+            lay_down(folder, job)
+            say(f"{folder.path} was deleted while training: its papers and this checkpoint are written anew")
+
+    return look

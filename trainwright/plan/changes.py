@@ -1,0 +1,279 @@
+"""What a resume would change: each difference to the checkpoint is safe, changes the maths, or is fatal.
+
+safe    the same run mathematically, at most other last bits
+maths   another run from here on: it must be accepted
+fatal   the checkpoint cannot be continued so: ``why`` says what to do instead
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from trainwright.errors import UsageError, suggest
+from trainwright.plan.rules import EXPORT, VALIDATION, Difference, Kind, Verdict, classed
+from trainwright.recipe.outline import field_at
+from trainwright.recipe.yaml_core import core_tag
+
+_IN_WORDS: Mapping[Kind, str] = {"fatal": "fatal", "maths": "changes the maths", "safe": "safe"}  # the gravest first
+_BUILD_THE_MODEL = ("model.use", "model.args", "model.lora", "code")
+_MODEL_LIBRARIES = ("transformers", "peft")
+_MACHINE = {
+    "python": "last bits may differ",
+    "driver": "last bits may differ",
+    "hostname": "on another GPU or CPU last bits may differ",
+}
+_VARIABLES: Mapping[str, Verdict] = {
+    "NVIDIA_TF32_OVERRIDE": ("maths", "matrix products on GPUs are computed in another precision"),
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": ("maths", "matrix products on GPUs are computed in another precision"),
+    "CUBLAS_WORKSPACE_CONFIG": ("safe", "last bits may differ"),
+    "MKL_CBWR": ("safe", "last bits may differ"),
+}
+_ORIGINS = ("code", "packages", *_MACHINE, "environment")
+_ABSENT = object()
+
+
+Again = Callable[[Sequence[str]], str]
+"""What to call so that these paths are accepted."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One difference between a checkpoint and the run that is to go on from it."""
+
+    path: str
+    before: str
+    after: str
+    kind: Kind
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.before} -> {self.after} ({_IN_WORDS[self.kind]}): {self.why}"
+
+
+def compare(
+    before: Mapping[str, Any], after: Mapping[str, Any], *, step: int, misfits: Sequence[str] = ()
+) -> list[Change]:
+    """All differences between the papers of a checkpoint and those of the run now, the gravest first.
+
+    Papers are ``{"recipe": ..., "provenance": ...}``; ``step`` is the checkpoint's. ``misfits`` says in a line each
+    which parameters of checkpoint and model do not fit: what built them otherwise is fatal then.
+    """
+    changes = compare_recipes(before["recipe"], after["recipe"], step=step)
+    same = _same_training_set(before["provenance"], after["provenance"])
+    if same:
+        why = f"the training set is the same: {same}"
+        changes = [replace(each, kind="safe", why=why) if _is_in(each.path, "data.train") else each for each in changes]
+    changes += compare_provenance(before["provenance"], after["provenance"])
+    return sorted(_with_misfits(changes, misfits), key=lambda change: list(_IN_WORDS).index(change.kind))
+
+
+def _with_misfits(changes: list[Change], misfits: Sequence[str]) -> list[Change]:
+    if not misfits:
+        return changes
+    more = f" and {len(misfits) - 3} more" if len(misfits) > 3 else ""
+    said = f"{'; '.join(misfits[:3])}{more}"
+    builders = [
+        each for each in changes if each.kind == "maths" and any(_is_in(each.path, path) for path in _BUILD_THE_MODEL)
+    ]
+    if not builders:  # a model may be sized by its data, or come from a package
+        why = f"{said}; data, packages or imported code build it otherwise: put them back, or {EXPORT}"
+        return [*changes, Change("model", "the weights saved", "the model built", "fatal", why)]
+    return [
+        replace(each, kind="fatal", why=f"{said}: put it back, or {EXPORT}") if each in builders else each
+        for each in changes
+    ]
+
+
+def compare_recipes(before: Mapping[str, Any], after: Mapping[str, Any], *, step: int) -> list[Change]:
+    """The differences between two recipes, each as ``recipe.model_dump(mode="json")`` gives it.
+
+    A key that only one of them has counts as its default in the other, so a checkpoint of an earlier version differs
+    in nothing that it did not know of.
+    """
+    return [
+        Change(path, _shown(was), _shown(now), *classed(Difference(path, was, now, before, after, step)))
+        for path, was, now in _differences(before, after)
+    ]
+
+
+def _differences(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Path and both values of each leaf that differs; a list of mappings is compared item by item."""
+    if _is_list_of_mappings(before) and _is_list_of_mappings(after) and len(before) == len(after):
+        before, after = ({str(i): each for i, each in enumerate(items)} for items in (before, after))
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for key in [*after, *(key for key in before if key not in after)]:
+            below = f"{path}.{key}" if path else key
+            was, now = (side[key] if key in side else _default(below) for side in (before, after))
+            yield from _differences(was, now, below)
+    elif before != after:
+        yield path, before, after
+
+
+def _is_list_of_mappings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, Mapping) for each in value)
+
+
+def _default(path: str) -> Any:
+    field = field_at(path.split("."))
+    if field is None or field.is_required():
+        return _ABSENT
+    adapter: TypeAdapter[Any] = TypeAdapter(field.rebuild_annotation())
+    return adapter.dump_python(field.get_default(call_default_factory=True, validated_data={}), mode="json")
+
+
+def compare_provenance(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+    """The differences between two results of ``runlog.provenance.provenance``: code, data, packages, machine.
+
+    What is not known on one side is told as that, and as safe.
+    """
+    return [*_data(before, after), *_code(before, after), *_packages(before, after), *_machine(before, after)]
+
+
+def _data(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Change]:
+    was, now = before.get("data") or {}, after.get("data") or {}
+    for name in ("train", "val"):
+        old, new = was.get(name), now.get(name)
+        if old == new or (name == "val" and not (name in was and name in now)):  # one without: the recipe tells that
+            continue
+        verdict: Verdict = "maths", "the data differs, so the next epoch begins at once"
+        if name == "val":
+            verdict = VALIDATION
+        if old is None or new is None:
+            verdict = "safe", "whether the data is the same is not known"
+        yield Change(f"data.{name}", _brief(old), _brief(new), *verdict)
+
+
+def _same_training_set(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """The fingerprint that both have; nothing when they differ or say too little to tell."""
+    was, now = ((side.get("data") or {}).get("train") for side in (before, after))
+    return _brief(was) if was and was == now and "the type only" not in was else ""
+
+
+def _code(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Change]:
+    """By the hashes of the files that the recipe names; a commit may have changed anything else."""
+    was, now = before.get("sources") or {}, after.get("sources") or {}
+    changed = [name for name in now if was.get(name) and now[name] and was[name] != now[name]]
+    if changed:
+        old, new = (", ".join(f"{name} {_brief(side[name])}" for name in changed) for side in (was, now))
+        yield Change("code", old, new, "maths", f"the source of {', '.join(changed)} differs")
+        return
+    old, new = _commit(before.get("git")), _commit(after.get("git"))
+    if old == new:
+        return
+    if was != now or None in now.values() or "sources" not in before:
+        why = "whether the files that the recipe names are the same is not known"
+    elif now:
+        why = "the files that the recipe names are the same; what they import was not compared"
+    else:
+        why = "the recipe names no file of yours"
+    yield Change("code", old, new, "safe", why)
+
+
+def _commit(git: Mapping[str, Any] | None) -> str:
+    """Untracked files do not count: the run folder is one."""
+    if git is None:
+        return "not known"
+    changes = f" with changes {_brief(git['diff_sha256'])}" if git["diff_sha256"] else ""
+    return f"{_brief(git['commit'] or 'no commit')}{changes}"
+
+
+def _packages(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Change]:
+    was, now = before.get("packages"), after.get("packages")
+    if not was or not now:
+        if was != now:
+            old, new = ("known" if side else "not known" for side in (was, now))
+            yield Change("packages", old, new, "safe", "whether the packages are the same is not known")
+        return
+    versions = [
+        (name, was["versions"].get(name), now["versions"].get(name)) for name in now["versions"] | was["versions"]
+    ]
+    changed = [each for each in versions if each[1] != each[2]]
+    for name, old, new in changed:
+        yield Change(f"packages.{name}", old or "not installed", new or "not installed", *_version(name, old, new))
+    if not changed and was["sha256"] != now["sha256"]:
+        old, new = (f"{side['count']} packages {_brief(side['sha256'])}" for side in (was, now))
+        yield Change("packages", old, new, "safe", "they differ in others than those that runs are known to depend on")
+
+
+def _version(name: str, old: str | None, new: str | None) -> Verdict:
+    if name in _MODEL_LIBRARIES and old and new and old.partition(".")[0] != new.partition(".")[0]:
+        return "maths", f"another major version of {name} may compute something else for the same model"
+    return "safe", "last bits may differ"
+
+
+def _machine(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Change]:
+    """What hints at other kernels. The version of Linux, the command and the folder say nothing about numbers."""
+    for path, why in _MACHINE.items():
+        if before.get(path) != after.get(path):
+            yield Change(path, before.get(path) or "not known", after.get(path) or "not known", "safe", why)
+    was, now = before.get("environment") or {}, after.get("environment") or {}
+    for name, verdict in _VARIABLES.items():
+        if was.get(name) != now.get(name):
+            old, new = was.get(name, "not set"), now.get(name, "not set")
+            yield Change(f"environment.{name}", old, new, *verdict)
+
+
+def require_accepted(changes: Sequence[Change], accept: Sequence[str], *, again: Again) -> list[Change]:
+    """The changes of the maths; each must be covered by a path in ``accept``, one above it, or ``all``.
+
+    To accept what does not differ is no mistake: a job that is started again and again keeps its command. ``again``
+    gives the command that was called, with what it is to accept. Raises UsageError with all that is fatal or not
+    accepted, with what in ``accept`` is no path at all, and with the command that would do.
+    """
+    fatal = [each for each in changes if each.kind == "fatal"]
+    maths = [each for each in changes if each.kind == "maths"]
+    refused = [each for each in maths if not any(_is_in(each.path, path) for path in accept)]
+    unknown = [path for path in accept if not _can_differ(path)]
+    if not (fatal or refused or unknown):
+        return maths
+    near = [each.path for each in refused or changes]
+    lines = [*map(str, [*fatal, *refused])]
+    lines += [f"--accept {path}: there is no such path{f'; {suggest(path, near)}' if near else ''}" for path in unknown]
+    wanted = [*(path for path in accept if path not in unknown), *(each.path for each in refused)]
+    remedy = "undo them, or accept them" if refused else "leave out what is no path"
+    raise UsageError(
+        "\n  ".join(["the run cannot go on from its checkpoint as it is asked to:", *lines]),
+        remedy=f"{'undo what is fatal, then' if fatal else remedy}: {again(_widest(wanted))}",
+    )
+
+
+def on_command_line(command: str) -> Again:
+    """The Again of a command that takes ``--accept``."""
+    return lambda paths: " ".join([command, *(f"--accept {shlex.quote(path)}" for path in paths)])
+
+
+def _widest(wanted: Sequence[str]) -> list[str]:
+    """Each of ``wanted`` that no other of them covers, once."""
+    return [path for path in dict.fromkeys(wanted) if not any(_is_in(path, up) for up in wanted if up != path)]
+
+
+def _can_differ(path: str) -> bool:
+    """Whether a change may have this path, or one below it."""
+    keys = path.split(".")
+    keys = keys[: keys.index("args") + 1] if "args" in keys else keys
+    return keys[0] in ("all", *_ORIGINS) or field_at(keys) is not None
+
+
+def _is_in(path: str, section: str) -> bool:
+    return section == "all" or path == section or path.startswith(f"{section}.")
+
+
+def _brief(text: str | None) -> str:
+    """A fingerprint with its hash cut short."""
+    return re.sub(r"[0-9a-f]{40,}", lambda found: found[0][:12], text) if text else "not known"
+
+
+def _shown(value: Any) -> str:
+    """A value of a recipe on one line, as one writes it in YAML."""
+    if value is _ABSENT:
+        return "not given"
+    is_bare = isinstance(value, str) and value.isprintable() and core_tag(value).endswith(":str")
+    text = value if is_bare else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,124 @@
+"""How each key of a recipe is classed when it is changed on resume: safe, changes the maths, or fatal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trainwright.plan.batch import solve_batch
+from trainwright.recipe import Duration
+
+Kind = Literal["safe", "maths", "fatal"]
+Verdict = tuple[Kind, str]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A value that is another now, and both whole recipes; ``step`` is what has been reached."""
+
+    path: str
+    was: Any
+    now: Any
+    before: Mapping[str, Any]
+    after: Mapping[str, Any]
+    step: int
+
+
+def classed(found: Difference) -> Verdict:
+    """The class of a difference and why, by the rule with the longest path."""
+    keys = found.path.split(".")
+    above = (".".join(keys[:length]) for length in range(len(keys), 0, -1))
+    rule = next((RULES[path] for path in above if path in RULES), UNKNOWN)
+    return rule(found) if callable(rule) else rule
+
+
+def _until(found: Difference) -> Verdict:
+    was, now = Duration.parse(found.was), Duration.parse(found.now)
+    if now.unit == "steps" and now.value <= found.step:
+        return "fatal", f"step {found.step} is reached already: give more than {found.step}steps"
+    if now.unit != was.unit:
+        return "maths", "counted in another unit: the run ends, and its learning rate decays, elsewhere"
+    if now.value < was.value:
+        return "maths", "the run ends, and its learning rate decays, earlier"
+    return "safe", "the run goes on from where it is; the warm-up stays, and a decay of the learning rate ends later"
+
+
+def _batch(found: Difference) -> Verdict:
+    was, now = _global_batch(found.before), _global_batch(found.after)
+    sizes = [recipe["batch"].get("size") for recipe in (found.before, found.after)]
+    if was == now or (found.path != "batch.size" and None not in sizes):
+        return "safe", "the same samples make a step, in other pieces: last bits; dropout and BatchNorm see the pieces"
+    return "maths", f"a step takes {now} samples instead of {was}"
+
+
+def _global_batch(recipe: Mapping[str, Any]) -> int:
+    batch = recipe["batch"]
+    return batch.get("size") or solve_batch(None, batch.get("micro"), batch.get("accumulation")).size
+
+
+def _ema(found: Difference) -> Verdict:
+    if found.was is None:
+        return "safe", "the weights train as before; their average begins with what they are now"
+    return "maths", "the weights train as before, but their average is dropped or goes on otherwise"
+
+
+def _moments(found: Difference) -> Verdict:
+    """amsgrad keeps a moment more; head says which matrices muon keeps other moments for."""
+    lacks = found.now is True if found.path.endswith("amsgrad") else found.after["optimizer"]["use"] == "muon"
+    return ("fatal", f"the checkpoint lacks moments that it needs: put it back, or {EXPORT}") if lacks else _UPDATE
+
+
+VALIDATION: Verdict = "safe", "it is not trained on; its losses, and the best of them, do not compare with those before"
+EXPORT = "export the weights and start a new run from them"
+_UPDATE: Verdict = "maths", "from here on the weights are updated otherwise"
+_ORDER = "the rest of this epoch comes in another order: some samples twice, some not at all"
+_READING: Verdict = "safe", "how samples are read, not which"
+_FOLDER: Verdict = "safe", "the run stays in its folder"
+_KERNELS = "other kernels: last bits"
+
+# A whole section stands here only where every key that it may ever get is alike; a test asks for all the others.
+RULES: Mapping[str, Verdict | Callable[[Difference], Verdict]] = {
+    "name": _FOLDER,
+    "folder": _FOLDER,
+    "seed": ("maths", f"{_ORDER}; augmentation draws other numbers"),
+    "deterministic": ("safe", _KERNELS),
+    "device": ("safe", f"{_KERNELS}; dropout draws other numbers"),
+    "precision": ("maths", "other arithmetic in forward and backward; weights and moments are kept"),
+    "until": _until,
+    "model.use": ("maths", "another model, though the weights fit it"),
+    "model.args": ("maths", "the model computes something else, though the weights fit it"),
+    "model.freeze": ("maths", "other weights are trained; those that were not before begin without moments"),
+    "model.activation_checkpointing": ("safe", "activations are kept or computed again, and are the same"),
+    "model.compile": ("safe", f"{_KERNELS}; dropout draws other numbers"),
+    "model.ema": _ema,
+    "model.lora": ("maths", "the adapters compute something else, though the weights fit them"),
+    "data.train": ("maths", "it may be other data, so the next epoch begins at once"),
+    "data.val": VALIDATION,
+    "data.workers": _READING,
+    "data.prefetch": _READING,
+    "data.pin_memory": _READING,
+    "data.shuffle": ("maths", _ORDER),
+    "data.drop_last": ("maths", "the short batch at the end of an epoch is left out, or no longer is"),
+    "data.quarantine": ("maths", "other samples are left out"),
+    "data.on_bad_sample": ("safe", "it matters only where a sample cannot be read"),
+    "loss": ("maths", "something else is minimised"),
+    "batch": _batch,
+    "optimizer.use": ("fatal", f"the moments of one optimizer mean nothing to another: put it back, or {EXPORT}"),
+    "optimizer.args": _UPDATE,
+    "optimizer.args.amsgrad": _moments,
+    "optimizer.args.head": _moments,
+    "optimizer.args.fused": ("safe", _KERNELS),
+    "optimizer.args.foreach": ("safe", _KERNELS),
+    "optimizer.lr": ("maths", "steps of another size; the schedule goes on where it is"),
+    "optimizer.weight_decay": _UPDATE,
+    "optimizer.decay_norms_and_biases": _UPDATE,
+    "optimizer.groups": _UPDATE,
+    "optimizer.clip": _UPDATE,
+    "optimizer.lr_rule": _UPDATE,
+    "schedule": ("maths", "the learning rate follows another curve"),
+    "evaluation": ("safe", "evaluation leaves no trace in the training"),
+    "checkpoint": ("safe", "saving leaves no trace in the training"),
+    "log": ("safe", "logging leaves no trace in the training"),
+}
+UNKNOWN: Verdict = "maths", "this version does not know it: it may matter"

@@ -1,0 +1,141 @@
+"""The crash-loop guard: a run that dies in the same step twice is not started a third time unasked."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from trainwright.errors import StorageError, UsageError
+from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.reader import read
+from trainwright.runlog.records import Ended, Record, Started, Step
+from trainwright.runlog.storage import storage_error
+
+CRASH_LOOP = "crash-loop"  # what --accept calls it
+
+
+@dataclass(frozen=True)
+class Death:
+    """How one death was seen. ``time_s`` is that of the last record; ``reason`` is None when there was no last word."""
+
+    pid: int
+    time_s: float
+    reason: str | None
+
+    def __str__(self) -> str:
+        when = datetime.fromtimestamp(self.time_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        how = self.reason or "killed without a last word"
+        return f"process {self.pid}: {how} (last record {when})"
+
+
+def repeated_death(records: Sequence[Record], died_in_step: int | None) -> int | None:
+    """The step that killed the last two processes of a run, else None.
+
+    ``died_in_step`` is what the last one left in the lock; what the one before left is in the last Started.
+    """
+    last = next((record for record in reversed(records) if isinstance(record, Started)), None)
+    return died_in_step if last is not None and last.died_in_step == died_in_step else None
+
+
+def deaths_in(records: Sequence[Record], step: int) -> list[Death]:
+    """The unbroken row of processes that died in ``step``, the last one's in the log included, oldest first."""
+    sessions: list[list[Record]] = []
+    for record in records:
+        if isinstance(record, Started):
+            sessions.append([])
+        if sessions:
+            sessions[-1].append(record)
+    found: list[Death] = []
+    died_in_step: int | None = step
+    for session in reversed(sessions):
+        started = session[0]
+        assert isinstance(started, Started)
+        if died_in_step != step:
+            break
+        reasons = [record.reason for record in session if isinstance(record, Ended)]
+        found.append(Death(started.pid, session[-1].time_s, reasons[-1] if reasons else None))
+        died_in_step = started.died_in_step
+    return found[::-1]
+
+
+def write_bundle(folder: RunFolder, step: int, checkpoint: Path | None, records: Sequence[Record]) -> Path:
+    """``bundles/step-XXXXXXXX/``: what it takes to run ``step`` again, kept from retention by hard links.
+
+    checkpoint/     the files of the checkpoint that the run would go on from; nothing when there is none
+    recipe.yaml, plan.json, error.txt (where there is one)
+    bundle.json     step, name of the checkpoint, how each death was seen, the last Step record
+
+    Replaces an older one. Raises StorageError; nothing half-written stays under its name then.
+    """
+    target = folder.bundles / f"step-{step:08d}"
+    aside = target.with_name(f".{target.name}.draft")
+    lasts = [record for record in records if isinstance(record, Step)][-1:]
+    about = {
+        "step": step,
+        "checkpoint": checkpoint.name if checkpoint else None,
+        "deaths": deaths_in(records, step),
+        "last_step": lasts[0] if lasts else None,
+    }
+    try:
+        shutil.rmtree(aside, ignore_errors=True)  # left by a process that was killed right here
+        (aside / "checkpoint").mkdir(parents=True)
+        for file in checkpoint.iterdir() if checkpoint else ():
+            _link(file, aside / "checkpoint" / file.name)
+        for paper in (folder.recipe, folder.plan, folder.path / "error.txt"):
+            if paper.exists():
+                shutil.copy2(paper, aside)
+        folder.write_json(str((aside / "bundle.json").relative_to(folder.path)), about)
+        if target.exists():
+            shutil.rmtree(target)
+        aside.rename(target)
+    except OSError as error:
+        raise storage_error(error, target, "write") from error
+    return target
+
+
+def _link(source: Path, target: Path) -> None:
+    """A hard link costs no space; a copy where the file system has none."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def require_no_crash_loop(
+    folder: RunFolder,
+    died_in_step: int | None,
+    checkpoint: Path | None,
+    accept: Sequence[str],
+    again: Callable[[Sequence[str]], str],
+) -> None:
+    """Raises UsageError, and writes a bundle, when the run died in ``died_in_step`` (from the lock) twice in a row.
+
+    ``checkpoint`` is what the run would go on from, ``again`` the command that starts it
+    and accepts what it is given. Reads the log only after a
+    process that did not end well.
+    """
+    if died_in_step is None or CRASH_LOOP in accept or not folder.log.is_file():
+        return
+    records = read(folder.log).records
+    if repeated_death(records, died_in_step) is None:
+        return
+    deaths = deaths_in(records, died_in_step)
+    look = "see what killed it (dmesg, the scheduler's log)"
+    try:
+        bundle = write_bundle(folder, died_in_step, checkpoint, records)
+        kept = f"what it takes to run that step again is in {bundle}"
+        if (bundle / "error.txt").exists() and deaths[-1].reason:
+            look = f"look at {bundle / 'error.txt'}"
+    except StorageError as error:
+        kept = f"nothing was kept to run that step again: {error.message}"
+    times = "twice" if len(deaths) <= 2 else f"{len(deaths)} times"
+    lines = [f"the run died in step {died_in_step} {times} in a row:", *(f"  {death}" for death in deaths), kept]
+    raise UsageError(
+        "\n".join(lines),
+        remedy=f"{look}, mend the cause (for example data.quarantine, precision, optimizer.lr), and then "
+        f"`{again([*accept, CRASH_LOOP])}` starts it once more",
+    )

@@ -1,0 +1,166 @@
+"""Looks into a checkpoint, deeper than its manifest does, and says where two of them differ in their bits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from trainwright.errors import CheckpointError
+from trainwright.state.codec import decode, same_bits
+from trainwright.state.manifest import NAME, read_manifest, step_of, verify
+
+PARTS = ("model", "rest")
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What was found in a checkpoint. A problem makes it useless, a warning does not."""
+
+    path: Path
+    step: int | None
+    num_bytes: int = 0
+    num_tensors: int = 0
+    problems: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """For a person: one line, and one for each warning."""
+        if self.problems:
+            return [f"broken   {self.path}: {'; '.join(self.problems)}"]
+        size = f"{self.num_bytes:,} bytes, {self.num_tensors} tensors"
+        return [f"ok       {self.path}: step {self.step}, {size}", *(f"warning  {each}" for each in self.warnings)]
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "path": str(self.path),
+            "ok": not self.problems,
+            "step": self.step,
+            "bytes": self.num_bytes,
+            "tensors": self.num_tensors,
+            "problems": list(self.problems),
+            "warnings": list(self.warnings),
+        }
+
+
+def examine(path: Path) -> Examined:
+    """Manifest, sizes, hashes, files that nobody listed, every tensor, every reference to one. Executes nothing.
+
+    Reads each file twice: for its hash, and for values that are not finite.
+    """
+    try:
+        manifest = read_manifest(path)
+        files: dict[str, Any] = manifest["files"]
+        strange = [f"{each} is not in the manifest" for each in _unlisted(path, files)]
+    except CheckpointError as error:
+        return Examined(path, step_of(path), problems=(error.message,))
+    try:
+        verify(path)
+        tensors = {part: _tensors(path / f"{part}.safetensors") for part in PARTS}
+        values = {part: _decoded(path / "state.json", part, tensors[part]) for part in PARTS}
+    except CheckpointError as error:
+        return Examined(path, manifest["step"], problems=(error.message, *strange))
+    return Examined(
+        path,
+        manifest["step"],
+        sum(entry["bytes"] for entry in files.values()),
+        sum(map(len, tensors.values())),
+        tuple(strange),
+        tuple(_not_finite(tensors, values["rest"])),
+    )
+
+
+def _unlisted(path: Path, files: Mapping[str, Any]) -> list[Path]:
+    return sorted(each for each in path.iterdir() if each.name not in files and each.name != NAME)
+
+
+def _tensors(file: Path) -> dict[str, Tensor]:
+    """All tensors of a file by name; memory-mapped, so that a page is read when it is looked at."""
+    try:
+        return dict(load_file(file))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is no safetensors file: {error}") from None
+
+
+def _decoded(file: Path, part: str, tensors: Mapping[str, Tensor]) -> Any:
+    try:
+        return decode(tensors, json.loads(file.read_text())[part])
+    except KeyError as error:
+        missing = (
+            f"has no {part!r}" if error.args == (part,) else f"refers to {error}, which is not in {part}.safetensors"
+        )
+        raise CheckpointError(f"{file} {missing}") from None
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be decoded: {error}") from None
+
+
+def _not_finite(tensors: Mapping[str, Mapping[str, Tensor]], rest: Any) -> Iterator[str]:
+    """NaN anywhere, infinity in what is trained or is no weight at all: a mask among the buffers may hold it."""
+    trained = {name for group in rest["optimizer"]["param_groups"] for name in group["params"]}
+    for part, held in tensors.items():
+        for name, tensor in held.items():
+            if not tensor.is_floating_point():
+                continue
+            nan = int(tensor.isnan().sum())
+            infinite = int(tensor.isinf().sum()) if part != "model" or name in trained else 0
+            if nan or infinite:
+                kind = "NaN" if nan else "infinite"
+                yield f"{part}.safetensors: {nan or infinite} of {tensor.numel()} values of {name} are {kind}"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that two checkpoints do not agree on, by name; ``largest`` absolute difference of two tensors."""
+
+    what: str
+    how: str
+    largest: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.how})"
+
+
+def differences(one: Path, two: Path) -> Iterator[Difference]:
+    """Every tensor and value in which two verified checkpoints differ by a bit; not the papers, which say when."""
+    for part in PARTS:
+        ours, theirs = (load_file(each / f"{part}.safetensors") for each in (one, two))
+        for name in sorted({*ours, *theirs}):
+            if (found := _between(ours.get(name), theirs.get(name))) is not None:
+                yield Difference(f"{part} {name}", *found)
+    ours, theirs = (json.loads((each / "state.json").read_text()) for each in (one, two))
+    for name in sorted({*ours, *theirs} - {"papers"}):
+        yield from _unequal(name, ours.get(name), theirs.get(name))
+
+
+def _between(one: Tensor | None, two: Tensor | None) -> tuple[str, float | None] | None:
+    if one is None or two is None:
+        return "only in one of them", None
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return f"{one.dtype} {tuple(one.shape)} and {two.dtype} {tuple(two.shape)}", None
+    if same_bits(one, two):
+        return None
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    largest = float((one.to(wide) - two.to(wide)).abs().max())
+    return f"by up to {largest:.3g}", largest
+
+
+def _unequal(path: str, one: Any, two: Any) -> Iterator[Difference]:
+    """Values of state.json, down to whatever is no mapping; by their text, which tells 0.0 from -0.0."""
+    if isinstance(one, dict) and isinstance(two, dict):
+        for key in sorted({*one, *two}):
+            yield from _unequal(f"{path}.{key}", one.get(key), two.get(key))
+    elif repr(one) != repr(two):
+        yield Difference(path, f"{_brief(one)} and {_brief(two)}")
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

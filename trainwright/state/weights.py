@@ -1,0 +1,83 @@
+"""Weights under the names that the model's author gave them: of a live model, whatever wraps it, or of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from trainwright.errors import CheckpointError
+from trainwright.state.codec import decode
+from trainwright.state.manifest import verify
+
+_WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
+
+
+def plain_name(name: str) -> str:
+    """A key without the segments that torch.compile, activation checkpointing and FSDP put into it."""
+    return ".".join(segment for segment in name.split(".") if segment not in _WRAPPERS)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """What is inside of (Distributed)DataParallel and torch.compile around the whole model, however nested."""
+    while True:
+        if isinstance(model, DataParallel | DistributedDataParallel):
+            model = model.module
+        elif isinstance(compiled := model._modules.get("_orig_mod"), nn.Module):
+            model = compiled
+        else:
+            return model
+
+
+def plain_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The whole state_dict, buffers and extra state too, under plain names; the tensors are the live ones."""
+    state = unwrapped(model).state_dict()
+    plain = {plain_name(name): value for name, value in state.items()}
+    assert len(plain) == len(state), "two keys differ in nothing but the name of a wrapper"
+    return plain
+
+
+def load_plain_state_dict(model: nn.Module, tensors: Mapping[str, Any]) -> None:
+    """Loads what ``plain_state_dict`` gave, into a model that may be wrapped otherwise than it was then.
+
+    Raises torch's RuntimeError with the names when some are missing, left over or of another shape.
+    """
+    inside = unwrapped(model)
+    wrapped = {plain_name(name): name for name in inside.state_dict()}
+    inside.load_state_dict({wrapped.get(name, name): value for name, value in tensors.items()})
+
+
+def read_weights(checkpoint: Path, *, average: bool = False) -> dict[str, Any]:
+    """The model's whole state_dict as it was saved, on the CPU: parameters, buffers and extra state.
+
+    Tied weights are one tensor under several names. With ``average``, the moving average stands in the place of
+    every parameter that was trained; frozen ones and buffers (running statistics) have none and stay as they
+    are. Raises CheckpointError when the checkpoint is damaged, or holds no average.
+    """
+    verify(checkpoint)
+    state = json.loads((checkpoint / "state.json").read_text())
+    weights: dict[str, Any] = decode(load_file(checkpoint / "model.safetensors"), state["model"])
+    if not average:
+        return weights
+    shadow = decode(load_file(checkpoint / "rest.safetensors"), state["rest"]["ema"]).get("shadow")
+    if shadow is None:
+        raise CheckpointError(
+            f"{checkpoint} holds no average of the weights",
+            remedy="take the weights themselves; a run keeps an average with model.ema: 0.999 in its recipe",
+        )
+    return _with_average(weights, shadow)
+
+
+def _with_average(weights: dict[str, Any], shadow: Mapping[str, Tensor]) -> dict[str, Any]:
+    """An average is kept under one name of its parameter; it goes into all places of a tied one."""
+    averages = {}
+    for name, average in shadow.items():
+        plain = plain_name(name)
+        plain = plain if plain in weights else plain.removeprefix("module.")  # as (Distributed)DataParallel says it
+        averages[id(weights[plain])] = average
+    return {name: averages.get(id(value), value) for name, value in weights.items()}
