@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -60,8 +60,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def start(*arguments: str, cwd: Path, group: bool = False) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "trainwright", *arguments]
+def start(*arguments: str, cwd: Path, group: bool = False, prefix: Sequence[str] = ()) -> subprocess.Popen[str]:
+    command = [*prefix, sys.executable, "-m", "trainwright", *arguments]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
     return subprocess.Popen(
@@ -175,7 +175,7 @@ def test_a_damaged_newest_checkpoint_does_not_push_good_ones_out(folder: Path) -
     with (folder / "runs/slow/checkpoints/step-00000040/rest.safetensors").open("ab") as file:
         file.write(b"x")
     options = ["--set", "checkpoint.keep=1", "--set", "checkpoint.every=2steps", "--set", "until=30steps"]
-    assert invoke("resume", "runs/slow", *options)[0] == 0
+    assert invoke("resume", "runs/slow", *options, "--accept", "until")[0] == 0
     newest, _ = newest_valid(folder / "runs/slow/checkpoints")
     assert newest is not None and newest.name == "step-00000030"
 
@@ -220,7 +220,7 @@ def test_a_kill_loses_nothing_that_was_committed(folder: Path) -> None:
     assert newest is not None and not broken
     saved = [r.step for r in read(folder / "runs/slow/log.jsonl").records if isinstance(r, Saved)]
     assert int(newest.name.removeprefix("step-")) >= max(saved)
-    code, said = invoke("resume", "runs/slow", "--set", f"until={max(saved) + 10}steps")
+    code, said = invoke("resume", "runs/slow", "--set", f"until={max(saved) + 10}steps", "--accept", "until")
     assert code == 0 and f"resumed from {Path('runs/slow/checkpoints') / newest.name}" in said
 
 

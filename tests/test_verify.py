@@ -134,6 +134,7 @@ def test_randomness_that_nobody_seeded_is_found(folder: Path) -> None:
     assert "NOT the same bits" in text and "not deterministic" in text and "kept: " in text
     kept = Path(proof["folder"])
     assert kept.parent == folder / "aside" and {"straight", "halves"} <= {each.name for each in kept.iterdir()}
+    assert proof["upto"] == 2 and "resumed" not in text, "it is known before anything is resumed"
 
 
 @pytest.mark.slow

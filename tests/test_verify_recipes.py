@@ -14,7 +14,15 @@ from test_runs import SMALL
 from trainwright.demo import recipe_folder
 from trainwright.verify import Trial, verify_resume
 
-TURNS = list(zip(SMALL, itertools.cycle(itertools.product(("fp32", "bf16", "fp16"), ((2, 3), (0, 0))))))
+PRECISIONS = ("fp32", "bf16", "fp16")
+WORKERS = ((2, 3), (0, 0))
+SMALLER = {"gpt2-124m.yaml": ["model.args.d_model=192", "model.args.vocab_size=2048"]}  # its checkpoints are written
+TURNS = list(zip(SMALL, itertools.cycle((precision, each) for each in WORKERS for precision in PRECISIONS)))
+
+
+def small_trial(name: str, precision: str, workers: tuple[int, int], steps: int) -> Trial:
+    settings = ("evaluation.batch=4", *SMALL[name], *SMALLER.get(name, ()), f"precision={precision}")
+    return Trial(recipe_folder() / name, steps, *workers, settings)
 
 
 @pytest.mark.slow
@@ -25,7 +33,7 @@ def test_a_recipe_in_the_box_resumes_to_the_same_bits(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     precision, workers = turn
-    settings = ("evaluation.batch=4", *SMALL[name], f"precision={precision}")
-    proof = verify_resume(Trial(recipe_folder() / name, 3, *workers, settings))
+    assert (name, precision) != ("lstm-text.yaml", "fp16"), "oneDNN has no LSTM in fp16 on a CPU"
+    proof = verify_resume(small_trial(name, precision, workers, steps=3))
     assert proof.equal, "\n".join(proof.lines())
     assert proof.precision == precision

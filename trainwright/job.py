@@ -24,13 +24,14 @@ from trainwright.engine.clip import make_clip
 from trainwright.engine.precision import Precision
 from trainwright.engine.rehearse import Mode, rehearse
 from trainwright.engine.step import Schedule, StepFn, make_step
-from trainwright.errors import DataError
+from trainwright.engine.until import Until, for_seconds, for_steps
+from trainwright.errors import DataError, UsageError
 from trainwright.observe.sinks import require_sinks
 from trainwright.papers import where_from
 from trainwright.plan.machine import Machine, read_machine
 from trainwright.plan.make import Facts, Note, Plan, candidates, make_plan, with_rehearsal
 from trainwright.plan.memory import memory_bytes
-from trainwright.recipe import Loaded, Recipe
+from trainwright.recipe import Duration, Loaded, Recipe
 from trainwright.resume import Earlier
 from trainwright.state.cursor import StepBatch
 from trainwright.state.rng import seed_all, set_deterministic
@@ -99,7 +100,11 @@ def prepare(loaded: Loaded, parts: Parts | None = None, *, earlier: Earlier | No
         precision = kept = earlier.precision(recipe.precision, facts)
         state.scaler = Precision(kept, device.type).scaler(device)
         accepted = earlier.load(state, recipe, precision, provenance)
-    batches = iter(training_batches(parts, build_loading(parts, recipe, plan, device), state.data))
+    _require_something_left(recipe, plan, state)
+    if earlier:
+        earlier.lock.beat(state.step + 1)  # reading its batch and rehearsing it belong to the step
+    loading = build_loading(parts, recipe, plan, device, quarantine=state.quarantine)
+    batches = iter(training_batches(parts, loading, state.data))
     first = next(batches, None)
     if first is None:
         raise DataError("the training data gave no batch", remedy="check that it is not empty or used up")
@@ -108,6 +113,23 @@ def prepare(loaded: Loaded, parts: Parts | None = None, *, earlier: Earlier | No
     if not earlier:
         state.scaler = job.precision.scaler(device)
     return job
+
+
+def until_of(plan: Plan) -> Until:
+    """How much of the run is used."""
+    return for_steps(plan.extent.steps) if plan.extent.steps else for_seconds(plan.extent.seconds or 0.0)
+
+
+def doubled(until: Duration) -> str:
+    """The setting that makes a run twice as long."""
+    return f"--set until={Duration(min(until.value * 2, 2.0**53), until.unit)}"
+
+
+def _require_something_left(recipe: Recipe, plan: Plan, state: TrainState) -> None:
+    """Raises UsageError when a resumed run has done all that it was asked for."""
+    if until_of(plan)(state) >= 1.0:
+        done = f"{state.step:,} steps in {state.elapsed_s:.4g} s, until: {recipe.until}"
+        raise UsageError(f"the run has done what it was asked for ({done})", remedy=f"add {doubled(recipe.until)}")
 
 
 def _rehearsed(job: Job, facts: Facts, first: StepBatch, asked: str) -> Plan:

@@ -18,6 +18,7 @@ from trainwright.plan.make import Facts, Plan, choose_precision
 from trainwright.recipe import Recipe
 from trainwright.runlog.deaths import CRASH_LOOP, require_no_crash_loop
 from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.lock import RunLock
 from trainwright.state.checkpoint import load_checkpoint, misfits, read_papers
 from trainwright.state.cursor import Cursor
 from trainwright.state.manifest import step_of
@@ -30,6 +31,7 @@ class Earlier:
     """The part of a run that was trained before: its checkpoint, and what it measured and chose."""
 
     folder: RunFolder
+    lock: RunLock
     checkpoint: Path
     papers: Mapping[str, Any]
     accept: tuple[str, ...]
@@ -62,7 +64,7 @@ class Earlier:
         """Puts the checkpoint into ``state``; returns the differences that were accepted.
 
         Tells what is different by ``now``, the provenance. Raises UsageError unless all that changes the maths is
-        accepted. Other training data begin with an epoch of their own.
+        accepted. Other training data begin with an epoch of their own and no quarantine.
         """
         changes = self._changes(state, recipe, precision, now)
         accept = [each for each in self.accept if each != CRASH_LOOP]
@@ -72,7 +74,7 @@ class Earlier:
             self.say(str(change))
         load_checkpoint(state, self.checkpoint, verified=True)
         if any(change.path.startswith("data.train") for change in accepted):
-            state.data = Cursor(state.data.epoch + 1, 0)
+            state.data, state.quarantine = Cursor(state.data.epoch + 1, 0), set()
         return [change.path for change in accepted]
 
     def _changes(self, state: TrainState, recipe: Recipe, precision: str, now: Mapping[str, Any]) -> list[Change]:
@@ -82,7 +84,7 @@ class Earlier:
 
 
 def find_earlier(
-    folder: RunFolder, accept: Sequence[str], died_in_step: int | None, say: Callable[[str], None]
+    folder: RunFolder, lock: RunLock, accept: Sequence[str], say: Callable[[str], None]
 ) -> Earlier:
     """The newest checkpoint that verifies; says which newer ones do not, and what is wrong with each.
 
@@ -97,8 +99,8 @@ def find_earlier(
     papers = read_papers(path)
     live = str(papers["recipe"]["model"]["use"]).startswith(f"{LIVE}:")
     call = in_python(folder) if live else on_command_line(called(folder))
-    require_no_crash_loop(folder, died_in_step, path, accept, call)
-    return Earlier(folder, path, papers, tuple(accept), say, call)
+    require_no_crash_loop(folder, lock, path, accept, call)
+    return Earlier(folder, lock, path, papers, tuple(accept), say, call)
 
 
 def again(folder: RunFolder) -> str:

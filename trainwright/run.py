@@ -16,9 +16,7 @@ from rich.console import Console
 from trainwright import __version__
 from trainwright.build.assemble import LIVE, Parts, build_loading, validation_batches
 from trainwright.engine.loop import NEVER, Observer, Outcome, run
-from trainwright.engine.until import Until, for_seconds, for_steps
-from trainwright.errors import UsageError
-from trainwright.job import Job, make_advance, prepare
+from trainwright.job import Job, doubled, make_advance, prepare, until_of
 from trainwright.observe.cadence import Every
 from trainwright.observe.evaluation import Evaluation
 from trainwright.observe.heartbeat import Heartbeat
@@ -29,8 +27,7 @@ from trainwright.observe.signals import Signals, grace_s
 from trainwright.papers import keep_there, lay_down, lay_down_again, papers_of
 from trainwright.plan.duration import Interval
 from trainwright.plan.explain import preflight
-from trainwright.plan.make import Plan
-from trainwright.recipe import Duration, Loaded
+from trainwright.recipe import Loaded
 from trainwright.report.text import Ending, closing
 from trainwright.resume import Earlier, again, find_earlier
 from trainwright.runlog.folder import RunFolder
@@ -106,9 +103,8 @@ def train(
         closing_down.callback(signals.close)
         signals.listen()
         lock = closing_down.enter_context(_held(resume)) if resume else None
-        earlier = find_earlier(resume, accept, lock.died_in_step, said.append) if resume and lock else None
+        earlier = find_earlier(resume, lock, accept, said.append) if resume and lock else None
         job = prepare(loaded, parts, earlier=earlier)
-        _require_something_left(job)
         progress.marks = job.marks
         folder = resume or RunFolder.create(job.recipe.folder, job.recipe.name)
         lock = lock or closing_down.enter_context(_held(folder))
@@ -175,7 +171,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
                 state,
                 job.batches,
                 advance,
-                until=_until(plan),
+                until=until_of(plan),
                 observers=(*watching, *extra, signals, heartbeat),
                 evaluation=evaluation or NEVER,
                 saving=saving,
@@ -232,22 +228,6 @@ def _told_where_it_is_saved(folder: RunFolder, saving: Saving) -> Iterator[None]
         raise
 
 
-def _require_something_left(job: Job) -> None:
-    """Raises UsageError when a resumed run has done all that it was asked for."""
-    if _until(job.plan)(job.state) >= 1.0:
-        done, until = f"{job.state.step:,} steps in {job.state.elapsed_s:.4g} s", job.recipe.until
-        longer = f"--set until={_doubled(until)}"
-        raise UsageError(f"the run has done what it was asked for ({done}, until: {until})", remedy=f"add {longer}")
-
-
-def _until(plan: Plan) -> Until:
-    return for_steps(plan.extent.steps) if plan.extent.steps else for_seconds(plan.extent.seconds or 0.0)
-
-
-def _doubled(until: Duration) -> Duration:
-    return Duration(min(until.value * 2, 2.0**53), until.unit)
-
-
 def _every(interval: Interval, since: TrainState) -> Every:
     return Every(steps=interval.steps, seconds=interval.seconds, fraction=interval.fraction, since=since)
 
@@ -283,7 +263,7 @@ def _closed(
         saved=is_saved,
         marks=job.marks,
         again=f"tw.fit(..., resume={str(folder.path)!r})" if live else again(folder),
-        longer="" if live else f"--set until={_doubled(until)}",
+        longer="" if live else doubled(until),
     )
     for line in closing(ending):
         progress.say(line)

@@ -64,13 +64,17 @@ class Trial:
 
 @dataclass(frozen=True)
 class Proof:
-    """What came of a Trial. ``cause`` of a difference is "recipe" (two straight runs differ too) or "resume"."""
+    """What came of a Trial. Compared was what the log says ``upto`` a step, and the checkpoint of that step.
+
+    ``cause`` of a difference is "recipe", where two straight runs differ too, or "resume".
+    """
 
     trial: Trial
     precision: str
     tensors: int
     samples: int
     seconds: float
+    upto: int = 0
     log: str | None = None
     checkpoint: tuple[Difference, ...] = ()
     cause: str | None = None
@@ -97,7 +101,7 @@ class Proof:
         if self.checkpoint:
             first = ", ".join(map(str, self.checkpoint[:4]))
             more = f" and {len(self.checkpoint) - 4} more" if len(self.checkpoint) > 4 else ""
-            said.append(f"checkpoint of step {2 * n}: {first}{more}")
+            said.append(f"checkpoint of step {self.upto}: {first}{more}")
         return [*said, f"cause: {_CAUSES[self.cause or '']}", *kept]
 
     def to_json(self) -> dict[str, Any]:
@@ -112,6 +116,7 @@ class Proof:
             "killed": trial.kill,
             "tensors": self.tensors,
             "samples": self.samples,
+            "upto": self.upto,
             "log": self.log,
             "checkpoint": [asdict(each) for each in self.checkpoint],
             "cause": self.cause,
@@ -156,31 +161,37 @@ class _Bench:
 
     def prove(self, keep: bool) -> Proof:
         begin_s, trial, n = time.monotonic(), self.trial, self.trial.steps
-        self.say(f"{2 * n} steps straight, {trial.workers} workers")
         straight = self._straight("straight")
         precision = str(json.loads(straight.plan.read_text())["precision"])
         self.shared.append(f"precision={precision}")  # measured once: two processes might measure differently
-        halves = self._halves()
-        log, cause = self._first_difference(straight, halves)
-        ends = [run.checkpoints / name_of(2 * n) for run in (straight, halves)]
-        unequal = tuple(differences(*ends))
-        if (log or unequal) and cause is None:
-            self.say(f"something differs; {2 * n} steps straight once more, to see whether that does too")
-            again = self._straight("again")
-            same = _table(read(again.log).records) == _table(read(straight.log).records)
-            same = same and not any(differences(ends[0], again.checkpoints / name_of(2 * n)))
-            cause = "resume" if same else "recipe"
+        halves = self._interrupted()
+        upto, log, cause = n, _first_difference(straight, halves, range(1, n + 1), "before its end"), None
+        if not log:
+            self._resume(halves)
+            upto, log = 2 * n, _first_difference(straight, halves, range(n + 1, 2 * n + 1), "resumed")
+        unequal = tuple(differences(*(run.checkpoints / name_of(upto) for run in (straight, halves))))
+        if log or unequal:  # before a resume, it cannot be the resume
+            cause = "recipe" if upto == n else self._cause(straight)
         return Proof(
             trial,
             precision,
-            tensors=examine(ends[0]).num_tensors,
+            tensors=examine(straight.checkpoints / name_of(upto)).num_tensors,
             samples=_samples(straight),
             seconds=time.monotonic() - begin_s,
             log=log,
+            upto=upto,
             checkpoint=unequal,
             cause=cause,
             folder=self.folder if keep or log or unequal else None,
         )
+
+    def _cause(self, straight: RunFolder) -> str:
+        """Whether a second straight run differs too."""
+        self.say(f"something differs: {2 * self.trial.steps} steps straight once more, to see whether that does too")
+        again, last = self._straight("again"), name_of(2 * self.trial.steps)
+        same = _table(read(again.log).records) == _table(read(straight.log).records)
+        same = same and not any(differences(straight.checkpoints / last, again.checkpoints / last))
+        return "resume" if same else "recipe"
 
     def _straight(self, name: str) -> RunFolder:
         """All 2N steps in one process."""
@@ -198,20 +209,22 @@ class _Bench:
                 raise StorageError(f"step {step} was not saved: {self._last_words(name)}", remedy=OTHER_DISK)
         return run
 
-    def _halves(self) -> RunFolder:
-        """N steps and some, an end, and a resume to 2N."""
+    def _interrupted(self) -> RunFolder:
+        """The run that is ended once step N is on disk; a kill comes some steps later."""
         trial, n = self.trial, self.trial.steps
-        run = self.folder / "halves"
-        start, saved = ["name=halves", f"data.workers={trial.workers}"], run / "checkpoints" / name_of(n)
+        run, start = self.folder / "halves", ["name=halves", f"data.workers={trial.workers}"]
         if trial.kill:
-            self.say(f"{n} steps, killed in a later one")
-            self._run("killed", start, end_at=n + max(1, n // 2), committed=str(saved))
+            self.say(f"{n} steps and some, then SIGKILL")
+            self._run("killed", start, end_at=n + max(1, n // 2), committed=str(run / "checkpoints" / name_of(n)))
         else:
             self.say(f"{n} steps, then stopped")
             self._run("stopped", start, end_at=n)
-        self.say(f"resumed to {2 * n} steps, {trial.then_workers} workers")
-        self._run("resumed", [f"data.workers={trial.then_workers}"], resume=str(run))
         return RunFolder.open(run)
+
+    def _resume(self, run: RunFolder) -> None:
+        workers = self.trial.then_workers
+        self.say(f"resumed to {2 * self.trial.steps} steps, {workers} workers")
+        self._run("resumed", [f"data.workers={workers}"], resume=str(run.path))
 
     def _run(self, name: str, settings: list[str], **more: Any) -> dict[str, Any]:
         """One part in a process of its own; returns what it says of its end. Raises what it raised."""
@@ -237,19 +250,6 @@ class _Bench:
         lines = (self.folder / f"{name}.txt").read_text(errors="replace").strip().splitlines()
         telling = [line for line in lines if "is not saved" in line]
         return (telling or lines or ["it said nothing"])[-1]
-
-    def _first_difference(self, straight: RunFolder, halves: RunFolder) -> tuple[str | None, str | None]:
-        """The first step whose log differs, in words, and the cause where it is known at once.
-
-        What the killed part logged was no resume yet: should that differ, it is the recipe.
-        """
-        expected = _table(read(straight.log).records)
-        records = read(halves.log).records
-        begins = [i for i, record in enumerate(records) if isinstance(record, Started)]
-        before, after = _table(records[: begins[-1]]), _table(records[begins[-1] :])
-        early = _unequal_step(expected, before, range(1, max(before, default=0) + 1), "killed")
-        late = _unequal_step(expected, after, range(self.trial.steps + 1, 2 * self.trial.steps + 1), "resumed")
-        return early or late, "recipe" if early else None
 
 
 def _settings(recipe: Recipe, n: int, folder: Path) -> list[str]:
@@ -296,9 +296,11 @@ def _table(records: Iterable[Record]) -> dict[int, dict[str, str]]:
     return table
 
 
-def _unequal_step(
-    expected: dict[int, dict[str, str]], seen: dict[int, dict[str, str]], steps: range, which: str
-) -> str | None:
+def _first_difference(straight: RunFolder, halves: RunFolder, steps: range, which: str) -> str | None:
+    """The first step whose log differs, in words. Of ``halves``, what the newest of its processes logged."""
+    records = read(halves.log).records
+    begins = [i for i, record in enumerate(records) if isinstance(record, Started)]
+    expected, seen = _table(read(straight.log).records), _table(records[begins[-1] :])
     for step in steps:
         one, two = expected.get(step, {}), seen.get(step, {})
         names = [name for name in (*_OF_STEP, *_OF_EVALUATION) if one.get(name) != two.get(name)]

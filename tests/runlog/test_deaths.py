@@ -8,15 +8,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from trainwright.errors import UsageError
-from trainwright.runlog.deaths import deaths_in, repeated_death, require_no_crash_loop, write_bundle
+from trainwright.runlog.deaths import deaths_in, require_no_crash_loop, write_bundle
 from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.lock import RunLock
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Ended, Record, Started, Step
 from trainwright.runlog.writer import LogWriter
@@ -26,6 +28,18 @@ AGAIN = "trainwright resume runs/x"
 
 def again(paths: Sequence[str]) -> str:
     return " --accept ".join([AGAIN, *paths])
+
+
+@contextmanager
+def died(folder: RunFolder, *steps: int) -> Iterator[RunLock]:
+    """The lock of a run whose last processes died in these steps."""
+    for step in steps:
+        lock = RunLock.acquire(folder.path)
+        lock.beat(step)
+        lock.release(clean=False)
+    lock = RunLock.acquire(folder.path)
+    yield lock
+    lock.release(clean=False)
 
 
 def started(pid: int, *, died_in_step: int | None = None, step: int = 400) -> Started:
@@ -46,28 +60,6 @@ def ended(ending: str, reason: str, number: int) -> Ended:
 
 KILLED_TWICE = (started(11, step=0), step(410), started(12, died_in_step=417), step(415))
 FAILED_AND_KILLED = (started(11), ended("failed", "RuntimeError: bad sample", 416), started(12, died_in_step=417))
-
-
-@pytest.mark.parametrize(
-    ("records", "died_in_step", "repeated"),
-    [
-        (KILLED_TWICE, 417, 417),
-        (FAILED_AND_KILLED, 417, 417),
-        (KILLED_TWICE, 418, None),
-        (KILLED_TWICE, None, None),
-        ((started(11), step(410)), 417, None),
-        ((started(11), step(410)), None, None),
-        ((), 417, None),
-        # it died in 417, came further, was stopped well, and died there after a resume from an old checkpoint
-        ((*KILLED_TWICE, ended("stopped", "SIGTERM", 450), started(13)), 417, None),
-        # it died in 417 twice, a third start was accepted, and died elsewhere
-        ((*KILLED_TWICE, started(13, died_in_step=417), step(420), started(14, died_in_step=421)), 417, None),
-    ],
-)
-def test_a_step_that_kills_twice_in_a_row(
-    records: Sequence[Record], died_in_step: int | None, repeated: int | None
-) -> None:
-    assert repeated_death(records, died_in_step) == repeated
 
 
 def test_each_death_of_the_row_is_told_with_its_reason() -> None:
@@ -139,39 +131,65 @@ def test_a_checkpoint_on_another_disk_is_copied(folder: RunFolder) -> None:
 
 def test_a_third_start_is_refused_until_it_is_accepted(folder: RunFolder) -> None:
     checkpoint = folder.checkpoints / "step-00000400"
-    with pytest.raises(UsageError) as caught:
-        require_no_crash_loop(folder, 417, checkpoint, (), again)
+    with died(folder, 417, 417) as lock, pytest.raises(UsageError) as caught:
+        require_no_crash_loop(folder, lock, checkpoint, (), again)
     said = caught.value.message
     assert said.startswith("the run died in step 417 twice in a row:\n  process 11: RuntimeError: bad sample")
     assert "process 12: killed without a last word" in said
     assert str(folder.bundles / "step-00000417") in said
     assert "dmesg" in caught.value.remedy and f"`{AGAIN} --accept crash-loop`" in caught.value.remedy
     shutil.rmtree(folder.bundles)
-    require_no_crash_loop(folder, 417, checkpoint, ("precision", "crash-loop"), again)
-    require_no_crash_loop(folder, 418, checkpoint, (), again)
-    require_no_crash_loop(folder, None, checkpoint, (), again)
+    with died(folder) as lock:
+        require_no_crash_loop(folder, lock, checkpoint, ("precision", "crash-loop"), again)
     assert not folder.bundles.exists()
+
+
+@pytest.mark.parametrize("steps", [(), (417,), (417, 418), (417, 417, 418), (417, 401, 417)])
+def test_deaths_that_make_no_loop(folder: RunFolder, steps: tuple[int, ...]) -> None:
+    with died(folder, *steps) as lock:
+        require_no_crash_loop(folder, lock, None, (), again)
+    assert not folder.bundles.exists()
+
+
+def test_steps_before_it_do_not_make_it_forget_and_later_ones_do(folder: RunFolder) -> None:
+    with died(folder, 417) as lock:
+        for step in range(401, 418):
+            lock.beat(step)
+    with died(folder) as lock:
+        assert (lock.died_in_step, lock.deaths) == (417, 2)
+        for step in range(401, 419):
+            lock.beat(step)
+    with died(folder, 417) as lock:
+        assert (lock.died_in_step, lock.deaths) == (417, 1)
+
+
+def test_a_start_that_dies_before_its_first_step_forgets_nothing(folder: RunFolder) -> None:
+    with died(folder, 417, 417):
+        pass
+    with died(folder) as lock:
+        assert (lock.died_in_step, lock.deaths) == (417, 2)
 
 
 def test_the_refusal_points_to_the_error(folder: RunFolder) -> None:
     (folder.path / "error.txt").write_text("RuntimeError: bad sample")
     write_log(folder, [ended("failed", "RuntimeError: bad sample", 416)])
-    with pytest.raises(UsageError) as caught:
-        require_no_crash_loop(folder, 417, None, (), again)
+    with died(folder, 417, 417) as lock, pytest.raises(UsageError) as caught:
+        require_no_crash_loop(folder, lock, None, (), again)
     assert str(folder.bundles / "step-00000417/error.txt") in caught.value.remedy
     assert json.loads((folder.bundles / "step-00000417/bundle.json").read_text())["checkpoint"] is None
 
 
 def test_a_bundle_that_cannot_be_written_is_no_reason_to_start(folder: RunFolder) -> None:
     folder.bundles.write_text("a file where the folder should be")
-    with pytest.raises(UsageError, match=r"nothing was kept to run that step again: cannot write .*/step-00000417"):
-        require_no_crash_loop(folder, 417, folder.checkpoints / "step-00000400", (), again)
+    said = r"nothing was kept to run that step again: cannot write .*/step-00000417"
+    with died(folder, 417, 417) as lock, pytest.raises(UsageError, match=said):
+        require_no_crash_loop(folder, lock, folder.checkpoints / "step-00000400", (), again)
 
 
-def test_a_log_that_is_gone_accuses_nobody(folder: RunFolder) -> None:
+def test_a_log_that_is_gone_leaves_the_guard(folder: RunFolder) -> None:
     folder.log.unlink()
-    require_no_crash_loop(folder, 417, None, (), again)
-    assert not folder.bundles.exists()
+    with died(folder, 417, 417, 417) as lock, pytest.raises(UsageError, match="step 417 3 times in a row"):
+        require_no_crash_loop(folder, lock, None, (), again)
 
 
 def test_what_was_accepted_is_in_the_log(folder: RunFolder) -> None:
@@ -192,7 +210,7 @@ from trainwright.runlog.writer import LogWriter
 folder, accepted = RunFolder.open(sys.argv[1]), tuple(sys.argv[3:])
 lock = RunLock.acquire(folder.path)
 try:
-    require_no_crash_loop(folder, lock.died_in_step, None, accepted, " --accept ".join)
+    require_no_crash_loop(folder, lock, None, accepted, " --accept ".join)
 except UsageError:
     lock.release(clean=False)
     sys.exit(2)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from trainwright.errors import StorageError, UsageError
 from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.lock import RunLock
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Ended, Record, Started, Step
 from trainwright.runlog.storage import storage_error
@@ -30,15 +31,6 @@ class Death:
         when = datetime.fromtimestamp(self.time_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         how = self.reason or "killed without a last word"
         return f"process {self.pid}: {how} (last record {when})"
-
-
-def repeated_death(records: Sequence[Record], died_in_step: int | None) -> int | None:
-    """The step that killed the last two processes of a run, else None.
-
-    ``died_in_step`` is what the last one left in the lock; what the one before left is in the last Started.
-    """
-    last = next((record for record in reversed(records) if isinstance(record, Started)), None)
-    return died_in_step if last is not None and last.died_in_step == died_in_step else None
 
 
 def deaths_in(records: Sequence[Record], step: int) -> list[Death]:
@@ -107,35 +99,31 @@ def _link(source: Path, target: Path) -> None:
 
 def require_no_crash_loop(
     folder: RunFolder,
-    died_in_step: int | None,
+    lock: RunLock,
     checkpoint: Path | None,
     accept: Sequence[str],
     again: Callable[[Sequence[str]], str],
 ) -> None:
-    """Raises UsageError, and writes a bundle, when the run died in ``died_in_step`` (from the lock) twice in a row.
+    """Raises UsageError, and writes a bundle, when the last two processes of a run died in the same step.
 
-    ``checkpoint`` is what the run would go on from, ``again`` the command that starts it
-    and accepts what it is given. Reads the log only after a
-    process that did not end well.
+    ``checkpoint`` is what the run would go on from, ``again`` the command that starts it and accepts what it is given.
     """
-    if died_in_step is None or CRASH_LOOP in accept or not folder.log.is_file():
+    step = lock.died_in_step
+    if step is None or lock.deaths < 2 or CRASH_LOOP in accept:
         return
-    records = read(folder.log).records
-    if repeated_death(records, died_in_step) is None:
-        return
-    deaths = deaths_in(records, died_in_step)
+    records = read(folder.log).records if folder.log.is_file() else ()
+    deaths = deaths_in(records, step)
     look = "see what killed it (dmesg, the scheduler's log)"
     try:
-        bundle = write_bundle(folder, died_in_step, checkpoint, records)
+        bundle = write_bundle(folder, step, checkpoint, records)
         kept = f"what it takes to run that step again is in {bundle}"
-        if (bundle / "error.txt").exists() and deaths[-1].reason:
+        if (bundle / "error.txt").exists() and deaths and deaths[-1].reason:
             look = f"look at {bundle / 'error.txt'}"
     except StorageError as error:
         kept = f"nothing was kept to run that step again: {error.message}"
-    times = "twice" if len(deaths) <= 2 else f"{len(deaths)} times"
-    lines = [f"the run died in step {died_in_step} {times} in a row:", *(f"  {death}" for death in deaths), kept]
+    times = "twice" if lock.deaths == 2 else f"{lock.deaths} times"
     raise UsageError(
-        "\n".join(lines),
+        "\n".join([f"the run died in step {step} {times} in a row:", *(f"  {death}" for death in deaths), kept]),
         remedy=f"{look}, mend the cause (for example data.quarantine, precision, optimizer.lr), and then "
         f"`{again([*accept, CRASH_LOOP])}` starts it once more",
     )

@@ -2,7 +2,7 @@
 
 ``<run>/lock`` is one line of JSON, padded to a fixed size, which ``cat`` shows:
 
-    {"pid": 1234, "host": "node7", "since": "2026-05-01T12:00:00+00:00", "step": 417, "died_in_step": null}
+    {"pid": 1234, "host": "node7", "since": "2026-05-01T12:00:00+00:00", "step": 417, "died_in_step": null, "deaths": 0}
 
 The lock is a POSIX record lock. The kernel drops it with the process, however that ends, and forked children (workers
 that load data) do not inherit it, as they would an flock. The price: it is also dropped when the process closes *any*
@@ -36,8 +36,8 @@ _one_at_a_time = threading.Lock()
 class Holder:
     """What the file says of the process that holds the lock, or held it last.
 
-    ``step`` is in progress (None: no step was begun, or all ended well), ``died_in_step`` is what the process before
-    left behind, until the first step is begun.
+    ``step`` is in progress (None: no step was begun, or all ended well). ``died_in_step`` is the one that the process
+    before died in, and as many before it in a row as ``deaths`` says, until a later step is begun.
     """
 
     pid: int
@@ -45,18 +45,20 @@ class Holder:
     since: str
     step: int | None
     died_in_step: int | None
+    deaths: int = 0
 
 
 class RunLock:
     """Held from ``acquire`` to ``release``, by the process that trains.
 
-    ``died_in_step`` is the step in which the previous holder died (or failed), None when it ended well.
+    ``died_in_step`` is the step in which the previous holder died (or failed), None when it ended well; ``deaths`` is
+    how many processes in a row died in it.
     ``exclusive`` is False where the file system has no locks: then nothing keeps a second process out.
     """
 
-    def __init__(self, fd: int, died_in_step: int | None, *, exclusive: bool) -> None:
+    def __init__(self, fd: int, before: Holder | None, *, exclusive: bool) -> None:
         self._fd, self._identity = fd, _identity_of(os.fstat(fd))
-        self.died_in_step, self.exclusive = died_in_step, exclusive
+        self.died_in_step, self.deaths, self.exclusive = *_death(before), exclusive
         me = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
@@ -80,10 +82,8 @@ class RunLock:
                 fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
                 undo.callback(os.close, fd)
                 exclusive = _lock(fd, path)
-                before = _holder(fd)
-                died_in_step = None if before is None else before.died_in_step if before.step is None else before.step
-                lock = cls(fd, died_in_step, exclusive=exclusive)
-                lock._write(None, died_in_step)
+                lock = cls(fd, _holder(fd), exclusive=exclusive)
+                lock._write(None, lock.died_in_step, lock.deaths)
             except OSError as error:
                 raise storage_error(error, file, "write") from error
             _held.add(lock._identity)
@@ -92,8 +92,9 @@ class RunLock:
 
     def beat(self, step: int) -> None:
         """Says that ``step`` is in progress (about 2 us). Never raises: a full disk must not stop the training."""
+        passed = self.died_in_step is None or step > self.died_in_step
         with contextlib.suppress(OSError):
-            self._write(step)
+            self._write(step) if passed else self._write(step, self.died_in_step, self.deaths)
 
     def release(self, clean: bool) -> None:
         """Lets go; a second call does nothing. ``clean`` says that the run ended well: nothing is left behind then."""
@@ -108,9 +109,18 @@ class RunLock:
             _held.discard(self._identity)
             self._fd = -1
 
-    def _write(self, step: int | None, died_in_step: int | None = None) -> None:
-        line = f'{self._head}, "step": {_json(step)}, "died_in_step": {_json(died_in_step)}}}'
+    def _write(self, step: int | None, died_in_step: int | None = None, deaths: int = 0) -> None:
+        line = f'{self._head}, "step": {_json(step)}, "died_in_step": {_json(died_in_step)}, "deaths": {deaths}}}'
         os.pwrite(self._fd, line.ljust(SIZE - 1).encode() + b"\n", 0)
+
+
+def _death(before: Holder | None) -> tuple[int | None, int]:
+    """The step that the holder before died in, and how many have in a row."""
+    if before is None:
+        return None, 0
+    if before.step is None:  # it ended well, or died before it began a step and forgets nothing
+        return before.died_in_step, before.deaths
+    return before.step, before.deaths + 1 if before.step == before.died_in_step else 1
 
 
 def _json(step: int | None) -> str:

@@ -35,7 +35,7 @@ from trainwright.state.train_state import TrainState
 from trainwright.state.weights import load_plain_state_dict, plain_name, plain_state_dict, unwrapped
 
 _COUNTERS = ("step", "num_samples", "num_tokens", "elapsed_s", "fraction")
-_SPARE_BYTES = 2**20  # for state.json, the manifest and the folder itself
+_SPARE_BYTES = 2**14  # for the manifest, headers and the folder itself
 
 
 @dataclass(frozen=True)
@@ -101,16 +101,17 @@ def commit(snapshot: Snapshot, folder: Path) -> tuple[Path, int]:
     written and CheckpointError for a state that is not finite; nothing half-written stays behind then.
     """
     _require_finite(snapshot)
+    values = json.dumps(snapshot.values)
     target = folder / name_of(snapshot.step)
     aside = folder / f".{target.name}.{os.getpid()}.tmp"
     with _storage_errors(aside):
         folder.mkdir(parents=True, exist_ok=True)
         sweep(folder)
-        _require_space(folder, num_bytes(snapshot.model) + num_bytes(snapshot.rest) + _SPARE_BYTES)
+        _require_space(folder, num_bytes(snapshot.model) + num_bytes(snapshot.rest) + len(values) + _SPARE_BYTES)
         aside.mkdir()
         save_file(dict(snapshot.model), aside / "model.safetensors")
         save_file(dict(snapshot.rest), aside / "rest.safetensors")
-        (aside / "state.json").write_text(json.dumps(snapshot.values))
+        (aside / "state.json").write_text(values)
         written = write_manifest(aside, snapshot.step)
         replaced = target.with_suffix(".old")  # still found by ``checkpoints`` should we be killed right here
         if target.exists():  # the same step again, after a resume
