@@ -15,7 +15,8 @@ Cursor Ema Loading Loss LossScaler MicroBatch Observer Outcome Precision Probe R
 StepBatches StepResult Stop TrainState TrainwrightError __version__ evaluate fit for_seconds for_steps load
 lr_range make_clip make_optimizer make_schedule make_step steps train
 """
-VERBS = "demo env lr-range resume schema train version"
+VERBS = "demo env export lr-range resume schema train verify version"
+VERIFY = "checkpoint resume"
 
 
 def python(code: str) -> str:
@@ -41,7 +42,11 @@ def test_verbs() -> None:
 
     command = get_command(app)
     assert sorted(command.commands) == VERBS.split()  # type: ignore[attr-defined]
-    for name, verb in command.commands.items():  # type: ignore[attr-defined]
+    assert sorted(command.commands["verify"].commands) == VERIFY.split()  # type: ignore[attr-defined]
+    commands = {**command.commands, **command.commands["verify"].commands}  # type: ignore[attr-defined]
+    for name, verb in commands.items():
+        if hasattr(verb, "commands"):
+            continue
         assert "--json" in {option for parameter in verb.params for option in parameter.opts}, name
 
 

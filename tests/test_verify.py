@@ -223,6 +223,12 @@ def without_reference(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
+def another_step(folder: Path) -> None:
+    values = json.loads((folder / "state.json").read_text())
+    values["rest"]["counters"]["step"] = 80
+    (folder / "state.json").write_text(json.dumps(values))
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped bit": (lambda it: flip(it / "rest.safetensors"), "rest.safetensors is damaged"),
     "cut": (lambda it: (it / "model.safetensors").write_bytes(b"x"), "model.safetensors is damaged"),
@@ -237,6 +243,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no header": (rewritten(lambda it: (it / "model.safetensors").write_bytes(b"x" * 99)), "is no safetensors file"),
     "no json": (rewritten(lambda it: (it / "state.json").write_text("{")), "state.json cannot be decoded"),
     "no part": (rewritten(lambda it: (it / "state.json").write_text("{}")), "state.json has no 'model'"),
+    "no optimizer": (
+        rewritten(lambda it: (it / "state.json").write_text('{"model": {}, "rest": {}}')),
+        "state.json is not the state of a run: it lacks 'optimizer'",
+    ),
+    "another step": (rewritten(another_step), "state.json holds step 80, and the manifest says 8"),
     "lost tensor": (rewritten(without_reference), "which is not in model.safetensors"),
 }
 

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trainwright.errors import CheckpointError, StorageError
 from trainwright.state.codec import decode, encode
 from trainwright.state.cursor import Cursor
-from trainwright.state.manifest import fsync, name_of, verify, write_manifest
+from trainwright.state.manifest import fsync, name_of, told_as_forged, verify, write_manifest
 from trainwright.state.moments import load_moments, moments
 from trainwright.state.rng import RngBag
 from trainwright.state.staging import Staging, num_bytes, on_host
@@ -136,10 +136,12 @@ def load_checkpoint(state: TrainState, path: Path, *, verified: bool = False) ->
     """
     if not verified:
         verify(path)
-    loaded = json.loads((path / "state.json").read_text())
-    try:
-        load_plain_state_dict(state.model, decode(load_file(path / "model.safetensors"), loaded["model"]))
+    with told_as_forged(path):
+        loaded = json.loads((path / "state.json").read_text())
+        model = decode(load_file(path / "model.safetensors"), loaded["model"])
         rest = decode(load_file(path / "rest.safetensors"), loaded["rest"])
+    try:
+        load_plain_state_dict(state.model, model)
         load_moments(state.model, state.optimizer, rest["optimizer"])
         state.ema.load_state_dict(rest["ema"])
         state.scaler.load_state_dict(rest["scaler"])
@@ -148,30 +150,27 @@ def load_checkpoint(state: TrainState, path: Path, *, verified: bool = False) ->
             f"{path} does not fit the model or optimizer built from the recipe: {_brief(error)}",
             remedy="resume with the recipe of the run (recipe.yaml in its folder)",
         ) from None
-    state.ledger.load_state_dict(rest["ledger"])
-    state.quarantine = {*state.quarantine, *rest["quarantine"]}
-    state.data = Cursor(**rest["data"])
-    for name in _COUNTERS:
-        setattr(state, name, rest["counters"][name])
-    RngBag.from_state_dict(rest["rng"]).restore()
+    with told_as_forged(path):
+        state.ledger.load_state_dict(rest["ledger"])
+        state.quarantine = {*state.quarantine, *rest["quarantine"]}
+        state.data = Cursor(**rest["data"])
+        for name in _COUNTERS:
+            setattr(state, name, rest["counters"][name])
+        RngBag.from_state_dict(rest["rng"]).restore()
 
 
 def read_papers(path: Path) -> dict[str, Any]:
-    """The papers that a checkpoint was saved with; it has been verified."""
-    papers: dict[str, Any] = json.loads((path / "state.json").read_text())["papers"]
-    return papers
-
-
-def step_reached(path: Path) -> int:
-    """Completed optimizer steps of a checkpoint that has been verified."""
-    return int(json.loads((path / "state.json").read_text())["rest"]["counters"]["step"])
+    """The papers that a verified checkpoint was saved with."""
+    with told_as_forged(path):
+        papers = json.loads((path / "state.json").read_text())["papers"]
+        return {"recipe": papers["recipe"], "plan": papers["plan"], "provenance": papers["provenance"]}
 
 
 def misfits(state: TrainState, path: Path) -> list[str]:
     """Where the model's tensors and those of a verified checkpoint differ in name or shape, one line each."""
-    names: dict[str, Any] = json.loads((path / "state.json").read_text())["model"]
     built = {name: each for name, each in plain_state_dict(state.model).items() if isinstance(each, Tensor)}
-    with safe_open(path / "model.safetensors", framework="pt") as file:
+    with told_as_forged(path), safe_open(path / "model.safetensors", framework="pt") as file:
+        names = json.loads((path / "state.json").read_text())["model"]
         there = {
             name: tuple(file.get_slice(value["__tensor__"]).get_shape())
             for name, value in names.items()
@@ -222,7 +221,7 @@ def _storage_errors(aside: Path) -> Iterator[None]:
         yield
     except Exception as error:
         shutil.rmtree(aside, ignore_errors=True)
-        if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
+        if isinstance(error, OSError | SafetensorError):
             raise StorageError(
                 f"the checkpoint {aside.parent} could not be written: {_brief(error)}",
                 remedy="free space or fix the permissions of that folder; older checkpoints there are intact",

@@ -66,6 +66,7 @@ def examine(path: Path) -> Examined:
         verify(path)
         tensors = {part: _tensors(path / f"{part}.safetensors") for part in PARTS}
         values = {part: _decoded(path / "state.json", part, tensors[part]) for part in PARTS}
+        trained = _trained(path / "state.json", values["rest"], manifest["step"])
     except CheckpointError as error:
         return Examined(path, manifest["step"], problems=(error.message, *strange))
     return Examined(
@@ -74,7 +75,7 @@ def examine(path: Path) -> Examined:
         sum(entry["bytes"] for entry in files.values()),
         sum(map(len, tensors.values())),
         tuple(strange),
-        tuple(_not_finite(tensors, values["rest"])),
+        tuple(_not_finite(tensors, trained)),
     )
 
 
@@ -102,9 +103,20 @@ def _decoded(file: Path, part: str, tensors: Mapping[str, Tensor]) -> Any:
         raise CheckpointError(f"{file} cannot be decoded: {error}") from None
 
 
-def _not_finite(tensors: Mapping[str, Mapping[str, Tensor]], rest: Any) -> Iterator[str]:
+def _trained(file: Path, rest: Any, step: int) -> frozenset[str]:
+    """The names of what the optimizer trains."""
+    try:
+        names = frozenset(name for group in rest["optimizer"]["param_groups"] for name in group["params"])
+        reached = rest["counters"]["step"]
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} is not the state of a run: it lacks {error}") from None
+    if reached != step:
+        raise CheckpointError(f"{file} holds step {reached}, and the manifest says {step}")
+    return names
+
+
+def _not_finite(tensors: Mapping[str, Mapping[str, Tensor]], trained: frozenset[str]) -> Iterator[str]:
     """NaN anywhere, infinity in what is trained or is no weight at all: a mask among the buffers may hold it."""
-    trained = {name for group in rest["optimizer"]["param_groups"] for name in group["params"]}
     for part, held in tensors.items():
         for name, tensor in held.items():
             if not tensor.is_floating_point():

@@ -5,8 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from trainwright.errors import CheckpointError
 
@@ -66,6 +70,19 @@ def verify(folder: Path) -> None:
             raise CheckpointError(f"{path} cannot be read: {error}", remedy=_REMEDY) from None
     if step_of(folder) not in (None, manifest["step"]):
         raise CheckpointError(f"{folder} holds step {manifest['step']}: a folder was renamed", remedy=_REMEDY)
+
+
+@contextmanager
+def told_as_forged(path: Path) -> Iterator[None]:
+    """What goes wrong in reading a verified checkpoint: its sums are right, and its content is none of ours."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
+        said = f"{type(error).__name__}: {str(error)[:300]}"
+        raise CheckpointError(
+            f"{path} is no checkpoint of Trainwright, though its manifest fits it ({said})",
+            remedy="delete it, and resume from an older one",
+        ) from None
 
 
 _REMEDY = "resume from an older checkpoint of the run"
