@@ -13,7 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from trainwright.errors import CheckpointError
 from trainwright.state.codec import decode
-from trainwright.state.manifest import verify
+from trainwright.state.manifest import told_as_forged, verify
 
 _WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
 
@@ -60,11 +60,12 @@ def read_weights(checkpoint: Path, *, average: bool = False) -> dict[str, Any]:
     are. Raises CheckpointError when the checkpoint is damaged, or holds no average.
     """
     verify(checkpoint)
-    state = json.loads((checkpoint / "state.json").read_text())
-    weights: dict[str, Any] = decode(load_file(checkpoint / "model.safetensors"), state["model"])
-    if not average:
-        return weights
-    shadow = decode(load_file(checkpoint / "rest.safetensors"), state["rest"]["ema"]).get("shadow")
+    with told_as_forged(checkpoint):
+        state = json.loads((checkpoint / "state.json").read_text())
+        weights: dict[str, Any] = decode(load_file(checkpoint / "model.safetensors"), state["model"])
+        if not average:
+            return weights
+        shadow = decode(load_file(checkpoint / "rest.safetensors"), state["rest"]["ema"]).get("shadow")
     if shadow is None:
         raise CheckpointError(
             f"{checkpoint} holds no average of the weights",
