@@ -7,12 +7,15 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from test_runs import folder, invoke, start, wait_for_step
 
+import trainwright as tw
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Started
 from trainwright.state.store import newest_valid
@@ -152,3 +155,51 @@ def test_a_crash_loop_is_ended(folder: Path, how: str, every: int) -> None:
     mended = start("resume", "runs/slow", "--accept", "crash-loop", cwd=folder)
     said, _ = mended.communicate(timeout=120)
     assert mended.returncode == 0, said
+
+
+HEAVY = """\\
+from torch import nn
+
+def heavy():
+    return nn.Sequential(nn.Linear(12, 6000), nn.Linear(6000, 6000), nn.Linear(6000, 3))  # 432 MB with AdamW
+"""
+
+
+def test_interrupted_twice_it_does_not_wait_for_a_write(folder: Path) -> None:
+    (folder / "heavy.py").write_text(HEAVY)
+    settings = ["model={use: 'heavy:heavy'}", "until=5000steps", "checkpoint.every=2steps", "log.every=1steps"]
+    running = start("train", "slow.yaml", *(o for each in settings for o in ("--set", each)), cwd=folder)
+    aside = folder / "runs/slow/checkpoints"
+    while not list(aside.glob(".step-*")):  # a write is in flight
+        assert running.poll() is None
+        time.sleep(0.001)
+    running.send_signal(signal.SIGINT)
+    running.send_signal(signal.SIGTERM)  # two of one kind could be delivered as one
+    said, _ = running.communicate(timeout=120)
+    assert running.returncode == 130 and "Traceback" not in said, said
+    assert list(aside.glob(".step-*")), "it was not waited for"
+    assert newest_valid(aside)[1] == []
+
+
+def test_an_error_in_a_callback_costs_no_step(folder: Path) -> None:
+    class Callback:
+        def observe(self, result: tw.StepResult, state: tw.TrainState) -> None:
+            if result.step == 7:
+                raise ZeroDivisionError("in my own callback")
+
+        def close(self) -> None: ...
+
+    data = (torch.randn(64, 4), torch.randint(0, 2, (64,)))
+
+    def fit(**more: object) -> tw.Result:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 2)
+        return tw.fit(model, data, torch.nn.CrossEntropyLoss(), until="12steps", quiet=True, **more)  # type: ignore[arg-type]
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        fit(observers=[Callback()])
+    assert "saved as runs/run/checkpoints/step-00000007" in caught.value.__notes__[0]
+    assert "tw.fit(..., resume='runs/run')" in caught.value.__notes__[0]
+    assert fit(resume="runs/run").step == 12
+    steps = [r.step for r in read(folder / "runs/run/log.jsonl").records if isinstance(r, Started)]
+    assert steps == [0, 7]

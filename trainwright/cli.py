@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 P = ParamSpec("P")
+INTERRUPTED = 130
 
 app = typer.Typer(
     name="trainwright",
@@ -236,8 +238,15 @@ def version(as_json: Json = False) -> None:
 
 
 def main() -> None:
-    """The entry point."""
-    app()
+    """The entry point. Interrupted twice, it does not wait for a checkpoint that a thread is writing."""
+    try:
+        app()
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(INTERRUPTED)
+        raise
 
 
 def _fail(text: str, code: int) -> int:
@@ -252,7 +261,7 @@ def told(error: Exception | KeyboardInterrupt) -> tuple[str, int]:
     if isinstance(error, TrainwrightError):
         return str(error), error.exit_code
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted; what was committed before is intact", 130
+        return "interrupted; what was committed before is intact", INTERRUPTED
     return _unforeseen(error), 1
 
 
@@ -264,7 +273,7 @@ def _unforeseen(error: Exception) -> str:
     ours = Path(__file__).parent
     theirs = [frame for frame in files if ours not in Path(frame.filename).parents] or files
     at = f"\n  at {theirs[-1].filename}:{theirs[-1].lineno}: {theirs[-1].line}" if theirs else ""
-    said = f"{type(error).__name__}: {error}{at}"
+    said = "\n  ".join([f"{type(error).__name__}: {error}{at}", *getattr(error, "__notes__", [])])
     return f"{said}\n  remedy: look at that line (error.txt of a run that began has it all)"
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from trainwright.build.assemble import (
+    LIVE,
     Parts,
     at_recipe,
     build_loading,
@@ -60,6 +61,11 @@ class Job:
     @property
     def recipe(self) -> Recipe:
         return self.loaded.recipe
+
+    @property
+    def live(self) -> bool:
+        """Whether its model was handed over in Python, so that no file can build it."""
+        return self.recipe.model.use.startswith(f"{LIVE}:")
 
     @property
     def precision(self) -> Precision:

@@ -83,9 +83,7 @@ class Earlier:
         return compare(then, asked, step=step_of(self.checkpoint) or 0, misfits=misfits(state, self.checkpoint))
 
 
-def find_earlier(
-    folder: RunFolder, lock: RunLock, accept: Sequence[str], say: Callable[[str], None]
-) -> Earlier:
+def find_earlier(folder: RunFolder, lock: RunLock, accept: Sequence[str], say: Callable[[str], None]) -> Earlier:
     """The newest checkpoint that verifies; says which newer ones do not, and what is wrong with each.
 
     Raises CheckpointError when there is none, UsageError when the run died in the same step twice.
@@ -103,8 +101,10 @@ def find_earlier(
     return Earlier(folder, lock, path, papers, tuple(accept), say, call)
 
 
-def again(folder: RunFolder) -> str:
-    """The command that goes on with a run, or begins it anew where nothing could be saved."""
+def again(folder: RunFolder, *, live: bool = False) -> str:
+    """What to call to go on with a run, or to begin it anew where nothing could be saved."""
+    if live:
+        return f"tw.fit(..., resume={str(folder.path)!r})"
     if folder.checkpoints.is_dir() and checkpoints(folder.checkpoints):
         return f"{program()} resume {shlex.quote(str(folder.path))}"
     return f"{program()} train {shlex.quote(str(folder.recipe))}"

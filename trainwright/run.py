@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from trainwright import __version__
-from trainwright.build.assemble import LIVE, Parts, build_loading, validation_batches
+from trainwright.build.assemble import Parts, build_loading, validation_batches
 from trainwright.engine.loop import NEVER, Observer, Outcome, run
 from trainwright.job import Job, doubled, make_advance, prepare, until_of
 from trainwright.observe.cadence import Every
@@ -166,7 +166,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         watching: tuple[Observer, ...] = (logbook.recorder, logbook.telemetry, progress)
         extra = [make(job, folder, progress) for make in extras]
         advance = make_advance(job)
-        with _told_where_it_is_saved(folder, saving):
+        with _told_where_it_is_saved(job, folder, saving):
             outcome = run(
                 state,
                 job.batches,
@@ -218,13 +218,13 @@ def _evaluation(job: Job, stage: Stage, logbook: Logbook, saving: Saving) -> Eva
 
 
 @contextmanager
-def _told_where_it_is_saved(folder: RunFolder, saving: Saving) -> Iterator[None]:
+def _told_where_it_is_saved(job: Job, folder: RunFolder, saving: Saving) -> Iterator[None]:
     """An error of a user's code carries with it how to go on."""
     try:
         yield
     except Exception as error:
         if saving.last:
-            error.add_note(f"saved as {saving.last}; once mended: {again(folder)}")
+            error.add_note(f"saved as {saving.last}; once mended: {again(folder, live=job.live)}")
         raise
 
 
@@ -254,7 +254,6 @@ def _closed(
     ended, recorder = logbook.ended, logbook.recorder
     assert ended is not None
     is_saved = saved is not None and saved.name == f"step-{outcome.step:08d}"
-    live, until = job.recipe.model.use.startswith(f"{LIVE}:"), job.recipe.until
     ending = Ending(
         ended,
         folder.path,
@@ -262,8 +261,8 @@ def _closed(
         recorder.last_evaluated,
         saved=is_saved,
         marks=job.marks,
-        again=f"tw.fit(..., resume={str(folder.path)!r})" if live else again(folder),
-        longer="" if live else doubled(until),
+        again=again(folder, live=job.live),
+        longer="" if job.live else doubled(job.recipe.until),
     )
     for line in closing(ending):
         progress.say(line)

@@ -75,7 +75,7 @@ class Every:
         if self.journal.count((self.name, state.step)) == 0:  # a Saver's part of the contract
             self.journal.append((self.name, state.step))
 
-    def close(self) -> None:
+    def __exit__(self, *error: object) -> None:
         self.journal.append((f"close {self.name}", -1))
 
 

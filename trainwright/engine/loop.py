@@ -39,9 +39,9 @@ class Periodic(Protocol):
 
 
 class Saver(Periodic, Protocol):
-    """Saves; a step that is saved already costs nothing. ``close`` waits until all of it is on disk."""
+    """Saves; a step that is saved already costs nothing. When it is left, all that was asked for is on disk."""
 
-    def close(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
 
 
 class _Never:
@@ -49,7 +49,7 @@ class _Never:
         return False
 
     def __call__(self, state: TrainState) -> None: ...
-    def close(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
 
 
 NEVER = _Never()
@@ -111,8 +111,9 @@ def run(
     """
     stop, last, evaluated = None, None, -1
     with ExitStack() as closing:
-        for close in (*(observer.close for observer in observers), saving.close):  # what was asked for is saved first
-            closing.callback(close)
+        for observer in observers:
+            closing.callback(observer.close)
+        closing.push(saving)  # left first: what was asked for is on disk before signals are let go
         for last in steps(state, batches, advance, until=until, clock=world.clock):
             with _saved_if_it_fails(state, saving):
                 if evaluation.due(state):
@@ -129,9 +130,8 @@ def run(
                 evaluation(state)
         if not stop or stop.save:
             saving(state)
-        if stop:
-            return Outcome("stopped", state.step, last, stop)
-        return Outcome("finished" if until(state) >= 1.0 else "data_exhausted", state.step, last)
+        done = until(state) >= 1.0
+        return Outcome("stopped" if stop else "finished" if done else "data_exhausted", state.step, last, stop)
 
 
 @contextmanager
