@@ -113,7 +113,7 @@ def run(
     with ExitStack() as closing:
         for observer in observers:
             closing.callback(observer.close)
-        closing.push(saving)  # left first: what was asked for is on disk before signals are let go
+        closing.push(saving.__exit__)  # left first: all is on disk before signals are let go
         for last in steps(state, batches, advance, until=until, clock=world.clock):
             with _saved_if_it_fails(state, saving):
                 if evaluation.due(state):
