@@ -29,11 +29,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+
+import psutil
 
 from trainwright.errors import CheckpointError
 from trainwright.runlog import reader
@@ -44,6 +46,7 @@ KEEP = 3
 KILLS_PER_RUN = 8  # about
 DURING_START = 0.15  # the share of kills that come before training has begun
 FILES = ("model.safetensors", "rest.safetensors")
+PATIENCE_S = 12.0
 MOST_REFUSALS = 3  # in a row, before a run is given up
 
 DATASET = '''
@@ -108,6 +111,7 @@ class Counts:
     steps_missing: int = 0
     ends_differing: int = 0  # runs whose last checkpoint has other bytes
     best_differing: int = 0  # runs that think another checkpoint the best
+    orphans: int = 0  # processes that load data and live on without the training that they loaded for
 
     def problems(self) -> dict[str, int]:
         """Whatever must not be."""
@@ -238,6 +242,19 @@ def watched(process: Running) -> Iterator[Running]:
             process.wait()
 
 
+def end_orphans(folder: Path) -> int:
+    """Ends what is still at work in ``folder``, and counts it; torch's workers look for their parent every 5 s."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.cwd() == str(folder):
+                found.append(process)
+    _, living = psutil.wait_procs(found, timeout=PATIENCE_S)
+    for process in living:
+        process.kill()
+    return len(living)
+
+
 def hashes(checkpoint: Path) -> Hashes:
     """Read here, not from the manifest."""
     import hashlib
@@ -341,8 +358,11 @@ class Campaign:
 
     def conduct(self) -> Counts:
         self._random = random.Random(self.seed)
-        while self.counts.kills < self.wanted:
-            self._run_to_end(f"killed-{self.counts.runs + self.counts.given_up}")
+        try:
+            while self.counts.kills < self.wanted:
+                self._run_to_end(f"killed-{self.counts.runs + self.counts.given_up}")
+        finally:
+            self.counts.orphans = end_orphans(self.place.folder)
         return self.counts
 
     def _run_to_end(self, name: str) -> None:
@@ -446,17 +466,14 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    given = arguments()
-    begin_s = time.perf_counter()
-    folder = Path(tempfile.mkdtemp(prefix="kill-campaign-"))
+def conduct_all(given: argparse.Namespace, folder: Path) -> Counts:
+    """The undisturbed training, then the jobs side by side."""
     os.environ["OMP_NUM_THREADS"] = "1"  # two trainings that spin for each other crawl
     os.environ["TMPDIR"] = str(folder)  # where torch's workers leave a socket when their parent is killed
-    how = {"steps": given.steps, "workers": given.workers, "step_ms": given.step_ms}
     places = [Place(folder / f"job-{number}", given.fork) for number in range(given.jobs)]
     undisturbed = Place(folder / "undisturbed")
     for place in (undisturbed, *places):
-        place.make(**how)
+        place.make(steps=given.steps, workers=given.workers, step_ms=given.step_ms)
     reference = train_undisturbed(undisturbed, given.steps)
     shares = [given.kills // given.jobs + (number < given.kills % given.jobs) for number in range(given.jobs)]
     campaigns = [
@@ -467,6 +484,19 @@ def main() -> None:
     with ProcessPoolExecutor(given.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         for seen in pool.map(conduct, campaigns):
             counts.add(seen)
+    return counts
+
+
+def main() -> None:
+    given, begin_s = arguments(), time.perf_counter()
+    folder, counts = Path(tempfile.mkdtemp(prefix="kill-campaign-")).resolve(), Counts()
+    try:
+        counts = conduct_all(given, folder)
+    finally:
+        if given.keep or counts.problems():
+            print(f"kept: {folder}", file=sys.stderr)
+        else:
+            shutil.rmtree(folder)
     line = {
         "bench": "kill_campaign",
         **asdict(counts),
@@ -477,10 +507,6 @@ def main() -> None:
         "seconds": round(time.perf_counter() - begin_s, 1),
     }
     print(json.dumps(line), flush=True)
-    if given.keep or counts.problems():
-        print(f"kept: {folder}", file=sys.stderr)
-    else:
-        shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

@@ -109,8 +109,11 @@ def prove(*options: str) -> tuple[int, dict[str, Any], str]:
     ("options", "said"),
     [
         (["--workers", "2", "--then-workers", "3"], "6 + SIGKILL + 6: 21 tensors, 12 losses, 96 sample ids equal"),
-        (["--workers", "0", "--then-workers", "2", "--precision", "bf16", "--steps", "3"], "workers 0 -> 2; bf16"),
-        (["--workers", "2", "--then-workers", "0", "--precision", "fp16", "--no-kill", "--steps", "4"], "4 + stop + 4"),
+        (["--workers", "0", "--then-workers", "2", "--set", "precision=bf16", "--steps", "3"], "workers 0 -> 2; bf16"),
+        (
+            ["--workers", "2", "--then-workers", "0", "--set", "precision=fp16", "--no-kill", "--steps", "4"],
+            "4 + stop + 4",
+        ),
         (["--workers", "0", "--then-workers", "0", "--set", "until=60s", "--set", "checkpoint.every=1h"], "12 losses"),
     ],
     ids=["fp32", "bf16", "fp16-stopped", "in-time"],
@@ -118,7 +121,7 @@ def prove(*options: str) -> tuple[int, dict[str, Any], str]:
 def test_a_resumed_run_is_the_same_bits(folder: Path, options: list[str], said: str) -> None:
     code, proof, text = prove(*options)
     assert code == 0 and proof["equal"], text
-    assert said in text
+    assert said in text and "steps straight, " in text and "resumed to " in text
     assert proof["cause"] is None and proof["checkpoint"] == [] and proof["samples"] == 8 * 2 * proof["steps"]
     assert not list((folder / "aside").iterdir()), "nothing stays behind"
     assert not (folder / "runs").exists(), "the user's own runs are left alone"

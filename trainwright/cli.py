@@ -191,9 +191,6 @@ def verify_resume(
     steps: Annotated[int, typer.Option(min=1, help="Steps before the kill, and as many again after it.")] = 6,
     workers: Annotated[int, typer.Option(min=0, help="data.workers until the kill.")] = 2,
     then_workers: Annotated[int, typer.Option(min=0, help="data.workers of the resumed run.")] = 3,
-    precision: Annotated[
-        str | None, typer.Option(help="fp32, tf32, bf16, fp16; as the recipe says if left out.")
-    ] = None,
     kill: Annotated[bool, typer.Option(help="End the first part by SIGKILL, or by an orderly stop.")] = True,
     keep: Annotated[bool, typer.Option(help="Keep the runs also when they are equal.")] = False,
     settings: Settings = None,
@@ -203,9 +200,8 @@ def verify_resume(
     from trainwright.verify import Trial
     from trainwright.verify import verify_resume as verify
 
-    asked = (*(settings or []), *([f"precision={precision}"] if precision else []))
-    say = _say(as_json)
-    proof = verify(Trial(recipe, steps, workers, then_workers, asked, kill), keep=keep, say=say)
+    say, trial = _say(as_json), Trial(recipe, steps, workers, then_workers, tuple(settings or ()), kill)
+    proof = verify(trial, keep=keep, say=say)
     say("\n".join(proof.lines()))
     _finish(proof, as_json)
 

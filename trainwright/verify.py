@@ -187,7 +187,7 @@ class _Bench:
 
     def _cause(self, straight: RunFolder) -> str:
         """Whether a second straight run differs too."""
-        self.say(f"something differs: {2 * self.trial.steps} steps straight once more, to see whether that does too")
+        self.say("something differs; once more, to see whether two straight runs do too:")
         again, last = self._straight("again"), name_of(2 * self.trial.steps)
         same = _table(read(again.log).records) == _table(read(straight.log).records)
         same = same and not any(differences(straight.checkpoints / last, again.checkpoints / last))
@@ -196,6 +196,7 @@ class _Bench:
     def _straight(self, name: str) -> RunFolder:
         """All 2N steps in one process."""
         n = self.trial.steps
+        self.say(f"{2 * n} steps straight, {self.trial.workers} workers")
         outcome = self._run(name, [f"name={name}", f"data.workers={self.trial.workers}"])
         if outcome["step"] < 2 * n:
             raise UsageError(
