@@ -3,8 +3,9 @@
     python benchmarks/checkpoint_stall.py [--quick] [--rounds 5] [--saves 3]     # TMPDIR says on which disk
 
 GPT-2 of 124M parameters with the moments of AdamW: 1.49 GB. Each engine has a process of its own in each round, and
-the rounds begin with another engine each time. In a process, the first save is ``cold``: memory for a copy must be
-made. Then come ``--saves`` warm ones, of which the process tells the median, each after the one before is wholly on
+the rounds begin with another engine each time. In a process, the first save is ``cold``: the engine has made no copy
+before. It comes after 8 s of training, in which ours makes room for its copy; ``ours_at_once`` is ours without
+them. Then come ``--saves`` warm ones, of which the process tells the median, each after the one before is wholly on
 disk; and one more, beside which the process multiplies matrices as a training would. By engine:
 
 blocked        seconds until the call came back, and as ``blocked_ratio`` over torch.save in the same round
@@ -50,12 +51,15 @@ from trainwright.state.train_state import TrainState
 
 BASELINE = "torch_save"
 SAMPLE_S = 0.005
+BEFORE_S = 8.0  # of training before the first save
 MATRIX, ALONE = 512, 50  # the product that stands for training, and how often it is timed alone
 
 
 class Engine(Protocol):
-    """Saves into a folder. ``save`` is what training waits for; ``finished`` says that nothing is left to be done."""
+    """Saves into a folder. ``stepped`` hears of each step before the first save, ``save`` is what training waits for,
+    ``finished`` says that nothing is left to be done."""
 
+    def stepped(self, state: TrainState) -> None: ...
     def save(self, state: TrainState) -> None: ...
     def finished(self, state: TrainState) -> bool: ...
     def close(self) -> None: ...
@@ -66,6 +70,8 @@ class TorchSave:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+
+    def stepped(self, state: TrainState) -> None: ...
 
     def save(self, state: TrainState) -> None:
         whole = {"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict(), "step": state.step}
@@ -84,6 +90,8 @@ class Distributed:
         self.folder, self.how = folder, how
         self.future: Future[Any] | None = None
 
+    def stepped(self, state: TrainState) -> None: ...
+
     def save(self, state: TrainState) -> None:
         model, optimizer = get_state_dict(state.model, state.optimizer)
         whole, target = {"model": model, "optimizer": optimizer, "step": state.step}, self.folder / f"step-{state.step}"
@@ -101,12 +109,16 @@ class Distributed:
 
 
 class Ours:
-    """What the loop calls between two steps."""
+    """What the loop calls between two steps. Not ``ahead``, it hears of no step and must make its copy at once."""
 
-    def __init__(self, folder: Path, asynchronous: bool) -> None:
+    def __init__(self, folder: Path, *, asynchronous: bool, ahead: bool = True) -> None:
         policy = SavePolicy(asynchronous=asynchronous)
-        self.saving = Saving(folder, policy, told=self, warn=_fail)
+        self.saving, self.ahead = Saving(folder, policy, told=self, warn=_fail), ahead
         self.told = 0
+
+    def stepped(self, state: TrainState) -> None:
+        if self.ahead:
+            self.saving.due(state)
 
     def saved(self, step: int, path: str, num_bytes: int, seconds: float, blocked_s: float) -> None:
         self.told = step
@@ -150,6 +162,7 @@ ENGINES: dict[str, Callable[[Path], Engine]] = {
     "dcp_async_kept": lambda folder: Distributed(folder, {"async_stager": kept_stager(shared=False)}),
     "dcp_async_process": in_a_process,
     "ours_sync": lambda folder: Ours(folder, asynchronous=False),
+    "ours_at_once": lambda folder: Ours(folder, asynchronous=True, ahead=False),
     "ours": lambda folder: Ours(folder, asynchronous=True),
 }
 
@@ -236,6 +249,10 @@ def measure(name: str, folder: Path, saves: int, quick: bool) -> dict[str, float
         torch.mm(matrix, matrix)
 
     with PeakMemory() as memory:
+        end_s = time.perf_counter() + (0.1 if quick else BEFORE_S)
+        while time.perf_counter() < end_s:
+            train()
+            engine.stepped(state)
         cold_s, _, _ = made.save(idle)
     warm = [made.save(idle)[:2] for _ in range(saves)]
     blocked_s, done_s = (statistics.median(values) for values in zip(*warm, strict=True))

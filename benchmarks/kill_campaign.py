@@ -6,8 +6,9 @@ A small model is trained twice from one recipe: once to its end, with every chec
 again under SIGKILL, saving after each step and resuming after each death. After every kill all that is committed
 must verify and hold the bits that the first training had at that step; at the end of a run its log must tell the
 same losses, gradient norms and samples, each step once, and its last checkpoint must have the same bytes. The last
-line on stdout counts; every figure but the first ones must be 0. ``--fork`` starts a training by fork from a process
-that has imported all of it: the same code, sooner. The seed gives the delays before the kills, not where they fall.
+line on stdout counts; from ``unloadable`` to ``best_differing``, every figure must be 0. ``--fork`` starts a training
+by fork from a process that has imported all of it: the same code, sooner. The seed gives the delays before the kills,
+not the instants that they hit.
 
 A kill takes the process and leaves the machine: what the page cache holds is not lost. This is no power cut.
 """
@@ -15,6 +16,7 @@ A kill takes the process and leaves the machine: what the page cache holds is no
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import multiprocessing
 import os
@@ -22,20 +24,17 @@ import platform
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-import psutil
+from killable import Place, Running, end_orphans, watched
 
 from trainwright.errors import CheckpointError
 from trainwright.runlog import reader
@@ -46,43 +45,7 @@ KEEP = 3
 KILLS_PER_RUN = 8  # about
 DURING_START = 0.15  # the share of kills that come before training has begun
 FILES = ("model.safetensors", "rest.safetensors")
-PATIENCE_S = 12.0
 MOST_REFUSALS = 3  # in a row, before a run is given up
-
-DATASET = '''
-import random, time
-import numpy as np, torch
-
-class Noisy(torch.utils.data.Dataset):
-    """Every sample is augmented with numbers from all three global generators."""
-
-    def __init__(self, size, step_ms):
-        self.size, self.seconds = size, step_ms / 1000 / 8
-
-    def __len__(self):
-        return self.size
-
-    def __getitem__(self, index):
-        time.sleep(self.seconds)
-        x = torch.linspace(-1, index / 53, 64) + 0.1 * torch.randn(64) + 0.1 * np.random.randn() + 0.1 * random.random()
-        return x.float(), index % 8
-'''
-
-RECIPE = """
-until: {steps}steps
-device: cpu
-precision: fp32
-model: {{use: mlp, args: {{sizes: [64, 320, 320, 8], dropout: 0.2}}, ema: 0.95}}
-data:
-  train: {{use: "noisy:Noisy", args: {{size: 53, step_ms: {step_ms}}}}}
-  val: {{use: "noisy:Noisy", args: {{size: 16, step_ms: 0}}}}
-  workers: {workers}
-batch: {{size: 8, micro: 4}}
-optimizer: {{use: adamw, lr: 1e-3, weight_decay: 0.1}}
-evaluation: {{every: 10steps}}
-checkpoint: {{every: 1steps, at_least_every: null, keep: {keep}}}
-log: {{every: 1steps}}
-"""
 
 
 @dataclass
@@ -99,6 +62,7 @@ class Counts:
     half_deleted: int = 0  # an old checkpoint, no longer among those kept
     steps_redone: int = 0
     most_redone: int = 0  # after one kill
+    orphans: int = 0  # processes that load data, alive long after the training that they loaded for
     unloadable: int = 0  # something had been saved, and nothing verifies
     torn: int = 0  # a committed checkpoint among those kept does not verify
     lost_saves: int = 0  # the log says saved, the newest that verifies is older
@@ -111,7 +75,6 @@ class Counts:
     steps_missing: int = 0
     ends_differing: int = 0  # runs whose last checkpoint has other bytes
     best_differing: int = 0  # runs that think another checkpoint the best
-    orphans: int = 0  # processes that load data and live on without the training that they loaded for
 
     def problems(self) -> dict[str, int]:
         """Whatever must not be."""
@@ -142,123 +105,8 @@ class Reference:
     seconds: float
 
 
-class Running(Protocol):
-    """A training in a process of its own."""
-
-    pid: int
-
-    def poll(self) -> int | None: ...
-    def wait(self) -> int: ...
-
-
-class Forked:
-    """As subprocess.Popen, for a child that needs no start: what it imports is there."""
-
-    def __init__(self, arguments: list[str], folder: Path, said: Path) -> None:
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            _become_trainwright(arguments, folder, said)
-
-    def poll(self) -> int | None:
-        return self._waited(os.WNOHANG)
-
-    def wait(self) -> int:
-        code = self._waited(0)
-        assert code is not None
-        return code
-
-    def _waited(self, how: int) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, how)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
-
-
-def _become_trainwright(arguments: list[str], folder: Path, said: Path) -> None:
-    """The child's whole life after a fork; never returns."""
-    code = 1
-    try:
-        to = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(to, 1)
-        os.dup2(to, 2)
-        os.chdir(folder)
-        sys.path.insert(0, str(folder))
-        sys.argv = ["trainwright", *arguments]
-        from trainwright.cli import app
-
-        app(standalone_mode=True)
-    except SystemExit as done:
-        code = done.code if isinstance(done.code, int) else 1
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-@dataclass
-class Place:
-    """Where one job works: ``folder`` holds recipe and dataset, ``folder/runs`` its runs."""
-
-    folder: Path
-    fork: bool = False
-    said: Path = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.said = self.folder / "said.txt"
-
-    def make(self, *, steps: int, workers: int, step_ms: float) -> None:
-        self.folder.mkdir(parents=True)
-        (self.folder / "noisy.py").write_text(DATASET)
-        recipe = RECIPE.format(steps=steps, workers=workers, step_ms=step_ms, keep=KEEP)
-        (self.folder / "campaign.yaml").write_text(recipe)
-
-    def run(self, name: str) -> Path:
-        return self.folder / "runs" / name
-
-    def train(self, name: str, *settings: str) -> Running:
-        options = [word for each in (f"name={name}", *settings) for word in ("--set", each)]
-        return self._start("train", "campaign.yaml", *options)
-
-    def resume(self, name: str, *options: str) -> Running:
-        return self._start("resume", f"runs/{name}", *options)
-
-    def _start(self, *arguments: str) -> Running:
-        if self.fork:
-            return Forked([*arguments], self.folder, self.said)
-        command = [sys.executable, "-m", "trainwright", *arguments]
-        with self.said.open("w") as said:
-            return subprocess.Popen(command, cwd=self.folder, stdout=said, stderr=subprocess.STDOUT)
-
-
-@contextmanager
-def watched(process: Running) -> Iterator[Running]:
-    """Nothing that we started outlives us."""
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def end_orphans(folder: Path) -> int:
-    """Ends what is still at work in ``folder``, and counts it; torch's workers look for their parent every 5 s."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.cwd() == str(folder):
-                found.append(process)
-    _, living = psutil.wait_procs(found, timeout=PATIENCE_S)
-    for process in living:
-        process.kill()
-    return len(living)
-
-
 def hashes(checkpoint: Path) -> Hashes:
     """Read here, not from the manifest."""
-    import hashlib
-
     return Hashes(*(hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() for name in FILES))
 
 
@@ -287,7 +135,7 @@ def verified(checkpoint: Path) -> bool:
 
 def train_undisturbed(place: Place, steps: int) -> Reference:
     """Trains to the end with every checkpoint kept; what is compared later is read and the rest deleted."""
-    settings = (f"checkpoint.keep={steps + 1}", "checkpoint.asynchronous=false", "folder=runs")
+    settings = (f"checkpoint.keep={steps + 1}", "checkpoint.asynchronous=false")
     with watched(place.train("undisturbed", *settings)) as process:
         if process.wait() != 0:
             raise SystemExit(f"the training that nobody disturbs failed:\n{place.said.read_text()}")
@@ -424,7 +272,7 @@ class Campaign:
         """Counts; keeps what a problem left behind before anything changes it."""
         self.counts.add(found)
         line = {"run": run.name, **more, **{name: value for name, value in asdict(found).items() if value}}
-        if found.problems():
+        if found.problems() and run.exists():
             evidence = self.place.folder / f"evidence-{len(list(self.place.folder.glob('evidence-*')))}"
             shutil.copytree(run, evidence, ignore_dangling_symlinks=True)
             shutil.copy(self.place.said, evidence / "said.txt")
@@ -473,7 +321,7 @@ def conduct_all(given: argparse.Namespace, folder: Path) -> Counts:
     places = [Place(folder / f"job-{number}", given.fork) for number in range(given.jobs)]
     undisturbed = Place(folder / "undisturbed")
     for place in (undisturbed, *places):
-        place.make(steps=given.steps, workers=given.workers, step_ms=given.step_ms)
+        place.make(steps=given.steps, workers=given.workers, step_ms=given.step_ms, keep=KEEP)
     reference = train_undisturbed(undisturbed, given.steps)
     shares = [given.kills // given.jobs + (number < given.kills % given.jobs) for number in range(given.jobs)]
     campaigns = [

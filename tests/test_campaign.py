@@ -48,7 +48,7 @@ def campaign() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def place(campaign: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     made = campaign.Place(tmp_path_factory.mktemp("campaign") / "place")
-    made.make(steps=STEPS, workers=0, step_ms=0)
+    made.make(steps=STEPS, workers=0, step_ms=0, keep=campaign.KEEP)
     return made
 
 

@@ -300,6 +300,7 @@ def test_a_mask_among_the_buffers_may_hold_infinity(run: Path) -> None:
     newest = run / "checkpoints/step-00000008"
     tensors = load_file(newest / "model.safetensors")
     tensors["mask"] = torch.full((3, 3), -torch.inf).triu(1)
+    tensors["scales"] = torch.ones(3).to(torch.float8_e4m3fn)
     save_file(tensors, newest / "model.safetensors")
     write_manifest(newest, 8)
     assert invoke("verify", "checkpoint", str(newest))[1].count("warning ") == 0

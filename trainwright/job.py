@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
 
 from trainwright.build.assemble import (
     LIVE,
@@ -97,6 +98,7 @@ def prepare(loaded: Loaded, parts: Parts | None = None, *, earlier: Earlier | No
     if earlier:
         plan = earlier.with_its_warmup(plan, recipe)
     state, schedule = build_state(parts, loaded, plan), build_schedule(loaded, plan)
+    state.loss = parts.loss if isinstance(parts.loss, nn.Module) else None
     require_sinks(recipe.log.sinks)
     provenance = where_from(recipe, parts)
     seed_all(recipe.seed)  # training draws the same numbers whatever was done to get here

@@ -15,7 +15,8 @@ from rich.console import Console
 
 from trainwright import __version__
 from trainwright.build.assemble import Parts, build_loading, validation_batches
-from trainwright.engine.loop import NEVER, Observer, Outcome, run
+from trainwright.engine.between import NEVER
+from trainwright.engine.loop import Observer, Outcome, run
 from trainwright.job import Job, doubled, make_advance, prepare, until_of
 from trainwright.observe.cadence import Every
 from trainwright.observe.evaluation import Evaluation
@@ -167,6 +168,8 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         extra = [make(job, folder, progress) for make in extras]
         advance = make_advance(job)
         with _told_where_it_is_saved(job, folder, saving):
+            if job.accepted:  # a kill before the next save would ask for it again
+                saving(state)
             outcome = run(
                 state,
                 job.batches,

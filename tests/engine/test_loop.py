@@ -112,7 +112,7 @@ def test_the_order_of_events() -> None:
         *[("advance", 1), ("a", 1), ("b", 1), ("agree", -1)],
         *[("advance", 2), ("evaluate", 2), ("a", 2), ("b", 2), ("agree", -1), ("save", 2)],
         *[("advance", 3), ("a", 3), ("b", 3), ("agree", -1)],
-        *[("evaluate", 3), ("save", 3), ("close save", -1), ("close b", -1), ("close a", -1)],
+        *[("save", 3), ("evaluate", 3), ("close save", -1), ("close b", -1), ("close a", -1)],
     ]
     assert (outcome.ending, outcome.step, outcome.stop) == ("finished", 3, None)
     assert outcome.last is not None
@@ -159,6 +159,18 @@ def test_an_observer_that_fails_costs_no_step() -> None:
     assert without_agree(journal)[-7:] == [("advance", 3), ("a", 3), ("b", 3), ("save", 3), *closed]
 
 
+def test_a_batch_that_cannot_be_read_costs_no_step() -> None:
+    journal: Journal = []
+
+    def torn() -> Iterator[StepBatch]:
+        yield from stream(2)
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="gone"):
+        run(fresh(), torn(), advancing(journal), until=for_steps(5), saving=Every(journal, "save", 100))
+    assert journal == [("advance", 1), ("advance", 2), ("save", 2), ("close save", -1)]
+
+
 def test_a_step_that_fails_saves_nothing() -> None:
     journal: Journal = []
     advance = advancing(journal)
@@ -190,7 +202,7 @@ def test_data_that_ends() -> None:
     journal: Journal = []
     outcome = go(journal, until=100, count=3)
     assert (outcome.ending, outcome.step) == ("data_exhausted", 3)
-    assert journal[-3:] == [("evaluate", 3), ("save", 3), ("close save", -1)]
+    assert journal[-3:] == [("save", 3), ("evaluate", 3), ("close save", -1)]
 
 
 class FakeClock:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
+from trainwright.engine.between import NEVER, Periodic, Saver, Whole, each_batch
 from trainwright.engine.step import StepFn, StepResult
 from trainwright.engine.until import Until
 from trainwright.errors import UsageError
@@ -29,30 +30,6 @@ class Observer(Protocol):
 
     def observe(self, result: StepResult, state: TrainState) -> Stop | None: ...
     def close(self) -> None: ...
-
-
-class Periodic(Protocol):
-    """Something that is done when it is due: evaluation, saving."""
-
-    def due(self, state: TrainState) -> bool: ...
-    def __call__(self, state: TrainState) -> None: ...
-
-
-class Saver(Periodic, Protocol):
-    """Saves; a step that is saved already costs nothing. When it is left, all that was asked for is on disk."""
-
-    def __exit__(self, *error: object) -> None: ...
-
-
-class _Never:
-    def due(self, state: TrainState) -> bool:
-        return False
-
-    def __call__(self, state: TrainState) -> None: ...
-    def __exit__(self, *error: object) -> None: ...
-
-
-NEVER = _Never()
 
 
 @dataclass
@@ -114,8 +91,9 @@ def run(
         for observer in observers:
             closing.callback(observer.close)
         closing.push(saving.__exit__)  # left first: all is on disk before signals are let go
-        for last in steps(state, batches, advance, until=until, clock=world.clock):
-            with _saved_if_it_fails(state, saving):
+        whole = Whole(state, saving)
+        for last in steps(state, each_batch(batches, whole), advance, until=until, clock=world.clock):
+            with whole:
                 if evaluation.due(state):
                     evaluation(state)
                     evaluated = state.step
@@ -125,22 +103,12 @@ def run(
                 break
             if saving.due(state):
                 saving(state)
-        if not stop and evaluated != state.step:
-            with _saved_if_it_fails(state, saving):
-                evaluation(state)
         if not stop or stop.save:
-            saving(state)
+            saving(state)  # before the evaluation, which may take longer than a signal leaves
+        if not stop and evaluated != state.step:
+            evaluation(state)
         done = until(state) >= 1.0
         return Outcome("stopped" if stop else "finished" if done else "data_exhausted", state.step, last, stop)
-
-
-@contextmanager
-def _saved_if_it_fails(state: TrainState, saving: Saver) -> Iterator[None]:
-    try:
-        yield
-    except Exception:  # not KeyboardInterrupt: that quits at once
-        saving(state)
-        raise
 
 
 def _asked(observer: Observer, result: StepResult, state: TrainState) -> Stop | None:

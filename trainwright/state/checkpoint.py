@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainwright.errors import CheckpointError, StorageError
 from trainwright.state.codec import decode, encode
@@ -40,13 +40,13 @@ _SPARE_BYTES = 2**14  # for the manifest, headers and the folder itself
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A state between two steps, ready to be written. ``values`` is state.json; ``buffers`` are names in ``model``."""
+    """A state between two steps, ready to be written. ``values`` is state.json; ``trained`` are names in ``model``."""
 
     step: int
     model: Mapping[str, Tensor]
     rest: Mapping[str, Tensor]
     values: Mapping[str, Any]
-    buffers: frozenset[str]
+    trained: frozenset[str]
 
 
 def capture(state: TrainState, staging: Staging | None = None, papers: Mapping[str, Any] | None = None) -> Snapshot:
@@ -57,8 +57,9 @@ def capture(state: TrainState, staging: Staging | None = None, papers: Mapping[s
     tensors, values = _taken_apart(state)
     copies = staging.copy(tensors) if staging else on_host(tensors)
     parts = {part: {name: copy for (of, name), copy in copies.items() if of == part} for part in ("model", "rest")}
-    buffers = frozenset(plain_name(name) for name, _ in unwrapped(state.model).named_buffers())
-    return Snapshot(state.step, parts["model"], parts["rest"], {**values, "papers": papers or {}}, buffers)
+    named = unwrapped(state.model).named_parameters(remove_duplicate=False)
+    trained = frozenset(plain_name(name) for name, parameter in named if parameter.requires_grad)
+    return Snapshot(state.step, parts["model"], parts["rest"], {**values, "papers": papers or {}}, trained)
 
 
 def tensors_of(state: TrainState) -> dict[tuple[str, str], Tensor]:
@@ -86,12 +87,22 @@ def _rest(state: TrainState) -> dict[str, Any]:
         "optimizer": moments(state.model, state.optimizer),
         "scaler": state.scaler.state_dict(),
         "ema": state.ema.state_dict(),
+        "loss": {} if state.loss is None else state.loss.state_dict(),
+        "transient": dict(_transient(state.model)),
         "ledger": state.ledger.state_dict(),
         "quarantine": sorted(state.quarantine),
         "rng": RngBag.capture().state_dict(),
         "data": asdict(state.data),
         "counters": {name: getattr(state, name) for name in _COUNTERS},
     }
+
+
+def _transient(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that a state_dict leaves out: most are tables made anew, but a forward pass may write into one."""
+    for path, module in unwrapped(model).named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name in module._non_persistent_buffers_set:
+                yield plain_name(f"{path}.{name}"), buffer
 
 
 def commit(snapshot: Snapshot, folder: Path) -> tuple[Path, int]:
@@ -145,6 +156,9 @@ def load_checkpoint(state: TrainState, path: Path, *, verified: bool = False) ->
         load_moments(state.model, state.optimizer, rest["optimizer"])
         state.ema.load_state_dict(rest["ema"])
         state.scaler.load_state_dict(rest["scaler"])
+        if state.loss is not None and rest["loss"]:
+            state.loss.load_state_dict(rest["loss"])
+        _load_transient(state.model, rest["transient"])
     except (RuntimeError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"{path} does not fit the model or optimizer built from the recipe: {_brief(error)}",
@@ -157,6 +171,14 @@ def load_checkpoint(state: TrainState, path: Path, *, verified: bool = False) ->
         for name in _COUNTERS:
             setattr(state, name, rest["counters"][name])
         RngBag.from_state_dict(rest["rng"]).restore()
+
+
+@torch.no_grad()
+def _load_transient(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """A table of another length is made anew by its module when it needs one."""
+    for name, buffer in _transient(model):
+        if name in saved and saved[name].shape == buffer.shape:
+            buffer.copy_(saved[name])
 
 
 def read_papers(path: Path) -> dict[str, Any]:
@@ -186,10 +208,12 @@ def misfits(state: TrainState, path: Path) -> list[str]:
 
 
 def _require_finite(snapshot: Snapshot) -> None:
-    """Weights, averages and moments are finite; a buffer may hold infinities (masks do) but no NaN."""
-    masks = snapshot.buffers
+    """What is trained, averages and moments are finite; all else may hold infinities (masks do) but no NaN."""
+    masks = snapshot.model.keys() - snapshot.trained
     poisoned = [name for name, each in snapshot.model.items() if not _is_finite(each, or_infinite=name in masks)]
-    poisoned += [name for name, each in snapshot.rest.items() if not _is_finite(each)]
+    own = ("optimizer.", "ema.")
+    rest = snapshot.rest.items()
+    poisoned += [name for name, each in rest if not _is_finite(each, or_infinite=not name.startswith(own))]
     if poisoned:
         more = f" and {len(poisoned) - 3} more" if len(poisoned) > 3 else ""
         raise CheckpointError(

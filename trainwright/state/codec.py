@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MARKS = ("__tensor__", "__tuple__", "__items__", "__float__")
+_MARKS = ("__tensor__", "__tuple__", "__items__", "__float__", "__dtype__")
 
 
 def encode(tree: Any) -> tuple[dict[str, Tensor], Any]:
-    """Takes dicts, lists, tuples, strings, numbers, None and tensors apart.
+    """Takes dicts, lists, tuples, strings, numbers, dtypes, None and tensors apart.
 
     Returns the tensors by a path-like name, and a JSON value in which each stands as a reference. A tensor
-    that occurs twice (tied weights) is kept once. Raises TypeError for anything else, with its path.
+    that occurs twice (tied weights) is kept once; one whose memory is laid out otherwise than row by row comes back
+    so. Raises TypeError for anything else, with its path.
     """
     tensors: dict[str, Tensor] = {}
     names: dict[tuple[Any, ...], str] = {}
@@ -32,8 +33,8 @@ def encode(tree: Any) -> tuple[dict[str, Tensor], Any]:
                     while path in tensors:  # {"a.b": x, "a": {"b": y}} and keys 1 and "1" have one path
                         path += "'"
                     names[identity] = path
-                    tensors[path] = value
-                return {"__tensor__": names[identity]}
+                    tensors[path] = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+                return {"__tensor__": names[identity], **_beside(value)}
             case Mapping():
                 if all(isinstance(key, str) and key not in _MARKS for key in value):
                     return {key: walk(item, below(path, key)) for key, item in value.items()}
@@ -42,6 +43,8 @@ def encode(tree: Any) -> tuple[dict[str, Tensor], Any]:
                 return {"__tuple__": [walk(item, below(path, i)) for i, item in enumerate(value)]}
             case list():
                 return [walk(item, below(path, i)) for i, item in enumerate(value)]
+            case torch.dtype():
+                return {"__dtype__": str(value).removeprefix("torch.")}
             case float() if not math.isfinite(value):
                 return {"__float__": repr(value)}
             case None | bool() | int() | float() | str():
@@ -58,14 +61,42 @@ def decode(tensors: Mapping[str, Tensor], value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if "__tensor__" in value:
-        return tensors[value["__tensor__"]]
+        return _restored(tensors[value["__tensor__"]], value)
     if "__tuple__" in value:
         return tuple(decode(tensors, item) for item in value["__tuple__"])
     if "__items__" in value:
         return {decode(tensors, key): decode(tensors, item) for key, item in value["__items__"]}
     if "__float__" in value:
         return float(value["__float__"])
+    if "__dtype__" in value:
+        return getattr(torch, value["__dtype__"])
     return {key: decode(tensors, item) for key, item in value.items()}
+
+
+def _beside(tensor: Tensor) -> dict[str, Any]:
+    """What a file of contiguous real numbers does not say of a tensor: fused kernels read memory as it lies."""
+    said: dict[str, Any] = {"complex": True} if tensor.is_complex() else {}
+    if tensor.layout == torch.strided and not tensor.is_contiguous() and _is_dense(tensor):
+        said["stride"] = list(tensor.stride())
+    return said
+
+
+def _restored(tensor: Tensor, reference: Mapping[str, Any]) -> Tensor:
+    if reference.get("complex"):
+        tensor = torch.view_as_complex(tensor)
+    if "stride" not in reference:
+        return tensor
+    return torch.empty_strided(tensor.shape, reference["stride"], dtype=tensor.dtype).copy_(tensor)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill their memory without a gap or an overlap, in whatever order."""
+    filled = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size > 1 and stride != filled:
+            return False
+        filled *= size
+    return True
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.errors import UsageError
+from trainwright.state.weights import plain_name, unwrapped
 
 
 class Ema:
@@ -24,7 +25,8 @@ class Ema:
             raise UsageError(f"the decay of an average is between 0 and 1; got {decay!r}", remedy="write 0.999")
         self.decay = decay
         self.num_updates = 0
-        self._live = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        named = unwrapped(model).named_parameters()
+        self._live = {plain_name(name): p for name, p in named if p.requires_grad}
         self.shadow: dict[str, Tensor] = {name: p.detach().clone() for name, p in self._live.items()}
 
     @torch.no_grad()

@@ -116,13 +116,15 @@ def _trained(file: Path, rest: Any, step: int) -> frozenset[str]:
 
 
 def _not_finite(tensors: Mapping[str, Mapping[str, Tensor]], trained: frozenset[str]) -> Iterator[str]:
-    """NaN anywhere, infinity in what is trained or is no weight at all: a mask among the buffers may hold it."""
+    """NaN anywhere, infinity in what is trained, averages and moments: a mask among the buffers may hold it."""
     for part, held in tensors.items():
         for name, tensor in held.items():
             if not tensor.is_floating_point():
                 continue
-            nan = int(tensor.isnan().sum())
-            infinite = int(tensor.isinf().sum()) if part != "model" or name in trained else 0
+            values = tensor.float() if tensor.element_size() == 1 else tensor  # torch has no isinf for float8
+            nan = int(values.isnan().sum())
+            must_be_finite = name in trained if part == "model" else name.startswith(("optimizer.", "ema."))
+            infinite = int(values.isinf().sum()) if must_be_finite else 0
             if nan or infinite:
                 kind = "NaN" if nan else "infinite"
                 yield f"{part}.safetensors: {nan or infinite} of {tensor.numel()} values of {name} are {kind}"
@@ -165,10 +167,13 @@ def _between(one: Tensor | None, two: Tensor | None) -> tuple[str, float | None]
 
 
 def _unequal(path: str, one: Any, two: Any) -> Iterator[Difference]:
-    """Values of state.json, down to whatever is no mapping; by their text, which tells 0.0 from -0.0."""
+    """Values of state.json, down to whatever is no mapping and no list; by their text, which tells 0.0 from -0.0."""
     if isinstance(one, dict) and isinstance(two, dict):
         for key in sorted({*one, *two}):
             yield from _unequal(f"{path}.{key}", one.get(key), two.get(key))
+    elif isinstance(one, list) and isinstance(two, list) and len(one) == len(two):
+        for i, (first, second) in enumerate(zip(one, two)):
+            yield from _unequal(f"{path}.{i}", first, second)
     elif repr(one) != repr(two):
         yield Difference(path, f"{_brief(one)} and {_brief(two)}")
 

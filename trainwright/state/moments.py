@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.state.weights import plain_name, unwrapped
@@ -21,8 +22,10 @@ def moments(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """
     saved, names = optimizer.state_dict(), parameter_names(model, optimizer)
     groups = [{**group, "params": [names[i] for i in group["params"]]} for group in saved["param_groups"]]
-    state = {names[i]: each for i, each in saved["state"].items()}
-    return {"class": type(optimizer).__name__, "built": _built(optimizer), "state": state, "param_groups": groups}
+    state = {names[i]: each for i, each in saved["state"].items() if isinstance(i, int)}
+    own = {key: each for key, each in saved["state"].items() if not isinstance(key, int)}
+    parts = {"state": state, "own": own, "param_groups": groups}
+    return {"class": type(optimizer).__name__, "built": _built(optimizer), **parts}
 
 
 def load_moments(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
@@ -35,10 +38,34 @@ def load_moments(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any
     if saved["class"] != type(optimizer).__name__:
         raise ValueError(f"it holds the state of {saved['class']}, not of {type(optimizer).__name__}")
     names, fresh = parameter_names(model, optimizer), optimizer.state_dict()
-    state = {i: saved["state"][name] for i, name in enumerate(names) if name in saved["state"]}
+    state = {i: saved["state"][name] for i, name in enumerate(names) if name in saved["state"]} | saved["own"]
     built = _built(optimizer)
     groups = [_continued(group, [names[i] for i in group["params"]], saved, built) for group in fresh["param_groups"]]
+    before = dict(optimizer.state)  # an optimizer may have been given buffers to begin with
     optimizer.load_state_dict({**fresh, "state": state, "param_groups": groups})
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter, name in zip(parameters, names, strict=True):
+        if name in saved["state"]:
+            loaded = optimizer.state[parameter]
+            optimizer.state[parameter] = _as_saved(loaded, saved["state"][name], parameter)
+        elif parameter in before:
+            optimizer.state[parameter] = before[parameter]
+
+
+def _as_saved(loaded: Any, saved: Any, parameter: Tensor) -> Any:
+    """State as it was, where torch has put it.
+
+    torch casts it to the type of its parameter, and a file forgets how its memory was laid out: fused kernels take
+    moments to lie as their parameter does. Copied, so that no file stays mapped into memory.
+    """
+    if isinstance(saved, Tensor):
+        like = parameter if saved.shape == parameter.shape else saved
+        return torch.empty_like(like, dtype=saved.dtype, device=loaded.device, requires_grad=False).copy_(saved)
+    if isinstance(saved, Mapping):
+        return {key: _as_saved(loaded[key], each, parameter) for key, each in saved.items()}
+    if isinstance(saved, list | tuple):
+        return type(saved)(_as_saved(one, each, parameter) for one, each in zip(loaded, saved, strict=True))
+    return loaded
 
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
@@ -62,4 +89,7 @@ def _continued(group: Mapping[str, Any], names: list[str], saved: Mapping[str, A
 def _built(optimizer: Optimizer) -> Plain:
     """What the optimizer was constructed with, where that is a plain value."""
     plain = (bool, int, float, str, tuple, type(None))
-    return {key: value for key, value in optimizer.defaults.items() if isinstance(value, plain)}
+    own = {
+        key: value for key, value in optimizer.defaults.items() if key != "differentiable"
+    }  # torch adds it on a load
+    return {key: value for key, value in own.items() if isinstance(value, plain)}

@@ -45,12 +45,16 @@ class Staging:
 
 def on_host(tensors: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
     """The tensors themselves where a file can take them as they are, else copies: no memory to spare is needed."""
-    return {name: _owning(tensor.detach().to("cpu").contiguous()) for name, tensor in tensors.items()}
-
-
-def _owning(tensor: Tensor) -> Tensor:
-    """safetensors takes no two tensors of one memory."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+    hosted: dict[Name, Tensor] = {}
+    taken: set[int] = set()  # safetensors takes no two tensors of one memory
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().to("cpu").contiguous()
+        memory = tensor.untyped_storage()
+        if memory.nbytes() != tensor.nbytes or memory.data_ptr() in taken:
+            tensor = tensor.clone()
+        hosted[name] = tensor
+        taken.add(memory.data_ptr())
+    return hosted
 
 
 def num_bytes(tensors: Mapping[Name, Tensor]) -> int:

@@ -22,7 +22,7 @@ class TrainState:
     ``fraction`` is the share of the run that was used when the last step began (0..1). The learning rate
     is a pure function of ``step`` and ``fraction`` and so is not state. The generators of random numbers
     are process-wide; ``RngBag.capture()`` reads them at the instant of saving. ``quarantine`` holds the positions of
-    samples that are not trained on.
+    samples that are not trained on. ``loss`` is the loss where that is a module, which may keep state of its own.
     """
 
     model: nn.Module
@@ -32,6 +32,7 @@ class TrainState:
     ledger: SkipLedger = field(default_factory=SkipLedger)
     data: Cursor = field(default_factory=Cursor)
     quarantine: set[int] = field(default_factory=set)
+    loss: nn.Module | None = None
     step: int = 0
     num_samples: int = 0
     num_tokens: int = 0

@@ -1,0 +1,171 @@
+"""A small training that can be started, watched and killed: its recipe, its dataset, its processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+PATIENCE_S = 12.0
+
+DATASET = '''
+import random, time
+import numpy as np, torch
+
+class Noisy(torch.utils.data.Dataset):
+    """Every sample is augmented with numbers from all three global generators."""
+
+    def __init__(self, size, step_ms):
+        self.size, self.seconds = size, step_ms / 1000 / 8
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        time.sleep(self.seconds)
+        x = torch.linspace(-1, index / 53, 64) + 0.1 * torch.randn(64) + 0.1 * np.random.randn() + 0.1 * random.random()
+        return x.float(), index % 8
+'''
+
+RECIPE = """
+until: {steps}steps
+device: cpu
+precision: fp32
+model: {{use: mlp, args: {{sizes: [64, 320, 320, 8], dropout: 0.2}}, ema: 0.95}}
+data:
+  train: {{use: "noisy:Noisy", args: {{size: 53, step_ms: {step_ms}}}}}
+  val: {{use: "noisy:Noisy", args: {{size: 16, step_ms: 0}}}}
+  workers: {workers}
+batch: {{size: 8, micro: 4}}
+optimizer: {{use: adamw, lr: 1e-3, weight_decay: 0.1}}
+evaluation: {{every: 10steps}}
+checkpoint: {{every: 1steps, at_least_every: null, keep: {keep}}}
+log: {{every: 1steps}}
+"""
+
+
+class Running(Protocol):
+    """A training in a process of its own."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+    def wait(self) -> int: ...
+
+
+class Forked:
+    """As subprocess.Popen, for a child that needs no start: what it imports is there."""
+
+    def __init__(self, arguments: list[str], folder: Path, said: Path) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become_trainwright(arguments, folder, said)
+
+    def poll(self) -> int | None:
+        return self._waited(os.WNOHANG)
+
+    def wait(self) -> int:
+        code = self._waited(0)
+        assert code is not None
+        return code
+
+    def _waited(self, how: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, how)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+
+def _become_trainwright(arguments: list[str], folder: Path, said: Path) -> None:
+    """The child's whole life after a fork; never returns."""
+    code = 1
+    try:
+        to = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(to, 1)
+        os.dup2(to, 2)
+        os.chdir(folder)
+        sys.path.insert(0, str(folder))
+        sys.argv = ["trainwright", *arguments]
+        multiprocessing.set_start_method(None, force=True)  # the platform's own, not that of the pool we came from
+        from trainwright.cli import app
+
+        app(standalone_mode=True)
+    except SystemExit as done:
+        code = done.code if isinstance(done.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+@dataclass
+class Place:
+    """Where one job works: ``folder`` holds recipe and dataset, ``folder/runs`` its runs."""
+
+    folder: Path
+    fork: bool = False
+    said: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.said = self.folder / "said.txt"
+
+    def make(self, *, steps: int, workers: int, step_ms: float, keep: int) -> None:
+        """``step_ms`` makes reading a batch slower."""
+        self.folder.mkdir(parents=True)
+        (self.folder / "noisy.py").write_text(DATASET)
+        recipe = RECIPE.format(steps=steps, workers=workers, step_ms=step_ms, keep=keep)
+        (self.folder / "campaign.yaml").write_text(recipe)
+
+    def run(self, name: str) -> Path:
+        return self.folder / "runs" / name
+
+    def train(self, name: str, *settings: str) -> Running:
+        options = [word for each in (f"name={name}", *settings) for word in ("--set", each)]
+        return self._start("train", "campaign.yaml", *options)
+
+    def resume(self, name: str, *options: str) -> Running:
+        return self._start("resume", f"runs/{name}", *options)
+
+    def _start(self, *arguments: str) -> Running:
+        if self.fork:
+            return Forked([*arguments], self.folder, self.said)
+        command = [sys.executable, "-m", "trainwright", *arguments]
+        with self.said.open("w") as said:
+            return subprocess.Popen(command, cwd=self.folder, stdout=said, stderr=subprocess.STDOUT)
+
+
+@contextmanager
+def watched(process: Running) -> Iterator[Running]:
+    """Nothing that we started outlives us."""
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def end_orphans(folder: Path) -> int:
+    """Ends what is still at work in ``folder``, and counts it; torch's workers look for their parent every 5 s."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.cwd() == str(folder):
+                found.append(process)
+    _, living = psutil.wait_procs(found, timeout=PATIENCE_S)
+    for process in living:
+        process.kill()
+    return len(living)
