@@ -38,7 +38,7 @@ from killable import Place, Running, end_orphans, watched
 
 from trainwright.errors import CheckpointError
 from trainwright.runlog import reader
-from trainwright.runlog.records import Saved, Step
+from trainwright.runlog.records import Evaluated, Saved, Step
 from trainwright.state.manifest import verify
 
 KEEP = 3
@@ -74,7 +74,7 @@ class Counts:
     losses_differing: int = 0  # steps, by loss or gradient norm
     steps_missing: int = 0
     ends_differing: int = 0  # runs whose last checkpoint has other bytes
-    best_differing: int = 0  # runs that think another checkpoint the best
+    best_differing: int = 0  # kills and ends after which the pointer to the best checkpoint is another
 
     def problems(self) -> dict[str, int]:
         """Whatever must not be."""
@@ -101,8 +101,13 @@ class Reference:
 
     hashes: dict[int, Hashes]
     steps: list[Step]
+    validated: dict[int, float]  # loss by step
     best: dict[str, Any] | None
     seconds: float
+
+    def best_until(self, step: int) -> int:
+        """The step of the best checkpoint then, 0 for none."""
+        return min((each for each in self.validated if each <= step), key=lambda each: self.validated[each], default=0)
 
 
 def hashes(checkpoint: Path) -> Hashes:
@@ -143,7 +148,9 @@ def train_undisturbed(place: Place, steps: int) -> Reference:
     by_step = {step_of(path): hashes(path) for path in committed(run)}
     assert sorted(by_step) == list(range(1, steps + 1)), f"saved were {sorted(by_step)}"
     seen = reader.read(run / "log.jsonl").records
-    reference = Reference(by_step, reader.steps(seen), best(run), seen[-1].time_s - seen[0].time_s)
+    validated = {record.step: record.loss for record in seen if isinstance(record, Evaluated)}
+    seconds = seen[-1].time_s - seen[0].time_s
+    reference = Reference(by_step, reader.steps(seen), validated, best(run), seconds)
     shutil.rmtree(run)
     return reference
 
@@ -161,7 +168,10 @@ def inspect(run: Path, reference: Reference) -> Counts:
     found.silently_corrupt = sum(hashes(path) != reference.hashes[step] for step, path in good.items())
     saved = max((record.step for record in seen if isinstance(record, Saved)), default=0)
     found.unloadable = int(not good and bool(paths or saved))
-    found.lost_saves = int(max(good, default=0) < saved)
+    newest = max(good, default=0)
+    found.lost_saves = int(newest < saved)
+    before = reference.best_until(newest - 1)  # the newest may have been committed a moment before the pointer to it
+    found.best_differing = int((pointer["step"] if pointer else 0) not in (before, reference.best_until(newest)))
     return found
 
 

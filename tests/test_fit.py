@@ -14,7 +14,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
+from trainwright.engine.precision import FP32
+from trainwright.engine.rehearse import Mode, rehearse
 from trainwright.errors import RecipeError, UsageError
+from trainwright.state.cursor import MicroBatch, StepBatch
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +53,18 @@ def test_a_loader_is_taken_apart() -> None:
     plan = json.loads((result.run / "plan.json").read_text())
     assert plan["batch"]["size"] == 64
     assert "shuffle: false" in (result.run / "recipe.yaml").read_text()
+
+
+def test_the_collate_function_of_a_loader_of_tensors_is_taken_over() -> None:
+    sizes: list[int] = []
+
+    def collate(items: list[Any]) -> Any:
+        sizes.append(len(items))
+        return torch.utils.data.default_collate(items)
+
+    loader = DataLoader(TensorDataset(*data()), batch_size=64, collate_fn=collate)
+    tw.fit(net(), loader, nn.functional.cross_entropy, until="3steps", quiet=True)
+    assert sizes.count(64) == 3
 
 
 def test_a_loss_over_model_and_batch_with_validation() -> None:
@@ -147,6 +162,45 @@ def test_a_rehearsal_leaves_no_trace_in_a_buffer_that_is_put_anew() -> None:
     model, (x, y) = Mean(), data(64)
     tw.fit(model, (x, y), nn.CrossEntropyLoss(), until="2steps", batch=64, quiet=True)
     torch.testing.assert_close(model.mu, 0.19 * x.mean(0))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "expanded", "overlapping", "empty"])
+def test_a_rehearsal_puts_any_buffer_back(layout: str) -> None:
+    """The adjacency of a graph is sparse; ``expand`` gives a buffer in which an element occurs twice."""
+    kinds = {
+        "coo": torch.eye(20).to_sparse(),
+        "csr": torch.eye(20).to_sparse_csr(),
+        "csc": torch.eye(20).to_sparse_csc(),
+        "expanded": torch.ones(20).expand(20, -1),
+        "overlapping": torch.ones(39).unfold(0, 20, 1),
+        "empty": torch.empty(0, 20),
+    }
+
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("adjacency", kinds[layout])
+            self.fc = nn.Linear(20, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            one = self.adjacency.values() if layout in ("csr", "csc") else self.adjacency
+            if layout == "coo":
+                one = self.adjacency._values()
+            one = one[:1] if layout in ("expanded", "overlapping") else one
+            one.mul_(2.0)
+            mixed = x if layout == "empty" else (self.adjacency @ x.T).T
+            return self.fc(mixed)  # type: ignore[no-any-return]
+
+    model = Graph()
+    state = tw.TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    before = model.adjacency.to_dense().clone()
+    x, y = data(8)
+    first = StepBatch((MicroBatch((x, y), np.arange(8)),))
+    seen = rehearse(state, first, nn.functional.cross_entropy, modes=[Mode(FP32, 1)], budget_s=0)
+    assert torch.equal(model.adjacency.to_dense(), before)
+    assert np.isfinite(seen.loss) and seen.activation_bytes > 0
+    assert model.adjacency is kinds[layout]
 
 
 def test_an_evaluation_on_the_same_dataset_leaves_its_epoch_alone() -> None:

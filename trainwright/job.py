@@ -31,7 +31,7 @@ from trainwright.errors import DataError, UsageError
 from trainwright.observe.sinks import require_sinks
 from trainwright.papers import where_from
 from trainwright.plan.machine import Machine, read_machine
-from trainwright.plan.make import Facts, Note, Plan, candidates, make_plan, with_rehearsal
+from trainwright.plan.make import Facts, Kept, Note, Plan, candidates, make_plan, with_rehearsal
 from trainwright.plan.memory import memory_bytes
 from trainwright.recipe import Duration, Loaded, Recipe
 from trainwright.resume import Earlier
@@ -94,9 +94,7 @@ def prepare(loaded: Loaded, parts: Parts | None = None, *, earlier: Earlier | No
     threads = (earlier.threads,) if earlier else usable_threads(device)
     facts = gather_facts(parts, device, device_name(device, machine), low_precision(device, machine), threads)
     with at_recipe(loaded, ""):
-        plan = make_plan(recipe, facts)
-    if earlier:
-        plan = earlier.with_its_warmup(plan, recipe)
+        plan = make_plan(recipe, facts, kept=earlier.what_was_planned(recipe) if earlier else Kept())
     state, schedule = build_state(parts, loaded, plan), build_schedule(loaded, plan)
     state.loss = parts.loss if isinstance(parts.loss, nn.Module) else None
     require_sinks(recipe.log.sinks)

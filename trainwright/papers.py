@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
-import sysconfig
 from collections.abc import Callable
+from itertools import chain
 from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from trainwright.build.assemble import Parts
 from trainwright.data.fingerprint import fingerprint
 from trainwright.recipe import Recipe, dump
 from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.provenance import modules_of, provenance
+from trainwright.runlog.provenance import module_of, modules_of, provenance
 
 if TYPE_CHECKING:
     from trainwright.job import Job
@@ -19,22 +21,17 @@ if TYPE_CHECKING:
 
 def where_from(recipe: Recipe, parts: Parts) -> dict[str, Any]:
     """Code, packages, machine, data and seeds as they are now."""
+    roots = (parts.model, parts.train.dataset, parts.loss)
+    modules = chain.from_iterable(each.modules() for each in roots if isinstance(each, nn.Module))
     sets = {"train": parts.train, "val": parts.val}
     prints = {name: fingerprint(data.dataset) for name, data in sets.items() if data is not None}
     return provenance(
         data_fingerprints={name: f"sha256:{each.sha256} ({each.how})" for name, each in prints.items()},
         seeds={"seed": recipe.seed},
-        modules=[*modules_of(recipe.model_dump(mode="json")), *_own_modules(parts)],
+        modules=[*modules_of(recipe.model_dump(mode="json")), *filter(None, map(module_of, roots))],
+        live=[*modules, *roots, parts.train.collate],
         command=sys.argv,
     )
-
-
-def _own_modules(parts: Parts) -> list[str]:
-    """Where the live objects are defined, unless an installed package has them, whose version speaks for it."""
-    installed = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
-    things = (parts.model, parts.train.dataset, parts.loss)
-    names = {getattr(thing, "__module__", type(thing).__module__) for thing in things}
-    return sorted(n for n in names if not str(getattr(sys.modules.get(n), "__file__", "")).startswith(installed))
 
 
 def papers_of(job: Job) -> dict[str, Any]:

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from trainwright.build.assemble import LIVE
 from trainwright.engine.precision import PrecisionName
 from trainwright.errors import CheckpointError
+from trainwright.plan.batch import solve_batch
 from trainwright.plan.changes import Again, Change, compare, on_command_line, require_accepted
-from trainwright.plan.make import Facts, Plan, choose_precision
+from trainwright.plan.make import Facts, Kept, Spent, choose_precision
 from trainwright.recipe import Recipe
 from trainwright.runlog.deaths import CRASH_LOOP, require_no_crash_loop
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.lock import RunLock
 from trainwright.state.checkpoint import load_checkpoint, misfits, read_papers
 from trainwright.state.cursor import Cursor
-from trainwright.state.manifest import step_of
-from trainwright.state.store import checkpoints, newest_valid
+from trainwright.state.manifest import step_of, told_as_forged
+from trainwright.state.store import checkpoints, newest_valid, set_aside_newer
 from trainwright.state.train_state import TrainState
 
 
@@ -49,16 +51,23 @@ class Earlier:
             return cast(PrecisionName, self.papers["plan"]["precision"])
         return choose_precision(asked, facts.device, facts.low_precision, {})[0]
 
-    def with_its_warmup(self, plan: Plan, recipe: Recipe) -> Plan:
-        """A longer run keeps the warm-up that it had: a share of the whole would stretch over steps that are done."""
-        then, schedule = self.papers["plan"], recipe.model_dump(mode="json")["schedule"]
-        if schedule["warmup"] != self.papers["recipe"]["schedule"]["warmup"]:
-            return plan
-        if then["extent"]["steps"] and plan.extent.steps:
-            return replace(plan, warmup=then["warmup"])
-        if then["extent"]["seconds"] and plan.extent.seconds:
-            return replace(plan, warmup=then["warmup"] * then["extent"]["seconds"] / plan.extent.seconds)
-        return plan
+    def what_was_planned(self, recipe: Recipe) -> Kept:
+        """What the recipe asks for as before and is done in part: as a share of another whole it would be another."""
+        then, asked, before = self.papers["plan"], recipe.model_dump(mode="json"), self.papers["recipe"]
+        batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation)
+        return Kept(
+            self._warmup(recipe) if asked["schedule"]["warmup"] == before["schedule"]["warmup"] else None,
+            then["keep_every"] if asked["checkpoint"]["keep_every"] == before["checkpoint"]["keep_every"] else None,
+            Spent(**then.get("spent", {})) if batch.size == then["batch"]["size"] else _spent(self.checkpoint),
+        )
+
+    def _warmup(self, recipe: Recipe) -> int | float | None:
+        """Of the same length: steps as they are, and a share of so many seconds as a share of those that it is now."""
+        warmup: int | float = self.papers["plan"]["warmup"]
+        if isinstance(warmup, int):
+            return warmup
+        was_s = self.papers["plan"]["extent"]["seconds"]
+        return warmup * (was_s / recipe.until.value) if recipe.until.unit == "s" else None
 
     def load(self, state: TrainState, recipe: Recipe, precision: str, now: Mapping[str, Any]) -> list[str]:
         """Puts the checkpoint into ``state``; returns the differences that were accepted.
@@ -69,10 +78,12 @@ class Earlier:
         changes = self._changes(state, recipe, precision, now)
         accept = [each for each in self.accept if each != CRASH_LOOP]
         also = [CRASH_LOOP] if CRASH_LOOP in self.accept else []
-        accepted = require_accepted(changes, accept, again=lambda paths: self.again([*also, *paths]))
+        accepted = require_accepted(changes, accept, again=lambda paths, undo=(): self.again([*also, *paths], undo))
         for change in changes:
             self.say(str(change))
         load_checkpoint(state, self.checkpoint, verified=True)
+        for path in set_aside_newer(self.folder.checkpoints, self.checkpoint):
+            self.say(f"set aside: {path}")
         if any(change.path.startswith("data.train") for change in accepted):
             state.data, state.quarantine = Cursor(state.data.epoch + 1, 0), set()
         return [change.path for change in accepted]
@@ -81,6 +92,13 @@ class Earlier:
         then = {**self.papers, "recipe": {**self.papers["recipe"], "precision": self.papers["plan"]["precision"]}}
         asked = {"recipe": {**recipe.model_dump(mode="json"), "precision": precision}, "provenance": now}
         return compare(then, asked, step=step_of(self.checkpoint) or 0, misfits=misfits(state, self.checkpoint))
+
+
+def _spent(checkpoint: Path) -> Spent:
+    with told_as_forged(checkpoint):
+        rest = json.loads((checkpoint / "state.json").read_text())["rest"]
+        counters, data = rest["counters"], rest["data"]
+        return Spent(counters["step"], counters["num_samples"], counters["num_tokens"], data["epoch"], data["position"])
 
 
 def find_earlier(folder: RunFolder, lock: RunLock, accept: Sequence[str], say: Callable[[str], None]) -> Earlier:
@@ -112,16 +130,12 @@ def again(folder: RunFolder, *, live: bool = False) -> str:
 
 def in_python(folder: RunFolder) -> Again:
     """The Again of a run of live objects."""
-    return lambda paths: f"tw.fit(..., resume={str(folder.path)!r}, accept={list(paths)})"
+    return lambda paths, undo=(): f"tw.fit(..., resume={str(folder.path)!r}, accept={list(paths)})"
 
 
 def called(folder: RunFolder) -> str:
-    """This very command less what it accepts; ``again`` where it was not called from a command line."""
-    if sys.argv[1:2] != ["resume"]:
-        return again(folder)
-    words = iter(sys.argv[1:])
-    kept = [word for word in words if not word.startswith("--accept=") and (word != "--accept" or not next(words, ""))]
-    return f"{program()} {shlex.join(kept)}"
+    """This very command; ``again`` where it was not called from a command line."""
+    return f"{program()} {shlex.join(sys.argv[1:])}" if sys.argv[1:2] == ["resume"] else again(folder)
 
 
 def program() -> str:

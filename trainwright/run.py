@@ -17,6 +17,7 @@ from trainwright import __version__
 from trainwright.build.assemble import Parts, build_loading, validation_batches
 from trainwright.engine.between import NEVER
 from trainwright.engine.loop import Observer, Outcome, run
+from trainwright.errors import StorageError, UsageError
 from trainwright.job import Job, doubled, make_advance, prepare, until_of
 from trainwright.observe.cadence import Every
 from trainwright.observe.evaluation import Evaluation
@@ -28,6 +29,7 @@ from trainwright.observe.signals import Signals, grace_s
 from trainwright.papers import keep_there, lay_down, lay_down_again, papers_of
 from trainwright.plan.duration import Interval
 from trainwright.plan.explain import preflight
+from trainwright.plan.machine import read_machine
 from trainwright.recipe import Loaded
 from trainwright.report.text import Ending, closing
 from trainwright.resume import Earlier, again, find_earlier
@@ -103,12 +105,12 @@ def train(
         closing_down.callback(progress.close)
         closing_down.callback(signals.close)
         signals.listen()
-        lock = closing_down.enter_context(_held(resume)) if resume else None
+        lock = closing_down.enter_context(_held(resume, signals)) if resume else None
         earlier = find_earlier(resume, lock, accept, said.append) if resume and lock else None
         job = prepare(loaded, parts, earlier=earlier)
         progress.marks = job.marks
         folder = resume or RunFolder.create(job.recipe.folder, job.recipe.name)
-        lock = lock or closing_down.enter_context(_held(folder))
+        lock = lock or closing_down.enter_context(_held(folder, signals))
         if not lock.exclusive:
             said.append(f"the file system of {folder.path} has no locks: see to it that nobody else trains there")
         (lay_down_again if earlier else lay_down)(folder, job)
@@ -120,12 +122,18 @@ def train(
 
 
 @contextmanager
-def _held(folder: RunFolder) -> Iterator[RunLock]:
-    """The lock of a run folder; an exception leaves the step in which it came in the lock, as a kill does."""
+def _held(folder: RunFolder, signals: Signals) -> Iterator[RunLock]:
+    """The lock of a run folder; an exception leaves the step in which it came in the lock, as a kill does.
+
+    Not one that no step is guilty of: a mistake in the call, a full disk, a signal that asked the run to stop.
+    """
     lock = RunLock.acquire(folder.path)
+    signals.asked = lock.excuse
     try:
         yield lock
-    except Exception:
+    except Exception as error:
+        if isinstance(error, UsageError | StorageError):
+            lock.forget_step()
         lock.release(clean=False)
         raise
     finally:
@@ -203,6 +211,7 @@ def _saving(job: Job, stage: Stage, logbook: Logbook) -> Saving:
         papers=papers_of(job),
         before=keep_there(stage.folder, job, stage.progress.say),
         clock=stage.world.clock,
+        free_memory=lambda: read_machine().available_bytes,  # what a container may use, not what the machine has
     )
 
 

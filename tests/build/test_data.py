@@ -245,6 +245,19 @@ def test_drop_last(workers: int) -> None:
     assert len(set(samples(batches[:2]))) == 16
 
 
+@pytest.mark.parametrize("make", [Augmented, AugmentedStream])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_drop_last_where_an_epoch_goes_on_in_batches_of_another_size(make: type, workers: int) -> None:
+    """23 samples: 8 are done, the other 15 are 3 batches of 5, or one of 9; the next epoch is cut anew."""
+    fives = take(make(), 5, Cursor(0, 8), batch_size=5, micro_size=2, drop_last=True, workers=workers)
+    assert [batch.size for batch in fives] == [5] * 5
+    assert [batch.cursor for batch in fives][2:4] == [Cursor(0, 23), Cursor(1, 5)]
+    nines = take(make(), 4, Cursor(0, 8), batch_size=9, micro_size=9, drop_last=True, workers=workers)
+    assert [batch.cursor for batch in nines] == [Cursor(0, 17), Cursor(1, 9), Cursor(1, 18), Cursor(2, 9)]
+    tens = take(make(), 1, Cursor(0, 16), batch_size=10, micro_size=10, drop_last=True, workers=workers)
+    assert [batch.cursor for batch in tens] == [Cursor(1, 10)]
+
+
 def test_a_set_that_fills_no_batch_gives_none_instead_of_searching_for_ever() -> None:
     assert take(Augmented(5), 99, drop_last=True) == []
     assert take(Augmented(0), 99) == []
@@ -389,6 +402,17 @@ def test_a_tensor_dataset_and_one_with_its_own_fetch_give_the_same_batches() -> 
     expected = take(OneByOne(), 5)
     assert_equal(take(whole, 5), expected)
     assert_equal(take(Fetching(), 5), expected)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_collate_function_of_ones_own_is_used_for_tensors_too(workers: int) -> None:
+    whole = TensorDataset(torch.arange(SIZE), torch.zeros(SIZE))
+    found = unwrap(DataLoader(whole, batch_size=4, collate_fn=Drawing()))
+    seed_all(1)
+    batches = take(found.dataset, 3, collate=found.collate, workers=workers)
+    assert all(len(micro.data[1]) == 5 for batch in batches for micro in batch.micro)
+    seed_all(2)
+    assert_equal(take(found.dataset, 3, collate=found.collate), batches)
 
 
 def test_batch_seed_is_a_seed_of_its_own_for_every_batch() -> None:

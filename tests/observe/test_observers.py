@@ -137,6 +137,9 @@ class Told:
         assert num_bytes > 0 and seconds > 0 and blocked_s > 0
         self.heard.append((step, path))
 
+    def not_saved(self, step: int, reason: str) -> None:
+        assert reason
+
 
 def test_saving_that_fails_leaves_the_run_going(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file where the folder should be")

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch import nn
 
 from trainwright.engine.evaluate import Evaluated
+from trainwright.errors import CheckpointError
 from trainwright.observe.cadence import Every
+from trainwright.observe.journal import Journal
+from trainwright.observe.recorder import Recorder
 from trainwright.observe.saving import SavePolicy, Saving
+from trainwright.runlog.reader import read
+from trainwright.runlog.records import NotSaved
+from trainwright.runlog.writer import LogWriter
 from trainwright.state import checkpoint
 from trainwright.state.manifest import step_of
 from trainwright.state.store import Best, Retention, checkpoints, read_best
@@ -24,10 +32,15 @@ from trainwright.state.weights import read_weights
 class Heard:
     def __init__(self) -> None:
         self.saved_steps: list[int] = []
+        self.not_saved_steps: list[int] = []
         self.said: list[str] = []
 
     def saved(self, step: int, path: str, num_bytes: int, seconds: float, blocked_s: float) -> None:
         self.saved_steps.append(step)
+
+    def not_saved(self, step: int, reason: str) -> None:
+        self.not_saved_steps.append(step)
+        assert reason in self.said[-1]
 
 
 def state_at(step: int) -> TrainState:
@@ -38,6 +51,10 @@ def state_at(step: int) -> TrainState:
 
 def saving_in(folder: Path, heard: Heard, clock: Callable[[], float] = lambda: 0.0, **policy: object) -> Saving:
     return Saving(folder, SavePolicy(**policy), told=heard, warn=heard.said.append, clock=clock)  # type: ignore[arg-type]
+
+
+def seen(loss: float) -> Evaluated:
+    return Evaluated(loss=loss, weight=1.0, metrics={}, seconds=0.0)
 
 
 class Held:
@@ -81,11 +98,9 @@ def test_without_a_copy_training_waits(tmp_path: Path, monkeypatch: pytest.Monke
     assert heard.saved_steps == [1]
 
 
-def test_where_memory_is_short_training_waits_and_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_memory_is_short_training_waits_and_it_is_said(tmp_path: Path) -> None:
     heard, state = Heard(), state_at(1)
-    memory = psutil.virtual_memory()
-    monkeypatch.setattr("psutil.virtual_memory", lambda: memory._replace(available=100))
-    saving = saving_in(tmp_path, heard)
+    saving = Saving(tmp_path, SavePolicy(), told=heard, warn=heard.said.append, free_memory=lambda: 100)
     saving.due(state)
     saving(state)
     assert [step_of(path) for path in checkpoints(tmp_path)] == [1]
@@ -197,3 +212,214 @@ def test_a_disk_without_room_is_told_before_anything_is_written(
     assert [step_of(path) for path in checkpoints(tmp_path)] == [1]
     assert len(heard.said) == 1 and "GB left" in heard.said[0] and "older checkpoints are intact" in heard.said[0]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_where_no_copy_can_be_made_training_waits_and_it_is_said_once(tmp_path: Path) -> None:
+    heard, state = Heard(), state_at(1)
+    state.model.register_buffer("huge", torch.zeros(1).expand(2**55))  # more than can be addressed
+    saving = Saving(tmp_path, SavePolicy(), told=heard, warn=heard.said.append, free_memory=lambda: 2**60)
+    saving.due(state)
+    state.model.register_buffer("huge", torch.zeros(1))
+    saving(state)
+    assert [step_of(path) for path in checkpoints(tmp_path)] == [1], "it is there when the call returns"
+    state.step = 2
+    saving.due(state)
+    saving(state)
+    saving.close()
+    assert heard.saved_steps == [1, 2]
+    assert len(heard.said) == 1 and "while training waits" in heard.said[0]
+
+
+class Unsavable(nn.Linear):
+    """Extra state of a user's own: what ``get_extra_state`` gives or raises can be changed."""
+
+    extra: Any = 0
+
+    def get_extra_state(self) -> Any:
+        if isinstance(self.extra, Exception):
+            raise self.extra
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None: ...
+
+
+def unsavable_at(step: int) -> tuple[TrainState, Unsavable]:
+    model = Unsavable(4, 4)
+    return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), step=step), model
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("where", ["extra state", "parameter group"])
+def test_state_that_can_never_be_saved_is_told_after_the_first_step(
+    tmp_path: Path, where: str, asynchronous: bool
+) -> None:
+    heard, (state, model) = Heard(), unsavable_at(1)
+    if where == "extra state":
+        model.extra = {1, 2}
+    else:
+        state.optimizer.param_groups[0]["history"] = deque([1.0])
+    saving = saving_in(tmp_path, heard, asynchronous=asynchronous)
+    with pytest.raises(CheckpointError, match="cannot be saved") as caught:
+        saving.due(state)
+    assert caught.value.remedy
+    saving.close()
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), RuntimeError("no"), OSError(28, "No space left"), MemoryError()])
+def test_whatever_a_capture_raises_leaves_the_run_going(tmp_path: Path, error: Exception) -> None:
+    heard, (state, model) = Heard(), unsavable_at(1)
+    saving = saving_in(tmp_path, heard)
+    saving.due(state)
+    model.extra = error
+    saving(state)
+    model.extra, state.step = 0, 2
+    saving.due(state)
+    saving(state)
+    saving.close()
+    assert (heard.not_saved_steps, heard.saved_steps) == ([1], [2])
+    assert len(heard.said) == 1 and "step 1 is not saved" in heard.said[0] and "(" in heard.said[0]
+
+
+def test_whatever_comes_ahead_of_a_save_leaves_the_run_going(tmp_path: Path) -> None:
+    root = tmp_path / "a file"
+    root.write_text("")
+    heard = Heard()
+    before = (root / "run").mkdir  # the root of the run folder was replaced: NotADirectoryError
+    saving = Saving(tmp_path / "run", SavePolicy(), told=heard, warn=heard.said.append, before=before)
+    saving(state_at(1))
+    saving.close()
+    assert heard.not_saved_steps == [1] and "a part of the path is a file" in heard.said[0]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_whatever_a_write_raises_leaves_the_run_going(tmp_path: Path, asynchronous: bool) -> None:
+    heard = Heard()
+    papers: dict[str, Any] = {"model": object()}  # no JSON: TypeError
+    policy = SavePolicy(asynchronous=asynchronous)
+    saving = Saving(tmp_path, policy, told=heard, warn=heard.said.append, papers=papers)
+    saving.due(state_at(1))
+    saving(state_at(1))
+    saving(state_at(2))
+    while heard.not_saved_steps != [1, 2]:
+        saving.due(state_at(2))
+    papers["model"] = "mlp"
+    saving(state_at(3))
+    saving.close()
+    assert (heard.not_saved_steps, heard.saved_steps) == ([1, 2], [3])
+    assert "TypeError" in heard.said[0]
+
+
+def test_a_run_folder_that_goes_between_commit_and_tidying_up_leaves_the_run_going(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def commit_and_lose(snapshot: checkpoint.Snapshot, folder: Path) -> tuple[Path, int]:
+        written = checkpoint.commit(snapshot, folder)
+        shutil.rmtree(folder)
+        return written
+
+    monkeypatch.setattr("trainwright.observe.saving.commit", commit_and_lose)
+    heard = Heard()
+    saving = saving_in(tmp_path / "checkpoints", heard, best="loss")
+    saving.evaluated(1, seen(1.0))
+    saving(state_at(1))
+    saving(state_at(2))
+    saving.close()
+    assert heard.saved_steps == [1, 2]
+    assert len(heard.said) == 1 and "could not be tidied up" in heard.said[0], "there is no folder for best.json"
+
+
+def test_a_save_that_failed_is_in_the_log(tmp_path: Path) -> None:
+    journal = Journal(LogWriter(tmp_path / "log.jsonl"), pytest.fail)
+    recorder, said = Recorder(journal, [], Every(steps=1)), []
+    state = state_at(3)
+    nn.init.constant_(state.model.weight, float("nan"))  # type: ignore[arg-type]
+    saving = Saving(tmp_path / "checkpoints", SavePolicy(), told=recorder, warn=said.append)
+    saving(state)
+    saving.close()
+    journal.close()
+    (record,) = read(tmp_path / "log.jsonl").records
+    assert isinstance(record, NotSaved) and record.step == 3
+    assert "step 3 is not finite" in record.reason and record.reason in said[0]
+
+
+def test_a_best_that_could_not_be_captured_is_told_once_and_forgotten(tmp_path: Path) -> None:
+    heard, (state, model) = Heard(), unsavable_at(1)
+    saving = saving_in(tmp_path, heard, best="loss")
+    model.extra = ValueError("no")
+    saving.evaluated(1, seen(0.5))
+    saving(state)
+    model.extra = 0
+    for state.step in (2, 3):
+        assert not saving.due(state)
+    saving.evaluated(3, seen(0.7))  # worse than the one that is lost
+    assert saving.due(state)
+    saving(state)
+    saving.close()
+    assert read_best(tmp_path) == Best(3, "loss", 0.7)
+    assert len(heard.said) == 1
+
+
+def test_a_best_that_could_not_be_written_is_none(tmp_path: Path) -> None:
+    heard, state = Heard(), state_at(1)
+    saving = saving_in(tmp_path, heard, best="loss")
+    for step, loss in enumerate((0.9, 0.1, 0.5), start=1):
+        state.step = step
+        saving.evaluated(step, seen(loss))
+        assert saving.due(state)
+        nn.init.constant_(state.model.weight, float("nan" if step == 2 else 1.0))  # type: ignore[arg-type]
+        saving(state)
+    saving.close()
+    assert (heard.saved_steps, heard.not_saved_steps) == ([1, 3], [2])
+    assert read_best(tmp_path) == Best(3, "loss", 0.5)
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_step_that_is_saved_already_may_turn_out_to_be_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_disk: bool
+) -> None:
+    held, heard = Held(monkeypatch), Heard()
+    held.go.set()
+    saving = saving_in(tmp_path, heard, best="loss")
+    saving.evaluated(1, seen(0.5))
+    saving(state_at(1))
+    state = state_at(2)
+    saving.due(state)
+    if on_disk:
+        saving(state)
+        while heard.saved_steps != [1, 2]:
+            saving.due(state)
+    else:
+        held.go.clear()
+        saving(state)
+        threading.Timer(0.05, held.go.set).start()
+    saving.evaluated(2, seen(0.4))
+    assert not saving.due(state)
+    saving(state)
+    saving.close()
+    assert heard.saved_steps == [1, 2] and heard.said == []
+    assert read_best(tmp_path) == Best(2, "loss", 0.4)
+
+
+def test_a_step_that_could_not_be_saved_is_not_the_best(tmp_path: Path) -> None:
+    heard, state = Heard(), state_at(2)
+    saving = saving_in(tmp_path, heard, best="loss")
+    saving.evaluated(1, seen(0.5))
+    saving(state_at(1))
+    nn.init.constant_(state.model.weight, float("nan"))  # type: ignore[arg-type]
+    saving(state)
+    saving.evaluated(2, seen(0.4))
+    assert not saving.due(state)
+    saving.close()
+    assert heard.not_saved_steps == [2] and read_best(tmp_path) == Best(1, "loss", 0.5)
+
+
+def test_a_best_written_by_hand_does_not_stop_the_run(tmp_path: Path) -> None:
+    heard = Heard()
+    first = saving_in(tmp_path, heard)
+    first(state_at(1))
+    first.close()
+    (tmp_path / "best.json").write_text('{"step": 1, "metric": "loss", "value": "0.3"}')
+    saving = saving_in(tmp_path, heard, best="loss")
+    saving.evaluated(2, seen(0.7))
+    assert saving.due(state_at(2))
+    saving.close()

@@ -9,11 +9,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from trainwright.errors import UsageError
 from trainwright.observe.signals import Signals, grace_s
+from trainwright.runlog.lock import RunLock
 
 
 @contextmanager
@@ -40,8 +42,12 @@ def test_only_the_named_ones_and_sigint_are_taken_over() -> None:
 def test_a_signal_that_was_named_is_heard() -> None:
     said: list[str] = []
     with listening(Signals(said.append, names=("SIGHUP",))) as signals:
+        calls: list[int | None] = []
+        signals.asked = lambda: calls.append(signals.received)
         os.kill(os.getpid(), signal.SIGHUP)
-        assert signals.received == signal.SIGHUP
+        assert signals.received == signal.SIGHUP and calls == [signal.SIGHUP]
+        signals.asked = lambda: calls.append(None)
+        assert calls == [signal.SIGHUP, None], "whoever comes late is told at once"
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert said == ["SIGHUP: saving at the end of this step; once more quits at once"]
@@ -170,3 +176,67 @@ def test_a_forked_child_answers_to_its_parent_alone() -> None:
     done = subprocess.run([sys.executable, "-c", POOL], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "", "a child speaks for the run"
+
+
+# Who reads what it prints goes on reading only when the signal has been answered: until then a print is under way.
+BLOCKED = """
+import os, signal, threading
+from rich.console import Console
+from trainwright.observe.progress import Progress
+from trainwright.observe.signals import Signals
+asked, read = threading.Event(), []
+from_here, to_there = os.pipe()
+out = os.fdopen(to_there, "w")
+signals = Signals(Progress(Console(file=out, force_terminal=False)).say)
+signals.asked = asked.set
+signals.listen()
+
+def reader():
+    while part := os.read(from_here, 1 << 16):
+        read.append(part)
+        if not asked.is_set():
+            os.kill(os.getpid(), signal.SIGTERM)
+            asked.wait(60)
+
+thread = threading.Thread(target=reader)
+thread.start()
+for _ in range(4):
+    print("x" * 100_000, file=out, flush=True)
+signals.close()
+out.close()
+thread.join()
+print(asked.is_set(), b"SIGTERM: saving at the end of this step; once more quits at once" in b"".join(read))
+"""
+
+
+def test_a_signal_in_the_midst_of_printing() -> None:
+    done = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", "True"]
+
+
+PREEMPTED = """
+import os, signal, sys
+from pathlib import Path
+from trainwright.observe.signals import Signals
+from trainwright.runlog.lock import RunLock
+signals = Signals(print)
+signals.listen()
+if sys.argv[2] == "before":
+    os.kill(os.getpid(), signal.SIGTERM)
+lock = RunLock.acquire(Path(sys.argv[1]))
+signals.asked = lock.excuse
+lock.beat(417)
+if sys.argv[2] == "after":
+    os.kill(os.getpid(), signal.SIGTERM)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_kill_when_the_patience_is_over_is_not_the_fault_of_the_step(tmp_path: Path, when: str) -> None:
+    done = subprocess.run([sys.executable, "-c", PREEMPTED, str(tmp_path), when], stdout=subprocess.DEVNULL)
+    assert done.returncode == -signal.SIGKILL
+    lock = RunLock.acquire(tmp_path)
+    lock.release(clean=True)
+    assert (lock.died_in_step, lock.deaths) == (None, 0)

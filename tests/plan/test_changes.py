@@ -73,6 +73,16 @@ FOUND: dict[str, dict[str, Any]] = {
     "`mynets.py` was edited": {"sources": {"mynets": HASH["b"], "mydata": HASH["a"]}},
     "a commit elsewhere": {"git": {"commit": "d" * 40, "dirty": False, "diff_sha256": None}},
     "no git here": {"git": None},
+    "in a run of 4ep": {},
+    "`Net` was edited in the script that calls `tw.fit`": {"sources": {"__main__.Net": HASH["b"]}},
+    "`Net` was typed into a Python prompt": {"sources": {"__main__.Net": None}},
+    "a stream": {"data": {"train": f"sha256:{HASH['a']} (the type only)"}},
+}
+# And what was found when the run began, where that is not ``provenance()``.
+ONCE: dict[str, dict[str, Any]] = {
+    "`Net` was edited in the script that calls `tw.fit`": {"sources": {"__main__.Net": HASH["a"]}},
+    "`Net` was typed into a Python prompt": FOUND["`Net` was typed into a Python prompt"],
+    "a stream": FOUND["a stream"],
 }
 MISFITS = ["layers.0.weight has the shape (128, 8), in the checkpoint (64, 8)"]
 ANOTHER_SHAPE = ("model.args.width", "model.lora.rank")
@@ -87,15 +97,16 @@ def rows() -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row['path']} {row['was']} {row['now']} {row['how']}")
 def test_a_row_of_the_table(row: dict[str, str]) -> None:
-    path, before, after = row["path"], papers(), papers(**FOUND[row["how"]])
+    path, before, after = row["path"], papers(**ONCE.get(row["how"], {})), papers(**FOUND[row["how"]])
     if path.startswith("packages."):
         for side, version in ((before, row["was"]), (after, row["now"])):
             side["provenance"]["packages"] = with_package(path.removeprefix("packages."), version)
     elif row["was"]:
-        before["recipe"], after["recipe"] = recipe(f"{path}={row['was']}"), recipe(f"{path}={row['now']}")
+        more = ["until=4ep"] if "4ep" in row["how"] else []
+        before["recipe"], after["recipe"] = (recipe(f"{path}={row[side]}", *more) for side in ("was", "now"))
     misfits = MISFITS if path in ANOTHER_SHAPE else []
     change = next(each for each in compare(before, after, step=STEP, misfits=misfits) if each.path == path)
-    assert (change.kind, change.why) == (CLASSES[row["kind"]], row["why"])
+    assert (change.kind, change.why) == (CLASSES[row["kind"]], row["why"].replace("`", ""))
 
 
 def test_the_table_is_long_enough() -> None:
@@ -194,6 +205,15 @@ def test_the_global_batch_decides(before: list[str], after: list[str], kinds: di
     assert {each.path: each.kind for each in changes} == kinds
 
 
+@pytest.mark.parametrize(
+    ("until", "is_recounted"), [("4ep", True), ("9samples", True), ("9steps", False), ("9s", False)]
+)
+def test_another_batch_is_another_length(until: str, is_recounted: bool) -> None:
+    change = between(recipe(f"until={until}"), recipe(f"until={until}", "batch.size=64"))
+    assert change.why.startswith("a step takes 64 samples instead of 32")
+    assert (f"what is left of {until} is counted in such steps" in change.why) == is_recounted
+
+
 def test_moments_that_the_checkpoint_lacks() -> None:
     off, on = recipe("optimizer.args.amsgrad=false"), recipe("optimizer.args.amsgrad=true")
     assert [between(off, on).kind, between(recipe(), on).kind, between(on, off).kind] == ["fatal", "fatal", "maths"]
@@ -227,7 +247,10 @@ def test_the_gravest_comes_first() -> None:
 @pytest.mark.parametrize("print_", [None, "sha256:aa (the type only: this dataset cannot be read without using it up)"])
 def test_a_fingerprint_that_says_too_little(print_: str | None) -> None:
     before, after = papers(data={"train": print_}), papers("data.train.args.path=b.txt", data={"train": print_})
-    assert [(each.path, each.kind) for each in compare(before, after, step=STEP)] == [("data.train.args.path", "maths")]
+    found = compare(before, after, step=STEP)
+    assert [(each.path, each.kind) for each in found] == [("data.train.args.path", "maths"), ("data.train", "safe")]
+    told = only(compare(before, before, step=STEP))
+    assert (told.path, told.why) == ("data.train", "whether the data is the same is not known")
 
 
 def test_the_words_of_a_stream_are_those_that_are_looked_for() -> None:
@@ -249,6 +272,10 @@ def test_the_words_of_a_stream_are_those_that_are_looked_for() -> None:
         ({"data": {}}, {}, "data.train", "safe", "not known"),
         ({"data": {"val": "a"}}, {"data": {"val": "b"}}, "data.val", "safe", "not trained on"),
         ({"data": {"val": None}}, {"data": {"val": "b"}}, "data.val", "safe", "not known"),
+        ({"data": {"val": "(the type only)"}}, {"data": {"val": "(the type only)"}}, "data.val", "safe", "not known"),
+        ({"sources": {"__main__.A": "a"}}, {"sources": {"__main__.A": "b"}}, "code", "maths", "source of __main__.A"),
+        ({"sources": {"__main__.A": None}}, {"sources": {"__main__.A": None}}, "code", "safe", "A is the same is not"),
+        ({"sources": {}}, {"sources": {"__main__.A": "b"}}, "code", "safe", "__main__.A is the same is not known"),
         ({"git": None}, {}, "code", "safe", "are the same; what they import"),
         ({"git": None, "sources": {"mynets": None}}, {"sources": {"mynets": None}}, "code", "safe", "not known"),
         ({"git": None, "sources": {}}, {"sources": {}}, "code", "safe", "names no file of yours"),
@@ -363,6 +390,16 @@ def test_what_is_fatal_cannot_be_accepted() -> None:
     assert error.message.count("(fatal)") == 2
     assert "seed" not in error.message
     assert error.remedy == f"undo what is fatal, then: {AGAIN} --accept all"
+
+
+def test_the_command_leaves_out_what_is_fatal() -> None:
+    sets = ["--set until=300steps", "--set=optimizer=sgd", "--set seed=7", "--set 'model.args.a b=1'", "--accept name"]
+    error = refusal(asked("optimizer.use=sgd", "seed=7", "until=300steps"), "name", again=" ".join([AGAIN, *sets]))
+    assert error.remedy.endswith(f"{AGAIN} --set seed=7 --set 'model.args.a b=1' --accept name --accept seed")
+    shapes = compare(papers("model.lora=null"), papers("model.lora.rank=8"), step=STEP, misfits=MISFITS)
+    assert refusal(shapes, again=f"{AGAIN} --set model.lora.rank=8").remedy.endswith(f"then: {AGAIN}")
+    data = compare(papers(), papers("model.freeze=[a]"), step=STEP, misfits=MISFITS)
+    assert "--set 'model.freeze=[a]' --accept" in refusal(data, again=f"{AGAIN} --set 'model.freeze=[a]'").remedy
 
 
 def test_a_requeued_job_may_keep_its_command() -> None:

@@ -12,7 +12,16 @@ from trainwright.errors import RecipeError
 from trainwright.plan.batch import BatchPlan, scale_lr, solve_batch
 from trainwright.plan.duration import Extent, Interval, Pace, extent, interval, span
 from trainwright.plan.explain import human_bytes, human_seconds, preflight
-from trainwright.plan.make import Facts, candidates, choose_precision, choose_threads, make_plan, with_rehearsal
+from trainwright.plan.make import (
+    Facts,
+    Kept,
+    Spent,
+    candidates,
+    choose_precision,
+    choose_threads,
+    make_plan,
+    with_rehearsal,
+)
 from trainwright.plan.memory import memory_bytes
 from trainwright.recipe import Duration, Recipe, from_mapping
 
@@ -113,6 +122,48 @@ def test_an_epoch_ends_in_a_short_step_unless_told() -> None:
     dropped = recipe(batch={"size": 300}, data={"train": "digits", "drop_last": True})
     assert make_plan(dropped, FACTS).steps_per_epoch == 3
     assert make_plan(recipe(until="2ep", batch={"size": 300}), FACTS).extent.steps == 8
+
+
+@pytest.mark.parametrize(
+    ("until", "drop_last", "steps"),
+    [
+        ("4ep", False, 20 + 18 + 2 * 32),  # 1000 samples are 32 steps of 32; of the second epoch 560 are left
+        ("4ep", True, 20 + 17 + 2 * 31),
+        ("2.5ep", False, 20 + 18 + 16),
+        ("4000samples", False, 20 + 80),  # 2560 are left
+        ("0.256Mtok", False, 20 + 80),  # 163840 are left, 2048 a step
+        ("90steps", False, 90),
+        ("1ep", False, 20),
+    ],
+)
+def test_what_is_left_is_counted_in_the_new_batch(until: str, drop_last: bool, steps: int) -> None:
+    """After 20 steps of 72 samples, the last of the first epoch a short one."""
+    spent = Spent(step=20, samples=1440, tokens=92160, epoch=1, position=440)
+    asked = recipe(until=until, batch={"size": 32}, data={"train": "digits", "drop_last": drop_last})
+    plan = make_plan(asked, FACTS, kept=Kept(spent=spent))
+    assert (plan.extent.steps, plan.spent) == (steps, spent)
+    assert next(note.choice for note in plan.notes if note.topic == "steps left") == str(steps - 20)
+    assert f"length      {steps} steps" in preflight(plan)
+
+
+def test_what_was_planned_is_kept() -> None:
+    asked = recipe(until="1000steps", schedule={"warmup": "0.1run"}, checkpoint={"keep_every": "0.1run"})
+    assert (make_plan(asked, FACTS).warmup, make_plan(asked, FACTS).keep_every) == (100, 100)
+    kept = make_plan(asked, FACTS, kept=Kept(warmup=7, keep_every=30))
+    assert (kept.warmup, kept.keep_every) == (7, 30)
+
+
+@pytest.mark.parametrize(
+    ("until", "warmup", "said"),
+    [
+        ("60steps", 80, "the warm-up of 80 steps is not shorter than the run of 60 steps (until: 60steps)"),
+        ("6s", 2.0, "the warm-up of 12 s is not shorter than the run of 6 s (until: 6s)"),
+    ],
+)
+def test_a_run_shorter_than_the_warm_up_that_it_keeps(until: str, warmup: int | float, said: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        make_plan(recipe(until=until), FACTS, kept=Kept(warmup=warmup))
+    assert said in str(caught.value)
 
 
 def test_empty_and_too_small_datasets() -> None:

@@ -32,11 +32,13 @@ def again(paths: Sequence[str]) -> str:
 
 @contextmanager
 def died(folder: RunFolder, *steps: int) -> Iterator[RunLock]:
-    """The lock of a run whose last processes died in these steps."""
-    for step in steps:
+    """The lock of a run whose last processes, 11 and on, died in these steps."""
+    for pid, step in enumerate(steps, 11):
         lock = RunLock.acquire(folder.path)
         lock.beat(step)
         lock.release(clean=False)
+        left = json.loads((folder.path / "lock").read_text())
+        (folder.path / "lock").write_text(json.dumps({**left, "pid": pid}))
     lock = RunLock.acquire(folder.path)
     yield lock
     lock.release(clean=False)
@@ -65,9 +67,31 @@ FAILED_AND_KILLED = (started(11), ended("failed", "RuntimeError: bad sample", 41
 def test_each_death_of_the_row_is_told_with_its_reason() -> None:
     earlier = (started(9, step=0), started(10, died_in_step=300))
     records = (*earlier, *FAILED_AND_KILLED[1:], started(13, died_in_step=417))
-    deaths = deaths_in(records, 417)
+    deaths = deaths_in(records, 417, (10, 12, 13))
     assert [(death.pid, death.reason) for death in deaths] == [(10, "RuntimeError: bad sample"), (12, None), (13, None)]
     assert str(deaths[1]) == "process 12: killed without a last word (last record 2023-11-14 22:13:32 UTC)"
+
+
+FINISHED = (started(7, step=0), step(500), ended("finished", "", 500))
+
+
+@pytest.mark.parametrize(
+    ("records", "known"),
+    [
+        ((*FINISHED, started(11), started(12)), [11, 12]),
+        ((*FINISHED, started(11)), [11]),
+        (FINISHED, []),
+        ((started(11), *FINISHED), []),  # another process 11 (each in a container of its own), and well-ended since
+        ((started(11), ended("stopped", "SIGINT", 416)), []),
+        ((started(11), step(418)), []),  # the log may be coarse, but it got past the step
+        ((started(11), step(417)), [11]),  # killed by an observer after the log had its record
+        ((started(11), started(13), started(12)), [11, 12]),  # 13 was asked to stop before it was killed
+        ((started(11), started(11), started(12)), [11, 12]),
+        ((), []),
+    ],
+)
+def test_who_did_not_die_in_it_is_not_named(records: Sequence[Record], known: list[int]) -> None:
+    assert [death.pid for death in deaths_in(records, 417, (11, 12))] == known
 
 
 @pytest.fixture
@@ -94,12 +118,15 @@ def write_log(folder: RunFolder, records: Sequence[Record]) -> None:
     log.close()
 
 
+DEATHS = deaths_in(KILLED_TWICE, 417, (11, 12))
+
+
 def test_a_bundle_keeps_what_retention_deletes(folder: RunFolder) -> None:
     (folder.path / "error.txt").write_text("RuntimeError: bad sample")
     checkpoint = folder.checkpoints / "step-00000400"
     inode = (checkpoint / "model.safetensors").stat().st_ino
     for _ in range(2):  # the second one takes the place of the first
-        bundle = write_bundle(folder, 417, checkpoint, (*KILLED_TWICE, step(416)))
+        bundle = write_bundle(folder, 417, checkpoint, (*KILLED_TWICE, step(416)), DEATHS)
     shutil.rmtree(checkpoint)
     assert bundle == folder.bundles / "step-00000417"
     assert {str(path.relative_to(bundle)) for path in bundle.rglob("*") if path.is_file()} == {
@@ -125,7 +152,7 @@ def test_a_checkpoint_on_another_disk_is_copied(folder: RunFolder) -> None:
         pytest.skip("no second file system here")
     with tempfile.TemporaryDirectory(dir=shm) as elsewhere:
         write_checkpoint(Path(elsewhere) / "step-00000500")
-        bundle = write_bundle(folder, 501, Path(elsewhere) / "step-00000500", KILLED_TWICE)
+        bundle = write_bundle(folder, 501, Path(elsewhere) / "step-00000500", KILLED_TWICE, DEATHS)
     assert (bundle / "checkpoint/model.safetensors").read_bytes() == b"weights" * 1000
 
 
@@ -142,6 +169,23 @@ def test_a_third_start_is_refused_until_it_is_accepted(folder: RunFolder) -> Non
     with died(folder) as lock:
         require_no_crash_loop(folder, lock, checkpoint, ("precision", "crash-loop"), again)
     assert not folder.bundles.exists()
+
+
+@pytest.mark.parametrize(
+    ("known", "unknown"), [((), "they"), ((11, 12), "the other one"), ((11,), "the others"), ((11, 12, 13), "")]
+)
+def test_of_those_that_died_while_they_started_only_their_number_is_known(
+    folder: RunFolder, known: tuple[int, ...], unknown: str
+) -> None:
+    folder.log.unlink()
+    write_log(folder, (*FINISHED, *map(started, known)))
+    with died(folder, 417, 417, 417) as lock, pytest.raises(UsageError) as caught:
+        require_no_crash_loop(folder, lock, None, (), again)
+    head, *row, kept = caught.value.message.splitlines()
+    assert head == "the run died in step 417 3 times in a row:" and kept.startswith("what it takes")
+    if unknown:
+        assert row.pop() == f"  {unknown} died before anything was written to the log"
+    assert [line.split(":")[0] for line in row] == [f"  process {pid}" for pid in known]
 
 
 @pytest.mark.parametrize("steps", [(), (417,), (417, 418), (417, 417, 418), (417, 401, 417)])

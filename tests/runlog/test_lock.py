@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,9 +25,9 @@ lock.beat(417)
 subprocess.run(["true"], check=True)  # a process that is started closes what it inherits
 child = os.fork()
 if child == 0:
+    print(os.getpid(), flush=True)
     signal_of_the_end = os.read(0, 1)
     os._exit(0)
-print(child, flush=True)
 os.waitpid(child, 0)
 lock.release(clean=sys.argv[2] == "clean")
 """
@@ -51,7 +52,7 @@ class Holding:
 
 
 def content(run: Path) -> dict[str, object]:
-    """Of the file; only while this process does not hold the lock, for closing the file would drop it."""
+    """Of the file."""
     return dict(json.loads((run / "lock").read_text()))
 
 
@@ -88,13 +89,117 @@ def test_a_kill_frees_it_though_a_forked_child_lives_on(tmp_path: Path) -> None:
     first = Holding(tmp_path)
     first.process.send_signal(signal.SIGKILL)
     first.process.wait()
-    os.kill(first.child, 0)  # it is there, and has inherited the descriptor
+    os.kill(first.child, 0)  # it is there, and had inherited the descriptor
     assert content(tmp_path)["pid"] == first.process.pid and content(tmp_path)["step"] == 417
     lock = RunLock.acquire(tmp_path)
     assert lock.died_in_step == 417
     assert try_elsewhere(tmp_path).startswith(f"{tmp_path} is being trained by process {os.getpid()} ")
     lock.release(clean=True)
     first.end()
+
+
+def test_who_holds_it_may_read_the_folder(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    lock = RunLock.acquire(run)
+    shutil.copytree(run, tmp_path / "copy")  # opens and closes the file, as a tracker does that uploads the folder
+    assert "is being trained by" in try_elsewhere(run)
+    assert try_elsewhere(tmp_path / "copy") == ""
+    lock.release(clean=True)
+    assert try_elsewhere(run) == ""
+
+
+CHILD = """
+import os, sys
+from pathlib import Path
+from trainwright.runlog.lock import RunLock
+lock = RunLock.acquire(Path(sys.argv[1]))
+lock.beat(417)
+child = os.fork()
+if child == 0:
+    lock.beat(999)
+    lock.excuse()
+    lock.release(clean=True)
+    os.execv(sys.executable, [sys.executable, "-c", sys.argv[2], sys.argv[1]])
+os.waitpid(child, 0)
+lock.release(clean=False)
+"""
+
+
+def test_a_forked_child_can_do_nothing_to_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", CHILD, str(tmp_path), TRY]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "is being trained by" in said and "now in step 417" in said
+    assert (content(tmp_path)["step"], content(tmp_path)["excused"]) == (417, False)
+
+
+def die(run: Path, step: int, *, asked_to_stop: bool = False) -> int:
+    """A process that is killed in ``step``, after a signal that asks it to stop or out of the blue; its pid."""
+    code = """
+import os, signal, sys
+from pathlib import Path
+from trainwright.runlog.lock import RunLock
+lock = RunLock.acquire(Path(sys.argv[1]))
+signal.signal(signal.SIGTERM, lambda number, frame: lock.excuse())
+lock.beat(int(sys.argv[2]) - 1)
+for number in sys.argv[3:]:
+    os.kill(os.getpid(), int(number))
+lock.beat(int(sys.argv[2]))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    asked = [str(int(signal.SIGTERM))] if asked_to_stop else []
+    died = subprocess.Popen([sys.executable, "-c", code, str(run), str(step), *asked])
+    assert died.wait() == -signal.SIGKILL
+    return died.pid
+
+
+def left_in(run: Path) -> tuple[int | None, tuple[int, ...]]:
+    """The row of deaths that the next process finds; it leaves all as it was."""
+    lock = RunLock.acquire(run)
+    lock.release(clean=False)
+    assert lock.deaths == len(lock.dead)
+    return lock.died_in_step, lock.dead
+
+
+def test_a_death_after_a_signal_is_none_of_the_step(tmp_path: Path) -> None:
+    for _ in range(2):  # a scheduler that kills when its patience is over, as long as a step or a start takes
+        die(tmp_path, 417, asked_to_stop=True)
+    assert content(tmp_path)["excused"] is True and content(tmp_path)["step"] == 417
+    assert left_in(tmp_path) == (None, ())
+    assert content(tmp_path)["excused"] is False, "the excuse is of the process that was asked"
+    first = die(tmp_path, 417)
+    die(tmp_path, 417, asked_to_stop=True)
+    assert left_in(tmp_path) == (417, (first,)), "it neither counts nor lets the others be forgotten"
+    second = die(tmp_path, 417)
+    assert left_in(tmp_path) == (417, (first, second))
+    die(tmp_path, 419, asked_to_stop=True)
+    assert left_in(tmp_path) == (None, ()), "it had got past the step"
+
+
+def test_an_end_that_lies_with_no_step(tmp_path: Path) -> None:
+    first = die(tmp_path, 417)
+    for _ in range(2):
+        lock = RunLock.acquire(tmp_path)
+        lock.beat(417)
+        lock.forget_step()  # as for a full disk
+        lock.release(clean=False)
+        assert left_in(tmp_path) == (417, (first,))
+    lock = RunLock.acquire(tmp_path)
+    lock.beat(417)
+    lock.beat(418)
+    lock.forget_step()
+    lock.release(clean=False)
+    assert left_in(tmp_path) == (None, ())
+
+
+def test_a_long_row_keeps_the_last_of_it(tmp_path: Path) -> None:
+    row = tuple(die(tmp_path, 2**40) for _ in range(3))
+    assert left_in(tmp_path) == (2**40, row)
+    head = json.dumps({**content(tmp_path), "pid": 2**22, "step": 2**40, "dead": [2**22] * 8})
+    for _ in range(2):
+        (tmp_path / "lock").write_text(head)
+        assert left_in(tmp_path) == (2**40, (2**22,) * 8)
+    assert (tmp_path / "lock").stat().st_size == 512
 
 
 def test_a_release_that_is_not_clean_leaves_the_step_behind(tmp_path: Path) -> None:
@@ -133,7 +238,46 @@ def test_one_process_gets_it_once_by_whatever_path(tmp_path: Path) -> None:
     assert try_elsewhere(run) == ""
 
 
-@pytest.mark.parametrize("junk", [b"", b"\0" * 512, b'{"pid": 1}', b"[]", b"\xff{", b'{"pid": 12, "host": "h", "si'])
+SOUND = {"pid": 12, "host": "h", "since": "now", "step": 5, "died_in_step": None, "dead": []}
+FORGED: list[dict[str, object]] = [
+    {"step": "x"},
+    {"step": -1},
+    {"step": True},
+    {"step": 5.0},
+    {"died_in_step": "x"},
+    {"died_in_step": {}},
+    {"dead": None},
+    {"dead": ["x"]},
+    {"dead": "12"},
+    {"dead": 3},
+    {"pid": -1},  # what we say can be pasted: kill -INT <pid>
+    {"pid": 0},
+    {"pid": "1; rm -r /"},
+    {"host": None},
+    {"host": "\ud800"},
+    {"host": "\x1b[2J"},
+    {"since": 0},
+    {"excused": "yes"},
+    {"deaths": 2},
+]
+
+
+@pytest.mark.parametrize("forged", FORGED, ids=str)
+def test_what_cannot_be_is_as_if_nothing_were_there(tmp_path: Path, forged: dict[str, object]) -> None:
+    (tmp_path / "lock").write_text(json.dumps({**SOUND, "step": 5}))
+    assert left_in(tmp_path) == (5, (12,))
+    (tmp_path / "lock").write_text(json.dumps(SOUND | forged))
+    assert left_in(tmp_path) == (None, ())
+    lock = RunLock.acquire(tmp_path)
+    (tmp_path / "lock").write_text(json.dumps(SOUND | forged))
+    assert try_elsewhere(tmp_path).startswith(f"{tmp_path} is being trained by another process\n")
+    lock.release(clean=True)
+
+
+JUNK = [b"", b"\0" * 512, b'{"pid": 1}', b"[]", b"\xff{", b'{"pid": 12, "host": "h", "si', b"[" * 512, b"7", b"null"]
+
+
+@pytest.mark.parametrize("junk", JUNK)
 def test_what_the_file_held_before_may_be_anything(tmp_path: Path, junk: bytes) -> None:
     (tmp_path / "lock").write_bytes(junk)
     lock = RunLock.acquire(tmp_path)
@@ -216,15 +360,14 @@ def test_a_full_disk_refuses_a_start_and_no_step(tiny_disk: Path) -> None:
         RunLock.acquire(tiny_disk)
 
 
-# seccomp answers fcntl(fd, F_SETLK, ...) with ENOSYS, as Lustre without -o flock does.
+# seccomp answers flock() with ENOSYS, as Lustre without -o flock does.
 WITHOUT_LOCKS = """
-import ctypes, errno, fcntl, platform, struct, sys
+import ctypes, errno, platform, struct, sys
 from pathlib import Path
 from trainwright.runlog.lock import RunLock
-number = {"x86_64": 72, "aarch64": 25}[platform.machine()]
+number = {"x86_64": 73, "aarch64": 32}[platform.machine()]
 allow, refuse = 0x7FFF0000, 0x00050000 | errno.ENOSYS
-program = [(0x20, 0, 0, 0), (0x15, 0, 3, number), (0x20, 0, 0, 24), (0x15, 0, 1, fcntl.F_SETLK), (0x06, 0, 0, refuse),
-           (0x06, 0, 0, allow)]
+program = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, refuse), (0x06, 0, 0, allow)]
 code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in program))
 filter = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program), ctypes.addressof(code)))
 libc = ctypes.CDLL(None, use_errno=True)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import linecache
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trainwright.runlog.provenance import environment, modules_of, provenance, sources
+from trainwright.runlog.provenance import environment, module_of, modules_of, provenance, sources
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -117,3 +119,89 @@ def test_sources_of_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     file.unlink()
     assert sources(["a_net_of_mine"]) == {"a_net_of_mine": None}
     del sys.modules["a_net_of_mine"]
+
+
+LIVE = """\
+import torch, torch.nn.functional as F
+class Base(torch.nn.Module):
+    def forward(self, x):
+        return self.fc(x)
+class Net(Base):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(2, 2)
+def by_hand(output, target): return (output - target).abs().mean()
+class Loss:
+    def __call__(self, output, target): return 0
+    def method(self, output, target): return 1
+by_name = lambda output, target: output.mean()
+def fit(loss, resume): return loss
+inline = fit(lambda output, target: 1.0, resume="runs/a")
+"""
+NAMES = ("Net()", "by_hand", "Loss()", "Loss().method", "by_name", "inline", "Loss")
+
+
+def texts(source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str | None]]:
+    """The sources of each of NAMES in a script of this text, as a process that was just started sees them."""
+    (folder / "a_script.py").write_text(source)
+    monkeypatch.syspath_prepend(str(folder))
+    sys.modules.pop("a_script", None)
+    importlib.invalidate_caches()
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # one that is as old as an edit would be taken for it
+    script = importlib.import_module("a_script")
+    return {name: sources([], [eval(name, vars(script))]) for name in NAMES}
+
+
+@pytest.mark.parametrize(
+    ("edit", "changes"),
+    [
+        (("runs/a", "runs/another"), set()),
+        (("import torch,", "import os\nimport torch,"), set()),
+        (("self.fc(x)", "-self.fc(x)"), {"Net()"}),
+        (("Linear(2, 2)", "Linear(2, 2, False)"), {"Net()"}),
+        ((".abs()", ".square()"), {"by_hand"}),
+        (("return 0", "return 9"), {"Loss()", "Loss().method", "Loss"}),
+        (("output.mean()", "output.sum()"), {"by_name"}),
+        ((": 1.0", ": 2.0"), {"inline"}),
+    ],
+)
+def test_what_trains_is_told_from_what_starts_it(
+    edit: tuple[str, str], changes: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = texts(LIVE, tmp_path, monkeypatch)
+    assert all(found and None not in found.values() for found in before.values())
+    assert set(before["Net()"]) == {"a_script.Net", "a_script.Base"}
+    after = texts(LIVE.replace(*edit), tmp_path, monkeypatch)
+    assert {name for name in NAMES if before[name] != after[name]} == changes
+    assert [set(found) for found in before.values()] == [set(found) for found in after.values()]
+
+
+def test_the_source_of_live_objects_where_there_is_little_to_know(tmp_path: Path) -> None:
+    import torch
+
+    assert sources([], [torch.nn.Linear(1, 1), torch.nn.functional.mse_loss, torch.dist, print, [], 3]) == {}
+    assert module_of(torch.dist) is None
+    typed: dict[str, Any] = {"__name__": "__main__"}
+    exec("class Net: ...\ndef loss(): ...", typed)
+    found = sources([], [typed["Net"](), typed["loss"], partial(partial(typed["loss"], 1), 2)])
+    assert found == {"__main__.Net": None, "__main__.loss": None}
+    nowhere: dict[str, Any] = {}
+    exec("def loss(): ...", nowhere)
+    assert list(sources([], [nowhere["loss"]]).values()) == [None]
+
+
+def test_a_class_that_was_typed_into_a_notebook() -> None:
+    found = []
+    for cell in ("class Net:\n    def forward(self): return 1\n", "class Net:\n    def forward(self): return 2\n"):
+        typed: dict[str, Any] = {"__name__": "a_notebook"}
+        linecache.cache["<cell>"] = len(cell), None, cell.splitlines(keepends=True), "<cell>"
+        exec(compile(cell, "<cell>", "exec"), typed)
+        found.append(sources([], [typed["Net"]()])["a_notebook.Net"])
+    assert None not in found and found[0] != found[1]
+
+
+def test_a_file_that_is_hashed_whole_speaks_for_its_classes() -> None:
+    class Here: ...
+
+    assert module_of(Here()) == __name__
+    assert list(sources([__name__], [Here()])) == [__name__]

@@ -12,7 +12,18 @@ from safetensors.torch import save_file
 
 from trainwright.errors import CheckpointError
 from trainwright.state.manifest import NAME, name_of, step_of, verify, write_manifest
-from trainwright.state.store import BEST, Best, Retention, checkpoints, newest_valid, prune, read_best, write_best
+from trainwright.state.store import (
+    BEST,
+    Best,
+    Retention,
+    checkpoints,
+    newest_valid,
+    prune,
+    read_best,
+    set_aside,
+    set_aside_newer,
+    write_best,
+)
 
 
 def checkpoint(folder: Path, step: int, name: str | None = None) -> Path:
@@ -73,6 +84,27 @@ def test_a_torn_pointer_points_nowhere(tmp_path: Path, content: str) -> None:
     assert simulated(tmp_path, [6, 7], Retention(newest=1)) == [7]
 
 
+@pytest.mark.parametrize(
+    "step,metric,value",
+    [
+        *((5, "loss", value) for value in ('"0.3"', "NaN", "Infinity", "null", "[0.3]", "true", "1" + "0" * 400)),
+        *((step, "loss", "0.3") for step in ("true", '"5"', "5.0", "null", "[5]", "1" * 400)),
+        *((5, metric, "0.3") for metric in (None, 3, ["loss"])),
+    ],
+)
+def test_a_pointer_edited_by_hand_points_nowhere(tmp_path: Path, step: object, metric: object, value: str) -> None:
+    for each in (1, 5):
+        checkpoint(tmp_path, each)
+    (tmp_path / BEST).write_text(f'{{"step": {step}, "metric": {json.dumps(metric)}, "value": {value}}}')
+    assert read_best(tmp_path) is None
+
+
+def test_a_whole_number_is_a_value_too(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 5)
+    (tmp_path / BEST).write_text('{"step": 5, "metric": "wins", "value": 3}')
+    assert read_best(tmp_path) == Best(5, "wins", 3.0)
+
+
 def test_a_pointer_to_what_is_gone_points_nowhere(tmp_path: Path) -> None:
     checkpoint(tmp_path, 5)
     write_best(tmp_path, Best(4, "loss", 1.0))
@@ -85,6 +117,61 @@ def test_later_ones_are_damaged_and_do_not_push_good_ones_out(tmp_path: Path) ->
     again = checkpoint(tmp_path, 12)
     prune(tmp_path, again, Retention(newest=2))
     assert steps(tmp_path) == [30, 20, 12, 10]
+
+
+def test_a_folder_that_is_gone_needs_no_tidying_up(tmp_path: Path) -> None:
+    committed = tmp_path / "run" / name_of(30)
+    prune(committed.parent, committed, Retention(newest=1))
+    for step in (10, 20):
+        checkpoint(tmp_path / "run", step)
+    prune(committed.parent, committed, Retention(newest=1))
+    assert steps(committed.parent) == [20]
+
+
+def damaged(folder: Path, step: int) -> Path:
+    path = checkpoint(folder, step)
+    (path / "model.safetensors").write_bytes(b"")
+    return path
+
+
+def test_what_was_set_aside_pushes_no_good_one_out(tmp_path: Path) -> None:
+    for step in (10, 20):
+        checkpoint(tmp_path, step)
+    damaged(tmp_path, 25)
+    resumed, _ = newest_valid(tmp_path)
+    assert resumed == tmp_path / name_of(20)
+    assert set_aside_newer(tmp_path, resumed) == [tmp_path / "damaged-step-00000025"]
+    assert simulated(tmp_path, [30], Retention(newest=2)) == [30, 20]
+    assert (tmp_path / "damaged-step-00000025" / "rest.safetensors").is_file(), "retention does not touch it"
+    assert simulated(tmp_path, [35, 40, 45], Retention(newest=1, every=15)) == [45, 30, 20]
+
+
+def test_setting_aside_never_overwrites_and_never_raises(tmp_path: Path) -> None:
+    names = {set_aside(checkpoint(tmp_path, 25)).name for _ in range(3)}
+    assert names == {"damaged-step-00000025", "damaged-step-00000025-2", "damaged-step-00000025-3"}
+    assert steps(tmp_path) == []
+    gone = tmp_path / name_of(26)
+    assert set_aside(gone) == gone
+
+
+def test_one_that_was_being_replaced_is_gone_on_from(tmp_path: Path) -> None:
+    old = checkpoint(tmp_path, 25, name="step-00000025.old")
+    damaged(tmp_path, 25)
+    damaged(tmp_path, 30)
+    assert newest_valid(tmp_path)[0] == old
+    assert {path.name for path in set_aside_newer(tmp_path, old)} == {"damaged-step-00000025", "damaged-step-00000030"}
+    assert checkpoints(tmp_path) == [old]
+
+
+@pytest.mark.parametrize("best,known", [(10, True), (20, True), (25, False), (28, False)])
+def test_a_best_of_a_past_that_was_given_up_is_forgotten(tmp_path: Path, best: int, known: bool) -> None:
+    for step in (10, 20, 25):
+        checkpoint(tmp_path, step)
+    write_best(tmp_path, Best(best, "loss", 0.1))
+    set_aside_newer(tmp_path, tmp_path / name_of(20))
+    kept = simulated(tmp_path, [25, 28, 30], Retention(newest=1))
+    assert read_best(tmp_path) == (Best(best, "loss", 0.1) if known else None)
+    assert kept == ([30, best] if known else [30])
 
 
 FILES = ("model.safetensors", "rest.safetensors", "state.json", NAME)

@@ -96,15 +96,17 @@ class StepBatches:
         From each epoch's start on it leaves out what ``found`` holds then, besides the quarantine.
         """
         how, size = self.loading, len(self.dataset)
-        end = size - size % how.batch_size if how.drop_last else size
-        if not end:
+        if not size or (how.drop_last and size < how.batch_size):
             return
         for epoch in count(self.cursor.epoch) if how.epochs is None else range(self.cursor.epoch, how.epochs):
             order = epoch_order(size, seed=how.seed, epoch=epoch, shuffle=how.shuffle)
             kept = ~np.isin(order, [*how.quarantine, *found])
-            if not kept[: size if how.shuffle else end].any():  # nor will there be any in a later epoch
+            whole = size - size % how.batch_size if how.drop_last else size
+            if not kept[: size if how.shuffle else whole].any():  # nor will there be any in a later epoch
                 return
             begin = self.cursor.position if epoch == self.cursor.epoch else 0
+            # an epoch that was begun in batches of another size has its last whole one elsewhere
+            end = size - (size - begin) % how.batch_size if how.drop_last else size
             for step_start in range(begin, end, how.batch_size):
                 step_end = min(step_start + how.batch_size, end)
                 for start in range(step_start, step_end, how.micro_size):

@@ -80,7 +80,8 @@ def seeded(seed: int, epoch: int, start: int) -> Iterator[None]:
 class Fetch(torch.utils.data.Dataset[Any]):
     """A map-style dataset whose index is a Key. Random numbers that items draw come from the key's own seed.
 
-    Datasets that say ``deterministic = True`` (and TensorDataset) draw none and are not seeded. A sample that
+    Datasets that say ``deterministic = True`` (and TensorDataset) draw none and are not seeded, unless a ``collate``
+    of the user's own makes their batches. A sample that
     cannot be read is left out when ``on_bad_sample`` is quarantine: the others are fetched again, from the same
     seed, so that they are what they would be had it never been asked for.
     """
@@ -94,7 +95,10 @@ class Fetch(torch.utils.data.Dataset[Any]):
         on_bad_sample: OnBadSample = "stop",
     ) -> None:
         self.dataset, self.seed, self.collate, self.on_bad_sample = dataset, seed, collate, on_bad_sample
-        self.draws = not (isinstance(dataset, TensorDataset) or getattr(dataset, "deterministic", False))
+        own_collate = collate is not default_collate and not hasattr(dataset, "fetch_batch")
+        self.sliced = isinstance(dataset, TensorDataset) and not own_collate
+        draws_none = isinstance(dataset, TensorDataset) or getattr(dataset, "deterministic", False)
+        self.draws = own_collate or not draws_none
 
     def __getitem__(self, key: Key) -> Fetched | Failed:
         if hasattr(self.dataset, "set_epoch"):  # for every batch: an evaluation may share the dataset
@@ -123,7 +127,7 @@ class Fetch(torch.utils.data.Dataset[Any]):
         try:
             if hasattr(dataset, "fetch_batch"):
                 return Fetched(key, dataset.fetch_batch(key.ids))
-            if isinstance(dataset, TensorDataset):
+            if self.sliced:
                 index = torch.from_numpy(key.ids)
                 return Fetched(key, tuple(tensor[index] for tensor in dataset.tensors))
             if hasattr(dataset, "__getitems__"):

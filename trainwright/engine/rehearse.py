@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
 from trainwright.engine.accumulate import accumulate
 from trainwright.engine.loss import Loss, as_loss_fn
@@ -19,6 +19,12 @@ from trainwright.state.cursor import StepBatch
 from trainwright.state.rng import preserved_rng
 from trainwright.state.scaler import NoScaler
 from trainwright.state.train_state import TrainState
+
+_PARTS = {  # of a sparse tensor, by layout
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}
 
 
 class Mode(NamedTuple):
@@ -49,7 +55,7 @@ def _traceless(state: TrainState) -> Iterator[None]:
     """Generators, buffers (BatchNorm statistics) and threads come out as they went in; gradients are cleared."""
     threads = torch.get_num_threads()
     places = [
-        (m, name, b, b.detach().clone()) for m in state.model.modules() for name, b in m.named_buffers(recurse=False)
+        (m, name, b, _memory(b).clone()) for m in state.model.modules() for name, b in m.named_buffers(recurse=False)
     ]
     with preserved_rng():
         try:
@@ -59,8 +65,23 @@ def _traceless(state: TrainState) -> Iterator[None]:
             clear_grads(state.optimizer)
             with torch.no_grad():
                 for module, name, buffer, before in places:  # a forward may write into it, or put another there
-                    buffer.copy_(before)
+                    _memory(buffer).copy_(before)
                     setattr(module, name, buffer)
+
+
+def _memory(buffer: Tensor) -> Tensor:
+    """What of a buffer can be written: where elements lie on each other (``expand``), each of them once."""
+    if buffer.layout != torch.strided or buffer.numel() == 0:
+        return buffer.detach()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
+    return buffer.detach() if buffer.numel() <= span else buffer.detach().as_strided((span,), (1,))
+
+
+def _storages(tensor: Tensor) -> list[UntypedStorage]:
+    """The memory of a tensor; a sparse one has that of its indices and of its values."""
+    names = _PARTS.get(tensor.layout)
+    parts = [tensor] if names is None else [getattr(tensor.detach(), name)() for name in names]
+    return [part.untyped_storage() for part in parts]
 
 
 def rehearse(
@@ -93,14 +114,14 @@ def _look_inside(
     state: TrainState, batch: StepBatch, loss: Callable[..., Loss | Tensor]
 ) -> tuple[bool, int, int | None]:
     """(loss is a mean, bytes saved for backward, last dimension of the model's output)."""
-    own = {p.untyped_storage().data_ptr() for p in (*state.model.parameters(), *state.model.buffers())}
+    own = {s.data_ptr() for p in (*state.model.parameters(), *state.model.buffers()) for s in _storages(p)}
     storages: dict[int, int] = {}
     outputs: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            storages[storage.data_ptr()] = storage.nbytes()
+        for storage in _storages(tensor):
+            if storage.data_ptr() not in own:
+                storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     def watch(module: nn.Module, inputs: object, output: object) -> None:

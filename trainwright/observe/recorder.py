@@ -135,6 +135,10 @@ class Recorder:
             records.Saved(time_s=now_s, step=step, path=path, bytes=num_bytes, seconds=seconds, blocked_s=blocked_s)
         )
 
+    def not_saved(self, step: int, reason: str) -> None:
+        """One NotSaved record."""
+        self._journal.write(records.NotSaved(time_s=self._wall_clock(), step=step, reason=reason))
+
     def _to_sinks(self, step: int, values: dict[str, float]) -> None:
         for sink in self._sinks:
             sink.scalars(step, values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -13,11 +12,14 @@ from typing import Any, Protocol
 import psutil
 
 from trainwright.engine.evaluate import Evaluated
-from trainwright.errors import CheckpointError, StorageError, TrainwrightError, suggest
+from trainwright.errors import CheckpointError, TrainwrightError
+from trainwright.observe.best import BestSoFar
 from trainwright.observe.cadence import Every
+from trainwright.runlog.storage import storage_error
 from trainwright.state.checkpoint import Snapshot, capture, commit, tensors_of
+from trainwright.state.manifest import step_of
 from trainwright.state.staging import Staging, num_bytes
-from trainwright.state.store import Best, Retention, prune, read_best, write_best
+from trainwright.state.store import Best, Retention, prune, write_best
 from trainwright.state.train_state import TrainState
 
 MOST_OF_FREE_MEMORY = 0.8
@@ -40,9 +42,10 @@ class SavePolicy:
 
 
 class Told(Protocol):
-    """Whoever wants to hear of a checkpoint on disk; ``path`` is relative to the run folder."""
+    """Whoever wants to hear what came of a save; ``path`` is relative to the run folder."""
 
     def saved(self, step: int, path: str, num_bytes: int, seconds: float, blocked_s: float) -> None: ...
+    def not_saved(self, step: int, reason: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -55,12 +58,16 @@ class _Done:
     trouble: str = ""
 
 
+def _available_bytes() -> int:
+    return int(psutil.virtual_memory().available)
+
+
 class Saving:
     """A Saver. One save is in flight at most: the next one waits for it.
 
-    A save that fails leaves the run going, warned, and older checkpoints intact. The copy takes as much host memory
-    as the state; where that is not free, training waits for the write instead. ``before`` is called ahead of each
-    save; ``papers`` are kept in each checkpoint.
+    A save that fails, whatever the reason, leaves the run going, warned, and older checkpoints intact. The copy takes
+    as much host memory as the state; where ``free_memory`` (bytes) has no room for it or it cannot be made, training
+    waits for the write instead. ``before`` is called ahead of each save; ``papers`` are kept in each checkpoint.
     """
 
     def __init__(
@@ -73,48 +80,64 @@ class Saving:
         papers: Mapping[str, Any] | None = None,
         before: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        free_memory: Callable[[], int] = _available_bytes,
     ) -> None:
         self._folder, self._policy, self._told, self._warn = folder, policy, told, warn
-        self._papers, self._before, self._clock = papers, before, clock
+        self._papers, self._before, self._clock, self._free_memory = papers, before, clock, free_memory
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._looked = False
         self._staging: Staging | None = None
         self._reserving: Future[None] | None = None
         self._writing: tuple[int, float, Future[_Done]] | None = None  # step, how long training waited
         self._saved_step, self._saved_s = -1, clock()
-        self._best, self._better = read_best(folder) if policy.best else None, False
+        self._best = BestSoFar(folder, policy.best, is_largest=policy.best_is_largest, warn=warn)
         self.last: Path | None = None
         self.last_s: float | None = None
 
     def due(self, state: TrainState) -> bool:
-        """Also tells of a write that has ended since. Costs no host sync."""
+        """Also tells of a write that has ended since. Costs no host sync.
+
+        The first call looks at what is to be saved, and raises CheckpointError for state that no file can take.
+        """
         if self._writing and self._writing[2].done():
             self._finish()
-        if self._policy.asynchronous and not self._reserving:
-            self._reserve(state)  # not sooner: an optimizer has its state from the first step on
+        if not self._looked:  # not sooner: an optimizer has its state from the first step on
+            self._look(state)
         every = self._policy.every is not None and self._policy.every.due(state)
         too_old = self._policy.at_least_s is not None and self._clock() - self._saved_s >= self._policy.at_least_s
-        return every or too_old or self._better
+        return every or too_old or self._best.at(state.step) is not None
 
     def __call__(self, state: TrainState) -> None:
         if self._saved_step == state.step:
             return
         begin_s = time.perf_counter()
         self._finish()
-        self._before()
         self._saved_step, self._saved_s = state.step, self._clock()
-        if self._reserving:
-            self._reserving.result()
         try:
-            snapshot = capture(state, self._staging, self._papers)
-        except CheckpointError as error:
+            self._before()
+            snapshot = self._captured(state)
+        except Exception as error:
             self._not_saved(state.step, error)
             return
-        best = self._best if self._better and self._best and self._best.step == state.step else None
-        self._better = False
-        future = self._thread.submit(self._write, snapshot, best)
+        future = self._thread.submit(self._write, snapshot, self._best.at(state.step))
         if self._staging is None:  # what is being written are the live tensors
             wait([future])
         self._writing = state.step, time.perf_counter() - begin_s, future
+
+    def _captured(self, state: TrainState) -> Snapshot:
+        """A copy that was made; the live tensors where none can be made, which is said once."""
+        if self._staging is None:
+            return capture(state, None, self._papers)
+        try:
+            reserving, self._reserving = self._reserving, None
+            if reserving:
+                reserving.result()
+            return capture(state, self._staging, self._papers)
+        except (MemoryError, RuntimeError) as error:  # torch has no room: RuntimeError
+            snapshot = capture(state, None, self._papers)  # raises again unless it was the copy
+            self._staging = None
+            self._warn(f"checkpoints are written while training waits: no copy can be made ({_brief(error)})")
+            return snapshot
 
     def _write(self, snapshot: Snapshot, best: Best | None) -> _Done:
         """In the thread: commits, and only then lets older ones go."""
@@ -124,7 +147,7 @@ class Saving:
             if best:
                 write_best(self._folder, best)
             prune(self._folder, path, self._policy.retention)
-        except OSError as error:
+        except Exception as error:
             trouble = f"step {snapshot.step} is saved, but the folder could not be tidied up: {error}"
         return _Done(path, written, time.perf_counter() - begin_s, trouble)
 
@@ -135,30 +158,36 @@ class Saving:
         (step, blocked_s, future), self._writing = self._writing, None
         try:
             done = future.result()
-        except (StorageError, CheckpointError) as error:
+        except Exception as error:
             self._not_saved(step, error)
             return
+        self._best.settle(step)
         self.last, self.last_s = done.path, done.seconds
         self._told.saved(step, f"{done.path.parent.name}/{done.path.name}", done.num_bytes, done.seconds, blocked_s)
         if done.trouble:
             self._warn(done.trouble)
 
-    def _not_saved(self, step: int, error: TrainwrightError) -> None:
-        self._warn(f"step {step} is not saved: {error.message} ({error.remedy})")
+    def _not_saved(self, step: int, error: Exception) -> None:
+        self._best.settle(step)
+        known = _explained(error, self._folder)
+        reason = f"{known.message} ({known.remedy})"
+        self._warn(f"step {step} is not saved: {reason}")
+        self._told.not_saved(step, reason)
 
     def evaluated(self, step: int, seen: Evaluated) -> None:
-        """Hears of a validation: the best one so far is worth a checkpoint."""
-        metric = self._policy.best
-        if metric is None:
+        """Hears of a validation: the best one so far is worth a checkpoint, or is in the one of this very step."""
+        if self._writing and self._best.at(self._writing[0]):
+            self._finish()  # what the next best has to beat is known when that one is on disk
+        best = self._best.evaluated(step, seen)
+        if best is None or step != self._saved_step:
             return
-        values = {"loss": seen.loss, **seen.metrics}
-        if metric not in values:
-            self._warn(f"checkpoint.best: the validation has no metric {metric!r}: {suggest(metric, values)}")
-            return
-        sign = -1.0 if self._policy.best_is_largest else 1.0
-        known = self._best if self._best and self._best.metric == metric else None
-        if math.isfinite(values[metric]) and (known is None or sign * values[metric] < sign * known.value):
-            self._best, self._better = Best(step, metric, values[metric]), True
+        self._finish()
+        if self.last and step_of(self.last) == step:
+            try:
+                write_best(self._folder, best)
+            except OSError as error:
+                self._warn(f"step {step} is the best so far, but that could not be kept: {error}")
+        self._best.settle(step)
 
     def close(self) -> None:
         """Waits until what was asked for is on disk."""
@@ -172,16 +201,29 @@ class Saving:
         else:
             self.close()
 
-    def _reserve(self, state: TrainState) -> None:
+    def _look(self, state: TrainState) -> None:
         """Memory for the copy is made beside the next steps; none where it would not fit."""
-        try:
-            tensors = tensors_of(state)
-        except CheckpointError:  # told when it is to be saved
-            tensors = {}
-        needed, free = num_bytes(tensors), psutil.virtual_memory().available
-        self._reserving = self._thread.submit(lambda: None)
-        if needed > MOST_OF_FREE_MEMORY * free:
+        self._looked = True
+        tensors = tensors_of(state)
+        if not self._policy.asynchronous:
+            return
+        needed = num_bytes(tensors)
+        if needed > MOST_OF_FREE_MEMORY * self._free_memory():
             self._warn(f"checkpoints are written while training waits: a copy takes {needed / 1e9:.3g} GB of memory")
             return
         self._staging = Staging()
         self._reserving = self._thread.submit(self._staging.reserve, tensors)
+
+
+def _explained(error: Exception, folder: Path) -> TrainwrightError:
+    """Any error as one with a remedy."""
+    if isinstance(error, TrainwrightError):
+        return error
+    if isinstance(error, OSError):
+        return storage_error(error, folder, "write")
+    remedy = "older checkpoints are intact; mend what it names, or the next save fails too"
+    return CheckpointError(_brief(error), remedy=remedy)
+
+
+def _brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}".removesuffix(": ")

@@ -61,33 +61,44 @@ class Signals:
         self.saving_s: Callable[[], float | None] = lambda: None
         self.received: int | None = None
         self._received_s = 0.0
+        self._asked: Callable[[], None] = lambda: None
         self._before: dict[int, Any] = {}
         self._pid = -1
-        # To the thread that watches the grace: "asked", then "reached". Its put() takes no lock that the interrupted
-        # thread could hold, unlike an Event or the start of a threading.Timer, so a handler may call it.
+        # To the thread that speaks: "asked", then "reached". Its put() takes no lock that the interrupted thread could
+        # hold, unlike an Event or the start of a thread, so a handler may call it.
         self._news: SimpleQueue[str] = SimpleQueue()
-        self._watcher: threading.Thread | None = None
+        self._speaker: threading.Thread | None = None
+
+    @property
+    def asked(self) -> Callable[[], None]:
+        """Called in the handler of the first signal, so it must be fit for that; at once if that was before."""
+        return self._asked
+
+    @asked.setter
+    def asked(self, call: Callable[[], None]) -> None:
+        self._asked = call
+        if self.received is not None:
+            call()
 
     def listen(self) -> None:
         """Takes the signals over."""
         if threading.current_thread() is not threading.main_thread():
             return
         self._pid = os.getpid()
-        if self._grace_s is not None:
-            self._watcher = threading.Thread(target=self._watch, args=(self._grace_s,), name="grace", daemon=True)
-            self._watcher.start()
+        self._speaker = threading.Thread(target=self._speak, name="signals", daemon=True)
+        self._speaker.start()
         self._before = {number: signal.signal(number, self._note) for number in self._numbers}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        """The handler. It prints nothing: the thread that it interrupts may itself be in the midst of printing."""
         if os.getpid() != self._pid:
             self._in_child(number)
             return
         if self.received is not None:
             raise KeyboardInterrupt
         self.received, self._received_s = number, time.monotonic()
+        self._asked()
         self._news.put("asked")
-        within = "" if self._grace_s is None else f" ({self._grace_s:g} s are left)"
-        self._say(f"{signal.Signals(number).name}: saving at the end of this step{within}; once more quits at once")
 
     def _in_child(self, number: int) -> None:
         """A forked child loads data: what asks us to stop is not for it, but multiprocessing ends it by SIGTERM."""
@@ -95,14 +106,20 @@ class Signals:
             signal.signal(number, self._before[number])
             os.kill(os.getpid(), number)
 
-    def _watch(self, grace_s: float) -> None:
-        if self._news.get() != "asked":
+    def _speak(self) -> None:
+        if self._news.get() != "asked" or self.received is None:
             return
-        late_s = WARN_AT * grace_s
+        within = "" if self._grace_s is None else f" ({self._grace_s:g} s are left)"
+        name = signal.Signals(self.received).name
+        self._say(f"{name}: saving at the end of this step{within}; once more quits at once")
+        if self._grace_s is None:
+            return
+        late_s = WARN_AT * self._grace_s
         try:
-            self._news.get(timeout=late_s)
+            self._news.get(timeout=max(0.0, self._received_s + late_s - time.monotonic()))
         except Empty:
-            self._say(f"the step has not ended after {late_s:g} s of {grace_s:g} s; {self._should_it_be_killed()}")
+            late = f"the step has not ended after {late_s:g} s of {self._grace_s:g} s"
+            self._say(f"{late}; {self._should_it_be_killed()}")
 
     def _should_it_be_killed(self) -> str:
         return f"should the kill come first, the newest checkpoint is {self.newest()}"
@@ -124,6 +141,6 @@ class Signals:
             signal.signal(number, handler)
         self._before = {}
         self._news.put("over")
-        if self._watcher is not None:
-            self._watcher.join()
-            self._watcher = None
+        if self._speaker is not None:
+            self._speaker.join()
+            self._speaker = None

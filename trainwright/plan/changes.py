@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import TypeAdapter
 
@@ -36,11 +36,14 @@ _VARIABLES: Mapping[str, Verdict] = {
     "MKL_CBWR": ("safe", "last bits may differ"),
 }
 _ORIGINS = ("code", "packages", *_MACHINE, "environment")
+_MISFIT = "model"  # weights that do not fit though the recipe builds the model as it did
 _ABSENT = object()
 
 
-Again = Callable[[Sequence[str]], str]
-"""What to call so that these paths are accepted."""
+class Again(Protocol):
+    """What to call so that these paths are accepted, and nothing is set at or below those to ``undo``."""
+
+    def __call__(self, accept: Sequence[str], undo: Sequence[str] = (), /) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -77,14 +80,13 @@ def compare(
 def _with_misfits(changes: list[Change], misfits: Sequence[str]) -> list[Change]:
     if not misfits:
         return changes
-    more = f" and {len(misfits) - 3} more" if len(misfits) > 3 else ""
-    said = f"{'; '.join(misfits[:3])}{more}"
+    said = _listed(misfits, "; ")
     builders = [
         each for each in changes if each.kind == "maths" and any(_is_in(each.path, path) for path in _BUILD_THE_MODEL)
     ]
     if not builders:  # a model may be sized by its data, or come from a package
         why = f"{said}; data, packages or imported code build it otherwise: put them back, or {EXPORT}"
-        return [*changes, Change("model", "the weights saved", "the model built", "fatal", why)]
+        return [*changes, Change(_MISFIT, "the weights saved", "the model built", "fatal", why)]
     return [
         replace(each, kind="fatal", why=f"{said}: put it back, or {EXPORT}") if each in builders else each
         for each in changes
@@ -140,12 +142,14 @@ def _data(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Chang
     was, now = before.get("data") or {}, after.get("data") or {}
     for name in ("train", "val"):
         old, new = was.get(name), now.get(name)
-        if old == new or (name == "val" and not (name in was and name in now)):  # one without: the recipe tells that
+        if name not in {**was, **now} or (name == "val" and not (name in was and name in now)):
+            continue  # validation on one side only: the recipe tells that
+        if old == new and _tells_content(old):
             continue
         verdict: Verdict = "maths", "the data differs, so the next epoch begins at once"
         if name == "val":
             verdict = VALIDATION
-        if old is None or new is None:
+        if old is None or new is None or old == new:
             verdict = "safe", "whether the data is the same is not known"
         yield Change(f"data.{name}", _brief(old), _brief(new), *verdict)
 
@@ -153,27 +157,40 @@ def _data(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Chang
 def _same_training_set(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     """The fingerprint that both have; nothing when they differ or say too little to tell."""
     was, now = ((side.get("data") or {}).get("train") for side in (before, after))
-    return _brief(was) if was and was == now and "the type only" not in was else ""
+    return _brief(was) if was == now and _tells_content(was) else ""
+
+
+def _tells_content(fingerprint: str | None) -> bool:
+    """A stream is not read for its fingerprint: other content has the same one."""
+    return fingerprint is not None and "the type only" not in fingerprint
 
 
 def _code(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Change]:
-    """By the hashes of the files that the recipe names; a commit may have changed anything else."""
+    """By the hashes of sources; a commit may have changed anything else."""
     was, now = before.get("sources") or {}, after.get("sources") or {}
     changed = [name for name in now if was.get(name) and now[name] and was[name] != now[name]]
     if changed:
-        old, new = (", ".join(f"{name} {_brief(side[name])}" for name in changed) for side in (was, now))
-        yield Change("code", old, new, "maths", f"the source of {', '.join(changed)} differs")
+        old, new = (_listed([f"{name} {_brief(side[name])}" for name in changed]) for side in (was, now))
+        yield Change("code", old, new, "maths", f"the source of {_listed(changed)} differs")
         return
     old, new = _commit(before.get("git")), _commit(after.get("git"))
-    if old == new:
+    unknown = [name for name in sorted({**was, **now}) if not (was.get(name) and now.get(name))]
+    if old == new and not unknown:
         return
-    if was != now or None in now.values() or "sources" not in before:
+    if "sources" not in before:
         why = "whether the files that the recipe names are the same is not known"
+    elif unknown:
+        why = f"whether the source of {_listed(unknown)} is the same is not known"
     elif now:
         why = "the files that the recipe names are the same; what they import was not compared"
     else:
         why = "the recipe names no file of yours"
     yield Change("code", old, new, "safe", why)
+
+
+def _listed(names: Sequence[str], separator: str = ", ") -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{separator.join(names[:3])}{more}"
 
 
 def _commit(git: Mapping[str, Any] | None) -> str:
@@ -237,16 +254,35 @@ def require_accepted(changes: Sequence[Change], accept: Sequence[str], *, again:
     lines = [*map(str, [*fatal, *refused])]
     lines += [f"--accept {path}: there is no such path{f'; {suggest(path, near)}' if near else ''}" for path in unknown]
     wanted = [*(path for path in accept if path not in unknown), *(each.path for each in refused)]
+    undo = [each.path for each in fatal if each.path != _MISFIT]
     remedy = "undo them, or accept them" if refused else "leave out what is no path"
     raise UsageError(
         "\n  ".join(["the run cannot go on from its checkpoint as it is asked to:", *lines]),
-        remedy=f"{'undo what is fatal, then' if fatal else remedy}: {again(_widest(wanted))}",
+        remedy=f"{'undo what is fatal, then' if fatal else remedy}: {again(_widest(wanted), undo)}",
     )
 
 
 def on_command_line(command: str) -> Again:
-    """The Again of a command that takes ``--accept``."""
-    return lambda paths: " ".join([command, *(f"--accept {shlex.quote(path)}" for path in paths)])
+    """The Again of a command that takes ``--accept`` and ``--set``."""
+
+    def again(accept: Sequence[str], undo: Sequence[str] = (), /) -> str:
+        kept = _kept(iter(shlex.split(command)), undo)
+        return shlex.join([*kept, *(word for path in accept for word in ("--accept", path))])
+
+    return again
+
+
+def _kept(words: Iterator[str], undo: Sequence[str]) -> Iterator[str]:
+    """All but ``--accept PATH``, and ``--set PATH=VALUE`` where PATH is to be undone, or above or below that."""
+    for word in words:
+        option, joined, value = word.partition("=")
+        if option not in ("--accept", "--set"):
+            yield word
+            continue
+        value = value if joined else next(words, "")
+        path = value.partition("=")[0]
+        if option == "--set" and not any(_is_in(path, each) or _is_in(each, path) for each in undo):
+            yield from (option, value)
 
 
 def _widest(wanted: Sequence[str]) -> list[str]:

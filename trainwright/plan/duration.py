@@ -35,11 +35,12 @@ class Interval:
     fraction: float | None = None
 
 
-def extent(until: Duration, pace: Pace) -> Extent:
-    """The length of the run."""
+def extent(until: Duration, pace: Pace, *, step: int = 0, used: float = 0.0) -> Extent:
+    """The length of the run. ``step`` steps at another pace have ``used`` so much of it, in its unit."""
     if until.unit == "s":
         return Extent(seconds=until.value)
-    return Extent(steps=max(1, _steps(until, pace, "until")))
+    left = Duration(max(0.0, until.value - used), until.unit)
+    return Extent(steps=max(1, step + _steps(left, pace, "until")))
 
 
 def span(duration: Duration, whole: Extent, pace: Pace, path: str) -> int | float:

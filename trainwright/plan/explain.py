@@ -32,7 +32,9 @@ def _share(trainable: int, parameters: int) -> str:
 def _length(plan: Plan) -> str:
     if plan.extent.steps is None:
         return f"{plan.extent.seconds:g} s of training"
-    epochs = f", {plan.extent.steps / plan.steps_per_epoch:.3g} epochs" if plan.steps_per_epoch else ""
+    if plan.steps_per_epoch is None or plan.spent.step:  # those before had another number of steps
+        return f"{plan.extent.steps:,} steps"
+    epochs = f", {plan.extent.steps / plan.steps_per_epoch:.3g} epochs"
     return f"{plan.extent.steps:,} steps{epochs}"
 
 

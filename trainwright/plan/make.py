@@ -47,6 +47,26 @@ class Facts:
 
 
 @dataclass(frozen=True)
+class Spent:
+    """A run's counters where its batch last changed size: what is left is counted in steps of the new one."""
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    epoch: int = 0
+    position: int = 0
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a resumed run keeps of its earlier plan, whatever its length and batch are now. None: planned anew."""
+
+    warmup: int | float | None = None
+    keep_every: int | None = None
+    spent: Spent = Spent()
+
+
+@dataclass(frozen=True)
 class Plan:
     """All derived numbers. Bytes are estimates for one rank; ``step_s`` is forward and backward alone."""
 
@@ -69,6 +89,7 @@ class Plan:
     initial_loss: float | None = None
     memory_bytes: Mapping[str, int] | None = None
     step_s: float | None = None
+    spent: Spent = Spent()
     notes: tuple[Note, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -76,15 +97,14 @@ class Plan:
         return asdict(self)
 
 
-def make_plan(recipe: Recipe, facts: Facts, *, ranks: int = 1) -> Plan:
+def make_plan(recipe: Recipe, facts: Facts, *, ranks: int = 1, kept: Kept = Kept()) -> Plan:
     """Decides all that needs no rehearsal. Raises RecipeError where the recipe cannot be met by the data."""
     batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation, ranks=ranks)
     per_epoch = _steps_per_epoch(facts.train_samples, batch.size, recipe.data.drop_last)
     pace = Pace(batch.size, per_epoch, facts.tokens_per_sample)
-    whole = extent(recipe.until, pace)
-    warmup = span(recipe.schedule.warmup, whole, pace, "schedule.warmup")
-    if isinstance(warmup, int) and whole.steps is not None and warmup >= whole.steps > 0 and warmup > 0:
-        raise _too_long(recipe, warmup, whole.steps)
+    whole = _extent(recipe, facts, pace, kept.spent)
+    warmup = kept.warmup if kept.warmup is not None else span(recipe.schedule.warmup, whole, pace, "schedule.warmup")
+    warmup = _shorter(recipe, warmup, whole)
     lr, lr_note = _learning_rate(recipe, batch.size)
     save = recipe.checkpoint.every
     return Plan(
@@ -99,12 +119,22 @@ def make_plan(recipe: Recipe, facts: Facts, *, ranks: int = 1) -> Plan:
         warmup=warmup,
         evaluate_every=interval(recipe.evaluation.every, whole, pace, "evaluation.every"),
         save_every=None if save is None else interval(save, whole, pace, "checkpoint.every"),
-        keep_every=_keep_every(recipe, whole, pace),
+        keep_every=kept.keep_every or _keep_every(recipe, whole, pace),
         log_every=interval(recipe.log.every, whole, pace, "log.every"),
         parameters=facts.parameters,
         trainable=facts.trainable,
-        notes=(*facts.notes, *_batch_notes(batch, facts.train_samples), *lr_note),
+        spent=kept.spent,
+        notes=(*facts.notes, *_batch_notes(batch, facts.train_samples), *_left(recipe, whole, kept.spent), *lr_note),
     )
+
+
+def _extent(recipe: Recipe, facts: Facts, pace: Pace, spent: Spent) -> Extent:
+    used: dict[str, float] = {"steps": spent.step, "samples": spent.samples, "tok": spent.tokens}
+    if facts.train_samples is not None and pace.steps_per_epoch is not None:
+        rest = max(0, facts.train_samples - spent.position)  # of the epoch in which the batch changed
+        left = _steps_in(rest, pace.batch_size, recipe.data.drop_last)
+        used["ep"] = spent.epoch + 1 - left / pace.steps_per_epoch
+    return extent(recipe.until, pace, step=spent.step, used=used.get(recipe.until.unit, 0.0))
 
 
 def _keep_every(recipe: Recipe, whole: Extent, pace: Pace) -> int | None:
@@ -202,7 +232,7 @@ def _steps_per_epoch(samples: int | None, batch: int, drop_last: bool) -> int | 
                 remedy="check its arguments and where it reads from",
             )
         )
-    count = samples // batch if drop_last else math.ceil(samples / batch)
+    count = _steps_in(samples, batch, drop_last)
     if count == 0:
         raise RecipeError(
             Problem(
@@ -215,15 +245,35 @@ def _steps_per_epoch(samples: int | None, batch: int, drop_last: bool) -> int | 
     return count
 
 
-def _too_long(recipe: Recipe, warmup: int, total: int) -> RecipeError:
+def _steps_in(samples: int, batch: int, drop_last: bool) -> int:
+    return samples // batch if drop_last else math.ceil(samples / batch)
+
+
+def _shorter(recipe: Recipe, warmup: int | float, whole: Extent) -> int | float:
+    """The warm-up; raises RecipeError when it fills the run, or as a share is longer than it by more than rounding."""
+    if isinstance(warmup, int) and whole.steps is not None and warmup >= whole.steps > 0 and warmup > 0:
+        raise _too_long(recipe, f"{warmup} steps", f"{whole.steps} steps", f"{max(1, whole.steps // 10)}steps")
+    if isinstance(warmup, float) and whole.seconds is not None and warmup > 1 + 1e-9:
+        raise _too_long(recipe, f"{warmup * whole.seconds:g} s", f"{whole.seconds:g} s", f"{whole.seconds / 10:g}s")
+    return min(warmup, 1.0) if isinstance(warmup, float) else warmup
+
+
+def _too_long(recipe: Recipe, warmup: str, total: str, better: str) -> RecipeError:
     return RecipeError(
         Problem(
             "schedule.warmup",
-            f"the warm-up of {warmup} steps is not shorter than the run of {total} steps (until: {recipe.until})",
+            f"the warm-up of {warmup} is not shorter than the run of {total} (until: {recipe.until})",
             got=str(recipe.schedule.warmup),
-            remedy=f"shorten it, for instance to {max(1, total // 10)}steps, or lengthen `until`",
+            remedy=f"shorten it, for instance to {better}, or lengthen `until`",
         )
     )
+
+
+def _left(recipe: Recipe, whole: Extent, spent: Spent) -> list[Note]:
+    if not spent.step or whole.steps is None:
+        return []
+    why = f"what was left of {recipe.until} when the batch changed its size at step {spent.step}"
+    return [Note("steps left", str(whole.steps - spent.step), why)]
 
 
 def _learning_rate(recipe: Recipe, batch: int) -> tuple[float, tuple[Note, ...]]:

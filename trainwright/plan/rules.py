@@ -49,7 +49,10 @@ def _batch(found: Difference) -> Verdict:
     sizes = [recipe["batch"].get("size") for recipe in (found.before, found.after)]
     if was == now or (found.path != "batch.size" and None not in sizes):
         return "safe", "the same samples make a step, in other pieces: last bits; dropout and BatchNorm see the pieces"
-    return "maths", f"a step takes {now} samples instead of {was}"
+    why, until = f"a step takes {now} samples instead of {was}", found.after["until"]
+    if Duration.parse(until).unit in ("steps", "s"):
+        return "maths", why
+    return "maths", f"{why}; what is left of {until} is counted in such steps, and the schedule laid over the new total"
 
 
 def _global_batch(recipe: Mapping[str, Any]) -> int:

@@ -33,28 +33,33 @@ class Death:
         return f"process {self.pid}: {how} (last record {when})"
 
 
-def deaths_in(records: Sequence[Record], step: int) -> list[Death]:
-    """The unbroken row of processes that died in ``step``, the last one's in the log included, oldest first."""
-    sessions: list[list[Record]] = []
+def deaths_in(records: Sequence[Record], step: int, dead: Sequence[int]) -> list[Death]:
+    """What the log knows of the processes ``dead`` (pids), which died in ``step`` one after the other; oldest first.
+
+    They may be fewer: what dies while it starts is not in the log. A pid does not tell processes apart that each had
+    a container of its own, so none is taken that ended well or got past the step, nor any before that one.
+    """
+    sessions: list[tuple[Started, list[Record]]] = []
     for record in records:
         if isinstance(record, Started):
-            sessions.append([])
+            sessions.append((record, []))
         if sessions:
-            sessions[-1].append(record)
-    found: list[Death] = []
-    died_in_step: int | None = step
-    for session in reversed(sessions):
-        started = session[0]
-        assert isinstance(started, Started)
-        if died_in_step != step:
+            sessions[-1][1].append(record)
+    left, found = list(dead), list[Death]()
+    for started, session in reversed(sessions):
+        ends = [record for record in session if isinstance(record, Ended)]
+        ended_well = any(end.ending != "failed" for end in ends)
+        if ended_well or any(record.step > step for record in session if isinstance(record, Step)):
             break
-        reasons = [record.reason for record in session if isinstance(record, Ended)]
-        found.append(Death(started.pid, session[-1].time_s, reasons[-1] if reasons else None))
-        died_in_step = started.died_in_step
+        if started.pid in left:
+            left.remove(started.pid)
+            found.append(Death(started.pid, session[-1].time_s, ends[-1].reason if ends else None))
     return found[::-1]
 
 
-def write_bundle(folder: RunFolder, step: int, checkpoint: Path | None, records: Sequence[Record]) -> Path:
+def write_bundle(
+    folder: RunFolder, step: int, checkpoint: Path | None, records: Sequence[Record], deaths: Sequence[Death]
+) -> Path:
     """``bundles/step-XXXXXXXX/``: what it takes to run ``step`` again, kept from retention by hard links.
 
     checkpoint/     the files of the checkpoint that the run would go on from; nothing when there is none
@@ -69,7 +74,7 @@ def write_bundle(folder: RunFolder, step: int, checkpoint: Path | None, records:
     about = {
         "step": step,
         "checkpoint": checkpoint.name if checkpoint else None,
-        "deaths": deaths_in(records, step),
+        "deaths": deaths,
         "last_step": lasts[0] if lasts else None,
     }
     try:
@@ -112,18 +117,22 @@ def require_no_crash_loop(
     if step is None or lock.deaths < 2 or CRASH_LOOP in accept:
         return
     records = read(folder.log).records if folder.log.is_file() else ()
-    deaths = deaths_in(records, step)
+    deaths = deaths_in(records, step, lock.dead)
     look = "see what killed it (dmesg, the scheduler's log)"
     try:
-        bundle = write_bundle(folder, step, checkpoint, records)
+        bundle = write_bundle(folder, step, checkpoint, records, deaths)
         kept = f"what it takes to run that step again is in {bundle}"
         if (bundle / "error.txt").exists() and deaths and deaths[-1].reason:
             look = f"look at {bundle / 'error.txt'}"
     except StorageError as error:
         kept = f"nothing was kept to run that step again: {error.message}"
     times = "twice" if lock.deaths == 2 else f"{lock.deaths} times"
+    row = [f"  {death}" for death in deaths]
+    if (unknown := lock.deaths - len(deaths)) and folder.log.is_file():
+        who = "they" if not deaths else "the others" if unknown > 1 else "the other one"
+        row.append(f"  {who} died before anything was written to the log")
     raise UsageError(
-        "\n".join([f"the run died in step {step} {times} in a row:", *(f"  {death}" for death in deaths), kept]),
+        "\n".join([f"the run died in step {step} {times} in a row:", *row, kept]),
         remedy=f"{look}, mend the cause (for example data.quarantine, precision, optimizer.lr), and then "
         f"`{again([*accept, CRASH_LOOP])}` starts it once more",
     )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.metadata
+import inspect
 import os
 import platform
 import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ _VARIABLES = re.compile(
     r"|(PYTHONHASHSEED|RANK|LOCAL_RANK|WORLD_SIZE|SLURM_JOB_ID|SLURM_NNODES|SLURM_NTASKS|LD_PRELOAD)$"
 )
 _SECRET = re.compile(r"TOKEN|SECRET|PASS|CREDENTIAL|AUTH|(^|_)API|KEY", re.IGNORECASE)
+_NO_FILE = ("__main__", "trainwright")  # modules whose file is not hashed
 _LIVE = "live"  # stands for the module in the name of an object that was handed over in Python
 
 
@@ -36,16 +40,18 @@ def provenance(
     command: Sequence[str],
     folder: Path | None = None,
     modules: Sequence[str] = (),
+    live: Iterable[Any] = (),
 ) -> dict[str, Any]:
     """Plain values for provenance.json. ``folder`` is where the user works (None: the current one).
 
-    ``modules`` are those that the run's code comes from, already imported; see ``modules_of``.
+    ``modules`` are those that the run's code comes from, already imported; see ``modules_of``. ``live`` are the
+    objects that train: their classes and functions may lie elsewhere, in ``__main__`` above all.
     """
     return {
         "command": list(command),
         "working_directory": _known(lambda: str((folder or Path.cwd()).resolve())),
         "git": _known(lambda: _git_state(folder or Path.cwd())),
-        "sources": sources(modules),
+        "sources": sources(modules, live),
         "python": sys.version.split()[0],
         "platform": _known(platform.platform),
         "hostname": _known(socket.gethostname),
@@ -70,18 +76,68 @@ def _parts(section: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield from _parts(value)
 
 
-def sources(modules: Sequence[str]) -> dict[str, str | None]:
-    """The sha256 of the file of each module, null where there is none.
+def sources(modules: Sequence[str], live: Iterable[Any] = ()) -> dict[str, str | None]:
+    """The sha256 of the file of each module, and of the source of what ``live`` is defined by and no such file holds.
 
-    Left out are ``__main__`` and Trainwright's own modules, for which the version of the package speaks.
+    Null where there is none. Left out is what Trainwright, Python or an installed package defines: their versions
+    speak for it. Of ``__main__`` only what trains counts: it is also where runs are started and resumed.
     """
-    own = ("__main__", "trainwright")
-    return {name: _known(partial(_sha256_of, name)) for name in sorted(modules) if name.partition(".")[0] not in own}
+    files = {m: _known(partial(_file_sha256, m)) for m in sorted(modules) if m.partition(".")[0] not in _NO_FILE}
+    texts: dict[str, set[str]] = {}
+    for each in dict.fromkeys(chain.from_iterable(map(_definitions, live))):
+        if each.__module__ not in files:
+            text = _known(partial(_source, each))
+            texts.setdefault(f"{each.__module__}.{each.__qualname__}", set()).add(text or "")
+    return files | {name: None if "" in found else _sha256("".join(sorted(found))) for name, found in texts.items()}
 
 
-def _sha256_of(module: str) -> str | None:
+def module_of(thing: Any) -> str | None:
+    """The module in which the class or function of a live object is defined; None if that is no code of the user."""
+    return next((each.__module__ for each in _definitions(thing)[:1]), None)
+
+
+def _definitions(thing: Any) -> list[Any]:
+    """The function that ``thing`` is, else its class and those above it; of these what is the user's own code."""
+    while isinstance(thing, partial):
+        thing = thing.func
+    if inspect.ismethod(thing):
+        thing = thing.__self__
+    classes = (thing if inspect.isclass(thing) else type(thing)).__mro__
+    return [each for each in ([thing] if inspect.isfunction(thing) else classes) if _is_own(each.__module__)]
+
+
+@cache
+def _is_own(module: str | None) -> bool:
+    if module in (None, "__main__"):  # ``python -m`` an installed notebook server runs the user's code too
+        return True
+    if module.partition(".")[0] in (*sys.stdlib_module_names, "trainwright"):
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return file is None or not {"site-packages", "dist-packages"} & {*Path(file).parts}
+
+
+def _source(thing: Any) -> str:
+    """The text of a class or function. Raises when it is not to be had."""
+    if inspect.isclass(thing):
+        try:
+            return inspect.getsource(thing)
+        except (OSError, TypeError):  # typed into a notebook: its methods can be found all the same
+            return "".join(inspect.getsource(each) for each in vars(thing).values() if inspect.isfunction(each))
+    if thing.__name__ != "<lambda>":
+        return inspect.getsource(thing)
+    text = "".join(inspect.findsource(thing)[0])  # the line that it stands in may well be that of ``tw.fit``
+    lambdas = [each for each in ast.walk(ast.parse(text)) if isinstance(each, ast.Lambda)]
+    here = [each for each in lambdas if each.lineno == thing.__code__.co_firstlineno]
+    return "".join(ast.get_source_segment(text, each) or "" for each in here)
+
+
+def _file_sha256(module: str) -> str | None:
     file = sys.modules[module].__file__
     return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:

@@ -96,6 +96,14 @@ class Saved(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NotSaved(Record):
+    """A checkpoint that was due could not be made; training went on. ``reason`` ends with its remedy."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Skipped(Record):
     """An update was not applied. ``scale_*`` is the fp16 loss scale, None in other precisions."""
 
@@ -204,7 +212,7 @@ class Unknown(Record):
 
 KINDS: Mapping[str, type[Record]] = {
     cls.__name__.lower(): cls
-    for cls in (Started, Step, Evaluated, Saved, Skipped, Quarantined, Found, Replayed, Ended, Telemetry)
+    for cls in (Started, Step, Evaluated, Saved, NotSaved, Skipped, Quarantined, Found, Replayed, Ended, Telemetry)
 }
 _KIND_OF: Mapping[type[Record], str] = {cls: kind for kind, cls in KINDS.items()}
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 
 from trainwright.errors import CheckpointError
@@ -51,13 +54,36 @@ def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
     return None, broken
 
 
+def set_aside_newer(folder: Path, resumed: Path) -> list[Path]:
+    """Sets aside what a resume from ``resumed`` stepped over: the newer checkpoints, none of which verifies.
+
+    Once training has passed beyond them they would count as new ones and push good ones out. A best that is newer
+    belongs to the same past that was given up, and is forgotten. Returns where they are now.
+    """
+    found, best = checkpoints(folder), _pointed_to(folder)
+    if best and best.step > (step_of(resumed) or 0):
+        with suppress(OSError):
+            (folder / BEST).unlink()
+    return [set_aside(path) for path in found[: found.index(resumed)]]
+
+
+def set_aside(path: Path) -> Path:
+    """Renames a checkpoint so that it is none any more and nothing deletes it. Returns its new path.
+
+    One that cannot be renamed stays where it is.
+    """
+    names = (f"damaged-{path.name}{f'-{number}' if number > 1 else ''}" for number in count(1))
+    with suppress(OSError):
+        return path.rename(next(aside for name in names if not (aside := path.with_name(name)).exists()))
+    return path
+
+
 def prune(folder: Path, committed: Path, retention: Retention) -> None:
     """Deletes what need not be kept of the checkpoints up to ``committed``, which was just written.
 
-    Later ones are damaged (a resume stepped over them) and not counted: they must not push good ones out.
+    Later ones are of a past that was given up, and not counted: they must not push good ones out.
     """
-    all_of_them = checkpoints(folder)
-    mine = all_of_them[all_of_them.index(committed) :]
+    mine = [path for path in checkpoints(folder) if (step_of(path) or 0) <= (step_of(committed) or 0)]
     best = read_best(folder)
     spared = {path.name for path in mine[: retention.newest]} | ({name_of(best.step)} if best else set())
     if retention.every:
@@ -86,11 +112,20 @@ def write_best(folder: Path, best: Best) -> None:
 
 def read_best(folder: Path) -> Best | None:
     """What ``write_best`` wrote, if its checkpoint is there."""
-    try:
-        best = Best(**json.loads((folder / BEST).read_text()))
-        return best if (folder / name_of(best.step)).is_dir() else None
-    except (OSError, ValueError, TypeError):  # a pointer that is torn points nowhere
-        return None
+    with suppress(OSError):
+        best = _pointed_to(folder)
+        return best if best and (folder / name_of(best.step)).is_dir() else None
+    return None
+
+
+def _pointed_to(folder: Path) -> Best | None:
+    """A pointer that is torn, or was edited into something else, points nowhere."""
+    with suppress(OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        read = json.loads((folder / BEST).read_text())
+        step, metric, value = read["step"], read["metric"], read["value"]
+        if type(step) is int and type(metric) is str and type(value) in (int, float) and math.isfinite(value):
+            return Best(step, metric, float(value))
+    return None
 
 
 def sweep(folder: Path) -> None:

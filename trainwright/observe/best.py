@@ -1,0 +1,52 @@
+"""The best validation so far: which one is on disk, and whether a new one beats it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from trainwright.engine.evaluate import Evaluated
+from trainwright.errors import suggest
+from trainwright.state.store import Best, read_best
+
+
+class BestSoFar:
+    """What ``best.json`` of ``folder`` points to, and a better one that was seen and is not on disk yet.
+
+    ``metric`` is "loss" or a metric of the validation; None asks for no best.
+    """
+
+    def __init__(self, folder: Path, metric: str | None, *, is_largest: bool, warn: Callable[[str], None]) -> None:
+        self._folder, self._metric, self._warn = folder, metric, warn
+        self._sign = -1.0 if is_largest else 1.0
+        self._pointed_to = read_best(folder)
+        self._hoped_for: Best | None = None
+
+    def evaluated(self, step: int, seen: Evaluated) -> Best | None:
+        """The validation after ``step``, if it is the best so far: worth a checkpoint."""
+        if self._metric is None:
+            return None
+        values = {"loss": seen.loss, **seen.metrics}
+        if self._metric not in values:
+            remedy = suggest(self._metric, values)
+            self._warn(f"checkpoint.best: the validation has no metric {self._metric!r}: {remedy}")
+            return None
+        found, known = Best(step, self._metric, float(values[self._metric])), self._hoped_for or self._pointed_to
+        if math.isfinite(found.value) and (known is None or self._beats(found, known)):
+            self._hoped_for = found
+            return found
+        return None
+
+    def _beats(self, found: Best, known: Best) -> bool:
+        return known.metric != found.metric or self._sign * found.value < self._sign * known.value
+
+    def at(self, step: int) -> Best | None:
+        """The one that was seen after ``step``, unless it is on disk already or could not be saved."""
+        return self._hoped_for if self._hoped_for and self._hoped_for.step == step else None
+
+    def settle(self, step: int) -> None:
+        """``step`` is on disk or could not be saved: the file says which is best of those that are there."""
+        self._pointed_to = read_best(self._folder)
+        if self._hoped_for and self._hoped_for.step <= step:
+            self._hoped_for = None
