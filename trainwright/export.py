@@ -24,9 +24,9 @@ from trainwright.recipe import Loaded, Recipe, load
 from trainwright.recipe.schema import Lora
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.storage import storage_error
-from trainwright.state.codec import as_file
 from trainwright.state.manifest import fsync, name_of, step_of
 from trainwright.state.rng import preserved_rng
+from trainwright.state.staging import on_host
 from trainwright.state.store import checkpoints, newest_valid, read_best
 from trainwright.state.weights import load_plain_state_dict, plain_state_dict, read_weights, unwrapped
 
@@ -140,7 +140,7 @@ def _save_model(weights: dict[str, Any], loaded: Loaded, layout: str, folder: Pa
         if extra := [name for name, value in weights.items() if not isinstance(value, Tensor)]:
             remedy = "--format state_dict keeps it"
             raise UsageError(f"{extra[0]} is not a tensor, and safetensors has no place for it", remedy=remedy)
-        save_file(as_file(weights), folder / "model.safetensors", about)  # a copy of each: tied ones under all names
+        save_file(on_host(weights), folder / "model.safetensors", about)  # tied ones under all names
     else:
         whole = io.BytesIO()  # as large as the model: torch itself says nothing of a full disk when it writes a file
         torch.save(weights, whole)
@@ -201,7 +201,7 @@ def _save_adapter(weights: Mapping[str, Any], lora: Lora, folder: Path, about: d
     )
     config.save_pretrained(folder)
     theirs = {f"base_model.model.{name.removesuffix('.default.weight')}.weight": tensors[name] for name in tensors}
-    save_file(as_file(theirs), folder / "adapter_model.safetensors", about)
+    save_file(on_host(theirs), folder / "adapter_model.safetensors", about)
     return len(theirs)
 
 

@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trainwright.state.codec import as_file, decode, encode, same_bits
+from trainwright.state.codec import decode, encode, same_bits
+from trainwright.state.staging import on_host
 
 
 def through_files(tree: Any, folder: Any) -> Any:
     tensors, value = encode(tree)
-    save_file(as_file(tensors), folder / "t.safetensors")
+    save_file(on_host(tensors), folder / "t.safetensors")
     return decode(load_file(folder / "t.safetensors"), json.loads(json.dumps(value, allow_nan=False)))
 
 
@@ -85,7 +86,7 @@ def test_a_tied_tensor_is_kept_once_and_a_view_apart() -> None:
 
 def test_file_tensors_own_their_memory() -> None:
     live = torch.randn(4, 4)
-    kept = as_file({"t": live.T})["t"]
+    kept = on_host({"t": live.T})["t"]
     before = kept.clone()
     live.zero_()
     assert torch.equal(kept, before)
@@ -109,3 +110,13 @@ def test_same_bits_is_stricter_than_equality() -> None:
     assert not same_bits(torch.empty(0, 3), torch.empty(3, 0))
     assert same_bits(torch.eye(3).T, torch.eye(3))
     assert same_bits(torch.tensor([True]), torch.tensor([True]))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_a_sparse_tensor_comes_back_and_one_of_another_layout_is_refused() -> None:
+    graph = torch.eye(4).to_sparse()
+    tensors, value = encode({"graph": graph})
+    assert torch.equal(decode(tensors, value)["graph"].to_dense(), torch.eye(4))
+    rows = torch.eye(4).to_sparse_csr()
+    with pytest.raises(TypeError, match="graph: a Tensor cannot be kept"):
+        encode({"graph": rows})

@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+import trainwright as tw
 from trainwright.build.optim.choose import make_optimizer
 from trainwright.state.checkpoint import load_checkpoint, save_checkpoint
 from trainwright.state.codec import decode, encode, same_bits
@@ -201,3 +203,35 @@ def test_state_of_the_loss_and_hidden_buffers_come_back(tmp_path: Path) -> None:
     longer.seen = torch.zeros(9)  # a table of another length is made anew by its module
     load_checkpoint(TrainState(longer, SGD(longer.parameters(), lr=0.1)), path)
     assert longer.seen.tolist() == [0] * 9
+
+
+class Centring(nn.Module):
+    """A loss whose buffer follows what it sees, in training and in evaluation; as centred losses do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * output.detach().mean(0)
+        return nn.functional.cross_entropy(output - self.mean, target)
+
+
+def test_a_loss_that_keeps_a_mean_is_resumed_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(1)
+    data = (torch.randn(64, 4), torch.randint(0, 3, (64,)))
+
+    def fit(**more: Any) -> tw.Result:
+        torch.manual_seed(0)
+        model, loss = nn.Linear(4, 3), Centring()
+        settings = {"evaluation.every": "2steps", "data.workers": 0}
+        return tw.fit(model, data, loss, val=data, quiet=True, precision="fp32", settings=settings, **more)
+
+    fit(until="6steps", name="halves", schedule="constant")
+    straight = fit(until="12steps", name="straight", schedule="constant")
+    halves = fit(until="12steps", name="halves", schedule="constant", resume="runs/halves")
+    for one, two in ((straight.state.model, halves.state.model), (straight.state.loss, halves.state.loss)):  # type: ignore[union-attr]
+        assert one is not None and two is not None
+        assert all(same_bits(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values()))
+    assert straight.state.loss.mean.abs().max() > 0  # type: ignore[union-attr]

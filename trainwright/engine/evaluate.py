@@ -27,16 +27,24 @@ class Evaluated:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, no gradients; afterwards every module's own mode and every generator are as before."""
-    modes = {module: module.training for module in model.modules()}
+def evaluating(model: nn.Module, loss: object = None) -> Iterator[None]:
+    """Evaluation mode, no gradients; afterwards every module's own mode and every generator are as before.
+
+    Also of a ``loss`` that is a module; its buffers too, for it may keep a mean of what it sees.
+    """
+    roots = [each for each in (model, loss) if isinstance(each, nn.Module)]
+    modes = {module: module.training for root in roots for module in root.modules()}
+    kept = [(buffer, buffer.clone()) for buffer in loss.buffers()] if isinstance(loss, nn.Module) else []
     with torch.no_grad(), preserved_rng():
-        model.eval()
+        for root in roots:
+            root.eval()
         try:
             yield
         finally:
             for module, training in modes.items():
                 module.training = training
+            for buffer, before in kept:
+                buffer.copy_(before)
 
 
 def evaluate(
@@ -52,7 +60,7 @@ def evaluate(
     total: Tensor | float = 0.0
     weight: Tensor | float = 0  # counts stay integers: exact beyond 2**24
     sums: dict[str, Tensor | float] = {}
-    with evaluating(model):
+    with evaluating(model, loss):
         for index, micro in enumerate(batches):
             with precision.autocast():
                 output = call_loss(loss_fn, model, micro, f"batch {index} of the evaluation")

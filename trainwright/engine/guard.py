@@ -48,14 +48,15 @@ class BufferGuard:
     """
 
     def __init__(self) -> None:
-        self._model: nn.Module | None = None
+        self._roots: tuple[nn.Module | None, ...] = ()
         self._places: list[tuple[nn.Module, str]] = []
         self._before: list[Tensor] = []
 
-    def keep(self, model: nn.Module) -> None:
-        """Before the first forward pass of a step. The model is searched for buffers once."""
-        if model is not self._model:
-            self._model, self._places = model, list(_places(model))
+    def keep(self, *roots: nn.Module | None) -> None:
+        """Before the first forward pass of a step: of the model, and of a loss that is a module. Searched once."""
+        if roots != self._roots:
+            self._roots = roots
+            self._places = [place for root in roots if root is not None for place in _places(root)]
         self._before = [getattr(module, name).clone() for module, name in self._places]
 
     def restore_if(self, skipped: Tensor) -> None:

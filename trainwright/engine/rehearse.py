@@ -55,7 +55,11 @@ def _traceless(state: TrainState) -> Iterator[None]:
     """Generators, buffers (BatchNorm statistics) and threads come out as they went in; gradients are cleared."""
     threads = torch.get_num_threads()
     places = [
-        (m, name, b, _memory(b).clone()) for m in state.model.modules() for name, b in m.named_buffers(recurse=False)
+        (m, name, b, _memory(b).detach().clone())
+        for root in (state.model, state.loss)
+        if root is not None
+        for m in root.modules()
+        for name, b in m.named_buffers(recurse=False)
     ]
     with preserved_rng():
         try:
@@ -72,9 +76,9 @@ def _traceless(state: TrainState) -> Iterator[None]:
 def _memory(buffer: Tensor) -> Tensor:
     """What of a buffer can be written: where elements lie on each other (``expand``), each of them once."""
     if buffer.layout != torch.strided or buffer.numel() == 0:
-        return buffer.detach()
+        return buffer  # not detached: of a sparse tensor that is another one, with values of its own
     span = 1 + sum((size - 1) * stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
-    return buffer.detach() if buffer.numel() <= span else buffer.detach().as_strided((span,), (1,))
+    return buffer if buffer.numel() <= span else buffer.as_strided((span,), (1,))
 
 
 def _storages(tensor: Tensor) -> list[UntypedStorage]:

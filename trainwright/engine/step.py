@@ -75,7 +75,7 @@ def make_step(
     def advance(state: TrainState, batch: StepBatch) -> StepResult:
         lr = set_lr(state.optimizer, schedule(state.step, state.fraction))
         clear_grads(state.optimizer)
-        buffers.keep(state.model)
+        buffers.keep(state.model, state.loss)
         done = accumulate(state, batch, loss_fn, precision)
         parameters, grads = collect_grads(state.optimizer, done)
         if grads:

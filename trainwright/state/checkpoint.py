@@ -101,7 +101,7 @@ def _transient(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Buffers that a state_dict leaves out: most are tables made anew, but a forward pass may write into one."""
     for path, module in unwrapped(model).named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if name in module._non_persistent_buffers_set:
+            if name in module._non_persistent_buffers_set and buffer.layout == torch.strided:
                 yield plain_name(f"{path}.{name}"), buffer
 
 

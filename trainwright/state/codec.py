@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MARKS = ("__tensor__", "__tuple__", "__items__", "__float__", "__dtype__")
+_MARKS = ("__tensor__", "__tuple__", "__items__", "__float__", "__dtype__", "__sparse__")
 
 
 def encode(tree: Any) -> tuple[dict[str, Tensor], Any]:
@@ -27,7 +27,10 @@ def encode(tree: Any) -> tuple[dict[str, Tensor], Any]:
 
     def walk(value: Any, path: str) -> Any:
         match value:
-            case Tensor():
+            case Tensor() if value.layout == torch.sparse_coo:
+                parts = {"indices": value._indices(), "values": value._values(), "size": list(value.shape)}
+                return {"__sparse__": walk(parts, path)}
+            case Tensor() if value.layout == torch.strided:
                 identity = _identity(value)
                 if identity not in names:
                     while path in tensors:  # {"a.b": x, "a": {"b": y}} and keys 1 and "1" have one path
@@ -68,6 +71,9 @@ def decode(tensors: Mapping[str, Tensor], value: Any) -> Any:
         return {decode(tensors, key): decode(tensors, item) for key, item in value["__items__"]}
     if "__float__" in value:
         return float(value["__float__"])
+    if "__sparse__" in value:
+        parts = decode(tensors, value["__sparse__"])
+        return torch.sparse_coo_tensor(parts["indices"], parts["values"], parts["size"], check_invariants=True)
     if "__dtype__" in value:
         return getattr(torch, value["__dtype__"])
     return {key: decode(tensors, item) for key, item in value.items()}
@@ -104,11 +110,6 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
     if tensor.numel() == 0 or tensor.device.type == "meta":
         return (id(tensor),)
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-
-
-def as_file(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on the host, each contiguous and owning its memory, as safetensors wants them."""
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
