@@ -11,7 +11,7 @@ disk; and one more, beside which the process multiplies matrices as a training w
 blocked        seconds until the call came back, and as ``blocked_ratio`` over torch.save in the same round
 blocked_cold   the same, of the first save
 on_disk        seconds from the call until the checkpoint is complete; ``bytes_per_s`` is what it comes to
-beside         speed of training while it is written in the background, over its speed before
+beside         speed of training while it is written in the background, over its speed before and after
 memory         bytes that the process (children included) holds at most during the first save, over what it had
 
 torch.save leaves its file in the page cache. The others wait for the disk (fsync); ours also takes a sha256 of all
@@ -52,7 +52,7 @@ from trainwright.state.train_state import TrainState
 BASELINE = "torch_save"
 SAMPLE_S = 0.005
 BEFORE_S = 8.0  # of training before the first save
-MATRIX, ALONE = 512, 50  # the product that stands for training, and how often it is timed alone
+MATRIX, ALONE = 512, 200  # the product that stands for training, and how often it is timed alone, before and after
 
 
 class Engine(Protocol):
@@ -256,15 +256,16 @@ def measure(name: str, folder: Path, saves: int, quick: bool) -> dict[str, float
         cold_s, _, _ = made.save(idle)
     warm = [made.save(idle)[:2] for _ in range(saves)]
     blocked_s, done_s = (statistics.median(values) for values in zip(*warm, strict=True))
-    alone = 1 / statistics.median(seconds_of(train) for _ in range(ALONE))
+    alone = [seconds_of(train) for _ in range(ALONE)]
     _, _, beside = made.save(train)
+    alone += [seconds_of(train) for _ in range(ALONE)]
     engine.close()
     return {
         "blocked_cold": cold_s,
         "blocked": blocked_s,
         "on_disk": done_s,
         "bytes_per_s": made.bytes_on_disk() / done_s,
-        "beside": beside / alone if beside else None,
+        "beside": beside * statistics.median(alone) if beside else None,
         "memory": memory.extra,
     }
 

@@ -59,6 +59,9 @@ class Image:
     def tobytes(self) -> bytes:
         return self.content
 
+    def __repr__(self) -> str:
+        return f"Image({self.content!r})"
+
 
 def sha(items: list[Any]) -> str:
     return fingerprint(Listed(items)).sha256

@@ -22,6 +22,7 @@ from trainwright.state.store import (
     read_best,
     set_aside,
     set_aside_newer,
+    sweep,
     write_best,
 )
 
@@ -240,3 +241,25 @@ def test_a_manifest_that_reaches_out_of_its_folder_is_refused(tmp_path: Path) ->
     (path / NAME).write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match="elsewhere is missing"):
         verify(path)
+
+
+def test_the_best_is_known_though_a_kill_came_before_the_pointer(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 1)
+    write_best(tmp_path, Best(1, "loss", 3.0))
+    path = checkpoint(tmp_path, 2)
+    (path / NAME).unlink()
+    write_manifest(path, 2, {"step": 2, "metric": "loss", "value": 2.5})
+    assert read_best(tmp_path) == Best(2, "loss", 2.5)
+    prune(tmp_path, checkpoint(tmp_path, 3), Retention(newest=1))
+    assert steps(tmp_path) == [3, 2]
+
+
+def test_what_is_deleted_is_out_of_sight_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint(tmp_path, 1)
+    last = checkpoint(tmp_path, 2)
+    monkeypatch.setattr("shutil.rmtree", lambda path, ignore_errors: None)  # killed right here
+    prune(tmp_path, last, Retention(newest=1))
+    monkeypatch.undo()
+    assert steps(tmp_path) == [2] and [path.name for path in tmp_path.glob(".step-*")] == [".step-00000001.deleted"]
+    sweep(tmp_path)
+    assert not list(tmp_path.glob(".step-*"))

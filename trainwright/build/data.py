@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count, islice
 from typing import Any
 
@@ -158,7 +160,7 @@ def _from_workers(source: Any, keys: Iterator[Key] | None, how: Loading) -> Iter
             prefetch_factor=how.prefetch,
             pin_memory=how.pin_memory,
             collate_fn=_as_is,
-            worker_init_fn=_out_of_reach,
+            worker_init_fn=partial(_out_of_reach, os.getpid()),
             generator=torch.Generator().manual_seed(how.seed),
         )
         fetched = iter(loader)
@@ -173,8 +175,14 @@ def _from_workers(source: Any, keys: Iterator[Key] | None, how: Loading) -> Iter
         ) from error
 
 
-def _out_of_reach(worker: int) -> None:
-    """A process group of its own: Ctrl-C goes to the whole foreground group, but the run decides when to stop."""
+def _out_of_reach(trainer: int, worker: int) -> None:
+    """A process group of its own: Ctrl-C goes to the whole foreground group, but the run decides when to stop.
+
+    A worker whose trainer was killed before torch's watchdog began would live for ever. (Under a fork server it has
+    another parent anyway.)
+    """
+    if os.getppid() != trainer and multiprocessing.get_start_method() != "forkserver":
+        os._exit(1)
     if hasattr(os, "setpgrp"):
         os.setpgrp()
 

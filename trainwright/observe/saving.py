@@ -142,7 +142,7 @@ class Saving:
     def _write(self, snapshot: Snapshot, best: Best | None) -> _Done:
         """In the thread: commits, and only then lets older ones go."""
         begin_s, trouble = time.perf_counter(), ""
-        path, written = commit(snapshot, self._folder)
+        path, written = commit(snapshot, self._folder, best)
         try:
             if best:
                 write_best(self._folder, best)

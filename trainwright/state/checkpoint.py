@@ -30,7 +30,7 @@ from trainwright.state.manifest import fsync, name_of, told_as_forged, verify, w
 from trainwright.state.moments import load_moments, moments
 from trainwright.state.rng import RngBag
 from trainwright.state.staging import Staging, num_bytes, on_host
-from trainwright.state.store import sweep
+from trainwright.state.store import Best, sweep
 from trainwright.state.train_state import TrainState
 from trainwright.state.weights import load_plain_state_dict, plain_name, plain_state_dict, unwrapped
 
@@ -105,8 +105,8 @@ def _transient(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield plain_name(f"{path}.{name}"), buffer
 
 
-def commit(snapshot: Snapshot, folder: Path) -> tuple[Path, int]:
-    """Writes ``folder/step-XXXXXXXX``. Returns its path and its bytes.
+def commit(snapshot: Snapshot, folder: Path, best: Best | None = None) -> tuple[Path, int]:
+    """Writes ``folder/step-XXXXXXXX``, which says whether it is the best so far. Returns its path and its bytes.
 
     A kill at any instant leaves either the whole checkpoint or none. Raises StorageError when it cannot be
     written and CheckpointError for a state that is not finite; nothing half-written stays behind then.
@@ -123,7 +123,7 @@ def commit(snapshot: Snapshot, folder: Path) -> tuple[Path, int]:
         save_file(dict(snapshot.model), aside / "model.safetensors")
         save_file(dict(snapshot.rest), aside / "rest.safetensors")
         (aside / "state.json").write_text(values)
-        written = write_manifest(aside, snapshot.step)
+        written = write_manifest(aside, snapshot.step, asdict(best) if best else None)
         replaced = target.with_suffix(".old")  # still found by ``checkpoints`` should we be killed right here
         if target.exists():  # the same step again, after a resume
             shutil.rmtree(replaced, ignore_errors=True)

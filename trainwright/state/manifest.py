@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,13 @@ def step_of(path: Path) -> int | None:
     return int(number) if path.name.startswith("step-") and number.isdecimal() else None
 
 
-def write_manifest(folder: Path, step: int) -> int:
-    """Lists all files of ``folder``, makes them and itself durable (fsync). Returns the bytes in all."""
+def write_manifest(folder: Path, step: int, best: Mapping[str, Any] | None = None) -> int:
+    """Lists all files of ``folder``, makes them and itself durable (fsync). Returns the bytes in all.
+
+    ``best`` says by which metric and value the state is the best so far.
+    """
     files = {path.name: _entry(path) for path in sorted(folder.iterdir()) if path.name != NAME}
-    text = json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1)
+    text = json.dumps({"format": FORMAT, "step": step, "best": best, "files": files}, indent=1)
     (folder / NAME).write_text(text)  # no newline at its end: whatever is cut off is missed
     for name in (*files, NAME):
         fsync(folder / name)

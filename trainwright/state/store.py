@@ -11,9 +11,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from trainwright.errors import CheckpointError
-from trainwright.state.manifest import fsync, name_of, step_of, verify
+from trainwright.state.manifest import fsync, name_of, read_manifest, step_of, verify
 
 BEST = "best.json"
 
@@ -90,7 +91,16 @@ def prune(folder: Path, committed: Path, retention: Retention) -> None:
         spared |= _first_of_each(mine, retention.every)
     for path in mine:
         if path.name not in spared:
-            shutil.rmtree(path, ignore_errors=True)
+            _delete(path)
+
+
+def _delete(path: Path) -> None:
+    """Out of sight first: a kill in its midst leaves what ``sweep`` removes, and no checkpoint that lacks files."""
+    doomed = path.with_name(f".{path.name}.deleted")
+    with suppress(OSError):
+        path.rename(doomed)
+        path = doomed
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _first_of_each(paths: Iterable[Path], every: int) -> set[str]:
@@ -111,17 +121,33 @@ def write_best(folder: Path, best: Best) -> None:
 
 
 def read_best(folder: Path) -> Best | None:
-    """What ``write_best`` wrote, if its checkpoint is there."""
+    """The best checkpoint that is there: what ``write_best`` wrote, or a later one whose own manifest says so.
+
+    A kill between the commit of a checkpoint and the pointer to it costs neither.
+    """
     with suppress(OSError):
-        best = _pointed_to(folder)
-        return best if best and (folder / name_of(best.step)).is_dir() else None
+        own = (_own_best(path) for path in checkpoints(folder))
+        found = [best for best in (_pointed_to(folder), *own) if best and (folder / name_of(best.step)).is_dir()]
+        return max(found, key=lambda best: best.step, default=None)
+    return None
+
+
+def _own_best(path: Path) -> Best | None:
+    """By what a checkpoint was the best when it was saved."""
+    with suppress(CheckpointError):
+        return _as_best(read_manifest(path).get("best"))
     return None
 
 
 def _pointed_to(folder: Path) -> Best | None:
+    with suppress(OSError, ValueError, RecursionError):
+        return _as_best(json.loads((folder / BEST).read_text()))
+    return None
+
+
+def _as_best(read: Any) -> Best | None:
     """A pointer that is torn, or was edited into something else, points nowhere."""
-    with suppress(OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        read = json.loads((folder / BEST).read_text())
+    with suppress(TypeError, KeyError, OverflowError):
         step, metric, value = read["step"], read["metric"], read["value"]
         if type(step) is int and type(metric) is str and type(value) in (int, float) and math.isfinite(value):
             return Best(step, metric, float(value))
