@@ -36,7 +36,8 @@ def write_manifest(folder: Path, step: int, best: Mapping[str, Any] | None = Non
     ``best`` says by which metric and value the state is the best so far.
     """
     files = {path.name: _entry(path) for path in sorted(folder.iterdir()) if path.name != NAME}
-    text = json.dumps({"format": FORMAT, "step": step, "best": best, "files": files}, indent=1)
+    body = {"format": FORMAT, "step": step, "best": best, "files": files}
+    text = json.dumps({**body, "sha256": _sum(body)}, indent=1)
     (folder / NAME).write_text(text)  # no newline at its end: whatever is cut off is missed
     for name in (*files, NAME):
         fsync(folder / name)
@@ -45,7 +46,7 @@ def write_manifest(folder: Path, step: int, best: Mapping[str, Any] | None = Non
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What the manifest says. Raises CheckpointError when it cannot be read or is of another format."""
+    """What the manifest says. Raises CheckpointError when it cannot be read, is damaged or of another format."""
     try:
         manifest: dict[str, Any] = json.loads((folder / NAME).read_text())
         wrong = not isinstance(manifest["files"], dict) or not isinstance(manifest["step"], int)
@@ -56,7 +57,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{folder / NAME}: format {manifest.get('format')} is not {FORMAT}, which this version reads",
             remedy="use the version of Trainwright that wrote it",
         )
+    if manifest.pop("sha256", None) != _sum(manifest):
+        raise CheckpointError(f"{folder / NAME} is damaged: it differs from its own sha256", remedy=_REMEDY)
     return manifest
+
+
+def _sum(body: Mapping[str, Any]) -> str:
+    """Of the manifest itself, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def verify(folder: Path) -> None:
