@@ -40,6 +40,7 @@ from trainwright.errors import CheckpointError
 from trainwright.runlog import reader
 from trainwright.runlog.records import Evaluated, Saved, Step
 from trainwright.state.manifest import verify
+from trainwright.state.store import read_best
 
 KEEP = 3
 KILLS_PER_RUN = 8  # about
@@ -125,9 +126,9 @@ def committed(run: Path) -> list[Path]:
 
 
 def best(run: Path) -> dict[str, Any] | None:
-    """What the pointer to the best checkpoint says."""
-    pointer = run / "checkpoints" / "best.json"
-    return json.loads(pointer.read_text()) if pointer.exists() else None
+    """Which checkpoint is the best: what ``export --which best`` would take."""
+    known = read_best(run / "checkpoints")
+    return asdict(known) if known else None
 
 
 def verified(checkpoint: Path) -> bool:

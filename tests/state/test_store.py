@@ -18,6 +18,7 @@ from trainwright.state.store import (
     Best,
     Retention,
     checkpoints,
+    mend_best,
     newest_valid,
     prune,
     read_best,
@@ -266,3 +267,16 @@ def test_what_is_deleted_is_out_of_sight_first(tmp_path: Path, monkeypatch: pyte
     assert steps(tmp_path) == [2] and [path.name for path in tmp_path.glob(".step-*")] == [".step-00000001.deleted"]
     sweep(tmp_path)
     assert not list(tmp_path.glob(".step-*"))
+
+
+def test_the_pointer_is_mended(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 1)
+    write_best(tmp_path, Best(1, "loss", 3.0))
+    path = checkpoint(tmp_path, 2)
+    (path / NAME).unlink()
+    write_manifest(path, 2, {"step": 2, "metric": "loss", "value": 2.5})
+    (tmp_path / ".best.json.77").write_text("half")
+    assert mend_best(tmp_path) == Best(2, "loss", 2.5)
+    assert json.loads((tmp_path / BEST).read_text())["step"] == 2
+    sweep(tmp_path)
+    assert not list(tmp_path.glob(".best.json*"))

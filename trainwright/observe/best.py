@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainwright.engine.evaluate import Evaluated
 from trainwright.errors import suggest
-from trainwright.state.store import Best, read_best
+from trainwright.state.store import Best, mend_best, read_best
 
 
 class BestSoFar:
@@ -20,7 +20,7 @@ class BestSoFar:
     def __init__(self, folder: Path, metric: str | None, *, is_largest: bool, warn: Callable[[str], None]) -> None:
         self._folder, self._metric, self._warn = folder, metric, warn
         self._sign = -1.0 if is_largest else 1.0
-        self._pointed_to = read_best(folder)
+        self._pointed_to = mend_best(folder)
         self._hoped_for: Best | None = None
 
     def evaluated(self, step: int, seen: Evaluated) -> Best | None:

@@ -132,6 +132,15 @@ def read_best(folder: Path) -> Best | None:
     return None
 
 
+def mend_best(folder: Path) -> Best | None:
+    """``read_best``, after which the pointer says the same: a kill may have come before it was written."""
+    best = read_best(folder)
+    with suppress(OSError):
+        if best and _pointed_to(folder) != best:
+            write_best(folder, best)
+    return best
+
+
 def _own_best(path: Path) -> Best | None:
     """By what a checkpoint was the best when it was saved."""
     with suppress(CheckpointError):
@@ -158,3 +167,5 @@ def sweep(folder: Path) -> None:
     """Removes what a killed save left behind."""
     for path in folder.glob(".step-*"):
         shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob(f".{BEST}.*"):
+        path.unlink(missing_ok=True)
