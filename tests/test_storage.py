@@ -45,7 +45,8 @@ def test_a_second_process_is_refused_with_the_pid_of_the_first(folder: Path) -> 
 def test_a_folder_deleted_while_training_is_written_anew(folder: Path) -> None:
     running = start("train", "slow.yaml", *LONG, cwd=folder)
     wait_for_step(folder / "runs/slow/log.jsonl", 10)
-    shutil.rmtree(folder / "runs")
+    (folder / "runs").rename(folder / "gone")  # at one instant: a write may be going on in it
+    shutil.rmtree(folder / "gone")
     while not list(folder.glob("runs/slow/checkpoints/step-*")):
         assert running.poll() is None
     running.send_signal(signal.SIGTERM)
