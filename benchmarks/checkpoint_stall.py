@@ -123,6 +123,9 @@ class Ours:
     def saved(self, step: int, path: str, num_bytes: int, seconds: float, blocked_s: float) -> None:
         self.told = step
 
+    def not_saved(self, step: int, reason: str) -> None:
+        _fail(reason)
+
     def save(self, state: TrainState) -> None:
         self.saving.due(state)
         self.saving(state)

@@ -13,7 +13,7 @@ import trainwright as tw
 NAMES = """
 Cursor Ema Loading Loss LossScaler MicroBatch Observer Outcome Precision Probe Recipe Result StepBatch
 StepBatches StepResult Stop TrainState TrainwrightError __version__ evaluate fit for_seconds for_steps load
-lr_range make_clip make_optimizer make_schedule make_step steps train
+load_checkpoint lr_range make_clip make_optimizer make_schedule make_step save_checkpoint steps train
 """
 VERBS = "demo env export lr-range resume schema train verify version"
 VERIFY = "checkpoint resume"

@@ -31,11 +31,13 @@ _HOME = {
     "for_seconds": "trainwright.engine.until",
     "for_steps": "trainwright.engine.until",
     "load": "trainwright.recipe.load",
+    "load_checkpoint": "trainwright.state.checkpoint",
     "lr_range": "trainwright.engine.lr_range",
     "make_clip": "trainwright.engine.clip",
     "make_optimizer": "trainwright.build.optim.choose",
     "make_schedule": "trainwright.build.schedule",
     "make_step": "trainwright.engine.step",
+    "save_checkpoint": "trainwright.state.checkpoint",
     "steps": "trainwright.engine.loop",
     "train": "trainwright.run",
 }
@@ -67,6 +69,8 @@ if TYPE_CHECKING:
     from trainwright.recipe.load import load as load
     from trainwright.run import Result as Result
     from trainwright.run import train as train
+    from trainwright.state.checkpoint import load_checkpoint as load_checkpoint
+    from trainwright.state.checkpoint import save_checkpoint as save_checkpoint
     from trainwright.state.cursor import Cursor as Cursor
     from trainwright.state.cursor import MicroBatch as MicroBatch
     from trainwright.state.cursor import StepBatch as StepBatch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -29,13 +30,13 @@ from trainwright.state.store import (
 )
 
 
-def checkpoint(folder: Path, step: int, name: str | None = None) -> Path:
+def checkpoint(folder: Path, step: int, name: str | None = None, best: Best | None = None) -> Path:
     path = folder / (name or name_of(step))
     path.mkdir(parents=True)
     save_file({"w": torch.full((3,), float(step))}, path / "model.safetensors")
     save_file({"m": torch.full((5,), float(step))}, path / "rest.safetensors")
     (path / "state.json").write_text(json.dumps({"step": step}))
-    write_manifest(path, step)
+    write_manifest(path, step, asdict(best) if best else None)
     return path
 
 
@@ -250,9 +251,7 @@ def test_a_manifest_that_reaches_out_of_its_folder_is_refused(tmp_path: Path) ->
 def test_the_best_is_known_though_a_kill_came_before_the_pointer(tmp_path: Path) -> None:
     checkpoint(tmp_path, 1)
     write_best(tmp_path, Best(1, "loss", 3.0))
-    path = checkpoint(tmp_path, 2)
-    (path / NAME).unlink()
-    write_manifest(path, 2, {"step": 2, "metric": "loss", "value": 2.5})
+    checkpoint(tmp_path, 2, best=Best(2, "loss", 2.5))
     assert read_best(tmp_path) == Best(2, "loss", 2.5)
     prune(tmp_path, checkpoint(tmp_path, 3), Retention(newest=1))
     assert steps(tmp_path) == [3, 2]
@@ -272,9 +271,7 @@ def test_what_is_deleted_is_out_of_sight_first(tmp_path: Path, monkeypatch: pyte
 def test_the_pointer_is_mended(tmp_path: Path) -> None:
     checkpoint(tmp_path, 1)
     write_best(tmp_path, Best(1, "loss", 3.0))
-    path = checkpoint(tmp_path, 2)
-    (path / NAME).unlink()
-    write_manifest(path, 2, {"step": 2, "metric": "loss", "value": 2.5})
+    checkpoint(tmp_path, 2, best=Best(2, "loss", 2.5))
     (tmp_path / ".best.json.77").write_text("half")
     assert mend_best(tmp_path) == Best(2, "loss", 2.5)
     assert json.loads((tmp_path / BEST).read_text())["step"] == 2

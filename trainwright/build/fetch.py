@@ -81,9 +81,9 @@ class Fetch(torch.utils.data.Dataset[Any]):
     """A map-style dataset whose index is a Key. Random numbers that items draw come from the key's own seed.
 
     Datasets that say ``deterministic = True`` (and TensorDataset) draw none and are not seeded, unless a ``collate``
-    of the user's own makes their batches. A sample that
-    cannot be read is left out when ``on_bad_sample`` is quarantine: the others are fetched again, from the same
-    seed, so that they are what they would be had it never been asked for.
+    of the user's own makes their batches. A sample that cannot be read is left out when ``on_bad_sample`` is
+    quarantine: the others are fetched again, from the same seed, so that they are what they would be had it never been
+    asked for.
     """
 
     def __init__(

@@ -134,17 +134,18 @@ def commit(snapshot: Snapshot, folder: Path, best: Best | None = None) -> tuple[
     return target, written
 
 
-def save_checkpoint(state: TrainState, folder: Path, papers: Mapping[str, Any] | None = None) -> tuple[Path, int]:
-    """``capture`` and ``commit`` in one: the caller waits until it is on disk."""
-    return commit(capture(state, papers=papers), folder)
+def save_checkpoint(state: TrainState, folder: Path | str, papers: Mapping[str, Any] | None = None) -> tuple[Path, int]:
+    """``capture`` and ``commit`` in one: the caller waits until it is on disk. Returns its path and its bytes."""
+    return commit(capture(state, papers=papers), Path(folder))
 
 
-def load_checkpoint(state: TrainState, path: Path, *, verified: bool = False) -> None:
+def load_checkpoint(state: TrainState, path: Path | str, *, verified: bool = False) -> None:
     """Loads ``path`` into ``state`` in place, random generators of the process included.
 
-    Verifies it first unless that was just done. Raises CheckpointError when a file is missing or damaged, or when
-    model or optimizer do not fit.
+    Verifies it first unless that was just done. The stream of batches must be made anew from ``state.data``. Raises
+    CheckpointError when a file is missing or damaged, or when model or optimizer do not fit.
     """
+    path = Path(path)
     if not verified:
         verify(path)
     with told_as_forged(path):

@@ -49,10 +49,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """What the manifest says. Raises CheckpointError when it cannot be read, is damaged or of another format."""
     try:
         manifest: dict[str, Any] = json.loads((folder / NAME).read_text())
-        wrong = not isinstance(manifest["files"], dict) or not isinstance(manifest["step"], int)
+        if not isinstance(manifest["files"], dict) or not isinstance(manifest["step"], int):
+            raise TypeError("files is no mapping, or step no number")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{folder / NAME} cannot be read: {error}", remedy=_REMEDY) from None
-    if manifest.get("format") != FORMAT or wrong:
+    if manifest.get("format") != FORMAT:
         raise CheckpointError(
             f"{folder / NAME}: format {manifest.get('format')} is not {FORMAT}, which this version reads",
             remedy="use the version of Trainwright that wrote it",

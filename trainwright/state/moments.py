@@ -89,7 +89,6 @@ def _continued(group: Mapping[str, Any], names: list[str], saved: Mapping[str, A
 def _built(optimizer: Optimizer) -> Plain:
     """What the optimizer was constructed with, where that is a plain value."""
     plain = (bool, int, float, str, tuple, type(None))
-    own = {
-        key: value for key, value in optimizer.defaults.items() if key != "differentiable"
-    }  # torch adds it on a load
-    return {key: value for key, value in own.items() if isinstance(value, plain)}
+    options = {key: value for key, value in optimizer.defaults.items() if isinstance(value, plain)}
+    options.pop("differentiable", None)  # torch adds it when it loads
+    return options

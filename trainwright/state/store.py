@@ -126,9 +126,10 @@ def read_best(folder: Path) -> Best | None:
     A kill between the commit of a checkpoint and the pointer to it costs neither.
     """
     with suppress(OSError):
-        own = (_own_best(path) for path in checkpoints(folder))
-        found = [best for best in (_pointed_to(folder), *own) if best and (folder / name_of(best.step)).is_dir()]
-        return max(found, key=lambda best: best.step, default=None)
+        pointed_to, there = _pointed_to(folder), checkpoints(folder)
+        later = (path for path in there if pointed_to is None or (step_of(path) or 0) > pointed_to.step)
+        found = next((best for path in later if (best := _own_best(path))), pointed_to)
+        return found if found and (folder / name_of(found.step)).is_dir() else None
     return None
 
 
