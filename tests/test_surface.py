@@ -5,8 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import trainwright as tw
 
@@ -98,6 +101,24 @@ def test_the_first_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytes
     exec(code, names)
     result = names["result"]
     assert isinstance(result, tw.Result) and result.ending == "finished" and result.run.is_dir()
+
+
+def test_the_loop_of_the_readme_runs_and_goes_on_from_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    readme = (Path(tw.__file__).parent.parent / "README.md").read_text()
+    code = readme.split("```python\n")[2].split("```")[0]
+    torch.manual_seed(0)
+    dataset = torch.utils.data.TensorDataset(torch.randn(100, 3), torch.randn(100, 1))
+    names: dict[str, Any] = {"tw": tw, "dataset": dataset, "my_loss": nn.MSELoss(), "model": nn.Linear(3, 1)}
+    exec(code, names)
+    state = names["state"]
+    weights = {name: weight.clone() for name, weight in state.model.state_dict().items()}
+    tw.load_checkpoint(state, "checkpoints/step-00000300")
+    batches = tw.StepBatches(dataset, tw.Loading(batch_size=32, micro_size=8), cursor=state.data)
+    assert sum(1 for _ in tw.steps(state, batches, names["advance"], until=tw.for_steps(1000))) == 700
+    assert all(torch.equal(weight, weights[name]) for name, weight in state.model.state_dict().items())
 
 
 def test_every_verb_is_in_the_readme() -> None:
