@@ -83,7 +83,8 @@ def _continued(group: Mapping[str, Any], names: list[str], saved: Mapping[str, A
     before: Plain = next((each for each in saved["param_groups"] if not set(names).isdisjoint(each["params"])), {})
     asked = {key for key, value in built.items() if value != saved["built"].get(key, value)}
     kept = {key: value for key, value in before.items() if key not in {*_SET_BY_RECIPE, *asked, "params"}}
-    return {**{key: value for key, value in group.items() if key != "initial_lr"}, **kept}
+    base = {"lr": group["initial_lr"]} if "initial_lr" in group else {}  # it has trained: its rate is a scheduled one
+    return {**{key: value for key, value in group.items() if key != "initial_lr"}, **base, **kept}
 
 
 def _built(optimizer: Optimizer) -> Plain:
