@@ -14,11 +14,15 @@ import json
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 FORMAT_VERSION = 1  # of the run folder as a whole
+
+Events = typing.Annotated[Sequence[tuple[str, Any]], "plain"]
+Values = typing.Annotated[dict[str, Any], "plain"]
+"""JSON of any nesting; numbers that are not in JSON come back as their names, see ``plain``."""
 
 _NOT_IN_JSON = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -125,6 +129,31 @@ class Quarantined(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Watched(Record):
+    """One optimizer step as the watch saw it: what happened in which order, and a few numbers.
+
+    ``events`` are ``[kind, value]`` in their order, see ``observe.events``. ``loss`` is the mean of the step's losses
+    as they were given to backward, without a loss scale.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    events: Events = ()
+    values: Values = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examined(Record):
+    """What a closer look at ``step`` gave: an experiment on its replay, or the state of what is watched."""
+
+    step: int
+    experiment: str
+    values: Values
+
+
+@dataclass(frozen=True, kw_only=True)
 class Where:
     """What a finding points at; None is what is not known or does not apply."""
 
@@ -212,7 +241,21 @@ class Unknown(Record):
 
 KINDS: Mapping[str, type[Record]] = {
     cls.__name__.lower(): cls
-    for cls in (Started, Step, Evaluated, Saved, NotSaved, Skipped, Quarantined, Found, Replayed, Ended, Telemetry)
+    for cls in (
+        Started,
+        Step,
+        Evaluated,
+        Saved,
+        NotSaved,
+        Skipped,
+        Quarantined,
+        Found,
+        Replayed,
+        Ended,
+        Telemetry,
+        Watched,
+        Examined,
+    )
 }
 _KIND_OF: Mapping[type[Record], str] = {cls: kind for kind, cls in KINDS.items()}
 
@@ -253,6 +296,17 @@ def strict(value: Any) -> Any:
     return value
 
 
+def plain(value: Any) -> Any:
+    """The inverse of ``strict`` for values of any nesting: NaN and infinity are numbers again."""
+    if isinstance(value, str):
+        return _NOT_IN_JSON.get(value, value)
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return value
+
+
 def _fields_of(value: object) -> dict[str, Any]:
     """For the encoder. Dataclasses only: a tensor has a ``__dict__`` too, and would be logged as ``{}``."""
     if dataclasses.is_dataclass(value):
@@ -276,13 +330,15 @@ def _construct(cls: type, fields: object) -> object:
 
 @functools.cache
 def _decoders(cls: type) -> dict[str, Callable[[Any], Any]]:
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     return {f.name: _decoder(hints[f.name]) for f in dataclasses.fields(cls)}
 
 
 def _decoder(hint: Any) -> Callable[[Any], Any]:
     """How to read JSON as ``hint``: one of the few types that records are made of."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return plain
     if origin is types.UnionType and str in args and float in args:
         return lambda value: _NOT_IN_JSON.get(value, value) if isinstance(value, str) else value
     if origin is types.UnionType:

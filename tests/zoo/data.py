@@ -1,0 +1,353 @@
+"""Faults of the data: what the model is fed is not what its user believes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from tests.zoo.host import Rows, TinyGPT, Watch, cnn, fault, images, loader, mlp, sequences, table
+
+
+def one_of_batch(step: int, x: Tensor, y: Tensor, seed: int) -> int:
+    """A sample that ``loader(x, y, seed)`` yields in its batch ``step``, counted from 1; the seed says which."""
+    ids = [ids for ids, _, _ in loader(x, y, seed)][step - 1]
+    return int(ids[7 * seed % len(ids)])
+
+
+def photographs(seed: int, n: int = 512) -> tuple[Tensor, Tensor]:
+    """images() as files have them: bytes, 0 to 255."""
+    x, y = images(seed, n)
+    return ((x - x.min()) / (x.max() - x.min()) * 255).to(torch.uint8), y
+
+
+def padded(seed: int, n: int = 512, length: int = 16) -> Tensor:
+    """sequences() of 4 to ``length`` tokens, filled up with 0."""
+    lengths = torch.randint(4, length + 1, (n, 1), generator=torch.Generator().manual_seed(seed + 100))
+    return sequences(seed, n, length).masked_fill(torch.arange(length) >= lengths, 0)
+
+
+@fault("D01", "data.nonfinite_input", delay="N", active=3)
+def nan_feature(watch: Watch, seed: int) -> Mapping[str, Any]:
+    """One missing value of one sample was read as NaN."""
+    torch.manual_seed(seed)
+    x, y = table(seed)
+    row = one_of_batch(3, x, y, seed)
+    x[row, 3 + seed] = float("nan")
+    batches = loader(x, y, seed)
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with watch(model, optimizer, loader=batches):
+        for _ in range(2):
+            for _, x, t in batches:
+                loss = F.cross_entropy(model(x), t)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+    return {"sample_ids": [row], "module": None, "dtype": "float32"}
+
+
+@fault("D03", "data.unnormalised_input", delay="S")
+def bytes_as_they_are(watch: Watch, seed: int) -> None:
+    """Pixels from 0 to 255 go straight into the network."""
+    torch.manual_seed(seed)
+    x, y = photographs(seed)
+    batches = loader(x, y, seed)
+    model = nn.Sequential(nn.Flatten(), mlp(64, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with watch(model, optimizer, loader=batches):
+        for _ in range(4):
+            for _, x, t in batches:
+                loss = F.cross_entropy(model(x.float()), t)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+
+@fault("D03b", "data.unnormalised_input", delay="S")
+def features_in_large_units(watch: Watch, seed: int) -> None:
+    """A table whose columns are hundreds wide."""
+    torch.manual_seed(seed)
+    x, y = table(seed)
+    batches = loader(255 * x, y, seed)
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with watch(model, optimizer, loader=batches):
+        for _ in range(2):
+            for _, x, t in batches:
+                loss = F.cross_entropy(model(x), t)
+                optimizer.zero_grad()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+
+
+class Normalised(Rows):
+    """Photographs from -1 to 1."""
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor]:
+        return index, (self.x[index] / 255 - 0.5) / 0.5, self.y[index]
+
+
+@fault("D04", "data.double_normalised", delay="S")
+def normalised_twice(watch: Watch, seed: int) -> None:
+    """The dataset normalises, and so does the loop."""
+    torch.manual_seed(seed)
+    x, y = photographs(seed)
+    batches = DataLoader(
+        Normalised(x, y), batch_size=64, shuffle=True, generator=torch.Generator().manual_seed(seed)
+    )  # fmt: skip
+    model = nn.Sequential(nn.Flatten(), mlp(64, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with watch(model, optimizer, loader=batches):
+        for _ in range(6):
+            for _, x, t in batches:
+                x = (x / 255 - 0.5) / 0.5
+                loss = F.cross_entropy(model(x), t)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+
+@fault("D06", "data.unshuffled", delay="S")
+def sorted_by_class(watch: Watch, seed: int) -> None:
+    """The files lie in one folder per class and are read in that order."""
+    torch.manual_seed(seed)
+    x, y = table(seed)
+    order = y.argsort()
+    batches = loader(x[order], y[order], seed, shuffle=False)
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with watch(model, optimizer, loader=batches):
+        for _ in range(4):
+            for _, x, t in batches:
+                loss = F.cross_entropy(model(x), t)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+
+@fault("D07", "data.same_order_every_epoch", delay="B", active=9)
+def generator_anew_each_epoch(watch: Watch, seed: int) -> None:
+    """Each epoch builds its loader, with the same seed."""
+    torch.manual_seed(seed)
+    data = Rows(*table(seed, 512))
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with watch(model, optimizer):
+        for _ in range(6):
+            generator = torch.Generator().manual_seed(seed)
+            for _, x, t in DataLoader(data, batch_size=64, shuffle=True, generator=generator):
+                loss = F.cross_entropy(model(x), t)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+
+@fault("D07b", "data.same_order_every_epoch", delay="B", active=9)
+def seeded_each_epoch(watch: Watch, seed: int) -> None:
+    """The seed is set at the top of the epoch instead of at the top of the script."""
+    batches = DataLoader(Rows(*table(seed, 512)), batch_size=64, shuffle=True)
+    torch.manual_seed(seed)
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with watch(model, optimizer, loader=batches):
+        for _ in range(6):
+            torch.manual_seed(seed)
+            for _, x, t in batches:
+                loss = F.cross_entropy(model(x), t)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+
+class Jittered(Dataset[tuple[int, Tensor, Tensor]]):
+    """Samples with noise from a generator of their own."""
+
+    def __init__(self, x: Tensor, y: Tensor, seed: int) -> None:
+        self.x, self.y = x, y
+        self.random = np.random.default_rng(seed)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor]:
+        noise = torch.from_numpy(self.random.normal(0, 0.3, self.x.shape[1:]).astype(np.float32))
+        return index, self.x[index] + noise, self.y[index]
+
+
+@fault("D08", "data.worker_rng_duplicate", delay="B")
+def workers_share_their_random_numbers(watch: Watch, seed: int) -> None:
+    """Each worker gets a copy of the dataset, and with it a copy of the state of its generator."""
+    torch.manual_seed(seed)
+    data = Jittered(*table(seed, 512), seed)
+    batches = DataLoader(
+        data, batch_size=32, shuffle=True, num_workers=2, multiprocessing_context="fork",
+        generator=torch.Generator().manual_seed(seed),
+    )  # fmt: skip
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with watch(model, optimizer, loader=batches):
+        for _ in range(3):
+            for _, x, t in batches:
+                loss = F.cross_entropy(model(x), t)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+
+@fault("D09", "data.train_val_overlap", delay="S", active=8)
+def trained_on_the_validation_set(watch: Watch, seed: int) -> None:
+    """The split is made, but the training loader takes the whole set."""
+    torch.manual_seed(seed)
+    data = Rows(*table(seed, 512))
+    held_out = torch.randperm(len(data))[:128].tolist()
+    generator = torch.Generator().manual_seed(seed)
+    batches = DataLoader(data, batch_size=64, shuffle=True, generator=generator)
+    validation = DataLoader(Subset(data, held_out), batch_size=64)
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    with watch(model, optimizer, loader=batches):
+        for _ in range(6):
+            model.train()
+            for _, x, t in batches:
+                loss = F.cross_entropy(model(x), t)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            model.eval()
+            right = 0
+            with torch.no_grad():
+                for _, x, t in validation:
+                    right += int((model(x).argmax(1) == t).sum())
+
+
+@fault("D11", "data.label_feature_misaligned", delay="B", fixable=False)
+def shuffled_without_labels(watch: Watch, seed: int) -> None:
+    """The features were shuffled, the labels were not."""
+    torch.manual_seed(seed)
+    x, y = table(seed)
+    x = x[torch.randperm(len(x))]
+    batches = loader(x, y, seed)
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with watch(model, optimizer, loader=batches):
+        for _ in range(7):
+            for _, x, t in batches:
+                loss = F.cross_entropy(model(x), t)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+
+@fault("D12", "data.target_leak", delay="B")
+def target_among_the_features(watch: Watch, seed: int) -> None:
+    """The column that is to be predicted was left in the table."""
+    torch.manual_seed(seed)
+    x, y = table(seed)
+    x[:, 3 * seed] = y.float()
+    batches = loader(x, y, seed)
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    with watch(model, optimizer, loader=batches):
+        for _ in range(7):
+            for _, x, t in batches:
+                loss = F.cross_entropy(model(x), t)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+
+class MeanOfTokens(nn.Module):
+    """(B, T, D), (B, T) -> (B, D): the mean over the tokens that are no padding."""
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        return (x * keep[..., None]).sum(1) / keep.sum(1, keepdim=True)
+
+
+class BagOfWords(nn.Module):
+    """Classifies a text by the mean of its embeddings."""
+
+    def __init__(self, vocab: int = 33, d: int = 16, classes: int = 4) -> None:
+        super().__init__()
+        self.embedding, self.pool, self.head = nn.Embedding(vocab, d), MeanOfTokens(), nn.Linear(d, classes)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.pool(self.embedding(ids), (ids != 0).float()))
+
+
+@fault("D14", "num.div_by_zero", "data.empty_sample", delay="N", active=4)
+def empty_text(watch: Watch, seed: int) -> Mapping[str, Any]:
+    """One text is empty: the mean over its tokens is 0 / 0."""
+    torch.manual_seed(seed)
+    ids = padded(seed)
+    y = ids[:, 0] % 4
+    row = one_of_batch(4, ids, y, seed)
+    ids[row] = 0
+    batches = loader(ids, y, seed)
+    model = BagOfWords()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    with watch(model, optimizer, loader=batches):
+        for _ in range(3):
+            for _, x, t in batches:
+                loss = F.cross_entropy(model(x), t)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+    return {"sample_ids": [row], "op": "div", "module": "pool", "dtype": "float32"}
+
+
+@fault("D15", "data.pad_in_loss", delay="S")
+def padding_is_learned(watch: Watch, seed: int) -> None:
+    """Sequences are padded with 0, but the loss does not know it."""
+    torch.manual_seed(seed)
+    ids = padded(seed)
+    batches = loader(ids, ids, seed, batch=32)
+    model = TinyGPT()
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    with watch(model, optimizer, loader=batches):
+        for _ in range(3):
+            for _, x, labels in batches:
+                logits = model(x)
+                loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+
+@fault("D17", "data.constant_input", delay="S")
+def fractions_cast_to_integers(watch: Watch, seed: int) -> None:
+    """The division by 255 is stored in bytes again: every pixel is 0."""
+    torch.manual_seed(seed)
+    x, y = photographs(seed)
+    batches = loader((x.clamp(0, 254) / 255).to(torch.uint8), y, seed)
+    model = cnn()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with watch(model, optimizer, loader=batches):
+        for _ in range(4):
+            for _, x, t in batches:
+                loss = F.cross_entropy(model(x.float()), t)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+
+@fault("D18", "data.empty_loader", delay="S", active=0, fixable=False)
+def no_batch_per_epoch(watch: Watch, seed: int) -> None:
+    """Fewer samples than one batch, and the last, incomplete batch is dropped."""
+    torch.manual_seed(seed)
+    batches = loader(*table(seed, 20 + seed), seed, batch=32, drop_last=True)
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with watch(model, optimizer, loader=batches):
+        for _ in range(5):
+            for _, x, t in batches:
+                loss = F.cross_entropy(model(x), t)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()

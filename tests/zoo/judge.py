@@ -1,0 +1,117 @@
+"""Runs an entry of the zoo under the watch and scores what the doctor said."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import trainwright as tw
+from tests import zoo
+from tests.zoo.host import ENTRIES, Entry
+
+LATEST = {"N": 0, "S": 1, "D": 10**9, "B": 50, "P": 20, "M": 200}
+"""How many steps after it became active a fault of a class may be found."""
+
+
+@dataclass
+class Score:
+    """What came of one run. ``rank`` is the place of the right code among the findings, 0 for the first."""
+
+    id: str
+    seed: int
+    detected: bool = False
+    early: list[str] = field(default_factory=list)
+    rank: int | None = None
+    delay: int | None = None
+    in_time: bool = False
+    located: bool | None = None
+    tried: bool | None = None
+    said: list[str] = field(default_factory=list)
+    critical: list[str] = field(default_factory=list)
+    warned: list[str] = field(default_factory=list)
+    steps: int = 0
+    seconds: float = 0.0
+    error: str | None = None
+    where: Any = None
+    truth: Any = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def load() -> dict[str, Entry]:
+    """All entries of the zoo, by id."""
+    for module in pkgutil.iter_modules(zoo.__path__):
+        if module.name not in ("host", "judge"):
+            importlib.import_module(f"{zoo.__name__}.{module.name}")
+    return ENTRIES
+
+
+def run(entry: Entry, seed: int) -> tuple[Score, Sequence[Any]]:
+    """The entry once, under ``tw.watch``; the score and the findings."""
+    torch.manual_seed(seed)
+    watches: list[Any] = []
+
+    def watch(*args: Any, **kwargs: Any) -> Any:
+        watches.append(tw.watch(*args, **kwargs, quiet=True))
+        return watches[-1]
+
+    begin_s, truth, error = time.perf_counter(), None, None
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            truth = entry.run(partial(watch, out=Path(folder) / "run"), seed)
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    found = [each for one in watches for each in one.findings()]
+    score = _scored(entry, seed, found, truth)
+    score.steps = sum(one.step for one in watches)
+    score.seconds, score.error = round(time.perf_counter() - begin_s, 2), error
+    return score, found
+
+
+def _scored(entry: Entry, seed: int, found: Sequence[Any], truth: Mapping[str, Any] | None) -> Score:
+    score = Score(entry.id, seed, said=[f"{f.code}@{f.step}" for f in found], truth=truth)
+    alarms = [f for f in found if f.severity in ("critical", "warning")]
+    score.critical = [f.code for f in found if f.severity == "critical"]
+    score.warned = [f.code for f in found if f.severity == "warning"]
+    score.early = [f"{f.code}@{f.step}" for f in alarms if f.step < entry.active]
+    score.detected = any(f.step >= entry.active for f in alarms) and not score.early
+    right = [rank for rank, f in enumerate(found) if f.code in entry.labels]
+    if not right:
+        return score
+    score.rank = right[0]
+    best = found[right[0]]
+    score.delay = best.step - entry.active
+    score.in_time = 0 <= score.delay <= LATEST.get(entry.delay, 0)
+    score.tried = bool(best.tried) if entry.fixable else None
+    score.where = asdict(best.where)
+    if entry.delay == "N" and truth:
+        score.located = all(_same(score.where.get(name), value) for name, value in truth.items())
+    return score
+
+
+def _same(seen: Any, true: Any) -> bool:
+    if isinstance(true, list | tuple):
+        return sorted(seen or ()) == sorted(true)
+    return bool(seen == true)
+
+
+def one(name: str, seed: int) -> dict[str, Any]:
+    """For a process of a pool: loads the zoo and runs one entry."""
+    torch.set_num_threads(1)
+    score = Score(name, seed, error="not run")
+    with suppress(KeyError):
+        score, _ = run(load()[name], seed)
+    return score.to_json()

@@ -1,0 +1,62 @@
+"""From a case to findings: the first cause first, what follows from it as its consequences."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from trainwright.doctor import checks as _all_checks  # noqa: F401  registers them
+from trainwright.doctor.case import Case
+from trainwright.doctor.finding import CHECKS, STAGES, Finding, Wish
+
+_SEVERITIES = ("critical", "warning", "info")
+
+
+class Diagnosis(NamedTuple):
+    """Findings, the first cause first, and what would tell more."""
+
+    findings: tuple[Finding, ...]
+    wishes: tuple[Wish, ...]
+
+
+def diagnose(case: Case) -> Diagnosis:
+    """Asks every check. A finding that explains others takes them in as its consequences."""
+    findings: dict[str, Finding] = {}
+    wishes: dict[Wish, None] = {}
+    for check in CHECKS:
+        for said in check(case):
+            if isinstance(said, Wish):
+                wishes[said] = None
+            elif (known := findings.get(said.found.code)) is None or said.found.sure > known.found.sure:
+                findings[said.found.code] = said
+    return Diagnosis(tuple(_in_order(_folded(findings.values()))), tuple(wishes))
+
+
+def _folded(findings: Iterable[Finding]) -> list[Finding]:
+    """Takes a finding that another explains out of the list and into that one's consequences."""
+    left = sorted(findings, key=_rank)
+    for cause in list(left):
+        if cause not in left:
+            continue
+        taken = [other for other in left if other is not cause and _explains(cause, other)]
+        if taken:
+            told = (*cause.found.consequences, *(f"{other.found.code}: {other.found.symptom}" for other in taken))
+            whole = dataclasses.replace(cause, found=dataclasses.replace(cause.found, consequences=told))
+            left = [whole if each is cause else each for each in left if each not in taken]
+    return left
+
+
+def _explains(cause: Finding, other: Finding) -> bool:
+    return any(fnmatch.fnmatchcase(other.found.code, pattern) for pattern in cause.explains)
+
+
+def _in_order(findings: Iterable[Finding]) -> list[Finding]:
+    return sorted(findings, key=_rank)
+
+
+def _rank(finding: Finding) -> tuple[int, float, int]:
+    """Severity first, then how sure it is in three classes, then where in a step it lies."""
+    found = finding.found
+    return (_SEVERITIES.index(found.severity), -round(found.sure, 1), STAGES.index(finding.stage))

@@ -1,0 +1,105 @@
+"""Under ``tw.watch``: an update that is not finite does not reach the weights, whoever owns the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+from trainwright.engine.guard import BufferGuard
+from trainwright.observe.program import Segment
+
+OnNonfinite = Literal["skip", "stop", "observe"]
+
+
+class Veto:
+    """Looks at the gradients before each update and at 16-bit weights after it.
+
+    A vetoed optimizer finds no gradients, so it changes nothing; afterwards they are back. Buffers that the forward
+    pass has changed go back too. ``skip`` asks the host once a step on a GPU; ``observe`` never does.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module], parameters: Sequence[Tensor], how: OnNonfinite) -> None:
+        self.roots, self.how = list(roots), how
+        self._parameters = list(parameters)
+        self._low = any(p.dtype in (torch.float16, torch.bfloat16) for p in parameters)
+        self._buffers = [BufferGuard() for _ in roots]
+        self._hidden: list[tuple[Tensor, Tensor | None]] = []
+        self._before: tuple[list[Tensor], Callable[[], None]] | None = None
+        self.vetoed: int = 0
+
+    def begin(self) -> None:
+        """Before the first forward pass of a step."""
+        if self.how != "observe":
+            for guard, root in zip(self._buffers, self.roots):
+                guard.keep(root)
+
+    def before_update(self, segment: Segment, optimizer: Optimizer) -> None:
+        owned = [p for group in optimizer.param_groups for p in group["params"]]
+        grads = [p.grad for p in owned if p.grad is not None]
+        dense = [g for g in grads if not g.is_sparse]
+        norms = torch._foreach_norm(dense) if dense else ()
+        norm = get_total_norm(dense) if dense else torch.zeros(())
+        segment.norms = (owned, norms) if segment.norms is None else segment.norms
+        segment.grad_norm = norm if segment.grad_norm is None else segment.grad_norm
+        segment.values["grads"] = [len(grads), len(owned)]
+        if self.how == "observe" or getattr(optimizer, "found_inf", None) is not None:
+            return
+        if not bool(torch.isfinite(norm)):
+            self._hidden = [(p, p.grad) for p in owned]
+            for p in owned:
+                p.grad = None
+            segment.values["vetoed"] = "gradients"
+        elif self._low:
+            self._before = _state_of(optimizer, owned)
+
+    def after_update(self, segment: Segment, optimizer: Optimizer) -> None:
+        if self._hidden:
+            for p, grad in self._hidden:
+                p.grad = grad
+            self._hidden = []
+            self._restore_buffers()
+            self.vetoed += 1
+        if self._before is not None:
+            written, put_back = self._before
+            self._before = None
+            if not bool(torch.isfinite(torch.stack(torch._foreach_norm(written))).all()):
+                put_back()
+                self._restore_buffers()
+                segment.values["vetoed"] = "update"
+                self.vetoed += 1
+
+    def _restore_buffers(self) -> None:
+        for guard in self._buffers:
+            guard.restore_if(torch.ones((), dtype=torch.bool))
+
+
+@torch.no_grad()
+def _state_of(optimizer: Optimizer, owned: list[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
+    """Weights to look at afterwards, and how they and the optimizer's state become again what they are now."""
+    weights = [p.detach() for p in owned]
+    copies = [w.clone() for w in weights]
+    states = {
+        p: {k: v.clone() if isinstance(v, Tensor) else v for k, v in optimizer.state[p].items()}
+        for p in owned
+        if p in optimizer.state
+    }
+
+    def put_back() -> None:
+        torch._foreach_copy_(weights, copies)
+        for p in owned:
+            if p not in states:
+                optimizer.state.pop(p, None)
+                continue
+            for key, value in states[p].items():
+                live: Any = optimizer.state[p].get(key)
+                if isinstance(value, Tensor) and isinstance(live, Tensor):
+                    live.copy_(value)
+                else:
+                    optimizer.state[p][key] = value
+
+    return weights, put_back

@@ -1,0 +1,328 @@
+"""Sees what a training loop does, without a change to it: the calls that every loop makes, told to a listener."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import dataloader
+
+
+class Listener:
+    """What a loop can be heard to do. Each method is called right when it happens and does nothing by itself."""
+
+    def on_epoch(self, loader: Any, iterator: Any) -> None: ...
+    def on_batch(self, iterator: Any, ids: Any, batch: Any, wait_s: float) -> None: ...
+    def on_forward(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
+    def on_output(self, root: nn.Module, output: Any) -> None: ...
+    def on_backward_called(self) -> None: ...
+    def on_backward(self, losses: tuple[Tensor, ...], how: dict[str, Any]) -> None: ...
+    def on_gradients(self) -> None: ...
+    def on_zero_grad(self, owner: Optimizer | nn.Module) -> None: ...
+    def on_scaled(self, scaler: GradScaler, given: Any, scaled: Any) -> None: ...
+    def on_unscale(self, scaler: GradScaler, optimizer: Optimizer) -> None: ...
+    def on_scaler_step(self, scaler: GradScaler, optimizer: Optimizer, stepped: bool) -> None: ...
+    def on_scaler_update(self, scaler: GradScaler) -> None: ...
+    def on_clip(self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None) -> None: ...
+    def on_step(self, optimizer: Optimizer, args: tuple[Any, ...]) -> None: ...
+    def on_stepped(self, optimizer: Optimizer) -> None: ...
+    def on_schedule(self, scheduler: Any) -> None: ...
+
+
+_listeners: list[Listener] = []
+_muted = 0
+
+
+def _heard() -> list[Listener]:
+    return [] if _muted else _listeners
+
+
+@contextmanager
+def muted() -> Iterator[None]:
+    """What is done inside is heard by nobody: a replay is not the loop."""
+    global _muted
+    _muted += 1
+    try:
+        yield
+    finally:
+        _muted -= 1
+
+
+@contextmanager
+def listening(listener: Listener, roots: list[nn.Module]) -> Iterator[None]:
+    """Tells ``listener`` of every forward call of ``roots``, and of every backward, step, ... of the process.
+
+    Torch's classes are patched while somebody listens and are as before when nobody does.
+    """
+    with ExitStack() as undo:
+        for root in roots:
+            undo.callback(root.register_forward_pre_hook(_forward(listener), with_kwargs=True).remove)
+            undo.callback(root.register_forward_hook(_output(listener)).remove)
+        if not _listeners:
+            _patches.enter()
+        _listeners.append(listener)
+        try:
+            yield
+        finally:
+            _listeners.remove(listener)
+            if not _listeners:
+                _patches.exit()
+
+
+def _forward(listener: Listener) -> Callable[..., None]:
+    def pre_hook(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not _muted:
+            listener.on_forward(root, args, kwargs)
+
+    return pre_hook
+
+
+def _output(listener: Listener) -> Callable[..., None]:
+    def hook(root: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not _muted:
+            listener.on_output(root, output)
+
+    return hook
+
+
+class _Patches:
+    """Everything that is replaced in torch, and how it is put back."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def enter(self) -> None:
+        for owner, name, wrap in _WRAPPERS:
+            original = owner.__dict__.get(name) if isinstance(owner, type) else getattr(owner, name, None)
+            if original is not None:  # a version of torch without it is not heard there
+                setattr(owner, name, functools.wraps(original)(wrap(original)))
+                self._undo.append(functools.partial(setattr, owner, name, original))
+        for handle in (register_optimizer_step_pre_hook(_on_step), register_optimizer_step_post_hook(_on_stepped)):
+            self._undo.append(handle.remove)
+
+    def exit(self) -> None:
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+
+_patches = _Patches()
+
+
+def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for listener in _heard():
+        listener.on_step(optimizer, (*args, *kwargs.values()))
+
+
+def _on_stepped(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for listener in _heard():
+        listener.on_stepped(optimizer)
+
+
+def _wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        heard = _heard()
+        if not heard:
+            return original(tensors, *args, **kwargs)
+        losses = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+        names = ("grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
+        how = dict(zip(names, args)) | kwargs
+        for listener in heard:
+            listener.on_backward(losses, how)
+        result = original(tensors, *args, **kwargs)
+        for listener in heard:
+            listener.on_gradients()
+        return result
+
+    return backward
+
+
+def _wrap_tensor_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Itself a torch function: whoever listens to those can stop before it begins."""
+
+    def backward(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        for listener in _heard():
+            listener.on_backward_called()
+        return original(self, *args, **kwargs)
+
+    return backward
+
+
+def _wrap_zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for listener in _heard():
+            listener.on_zero_grad(self)
+        return original(self, *args, **kwargs)
+
+    return zero_grad
+
+
+def _wrap_scale(original: Callable[..., Any]) -> Callable[..., Any]:
+    def scale(self: GradScaler, outputs: Any) -> Any:
+        scaled = original(self, outputs)
+        for listener in _heard():
+            listener.on_scaled(self, outputs, scaled)
+        return scaled
+
+    return scale
+
+
+def _wrap_unscale(original: Callable[..., Any]) -> Callable[..., Any]:
+    def unscale_(self: GradScaler, optimizer: Optimizer) -> Any:
+        for listener in _heard():
+            listener.on_unscale(self, optimizer)
+        return original(self, optimizer)
+
+    return unscale_
+
+
+def _wrap_scaler_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    def step(self: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        heard = _heard()
+        if not heard:
+            return original(self, optimizer, *args, **kwargs)
+        seen: list[Optimizer] = []
+        handle = optimizer.register_step_post_hook(lambda optimizer, *rest: seen.append(optimizer))
+        try:
+            result = original(self, optimizer, *args, **kwargs)
+        finally:
+            handle.remove()
+        for listener in heard:
+            listener.on_scaler_step(self, optimizer, bool(seen))
+        return result
+
+    return step
+
+
+def _wrap_update(original: Callable[..., Any]) -> Callable[..., Any]:
+    def update(self: GradScaler, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        for listener in _heard():
+            listener.on_scaler_update(self)
+        return result
+
+    return update
+
+
+def _wrap_clip_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not _heard():
+            return original(parameters, max_norm, total_norm, *args, **kwargs)
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for listener in _heard():
+            listener.on_clip("norm", float(max_norm), given, total_norm)
+        return original(given, max_norm, total_norm, *args, **kwargs)
+
+    return clip_grads_with_norm_
+
+
+def _wrap_clip_value(original: Callable[..., Any]) -> Callable[..., Any]:
+    def clip_grad_value_(parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> Any:
+        if not _heard():
+            return original(parameters, clip_value, *args, **kwargs)
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for listener in _heard():
+            listener.on_clip("value", float(clip_value), given, None)
+        return original(given, clip_value, *args, **kwargs)
+
+    return clip_grad_value_
+
+
+_scheduling = 0
+
+
+def _wrap_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        global _scheduling
+        _scheduling += 1  # a SequentialLR steps others inside
+        try:
+            result = original(self, *args, **kwargs)
+        finally:
+            _scheduling -= 1
+        if not _scheduling:
+            for listener in _heard():
+                listener.on_schedule(self)
+        return result
+
+    return step
+
+
+def _wrap_iter_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    def init(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+        self._trainwright_ids = []  # what the sampler gave and no batch was made of yet
+        original(self, loader, *args, **kwargs)
+        for listener in _heard():
+            listener.on_epoch(loader, self)
+
+    return init
+
+
+def _wrap_reset(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Persistent workers reset an iterator instead of making one. Iterators of several workers call it when made."""
+
+    def reset(self: Any, loader: Any, first_iter: bool = False) -> None:
+        self._trainwright_ids = []
+        original(self, loader, first_iter)
+        if not first_iter:
+            for listener in _heard():
+                listener.on_epoch(loader, self)
+
+    return reset
+
+
+def _wrap_next_index(original: Callable[..., Any]) -> Callable[..., Any]:
+    def next_index(self: Any) -> Any:
+        ids = original(self)
+        if hasattr(self, "_trainwright_ids"):
+            self._trainwright_ids.append(ids)
+        return ids
+
+    return next_index
+
+
+def _wrap_next(original: Callable[..., Any]) -> Callable[..., Any]:
+    def next_batch(self: Any) -> Any:
+        begin_s = time.perf_counter()
+        batch = original(self)
+        waiting = getattr(self, "_trainwright_ids", None)
+        ids = waiting.pop(0) if waiting else None
+        for listener in _heard():
+            listener.on_batch(self, ids, batch, time.perf_counter() - begin_s)
+        return batch
+
+    return next_batch
+
+
+_Iter: Any = dataloader._BaseDataLoaderIter
+_MultiIter: Any = dataloader._MultiProcessingDataLoaderIter
+_WRAPPERS: tuple[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]], ...] = (
+    (torch.autograd, "backward", _wrap_backward),
+    (Tensor, "backward", _wrap_tensor_backward),
+    (Optimizer, "zero_grad", _wrap_zero_grad),
+    (nn.Module, "zero_grad", _wrap_zero_grad),
+    (GradScaler, "scale", _wrap_scale),
+    (GradScaler, "unscale_", _wrap_unscale),
+    (GradScaler, "step", _wrap_scaler_step),
+    (GradScaler, "update", _wrap_update),
+    (clip_grad, "_clip_grads_with_norm_", _wrap_clip_norm),  # what clip_grad_norm_ calls, however it was imported
+    (nn.utils, "clip_grads_with_norm_", _wrap_clip_norm),
+    (nn.utils, "clip_grad_value_", _wrap_clip_value),
+    (lr_scheduler.LRScheduler, "step", _wrap_schedule),
+    (lr_scheduler.ReduceLROnPlateau, "step", _wrap_schedule),
+    (lr_scheduler.CosineAnnealingWarmRestarts, "step", _wrap_schedule),
+    (lr_scheduler.SequentialLR, "step", _wrap_schedule),
+    (lr_scheduler.ChainedScheduler, "step", _wrap_schedule),
+    (_Iter, "__init__", _wrap_iter_init),
+    (_Iter, "_next_index", _wrap_next_index),
+    (_Iter, "__next__", _wrap_next),
+    (_MultiIter, "_reset", _wrap_reset),
+)

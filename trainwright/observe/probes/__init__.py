@@ -1,0 +1,53 @@
+"""What only the living loop can show: each probe listens all the time at next to no cost and tells at checkups."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainwright.observe.hooks import Listener
+from trainwright.observe.program import Segment
+from trainwright.observe.ring import Subject
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What a watch was given."""
+
+    subject: Subject
+    loaders: tuple[Any, ...] = ()
+    scalers: tuple[Any, ...] = ()
+    schedulers: tuple[Any, ...] = ()
+    accumulation: int | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class Probe(Listener):
+    """A listener that can say what it has seen. ``name`` is the experiment of its Examined records."""
+
+    name = ""
+
+    def on_closed(self, segment: Segment) -> None:
+        """A step is over."""
+
+    def values(self) -> dict[str, Any] | None:
+        """What is known by now, as JSON values; None when there is nothing new to say."""
+        return None
+
+
+PROBES: list[Callable[[Watched], Probe]] = []
+
+
+def probe(make: Callable[[Watched], Probe]) -> Callable[[Watched], Probe]:
+    """Registers a class or function that makes a Probe for what is watched."""
+    PROBES.append(make)
+    return make
+
+
+def load_all() -> None:
+    """Imports every file of probes once."""
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")

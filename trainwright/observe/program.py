@@ -1,0 +1,186 @@
+"""The program of a step: what a loop did, written down so that it can be read and run again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Ids = tuple[int, ...] | None
+"""Dataset positions of one batch; None where they are not known."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor that the program itself makes: an output of a forward call, or of an operation on one."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A tensor that comes from outside: an input, a target, a mask. ``version`` tells whether it was written to."""
+
+    tensor: Tensor
+    version: int
+
+    @property
+    def is_unchanged(self) -> bool:
+        return self.tensor._version == self.version
+
+
+Autocast = tuple[bool, torch.dtype, bool]
+"""Whether it is on, its dtype, whether it caches weights."""
+
+
+@dataclass
+class Call:
+    """A forward call of a root module. ``outputs`` are the slots of its tensors, in the order of ``tensors_of``.
+
+    ``training`` holds the mode of every module of every root.
+    """
+
+    root: int
+    args: Any
+    kwargs: Any
+    rng: Any
+    training: tuple[bool, ...]
+    autocast: Autocast
+    outputs: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Operation:
+    """A torch function between the outputs and the loss."""
+
+    name: str
+    function: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    autocast: Autocast
+    outputs: list[int]
+    in_place: bool = False
+
+
+@dataclass
+class Backward:
+    """``loss.backward()``. ``slot`` is None for a loss that the program does not know how to make."""
+
+    slot: int | None
+    value: Any
+    scale: float = 1.0
+    gradient: Any = None
+    retain: bool = False
+    inputs: bool = False
+
+
+@dataclass
+class ZeroGrad:
+    """All gradients of an optimizer (its number) or of the roots (None) are dropped."""
+
+    optimizer: int | None
+
+
+@dataclass
+class Multiply:
+    """The gradients of these parameters, by number, times a 0-d tensor or a number."""
+
+    parameters: list[int] | None
+    factor: Any
+
+
+@dataclass
+class Clip:
+    """By norm or by value, at a threshold."""
+
+    by: str
+    at: float
+    parameters: list[int]
+
+
+@dataclass
+class Step:
+    """The update. ``groups`` are the hyperparameters that may change between two steps."""
+
+    optimizer: int
+    groups: list[dict[str, Any]]
+    grad_scale: Any = None
+    closure: bool = False
+    applied: bool = True
+
+
+Instruction = Call | Operation | Backward | ZeroGrad | Multiply | Clip | Step
+
+
+@dataclass
+class Segment:
+    """One optimizer step as it was heard. ``ids`` are those of each batch it consumed.
+
+    ``blind`` says why it cannot be run again; None if it can.
+    """
+
+    step: int
+    program: list[Instruction] = field(default_factory=list)
+    events: list[tuple[str, Any]] = field(default_factory=list)
+    ids: list[Ids] = field(default_factory=list)
+    losses: list[Any] = field(default_factory=list)
+    norms: Any = None
+    grad_norm: Any = None
+    lr: float = 0.0
+    blind: str | None = None
+    values: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def calls(self) -> list[Call]:
+        return [each for each in self.program if isinstance(each, Call)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensors that it alone keeps alive."""
+        kept = {
+            id(c.tensor): c.tensor
+            for c in constants_of([(i.args, i.kwargs) for i in self.program if isinstance(i, Call | Operation)])
+        }
+        return sum(t.numel() * t.element_size() for t in kept.values())
+
+
+def constants_of(value: Any) -> list[Constant]:
+    """All Constants in nested containers, in order."""
+    found: list[Constant] = []
+    mapped(value, lambda leaf: found.append(leaf) if isinstance(leaf, Constant) else None)
+    return found
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """``value`` with every leaf replaced; containers are rebuilt, objects of other classes are leaves."""
+    if isinstance(value, tuple):
+        items = [mapped(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return [mapped(item, change) for item in value]
+    if type(value) is dict:
+        return {key: mapped(item, change) for key, item in value.items()}
+    if isinstance(value, Mapping) and hasattr(value, "keys"):  # HF's BatchEncoding and ModelOutput
+        return {key: mapped(value[key], change) for key in value}
+    return change(value)
+
+
+def tensors_of(value: Any, depth: int = 6) -> list[Tensor]:
+    """The tensors in what a model returned, always in the same order: containers, dataclasses, plain objects."""
+    if isinstance(value, Tensor):
+        return [value]
+    if depth == 0 or value is None or isinstance(value, str | bytes | int | float):
+        return []
+    if isinstance(value, Mapping):
+        items: Any = [value[key] for key in value]
+    elif isinstance(value, list | tuple):
+        items = value
+    elif dataclasses.is_dataclass(value) or type(value).__module__ not in ("builtins", "torch"):
+        items = getattr(value, "__dict__", {}).values()
+    else:
+        items = ()
+    return [tensor for item in items for tensor in tensors_of(item, depth - 1)]

@@ -1,0 +1,300 @@
+"""Writes the program of every step down while the loop runs it; reads, and changes nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from trainwright.observe.hooks import Listener
+from trainwright.observe.program import (
+    Backward,
+    Call,
+    Clip,
+    Ids,
+    Multiply,
+    Operation,
+    Segment,
+    Slot,
+    Step,
+    ZeroGrad,
+    mapped,
+)
+from trainwright.observe.tape import Tape, autocast_now
+
+
+class Recording(Listener):
+    """One Segment for each optimizer step. ``closed`` is called with each when it is over.
+
+    A step of several optimizers that take turns (a GAN) is over when each of them has stepped.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        closed: Callable[[Segment], None],
+        *,
+        before_update: Callable[[Segment, Optimizer], None],
+        after_update: Callable[[Segment, Optimizer], None],
+        first_step: int = 1,
+    ) -> None:
+        self.roots, self.optimizers = list(roots), list(optimizers)
+        self._closed, self._before_update, self._after_update = closed, before_update, after_update
+        self.parameters = _unique([p for o in optimizers for g in o.param_groups for p in g["params"]], roots)
+        self._numbers = {id(p): number for number, p in enumerate(self.parameters)}
+        self.device = self.parameters[0].device if self.parameters else torch.device("cpu")
+        self.tape = Tape(self.device.type)
+        self.segment = Segment(first_step)
+        self._compiled = any(hasattr(root, "_orig_mod") for root in roots)
+        self._modules = list({id(m): m for root in roots for m in root.modules()}.values())
+        self._last_modes: tuple[bool, ...] = ()
+        self._depth = 0
+        self._call: Call | None = None
+        self._stepped: set[int] = set()
+        self._scales: dict[int, tuple[Tensor, Any, float]] = {}
+        self._scaler_steps = False
+        self.pending_ids: tuple[Any, Ids] | None = None
+        self._ended_s = time.perf_counter()
+        self._waited_s = 0.0
+
+    # what is consumed
+
+    def on_batch(self, iterator: Any, ids: Any, batch: Any, wait_s: float) -> None:
+        self._waited_s += wait_s
+        self.pending_ids = (iterator, _as_ids(ids))
+
+    def on_forward(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._depth += 1
+        if self._depth > 1:  # a root inside another
+            return
+        grad = torch.is_grad_enabled()
+        self.segment.events.append(("forward", (self.roots.index(root), root.training, grad)))
+        if not grad:
+            return
+        if self._compiled:
+            self.tape.stop()  # a mode on the stack would be compiled in
+        if self.pending_ids is not None:
+            self.segment.ids.append(self.pending_ids[1])
+            self.pending_ids = None
+        written = self.tape.write((args, kwargs))
+        index = self.roots.index(root)
+        now = autocast_now(self.device.type)
+        self._call = Call(index, written[0], written[1], _rng(self.device), self._modes(), now)
+        self.segment.program += self.tape.operations
+        self.tape.operations = []
+        self.segment.program.append(self._call)
+
+    def _modes(self) -> tuple[bool, ...]:
+        modes = tuple([module.training for module in self._modules])
+        if modes != self._last_modes:  # one tuple for all steps that have the same
+            self._last_modes = modes
+        return self._last_modes
+
+    def on_output(self, root: nn.Module, output: Any) -> None:
+        self._depth = max(0, self._depth - 1)
+        if self._depth or self._call is None:
+            return
+        self._call.outputs = self.tape.outputs(output)
+        self._call = None
+        self.tape.start()
+
+    # gradients
+
+    def on_scaled(self, scaler: GradScaler, given: Any, scaled: Any) -> None:
+        if isinstance(given, Tensor) and isinstance(scaled, Tensor) and scaled is not given:
+            self._scales[id(scaled)] = (
+                scaled,
+                given.detach(),
+                scaler.get_scale() if self.device.type == "cpu" else 0.0,
+            )
+
+    def on_backward_called(self) -> None:
+        self.tape.stop()
+
+    def on_backward(self, losses: tuple[Tensor, ...], how: dict[str, Any]) -> None:
+        self.tape.stop()
+        self.segment.program += self.tape.operations
+        self.tape.operations = []
+        gradients = how.get("grad_tensors") or [None] * len(losses)
+        gradients = [gradients] if isinstance(gradients, Tensor) else list(gradients)
+        carried = not self._has_backward() and any(p.grad is not None for p in self.parameters)
+        for loss, gradient in zip(losses, gradients):
+            self._note_backward(loss, gradient, how)
+        if carried:
+            self.segment.values["carried"] = _grads(self.parameters)
+        cut = not losses[0].requires_grad or (losses[0].is_leaf and id(losses[0]) not in self._numbers)
+        self.segment.events.append(
+            ("backward", {"carried": carried, "cut": cut, "retain": bool(how.get("retain_graph"))})
+        )
+
+    def _note_backward(self, loss: Tensor, gradient: Any, how: dict[str, Any]) -> None:
+        slot = self.tape.slot_of(loss)
+        _, value, scale = self._scales.get(id(loss), (loss, loss.detach(), 1.0))
+        if slot is None and self.segment.blind is None:
+            self.segment.blind = "the loss is not made of what the watched model returned"
+        self.segment.losses.append(value)
+        backward = Backward(slot, value, scale, None if gradient is None else self.tape.write(gradient))
+        backward.retain = bool(how.get("retain_graph") or how.get("create_graph"))
+        backward.inputs = how.get("inputs") is not None
+        self.segment.program.append(backward)
+
+    def _has_backward(self) -> bool:
+        return any(isinstance(each, Backward) for each in self.segment.program)
+
+    def on_gradients(self) -> None:
+        self._scales.clear()
+        if len(self.roots) == 1:
+            self.tape.forget()
+        if self.tape.grafted:
+            self.segment.values["grafted"] = True
+            self.tape.grafted = False
+
+    def on_zero_grad(self, owner: Optimizer | nn.Module) -> None:
+        if isinstance(owner, Optimizer):
+            if owner not in self.optimizers:
+                return
+            self.segment.program.append(ZeroGrad(self.optimizers.index(owner)))
+            self.segment.events.append(("zero_grad", self.optimizers.index(owner)))
+        elif owner in self.roots:
+            self.segment.program.append(ZeroGrad(None))
+            self.segment.events.append(("zero_grad", -1))
+
+    def on_unscale(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+        if scaler.is_enabled() and optimizer in self.optimizers:
+            scale = scaler._scale
+            factor = None if scale is None else scale.detach().clone().double().reciprocal().float()
+            self.on_multiplied(_owned(optimizer), factor)
+            self.segment.events.append(("unscale", self.optimizers.index(optimizer)))
+
+    def on_multiplied(self, parameters: Sequence[Tensor], factor: Any) -> None:
+        """The gradients of these parameters were multiplied by a number or a 0-d tensor."""
+        self.segment.program.append(
+            Multiply([self._numbers[id(p)] for p in parameters if id(p) in self._numbers], factor)
+        )
+
+    def on_clip(self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None) -> None:
+        numbers = [self._numbers[id(p)] for p in parameters if id(p) in self._numbers]
+        self.segment.program.append(Clip(by, at, numbers))
+        seen = None if norm is None else norm.detach()
+        self.segment.events.append(("clip", {"by": by, "at": at, "norm": seen, "parameters": len(parameters)}))
+
+    # the update
+
+    def on_step(self, optimizer: Optimizer, args: tuple[Any, ...]) -> None:
+        if optimizer not in self.optimizers:
+            self.segment.events.append(("other_step", self._shared_with(optimizer)))
+            return
+        index = self.optimizers.index(optimizer)
+        closure = any(callable(each) for each in args)
+        groups = [{k: _value(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        step = Step(index, groups, getattr(optimizer, "grad_scale", None), closure)
+        self.segment.lr = float(groups[0].get("lr", 0.0)) if index == 0 else self.segment.lr
+        self.segment.events.append(
+            ("step", {"optimizer": index, "autocast": torch.is_autocast_enabled(self.device.type)})
+        )
+        if closure:
+            self.segment.blind = "the optimizer calls a closure"
+        self._before_update(self.segment, optimizer)
+        self.segment.program.append(step)
+
+    def _shared_with(self, optimizer: Optimizer) -> int:
+        """How many of its parameters are ours: an optimizer that nobody named."""
+        return sum(id(p) in self._numbers for p in _owned(optimizer))
+
+    def on_stepped(self, optimizer: Optimizer) -> None:
+        if optimizer in self.optimizers:
+            self._after_update(self.segment, optimizer)
+            self._one_stepped(optimizer)
+
+    def on_scaler_step(self, scaler: GradScaler, optimizer: Optimizer, stepped: bool) -> None:
+        if optimizer not in self.optimizers:
+            return
+        where = self.segment if not stepped else None
+        if where is not None:
+            where.events.append(("scaler_skipped", self.optimizers.index(optimizer)))
+            self._before_update(where, optimizer)
+            self._one_stepped(optimizer)
+
+    def on_scaler_update(self, scaler: GradScaler) -> None:
+        self.segment.events.append(("scaler_update", float(scaler.get_scale()) if self.device.type == "cpu" else None))
+
+    def _one_stepped(self, optimizer: Optimizer) -> None:
+        index = self.optimizers.index(optimizer)
+        again = index in self._stepped
+        self._stepped.add(index)
+        if again or len(self._stepped) == len(self.optimizers):
+            self.close()
+
+    def on_schedule(self, scheduler: Any) -> None:
+        self.segment.events.append(("schedule", type(scheduler).__name__))
+
+    def close(self) -> None:
+        """The step is over; what comes now belongs to the next."""
+        done, now_s = self.segment, time.perf_counter()
+        self.tape.stop()
+        self.tape.forget()
+        self._stepped.clear()
+        self._scales.clear()
+        done.program = alive(done.program)
+        done.values["step_s"], done.values["wait_s"] = now_s - self._ended_s, self._waited_s
+        self.segment = Segment(done.step + 1)
+        self._closed(done)
+        self._ended_s, self._waited_s = time.perf_counter(), 0.0
+
+
+def alive(program: list[Any]) -> list[Any]:
+    """The program without operations that no loss is made of: accuracies, logs."""
+    needed: set[int] = set()
+    kept: list[Any] = []
+
+    def need(value: Any) -> None:
+        mapped(value, lambda leaf: needed.add(leaf.number) if isinstance(leaf, Slot) else None)
+
+    for each in reversed(program):
+        if isinstance(each, Operation):
+            writes = each.in_place and isinstance(each.args[0], Slot) and each.args[0].number in needed
+            if not writes and not needed.intersection(each.outputs):
+                continue
+            need((each.args, each.kwargs))
+        elif isinstance(each, Call):
+            need((each.args, each.kwargs))
+        elif isinstance(each, Backward):
+            needed.update([] if each.slot is None else [each.slot])
+            need(each.gradient)
+        kept.append(each)
+    return kept[::-1]
+
+
+def _unique(parameters: list[Tensor], roots: Sequence[nn.Module]) -> list[Tensor]:
+    """Parameters of the roots first, then those that only an optimizer has."""
+    every = [p for root in roots for p in root.parameters()] + parameters
+    return list({id(p): p for p in every}.values())
+
+
+def _owned(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _grads(parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.detach().clone() for p in parameters]
+
+
+def _value(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _rng(device: torch.device) -> Any:
+    cpu = torch.get_rng_state()
+    return (cpu, torch.cuda.get_rng_state(device)) if device.type == "cuda" else (cpu, None)
+
+
+def _as_ids(ids: Any) -> Ids:
+    if isinstance(ids, list | tuple) and all(isinstance(each, int) for each in ids):
+        return tuple(ids)
+    return (ids,) if isinstance(ids, int) else None

@@ -1,0 +1,135 @@
+"""The flight recorder: the last steps as programs, and the states to run them from, within a byte budget."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainwright.observe.program import Segment
+from trainwright.state.rng import RngBag
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass
+class Snapshot:
+    """The state before ``step``: weights, buffers, optimizers, generators, and the plain attributes of modules."""
+
+    step: int
+    parameters: list[Tensor]
+    buffers: list[Tensor | None]
+    states: list[dict[int, dict[str, Any]]]
+    groups: list[list[dict[str, Any]]]
+    rng: RngBag
+    attributes: list[dict[str, Any]]
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = [*self.parameters, *(b for b in self.buffers if b is not None)]
+        tensors += [v for state in self.states for own in state.values() for v in own.values() if isinstance(v, Tensor)]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+
+class Subject:
+    """The live objects that a run is made of, and how their state is read."""
+
+    def __init__(
+        self, roots: Sequence[nn.Module], optimizers: Sequence[Optimizer], parameters: Sequence[Tensor]
+    ) -> None:
+        self.roots, self.optimizers, self.parameters = list(roots), list(optimizers), list(parameters)
+        self.modules = list({id(m): m for root in roots for m in root.modules()}.values())
+
+    def buffers(self) -> list[tuple[nn.Module, str]]:
+        """Where every buffer lies, in order."""
+        return [(module, name) for module in self.modules for name in module._buffers]
+
+    @torch.no_grad()
+    def snapshot(self, step: int) -> Snapshot:
+        """Copies everything; on the device it lies on."""
+        numbers = {id(p): number for number, p in enumerate(self.parameters)}
+        data = [p.detach() for p in self.parameters]
+        copies = [torch.empty_like(d) for d in data]
+        if copies:
+            torch._foreach_copy_(copies, data)
+        states = [
+            {numbers[id(p)]: {k: _copied(v) for k, v in own.items()} for p, own in o.state.items() if id(p) in numbers}
+            for o in self.optimizers
+        ]
+        groups = [
+            [{k: _copied(v) for k, v in g.items() if k != "params"} for g in o.param_groups] for o in self.optimizers
+        ]
+        buffers = [_copied(module._buffers[name]) for module, name in self.buffers()]
+        attributes = [
+            {k: v for k, v in vars(m).items() if isinstance(v, _PLAIN) or (isinstance(v, Tensor) and v.grad_fn is None)}
+            for m in self.modules
+        ]
+        return Snapshot(step, copies, buffers, states, groups, RngBag.capture(), attributes)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, list):
+        return [_copied(each) for each in value]
+    return value
+
+
+class Ring:
+    """The last ``keep`` segments; each can be run again from the newest snapshot before it, if both are still here."""
+
+    def __init__(self, *, keep: int, budget_bytes: int) -> None:
+        self.keep, self.budget_bytes = keep, budget_bytes
+        self.segments: deque[Segment] = deque()
+        self.snapshots: deque[Snapshot] = deque()
+        self._sizes: dict[int, int] = {}
+        self._snapshot_bytes = 0
+
+    def add(self, segment: Segment) -> None:
+        self.segments.append(segment)
+        self._sizes[segment.step] = segment.num_bytes
+        self._shrink()
+
+    def add_snapshot(self, snapshot: Snapshot) -> None:
+        self.snapshots.append(snapshot)
+        self._snapshot_bytes = snapshot.num_bytes
+        self._shrink()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._sizes.values()) + self._snapshot_bytes * len(self.snapshots)
+
+    def _shrink(self) -> None:
+        while len(self.segments) > self.keep or (self.num_bytes > self.budget_bytes and len(self.segments) > 1):
+            self._sizes.pop(self.segments.popleft().step)
+            self._drop_unused()
+        if self.num_bytes > self.budget_bytes and len(self.snapshots) > 1:
+            self.snapshots.popleft()
+
+    def _drop_unused(self) -> None:
+        """A snapshot is of use while the step right after it is still here."""
+        while self.snapshots and self.segments and self.snapshots[0].step < self.segments[0].step:
+            if len(self.snapshots) == 1:
+                break
+            self.snapshots.popleft()
+
+    def way_to(self, step: int) -> tuple[Snapshot, list[Segment]] | None:
+        """A state and all segments from it up to ``step``; None when they are gone or one cannot be run again."""
+        for snapshot in reversed(self.snapshots):
+            if snapshot.step <= step:
+                way = [segment for segment in self.segments if snapshot.step <= segment.step <= step]
+                whole = len(way) == step - snapshot.step + 1
+                return (snapshot, way) if whole and not any(segment.blind for segment in way) else None
+        return None
+
+
+def seeds() -> tuple[Any, Any]:
+    """The states of Python's and NumPy's generators, to see whether a forward pass draws from them."""
+    return random.getstate(), np.random.get_state(legacy=False)

@@ -1,0 +1,119 @@
+"""Writes down the torch functions between a model's outputs and the loss, as they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+
+from trainwright.observe.program import Autocast, Constant, Operation, Slot, mapped, tensors_of
+
+SMALL = 16  # elements: a copy of so little is cheaper than to ask whether somebody wrote to it
+
+
+def autocast_now(device_type: str) -> Autocast:
+    """What autocast does at this instant."""
+    on = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type) if on else torch.float32
+    return (on, dtype, torch.is_autocast_cache_enabled())
+
+
+class Tape(TorchFunctionMode):
+    """While it runs, every torch function that gives a tensor is written to ``operations``.
+
+    Tensors that the program made are known by identity, so they are kept alive until ``forget``.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self._device_type = device_type
+        self._slots: dict[int, int] = {}
+        self._alive: list[Tensor] = []
+        self._next = 0
+        self.grafted = False  # a tensor with a graph that the program does not know was used
+        self.operations: list[Any] = []
+        self.failed: tuple[str, Any] | None = None  # a function that raised, and what it was given
+        self.running = False
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if not self.running:  # stopped from within a function that it is around
+            return function(*args, **(kwargs or {}))
+        try:
+            result = function(*args, **(kwargs or {}))
+        except Exception:
+            self.failed = (getattr(function, "__name__", "?"), self.write((args, kwargs or {})))
+            raise
+        if isinstance(result, Tensor):
+            self._note(function, args, kwargs or {}, [result])
+        elif isinstance(result, tuple | list):
+            made = [each for each in result if isinstance(each, Tensor)]
+            if made:
+                self._note(function, args, kwargs or {}, made)
+        return result
+
+    def _note(self, function: Callable[..., Any], args: Any, kwargs: Any, made: list[Tensor]) -> None:
+        name = getattr(function, "__name__", "?")
+        in_place = bool(args) and any(each is args[0] for each in made)
+        known = self.write(args), self.write(kwargs)
+        autocast = autocast_now(self._device_type)
+        self.operations.append(Operation(name, function, *known, autocast, self.slots(made), in_place))
+
+    def write(self, value: Any) -> Any:
+        """``value`` with its tensors as Slots or Constants."""
+        return mapped(value, self._written)
+
+    def _written(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if (number := self._slots.get(id(leaf))) is not None:
+            return Slot(number)
+        if leaf.grad_fn is None and (leaf.requires_grad or leaf.numel() > SMALL):
+            return Constant(leaf, leaf._version)
+        self.grafted |= leaf.grad_fn is not None
+        copy = leaf.detach().clone() if leaf.numel() <= SMALL else leaf.detach()
+        return Constant(copy, copy._version)
+
+    def slots(self, made: Iterable[Tensor]) -> list[int]:
+        """New slots for tensors that the program made."""
+        numbers = []
+        for tensor in made:
+            self._alive.append(tensor)
+            self._slots[id(tensor)] = self._next
+            numbers.append(self._next)
+            self._next += 1
+        return numbers
+
+    def outputs(self, output: Any) -> list[int]:
+        """Slots for what a model returned."""
+        return self.slots(tensors_of(output))
+
+    def slot_of(self, tensor: Tensor) -> int | None:
+        return self._slots.get(id(tensor))
+
+    def start(self) -> None:
+        self.running = True
+        if self not in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+            _push_mode(self)  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        """Takes itself off torch's stack of modes, wherever it lies by now."""
+        self.running = False
+        stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        if self not in stack:
+            return
+        above = []
+        while (top := _pop_mode()) is not self:  # type: ignore[no-untyped-call]
+            above.append(top)
+        for mode in reversed(above):
+            _push_mode(mode)  # type: ignore[no-untyped-call]
+
+    def forget(self) -> None:
+        """Lets go of all tensors, and of the graphs behind them."""
+        self._slots.clear()
+        self._alive.clear()
+        self.operations = []

@@ -1,0 +1,387 @@
+"""Runs a recorded step again on the live objects, bit for bit or with one thing changed, and leaves no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.overrides import TorchFunctionMode
+
+from trainwright.observe.hooks import muted
+from trainwright.observe.program import (
+    Autocast,
+    Backward,
+    Call,
+    Clip,
+    Constant,
+    Multiply,
+    Operation,
+    Segment,
+    Slot,
+    Step,
+    ZeroGrad,
+    mapped,
+    tensors_of,
+)
+from trainwright.observe.ring import Snapshot, Subject
+from trainwright.state.rng import preserved_rng
+
+Upto = Literal["forward", "backward", "step"]
+
+
+class NotReplayable(Exception):
+    """A step cannot be run again; says why."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """What is done otherwise than it was. Nothing by default: then the replay is the same bits."""
+
+    inputs: Callable[[int, Any, Any], tuple[Any, Any]] | None = None
+    constants: Callable[[Tensor], Tensor] | None = None
+    ops: Callable[[Callable[..., Any], Any, Any], Any] | None = None
+    rows: Sequence[int] | None = None
+    micro: Sequence[int] | None = None
+    loss_scale: float = 1.0
+    sign: float = 1.0
+    dtype: Literal["fp32", "fp64"] | None = None
+    mode: Literal["train", "eval"] | None = None
+    lr: float = 1.0
+    model: Callable[[], AbstractContextManager[Any]] | None = None
+    fresh_rng: bool = False
+
+
+AS_IT_WAS = Edit()
+
+
+@dataclass
+class Played:
+    """What a replay gave. Tensors are copies; ``losses`` are as given to backward, without a loss scale."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    grads: dict[str, Tensor | None] = field(default_factory=dict)
+    before: dict[str, Tensor] = field(default_factory=dict)
+    after: dict[str, Tensor] = field(default_factory=dict)
+    grad_norm: float = 0.0
+    norm_at_clip: float | None = None
+    error: Exception | None = None
+
+    @property
+    def loss(self) -> float:
+        """The mean of the losses."""
+        return float(torch.stack([each.double().cpu() for each in self.losses]).mean()) if self.losses else float("nan")
+
+
+class Player:
+    """Plays segments on the live objects of a Subject while everything of theirs is set aside."""
+
+    def __init__(self, subject: Subject, names: Sequence[str]) -> None:
+        self.subject, self.names = subject, list(names)
+
+    @contextmanager
+    def stage(self, snapshot: Snapshot) -> Iterator[None]:
+        """Inside, the live objects are in the state of ``snapshot``; afterwards they are what they were.
+
+        Parameters are pointed at copies and pointed back, so no live tensor is written to.
+        """
+        with muted(), preserved_rng(), ExitStack() as undo:
+            self._set_aside(undo)
+            self._load(snapshot)
+            yield
+
+    def _set_aside(self, undo: ExitStack) -> None:
+        subject = self.subject
+        for parameter in subject.parameters:
+            undo.callback(setattr, parameter, "grad", parameter.grad)
+            undo.callback(_point, parameter, parameter.data)
+            parameter.grad = None
+        for module in subject.modules:
+            undo.callback(_put_back, vars(module), dict(vars(module)))
+            undo.callback(_put_back, module._buffers, dict(module._buffers))
+        for optimizer in subject.optimizers:
+            undo.callback(setattr, optimizer, "state", optimizer.state)
+            for group in optimizer.param_groups:
+                undo.callback(group.update, {k: v for k, v in group.items() if k != "params"})
+
+    def _load(self, snapshot: Snapshot) -> None:
+        subject = self.subject
+        for parameter, data in zip(subject.parameters, snapshot.parameters):
+            parameter.data = data.clone()
+        for (module, name), buffer in zip(subject.buffers(), snapshot.buffers):
+            module._buffers[name] = None if buffer is None else buffer.clone()
+        for module, attributes in zip(subject.modules, snapshot.attributes):
+            vars(module).update(attributes)
+        for optimizer, state, groups in zip(subject.optimizers, snapshot.states, snapshot.groups):
+            fresh: Any = type(optimizer.state)(dict)
+            for number, own in state.items():
+                fresh[subject.parameters[number]] = {k: _fresh(v) for k, v in own.items()}
+            optimizer.state = fresh
+            for group, kept in zip(optimizer.param_groups, groups):
+                group.update({k: _fresh(v) for k, v in kept.items()})
+        snapshot.rng.restore()
+
+    def play(self, segment: Segment, edit: Edit = AS_IT_WAS, *, upto: Upto = "step") -> Played:
+        """One segment, inside ``stage``. What raises in the user's code comes back as ``error``."""
+        return _Performance(self, segment, edit, upto).run()
+
+
+@dataclass
+class _Performance:
+    """One run of one segment."""
+
+    player: Player
+    segment: Segment
+    edit: Edit
+    upto: Upto
+    env: dict[int, Any] = field(default_factory=dict)
+    played: Played = field(default_factory=Played)
+    calls: int = 0
+
+    def run(self) -> Played:
+        segment, parameters = self.segment, self.player.subject.parameters
+        carried = segment.values.get("carried")
+        for parameter, grad in zip(parameters, carried or []):
+            parameter.grad = None if grad is None else grad.clone()
+        with ExitStack() as around:
+            if self.edit.model is not None:
+                around.enter_context(self.edit.model())
+            if self.edit.dtype is not None:
+                around.enter_context(_cast(self.player.subject, self.edit.dtype))
+            try:
+                for each in _chosen(segment.program, self.edit.micro):
+                    self._do(each)
+            except NotReplayable:
+                raise
+            except Exception as error:
+                self.played.error = error
+            if self.upto == "backward":
+                self._read_grads()
+        return self.played
+
+    def _do(self, each: Any) -> None:
+        match each:
+            case Call():
+                self._call(each)
+            case Operation():
+                self._operation(each)
+            case Backward():
+                self._backward(each)
+            case _ if self.upto == "forward":
+                return
+            case ZeroGrad():
+                self._zero(each)
+            case Multiply() | Clip() | Step() if self.upto == "step":
+                self._update(each)
+
+    def _call(self, call: Call) -> None:
+        root = self.player.subject.roots[call.root]
+        args, kwargs = self._read(call.args), self._read(call.kwargs)
+        if self.edit.inputs is not None:
+            args, kwargs = self.edit.inputs(self.calls, args, kwargs)
+        self.calls += 1
+        if not self.edit.fresh_rng:
+            torch.set_rng_state(call.rng[0])
+            if call.rng[1] is not None:
+                torch.cuda.set_rng_state(call.rng[1])
+        for module, training in zip(self.player.subject.modules, call.training):
+            module.training = training if self.edit.mode is None else self.edit.mode == "train"
+        with self._autocast(call.autocast), self._ops():
+            output = root(*args, **kwargs)
+        made = tensors_of(output)
+        self.env.update(zip(call.outputs, made))
+        self.played.outputs.append(mapped(output, lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf))
+
+    def _operation(self, operation: Operation) -> None:
+        args, kwargs = self._read(operation.args, True), self._read(operation.kwargs, True)
+        with self._autocast(operation.autocast), self._ops():
+            result = operation.function(*args, **kwargs)
+        made = [result] if isinstance(result, Tensor) else [r for r in result if isinstance(r, Tensor)]
+        self.env.update(zip(operation.outputs, made))
+
+    def _backward(self, backward: Backward) -> None:
+        if backward.slot is None or backward.slot not in self.env:
+            raise NotReplayable("the loss is not made of what the watched model returned")
+        loss = self.env[backward.slot]
+        self.played.losses.append((loss.detach() / backward.scale if backward.scale != 1.0 else loss.detach()).clone())
+        if self.upto == "forward" or not loss.requires_grad:
+            return
+        factor = self.edit.loss_scale * self.edit.sign
+        gradient = self._read(backward.gradient)
+        torch.autograd.backward(loss * factor if factor != 1.0 else loss, gradient, retain_graph=backward.retain)
+
+    def _zero(self, zero: ZeroGrad) -> None:
+        subject = self.player.subject
+        optimizers = subject.optimizers if zero.optimizer is None else [subject.optimizers[zero.optimizer]]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if zero.optimizer is None:
+            for parameter in subject.parameters:
+                parameter.grad = None
+
+    @torch.no_grad()
+    def _update(self, each: Multiply | Clip | Step) -> None:
+        parameters = self.player.subject.parameters
+        if isinstance(each, Step):
+            self._step(each)
+            return
+        chosen = [parameters[n] for n in (each.parameters if each.parameters is not None else range(len(parameters)))]
+        grads = [p.grad for p in chosen if p.grad is not None]
+        if isinstance(each, Clip):
+            if each.by == "norm":
+                self.played.norm_at_clip = float(clip_grad_norm_(chosen, each.at))
+            else:
+                clip_grad_value_(chosen, each.at)
+        elif grads and each.factor is not None:
+            torch._foreach_mul_(grads, each.factor)
+
+    def _step(self, step: Step) -> None:
+        if step.closure:
+            raise NotReplayable("the optimizer calls a closure")
+        optimizer = self.player.subject.optimizers[step.optimizer]
+        for group, recorded in zip(optimizer.param_groups, step.groups):
+            group.update({k: _fresh(v) for k, v in recorded.items()})
+            group["lr"] = group["lr"] * self.edit.lr if self.edit.lr != 1.0 else group["lr"]
+        self._read_grads()
+        self.played.before = _weights(self.player)
+        if self.segment.values.get("vetoed") != "gradients" and step.applied:
+            with torch.enable_grad():
+                optimizer.step()
+        self.played.after = _weights(self.player)
+
+    def _read_grads(self) -> None:
+        named = zip(self.player.names, self.player.subject.parameters)
+        self.played.grads = {name: None if p.grad is None else p.grad.detach().clone() for name, p in named}
+        dense = [g for g in self.played.grads.values() if g is not None and not g.is_sparse]
+        self.played.grad_norm = float(torch.nn.utils.get_total_norm(dense)) if dense else 0.0
+
+    def _read(self, written: Any, loss: bool = False) -> Any:
+        """Slots and constants become tensors again."""
+        size = batch_size(self.segment)
+
+        def tensor_of(leaf: Any) -> Any:
+            if isinstance(leaf, Slot):
+                if leaf.number not in self.env:
+                    raise NotReplayable("a tensor of the loss was made before this step")
+                return self.env[leaf.number]
+            if not isinstance(leaf, Constant):
+                return leaf
+            if not leaf.is_unchanged and not isinstance(leaf.tensor, nn.Parameter):
+                raise NotReplayable("an input was written to after it was used")
+            tensor = leaf.tensor
+            if isinstance(tensor, nn.Parameter):
+                return tensor
+            if self.edit.rows is not None and tensor.dim() and tensor.shape[0] == size:
+                tensor = tensor[list(self.edit.rows)]
+            if self.edit.dtype is not None and tensor.is_floating_point():
+                tensor = tensor.to(_DTYPES[self.edit.dtype])
+            if loss and self.edit.constants is not None:
+                tensor = self.edit.constants(tensor)
+            return tensor
+
+        return mapped(written, tensor_of)
+
+    def _autocast(self, autocast: Autocast) -> AbstractContextManager[Any]:
+        on, dtype, _ = autocast
+        device = self.player.subject.parameters[0].device.type if self.player.subject.parameters else "cpu"
+        if not on or self.edit.dtype is not None:
+            return nullcontext()
+        return torch.autocast(device, dtype)
+
+    def _ops(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.edit.ops is None else _Around(self.edit.ops)
+
+
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+class _Around(TorchFunctionMode):
+    def __init__(self, around: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
+        super().__init__()
+        self._around = around
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._around(function, args, kwargs or {})
+
+
+def batch_size(segment: Segment) -> int | None:
+    """The first dimension of the first tensor that a model was given."""
+    for call in segment.calls:
+        for constant in _constants(call):
+            if constant.tensor.dim():
+                return int(constant.tensor.shape[0])
+    return None
+
+
+def _constants(call: Call) -> list[Constant]:
+    found: list[Constant] = []
+    mapped((call.args, call.kwargs), lambda leaf: found.append(leaf) if isinstance(leaf, Constant) else None)
+    return found
+
+
+def _chosen(program: list[Any], micro: Sequence[int] | None) -> list[Any]:
+    """Only these micro-batches, in this order: a micro-batch ends with its backward pass."""
+    if micro is None:
+        return program
+    parts: list[list[Any]] = [[]]
+    tail: list[Any] = []
+    for each in program:
+        if isinstance(each, Multiply | Clip | Step):
+            tail.append(each)
+            continue
+        parts[-1].append(each)
+        if isinstance(each, Backward):
+            parts.append([])
+    zeros = [each for each in parts[0] if isinstance(each, ZeroGrad)]
+    wanted = [each for number in micro for each in parts[number] if not isinstance(each, ZeroGrad)]
+    return [*zeros, *wanted, *tail]
+
+
+@contextmanager
+def _cast(subject: Subject, name: Literal["fp32", "fp64"]) -> Iterator[None]:
+    """All floating weights and buffers in another dtype. Inside ``stage`` they are copies already."""
+    dtype = _DTYPES[name]
+    before = [p.data for p in subject.parameters]
+    grads = [p.grad for p in subject.parameters]
+    buffers = [(m, n, m._buffers[n]) for m, n in subject.buffers()]
+    for p in subject.parameters:
+        p.grad = None
+        p.data = p.data.to(dtype) if p.is_floating_point() else p.data
+    for module, key, buffer in buffers:
+        if buffer is not None and buffer.is_floating_point():
+            module._buffers[key] = buffer.to(dtype)
+    try:
+        yield
+    finally:
+        for p, data, grad in zip(subject.parameters, before, grads):
+            p.grad = None
+            p.data = data
+            p.grad = grad
+        for module, key, buffer in buffers:
+            module._buffers[key] = buffer
+
+
+def _point(parameter: Tensor, data: Tensor) -> None:
+    parameter.grad = None  # a gradient of another dtype would not fit
+    parameter.data = data
+
+
+def _put_back(live: dict[str, Any], before: dict[str, Any]) -> None:
+    for name in live.keys() - before.keys():
+        del live[name]
+    live.update(before)
+
+
+def _fresh(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    return list(value) if isinstance(value, list) else value
+
+
+def _weights(player: Player) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in zip(player.names, player.subject.parameters)}
