@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from rich.console import Console
 from torch import nn
 from torch.optim import Optimizer
@@ -35,9 +34,12 @@ from trainwright.runlog.records import Found, Record
 from trainwright.runlog.writer import LogWriter
 
 CHECKUPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48)
-"""The steps that are looked at closely; from there on every 64th, as the budget of time allows."""
-BUDGET_S, BUDGET_SHARE = 3.0, 0.01
-KEPT_RECORDS = 4096
+"""The steps that are looked at closely; from there on one in a while, as the share of time allows."""
+EARLY_S = 3.0
+"""What the looks at these steps may take together; the first four are always looked at."""
+SHARE = 0.004
+"""Of the time of all later steps: what looking closely may take, and again what snapshots may take."""
+KEPT_RECORDS = 1024
 
 
 class Watch:
@@ -73,7 +75,8 @@ class Watch:
         probes.load_all()
         watched = probes.Watched(self._subject, **given)
         self._probes = [make(watched) for make in probes.PROBES]
-        self._begin_s, self._spent_s, self._snapshot_every = 0.0, 0.0, 1
+        self._begin_s, self._looked_s, self._next_look_s = 0.0, 0.0, 0.0
+        self._snapshot_every, self._looks_next = 4, False
         self._roots = list(roots)
         self._loss_before: list[float] = []
 
@@ -134,7 +137,6 @@ class Watch:
         self._veto.after_update(segment, optimizer)
 
     def _closed(self, segment: Segment) -> None:
-        begin_s = time.perf_counter()
         self.step = segment.step
         self._ring.add(segment)
         record = as_record(segment)
@@ -143,10 +145,13 @@ class Watch:
             probe.on_closed(segment)
         bad = not (math.isfinite(record.loss) and math.isfinite(record.grad_norm)) or "vetoed" in segment.values
         jumped = self._jumped(record)
-        if bad or jumped or self._is_due(segment.step):
+        if bad or jumped or self._looks_next:
+            begin_s = time.perf_counter()
             self._look(segment.step, "incident" if bad else "checkup", finished=False)
+            cost_s = time.perf_counter() - begin_s
+            self._looked_s += cost_s
+            self._next_look_s = begin_s + cost_s + cost_s / SHARE
         self._prepare_next(segment.step)
-        self._spent_s += time.perf_counter() - begin_s
         if bad and self._on_nonfinite == "stop":
             raise NonFiniteStep(f"step {segment.step} is not finite", remedy="\n".join(lines_of(self.findings(), None)))
 
@@ -159,21 +164,21 @@ class Watch:
         spread = low[-1 - len(low) // 8] - low[len(low) // 8]
         return record.loss > low[-1] + max(2 * spread, 0.05 * abs(low[-1]))
 
-    def _is_due(self, step: int) -> bool:
-        if step not in CHECKUPS and step % 64:
-            return False
-        elapsed_s = time.perf_counter() - self._begin_s
-        return step <= 4 or self._spent_s < BUDGET_S + BUDGET_SHARE * elapsed_s
-
     def _prepare_next(self, step: int) -> None:
         """The state before the next step is kept when that one will be looked at, and now and then."""
         self._veto.begin()
-        if (step < 64 and (step + 1 in CHECKUPS or step % 4 == 0)) or step % self._snapshot_every == 0:
-            begin_s = time.perf_counter()
+        now_s = time.perf_counter()
+        if step < CHECKUPS[-1]:
+            self._looks_next = step + 1 in CHECKUPS and (step < 4 or self._looked_s < EARLY_S)
+        else:
+            self._looks_next = step % 16 == 0 and now_s > self._next_look_s
+        if self._looks_next or step % self._snapshot_every == 0:
             self._ring.add_snapshot(self._subject.snapshot(step + 1))
-            cost_s = time.perf_counter() - begin_s
-            step_s = max((time.perf_counter() - self._begin_s) / max(1, step), 1e-6)
-            self._snapshot_every = max(1, min(self._ring.keep // 2, math.ceil(cost_s / (0.004 * step_s))))
+            cost_s = time.perf_counter() - now_s
+            step_s = max((now_s - self._begin_s) / max(1, step), 1e-6)
+            self._snapshot_every = max(
+                4 if step < 64 else 16, min(self._ring.keep // 2, math.ceil(cost_s / (SHARE * step_s)))
+            )
 
     # what is thought of it
 
@@ -209,6 +214,11 @@ class Watch:
             now[found.code] = found
         self._found = now
 
+    @property
+    def held_bytes(self) -> int:
+        """What the flight recorder holds of its byte budget."""
+        return self._ring.num_bytes
+
     def findings(self) -> list[Found]:
         """What is known by now, the first cause first."""
         return list(self._found.values())
@@ -235,26 +245,24 @@ class NonFiniteStep(UsageError):
 def as_record(segment: Segment) -> records.Watched:
     """A segment as numbers. On a GPU this waits for the device."""
     losses = [float(each) for each in segment.losses if each.numel() == 1]
-    values = {k: v for k, v in segment.values.items() if k not in ("carried",)}
-    values["losses"] = losses
-    values["ids"] = [None if ids is None else len(ids) for ids in segment.ids]
+    values = {"losses": losses, "ids": [None if ids is None else len(ids) for ids in segment.ids], **segment.values}
+    if "carried" in values:
+        values["carried"] = True
     if segment.blind:
         values["blind"] = segment.blind
     return records.Watched(
-        time_s=time.time(),
+        time_s=segment.ended_s,
         step=segment.step,
         loss=sum(losses) / len(losses) if losses else math.nan,
-        grad_norm=float(segment.grad_norm) if segment.grad_norm is not None else 0.0,
+        grad_norm=0.0 if segment.grad_norm is None else float(segment.grad_norm),
         lr=segment.lr,
-        events=[(kind, _plain(value)) for kind, value in segment.events],
+        events=[each if each[0] != "clip" else ("clip", _plain(each[1])) for each in segment.events],
         values=values,
     )
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    return float(value) if isinstance(value, torch.Tensor) else value
+def _plain(clip: dict[str, Any]) -> dict[str, Any]:
+    return clip | {"norm": None if clip["norm"] is None else float(clip["norm"])}
 
 
 def watch(

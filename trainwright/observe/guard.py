@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -41,15 +42,15 @@ class Veto:
     def before_update(self, segment: Segment, optimizer: Optimizer) -> None:
         owned = [p for group in optimizer.param_groups for p in group["params"]]
         grads = [p.grad for p in owned if p.grad is not None]
-        dense = [g for g in grads if not g.is_sparse]
-        norms = torch._foreach_norm(dense) if dense else ()
-        norm = get_total_norm(dense) if dense else torch.zeros(())
-        segment.norms = (owned, norms) if segment.norms is None else segment.norms
+        norm = _clipped(segment, len(grads))
+        if norm is None:
+            dense = [g for g in grads if not g.is_sparse]
+            norm = get_total_norm(dense) if dense else torch.zeros(())
         segment.grad_norm = norm if segment.grad_norm is None else segment.grad_norm
         segment.values["grads"] = [len(grads), len(owned)]
         if self.how == "observe" or getattr(optimizer, "found_inf", None) is not None:
             return
-        if not bool(torch.isfinite(norm)):
+        if not math.isfinite(norm):
             self._hidden = [(p, p.grad) for p in owned]
             for p in owned:
                 p.grad = None
@@ -76,6 +77,15 @@ class Veto:
     def _restore_buffers(self) -> None:
         for guard in self._buffers:
             guard.restore_if(torch.ones((), dtype=torch.bool))
+
+
+def _clipped(segment: Segment, num_grads: int) -> Tensor | None:
+    """The norm of the gradients by what clipping has just found out, so that it is not computed twice."""
+    kind, value = segment.events[-2] if len(segment.events) > 1 else ("", None)
+    if kind != "clip" or value["norm"] is None or value["parameters"] < num_grads:
+        return None
+    norm: Tensor = value["norm"]
+    return norm if norm.device.type == "cpu" and not float(norm) > value["at"] else torch.clamp(norm, max=value["at"])
 
 
 @torch.no_grad()

@@ -39,11 +39,23 @@ class Listener:
 
 
 _listeners: list[Listener] = []
+_who: dict[str, list[Any]] = {}
+"""By method: the bound methods of those who listen to it, and do not just inherit it."""
 _muted = 0
 
 
-def _heard() -> list[Listener]:
-    return [] if _muted else _listeners
+def _tell(method: str) -> list[Any]:
+    return [] if _muted else _who[method]
+
+
+def _sort_listeners() -> None:
+    for method in (name for name in vars(Listener) if name.startswith("on_")):
+        _who[method] = [
+            getattr(each, method) for each in _listeners if getattr(type(each), method) is not getattr(Listener, method)
+        ]
+
+
+_sort_listeners()
 
 
 @contextmanager
@@ -70,10 +82,12 @@ def listening(listener: Listener, roots: list[nn.Module]) -> Iterator[None]:
         if not _listeners:
             _patches.enter()
         _listeners.append(listener)
+        _sort_listeners()
         try:
             yield
         finally:
             _listeners.remove(listener)
+            _sort_listeners()
             if not _listeners:
                 _patches.exit()
 
@@ -119,28 +133,27 @@ _patches = _Patches()
 
 
 def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for listener in _heard():
-        listener.on_step(optimizer, (*args, *kwargs.values()))
+    for tell in _tell("on_step"):
+        tell(optimizer, (*args, *kwargs.values()))
 
 
 def _on_stepped(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for listener in _heard():
-        listener.on_stepped(optimizer)
+    for tell in _tell("on_stepped"):
+        tell(optimizer)
 
 
 def _wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        heard = _heard()
-        if not heard:
+        if _muted:
             return original(tensors, *args, **kwargs)
         losses = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         names = ("grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
         how = dict(zip(names, args)) | kwargs
-        for listener in heard:
-            listener.on_backward(losses, how)
+        for tell in _tell("on_backward"):
+            tell(losses, how)
         result = original(tensors, *args, **kwargs)
-        for listener in heard:
-            listener.on_gradients()
+        for tell in _tell("on_gradients"):
+            tell()
         return result
 
     return backward
@@ -150,8 +163,8 @@ def _wrap_tensor_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     """Itself a torch function: whoever listens to those can stop before it begins."""
 
     def backward(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        for listener in _heard():
-            listener.on_backward_called()
+        for tell in _tell("on_backward_called"):
+            tell()
         return original(self, *args, **kwargs)
 
     return backward
@@ -159,8 +172,8 @@ def _wrap_tensor_backward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for listener in _heard():
-            listener.on_zero_grad(self)
+        for tell in _tell("on_zero_grad"):
+            tell(self)
         return original(self, *args, **kwargs)
 
     return zero_grad
@@ -169,8 +182,8 @@ def _wrap_zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_scale(original: Callable[..., Any]) -> Callable[..., Any]:
     def scale(self: GradScaler, outputs: Any) -> Any:
         scaled = original(self, outputs)
-        for listener in _heard():
-            listener.on_scaled(self, outputs, scaled)
+        for tell in _tell("on_scaled"):
+            tell(self, outputs, scaled)
         return scaled
 
     return scale
@@ -178,8 +191,8 @@ def _wrap_scale(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_unscale(original: Callable[..., Any]) -> Callable[..., Any]:
     def unscale_(self: GradScaler, optimizer: Optimizer) -> Any:
-        for listener in _heard():
-            listener.on_unscale(self, optimizer)
+        for tell in _tell("on_unscale"):
+            tell(self, optimizer)
         return original(self, optimizer)
 
     return unscale_
@@ -187,8 +200,7 @@ def _wrap_unscale(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_scaler_step(original: Callable[..., Any]) -> Callable[..., Any]:
     def step(self: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        heard = _heard()
-        if not heard:
+        if _muted:
             return original(self, optimizer, *args, **kwargs)
         seen: list[Optimizer] = []
         handle = optimizer.register_step_post_hook(lambda optimizer, *rest: seen.append(optimizer))
@@ -196,8 +208,8 @@ def _wrap_scaler_step(original: Callable[..., Any]) -> Callable[..., Any]:
             result = original(self, optimizer, *args, **kwargs)
         finally:
             handle.remove()
-        for listener in heard:
-            listener.on_scaler_step(self, optimizer, bool(seen))
+        for tell in _tell("on_scaler_step"):
+            tell(self, optimizer, bool(seen))
         return result
 
     return step
@@ -206,8 +218,8 @@ def _wrap_scaler_step(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_update(original: Callable[..., Any]) -> Callable[..., Any]:
     def update(self: GradScaler, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        for listener in _heard():
-            listener.on_scaler_update(self)
+        for tell in _tell("on_scaler_update"):
+            tell(self)
         return result
 
     return update
@@ -215,11 +227,11 @@ def _wrap_update(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_clip_norm(original: Callable[..., Any]) -> Callable[..., Any]:
     def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not _heard():
+        if _muted:
             return original(parameters, max_norm, total_norm, *args, **kwargs)
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        for listener in _heard():
-            listener.on_clip("norm", float(max_norm), given, total_norm)
+        for tell in _tell("on_clip"):
+            tell("norm", float(max_norm), given, total_norm)
         return original(given, max_norm, total_norm, *args, **kwargs)
 
     return clip_grads_with_norm_
@@ -227,11 +239,11 @@ def _wrap_clip_norm(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_clip_value(original: Callable[..., Any]) -> Callable[..., Any]:
     def clip_grad_value_(parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> Any:
-        if not _heard():
+        if _muted:
             return original(parameters, clip_value, *args, **kwargs)
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        for listener in _heard():
-            listener.on_clip("value", float(clip_value), given, None)
+        for tell in _tell("on_clip"):
+            tell("value", float(clip_value), given, None)
         return original(given, clip_value, *args, **kwargs)
 
     return clip_grad_value_
@@ -249,8 +261,8 @@ def _wrap_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             _scheduling -= 1
         if not _scheduling:
-            for listener in _heard():
-                listener.on_schedule(self)
+            for tell in _tell("on_schedule"):
+                tell(self)
         return result
 
     return step
@@ -260,8 +272,8 @@ def _wrap_iter_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def init(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
         self._trainwright_ids = []  # what the sampler gave and no batch was made of yet
         original(self, loader, *args, **kwargs)
-        for listener in _heard():
-            listener.on_epoch(loader, self)
+        for tell in _tell("on_epoch"):
+            tell(loader, self)
 
     return init
 
@@ -273,8 +285,8 @@ def _wrap_reset(original: Callable[..., Any]) -> Callable[..., Any]:
         self._trainwright_ids = []
         original(self, loader, first_iter)
         if not first_iter:
-            for listener in _heard():
-                listener.on_epoch(loader, self)
+            for tell in _tell("on_epoch"):
+                tell(loader, self)
 
     return reset
 
@@ -295,8 +307,8 @@ def _wrap_next(original: Callable[..., Any]) -> Callable[..., Any]:
         batch = original(self)
         waiting = getattr(self, "_trainwright_ids", None)
         ids = waiting.pop(0) if waiting else None
-        for listener in _heard():
-            listener.on_batch(self, ids, batch, time.perf_counter() - begin_s)
+        for tell in _tell("on_batch"):
+            tell(self, ids, batch, time.perf_counter() - begin_s)
         return batch
 
     return next_batch

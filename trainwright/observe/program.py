@@ -14,14 +14,14 @@ Ids = tuple[int, ...] | None
 """Dataset positions of one batch; None where they are not known."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Slot:
     """A tensor that the program itself makes: an output of a forward call, or of an operation on one."""
 
     number: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Constant:
     """A tensor that comes from outside: an input, a target, a mask. ``version`` tells whether it was written to."""
 
@@ -37,7 +37,7 @@ Autocast = tuple[bool, torch.dtype, bool]
 """Whether it is on, its dtype, whether it caches weights."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Call:
     """A forward call of a root module. ``outputs`` are the slots of its tensors, in the order of ``tensors_of``.
 
@@ -53,7 +53,7 @@ class Call:
     outputs: list[int] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(slots=True)
 class Operation:
     """A torch function between the outputs and the loss."""
 
@@ -66,7 +66,7 @@ class Operation:
     in_place: bool = False
 
 
-@dataclass
+@dataclass(slots=True)
 class Backward:
     """``loss.backward()``. ``slot`` is None for a loss that the program does not know how to make."""
 
@@ -78,14 +78,14 @@ class Backward:
     inputs: bool = False
 
 
-@dataclass
+@dataclass(slots=True)
 class ZeroGrad:
     """All gradients of an optimizer (its number) or of the roots (None) are dropped."""
 
     optimizer: int | None
 
 
-@dataclass
+@dataclass(slots=True)
 class Multiply:
     """The gradients of these parameters, by number, times a 0-d tensor or a number."""
 
@@ -93,7 +93,7 @@ class Multiply:
     factor: Any
 
 
-@dataclass
+@dataclass(slots=True)
 class Clip:
     """By norm or by value, at a threshold."""
 
@@ -102,7 +102,7 @@ class Clip:
     parameters: list[int]
 
 
-@dataclass
+@dataclass(slots=True)
 class Step:
     """The update. ``groups`` are the hyperparameters that may change between two steps."""
 
@@ -116,11 +116,11 @@ class Step:
 Instruction = Call | Operation | Backward | ZeroGrad | Multiply | Clip | Step
 
 
-@dataclass
+@dataclass(slots=True)
 class Segment:
     """One optimizer step as it was heard. ``ids`` are those of each batch it consumed.
 
-    ``blind`` says why it cannot be run again; None if it can.
+    ``blind`` says why it cannot be run again; None if it can. ``num_bytes`` is what its tensors hold.
     """
 
     step: int
@@ -131,6 +131,8 @@ class Segment:
     norms: Any = None
     grad_norm: Any = None
     lr: float = 0.0
+    num_bytes: int = 0
+    ended_s: float = 0.0
     blind: str | None = None
     values: dict[str, Any] = field(default_factory=dict)
 
@@ -138,14 +140,28 @@ class Segment:
     def calls(self) -> list[Call]:
         return [each for each in self.program if isinstance(each, Call)]
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the tensors that it alone keeps alive."""
-        kept = {
-            id(c.tensor): c.tensor
-            for c in constants_of([(i.args, i.kwargs) for i in self.program if isinstance(i, Call | Operation)])
-        }
-        return sum(t.numel() * t.element_size() for t in kept.values())
+
+def alive(program: list[Instruction]) -> list[Instruction]:
+    """The program without operations that no loss is made of: accuracies, logs."""
+    needed: set[int] = set()
+    kept: list[Instruction] = []
+
+    def need(value: Any) -> None:
+        mapped(value, lambda leaf: needed.add(leaf.number) if isinstance(leaf, Slot) else None)
+
+    for each in reversed(program):
+        if isinstance(each, Operation):
+            writes = each.in_place and isinstance(each.args[0], Slot) and each.args[0].number in needed
+            if not writes and not needed.intersection(each.outputs):
+                continue
+            need((each.args, each.kwargs))
+        elif isinstance(each, Call):
+            need((each.args, each.kwargs))
+        elif isinstance(each, Backward):
+            needed.update([] if each.slot is None else [each.slot])
+            need(each.gradient)
+        kept.append(each)
+    return kept[::-1]
 
 
 def constants_of(value: Any) -> list[Constant]:

@@ -18,12 +18,9 @@ from trainwright.observe.program import (
     Clip,
     Ids,
     Multiply,
-    Operation,
     Segment,
-    Slot,
     Step,
     ZeroGrad,
-    mapped,
 )
 from trainwright.observe.tape import Tape, autocast_now
 
@@ -54,6 +51,7 @@ class Recording(Listener):
         self._compiled = any(hasattr(root, "_orig_mod") for root in roots)
         self._modules = list({id(m): m for root in roots for m in root.modules()}.values())
         self._last_modes: tuple[bool, ...] = ()
+        self._last_rng: Tensor | None = None
         self._depth = 0
         self._call: Call | None = None
         self._stepped: set[int] = set()
@@ -85,7 +83,7 @@ class Recording(Listener):
         written = self.tape.write((args, kwargs))
         index = self.roots.index(root)
         now = autocast_now(self.device.type)
-        self._call = Call(index, written[0], written[1], _rng(self.device), self._modes(), now)
+        self._call = Call(index, written[0], written[1], self._rng(), self._modes(), now)
         self.segment.program += self.tape.operations
         self.tape.operations = []
         self.segment.program.append(self._call)
@@ -95,6 +93,13 @@ class Recording(Listener):
         if modes != self._last_modes:  # one tuple for all steps that have the same
             self._last_modes = modes
         return self._last_modes
+
+    def _rng(self) -> tuple[Tensor, Tensor | None]:
+        """The generators' states; the same tensor as before where nothing was drawn, which costs no memory."""
+        now = torch.default_generator.get_state()
+        if self._last_rng is None or not torch.equal(now, self._last_rng):
+            self._last_rng = now
+        return self._last_rng, torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
 
     def on_output(self, root: nn.Module, output: Any) -> None:
         self._depth = max(0, self._depth - 1)
@@ -241,34 +246,12 @@ class Recording(Listener):
         self.tape.forget()
         self._stepped.clear()
         self._scales.clear()
-        done.program = alive(done.program)
+        done.ended_s = time.time()
+        done.num_bytes, self.tape.num_bytes = self.tape.num_bytes, 0
         done.values["step_s"], done.values["wait_s"] = now_s - self._ended_s, self._waited_s
         self.segment = Segment(done.step + 1)
         self._closed(done)
         self._ended_s, self._waited_s = time.perf_counter(), 0.0
-
-
-def alive(program: list[Any]) -> list[Any]:
-    """The program without operations that no loss is made of: accuracies, logs."""
-    needed: set[int] = set()
-    kept: list[Any] = []
-
-    def need(value: Any) -> None:
-        mapped(value, lambda leaf: needed.add(leaf.number) if isinstance(leaf, Slot) else None)
-
-    for each in reversed(program):
-        if isinstance(each, Operation):
-            writes = each.in_place and isinstance(each.args[0], Slot) and each.args[0].number in needed
-            if not writes and not needed.intersection(each.outputs):
-                continue
-            need((each.args, each.kwargs))
-        elif isinstance(each, Call):
-            need((each.args, each.kwargs))
-        elif isinstance(each, Backward):
-            needed.update([] if each.slot is None else [each.slot])
-            need(each.gradient)
-        kept.append(each)
-    return kept[::-1]
 
 
 def _unique(parameters: list[Tensor], roots: Sequence[nn.Module]) -> list[Tensor]:
@@ -287,11 +270,6 @@ def _grads(parameters: Sequence[Tensor]) -> list[Tensor | None]:
 
 def _value(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _rng(device: torch.device) -> Any:
-    cpu = torch.get_rng_state()
-    return (cpu, torch.cuda.get_rng_state(device)) if device.type == "cuda" else (cpu, None)
 
 
 def _as_ids(ids: Any) -> Ids:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -46,6 +44,7 @@ class Subject:
     ) -> None:
         self.roots, self.optimizers, self.parameters = list(roots), list(optimizers), list(parameters)
         self.modules = list({id(m): m for root in roots for m in root.modules()}.values())
+        self._own = [not type(m).__module__.startswith("torch.nn.") for m in self.modules]
 
     def buffers(self) -> list[tuple[nn.Module, str]]:
         """Where every buffer lies, in order."""
@@ -67,11 +66,17 @@ class Subject:
             [{k: _copied(v) for k, v in g.items() if k != "params"} for g in o.param_groups] for o in self.optimizers
         ]
         buffers = [_copied(module._buffers[name]) for module, name in self.buffers()]
-        attributes = [
-            {k: v for k, v in vars(m).items() if isinstance(v, _PLAIN) or (isinstance(v, Tensor) and v.grad_fn is None)}
-            for m in self.modules
-        ]
+        attributes = [_attributes(m) if own else {} for m, own in zip(self.modules, self._own)]
         return Snapshot(step, copies, buffers, states, groups, RngBag.capture(), attributes)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What a forward pass of one's own may count or keep; torch's own modules have no such thing."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if type(value) in _PLAIN or (isinstance(value, Tensor) and value.grad_fn is None)
+    }
 
 
 def _copied(value: Any) -> Any:
@@ -89,12 +94,11 @@ class Ring:
         self.keep, self.budget_bytes = keep, budget_bytes
         self.segments: deque[Segment] = deque()
         self.snapshots: deque[Snapshot] = deque()
-        self._sizes: dict[int, int] = {}
-        self._snapshot_bytes = 0
+        self._segment_bytes = self._snapshot_bytes = 0
 
     def add(self, segment: Segment) -> None:
         self.segments.append(segment)
-        self._sizes[segment.step] = segment.num_bytes
+        self._segment_bytes += segment.num_bytes
         self._shrink()
 
     def add_snapshot(self, snapshot: Snapshot) -> None:
@@ -104,11 +108,11 @@ class Ring:
 
     @property
     def num_bytes(self) -> int:
-        return sum(self._sizes.values()) + self._snapshot_bytes * len(self.snapshots)
+        return self._segment_bytes + self._snapshot_bytes * len(self.snapshots)
 
     def _shrink(self) -> None:
         while len(self.segments) > self.keep or (self.num_bytes > self.budget_bytes and len(self.segments) > 1):
-            self._sizes.pop(self.segments.popleft().step)
+            self._segment_bytes -= self.segments.popleft().num_bytes
             self._drop_unused()
         if self.num_bytes > self.budget_bytes and len(self.snapshots) > 1:
             self.snapshots.popleft()
@@ -128,8 +132,3 @@ class Ring:
                 whole = len(way) == step - snapshot.step + 1
                 return (snapshot, way) if whole and not any(segment.blind for segment in way) else None
         return None
-
-
-def seeds() -> tuple[Any, Any]:
-    """The states of Python's and NumPy's generators, to see whether a forward pass draws from them."""
-    return random.getstate(), np.random.get_state(legacy=False)

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 from trainwright.observe.program import Autocast, Constant, Operation, Slot, mapped, tensors_of
 
+_SIMPLE = frozenset({int, float, bool, str, type(None), torch.dtype})
 SMALL = 16  # elements: a copy of so little is cheaper than to ask whether somebody wrote to it
 
 
@@ -33,10 +34,11 @@ class Tape(TorchFunctionMode):
         self._slots: dict[int, int] = {}
         self._alive: list[Tensor] = []
         self._next = 0
+        self.num_bytes = 0  # of the tensors that were written down as constants
         self.grafted = False  # a tensor with a graph that the program does not know was used
         self.operations: list[Any] = []
         self.failed: tuple[str, Any] | None = None  # a function that raised, and what it was given
-        self.running = False
+        self.running = self._pushed = False
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
@@ -65,7 +67,16 @@ class Tape(TorchFunctionMode):
 
     def write(self, value: Any) -> Any:
         """``value`` with its tensors as Slots or Constants."""
-        return mapped(value, self._written)
+        if type(value) is tuple:  # by far the most frequent: cheaper without the walk
+            return tuple([self._one(each) for each in value])
+        if type(value) is dict and not any(type(each) not in _SIMPLE for each in value.values()):
+            return value
+        return mapped(value, self._written) if value else value
+
+    def _one(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._written(value)
+        return value if type(value) in _SIMPLE else mapped(value, self._written)
 
     def _written(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -73,6 +84,8 @@ class Tape(TorchFunctionMode):
         if (number := self._slots.get(id(leaf))) is not None:
             return Slot(number)
         if leaf.grad_fn is None and (leaf.requires_grad or leaf.numel() > SMALL):
+            if leaf.grad_fn is None and not leaf.requires_grad:
+                self.num_bytes += leaf.nbytes
             return Constant(leaf, leaf._version)
         self.grafted |= leaf.grad_fn is not None
         copy = leaf.detach().clone() if leaf.numel() <= SMALL else leaf.detach()
@@ -97,20 +110,21 @@ class Tape(TorchFunctionMode):
 
     def start(self) -> None:
         self.running = True
-        if self not in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+        if not self._pushed:
             _push_mode(self)  # type: ignore[no-untyped-call]
+            self._pushed = True
 
     def stop(self) -> None:
         """Takes itself off torch's stack of modes, wherever it lies by now."""
         self.running = False
-        stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        if self not in stack:
-            return
+        if not self._pushed or self not in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+            return  # or it is around the function that this is called from: the next stop will find it
         above = []
         while (top := _pop_mode()) is not self:  # type: ignore[no-untyped-call]
             above.append(top)
         for mode in reversed(above):
             _push_mode(mode)  # type: ignore[no-untyped-call]
+        self._pushed = False
 
     def forget(self) -> None:
         """Lets go of all tensors, and of the graphs behind them."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainwright.observe.program import Constant, Ids, Segment, mapped
+from trainwright.observe.program import Constant, Ids, Segment, alive, mapped
 from trainwright.observe.ring import Ring, Snapshot
 from trainwright.replay.play import AS_IT_WAS, Edit, NotReplayable, Played, Player, Upto, batch_size
 
@@ -27,6 +27,8 @@ class Bench:
         self.player, self._ring = player, ring
         self.step, self.segment = step, way[1][-1]
         self._base, self._lead = way[0], way[1][:-1]
+        for segment in way[1]:
+            segment.program = alive(segment.program)
 
     @property
     def roots(self) -> list[nn.Module]:
