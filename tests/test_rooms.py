@@ -21,11 +21,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "build": {"recipe", "plan", "world", "state", "models", "data"},
     "engine": {"state", "world"},
     "observe": {"engine", "state", "world", "runlog"},
+    "replay": {"engine", "state", "world", "runlog", "build", "observe"},
+    "doctor": {"recipe", "plan", "runlog"},
     "report": {"plan", "runlog", "doctor"},
 }
 COMPOSITION = {"__init__", "__main__", "job", "papers", "resume", "run", "face", "find_lr", "demo", "cli"}
-COMPOSITION |= {"export", "trial", "verify"}
-WITHOUT_TORCH = {"errors", "recipe", "runlog", "plan", "report", "cli", "__init__"}
+COMPOSITION |= {"export", "trial", "verify", "watch", "attend", "examine", "rerun", "broken", "adapters"}
+WITHOUT_TORCH = {"errors", "recipe", "runlog", "plan", "doctor", "report", "cli", "__init__"}
 
 
 def files() -> list[Path]:

@@ -83,14 +83,32 @@ def _finish(result: Any, as_json: bool) -> None:
     raise typer.Exit(result.exit_code)
 
 
+def _told(report: Any, as_json: bool) -> None:
+    """Prints a diagnosis; exit 3 when it holds a critical finding."""
+    if as_json:
+        print(json.dumps(report.to_json()))
+    else:
+        for line in report.lines():
+            print(line)
+    raise typer.Exit(report.exit_code)
+
+
 @verb()
 def demo(
     task: Annotated[str, typer.Option(help="text: a small GPT; digits: an image classifier.")] = "text",
     budget: Annotated[str, typer.Option(help="How long to train: 60s, 500steps, 2ep.")] = "60s",
     settings: Settings = None,
+    broken: Annotated[
+        str | None, typer.Option("--break", metavar="FAULT", help="Plant a fault for the doctor: lr, nan, labels, ...")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train a small model on what ships with Python, offline."""
+    """Train a small model on what ships with Python, offline; or break it and see the doctor name the fault."""
+    if broken is not None:
+        from trainwright.broken import show
+
+        _told(show(broken, say=_say(as_json)), as_json)
+        return
     from trainwright.demo import demo as run_demo
 
     _finish(run_demo(task, budget=budget, settings=settings or [], console=_console(as_json)), as_json)
@@ -123,6 +141,29 @@ def resume(
     from trainwright.run import train as run_train
 
     _finish(run_train(loaded, resume=folder, accept=accept or [], console=_console(as_json)), as_json)
+
+
+@verb()
+def diagnose(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")], as_json: Json = False) -> None:
+    """Say what is wrong with a run, dead or alive, from its records; exit 3 when something critical is."""
+    from trainwright.report.diagnosis import diagnosis_of
+    from trainwright.runlog.folder import RunFolder
+
+    _told(diagnosis_of(RunFolder.open(run)), as_json)
+
+
+@verb()
+def explain(
+    code: Annotated[
+        str, typer.Argument(metavar="CODE", help="A finding, such as opt.missing_zero_grad, or a group: opt.")
+    ],
+    as_json: Json = False,
+) -> None:
+    """Print the page of a finding: what it is, how to tell it from its look-alikes, remedies, sources."""
+    from trainwright.doctor.pages import page
+
+    text = page(code)
+    print(json.dumps({"code": code, "page": text}) if as_json else text)
 
 
 @verb()

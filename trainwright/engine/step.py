@@ -81,7 +81,7 @@ def make_step(
         if grads:
             state.scaler.unscale_(grads)
             if done.correction is not None:
-                torch._foreach_mul_(grads, done.correction)
+                correct_grads(grads, done.correction)
         probed = {name: value for probe in probes for name, value in probe(state).items()}
         grad_norm = get_total_norm(grads) if grads else _zero_beside(state.optimizer)
         if grads:
@@ -126,6 +126,11 @@ def clear_grads(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
+
+
+def correct_grads(grads: list[Tensor], correction: Tensor | float) -> None:
+    """Makes the sum over micro-batches exact, see ``accumulate``."""
+    torch._foreach_mul_(grads, correction)
 
 
 def _zero_beside(optimizer: Optimizer) -> Tensor:

@@ -81,7 +81,7 @@ class Veto:
 
 def _clipped(segment: Segment, num_grads: int) -> Tensor | None:
     """The norm of the gradients by what clipping has just found out, so that it is not computed twice."""
-    kind, value = segment.events[-2] if len(segment.events) > 1 else ("", None)
+    kind, value = segment.events[-2] if len(segment.events) > 1 else ("", {})
     if kind != "clip" or value["norm"] is None or value["parameters"] < num_grads:
         return None
     norm: Tensor = value["norm"]

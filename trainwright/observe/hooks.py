@@ -16,6 +16,10 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
 
+from trainwright.engine import clip as own_clip
+from trainwright.engine import step as own_step
+from trainwright.state.scaler import LossScaler
+
 
 class Listener:
     """What a loop can be heard to do. Each method is called right when it happens and does nothing by itself."""
@@ -28,10 +32,11 @@ class Listener:
     def on_backward(self, losses: tuple[Tensor, ...], how: dict[str, Any]) -> None: ...
     def on_gradients(self) -> None: ...
     def on_zero_grad(self, owner: Optimizer | nn.Module) -> None: ...
-    def on_scaled(self, scaler: GradScaler, given: Any, scaled: Any) -> None: ...
+    def on_scaled(self, scaler: Any, given: Any, scaled: Any) -> None: ...
     def on_unscale(self, scaler: GradScaler, optimizer: Optimizer) -> None: ...
     def on_scaler_step(self, scaler: GradScaler, optimizer: Optimizer, stepped: bool) -> None: ...
     def on_scaler_update(self, scaler: GradScaler) -> None: ...
+    def on_multiplied(self, factor: Any) -> None: ...
     def on_clip(self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None) -> None: ...
     def on_step(self, optimizer: Optimizer, args: tuple[Any, ...]) -> None: ...
     def on_stepped(self, optimizer: Optimizer) -> None: ...
@@ -180,7 +185,7 @@ def _wrap_zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_scale(original: Callable[..., Any]) -> Callable[..., Any]:
-    def scale(self: GradScaler, outputs: Any) -> Any:
+    def scale(self: Any, outputs: Any) -> Any:
         scaled = original(self, outputs)
         for tell in _tell("on_scaled"):
             tell(self, outputs, scaled)
@@ -247,6 +252,33 @@ def _wrap_clip_value(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(given, clip_value, *args, **kwargs)
 
     return clip_grad_value_
+
+
+def _wrap_clear_grads(original: Callable[..., Any]) -> Callable[..., Any]:
+    def clear_grads(optimizer: Optimizer) -> None:
+        for tell in _tell("on_zero_grad"):
+            tell(optimizer)
+        original(optimizer)
+
+    return clear_grads
+
+
+def _wrap_own_unscale(original: Callable[..., Any]) -> Callable[..., Any]:
+    def unscale_(self: LossScaler, grads: list[Tensor]) -> None:
+        for tell in _tell("on_multiplied"):
+            tell(self.scale.reciprocal())
+        original(self, grads)
+
+    return unscale_
+
+
+def _wrap_correct(original: Callable[..., Any]) -> Callable[..., Any]:
+    def correct_grads(grads: list[Tensor], correction: Any) -> None:
+        for tell in _tell("on_multiplied"):
+            tell(correction)
+        original(grads, correction)
+
+    return correct_grads
 
 
 _scheduling = 0
@@ -328,6 +360,11 @@ _WRAPPERS: tuple[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., An
     (clip_grad, "_clip_grads_with_norm_", _wrap_clip_norm),  # what clip_grad_norm_ calls, however it was imported
     (nn.utils, "clip_grads_with_norm_", _wrap_clip_norm),
     (nn.utils, "clip_grad_value_", _wrap_clip_value),
+    (LossScaler, "scaled", _wrap_scale),
+    (LossScaler, "unscale_", _wrap_own_unscale),
+    (own_step, "clear_grads", _wrap_clear_grads),
+    (own_step, "correct_grads", _wrap_correct),
+    (own_clip, "clip_grads_with_norm_", _wrap_clip_norm),
     (lr_scheduler.LRScheduler, "step", _wrap_schedule),
     (lr_scheduler.ReduceLROnPlateau, "step", _wrap_schedule),
     (lr_scheduler.CosineAnnealingWarmRestarts, "step", _wrap_schedule),

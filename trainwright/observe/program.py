@@ -120,6 +120,8 @@ Instruction = Call | Operation | Backward | ZeroGrad | Multiply | Clip | Step
 class Segment:
     """One optimizer step as it was heard. ``ids`` are those of each batch it consumed.
 
+    ``losses`` are as given to backward, without a loss scale; ``loss`` is their mean where a loop tells it.
+
     ``blind`` says why it cannot be run again; None if it can. ``num_bytes`` is what its tensors hold.
     """
 
@@ -128,7 +130,7 @@ class Segment:
     events: list[tuple[str, Any]] = field(default_factory=list)
     ids: list[Ids] = field(default_factory=list)
     losses: list[Any] = field(default_factory=list)
-    norms: Any = None
+    loss: Any = None
     grad_norm: Any = None
     lr: float = 0.0
     num_bytes: int = 0

@@ -28,7 +28,8 @@ from trainwright.observe.tape import Tape, autocast_now
 class Recording(Listener):
     """One Segment for each optimizer step. ``closed`` is called with each when it is over.
 
-    A step of several optimizers that take turns (a GAN) is over when each of them has stepped.
+    A step of several optimizers that take turns (a GAN) is over when each of them has stepped. In our own loop
+    (``own_loop``) its owner calls ``close``: there, a step whose update is skipped ends without an optimizer.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Recording(Listener):
         before_update: Callable[[Segment, Optimizer], None],
         after_update: Callable[[Segment, Optimizer], None],
         first_step: int = 1,
+        own_loop: bool = False,
     ) -> None:
         self.roots, self.optimizers = list(roots), list(optimizers)
         self._closed, self._before_update, self._after_update = closed, before_update, after_update
@@ -48,6 +50,7 @@ class Recording(Listener):
         self.device = self.parameters[0].device if self.parameters else torch.device("cpu")
         self.tape = Tape(self.device.type)
         self.segment = Segment(first_step)
+        self._own_loop = own_loop
         self._compiled = any(hasattr(root, "_orig_mod") for root in roots)
         self._modules = list({id(m): m for root in roots for m in root.modules()}.values())
         self._last_modes: tuple[bool, ...] = ()
@@ -111,13 +114,10 @@ class Recording(Listener):
 
     # gradients
 
-    def on_scaled(self, scaler: GradScaler, given: Any, scaled: Any) -> None:
+    def on_scaled(self, scaler: Any, given: Any, scaled: Any) -> None:
         if isinstance(given, Tensor) and isinstance(scaled, Tensor) and scaled is not given:
-            self._scales[id(scaled)] = (
-                scaled,
-                given.detach(),
-                scaler.get_scale() if self.device.type == "cpu" else 0.0,
-            )
+            scale = scaler.get_scale() if isinstance(scaler, GradScaler) else scaler.scale
+            self._scales[id(scaled)] = (scaled, given.detach(), float(scale))
 
     def on_backward_called(self) -> None:
         self.tape.stop()
@@ -174,14 +174,13 @@ class Recording(Listener):
         if scaler.is_enabled() and optimizer in self.optimizers:
             scale = scaler._scale
             factor = None if scale is None else scale.detach().clone().double().reciprocal().float()
-            self.on_multiplied(_owned(optimizer), factor)
+            numbers = [self._numbers[id(p)] for p in _owned(optimizer)]
+            self.segment.program.append(Multiply(numbers, factor))
             self.segment.events.append(("unscale", self.optimizers.index(optimizer)))
 
-    def on_multiplied(self, parameters: Sequence[Tensor], factor: Any) -> None:
-        """The gradients of these parameters were multiplied by a number or a 0-d tensor."""
-        self.segment.program.append(
-            Multiply([self._numbers[id(p)] for p in parameters if id(p) in self._numbers], factor)
-        )
+    def on_multiplied(self, factor: Any) -> None:
+        self.segment.program.append(Multiply(None, factor.detach().clone() if isinstance(factor, Tensor) else factor))
+        self.segment.events.append(("multiply", None))
 
     def on_clip(self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None) -> None:
         numbers = [self._numbers[id(p)] for p in parameters if id(p) in self._numbers]
@@ -233,7 +232,7 @@ class Recording(Listener):
         index = self.optimizers.index(optimizer)
         again = index in self._stepped
         self._stepped.add(index)
-        if again or len(self._stepped) == len(self.optimizers):
+        if not self._own_loop and (again or len(self._stepped) == len(self.optimizers)):
             self.close()
 
     def on_schedule(self, scheduler: Any) -> None:

@@ -305,6 +305,7 @@ class Log(Section):
     sinks: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False)] = Field(
         default=(), description="Trackers besides the run folder."
     )
+    doctor: bool = Field(default=True, description="Watch every step, and diagnose what goes wrong on a replay.")
 
 
 def _folder_name(name: str) -> str:

@@ -1,0 +1,287 @@
+"""Composition of watch, replay and doctor around a loop, whoever owns it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from trainwright.doctor.case import Case
+from trainwright.doctor.diagnose import Diagnosis, diagnose
+from trainwright.errors import TrainwrightError
+from trainwright.examine import Examiner
+from trainwright.observe import probes
+from trainwright.observe.guard import OnNonfinite, Veto
+from trainwright.observe.hooks import listening, muted
+from trainwright.observe.journal import Journal
+from trainwright.observe.program import Segment
+from trainwright.observe.recording import Recording
+from trainwright.observe.ring import Ring, Subject
+from trainwright.report.findings import lines_of
+from trainwright.runlog import records
+from trainwright.runlog.records import Found, Record
+from trainwright.runlog.writer import LogWriter
+
+if TYPE_CHECKING:
+    from trainwright.engine.step import StepResult
+    from trainwright.job import Job
+    from trainwright.observe.progress import Progress
+    from trainwright.runlog.folder import RunFolder
+    from trainwright.state.train_state import TrainState
+
+CHECKUPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48)
+"""The steps that are looked at closely; from there on one in a while, as the share of time allows."""
+EARLY_S = 3.0
+"""What the looks at these steps may take together; the first four are always looked at."""
+SHARE = 0.004
+"""Of the time of all later steps: what looking closely may take, and again what snapshots may take."""
+KEPT_RECORDS = 1024
+KEEP, BUDGET_BYTES = 32, 256 * 2**20
+"""Of the flight recorder: steps, and what they and their snapshots may hold."""
+
+
+class Attendant:
+    """Hears a loop, keeps its last steps, looks closely when that is due, and asks the doctor.
+
+    ``write`` takes every record that is to be kept. ``own_loop`` is our engine's: whoever runs it calls ``close``.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        given: dict[str, Any],
+        *,
+        write: Callable[[Record], None],
+        on_nonfinite: OnNonfinite,
+        keep: int,
+        budget_bytes: int,
+        own_loop_at: int | None = None,
+    ) -> None:
+        self._write, self._on_nonfinite = write, on_nonfinite
+        self.records: list[Record] = []
+        self.first_step = self.step = own_loop_at or 0
+        self._found: dict[str, Found] = {}
+        self._open = ExitStack()
+        self._veto: Veto
+        self.recording = Recording(
+            roots,
+            optimizers,
+            self._closed,
+            before_update=lambda segment, optimizer: self._veto.before_update(segment, optimizer),
+            after_update=lambda segment, optimizer: self._veto.after_update(segment, optimizer),
+            first_step=self.step + 1,
+            own_loop=own_loop_at is not None,
+        )
+        parameters = self.recording.parameters
+        self._veto = Veto(roots, parameters, on_nonfinite)
+        self._ring = Ring(keep=keep, budget_bytes=budget_bytes)
+        self._subject = Subject(roots, optimizers, parameters)
+        self._examiner = Examiner(self._subject, self._ring)
+        probes.load_all()
+        watched = probes.Watched(self._subject, **given)
+        self._probes = [make(watched) for make in probes.PROBES]
+        self._begin_s, self._looked_s, self._next_look_s = 0.0, 0.0, 0.0
+        self._snapshot_every, self._looks_next = 4, False
+        self._roots = list(roots)
+        self._loss_before: list[float] = []
+
+    def begin(self) -> None:
+        """From here on the loop is heard."""
+        self._begin_s = time.perf_counter()
+        self._open.enter_context(listening(self.recording, self._roots))
+        for probe in self._probes:
+            self._open.enter_context(listening(probe, []))
+        self._prepare_next(self.step)
+
+    def end(self, error: BaseException | None) -> None:
+        """The last look: at a step that was not finished too, and at what never came. Nothing is heard any more."""
+        self.recording.tape.stop()
+        try:
+            if error is None or isinstance(error, Exception):
+                unfinished = self.recording.segment
+                if error is not None or unfinished.program:
+                    told = self._examiner.unfinished(unfinished, self.recording.tape, error)
+                    self._examined(unfinished.step, {"unfinished": told})
+                self._look(self.step, "end", finished=True)
+        finally:
+            self._open.close()
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.perf_counter() - self._begin_s
+
+    @property
+    def num_vetoed(self) -> int:
+        """Updates that were not finite and so were not made."""
+        return self._veto.vetoed
+
+    def _closed(self, segment: Segment) -> None:
+        self.step = segment.step
+        self._ring.add(segment)
+        record = as_record(segment)
+        self._remember(record)
+        for probe in self._probes:
+            probe.on_closed(segment)
+        bad = not (math.isfinite(record.loss) and math.isfinite(record.grad_norm)) or "vetoed" in segment.values
+        jumped = self._jumped(record)
+        if bad or jumped or self._looks_next:
+            begin_s = time.perf_counter()
+            self._look(segment.step, "incident" if bad else "checkup", finished=False)
+            cost_s = time.perf_counter() - begin_s
+            self._looked_s += cost_s
+            self._next_look_s = begin_s + cost_s + cost_s / SHARE
+        self._prepare_next(segment.step)
+        if bad and self._on_nonfinite == "stop":
+            raise NonFiniteStep(f"step {segment.step} is not finite", remedy="\n".join(lines_of(self.findings(), None)))
+
+    def _jumped(self, record: records.Watched) -> bool:
+        """Whether the loss is far above what it was: at most 32 losses are remembered."""
+        before, self._loss_before = self._loss_before, [*self._loss_before[-31:], record.loss]
+        if len(before) < 4 or not math.isfinite(record.loss):
+            return False
+        low = sorted(before)
+        spread = low[-1 - len(low) // 8] - low[len(low) // 8]
+        return record.loss > low[-1] + max(2 * spread, 0.05 * abs(low[-1]))
+
+    def _prepare_next(self, step: int) -> None:
+        """The state before the next step is kept when that one will be looked at, and now and then."""
+        self._veto.begin()
+        now_s = time.perf_counter()
+        if step < CHECKUPS[-1]:
+            self._looks_next = step + 1 in CHECKUPS and (step < 4 or self._looked_s < EARLY_S)
+        else:
+            self._looks_next = step % 16 == 0 and now_s > self._next_look_s
+        if self._looks_next or step % self._snapshot_every == 0:
+            self._ring.add_snapshot(self._subject.snapshot(step + 1))
+            cost_s = time.perf_counter() - now_s
+            step_s = max((now_s - self._begin_s) / max(1, step), 1e-6)
+            self._snapshot_every = max(
+                4 if step < 64 else 16, min(self._ring.keep // 2, math.ceil(cost_s / (SHARE * step_s)))
+            )
+
+    # what is thought of it
+
+    def _look(self, step: int, why: str, *, finished: bool) -> None:
+        """Examines the newest step and asks the doctor, who may ask for more."""
+        with muted():
+            self._examined(step, {p.name: told for p in self._probes if (told := p.values()) is not None})
+            self._examined(step, self._examiner.look(step, why))
+            for _ in range(4):
+                diagnosis = diagnose(Case(self.records, finished=finished))
+                told = self._examiner.grant(step, diagnosis.wishes)
+                if not told:
+                    break
+                self._examined(step, told)
+            self._conclude(step, diagnosis)
+
+    def _examined(self, step: int, told: dict[str, Any]) -> None:
+        for name, values in told.items():
+            at = values.pop("step", step)
+            self._remember(records.Examined(time_s=time.time(), step=at, experiment=name, values=values))
+
+    def _conclude(self, step: int, diagnosis: Diagnosis) -> None:
+        now = {}
+        for said in diagnosis.findings:
+            known = self._found.get(said.found.code)
+            found = said.found
+            if known is None:
+                tried = self._examiner.attempt(found.step, said.trial)
+                found = dataclasses.replace(found, time_s=time.time(), tried=(*found.tried, *tried))
+                self._write(found)
+            else:
+                found = dataclasses.replace(found, time_s=known.time_s, step=known.step, tried=known.tried)
+            now[found.code] = found
+        self._found = now
+
+    @property
+    def held_bytes(self) -> int:
+        """What the flight recorder holds of its byte budget."""
+        return self._ring.num_bytes
+
+    def findings(self) -> list[Found]:
+        """What is known by now, the first cause first."""
+        return list(self._found.values())
+
+    def _remember(self, record: Record) -> None:
+        self.records.append(record)
+        if len(self.records) > KEPT_RECORDS:  # every other step of the older half is forgotten
+            half = len(self.records) // 2
+            old = [r for i, r in enumerate(self.records[:half]) if not isinstance(r, records.Watched) or i % 2]
+            self.records = old + self.records[half:]
+        step = getattr(record, "step", 0)
+        if not isinstance(record, records.Watched) or step <= 64 or step % 10 == 0:
+            self._write(record)
+
+
+class NonFiniteStep(TrainwrightError):
+    """A step was not finite and ``on_nonfinite="stop"`` was asked for."""
+
+
+def as_record(segment: Segment) -> records.Watched:
+    """A segment as numbers. On a GPU this waits for the device."""
+    losses = [float(each) for each in segment.losses if each.numel() == 1]
+    values = {"losses": losses, "ids": [None if ids is None else len(ids) for ids in segment.ids], **segment.values}
+    if "carried" in values:
+        values["carried"] = True
+    if segment.blind:
+        values["blind"] = segment.blind
+    return records.Watched(
+        time_s=segment.ended_s,
+        step=segment.step,
+        loss=float(segment.loss) if segment.loss is not None else sum(losses) / len(losses) if losses else math.nan,
+        grad_norm=0.0 if segment.grad_norm is None else float(segment.grad_norm),
+        lr=segment.lr,
+        events=[each if each[0] != "clip" else ("clip", _plain(each[1])) for each in segment.events],
+        values=values,
+    )
+
+
+def _plain(clip: dict[str, Any]) -> dict[str, Any]:
+    return clip | {"norm": None if clip["norm"] is None else float(clip["norm"])}
+
+
+class Attending:
+    """An Observer that attends a run of our own engine and tells its findings at the end."""
+
+    def __init__(self, job: Job, folder: RunFolder, progress: Progress) -> None:
+        self._folder, self._say = folder.path, progress.say
+        self._journal = Journal(LogWriter(folder.log), progress.say)
+        state = job.state
+        given = {"loaders": (), "scalers": (), "schedulers": (), "accumulation": job.plan.batch.accumulation}
+        self.attendant = Attendant(
+            [state.model, *([state.loss] if state.loss is not None else [])],
+            [state.optimizer],
+            given,
+            write=self._journal.write,
+            on_nonfinite="observe",  # the engine has a guard of its own
+            keep=KEEP,
+            budget_bytes=BUDGET_BYTES,
+            own_loop_at=state.step,
+        )
+        self.attendant.begin()
+
+    def observe(self, result: StepResult, state: TrainState) -> None:
+        recording = self.attendant.recording
+        segment = recording.segment
+        segment.ids = [tuple(micro.ids.tolist()) for micro in result.batch.micro]
+        segment.loss, segment.lr = result.loss, result.lr
+        segment.grad_norm = (
+            result.grad_norm if segment.grad_norm is None else segment.grad_norm
+        )  # a step that is skipped
+        recording.close()
+
+    def close(self) -> None:
+        self.attendant.end(sys.exc_info()[1])
+        findings = self.attendant.findings()
+        for line in lines_of(findings, self._folder) if findings else ():
+            self._say(line)
+        self._journal.close()
