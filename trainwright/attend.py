@@ -23,7 +23,8 @@ from trainwright.observe.hooks import listening, muted
 from trainwright.observe.journal import Journal
 from trainwright.observe.program import Segment
 from trainwright.observe.recording import Recording
-from trainwright.observe.ring import Ring, Subject
+from trainwright.observe.ring import Ring, Subject, put_back
+from trainwright.observe.spikes import OnSpike, Spikes
 from trainwright.report.findings import lines_of
 from trainwright.runlog import records
 from trainwright.runlog.records import Found, Record
@@ -50,7 +51,8 @@ KEEP, BUDGET_BYTES = 32, 256 * 2**20
 class Attendant:
     """Hears a loop, keeps its last steps, looks closely when that is due, and asks the doctor.
 
-    ``write`` takes every record that is to be kept. ``own_loop`` is our engine's: whoever runs it calls ``close``.
+    ``write`` takes every record that is to be kept. ``own_loop_at`` is the step that our engine's loop stands at:
+    whoever runs it closes each step. ``point_at`` gives the line of the user's source that a code is about.
     """
 
     def __init__(
@@ -63,9 +65,11 @@ class Attendant:
         on_nonfinite: OnNonfinite,
         keep: int,
         budget_bytes: int,
+        on_spike: OnSpike = "warn",
         own_loop_at: int | None = None,
+        point_at: Callable[[str], str | None] = lambda code: None,
     ) -> None:
-        self._write, self._on_nonfinite = write, on_nonfinite
+        self._write, self._on_nonfinite, self._point_at = write, on_nonfinite, point_at
         self.records: list[Record] = []
         self.first_step = self.step = own_loop_at or 0
         self._found: dict[str, Found] = {}
@@ -81,7 +85,8 @@ class Attendant:
             own_loop=own_loop_at is not None,
         )
         parameters = self.recording.parameters
-        self._veto = Veto(roots, parameters, on_nonfinite)
+        self._on_spike = on_spike
+        self._veto = Veto(roots, parameters, on_nonfinite, None if own_loop_at is not None else Spikes(on_spike))
         self._ring = Ring(keep=keep, budget_bytes=budget_bytes)
         self._subject = Subject(roots, optimizers, parameters)
         self._examiner = Examiner(self._subject, self._ring)
@@ -89,7 +94,7 @@ class Attendant:
         watched = probes.Watched(self._subject, **given)
         self._probes = [make(watched) for make in probes.PROBES]
         self._begin_s, self._looked_s, self._next_look_s = 0.0, 0.0, 0.0
-        self._snapshot_every, self._looks_next = 4, False
+        self._snapshot_every, self._looks_next, self._went_back = 4, False, -1
         self._roots = list(roots)
         self._loss_before: list[float] = []
 
@@ -139,9 +144,35 @@ class Attendant:
             cost_s = time.perf_counter() - begin_s
             self._looked_s += cost_s
             self._next_look_s = begin_s + cost_s + cost_s / SHARE
+        if "vetoed" in segment.values:
+            self._tell_veto(segment)
         self._prepare_next(segment.step)
         if bad and self._on_nonfinite == "stop":
             raise NonFiniteStep(f"step {segment.step} is not finite", remedy="\n".join(lines_of(self.findings(), None)))
+
+    def _tell_veto(self, segment: Segment) -> None:
+        """The ledger: a Skipped record for an update that was not made, or for all that were undone."""
+        reason = str(segment.values["vetoed"])
+        snapshot = self._ring.before(segment.step) if reason == "spike" and self._on_spike == "rollback" else None
+        undone = [segment]
+        if snapshot is not None:
+            put_back(self._subject, snapshot)
+            self._went_back = segment.step
+            undone = [each for each in self._ring.segments if snapshot.step <= each.step <= segment.step]
+            reason = f"spike in step {segment.step}: back to the state before step {snapshot.step}"
+        for each in undone:
+            ids = tuple(i for of_batch in each.ids for i in of_batch or ())
+            self._write(
+                records.Skipped(
+                    time_s=time.time(),
+                    step=each.step,
+                    reason=reason,
+                    micro_batch=None,
+                    sample_ids=ids,
+                    scale_before=None,
+                    scale_after=None,
+                )
+            )
 
     def _jumped(self, record: records.Watched) -> bool:
         """Whether the loss is far above what it was: at most 32 losses are remembered."""
@@ -160,7 +191,7 @@ class Attendant:
             self._looks_next = step + 1 in CHECKUPS and (step < 4 or self._looked_s < EARLY_S)
         else:
             self._looks_next = step % 16 == 0 and now_s > self._next_look_s
-        if self._looks_next or step % self._snapshot_every == 0:
+        if self._looks_next or step % self._snapshot_every == 0 or self._went_back == step:
             self._ring.add_snapshot(self._subject.snapshot(step + 1))
             cost_s = time.perf_counter() - now_s
             step_s = max((now_s - self._begin_s) / max(1, step), 1e-6)
@@ -195,10 +226,14 @@ class Attendant:
             found = said.found
             if known is None:
                 tried = self._examiner.attempt(found.step, said.trial)
-                found = dataclasses.replace(found, time_s=time.time(), tried=(*found.tried, *tried))
+                where = found.where
+                if where.source is None and (line := self._point_at(found.code)):
+                    where = dataclasses.replace(where, source=line)
+                found = dataclasses.replace(found, time_s=time.time(), where=where, tried=(*found.tried, *tried))
                 self._write(found)
             else:
-                found = dataclasses.replace(found, time_s=known.time_s, step=known.step, tried=known.tried)
+                where = dataclasses.replace(found.where, source=found.where.source or known.where.source)
+                found = dataclasses.replace(found, time_s=known.time_s, step=known.step, tried=known.tried, where=where)
             now[found.code] = found
         self._found = now
 

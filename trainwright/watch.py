@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, Self
 
 from rich.console import Console
@@ -16,6 +18,7 @@ from torch.optim import Optimizer
 
 from trainwright import __version__
 from trainwright.attend import BUDGET_BYTES, KEEP, Attendant
+from trainwright.doctor.source import point_at
 from trainwright.errors import UsageError, require_choice
 from trainwright.observe.guard import OnNonfinite
 from trainwright.report.findings import lines_of
@@ -41,9 +44,11 @@ class Watch:
         self.folder, self._console = folder, console
         self._open = ExitStack()
         self._log: LogWriter | None = None
-        self.attendant = Attendant(roots, optimizers, given, write=self._write, **how)
+        self._source = Source()
+        self.attendant = Attendant(roots, optimizers, given, write=self._write, point_at=self._source.line_of, **how)
 
     def __enter__(self) -> Self:
+        self._source.look_at(sys._getframe(1))
         if self.folder is not None:
             self._log = self._open.enter_context(closing(LogWriter(self.folder.log)))
         self._write(records.Started(time_s=time.time(), step=0, version=__version__, pid=os.getpid()))
@@ -97,6 +102,28 @@ class Watch:
             self._log.write(record)
 
 
+class Source:
+    """The source of the function that holds the loop: read once, and only when a finding asks for a line."""
+
+    def __init__(self) -> None:
+        self._code: CodeType | None = None
+
+    def look_at(self, frame: FrameType) -> None:
+        """``frame`` is where the ``with`` stands."""
+        self._code = frame.f_code
+
+    def line_of(self, code: str) -> str | None:
+        """``file.py:42``; None where the source does not show it, or is not there."""
+        if self._code is None:
+            return None
+        try:
+            lines, first = inspect.getsourcelines(self._code)
+        except (OSError, TypeError):
+            return None
+        pointer = point_at(code, "".join(lines), first_line=max(1, first))
+        return f"{Path(self._code.co_filename).name}:{pointer.line}" if pointer else None
+
+
 def watch(
     model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer],
@@ -113,17 +140,19 @@ def watch(
 
     Reads only: with and without it the training is the same bits, but for an update that is not finite. That one is
     vetoed (``on_nonfinite="skip"``), ends the loop (``"stop"``), or is let through (``"observe"``). Several models and
-    optimizers (a GAN) are given as sequences. ``accumulation`` declares micro-batches for each step. ``keep`` (steps,
-    32) and ``memory_bytes`` (256 MiB) limit the flight recorder; ``quiet`` prints nothing. The run folder is ``out``,
-    numbered if it exists; None writes nothing.
+    optimizers (a GAN) are given as sequences. The run folder is ``out``, numbered if it exists; None writes nothing.
+    ``more``: ``on_spike`` says what is done when the gradient norm is 8 times its median: ``"warn"``, ``"skip"`` the
+    batch, or ``"rollback"`` to the last snapshot. ``accumulation`` declares micro-batches for each step. ``keep``
+    (32 steps) and ``memory_bytes`` (256 MiB) limit the flight recorder. ``quiet`` prints nothing.
 
     Raises UsageError for what cannot be watched.
     """
-    known = {"accumulation": None, "keep": KEEP, "memory_bytes": BUDGET_BYTES, "quiet": False}
+    known = {"accumulation": None, "on_spike": "warn", "keep": KEEP, "memory_bytes": BUDGET_BYTES, "quiet": False}
     if unknown := more.keys() - known.keys():
         raise UsageError(f"watch has no argument {min(unknown)!r}", remedy=f"it has also {', '.join(known)}")
     chosen = known | more
     require_choice("on_nonfinite", on_nonfinite, ("skip", "stop", "observe"))
+    require_choice("on_spike", str(chosen["on_spike"]), ("warn", "skip", "rollback"))
     roots = _several(model, nn.Module, "model")
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         roots.append(loss)
@@ -140,6 +169,7 @@ def watch(
         given,
         folder=folder,
         on_nonfinite=on_nonfinite,
+        on_spike=chosen["on_spike"],
         keep=int(chosen["keep"]),
         budget_bytes=int(chosen["memory_bytes"]),
         console=None if chosen["quiet"] else Console(stderr=True),

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from trainwright.engine.guard import BufferGuard
 from trainwright.observe.program import Segment
+from trainwright.observe.spikes import Spikes
 
 OnNonfinite = Literal["skip", "stop", "observe"]
 
@@ -24,8 +25,14 @@ class Veto:
     pass has changed go back too. ``skip`` asks the host once a step on a GPU; ``observe`` never does.
     """
 
-    def __init__(self, roots: Sequence[nn.Module], parameters: Sequence[Tensor], how: OnNonfinite) -> None:
-        self.roots, self.how = list(roots), how
+    def __init__(
+        self,
+        roots: Sequence[nn.Module],
+        parameters: Sequence[Tensor],
+        how: OnNonfinite,
+        spikes: Spikes | None = None,
+    ) -> None:
+        self.roots, self.how, self._spikes = list(roots), how, spikes
         self._parameters = list(parameters)
         self._low = any(p.dtype in (torch.float16, torch.bfloat16) for p in parameters)
         self._buffers = [BufferGuard() for _ in roots]
@@ -51,12 +58,21 @@ class Veto:
         if self.how == "observe" or getattr(optimizer, "found_inf", None) is not None:
             return
         if not math.isfinite(norm):
-            self._hidden = [(p, p.grad) for p in owned]
-            for p in owned:
-                p.grad = None
+            self._hide(owned)
             segment.values["vetoed"] = "gradients"
+        elif self._spikes and self._spikes.is_spike(_before_clipping(segment, norm)):
+            segment.values["spike"] = [float(_before_clipping(segment, norm)), self._spikes.last_median]
+            if self._spikes.policy != "warn":
+                self._hide(owned)
+                segment.values["vetoed"] = "spike"
         elif self._low:
             self._before = _state_of(optimizer, owned)
+
+    def _hide(self, owned: list[Tensor]) -> None:
+        """An optimizer that finds no gradients changes nothing."""
+        self._hidden = [(p, p.grad) for p in owned]
+        for p in owned:
+            p.grad = None
 
     def after_update(self, segment: Segment, optimizer: Optimizer) -> None:
         if self._hidden:
@@ -86,6 +102,11 @@ def _clipped(segment: Segment, num_grads: int) -> Tensor | None:
         return None
     norm: Tensor = value["norm"]
     return norm if norm.device.type == "cpu" and not float(norm) > value["at"] else torch.clamp(norm, max=value["at"])
+
+
+def _before_clipping(segment: Segment, norm: Tensor) -> float:
+    kind, value = segment.events[-2] if len(segment.events) > 1 else ("", {})
+    return float(value["norm"] if kind == "clip" and value["norm"] is not None else norm)
 
 
 @torch.no_grad()

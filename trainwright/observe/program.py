@@ -110,7 +110,6 @@ class Step:
     groups: list[dict[str, Any]]
     grad_scale: Any = None
     closure: bool = False
-    applied: bool = True
 
 
 Instruction = Call | Operation | Backward | ZeroGrad | Multiply | Clip | Step

@@ -70,6 +70,26 @@ class Subject:
         return Snapshot(step, copies, buffers, states, groups, RngBag.capture(), attributes)
 
 
+@torch.no_grad()
+def put_back(subject: Subject, snapshot: Snapshot) -> None:
+    """Writes weights, buffers and optimizer state of ``snapshot`` into the live objects: training is there again.
+
+    Hyperparameters, generators and the data go on as they are.
+    """
+    for parameter, data in zip(subject.parameters, snapshot.parameters):
+        parameter.copy_(data)
+    for (module, name), buffer in zip(subject.buffers(), snapshot.buffers):
+        live = module._buffers[name]
+        if live is not None and buffer is not None:
+            live.copy_(buffer)
+    for optimizer, states in zip(subject.optimizers, snapshot.states):
+        for number, parameter in enumerate(subject.parameters):
+            if number in states:
+                optimizer.state[parameter].update({k: _copied(v) for k, v in states[number].items()})
+            else:
+                optimizer.state.pop(parameter, None)
+
+
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """What a forward pass of one's own may count or keep; torch's own modules have no such thing."""
     return {
@@ -123,6 +143,11 @@ class Ring:
             if len(self.snapshots) == 1:
                 break
             self.snapshots.popleft()
+
+    def before(self, step: int) -> Snapshot | None:
+        """The newest snapshot of a state at least one whole step before ``step``; the oldest where there is none."""
+        older = [snapshot for snapshot in self.snapshots if snapshot.step < step]
+        return older[-1] if older else None
 
     def way_to(self, step: int) -> tuple[Snapshot, list[Segment]] | None:
         """A state and all segments from it up to ``step``; None when they are gone or one cannot be run again."""

@@ -249,7 +249,7 @@ class _Performance:
             group["lr"] = group["lr"] * self.edit.lr if self.edit.lr != 1.0 else group["lr"]
         self._read_grads()
         self.played.before = _weights(self.player)
-        if self.segment.values.get("vetoed") != "gradients" and step.applied:
+        if "vetoed" not in self.segment.values:
             with torch.enable_grad():
                 optimizer.step()
         self.played.after = _weights(self.player)

@@ -46,7 +46,8 @@ def place(where: Where) -> str:
     if where.sample_ids:
         few = ", ".join(map(str, where.sample_ids[:8]))
         said.append(f"samples {few}{', ...' if len(where.sample_ids) > 8 else ''}")
-    return f" in {', '.join(said)}" if said else ""
+    at = f" at {where.source}" if where.source else ""
+    return (f" in {', '.join(said)}" if said else "") + at
 
 
 def _value(value: object) -> str:

@@ -155,7 +155,7 @@ class Examined(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """What a finding points at; None is what is not known or does not apply."""
+    """What a finding points at; None is what is not known or does not apply. ``source`` is a line: ``file.py:42``."""
 
     module: str | None = None
     op: str | None = None
@@ -163,6 +163,7 @@ class Where:
     micro_batch: int | None = None
     rank: int | None = None
     sample_ids: tuple[int, ...] = ()
+    source: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
