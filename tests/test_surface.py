@@ -16,9 +16,9 @@ import trainwright as tw
 NAMES = """
 Cursor Ema Loading Loss LossScaler MicroBatch Observer Outcome Precision Probe Recipe Result StepBatch
 StepBatches StepResult Stop TrainState TrainwrightError __version__ evaluate fit for_seconds for_steps load
-load_checkpoint lr_range make_clip make_optimizer make_schedule make_step save_checkpoint steps train
+load_checkpoint lr_range make_clip make_optimizer make_schedule make_step save_checkpoint steps train watch
 """
-VERBS = "demo env export lr-range resume schema train verify version"
+VERBS = "demo diagnose env explain export lr-range resume schema train verify version"
 VERIFY = "checkpoint resume"
 
 

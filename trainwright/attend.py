@@ -94,7 +94,7 @@ class Attendant:
         watched = probes.Watched(self._subject, **given)
         self._probes = [make(watched) for make in probes.PROBES]
         self._begin_s, self._looked_s, self._next_look_s = 0.0, 0.0, 0.0
-        self._snapshot_every, self._looks_next, self._went_back = 4, False, -1
+        self._snapshot_every, self._looks_next, self._went_back, self._looked_at = 4, False, -1, -16
         self._roots = list(roots)
         self._loss_before: list[float] = []
 
@@ -138,7 +138,8 @@ class Attendant:
             probe.on_closed(segment)
         bad = not (math.isfinite(record.loss) and math.isfinite(record.grad_norm)) or "vetoed" in segment.values
         jumped = self._jumped(record)
-        if bad or jumped or self._looks_next:
+        if bad or self._looks_next or (jumped and segment.step > self._looked_at + 16):
+            self._looked_at = segment.step
             begin_s = time.perf_counter()
             self._look(segment.step, "incident" if bad else "checkup", finished=False)
             cost_s = time.perf_counter() - begin_s
