@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 CHECKUPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48)
 """The steps that are looked at closely; from there on one in a while, as the share of time allows."""
-EARLY_S = 3.0
+EARLY_S = 6.0
 """What the looks at these steps may take together; the first four are always looked at."""
 SHARE = 0.004
 """Of the time of all later steps: what looking closely may take, and again what snapshots may take."""
@@ -84,6 +84,7 @@ class Attendant:
             first_step=self.step + 1,
             own_loop=own_loop_at is not None,
         )
+        self.recording.budget_bytes = budget_bytes
         parameters = self.recording.parameters
         self._on_spike = on_spike
         self._veto = Veto(roots, parameters, on_nonfinite, None if own_loop_at is not None else Spikes(on_spike))
@@ -96,14 +97,15 @@ class Attendant:
         self._begin_s, self._looked_s, self._next_look_s = 0.0, 0.0, 0.0
         self._snapshot_every, self._looks_next, self._went_back, self._looked_at = 4, False, -1, -16
         self._roots = list(roots)
-        self._loss_before: list[float] = []
+        self._mean = self._deviation = 0.0  # of the loss, moving
+        self._bad_in_a_row = 0
 
     def begin(self) -> None:
         """From here on the loop is heard."""
         self._begin_s = time.perf_counter()
         self._open.enter_context(listening(self.recording, self._roots))
         for probe in self._probes:
-            self._open.enter_context(listening(probe, []))
+            self._open.enter_context(listening(probe, self._roots if probe.hears_calls else []))
         self._prepare_next(self.step)
 
     def end(self, error: BaseException | None) -> None:
@@ -118,6 +120,12 @@ class Attendant:
                 self._look(self.step, "end", finished=True)
         finally:
             self._open.close()
+
+    @property
+    def failures(self) -> list[str]:
+        """Our own mistakes: who heard the loop and had to stop, and why."""
+        heard = {"recording": self.recording, **{probe.name: probe for probe in self._probes}}
+        return [f"{n}: {type(e.failed).__name__}: {e.failed}" for n, e in heard.items() if e.failed is not None]
 
     @property
     def seconds(self) -> float:
@@ -136,9 +144,14 @@ class Attendant:
         self._remember(record)
         for probe in self._probes:
             probe.on_closed(segment)
-        bad = not (math.isfinite(record.loss) and math.isfinite(record.grad_norm)) or "vetoed" in segment.values
+        is_told = segment.loss is not None or bool(segment.losses)  # else its loss is not known, which is not bad
+        bad = not ((math.isfinite(record.loss) or not is_told) and math.isfinite(record.grad_norm))
+        bad = bad or not segment.values.keys().isdisjoint(("vetoed", "nonfinite"))
+        self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
         jumped = self._jumped(record)
-        if bad or self._looks_next or (jumped and segment.step > self._looked_at + 16):
+        urgent = any(probe.urgent for probe in self._probes)
+        is_news = bad and (self._bad_in_a_row <= 4 or self._bad_in_a_row % 4 == 0)  # each look replays the step
+        if is_news or self._looks_next or urgent or (jumped and segment.step > self._looked_at + 16):
             self._looked_at = segment.step
             begin_s = time.perf_counter()
             self._look(segment.step, "incident" if bad else "checkup", finished=False)
@@ -176,13 +189,16 @@ class Attendant:
             )
 
     def _jumped(self, record: records.Watched) -> bool:
-        """Whether the loss is far above what it was: at most 32 losses are remembered."""
-        before, self._loss_before = self._loss_before, [*self._loss_before[-31:], record.loss]
-        if len(before) < 4 or not math.isfinite(record.loss):
+        """Whether the loss is far above its moving average: by more than 6 times its mean deviation."""
+        mean, deviation, loss = self._mean, self._deviation, record.loss
+        if not math.isfinite(loss):
             return False
-        low = sorted(before)
-        spread = low[-1 - len(low) // 8] - low[len(low) // 8]
-        return record.loss > low[-1] + max(2 * spread, 0.05 * abs(low[-1]))
+        if record.step - self.first_step < 4:
+            self._mean, self._deviation = loss, max(deviation, abs(loss - mean) if mean else 0.0)
+            return False
+        self._mean += 0.1 * (loss - mean)
+        self._deviation += 0.1 * (abs(loss - mean) - deviation)
+        return loss > mean + max(6 * deviation, 0.05 * abs(mean))
 
     def _prepare_next(self, step: int) -> None:
         """The state before the next step is kept when that one will be looked at, and now and then."""
@@ -192,7 +208,9 @@ class Attendant:
             self._looks_next = step + 1 in CHECKUPS and (step < 4 or self._looked_s < EARLY_S)
         else:
             self._looks_next = step % 16 == 0 and now_s > self._next_look_s
-        if self._looks_next or step % self._snapshot_every == 0 or self._went_back == step:
+        self.recording.careful = self._looks_next
+        is_due = self._looks_next or step % self._snapshot_every == 0 or self._went_back == step
+        if is_due and not self._ring.refused_bytes:
             self._ring.add_snapshot(self._subject.snapshot(step + 1))
             cost_s = time.perf_counter() - now_s
             step_s = max((now_s - self._begin_s) / max(1, step), 1e-6)

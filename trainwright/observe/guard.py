@@ -49,19 +49,18 @@ class Veto:
     def before_update(self, segment: Segment, optimizer: Optimizer) -> None:
         owned = [p for group in optimizer.param_groups for p in group["params"]]
         grads = [p.grad for p in owned if p.grad is not None]
-        norm = _clipped(segment, len(grads))
-        if norm is None:
-            dense = [g for g in grads if not g.is_sparse]
-            norm = get_total_norm(dense) if dense else torch.zeros(())
+        before_clipping, norm = _norms(segment, grads)
         segment.grad_norm = norm if segment.grad_norm is None else segment.grad_norm
         segment.values["grads"] = [len(grads), len(owned)]
-        if self.how == "observe" or getattr(optimizer, "found_inf", None) is not None:
+        is_skipped = bool(segment.events) and segment.events[-1][0] == "scaler_skipped"  # no update will come
+        if self.how == "observe" or is_skipped or getattr(optimizer, "found_inf", None) is not None:
             return
-        if not math.isfinite(norm):
+        seen = float(before_clipping)
+        if not math.isfinite(seen):
             self._hide(owned)
             segment.values["vetoed"] = "gradients"
-        elif self._spikes and self._spikes.is_spike(_before_clipping(segment, norm)):
-            segment.values["spike"] = [float(_before_clipping(segment, norm)), self._spikes.last_median]
+        elif self._spikes and self._spikes.is_spike(seen):
+            segment.values["spike"] = [seen, self._spikes.last_median]
             if self._spikes.policy != "warn":
                 self._hide(owned)
                 segment.values["vetoed"] = "spike"
@@ -95,18 +94,15 @@ class Veto:
             guard.restore_if(torch.ones((), dtype=torch.bool))
 
 
-def _clipped(segment: Segment, num_grads: int) -> Tensor | None:
-    """The norm of the gradients by what clipping has just found out, so that it is not computed twice."""
-    kind, value = segment.events[-2] if len(segment.events) > 1 else ("", {})
-    if kind != "clip" or value["norm"] is None or value["parameters"] < num_grads:
-        return None
-    norm: Tensor = value["norm"]
-    return norm if norm.device.type == "cpu" and not float(norm) > value["at"] else torch.clamp(norm, max=value["at"])
-
-
-def _before_clipping(segment: Segment, norm: Tensor) -> float:
-    kind, value = segment.events[-2] if len(segment.events) > 1 else ("", {})
-    return float(value["norm"] if kind == "clip" and value["norm"] is not None else norm)
+def _norms(segment: Segment, grads: list[Tensor]) -> tuple[Tensor, Tensor | float]:
+    """The norm of the gradients before clipping and now; what clipping has just found out is not computed twice."""
+    kind, clip = segment.events[-2] if len(segment.events) > 1 else ("", {})
+    if kind != "clip" or clip["norm"] is None or clip["parameters"] < len(grads):
+        dense = [g for g in grads if not g.is_sparse]
+        norm = get_total_norm(dense) if dense else torch.zeros(())
+        return norm, norm
+    norm = clip["norm"]
+    return norm, min(float(norm), clip["at"]) if norm.device.type == "cpu" else norm.clamp(max=clip["at"])
 
 
 @torch.no_grad()

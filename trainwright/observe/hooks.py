@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,99 +19,57 @@ from torch.utils.data import dataloader
 
 from trainwright.engine import clip as own_clip
 from trainwright.engine import step as own_step
+from trainwright.observe.calls import hearing
+from trainwright.observe.listener import Listener as Listener
+from trainwright.observe.listener import careful, inside, is_heard, listeners, sort_listeners, tell_of
+from trainwright.observe.listener import muted as muted
 from trainwright.state.scaler import LossScaler
-
-
-class Listener:
-    """What a loop can be heard to do. Each method is called right when it happens and does nothing by itself."""
-
-    def on_epoch(self, loader: Any, iterator: Any) -> None: ...
-    def on_batch(self, iterator: Any, ids: Any, batch: Any, wait_s: float) -> None: ...
-    def on_forward(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
-    def on_output(self, root: nn.Module, output: Any) -> None: ...
-    def on_backward_called(self) -> None: ...
-    def on_backward(self, losses: tuple[Tensor, ...], how: dict[str, Any]) -> None: ...
-    def on_gradients(self) -> None: ...
-    def on_zero_grad(self, owner: Optimizer | nn.Module) -> None: ...
-    def on_scaled(self, scaler: Any, given: Any, scaled: Any) -> None: ...
-    def on_unscale(self, scaler: GradScaler, optimizer: Optimizer) -> None: ...
-    def on_scaler_step(self, scaler: GradScaler, optimizer: Optimizer, stepped: bool) -> None: ...
-    def on_scaler_update(self, scaler: GradScaler) -> None: ...
-    def on_multiplied(self, factor: Any) -> None: ...
-    def on_clip(self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None) -> None: ...
-    def on_step(self, optimizer: Optimizer, args: tuple[Any, ...]) -> None: ...
-    def on_stepped(self, optimizer: Optimizer) -> None: ...
-    def on_schedule(self, scheduler: Any) -> None: ...
-
-
-_listeners: list[Listener] = []
-_who: dict[str, list[Any]] = {}
-"""By method: the bound methods of those who listen to it, and do not just inherit it."""
-_muted = 0
-
-
-def _tell(method: str) -> list[Any]:
-    return [] if _muted else _who[method]
-
-
-def _sort_listeners() -> None:
-    for method in (name for name in vars(Listener) if name.startswith("on_")):
-        _who[method] = [
-            getattr(each, method) for each in _listeners if getattr(type(each), method) is not getattr(Listener, method)
-        ]
-
-
-_sort_listeners()
-
-
-@contextmanager
-def muted() -> Iterator[None]:
-    """What is done inside is heard by nobody: a replay is not the loop."""
-    global _muted
-    _muted += 1
-    try:
-        yield
-    finally:
-        _muted -= 1
 
 
 @contextmanager
 def listening(listener: Listener, roots: list[nn.Module]) -> Iterator[None]:
-    """Tells ``listener`` of every forward call of ``roots``, and of every backward, step, ... of the process.
+    """Tells ``listener`` of every forward call of ``roots``, and of every backward, step, ... of this thread.
 
     Torch's classes are patched while somebody listens and are as before when nobody does.
     """
+    me = (listener, threading.get_ident())
     with ExitStack() as undo:
         for root in roots:
-            undo.callback(root.register_forward_pre_hook(_forward(listener), with_kwargs=True).remove)
-            undo.callback(root.register_forward_hook(_output(listener)).remove)
-        if not _listeners:
-            _patches.enter()
-        _listeners.append(listener)
-        _sort_listeners()
+            undo.enter_context(hearing(root, _forward(me), _output(me)))
+        with _changing:
+            if not listeners:
+                _patches.enter()
+            listeners.append(me)
+            sort_listeners()
         try:
             yield
         finally:
-            _listeners.remove(listener)
-            _sort_listeners()
-            if not _listeners:
-                _patches.exit()
+            with _changing:
+                listeners.remove(me)
+                sort_listeners()
+                if not listeners:
+                    _patches.exit()
 
 
-def _forward(listener: Listener) -> Callable[..., None]:
-    def pre_hook(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not _muted:
-            listener.on_forward(root, args, kwargs)
+def _forward(me: tuple[Listener, int]) -> Callable[..., None]:
+    """Not inside of backward: there activation checkpointing calls the model again, not the loop."""
+    tell = careful(me[0], "on_forward")
 
-    return pre_hook
+    def before(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if me[1] == threading.get_ident() and is_heard() and not inside.backward:
+            tell(root, args, kwargs)
+
+    return before
 
 
-def _output(listener: Listener) -> Callable[..., None]:
-    def hook(root: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not _muted:
-            listener.on_output(root, output)
+def _output(me: tuple[Listener, int]) -> Callable[..., None]:
+    tell = careful(me[0], "on_output")
 
-    return hook
+    def after(root: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if me[1] == threading.get_ident() and is_heard() and not inside.backward:
+            tell(root, output)
+
+    return after
 
 
 class _Patches:
@@ -135,29 +94,59 @@ class _Patches:
 
 
 _patches = _Patches()
+_changing = threading.Lock()
 
 
-def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for tell in _tell("on_step"):
-        tell(optimizer, (*args, *kwargs.values()))
+def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given = (*args[1:], *kwargs.values())
+    closure = next((each for each in given if callable(each)), None)
+    if closure is None or not is_heard():
+        for tell in tell_of("on_step"):
+            tell(optimizer, given)
+        return None
+    calls = 0
+
+    @functools.wraps(closure)
+    def heard() -> Any:
+        nonlocal calls
+        result = closure()
+        calls += 1
+        for tell in tell_of("on_step") if calls == 1 else ():
+            tell(optimizer, given)
+        for tell in tell_of("on_closure_again") if calls > 1 else ():
+            tell(optimizer)
+        return result
+
+    return tuple(heard if a is closure else a for a in args), {
+        k: heard if v is closure else v for k, v in kwargs.items()
+    }
 
 
 def _on_stepped(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for tell in _tell("on_stepped"):
+    for tell in tell_of("on_stepped"):
         tell(optimizer)
+
+
+def _tell_changed() -> None:
+    for tell in tell_of("on_gradients_changed"):
+        tell()
 
 
 def _wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if _muted:
+        if inside.backward or not is_heard():
             return original(tensors, *args, **kwargs)
         losses = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         names = ("grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
         how = dict(zip(names, args)) | kwargs
-        for tell in _tell("on_backward"):
+        for tell in tell_of("on_backward"):
             tell(losses, how)
-        result = original(tensors, *args, **kwargs)
-        for tell in _tell("on_gradients"):
+        inside.backward += 1
+        try:
+            result = original(tensors, *args, **kwargs)
+        finally:
+            inside.backward -= 1
+        for tell in tell_of("on_gradients"):
             tell()
         return result
 
@@ -168,16 +157,32 @@ def _wrap_tensor_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     """Itself a torch function: whoever listens to those can stop before it begins."""
 
     def backward(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        for tell in _tell("on_backward_called"):
+        for tell in tell_of("on_backward_called"):
             tell()
         return original(self, *args, **kwargs)
 
     return backward
 
 
+def _wrap_grad(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls itself again through a mode that hears torch functions: that is one call."""
+
+    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        names = ("grad_outputs", "retain_graph", "create_graph")
+        for tell in () if inside.grad or inside.backward else tell_of("on_autograd_grad"):
+            tell(outputs, inputs, dict(zip(names, args)) | kwargs)
+        inside.grad += 1
+        try:
+            return original(outputs, inputs, *args, **kwargs)
+        finally:
+            inside.grad -= 1
+
+    return grad
+
+
 def _wrap_zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for tell in _tell("on_zero_grad"):
+        for tell in tell_of("on_zero_grad"):
             tell(self)
         return original(self, *args, **kwargs)
 
@@ -187,7 +192,7 @@ def _wrap_zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_scale(original: Callable[..., Any]) -> Callable[..., Any]:
     def scale(self: Any, outputs: Any) -> Any:
         scaled = original(self, outputs)
-        for tell in _tell("on_scaled"):
+        for tell in tell_of("on_scaled"):
             tell(self, outputs, scaled)
         return scaled
 
@@ -196,16 +201,18 @@ def _wrap_scale(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_unscale(original: Callable[..., Any]) -> Callable[..., Any]:
     def unscale_(self: GradScaler, optimizer: Optimizer) -> Any:
-        for tell in _tell("on_unscale"):
+        for tell in tell_of("on_unscale"):
             tell(self, optimizer)
-        return original(self, optimizer)
+        result = original(self, optimizer)
+        _tell_changed()
+        return result
 
     return unscale_
 
 
 def _wrap_scaler_step(original: Callable[..., Any]) -> Callable[..., Any]:
     def step(self: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if _muted:
+        if not is_heard():
             return original(self, optimizer, *args, **kwargs)
         seen: list[Optimizer] = []
         handle = optimizer.register_step_post_hook(lambda optimizer, *rest: seen.append(optimizer))
@@ -213,7 +220,7 @@ def _wrap_scaler_step(original: Callable[..., Any]) -> Callable[..., Any]:
             result = original(self, optimizer, *args, **kwargs)
         finally:
             handle.remove()
-        for tell in _tell("on_scaler_step"):
+        for tell in tell_of("on_scaler_step"):
             tell(self, optimizer, bool(seen))
         return result
 
@@ -223,7 +230,7 @@ def _wrap_scaler_step(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_update(original: Callable[..., Any]) -> Callable[..., Any]:
     def update(self: GradScaler, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        for tell in _tell("on_scaler_update"):
+        for tell in tell_of("on_scaler_update"):
             tell(self)
         return result
 
@@ -232,31 +239,35 @@ def _wrap_update(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_clip_norm(original: Callable[..., Any]) -> Callable[..., Any]:
     def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _muted:
+        if not is_heard():
             return original(parameters, max_norm, total_norm, *args, **kwargs)
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        for tell in _tell("on_clip"):
+        for tell in tell_of("on_clip"):
             tell("norm", float(max_norm), given, total_norm)
-        return original(given, max_norm, total_norm, *args, **kwargs)
+        result = original(given, max_norm, total_norm, *args, **kwargs)
+        _tell_changed()
+        return result
 
     return clip_grads_with_norm_
 
 
 def _wrap_clip_value(original: Callable[..., Any]) -> Callable[..., Any]:
     def clip_grad_value_(parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> Any:
-        if _muted:
+        if not is_heard():
             return original(parameters, clip_value, *args, **kwargs)
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        for tell in _tell("on_clip"):
+        for tell in tell_of("on_clip"):
             tell("value", float(clip_value), given, None)
-        return original(given, clip_value, *args, **kwargs)
+        result = original(given, clip_value, *args, **kwargs)
+        _tell_changed()
+        return result
 
     return clip_grad_value_
 
 
 def _wrap_clear_grads(original: Callable[..., Any]) -> Callable[..., Any]:
     def clear_grads(optimizer: Optimizer) -> None:
-        for tell in _tell("on_zero_grad"):
+        for tell in tell_of("on_zero_grad"):
             tell(optimizer)
         original(optimizer)
 
@@ -265,35 +276,35 @@ def _wrap_clear_grads(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_own_unscale(original: Callable[..., Any]) -> Callable[..., Any]:
     def unscale_(self: LossScaler, grads: list[Tensor]) -> None:
-        for tell in _tell("on_multiplied"):
+        for tell in tell_of("on_multiplied"):
             tell(self.scale.reciprocal())
         original(self, grads)
+        _tell_changed()
 
     return unscale_
 
 
 def _wrap_correct(original: Callable[..., Any]) -> Callable[..., Any]:
     def correct_grads(grads: list[Tensor], correction: Any) -> None:
-        for tell in _tell("on_multiplied"):
+        for tell in tell_of("on_multiplied"):
             tell(correction)
         original(grads, correction)
+        _tell_changed()
 
     return correct_grads
 
 
-_scheduling = 0
-
-
 def _wrap_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        global _scheduling
-        _scheduling += 1  # a SequentialLR steps others inside
+        inside.schedule += 1  # a SequentialLR steps others inside
         try:
             result = original(self, *args, **kwargs)
         finally:
-            _scheduling -= 1
-        if not _scheduling:
-            for tell in _tell("on_schedule"):
+            inside.schedule -= 1
+        if not inside.schedule:
+            for tell in tell_of("on_metric") if args or kwargs else ():
+                tell(self, (*args, *kwargs.values())[0])
+            for tell in tell_of("on_schedule"):
                 tell(self)
         return result
 
@@ -304,7 +315,7 @@ def _wrap_iter_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def init(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
         self._trainwright_ids = []  # what the sampler gave and no batch was made of yet
         original(self, loader, *args, **kwargs)
-        for tell in _tell("on_epoch"):
+        for tell in tell_of("on_epoch"):
             tell(loader, self)
 
     return init
@@ -317,7 +328,7 @@ def _wrap_reset(original: Callable[..., Any]) -> Callable[..., Any]:
         self._trainwright_ids = []
         original(self, loader, first_iter)
         if not first_iter:
-            for tell in _tell("on_epoch"):
+            for tell in tell_of("on_epoch"):
                 tell(loader, self)
 
     return reset
@@ -339,7 +350,7 @@ def _wrap_next(original: Callable[..., Any]) -> Callable[..., Any]:
         batch = original(self)
         waiting = getattr(self, "_trainwright_ids", None)
         ids = waiting.pop(0) if waiting else None
-        for tell in _tell("on_batch"):
+        for tell in tell_of("on_batch"):
             tell(self, ids, batch, time.perf_counter() - begin_s)
         return batch
 
@@ -350,6 +361,7 @@ _Iter: Any = dataloader._BaseDataLoaderIter
 _MultiIter: Any = dataloader._MultiProcessingDataLoaderIter
 _WRAPPERS: tuple[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]], ...] = (
     (torch.autograd, "backward", _wrap_backward),
+    (torch.autograd, "grad", _wrap_grad),
     (Tensor, "backward", _wrap_tensor_backward),
     (Optimizer, "zero_grad", _wrap_zero_grad),
     (nn.Module, "zero_grad", _wrap_zero_grad),

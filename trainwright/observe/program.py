@@ -41,7 +41,8 @@ Autocast = tuple[bool, torch.dtype, bool]
 class Call:
     """A forward call of a root module. ``outputs`` are the slots of its tensors, in the order of ``tensors_of``.
 
-    ``training`` holds the mode of every module of every root.
+    ``training`` holds the mode of every module of every root, ``wanted`` which parameters wanted a gradient;
+    ``batch`` is which of the segment's batches it reads.
     """
 
     root: int
@@ -51,6 +52,8 @@ class Call:
     training: tuple[bool, ...]
     autocast: Autocast
     outputs: list[int] = field(default_factory=list)
+    batch: int = -1
+    wanted: tuple[bool, ...] = ()
 
 
 @dataclass(slots=True)
@@ -75,7 +78,7 @@ class Backward:
     scale: float = 1.0
     gradient: Any = None
     retain: bool = False
-    inputs: bool = False
+    inputs: Any = None
 
 
 @dataclass(slots=True)

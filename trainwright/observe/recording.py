@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from trainwright.observe.graph import leaves_of
 from trainwright.observe.hooks import Listener
 from trainwright.observe.program import (
     Backward,
@@ -23,6 +25,9 @@ from trainwright.observe.program import (
     ZeroGrad,
 )
 from trainwright.observe.tape import Tape, autocast_now
+
+_LONGEST = 4096
+"""Calls, operations, events, ... that one step may have."""
 
 
 class Recording(Listener):
@@ -51,7 +56,11 @@ class Recording(Listener):
         self.tape = Tape(self.device.type)
         self.segment = Segment(first_step)
         self._own_loop = own_loop
-        self._compiled = any(hasattr(root, "_orig_mod") for root in roots)
+        self.budget_bytes = math.inf  # of what one step may hold
+        self.careful = False  # whether to see what the loop does to gradients by hand: costs a look at each of them
+        self._versions: list[tuple[int, int] | None] | None = None
+        self._edits = self._is_foreign = False
+        self._last_wanted: tuple[bool, ...] = ()
         self._modules = list({id(m): m for root in roots for m in root.modules()}.values())
         self._last_modes: tuple[bool, ...] = ()
         self._last_rng: Tensor | None = None
@@ -78,8 +87,8 @@ class Recording(Listener):
         self.segment.events.append(("forward", (self.roots.index(root), root.training, grad)))
         if not grad:
             return
-        if self._compiled:
-            self.tape.stop()  # a mode on the stack would be compiled in
+        self.tape.stop()  # what the model does is not the loop's doing, and a mode on the stack would be compiled in
+        self._shorten()
         if self.pending_ids is not None:
             self.segment.ids.append(self.pending_ids[1])
             self.pending_ids = None
@@ -87,6 +96,7 @@ class Recording(Listener):
         index = self.roots.index(root)
         now = autocast_now(self.device.type)
         self._call = Call(index, written[0], written[1], self._rng(), self._modes(), now)
+        self._call.batch, self._call.wanted = len(self.segment.ids) - 1, self._wanted()
         self.segment.program += self.tape.operations
         self.tape.operations = []
         self.segment.program.append(self._call)
@@ -96,6 +106,25 @@ class Recording(Listener):
         if modes != self._last_modes:  # one tuple for all steps that have the same
             self._last_modes = modes
         return self._last_modes
+
+    def _wanted(self) -> tuple[bool, ...]:
+        wanted = tuple([p.requires_grad for p in self.parameters])
+        if wanted != self._last_wanted:
+            self._last_wanted = wanted
+        return self._last_wanted
+
+    def _shorten(self) -> None:
+        """A loop that calls the model again and again and never makes an update would fill the memory."""
+        segment = self.segment
+        if len(segment.events) > _LONGEST:
+            del segment.events[: _LONGEST // 2]
+        if len(segment.program) > _LONGEST or self.tape.num_bytes > self.budget_bytes:
+            segment.program.clear()
+            segment.losses.clear()
+            segment.ids.clear()
+            self.tape.forget()
+            self.tape.num_bytes = 0
+            segment.blind = "between two updates there was more than the recorder may hold"
 
     def _rng(self) -> tuple[Tensor, Tensor | None]:
         """The generators' states; the same tensor as before where nothing was drawn, which costs no memory."""
@@ -108,6 +137,8 @@ class Recording(Listener):
         self._depth = max(0, self._depth - 1)
         if self._depth or self._call is None:
             return
+        if output is None:
+            self.segment.blind = "a forward pass raised, or returned nothing"
         self._call.outputs = self.tape.outputs(output)
         self._call = None
         self.tape.start()
@@ -124,6 +155,9 @@ class Recording(Listener):
 
     def on_backward(self, losses: tuple[Tensor, ...], how: dict[str, Any]) -> None:
         self.tape.stop()
+        self._is_foreign = not any(self._is_ours(loss) for loss in losses)
+        if self._is_foreign:
+            return
         self.segment.program += self.tape.operations
         self.tape.operations = []
         gradients = how.get("grad_tensors") or [None] * len(losses)
@@ -146,13 +180,36 @@ class Recording(Listener):
         self.segment.losses.append(value)
         backward = Backward(slot, value, scale, None if gradient is None else self.tape.write(gradient))
         backward.retain = bool(how.get("retain_graph") or how.get("create_graph"))
-        backward.inputs = how.get("inputs") is not None
+        if how.get("create_graph"):
+            self.segment.blind = "backward(create_graph=True) gives gradients that have a graph of their own"
+        if (inputs := how.get("inputs")) is not None:
+            backward.inputs = self.tape.write([inputs] if isinstance(inputs, Tensor) else list(inputs))
         self.segment.program.append(backward)
+
+    def _is_ours(self, loss: Tensor) -> bool:
+        """Whether a loss that is not made of our outputs, as far as we have seen, reaches our parameters even so."""
+        if self.tape.slot_of(loss) is not None or loss.grad_fn is None or self._own_loop:
+            return True
+        leaves = leaves_of(loss)
+        return not leaves or any(id(leaf) in self._numbers for leaf in leaves)
+
+    def on_autograd_grad(self, outputs: Any, inputs: Any, how: dict[str, Any]) -> None:
+        """Training without backward. With ``create_graph`` it is a part of a loss instead."""
+        outputs, inputs = ([each] if isinstance(each, Tensor) else list(each) for each in (outputs, inputs))
+        if how.get("create_graph") or not any(id(each) in self._numbers for each in inputs):
+            return
+        self.segment.events.append(("autograd_grad", len(inputs)))
+        self.segment.losses += [each.detach() for each in outputs if each.numel() == 1]
+        self.segment.blind = "the gradients are made by torch.autograd.grad, and what becomes of them is not seen"
 
     def _has_backward(self) -> bool:
         return any(isinstance(each, Backward) for each in self.segment.program)
 
     def on_gradients(self) -> None:
+        if self._is_foreign:
+            self.tape.start()
+            return
+        self.on_gradients_changed()
         self._scales.clear()
         if len(self.roots) == 1:
             self.tape.forget()
@@ -160,7 +217,12 @@ class Recording(Listener):
             self.segment.values["grafted"] = True
             self.tape.grafted = False
 
+    def on_gradients_changed(self) -> None:
+        """``versions`` of the gradients as they are known: the loop may change them by hand before its update."""
+        self._versions = _versions(self.parameters) if self.careful else None
+
     def on_zero_grad(self, owner: Optimizer | nn.Module) -> None:
+        self._versions = None
         if isinstance(owner, Optimizer):
             if owner not in self.optimizers:
                 return
@@ -174,7 +236,7 @@ class Recording(Listener):
         if scaler.is_enabled() and optimizer in self.optimizers:
             scale = scaler._scale
             factor = None if scale is None else scale.detach().clone().double().reciprocal().float()
-            numbers = [self._numbers[id(p)] for p in _owned(optimizer)]
+            numbers = [self._numbers[id(p)] for p in _owned(optimizer) if id(p) in self._numbers]
             self.segment.program.append(Multiply(numbers, factor))
             self.segment.events.append(("unscale", self.optimizers.index(optimizer)))
 
@@ -195,21 +257,26 @@ class Recording(Listener):
             self.segment.events.append(("other_step", self._shared_with(optimizer)))
             return
         index = self.optimizers.index(optimizer)
-        closure = any(callable(each) for each in args)
-        groups = [{k: _value(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        step = Step(index, groups, getattr(optimizer, "grad_scale", None), closure)
+        if self._versions is not None and self._versions != _versions(self.parameters):
+            self._edits = True
+        if self._edits:  # seen once: from then on in every step, looked at or not
+            self.segment.values["edited"] = True
+        groups = [_hyperparameters(group) for group in optimizer.param_groups]
+        step = Step(index, groups, getattr(optimizer, "grad_scale", None))
         self.segment.lr = float(groups[0].get("lr", 0.0)) if index == 0 else self.segment.lr
         self.segment.events.append(
             ("step", {"optimizer": index, "autocast": torch.is_autocast_enabled(self.device.type)})
         )
-        if closure:
-            self.segment.blind = "the optimizer calls a closure"
         self._before_update(self.segment, optimizer)
         self.segment.program.append(step)
 
     def _shared_with(self, optimizer: Optimizer) -> int:
         """How many of its parameters are ours: an optimizer that nobody named."""
         return sum(id(p) in self._numbers for p in _owned(optimizer))
+
+    def on_closure_again(self, optimizer: Optimizer) -> None:
+        if optimizer in self.optimizers:
+            self.segment.blind = "the optimizer calls its closure several times in a step"
 
     def on_stepped(self, optimizer: Optimizer) -> None:
         if optimizer in self.optimizers:
@@ -245,12 +312,24 @@ class Recording(Listener):
         self.tape.forget()
         self._stepped.clear()
         self._scales.clear()
+        self._depth, self._call, self._versions = 0, None, None
         done.ended_s = time.time()
         done.num_bytes, self.tape.num_bytes = self.tape.num_bytes, 0
         done.values["step_s"], done.values["wait_s"] = now_s - self._ended_s, self._waited_s
         self.segment = Segment(done.step + 1)
         self._closed(done)
         self._ended_s, self._waited_s = time.perf_counter(), 0.0
+
+    def fail(self, error: Exception) -> None:
+        super().fail(error)
+        self.tape.stop()
+        self.tape.forget()
+
+
+def _versions(parameters: Sequence[Tensor]) -> list[tuple[int, int] | None]:
+    """Changes whenever a gradient is replaced or written to."""
+    grads = [p.grad for p in parameters]
+    return [None if grad is None else (id(grad), grad._version) for grad in grads]
 
 
 def _unique(parameters: list[Tensor], roots: Sequence[nn.Module]) -> list[Tensor]:
@@ -267,8 +346,12 @@ def _grads(parameters: Sequence[Tensor]) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.detach().clone() for p in parameters]
 
 
-def _value(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    """A copy: the learning rate may be a tensor that its scheduler writes to."""
+    copy = {**group, "params": None}
+    if isinstance(copy.get("lr"), Tensor):
+        copy["lr"] = copy["lr"].detach().clone()
+    return copy
 
 
 def _as_ids(ids: Any) -> Ids:

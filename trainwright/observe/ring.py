@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -108,10 +109,14 @@ def _copied(value: Any) -> Any:
 
 
 class Ring:
-    """The last ``keep`` segments; each can be run again from the newest snapshot before it, if both are still here."""
+    """The last ``keep`` segments, and those between them and the snapshot that they are run again from.
+
+    Never more than ``budget_bytes``: what is oldest goes first. A state that alone is larger is not kept.
+    """
 
     def __init__(self, *, keep: int, budget_bytes: int) -> None:
         self.keep, self.budget_bytes = keep, budget_bytes
+        self.refused_bytes = 0  # of a snapshot that was too large
         self.segments: deque[Segment] = deque()
         self.snapshots: deque[Snapshot] = deque()
         self._segment_bytes = self._snapshot_bytes = 0
@@ -122,8 +127,12 @@ class Ring:
         self._shrink()
 
     def add_snapshot(self, snapshot: Snapshot) -> None:
+        num_bytes = snapshot.num_bytes
+        if num_bytes > self.budget_bytes:
+            self.refused_bytes = num_bytes
+            return
         self.snapshots.append(snapshot)
-        self._snapshot_bytes = snapshot.num_bytes
+        self._snapshot_bytes = num_bytes
         self._shrink()
 
     @property
@@ -131,18 +140,18 @@ class Ring:
         return self._segment_bytes + self._snapshot_bytes * len(self.snapshots)
 
     def _shrink(self) -> None:
-        while len(self.segments) > self.keep or (self.num_bytes > self.budget_bytes and len(self.segments) > 1):
+        while len(self.snapshots) > 1 and (self._is_spare() or self.num_bytes > self.budget_bytes):
+            self.snapshots.popleft()
+        first = self.snapshots[0].step if self.snapshots else math.inf
+        while len(self.segments) > 1 and (
+            (self.segments[0].step < first and len(self.segments) > self.keep) or self.num_bytes > self.budget_bytes
+        ):
             self._segment_bytes -= self.segments.popleft().num_bytes
-            self._drop_unused()
-        if self.num_bytes > self.budget_bytes and len(self.snapshots) > 1:
-            self.snapshots.popleft()
 
-    def _drop_unused(self) -> None:
-        """A snapshot is of use while the step right after it is still here."""
-        while self.snapshots and self.segments and self.snapshots[0].step < self.segments[0].step:
-            if len(self.snapshots) == 1:
-                break
-            self.snapshots.popleft()
+    def _is_spare(self) -> bool:
+        """Whether the last ``keep`` segments can all be run again from the second snapshot."""
+        first = self.segments[-self.keep].step if len(self.segments) >= self.keep else -math.inf
+        return self.snapshots[1].step <= first
 
     def before(self, step: int) -> Snapshot | None:
         """The newest snapshot of a state at least one whole step before ``step``; the oldest where there is none."""
@@ -154,6 +163,7 @@ class Ring:
         for snapshot in reversed(self.snapshots):
             if snapshot.step <= step:
                 way = [segment for segment in self.segments if snapshot.step <= segment.step <= step]
-                whole = len(way) == step - snapshot.step + 1
-                return (snapshot, way) if whole and not any(segment.blind for segment in way) else None
+                whole = len(way) == step - snapshot.step + 1 and not any(segment.blind for segment in way)
+                by_hand = any("edited" in segment.values for segment in way[:-1])  # such an update is not known
+                return (snapshot, way) if whole and not by_hand else None
         return None

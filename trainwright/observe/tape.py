@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,14 +26,13 @@ def autocast_now(device_type: str) -> Autocast:
 class Tape(TorchFunctionMode):
     """While it runs, every torch function that gives a tensor is written to ``operations``.
 
-    Tensors that the program made are known by identity, so they are kept alive until ``forget``.
+    Tensors that the program made are known by identity, and are not kept alive: the graph behind them is the loop's.
     """
 
     def __init__(self, device_type: str) -> None:
         super().__init__()
         self._device_type = device_type
-        self._slots: dict[int, int] = {}
-        self._alive: list[Tensor] = []
+        self._slots: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._next = 0
         self.num_bytes = 0  # of the tensors that were written down as constants
         self.grafted = False  # a tensor with a graph that the program does not know was used
@@ -43,7 +43,7 @@ class Tape(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        if not self.running:  # stopped from within a function that it is around
+        if not self.running or torch.compiler.is_compiling():  # stopped from within a function that it is around
             return function(*args, **(kwargs or {}))
         try:
             result = function(*args, **(kwargs or {}))
@@ -81,7 +81,7 @@ class Tape(TorchFunctionMode):
     def _written(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        if (number := self._slots.get(id(leaf))) is not None:
+        if (number := self.slot_of(leaf)) is not None:
             return Slot(number)
         if leaf.grad_fn is None and (leaf.requires_grad or leaf.numel() > SMALL):
             if leaf.grad_fn is None and not leaf.requires_grad:
@@ -95,8 +95,7 @@ class Tape(TorchFunctionMode):
         """New slots for tensors that the program made."""
         numbers = []
         for tensor in made:
-            self._alive.append(tensor)
-            self._slots[id(tensor)] = self._next
+            self._slots[id(tensor)] = (weakref.ref(tensor), self._next)
             numbers.append(self._next)
             self._next += 1
         return numbers
@@ -106,7 +105,8 @@ class Tape(TorchFunctionMode):
         return self.slots(tensors_of(output))
 
     def slot_of(self, tensor: Tensor) -> int | None:
-        return self._slots.get(id(tensor))
+        made, number = self._slots.get(id(tensor), (None, None))
+        return number if made is not None and made() is tensor else None  # else an id that is used again
 
     def start(self) -> None:
         self.running = True
@@ -127,7 +127,6 @@ class Tape(TorchFunctionMode):
         self._pushed = False
 
     def forget(self) -> None:
-        """Lets go of all tensors, and of the graphs behind them."""
+        """Lets go of all tensors."""
         self._slots.clear()
-        self._alive.clear()
         self.operations = []

@@ -63,6 +63,11 @@ class Bench:
         """The tensors that the models were given, in order."""
         return [c.tensor for call in self.segment.calls for c in _constants((call.args, call.kwargs))]
 
+    @property
+    def earlier(self) -> list[Snapshot]:
+        """The states that are kept from before this step, oldest first."""
+        return [snapshot for snapshot in self._ring.snapshots if snapshot.step < self.step]
+
     def base(self) -> Snapshot:
         """The state right before the step."""
         if self._lead:

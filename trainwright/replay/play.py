@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.overrides import TorchFunctionMode
 
-from trainwright.observe.hooks import muted
+from trainwright.observe.graph import leaves_of
 from trainwright.observe.program import (
     Autocast,
     Backward,
@@ -29,13 +29,10 @@ from trainwright.observe.program import (
     tensors_of,
 )
 from trainwright.observe.ring import Snapshot, Subject
-from trainwright.state.rng import preserved_rng
+from trainwright.replay.stage import NotReplayable as NotReplayable
+from trainwright.replay.stage import fresh, staged
 
 Upto = Literal["forward", "backward", "step"]
-
-
-class NotReplayable(Exception):
-    """A step cannot be run again; says why."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +49,8 @@ class Edit:
     dtype: Literal["fp32", "fp64"] | None = None
     mode: Literal["train", "eval"] | None = None
     lr: float = 1.0
+    group: Callable[[int, dict[str, Any]], dict[str, Any]] | None = None  # what to set in a group, by step
+    clip: float | None = None  # the threshold of every clip
     model: Callable[[], AbstractContextManager[Any]] | None = None
     fresh_rng: bool = False
 
@@ -83,48 +82,21 @@ class Player:
 
     def __init__(self, subject: Subject, names: Sequence[str]) -> None:
         self.subject, self.names = subject, list(names)
+        self.known = frozenset(id(p) for p in subject.parameters)
 
     @contextmanager
     def stage(self, snapshot: Snapshot) -> Iterator[None]:
-        """Inside, the live objects are in the state of ``snapshot``; afterwards they are what they were.
-
-        Parameters are pointed at copies and pointed back, so no live tensor is written to.
-        """
-        with muted(), preserved_rng(), ExitStack() as undo:
-            self._set_aside(undo)
-            self._load(snapshot)
+        """Inside, the live objects are in the state of ``snapshot``; afterwards they are what they were."""
+        with self._away_from_autocast(), staged(self.subject, snapshot):
             yield
 
-    def _set_aside(self, undo: ExitStack) -> None:
-        subject = self.subject
-        for parameter in subject.parameters:
-            undo.callback(setattr, parameter, "grad", parameter.grad)
-            undo.callback(_point, parameter, parameter.data)
-            parameter.grad = None
-        for module in subject.modules:
-            undo.callback(_put_back, vars(module), dict(vars(module)))
-            undo.callback(_put_back, module._buffers, dict(module._buffers))
-        for optimizer in subject.optimizers:
-            undo.callback(setattr, optimizer, "state", optimizer.state)
-            for group in optimizer.param_groups:
-                undo.callback(group.update, {k: v for k, v in group.items() if k != "params"})
-
-    def _load(self, snapshot: Snapshot) -> None:
-        subject = self.subject
-        for parameter, data in zip(subject.parameters, snapshot.parameters):
-            parameter.data = data.clone()
-        for (module, name), buffer in zip(subject.buffers(), snapshot.buffers):
-            module._buffers[name] = None if buffer is None else buffer.clone()
-        for module, attributes in zip(subject.modules, snapshot.attributes):
-            vars(module).update(attributes)
-        for optimizer, state, groups in zip(subject.optimizers, snapshot.states, snapshot.groups):
-            fresh: Any = type(optimizer.state)(dict)
-            for number, own in state.items():
-                fresh[subject.parameters[number]] = {k: _fresh(v) for k, v in own.items()}
-            optimizer.state = fresh
-            for group, kept in zip(optimizer.param_groups, groups):
-                group.update({k: _fresh(v) for k, v in kept.items()})
-        snapshot.rng.restore()
+    def _away_from_autocast(self) -> AbstractContextManager[Any]:
+        """Where autocast is round the loop: a replay neither reads the weights that it has cached nor adds any."""
+        parameters = self.subject.parameters
+        device = parameters[0].device.type if parameters else "cpu"
+        if not torch.is_autocast_enabled(device):
+            return nullcontext()
+        return torch.autocast(device, enabled=False, cache_enabled=False)
 
     def play(self, segment: Segment, edit: Edit = AS_IT_WAS, *, upto: Upto = "step") -> Played:
         """One segment, inside ``stage``. What raises in the user's code comes back as ``error``."""
@@ -142,13 +114,14 @@ class _Performance:
     env: dict[int, Any] = field(default_factory=dict)
     played: Played = field(default_factory=Played)
     calls: int = 0
+    around: ExitStack = field(default_factory=ExitStack)
 
     def run(self) -> Played:
         segment, parameters = self.segment, self.player.subject.parameters
         carried = segment.values.get("carried")
         for parameter, grad in zip(parameters, carried or []):
             parameter.grad = None if grad is None else grad.clone()
-        with ExitStack() as around:
+        with self.around as around:
             if self.edit.model is not None:
                 around.enter_context(self.edit.model())
             if self.edit.dtype is not None:
@@ -162,6 +135,9 @@ class _Performance:
                 self.played.error = error
             if self.upto == "backward":
                 self._read_grads()
+            elif self.upto == "step" and not self.played.after:  # a scaler has skipped it
+                self._read_grads()
+                self.played.before = self.played.after = _weights(self.player)
         return self.played
 
     def _do(self, each: Any) -> None:
@@ -191,6 +167,9 @@ class _Performance:
                 torch.cuda.set_rng_state(call.rng[1])
         for module, training in zip(self.player.subject.modules, call.training):
             module.training = training if self.edit.mode is None else self.edit.mode == "train"
+        for parameter, wanted in zip(self.player.subject.parameters, call.wanted):
+            if parameter.requires_grad != wanted:
+                parameter.requires_grad_(wanted)
         with self._autocast(call.autocast), self._ops():
             output = root(*args, **kwargs)
         made = tensors_of(output)
@@ -213,7 +192,13 @@ class _Performance:
             return
         factor = self.edit.loss_scale * self.edit.sign
         gradient = self._read(backward.gradient)
-        torch.autograd.backward(loss * factor if factor != 1.0 else loss, gradient, retain_graph=backward.retain)
+        inputs = None if backward.inputs is None else self._read(backward.inputs)
+        for leaf in leaves_of(loss) or ():
+            if id(leaf) not in self.player.known:  # an input that wants a gradient, a parameter of nobody's
+                self.around.callback(setattr, leaf, "grad", leaf.grad)
+                leaf.grad = None
+        loss = loss * factor if factor != 1.0 else loss
+        torch.autograd.backward(loss, gradient, retain_graph=backward.retain, inputs=inputs)
 
     def _zero(self, zero: ZeroGrad) -> None:
         subject = self.player.subject
@@ -233,10 +218,11 @@ class _Performance:
         chosen = [parameters[n] for n in (each.parameters if each.parameters is not None else range(len(parameters)))]
         grads = [p.grad for p in chosen if p.grad is not None]
         if isinstance(each, Clip):
+            at = each.at if self.edit.clip is None else self.edit.clip
             if each.by == "norm":
-                self.played.norm_at_clip = float(clip_grad_norm_(chosen, each.at))
+                self.played.norm_at_clip = float(clip_grad_norm_(chosen, at))
             else:
-                clip_grad_value_(chosen, each.at)
+                clip_grad_value_(chosen, at)
         elif grads and each.factor is not None:
             torch._foreach_mul_(grads, each.factor)
 
@@ -245,8 +231,9 @@ class _Performance:
             raise NotReplayable("the optimizer calls a closure")
         optimizer = self.player.subject.optimizers[step.optimizer]
         for group, recorded in zip(optimizer.param_groups, step.groups):
-            group.update({k: _fresh(v) for k, v in recorded.items()})
+            group.update({k: fresh(v) for k, v in recorded.items() if k != "params"})
             group["lr"] = group["lr"] * self.edit.lr if self.edit.lr != 1.0 else group["lr"]
+            group.update(self.edit.group(self.segment.step, group) if self.edit.group is not None else {})
         self._read_grads()
         self.played.before = _weights(self.player)
         if "vetoed" not in self.segment.values:
@@ -364,23 +351,6 @@ def _cast(subject: Subject, name: Literal["fp32", "fp64"]) -> Iterator[None]:
             p.grad = grad
         for module, key, buffer in buffers:
             module._buffers[key] = buffer
-
-
-def _point(parameter: Tensor, data: Tensor) -> None:
-    parameter.grad = None  # a gradient of another dtype would not fit
-    parameter.data = data
-
-
-def _put_back(live: dict[str, Any], before: dict[str, Any]) -> None:
-    for name in live.keys() - before.keys():
-        del live[name]
-    live.update(before)
-
-
-def _fresh(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    return list(value) if isinstance(value, list) else value
 
 
 def _weights(player: Player) -> dict[str, Tensor]:

@@ -29,7 +29,8 @@ class Op:
 
     ``phase`` is "forward", "backward" or "update". ``source`` is the innermost line that is neither torch's nor ours.
     ``inputs`` and ``output`` are of the floating tensors (several outputs are pooled), ``shapes`` of all inputs.
-    ``micro_batch`` counts the backward passes that were over when a root module was last called.
+    ``micro_batch`` counts the backward passes that were over when a root module was last called, ``call`` those calls.
+    ``function`` is the torch function that the op is a part of, where that was seen.
     """
 
     index: int
@@ -43,6 +44,8 @@ class Op:
     output: Range
     forward_op: int | None
     micro_batch: int
+    call: int = 0
+    function: str | None = None
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ __all__ = ["Bad", "Op", "Range", "Tracing"]
 _current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)
 _next_sequence: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
 _ENGINE = "_engine_run_backward"
+_REPLAY = "trainwright.replay.play"
 _ACCUMULATES = "AccumulateGrad"
 
 _PASSED_BY = {"contextlib", "functools", "torch", "trainwright"}
@@ -107,6 +108,8 @@ class Tracing(TorchDispatchMode):
         self._thread = threading.get_ident()
         self._has_backward = False
         self._micro_batch = 0
+        self._call = -1
+        self._function: str | None = None
         self._last: Tensor | None = None
 
     @property
@@ -116,6 +119,14 @@ class Tracing(TorchDispatchMode):
     @property
     def suspects(self) -> list[Bad]:
         return self._ledger.found
+
+    def within(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Calls a torch function: the ops that it is made of are known by its name. For ``Edit(ops=...)``."""
+        self._function = getattr(function, "__name__", None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._function = None
 
     # Entering and leaving
 
@@ -147,6 +158,7 @@ class Tracing(TorchDispatchMode):
             if is_root and not self._stack and _current_node() is None:
                 self._micro_batch += self._has_backward
                 self._has_backward = False
+                self._call += 1
                 self._name_inputs(args, kwargs)
             self._stack.append(name)
 
@@ -221,6 +233,8 @@ class Tracing(TorchDispatchMode):
             output=pooled([self._ledger.look(x) for x in outputs]),
             forward_op=place.op,
             micro_batch=self._micro_batch,
+            call=max(0, self._call),
+            function=self._function,
         )
         self.ops.append(op)
         exact = partial(lambda: None) if traits.is_random else partial(in_fp32, func, spare, kwargs)
@@ -290,6 +304,8 @@ def _caller() -> tuple[str | None, bool]:
     is_python = frame is not None and frame.f_code.co_name != _ENGINE
     while frame is not None and frame.f_code.co_name != _ENGINE:
         name = frame.f_globals.get("__name__", "")
+        if name == _REPLAY and frame.f_code.co_name != "__torch_function__":  # above stands whoever made the replay
+            break
         if name.startswith("trainwright.models") or name.split(".")[0] not in _PASSED_BY:
             return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}", is_python
         frame = frame.f_back

@@ -29,6 +29,10 @@ class Probe(Listener):
     """A listener that can say what it has seen. ``name`` is the experiment of its Examined records."""
 
     name = ""
+    hears_calls = False
+    """Whether it is told of the forward calls of the roots."""
+    urgent = False
+    """Set by a probe that has heard what should not wait for the next checkup. Unset when it is asked."""
 
     def on_closed(self, segment: Segment) -> None:
         """A step is over."""

@@ -1,0 +1,29 @@
+"""One seed of the whole zoo: every fault named among the first three, no alarm for a healthy run."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.zoo import judge
+
+ENTRIES = judge.load()
+WEAK: dict[str, str] = {}
+"""Faults that are not found for certain yet, and why."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, entry in sorted(ENTRIES.items()) if entry.labels])
+def test_a_fault_is_named(name: str) -> None:
+    if name in WEAK:
+        pytest.skip(WEAK[name])
+    score, _ = judge.run(ENTRIES[name], 0)
+    assert not score.early, score.said
+    assert score.rank is not None and score.rank < 3, score.said
+    assert score.located is not False, (score.where, score.truth)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, entry in sorted(ENTRIES.items()) if not entry.labels])
+def test_a_healthy_run_raises_no_alarm(name: str) -> None:
+    score, _ = judge.run(ENTRIES[name], 0)
+    assert score.critical == [] and score.warned == []

@@ -1,0 +1,128 @@
+"""Whether the model was in train mode when it trained, and in eval mode when it was evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from trainwright.doctor.case import Case
+from trainwright.doctor.finding import Finding, Trial, Wish, check, finding
+from trainwright.runlog.records import Where
+
+
+@check
+def trained_in_eval_mode(case: Case) -> Iterator[Finding | Wish]:
+    """The model, or a part of it, is in eval mode in the training passes. What shows that nobody meant it: the whole
+    model or a whole part went there, as ``eval()`` of a container does, and its weights are still trained. BatchNorm
+    (and nothing else) in eval mode is a choice, so is one kind of leaf, or a part whose weights are frozen.
+    """
+    told = case.about("modes")
+    rows: list[dict[str, Any]] = told.get("eval", [])
+    whole = bool(told.get("roots_in_eval")) and all(told["roots_in_eval"])
+    trained = [row for row in rows if row["depends"] and row["trained"]]
+    left = [row for row in trained if row["left"]]
+    if not trained:
+        return
+    if whole and (left or not all(row["norm"] for row in trained)):
+        yield _whole(case, left or trained, bool(left))
+    elif not whole:
+        inside = _of_containers([row for row in rows if row["container"] and row["left"]], left)
+        early = _of_containers([row for row in rows if row["container"]], [row for row in trained if not row["norm"]])
+        if inside or early:
+            yield _partly(case, inside or early, bool(inside))
+
+
+def _of_containers(containers: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if any(row["module"].startswith(f"{each['module']}.") for each in containers)]
+
+
+def _whole(case: Case, rows: list[dict[str, Any]], left: bool) -> Finding:
+    since = max(row["since"] for row in rows)
+    return finding(
+        "mode.eval_during_training",
+        "critical" if left else "warning",
+        case.last_step,
+        symptom=f"the model trains in eval mode since step {since}",
+        cause="model.eval() was called for an evaluation and model.train() was not called afterwards"
+        if left
+        else "the model came in eval mode (as pretrained models do) and model.train() was never called",
+        remedy="call model.train() before each epoch of training",
+        sure=0.95 if left else 0.7,
+        since_step=since,
+        where=Where(module=rows[0]["module"]),
+        evidence=[("modules without their train behaviour", [row["module"] for row in rows[:8]], [])],
+        explains=("model.excess_dropout",),
+    )
+
+
+def _partly(case: Case, rows: list[dict[str, Any]], left: bool) -> Finding:
+    since, names = max(row["since"] for row in rows), [row["module"] for row in rows]
+    return finding(
+        "mode.partial_eval",
+        "critical" if left else "warning",
+        case.last_step,
+        symptom=f"{len(names)} modules train in eval mode since step {since}: {', '.join(names[:8])}",
+        cause="a part of the model was put in eval mode and not back; the rest is in train mode"
+        if left
+        else "a part of the model came in eval mode (as pretrained models do) and its weights are trained",
+        remedy="call model.train() before each epoch of training",
+        sure=0.95 if left else 0.6,
+        since_step=since,
+        where=Where(module=names[0]),
+        evidence=[("modules in eval mode", names[:16], [])],
+    )
+
+
+@check
+def evaluated_in_train_mode(case: Case) -> Iterator[Finding | Wish]:
+    """The model was run without gradients, between two steps and not on a training batch, in train mode, and never in
+    eval mode. Passes without gradients that belong to each step (pseudo labels, targets) are not an evaluation.
+    """
+    told = case.about("modes")
+    bursts: int = told.get("num_evaluated_in_train", 0)
+    steps = told.get("steps", 0)
+    if not bursts or told["evaluated_in_eval"] or steps < 5 or bursts > 0.25 * steps:
+        return
+    norms = f"; the running statistics of {told['norms']} norms take in the data" if told["norms"] else ""
+    yield finding(
+        "mode.train_during_eval",
+        "warning",
+        case.last_step,
+        symptom=f"an evaluation before step {told['evaluated_in_train'][0]} ran in train mode{norms}",
+        cause="model.eval() is not called before evaluating",
+        remedy="call model.eval() before and model.train() after an evaluation",
+        sure=0.9,
+        since_step=told["evaluated_in_train"][0],
+        evidence=[
+            ("evaluations in train mode, before these steps", told["evaluated_in_train"], []),
+            ("evaluations in eval mode", 0, bursts),
+            ("modules that behave otherwise in eval mode", told["depends"], 0),
+        ],
+    )
+
+
+@check
+def functional_dropout(case: Case) -> Iterator[Finding | Wish]:
+    """A dropout that ran although every module was in eval mode: the function was not told of the mode. Other noise
+    (a sampled latent, diffusion) is no dropout and is left alone.
+    """
+    drops = case.about("in_eval_mode").get("drops", [])
+    if not drops:
+        return
+    by_name = [each for each in drops if "dropout" in each["op"] or each["op"] == "scaled_dot_product_attention"]
+    first = (by_name or drops)[0]
+    yield finding(
+        "mode.functional_dropout",
+        "warning",
+        case.last_step,
+        symptom=f"in eval mode {first['op']} still drops values in {first['module'] or 'the model'}",
+        cause=f"{first['op']} is called without regard to the mode: its default is to drop"
+        if by_name
+        else "the model masks values at random in eval mode too",
+        remedy="pass training=self.training (dropout_p=self.p if self.training else 0.0 in attention), or nn.Dropout",
+        sure=0.95 if by_name else 0.6,
+        stage="forward",
+        where=Where(module=first["module"], op=first["op"]),
+        evidence=[("dropout in eval mode", [f"{each['module']}: {each['op']}" for each in drops[:8]], [])],
+        trial=Trial("dropout_follows_mode"),
+    )

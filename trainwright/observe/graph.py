@@ -1,0 +1,30 @@
+"""What an autograd graph ends in: the leaves that a backward pass would give a gradient to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+def leaves_of(tensor: Tensor, limit: int = 100_000) -> list[Tensor] | None:
+    """The leaves behind ``tensor``; None for a graph of more than ``limit`` nodes.
+
+    What lies behind a reentrant checkpoint is not seen.
+    """
+    if tensor.grad_fn is None:
+        return [tensor] if tensor.requires_grad else []
+    found: list[Tensor] = []
+    seen: set[Any] = {tensor.grad_fn}
+    waiting: list[Any] = [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.append(leaf)
+        for behind, _ in node.next_functions:
+            if behind is not None and behind not in seen:
+                seen.add(behind)
+                waiting.append(behind)
+        if len(seen) > limit:
+            return None
+    return found

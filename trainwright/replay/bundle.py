@@ -1,0 +1,363 @@
+"""A bundle: what it takes to run a watched step again in another process, written at an incident.
+
+bundles/step-XXXXXXXX/
+  tensors.safetensors  the state before the steps, and what the steps were given
+  bundle.json          kind "step", what it is about, and the programs of the steps
+  manifest.json        sizes and sha256
+
+A crash loop leaves a folder of the same name, which holds a checkpoint instead: its bundle.json has another kind.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from trainwright.errors import CheckpointError, UsageError
+from trainwright.observe.program import Call, Clip, Constant, Multiply, Segment, Step, ZeroGrad, mapped
+from trainwright.observe.ring import Ring, Snapshot, Subject
+from trainwright.replay.play import Player
+from trainwright.replay.structure import Structure, difference
+from trainwright.replay.written import Named, Reader, Writer
+from trainwright.runlog.records import plain, strict
+from trainwright.runlog.storage import storage_error
+from trainwright.state.codec import decode, encode
+from trainwright.state.manifest import fsync, name_of, step_of, verify, write_manifest
+from trainwright.state.rng import RngBag, preserved_rng
+from trainwright.state.staging import on_host
+
+KIND, CRASH_LOOP = "step", "crash-loop"
+FORMAT = 1
+NAME, _TENSORS = "bundle.json", "tensors.safetensors"
+
+
+class BundleError(UsageError):
+    """A bundle is missing, damaged or forged, or does not fit the model that it is to be run on."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """One incident, read. ``blind`` says why its step cannot be run again; None when it can.
+
+    ``about`` is what its writer noted; ``recorded_on`` is a kind of device, ``recorded_by`` a version of torch. Weights
+    and inputs are there in either case.
+    """
+
+    path: Path
+    step: int
+    about: Mapping[str, Any]
+    blind: str | None
+    recorded_on: str
+    recorded_by: str
+    device: torch.device
+    structure: Structure
+    snapshot: Snapshot
+    way: Sequence[Segment]
+
+    def bound(self, subject: Subject, names: Sequence[str]) -> tuple[Snapshot, list[Segment]]:
+        """The state and the steps for live objects, which must be as those were that the steps were heard on.
+
+        The order of ``subject.parameters`` is that of ``structure.parameters``. Raises BundleError.
+        """
+        self._require_fit(subject, names)
+
+        def live(leaf: Any) -> Any:
+            if not isinstance(leaf, Named):
+                return leaf
+            parameter = subject.parameters[leaf.number]
+            return Constant(parameter, parameter._version)
+
+        for segment in self.way:
+            for each in segment.program:
+                for one in fields(each):
+                    if one.name in ("args", "kwargs", "gradient"):
+                        setattr(each, one.name, mapped(getattr(each, one.name), live))
+        return self.snapshot, list(self.way)
+
+    def _require_fit(self, subject: Subject, names: Sequence[str]) -> None:
+        now, then = Structure.of(subject, names), self.structure
+        for what, ours, theirs in (
+            ("parameter", now.parameters, then.parameters),
+            ("module", now.modules, then.modules),
+            ("buffer", now.buffers, then.buffers),
+        ):
+            if ours != theirs:
+                raise self._misfit(difference(what, ours, theirs))
+        if now.optimizers != then.optimizers:
+            raise self._misfit(
+                f"the optimizers are {_said(now.optimizers)}, in the bundle {_said(then.optimizers)}, or their groups "
+                "hold other parameters"
+            )
+        live = [*subject.parameters, *(module._buffers[name] for module, name in subject.buffers())]
+        kept = [*self.snapshot.parameters, *self.snapshot.buffers]
+        for name, one, other in zip([*now.parameters, *now.buffers], live, kept):
+            if _form(one) != _form(other):
+                raise self._misfit(f"{name} is {_form(one)}, in the bundle {_form(other)}")
+        _require_plain(subject.modules, self.snapshot.attributes, self._misfit)
+
+    def _misfit(self, what: str) -> BundleError:
+        return BundleError(
+            f"{self.path} does not fit the model: {what}",
+            remedy="--model names a function that builds model (and optimizer) as they were when the step was watched",
+        )
+
+
+# writing
+
+
+def keep(folder: Path, player: Player, ring: Ring, step: int, about: Mapping[str, Any]) -> Path | None:
+    """Writes the bundle of a step that a ring still holds; None when it does not. Raises StorageError.
+
+    A step that cannot be run again is kept with its inputs and the weights nearest before it.
+    """
+    held = ring.way_to(step)
+    if held is None:
+        older = [each for each in ring.snapshots if each.step <= step]
+        at = [each for each in ring.segments if each.step == step]
+        if not older or not at:
+            return None
+        held = older[-1], at
+    return write_bundle(folder, player.subject, player.names, *held, about)
+
+
+def write_bundle(
+    folder: Path,
+    subject: Subject,
+    names: Sequence[str],
+    snapshot: Snapshot,
+    way: Sequence[Segment],
+    about: Mapping[str, Any],
+) -> Path:
+    """``folder/step-XXXXXXXX`` of the last segment of ``way``, which begins at ``snapshot``. Returns its path.
+
+    ``about`` is JSON. Replaces an older one of that step; a kill at any instant leaves that, the new one or none.
+    Raises StorageError when it cannot be written.
+    """
+    step = way[-1].step
+    target = folder / name_of(step)
+    if target.is_dir() and kind_of(target) != KIND:
+        target = target.with_name(f"{target.name}-watched")  # not in the place of a crash loop's
+    tensors, body = encode(_body(subject, names, snapshot, way))
+    aside, replaced = folder / f".{target.name}.{os.getpid()}.draft", folder / f".{target.name}.old"
+    with _storage_errors(target, aside):
+        folder.mkdir(parents=True, exist_ok=True)
+        _sweep(folder)
+        aside.mkdir()
+        save_file(on_host(tensors), aside / _TENSORS)
+        head = {
+            "kind": KIND,
+            "format": FORMAT,
+            "step": step,
+            "steps": [each.step for each in way],
+            "replayable": not body["lost"],
+            "why": body["lost"],
+        }
+        (aside / NAME).write_text(json.dumps({**head, "about": strict(about), "body": body}, allow_nan=False))
+        write_manifest(aside, step)
+        if target.exists():
+            target.rename(replaced)
+        aside.rename(target)
+        fsync(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+    return target
+
+
+def _body(subject: Subject, names: Sequence[str], snapshot: Snapshot, way: Sequence[Segment]) -> dict[str, Any]:
+    writer = Writer({id(p): number for number, p in enumerate(subject.parameters)})
+    first, last = snapshot.step, way[-1].step
+    if [each.step for each in way] != list(range(first, last + 1)):
+        writer.lost.append(f"the state right before step {last} is not there, only that before step {first}")
+    state = {each.name: getattr(snapshot, each.name) for each in fields(snapshot) if each.name != "rng"}
+    return {
+        "structure": vars(Structure.of(subject, names)),
+        "device": str(subject.parameters[0].device if subject.parameters else "cpu"),
+        "torch": torch.__version__,
+        "snapshot": {name: writer.value(each, "the state") for name, each in state.items()},
+        "rng": writer.value(snapshot.rng.state_dict(), "the state"),
+        "way": [writer.segment(each) for each in way],
+        "lost": list(dict.fromkeys(writer.lost)),
+    }
+
+
+@contextmanager
+def _storage_errors(target: Path, aside: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        told = error if isinstance(error, OSError) else OSError(str(error))
+        raise storage_error(told, target, "write") from error
+
+
+def _sweep(folder: Path) -> None:
+    """Removes what a kill left behind, and brings back what it was about to replace."""
+    for draft in folder.glob(".step-*.draft"):
+        shutil.rmtree(draft, ignore_errors=True)
+    for replaced in folder.glob(".step-*.old"):
+        target = folder / replaced.name.removeprefix(".").removesuffix(".old")
+        with suppress(OSError):
+            shutil.rmtree(replaced) if target.exists() else replaced.rename(target)
+
+
+def prune(folder: Path, keep: int = 8) -> None:
+    """Deletes bundles of steps but the first, where it all began, and the newest ones; ``keep`` stay in all."""
+    found = sorted((step_of(path) or 0, path) for path in folder.glob("step-*") if kind_of(path) == KIND)
+    for _, path in found[1 : max(1, len(found) - keep + 1)]:
+        doomed = path.with_name(f".{path.name}.draft")
+        with suppress(OSError):
+            path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+# reading
+
+
+def kind_of(path: Path) -> str | None:
+    """What a folder is a bundle of: "step", "crash-loop", or None when it is no bundle."""
+    try:
+        about = json.loads((path / NAME).read_text())
+        return str(about.get("kind", CRASH_LOOP)) if isinstance(about, dict) else None
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def steps_of(path: Path) -> list[int]:
+    """The steps that a bundle says it holds, ascending."""
+    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+        return sorted(int(each) for each in json.loads((path / NAME).read_text())["steps"])
+    return []
+
+
+def read_bundle(path: Path | str, device: torch.device | None = None) -> Bundle:
+    """Reads a bundle without running anything that it says, onto the kind of device that it comes from.
+
+    Another one is taken for ``device``, or where there is none of that kind. Raises BundleError for what is missing,
+    damaged, or nothing that ``write_bundle`` writes.
+    """
+    path = Path(path)
+    with _told_as_forged(path):
+        try:
+            verify(path, (_TENSORS, NAME))
+        except CheckpointError as error:
+            raise BundleError(error.message, remedy="take another bundle, or replay the run itself") from None
+        head = json.loads((path / NAME).read_text())
+        if (head["kind"], head["format"]) != (KIND, FORMAT):
+            raise ValueError(f"it is of kind {head['kind']!r} and format {head['format']!r}")
+        body = decode(load_file(path / _TENSORS), head["body"])
+        device = device or _there(torch.device(str(body["device"])))
+        reader = Reader(len(body["structure"]["parameters"]), device)
+        structure, snapshot = _structure(body["structure"]), _snapshot(reader, body)
+        way = [reader.segment(each) for each in body["way"]]
+        _require_sound(structure, snapshot, way)
+        lost = [str(each) for each in body["lost"]]
+        return Bundle(
+            path,
+            way[-1].step,
+            about=plain(head["about"]),
+            blind="; ".join(lost) or None,
+            recorded_on=torch.device(str(body["device"])).type,
+            recorded_by=str(body["torch"]),
+            device=device,
+            structure=structure,
+            snapshot=snapshot,
+            way=way,
+        )
+
+
+@contextmanager
+def _told_as_forged(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except BundleError:
+        raise
+    except (
+        OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, RecursionError, SafetensorError,
+    ) as error:  # fmt: skip
+        raise BundleError(
+            f"{path} is no bundle of Trainwright ({type(error).__name__}: {str(error)[:300]})",
+            remedy="trust nothing in it; take another bundle, or replay the run itself",
+        ) from None
+
+
+def _there(device: torch.device) -> torch.device:
+    return device if device.type != "cuda" or torch.cuda.is_available() else torch.device("cpu")
+
+
+def _structure(kept: Mapping[str, Any]) -> Structure:
+    optimizers = [(str(name), [[int(n) for n in group] for group in groups]) for name, groups in kept["optimizers"]]
+    names = {each: [str(name) for name in kept[each]] for each in ("parameters", "modules", "buffers", "roots")}
+    return Structure(**names, trained=[each is True for each in kept["trained"]], optimizers=optimizers)
+
+
+def _snapshot(reader: Reader, body: Mapping[str, Any]) -> Snapshot:
+    rng = RngBag.from_state_dict(reader.value(body["rng"]))
+    with preserved_rng():
+        rng.restore()  # raises what a generator would not take
+    return Snapshot(**{name: reader.value(each) for name, each in body["snapshot"].items()}, rng=rng)
+
+
+def _require_sound(structure: Structure, snapshot: Snapshot, way: Sequence[Segment]) -> None:
+    """Raises ValueError where numbers point at nothing, or the state is not of this structure."""
+    parameters, optimizers = len(structure.parameters), len(structure.optimizers)
+    numbers = [n for state in snapshot.states for n in state]
+    numbers += [n for _, groups in structure.optimizers for group in groups for n in group]
+    chosen: list[int] = []
+    for each in (each for segment in way for each in segment.program):
+        match each:
+            case Call(root=root, training=training):
+                if not 0 <= root < len(structure.roots) or len(training) != len(structure.modules):
+                    raise ValueError("a call of a model that there is not")
+            case Step(optimizer=number):
+                chosen.append(number)
+            case ZeroGrad(optimizer=int() as number):
+                chosen.append(number)
+            case Clip(parameters=some) | Multiply(parameters=list() as some):
+                numbers += some
+    if not all(type(n) is int and 0 <= n < parameters for n in numbers) or not all(0 <= n < optimizers for n in chosen):
+        raise ValueError("a parameter or an optimizer that there is not")
+    lengths = [
+        len(snapshot.parameters),
+        len(structure.trained),
+        len(snapshot.buffers),
+        len(snapshot.attributes),
+        len(snapshot.states),
+    ]
+    if lengths != [parameters, parameters, len(structure.buffers), len(structure.modules), optimizers]:
+        raise ValueError("the state is not that of these modules")
+    if not all(isinstance(each, Tensor) for each in snapshot.parameters) or not way:
+        raise ValueError("a weight is no tensor, or there is no step")
+    for (_, groups), kept in zip(structure.optimizers, snapshot.groups):
+        if len(groups) != len(kept) or not all(isinstance(g, dict) and "params" not in g for g in kept):
+            raise ValueError("the groups are not those of these optimizers")
+
+
+def _require_plain(modules: Sequence[nn.Module], attributes: Sequence[Mapping[str, Any]], misfit: Any) -> None:
+    """Attributes are numbers, words and tensors, and take the place of such only."""
+    simple = (bool, int, float, str, type(None), Tensor)
+    for module, kept in zip(modules, attributes):
+        for name, value in kept.items():
+            live = inspect.getattr_static(module, name, None)
+            if not (isinstance(value, simple) and isinstance(live, simple)):
+                raise misfit(f"{type(module).__name__}.{name} is a {type(live).__name__}")
+
+
+def _said(optimizers: Sequence[tuple[str, Any]]) -> str:
+    return ", ".join(name for name, _ in optimizers) or "none"
+
+
+def _form(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"

@@ -1,0 +1,169 @@
+"""How the micro-batches of a step are put together: what weight each has, and how much it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainwright.observe.program import Backward, Call, Constant, Operation, ZeroGrad, constants_of
+from trainwright.replay.bench import Bench
+from trainwright.replay.experiments import experiment
+from trainwright.replay.experiments.optim import norm_of
+from trainwright.replay.play import Edit
+
+AT_MOST = 16
+"""Micro-batches that are run one by one."""
+
+
+@dataclass
+class _Mean:
+    """A 0-d tensor that is a mean over ``count`` elements (None: not known); its gradient is its weight."""
+
+    value: Tensor
+    count: float | None
+
+
+@dataclass
+class _Means:
+    """Watches the torch functions of a replay for means that the loss is made of, by forward call."""
+
+    by_call: list[list[_Mean]] = field(default_factory=list)
+    _sums: set[int] = field(default_factory=set)
+    _kept: list[Tensor] = field(default_factory=list)
+
+    def called(self, number: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self.by_call.append([])
+        return args, kwargs
+
+    def around(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if not isinstance(result, Tensor) or result.dim() or not result.requires_grad or not self.by_call:
+            return result
+        name = getattr(function, "__name__", "")
+        if name == "sum":
+            self._sums.add(id(result))
+            self._kept.append(result)
+        elif (is_mean := self._count(name, args, kwargs))[0]:
+            result.retain_grad()
+            self.by_call[-1].append(_Mean(result, is_mean[1]))
+        return result
+
+    def _count(self, name: str, args: Any, kwargs: Any) -> tuple[bool, float | None]:
+        """Whether this is a mean, and over how many."""
+        if name in ("div", "true_divide", "__truediv__") and len(args) > 1:
+            below = args[1]
+            is_count = isinstance(below, Tensor) and below.dim() == 0 and not below.requires_grad
+            return id(args[0]) in self._sums and is_count, float(below) if is_count else None
+        if name == "mean":
+            return True, float(args[0].numel())
+        if not (name.endswith("_loss") or name.startswith(("cross_entropy", "binary_cross_entropy"))):
+            return False, None
+        if kwargs.get("reduction", "mean") != "mean":
+            return False, None
+        target = kwargs.get("target", args[1] if len(args) > 1 else None)
+        if name in ("cross_entropy", "nll_loss") and isinstance(target, Tensor) and not target.is_floating_point():
+            return True, float((target != kwargs.get("ignore_index", -100)).sum())
+        return True, float(target.numel()) if isinstance(target, Tensor) else None
+
+
+@experiment("accumulation", when="checkup")
+def accumulation(bench: Bench) -> dict[str, Any]:
+    """For a step of several backward passes: whether each has a batch of its own, its weight, and its count."""
+    backwards = [each for each in bench.segment.program if isinstance(each, Backward)]
+    told: dict[str, Any] = {"backwards": len(backwards)}
+    calls = bench.segment.calls
+    if len(backwards) < 2 or len(calls) != len(backwards) or len({call.root for call in calls}) > 1:
+        return told
+    means = _Means()
+    played = bench.run(Edit(inputs=means.called, ops=means.around), upto="step")
+    told["distinct"] = _distinct(bench)
+    told["losses"] = [float(each) for each in played.losses]
+    told["weights"], told["counts"] = [], []
+    for found, backward in zip(means.by_call, backwards):
+        weighed = [(float(m.value.grad) / backward.scale, m.count) for m in found if m.value.grad is not None]
+        weight, count = max(weighed, key=lambda each: abs(each[0]), default=(None, None))
+        told["weights"].append(weight)
+        told["counts"].append(count)
+    told["same_functions"] = len({tuple(names) for names in _functions(bench)}) == 1
+    told["discarded"] = _discarded(bench)
+    then = bench.segment.grad_norm
+    told["norm_then"], told["norm_now"] = None if then is None else float(then), played.grad_norm
+    return told
+
+
+def _parts(bench: Bench) -> Iterator[list[Any]]:
+    """The program from backward pass to backward pass."""
+    part: list[Any] = []
+    for each in bench.segment.program:
+        part.append(each)
+        if isinstance(each, Backward):
+            yield part
+            part = []
+
+
+def _distinct(bench: Bench) -> bool:
+    """Whether no two micro-batches share a batch: by the ids of the loader, else by the tensors they are made of."""
+    ids = bench.ids
+    parts = list(_parts(bench))
+    if ids and len(ids) != len(parts):
+        return False
+    if ids and all(each is not None for each in ids):
+        return len({i for each in ids for i in each or ()}) == sum(len(each or ()) for each in ids)
+    seen: set[tuple[int, int]] = set()
+    for part in parts:
+        tensors = [c.tensor for each in part if isinstance(each, Call | Operation) for c in _batch(each, bench)]
+        here = {(t.data_ptr(), t.numel()) for t in tensors}
+        if seen & here:
+            return False
+        seen |= here
+    return True
+
+
+def _batch(each: Call | Operation, bench: Bench) -> list[Constant]:
+    """The tensors that have as many rows as the batch."""
+    found = [c for c in constants_of((each.args, each.kwargs)) if not isinstance(c.tensor, nn.Parameter)]
+    return [c for c in found if c.tensor.dim() and c.tensor.shape[0] == bench.size]
+
+
+def _functions(bench: Bench) -> list[list[str]]:
+    return [[each.name for each in part if isinstance(each, Operation)] for part in _parts(bench)]
+
+
+def _discarded(bench: Bench) -> int:
+    """Backward passes whose gradients are dropped before the update."""
+    lost = since = 0
+    for each in bench.segment.program:
+        if isinstance(each, Backward):
+            since += 1
+        elif isinstance(each, ZeroGrad):
+            lost, since = lost + since, 0
+    return lost if since else 0
+
+
+@experiment("token_weights", when="asked")
+def token_weights(bench: Bench) -> dict[str, Any]:
+    """The gradient of the step against that of the same micro-batches, each weighed by how much it counts."""
+    counts = accumulation(bench).get("counts") or []
+    if not 2 <= len(counts) <= AT_MOST or any(not count for count in counts):
+        return {}
+    share = [count / sum(counts) for count in counts]
+    equal: dict[str, Any] = {}
+    by_count: dict[str, Any] = {}
+    losses = []
+    for number, part in enumerate(share):
+        played = bench.run(Edit(micro=[number]))
+        losses.append(played.loss)
+        for name, grad in played.grads.items():
+            if grad is not None:
+                equal[name] = equal.get(name, 0) + grad
+                by_count[name] = by_count.get(name, 0) + grad * part * len(share)
+    off = {name: equal[name] - by_count[name] for name in equal}
+    return {
+        "counts": counts,
+        "off": norm_of(off, list(off)) / max(norm_of(by_count, list(off)), 1e-30),
+        "loss": sum(losses) / len(losses),
+        "loss_by_count": sum(loss * part for loss, part in zip(losses, share)),
+    }

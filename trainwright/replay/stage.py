@@ -1,0 +1,105 @@
+"""Sets the live objects of a run aside while a state of theirs is played on, and puts them back as they were."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainwright.observe.hooks import muted
+from trainwright.observe.ring import Snapshot, Subject
+from trainwright.state.rng import preserved_rng
+
+_TORCHS_OWN = frozenset(vars(nn.Module()))
+
+
+class NotReplayable(Exception):
+    """A step cannot be run again; says why."""
+
+
+@contextmanager
+def staged(subject: Subject, snapshot: Snapshot) -> Iterator[None]:
+    """Inside, the live objects are in the state of ``snapshot``; afterwards they are what they were.
+
+    Parameters are pointed at copies and pointed back, so no live tensor is written to.
+    """
+    _require_same(subject)
+    with muted(), preserved_rng(), ExitStack() as undo:
+        _set_aside(subject, undo)
+        _load(subject, snapshot)
+        yield
+
+
+def _require_same(subject: Subject) -> None:
+    """What came to the model or to an optimizer later would be trained by a replay and not be put back."""
+    modules = {id(m): m for root in subject.roots for m in root.modules()}
+    parameters = [p for root in subject.roots for p in root.parameters()]
+    parameters += [p for o in subject.optimizers for group in o.param_groups for p in group["params"]]
+    known = {id(p) for p in subject.parameters}
+    if modules.keys() != {id(m) for m in subject.modules} or any(id(p) not in known for p in parameters):
+        raise NotReplayable("the model or the optimizer has other modules or parameters than when the watch began")
+
+
+def _set_aside(subject: Subject, undo: ExitStack) -> None:
+    for parameter in subject.parameters:
+        undo.callback(setattr, parameter, "grad", parameter.grad)
+        undo.callback(_point, parameter, parameter.data)
+        undo.callback(parameter.requires_grad_, parameter.requires_grad)
+        parameter.grad = None
+    for module in subject.modules:
+        undo.callback(_put_back, vars(module), dict(vars(module)))
+        undo.callback(_put_back, module._buffers, dict(module._buffers))
+        for name, value in vars(module).items():
+            if type(value) in (list, dict, set, deque) and name not in _TORCHS_OWN:  # a forward pass may add to it
+                undo.callback(_refill, value, copy(value))
+    for optimizer in subject.optimizers:
+        undo.callback(_put_back, vars(optimizer), dict(vars(optimizer)))
+        for group in optimizer.param_groups:
+            undo.callback(group.update, {k: v for k, v in group.items() if k != "params"})
+
+
+def _load(subject: Subject, snapshot: Snapshot) -> None:
+    for parameter, data in zip(subject.parameters, snapshot.parameters):
+        parameter.data = data.clone()
+    for (module, name), buffer in zip(subject.buffers(), snapshot.buffers):
+        module._buffers[name] = None if buffer is None else buffer.clone()
+    for module, attributes in zip(subject.modules, snapshot.attributes):
+        vars(module).update(attributes)
+    for optimizer, state, groups in zip(subject.optimizers, snapshot.states, snapshot.groups):
+        fresh_state: Any = type(optimizer.state)(dict)
+        for number, own in state.items():
+            fresh_state[subject.parameters[number]] = {k: fresh(v) for k, v in own.items()}
+        optimizer.state = fresh_state
+        for group, kept in zip(optimizer.param_groups, groups):
+            group.update({k: fresh(v) for k, v in kept.items()})
+    snapshot.rng.restore()
+
+
+def _point(parameter: Tensor, data: Tensor) -> None:
+    parameter.grad = None  # a gradient of another dtype would not fit
+    parameter.data = data
+
+
+def _put_back(live: dict[str, Any], before: dict[str, Any]) -> None:
+    for name in live.keys() - before.keys():
+        del live[name]
+    live.update(before)
+
+
+def _refill(live: Any, before: Any) -> None:
+    live.clear()
+    if isinstance(live, list | deque):
+        live.extend(before)
+    else:
+        live.update(before)
+
+
+def fresh(value: Any) -> Any:
+    """A copy of a value of an optimizer: its step may write to tensors and lists."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    return list(value) if isinstance(value, list) else value

@@ -1,0 +1,421 @@
+"""Trials of remedies for faults of the model and its initialisation: one thing is changed, the batch is trained on."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as checkpointing
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional as F
+
+from trainwright.observe.program import tensors_of
+from trainwright.replay.bench import Bench
+from trainwright.replay.experiments.derivatives import custom_functions, has_context, replaced
+from trainwright.replay.experiments.layers import DROPOUTS, smaller
+from trainwright.replay.experiments.model import FEW_ROWS, strangers
+from trainwright.replay.play import Edit
+from trainwright.replay.trials import NotTried, trial
+
+STEPS = 8
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+def _compared(bench: Bench, edit: Edit) -> str:
+    """The loss over some updates on this batch alone, changed and as it was."""
+    was, now = bench.train(STEPS, repeat=True), bench.train(STEPS, edit, repeat=True)
+    if len(now) < STEPS or len(was) < STEPS:
+        raise NotTried("the step could not be run again")
+    better = "" if now[-1] < was[-1] - 1e-4 * abs(was[-1]) else "no better: "
+    return (
+        f"{better}loss {now[0]:.4g} -> {now[-1]:.4g} in {STEPS} updates on this batch; "
+        f"as it was: {was[0]:.4g} -> {was[-1]:.4g}"
+    )
+
+
+def _with_ops(bench: Bench, change: Callable[[str, Any, Any, Any], Any]) -> str:
+    def ops(function: Any, args: Any, kwargs: Any) -> Any:
+        return change(getattr(function, "__name__", "?"), function, args, kwargs)
+
+    return _compared(bench, Edit(ops=ops))
+
+
+def _once(change: Callable[[], None]) -> Callable[[], Any]:
+    """A context for ``Edit.model`` that changes the weights before the first of several updates."""
+    done: list[bool] = []
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        if not done:
+            done.append(True)
+            with torch.no_grad():
+                change()
+        yield
+
+    return around
+
+
+def _named(bench: Bench) -> dict[str, Tensor]:
+    return dict(zip(bench.player.names, bench.player.subject.parameters))
+
+
+@trial("activation_between")
+def activation_between(bench: Bench, *, weights: Sequence[str]) -> str:
+    """A ReLU after each of these linear layers."""
+    wanted = {id(_named(bench)[name]) for name in weights}
+
+    def change(name: str, function: Any, args: Any, kwargs: Any) -> Any:
+        made = function(*args, **kwargs)
+        return made.relu() if any(id(x) in wanted for x in tensors_of(args, 2)[1:2]) else made
+
+    return _with_ops(bench, change)
+
+
+def _trained_too(bench: Bench, extra: list[Tensor]) -> str:
+    """These tensors are trained as well, by an optimizer like the first."""
+    optimizer = bench.optimizers[0]
+    kept = [(p, p.data, p.grad, p.requires_grad) for p in extra]
+    try:
+        for p, data, _, _ in kept:
+            p.data, p.grad = data.clone(), None
+            p.requires_grad_(True)
+        also = type(optimizer)(extra, lr=float(optimizer.param_groups[0]["lr"]))  # type: ignore[call-arg]
+
+        @contextmanager
+        def around() -> Iterator[None]:
+            also.zero_grad()
+            yield
+            also.step()
+
+        now = bench.train(STEPS, Edit(model=around), repeat=True)
+    finally:
+        for p, data, grad, asked in kept:
+            p.grad = None
+            p.data, p.requires_grad = data, asked
+            p.grad = grad
+    was = bench.train(STEPS, repeat=True)
+    for p, _, grad, _ in kept:  # a replay adds to gradients of weights that no one knows
+        p.grad = grad
+    better = "" if now[-1] < was[-1] else "no better: "
+    return f"{better}loss {now[0]:.4g} -> {now[-1]:.4g} with them trained; as it was: {was[0]:.4g} -> {was[-1]:.4g}"
+
+
+@trial("register")
+def register(bench: Bench) -> str:
+    """Layers that are in no ``parameters()`` are trained as well."""
+    found = list(strangers(bench).values())
+    if not found:
+        raise NotTried("the layers are not to be found")
+    return _trained_too(bench, found)
+
+
+@trial("unfreeze")
+def unfreeze(bench: Bench) -> str:
+    """All weights that are frozen are trained."""
+    return _trained_too(bench, [p for p in bench.player.subject.parameters if not p.requires_grad])
+
+
+@trial("keep_graph")
+def keep_graph(bench: Bench, *, behind: Sequence[str]) -> str:
+    """No tensor of the forward pass is detached."""
+
+    def change(name: str, function: Any, args: Any, kwargs: Any) -> Any:
+        given = [t for t in tensors_of([args, kwargs], 3) if t.requires_grad]
+        with torch.enable_grad():
+            made = function(*args, **kwargs)
+            is_cut = isinstance(made, Tensor) and given and made.is_floating_point() and not made.requires_grad
+            return given[0] if is_cut and made.shape == given[0].shape else made
+
+    return _with_ops(bench, change)
+
+
+@trial("transpose_for_view")
+def transpose_for_view(bench: Bench) -> str:
+    """A permute wherever a view gives the same sizes in another order."""
+
+    def change(name: str, function: Any, args: Any, kwargs: Any) -> Any:
+        made = function(*args, **kwargs)
+        if name not in ("view", "reshape"):
+            return made
+        was, now = list(args[0].shape), list(made.shape)
+        if was == now or sorted(was) != sorted(now) or len(set(was)) < len(was):
+            return made
+        return args[0].permute([was.index(size) for size in now])
+
+    was, now = list[Any](), list[Any]()
+
+    def ops(function: Any, args: Any, kwargs: Any) -> Any:
+        return change(getattr(function, "__name__", "?"), function, args, kwargs)
+
+    for told, edit in ((was, Edit()), (now, Edit(ops=ops))):
+        told.append(bench.train(STEPS, edit, repeat=True))
+        told.append(_leak(bench, edit))
+    if now[1] >= was[1]:
+        raise NotTried("two dimensions have the same size: which was meant is not known")
+    return (
+        f"other samples' outputs change by {now[1]:.2g}, as it was by {was[1]:.2g} standard deviations; "
+        f"loss in {STEPS} updates {now[0][0]:.4g} -> {now[0][-1]:.4g}, as it was {was[0][0]:.4g} -> {was[0][-1]:.4g}"
+    )
+
+
+def _leak(bench: Bench, edit: Edit) -> float:
+    """How much the other samples' outputs move when the first is replaced by the second."""
+    size = bench.size or 1
+
+    def swap(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != size:
+            return leaf
+        return torch.cat([leaf[1:2], leaf[1:]])
+
+    def inputs(number: int, args: Any, kwargs: Any) -> Any:
+        return tuple(map(swap, args)), {k: swap(v) for k, v in kwargs.items()}
+
+    one = tensors_of(bench.run(Edit(ops=edit.ops, mode="eval"), upto="forward").outputs)[0].double()
+    other = tensors_of(bench.run(Edit(ops=edit.ops, mode="eval", inputs=inputs), upto="forward").outputs)[0].double()
+    return float((one - other)[1:].abs().max() / (one.std() + 1e-12))
+
+
+@trial("positions_in_fp32")
+def positions_in_fp32(bench: Bench) -> str:
+    """Whole numbers above 256 are not rounded to 16 bit."""
+    num = 0
+
+    def change(name: str, function: Any, args: Any, kwargs: Any) -> Any:
+        nonlocal num
+        wants = [d for d in [*args, *kwargs.values()] if isinstance(d, torch.dtype)]
+        narrow = any(d in _NARROW for d in wants) or name in ("bfloat16", "half")
+        if name == "arange" and narrow:
+            num += 1
+            return function(*args, **{**kwargs, "dtype": torch.float32})
+        if narrow and isinstance(args[0], Tensor) and _are_positions(args[0]):
+            num += 1
+            return args[0].float()
+        with torch.autocast(bench.player.subject.parameters[0].device.type, enabled=False):
+            tables = [t for t in tensors_of(args, 2) if not t.requires_grad and _are_positions(t)]
+            if tables and name in ("matmul", "__matmul__", "outer", "einsum", "bmm", "mul"):
+                return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    told = _with_ops(bench, change)
+    return f"{num} roundings of positions left out; {told}"
+
+
+def _are_positions(x: Tensor) -> bool:
+    if x.requires_grad or x.numel() <= FEW_ROWS or x.is_complex():
+        return False
+    values = x.detach().double()
+    return bool((values == values.round()).all()) and float(values.max()) > FEW_ROWS
+
+
+@trial("keep_saved")
+def keep_saved(bench: Bench) -> str:
+    """What the graph saves is copied, so that a later write does not reach it."""
+    edit = Edit(model=lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t))
+    return f"{_turned(bench, edit)}; {_compared(bench, edit)}"
+
+
+def _turned(bench: Bench, edit: Edit) -> str:
+    """How far the gradient is from what it was."""
+    was, now = bench.run(), bench.run(edit)
+    pairs = [(a.double(), b) for name, a in was.grads.items() if a is not None and (b := now.grads[name]) is not None]
+    off = sum(float((a - b.double()).pow(2).sum()) for a, b in pairs) ** 0.5
+    whole = sum(float(b.double().pow(2).sum()) for _, b in pairs) ** 0.5
+    return f"the gradient was off by {off / max(whole, 1e-300):.0%}"
+
+
+@trial("preserve_rng")
+def preserve_rng(bench: Bench) -> str:
+    """Every checkpoint puts the random generators back before it computes again."""
+    name = "_checkpoint_without_reentrant_generator"
+    original = getattr(checkpointing, name, None)
+    if original is None:
+        raise NotTried("this torch has no such checkpoint")
+
+    def kept(function: Any, preserve_rng_state: bool = True, *args: Any, **kwargs: Any) -> Any:
+        return original(function, True, *args, **kwargs)
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        setattr(checkpointing, name, kept)
+        try:
+            yield
+        finally:
+            setattr(checkpointing, name, original)
+
+    edit = Edit(model=around)
+    return f"{_turned(bench, edit)}; {_compared(bench, edit)}"
+
+
+@trial("derived_backward")
+def derived_backward(bench: Bench, *, function: str) -> str:
+    """Autograd differentiates the forward of a custom Function."""
+    with bench.live():
+        found = [each for each in custom_functions(bench) if each.__name__ == function]
+    if not found or not has_context(found[0]):
+        raise NotTried("its forward cannot be run apart")
+    original = inspect.getattr_static(found[0], "forward").__func__
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        ctx.given = args
+        return original(ctx, *args)
+
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        args = [a.detach().requires_grad_(a.is_floating_point()) if isinstance(a, Tensor) else a for a in ctx.given]
+        with torch.enable_grad():
+            made = tensors_of(original(_Nothing(), *args))
+        asked = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
+        told = iter(torch.autograd.grad(made, asked, grads, allow_unused=True))
+        return tuple(next(told) if isinstance(a, Tensor) and a.requires_grad else None for a in args)
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        with ExitStack() as undo:
+            undo.enter_context(replaced(found[0], "forward", forward))
+            undo.enter_context(replaced(found[0], "backward", backward))
+            yield
+
+    edit = Edit(model=around)
+    return f"{_turned(bench, edit)}; {_compared(bench, edit)}"
+
+
+class _Nothing(Function):
+    """A context that keeps nothing."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+    def mark_non_differentiable(self, *args: Any) -> None: ...
+
+
+@trial("random_weights")
+def random_weights(bench: Bench, *, weights: Sequence[str]) -> str:
+    """Kaiming weights for these layers."""
+    named = _named(bench)
+    return _compared(bench, Edit(model=_once(lambda: [_redrawn(named[name]) for name in weights] and None)))
+
+
+def _redrawn(weight: Tensor) -> None:
+    fan_in = weight[0].numel()
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(weight.shape, generator=generator) * (2 / fan_in) ** 0.5
+    weight.data.copy_(drawn)
+
+
+@trial("smaller_weights")
+def smaller_weights(bench: Bench, *, gains: dict[str, float]) -> str:
+    """Weights divided by what they are too large by."""
+
+    def change() -> None:
+        with smaller(bench, gains):
+            pass
+
+    return _compared(bench, Edit(model=_once(change)))
+
+
+@trial("revived")
+def revived(bench: Bench, *, module: str) -> str:
+    """Biases far below 0 are set to 0; without such, the ReLU becomes leaky."""
+    biased = [
+        m.bias
+        for m in bench.modules.values()
+        if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) and m.bias is not None
+    ]
+
+    def change() -> None:
+        for bias in biased:
+            if float(bias.mean()) < -4 * float(bias.std()) - 0.5:
+                bias.data.zero_()
+
+    if any(float(b.detach().mean()) < -4 * float(b.detach().std()) - 0.5 for b in biased if b.numel() > 1):
+        return "bias 0: " + _compared(bench, Edit(model=_once(change)))
+
+    def leaky(name: str, function: Any, args: Any, kwargs: Any) -> Any:
+        return F.leaky_relu(args[0], 0.01) if name in ("relu", "relu_") else function(*args, **kwargs)
+
+    return "LeakyReLU: " + _with_ops(bench, leaky)
+
+
+@trial("relu_for_sigmoid")
+def relu_for_sigmoid(bench: Bench) -> str:
+    """ReLU for every sigmoid and tanh, with weights drawn for it."""
+    matrices = [m.weight for m in bench.modules.values() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d)]
+
+    def ops(function: Any, args: Any, kwargs: Any) -> Any:
+        if getattr(function, "__name__", "") in ("sigmoid", "tanh", "hardsigmoid", "softsign"):
+            return args[0].relu()
+        return function(*args, **kwargs)
+
+    return _compared(bench, Edit(ops=ops, model=_once(lambda: [_redrawn(w) for w in matrices] and None)))
+
+
+@trial("group_norm")
+def group_norm(bench: Bench) -> str:
+    """GroupNorm in the place of BatchNorm."""
+
+    def change(name: str, function: Any, args: Any, kwargs: Any) -> Any:
+        if name != "batch_norm":
+            return function(*args, **kwargs)
+        channels = args[0].shape[1]
+        groups = max(n for n in (1, 2, 4) if channels % n == 0)
+        given = inspect.signature(F.batch_norm).bind(*args, **kwargs).arguments
+        return F.group_norm(args[0], groups, given.get("weight"), given.get("bias"))
+
+    return _with_ops(bench, change)
+
+
+@trial("momentum_root")
+def momentum_root(bench: Bench, *, modules: Sequence[str]) -> str:
+    """The momentum of these BatchNorms is such that two updates move the statistics as one did."""
+    chosen = [bench.modules[path] for path in modules]
+    moved = []
+    for root in (False, True):
+        with bench.live():
+            before = [m.running_mean.clone() for m in chosen]  # type: ignore[operator, union-attr]
+            for m in chosen if root else ():
+                m.momentum = 1 - (1 - float(m.momentum or 0.0)) ** 0.5  # type: ignore[assignment, arg-type]
+            bench.player.play(bench.segment, upto="backward")
+            delta = [(m.running_mean - b).norm() for m, b in zip(chosen, before)]  # type: ignore[operator]
+            moved.append(float(torch.stack(delta).norm()))
+    return f"a step moves the running means by {moved[1]:.3g}, as it was by {moved[0]:.3g}"
+
+
+@trial("less_dropout")
+def less_dropout(bench: Bench) -> str:
+    """Dropout of 0.2 for all that is stronger than a half."""
+
+    def change(name: str, function: Any, args: Any, kwargs: Any) -> Any:
+        p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+        if name not in DROPOUTS or not isinstance(p, float) or p <= 0.5:
+            return function(*args, **kwargs)
+        return function(args[0], 0.2, *args[2:], **{k: v for k, v in kwargs.items() if k != "p"})
+
+    return _with_ops(bench, change)
+
+
+@trial("scaled_scores")
+def scaled_scores(bench: Bench) -> str:
+    """Attention scores are held within 30 by a tanh."""
+
+    def change(name: str, function: Any, args: Any, kwargs: Any) -> Any:
+        if name != "softmax" or args[0].dim() < 3:
+            return function(*args, **kwargs)
+        scores = args[0]
+        capped = torch.where(scores > -1e4, 30 * torch.tanh(scores / 30), scores)
+        return function(capped, *args[1:], **kwargs)
+
+    return _with_ops(bench, change)
+
+
+@trial("balanced_router")
+def balanced_router(bench: Bench, *, experts: int) -> str:
+    """What all samples have in common is taken from the router's scores, so that no expert is preferred by all."""
+
+    def change(name: str, function: Any, args: Any, kwargs: Any) -> Any:
+        if name != "softmax" or args[0].shape[-1] != experts:
+            return function(*args, **kwargs)
+        scores = args[0]
+        return function(scores - scores.flatten(0, -2).mean(0), *args[1:], **kwargs)
+
+    return _with_ops(bench, change)

@@ -1,0 +1,93 @@
+"""What came of a replay: what was compared, what was found, and in which words that is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainwright.report.findings import lines_of
+from trainwright.runlog.records import Examined, Found, Record, Replayed, strict
+
+Say = Callable[[str], None]
+"""Takes a line for the user."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One number of the step as it was recorded, and as it came out now."""
+
+    what: str
+    then: Any
+    now: Any
+
+    @property
+    def equal(self) -> bool:
+        return repr(self.then) == repr(self.now)  # a NaN is the same as a NaN
+
+
+@dataclass
+class Rerun:
+    """What came of a replay: ``exit_code`` 0 for the same bits, else 1. ``notes`` are what makes it less certain."""
+
+    step: int
+    source: Path
+    compared: list[Compared] = field(default_factory=list)
+    error: str | None = None
+    blind: str | None = None
+    notes: list[str] = field(default_factory=list)
+    settings: tuple[str, ...] = ()
+    records: list[Record] = field(default_factory=list)
+    findings: list[Found] = field(default_factory=list)
+
+    @property
+    def same_bits(self) -> bool:
+        return not self.blind and bool(self.compared) and all(each.equal for each in self.compared)
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.same_bits else 1
+
+    @property
+    def outcome(self) -> str:
+        if self.blind:
+            return f"cannot be run again: {self.blind}"
+        differ = [each for each in self.compared if not each.equal]
+        changed = f" with {', '.join(self.settings)}" if self.settings else ""
+        if self.same_bits:
+            return f"the same bits{changed}: {', '.join(each.what for each in self.compared)}"
+        said = "; ".join(f"{each.what} was {each.then}, is {each.now}" for each in differ[:4])
+        return f"not the same bits{changed}: {said or 'nothing was recorded to compare with'}"
+
+    @property
+    def replayed(self) -> Replayed:
+        """The record of it."""
+        told = self.outcome + (f"; it raised {self.error}" if self.error else "")
+        return Replayed(
+            time_s=time.time(), step=self.step, bundle=str(self.source), same_bits=self.same_bits, outcome=told
+        )
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        raised = [f"it raised {self.error}"] if self.error else []
+        notes = [f"note: {each}" for each in self.notes]
+        return [f"step {self.step} of {self.source}: {self.outcome}", *raised, *notes, *lines_of(self.findings, None)]
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``--json`` prints."""
+        told: dict[str, Any] = strict(
+            {
+                "step": self.step,
+                "source": str(self.source),
+                "same_bits": self.same_bits,
+                "outcome": self.outcome,
+                "error": self.error,
+                "compared": self.compared,
+                "notes": self.notes,
+                "findings": self.findings,
+                "examined": [each for each in self.records if isinstance(each, Examined)],
+            }
+        )
+        return told
