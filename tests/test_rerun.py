@@ -102,7 +102,11 @@ def contents(run: RunFolder) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
 
 
-ANOTHER = "import sys, json; from trainwright.rerun import rerun; d = rerun(sys.argv[1], int(sys.argv[2])); print(json.dumps(d.to_json()))"
+ANOTHER = """\
+import json, sys
+from trainwright.rerun import rerun
+print(json.dumps(rerun(sys.argv[1], int(sys.argv[2])).to_json()))
+"""
 
 
 def in_another_process(run: RunFolder, step: int) -> dict[str, object]:
@@ -138,6 +142,13 @@ def test_a_step_that_the_log_leaves_out(folder: Path) -> None:
     assert done.same_bits and "loss" in {each.what for each in done.compared}, done.lines()
     done = rerun(run.path, 14)
     assert done.same_bits and "no record of step 14" in " ".join(done.notes), done.lines()
+
+
+def test_a_run_that_is_counted_in_seconds(folder: Path) -> None:
+    run = train("until=1s", "schedule.use=cosine", "checkpoint.every=0.2run", "log.every=50steps")
+    assert rerun(run.path, 30).same_bits, "the learning rate of each is known"
+    done = rerun(run.path, max(int(path.name[5:]) for path in run.checkpoints.glob("step-*")))
+    assert done.same_bits or (done.inexact and not done.findings and "follows the clock" in done.notes[-1])
 
 
 def test_another_recipe_gives_other_bits_and_no_finding(folder: Path) -> None:

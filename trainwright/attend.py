@@ -18,8 +18,9 @@ from trainwright.doctor.diagnose import Diagnosis, diagnose
 from trainwright.errors import TrainwrightError
 from trainwright.examine import Examiner
 from trainwright.observe import probes
+from trainwright.observe.calls import parts_of
 from trainwright.observe.guard import OnNonfinite, Veto
-from trainwright.observe.hooks import listening, muted
+from trainwright.observe.hooks import calls_heard, listening, muted
 from trainwright.observe.journal import Journal
 from trainwright.observe.program import Segment
 from trainwright.observe.recording import Recording
@@ -96,7 +97,7 @@ class Attendant:
         self._probes = [make(watched) for make in probes.PROBES]
         self._begin_s, self._looked_s, self._next_look_s = 0.0, 0.0, 0.0
         self._snapshot_every, self._looks_next, self._went_back, self._looked_at = 4, False, -1, -16
-        self._roots = list(roots)
+        self._roots, self._hears_parts = list(roots), False
         self._mean = self._deviation = 0.0  # of the loss, moving
         self._bad_in_a_row = 0
 
@@ -108,15 +109,24 @@ class Attendant:
             self._open.enter_context(listening(probe, self._roots if probe.hears_calls else []))
         self._prepare_next(self.step)
 
+    def hear_parts(self) -> None:
+        """Hears the modules right inside of the roots too: a loop may call these and never the root."""
+        if not self._hears_parts:
+            self._hears_parts = True
+            parts = [part for root in self._roots for part in parts_of(root)]
+            for listener in (self.recording, *(probe for probe in self._probes if probe.hears_calls)):
+                self._open.enter_context(calls_heard(listener, parts))
+
     def end(self, error: BaseException | None) -> None:
         """The last look: at a step that was not finished too, and at what never came. Nothing is heard any more."""
         self.recording.tape.stop()
         try:
             if error is None or isinstance(error, Exception):
                 unfinished = self.recording.segment
-                if error is not None or unfinished.program:
+                if error is not None or unfinished.program or self.step == self.first_step:
                     told = self._examiner.unfinished(unfinished, self.recording.tape, error)
-                    self._examined(unfinished.step, {"unfinished": told})
+                    told = {"unfinished": told, **self._examiner.abandoned(unfinished, self.recording.tape)}
+                    self._examined(unfinished.step, told)
                 self._look(self.step, "end", finished=True)
         finally:
             self._open.close()
@@ -158,6 +168,8 @@ class Attendant:
             cost_s = time.perf_counter() - begin_s
             self._looked_s += cost_s
             self._next_look_s = begin_s + cost_s + cost_s / SHARE
+        if self.recording.misses_calls:
+            self.hear_parts()
         if "vetoed" in segment.values:
             self._tell_veto(segment)
         self._prepare_next(segment.step)
@@ -224,6 +236,7 @@ class Attendant:
         """Examines the newest step and asks the doctor, who may ask for more."""
         with muted():
             self._examined(step, {p.name: told for p in self._probes if (told := p.values()) is not None})
+            self._examined(step, self._limits())
             self._examined(step, self._examiner.look(step, why))
             for _ in range(4):
                 diagnosis = diagnose(Case(self.records, finished=finished))
@@ -232,6 +245,12 @@ class Attendant:
                     break
                 self._examined(step, told)
             self._conclude(step, diagnosis)
+
+    def _limits(self) -> dict[str, Any]:
+        if not self.failures and not self._ring.refused_bytes:
+            return {}
+        told = {"refused_bytes": self._ring.refused_bytes, "budget_bytes": self._ring.budget_bytes}
+        return {"limits": {"failures": self.failures, **told}}
 
     def _examined(self, step: int, told: dict[str, Any]) -> None:
         for name, values in told.items():

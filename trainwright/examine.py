@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 from trainwright.doctor.finding import Trial, Wish
-from trainwright.observe.program import Constant, Segment, mapped
+from trainwright.observe.program import Backward, Constant, Segment, mapped
 from trainwright.observe.ring import Ring, Subject
 from trainwright.observe.tape import Tape
 from trainwright.replay import experiments, trials
@@ -87,6 +88,16 @@ class Examiner:
             mapped(written, lambda leaf: found.append(leaf.tensor if isinstance(leaf, Constant) else leaf))
             told["failed"] = {"op": name, "arguments": [_described(each) for each in found]}
         return told
+
+    def abandoned(self, segment: Segment, tape: Tape) -> dict[str, Any]:
+        """Where the loop was left at a loss that is not finite, before its backward pass: which op made it so."""
+        loss = tape.last_scalar()
+        if loss is None or math.isfinite(loss.detach()) or (slot := tape.slot_of(loss)) is None:
+            return {}
+        segment.program += [*tape.operations, Backward(slot, loss.detach())]
+        segment.losses.append(loss.detach())
+        self._ring.add(segment)
+        return self._make(["trace"], segment.step)
 
 
 def _described(value: Any) -> Any:

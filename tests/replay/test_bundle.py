@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import trainwright as tw
+from trainwright.doctor.pages import page as explain
 from trainwright.errors import UsageError
 from trainwright.observe.program import Operation
 from trainwright.replay import written
@@ -112,11 +113,11 @@ from trainwright.rerun import rerun, watched
 torch.manual_seed(99)
 torch.randn(7)
 told = []
-for path, after in zip(sys.argv[2::2], sys.argv[3::2]):
-    done = rerun(path, model=sys.argv[1])
+for model, path, after in zip(sys.argv[1::3], sys.argv[2::3], sys.argv[3::3]):
+    done = rerun(path, model=model)
     told.append(done.to_json())
     bundle = read_bundle(path)
-    subject = watched._built(sys.argv[1], bundle)
+    subject = watched._built(model, bundle)
     snapshot, way = bundle.bound(subject, names_of(subject))
     ring = Ring(keep=99, budget_bytes=2**40)
     ring.add_snapshot(snapshot)
@@ -128,21 +129,39 @@ print(json.dumps(told))
 """
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_any_of_the_last_steps_is_the_same_bits_in_another_process(kind: str, tmp_path: Path) -> None:
-    kept = train(kind, tmp_path / "bundles", [7, 10, 12])
-    (tmp_path / "mine.py").write_text(f"from test_bundle import build\n\ndef made():\n    return build({kind!r})\n")
-    arguments = [str(each) for step, (path, _) in kept.items() for each in (path, tmp_path / f"{step}.safetensors")]
+Kept = dict[int, tuple[Path, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def replayed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Kept, list[Any], Path]]:
+    """Of each kind what was trained here, what another process says of it, and where that left its weights."""
+    folder, arguments, kept = tmp_path_factory.mktemp("kinds"), list[str](), dict[str, Kept]()
+    (folder / "mine.py").write_text(
+        "from test_bundle import KINDS, build\n\nfor kind in KINDS:\n"
+        "    globals()[kind.replace('-', '_')] = lambda kind=kind: build(kind)\n"
+    )
+    for kind in KINDS:
+        kept[kind] = train(kind, folder / kind, [7, 10, 12])
+        for step, (path, _) in kept[kind].items():
+            model, after = f"{folder / 'mine.py'}:{kind.replace('-', '_')}", folder / kind / f"{step}.safetensors"
+            arguments += [model, str(path), str(after)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
-    command = [sys.executable, "-c", ANOTHER, f"{tmp_path / 'mine.py'}:made", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    command = [sys.executable, "-c", ANOTHER, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240)
     assert done.returncode == 0, done.stderr
-    for told in json.loads(done.stdout.splitlines()[-1]):
+    told = json.loads(done.stdout.splitlines()[-1])
+    return {kind: (kept[kind], told[3 * at : 3 * at + 3], folder / kind) for at, kind in enumerate(KINDS)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_of_the_last_steps_is_the_same_bits_in_another_process(kind: str, replayed: Any) -> None:
+    kept, replays, folder = replayed[kind]
+    for told in replays:
         assert told["same_bits"] is True, told["outcome"]
         assert {each["what"] for each in told["compared"]} == {"losses", "gradient norm"}
         assert not [each for each in told["findings"] if each["code"].startswith("hw.")]
     for step, (_, weights) in kept.items():
-        after = load_file(tmp_path / f"{step}.safetensors")
+        after = load_file(folder / f"{step}.safetensors")
         assert all(same_bits(after[name], each) for name, each in weights.items()), step
 
 
@@ -240,20 +259,22 @@ def test_a_forged_bundle_is_refused(whole: Path, tmp_path: Path, name: str) -> N
     assert caught.value.remedy
 
 
-@pytest.mark.parametrize("name", ["forward", "_parameters", "weight"])
+@pytest.mark.parametrize("name", ["forward", "_parameters", "_modules"])
 def test_an_attribute_takes_the_place_of_no_code(whole: Path, tmp_path: Path, name: str) -> None:
-    path = forged(whole, tmp_path, lambda told: told["body"]["snapshot"]["attributes"].append(["dict", [name, 3]]))
-    told = json.loads((path / "bundle.json").read_text())
-    told["body"]["snapshot"]["attributes"].pop(1)
-    kept = told["body"]["snapshot"]["attributes"]
-    kept.insert(1, kept.pop())
-    (path / "bundle.json").write_text(json.dumps(told))
-    write_manifest(path, 6)
+    path = forged(whole, tmp_path, lambda told: told["body"]["snapshot"]["attributes"][1].append([name, 3]))
     (tmp_path / "mine.py").write_text("from test_bundle import build\n\ndef made():\n    return build('norm-fp32')\n")
-    if name == "weight":
-        return
-    with pytest.raises(BundleError, match="does not fit"):
+    with pytest.raises(BundleError, match=f"Sequential.{name} is a|Linear.{name} is a"):
         rerun(path, model=f"{tmp_path / 'mine.py'}:made")
+
+
+def test_other_bits_are_a_finding(whole: Path, tmp_path: Path) -> None:
+    text = "from test_bundle import build\n\ndef made():\n    m, o = build('norm-fp32'); m[3].p = 0.5; return m, o\n"
+    (tmp_path / "mine.py").write_text(text)
+    done = rerun(whole, model=f"{tmp_path / 'mine.py'}:made")
+    assert done.exit_code == 1 and not done.replayed.same_bits and "losses was" in done.outcome
+    found = [each for each in done.findings if each.code == "hw.not_reproducible"]
+    assert found and "two runs in this process agree" in found[0].cause and found[0].evidence
+    assert explain(found[0].code)
 
 
 @pytest.mark.parametrize("name", ["bundle.json", "tensors.safetensors", MANIFEST])
@@ -345,7 +366,27 @@ def test_what_cannot_be_kept_is_said_and_the_rest_is_there(tmp_path: Path) -> No
     assert done.exit_code == 1 and "cannot be run again" in done.outcome and not done.findings
 
 
-def test_the_first_and_the_newest_stay(whole: Path, tmp_path: Path) -> None:
+def mine(x: torch.Tensor) -> Any:
+    return torch.overrides.handle_torch_function(mine, (x,), x) if torch.overrides.has_torch_function((x,)) else x * 2
+
+
+def test_a_function_that_is_not_of_torch_is_not_kept(tmp_path: Path) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with tw.watch(model, optimizer, out=None, quiet=True) as watching:
+        for _ in range(3):
+            mine(model(torch.randn(5, 4))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        examiner = watching.attendant._examiner
+        path = keep(tmp_path, examiner._player, watching.attendant._ring, 3, {})
+    assert path is not None
+    bundle = read_bundle(path)
+    assert bundle.blind is not None and "mine" in bundle.blind
+    assert len(bundle.snapshot.parameters) == 2
+
+
+def test_the_first_and_the_newest_stay(tmp_path: Path) -> None:
     for step in (3, 5, 8, 13, 21):
         (tmp_path / f"step-{step:08d}").mkdir()
         (tmp_path / f"step-{step:08d}" / "bundle.json").write_text('{"kind": "step"}')
@@ -364,6 +405,18 @@ def test_a_bundle_of_a_crash_loop_is_not_replaced(tmp_path: Path) -> None:
     assert path != there and kind_of(path) == "step" and read_bundle(path).step == 6
     again, _ = train("plain-fp32", tmp_path, [6])[6]
     assert again == path and not list(tmp_path.glob(".*"))
+
+
+def test_a_watched_run_is_replayed_from_its_bundles(tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").write_text("")
+    (tmp_path / "mine.py").write_text("from test_bundle import build\n\ndef made():\n    return build('norm-fp32')\n")
+    train("norm-fp32", tmp_path / "bundles", [4, 10])
+    done = rerun(tmp_path, 10, model=f"{tmp_path / 'mine.py'}:made")
+    assert done.same_bits and done.source.name == "step-00000010"
+    for step in (2, None):
+        with pytest.raises(UsageError, match="keeps no bundle") as caught:
+            rerun(tmp_path, step, model=f"{tmp_path / 'mine.py'}:made")
+        assert "10" in caught.value.remedy
 
 
 def test_slots_and_operations_survive(whole: Path) -> None:

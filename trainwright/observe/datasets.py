@@ -62,9 +62,8 @@ def leaves_of(sample: Any) -> list[Tensor]:
 
 
 def _is_small(dataset: Any) -> bool:
-    num_bytes = num_objects = 0
-    for leaf in _walk(dataset):
-        num_objects += 1
+    num_bytes = 0
+    for num_objects, leaf in enumerate(_walk(dataset)):
         num_bytes += leaf.nbytes if isinstance(leaf, Tensor | np.ndarray) else 0
         if num_bytes > COPY_BYTES or num_objects > COPY_OBJECTS:
             return False

@@ -33,9 +33,7 @@ def listening(listener: Listener, roots: list[nn.Module]) -> Iterator[None]:
     Torch's classes are patched while somebody listens and are as before when nobody does.
     """
     me = (listener, threading.get_ident())
-    with ExitStack() as undo:
-        for root in roots:
-            undo.enter_context(hearing(root, _forward(me), _output(me)))
+    with calls_heard(listener, roots):
         with _changing:
             if not listeners:
                 _patches.enter()
@@ -49,6 +47,16 @@ def listening(listener: Listener, roots: list[nn.Module]) -> Iterator[None]:
                 sort_listeners()
                 if not listeners:
                     _patches.exit()
+
+
+@contextmanager
+def calls_heard(listener: Listener, modules: list[nn.Module]) -> Iterator[None]:
+    """Tells ``listener`` of every forward call of ``modules`` in this thread."""
+    me = (listener, threading.get_ident())
+    with ExitStack() as undo:
+        for module in modules:
+            undo.enter_context(hearing(module, _forward(me), _output(me)))
+        yield
 
 
 def _forward(me: tuple[Listener, int]) -> Callable[..., None]:

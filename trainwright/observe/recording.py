@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from trainwright.observe.graph import leaves_of
 from trainwright.observe.hooks import Listener
+from trainwright.observe.listener import inside
 from trainwright.observe.program import (
     Backward,
     Call,
@@ -59,8 +60,11 @@ class Recording(Listener):
         self.budget_bytes = math.inf  # of what one step may hold
         self.careful = False  # whether to see what the loop does to gradients by hand: costs a look at each of them
         self._versions: list[tuple[int, int] | None] | None = None
-        self._edits = self._is_foreign = False
+        self._edits = self._is_foreign = self._retains = False
         self._last_wanted: tuple[bool, ...] = ()
+        self._root_of = {id(m): number for number, root in enumerate(roots) for m in root.modules()}
+        self._root_of |= {id(root): number for number, root in enumerate(roots)}
+        self.misses_calls = False  # a loss came of our parameters, and no call of a root was heard
         self._modules = list({id(m): m for root in roots for m in root.modules()}.values())
         self._last_modes: tuple[bool, ...] = ()
         self._last_rng: Tensor | None = None
@@ -84,7 +88,8 @@ class Recording(Listener):
         if self._depth > 1:  # a root inside another
             return
         grad = torch.is_grad_enabled()
-        self.segment.events.append(("forward", (self.roots.index(root), root.training, grad)))
+        index = self._root_of[id(root)]
+        self.segment.events.append(("forward", (index, root.training, grad)))
         if not grad:
             return
         self.tape.stop()  # what the model does is not the loop's doing, and a mode on the stack would be compiled in
@@ -93,9 +98,9 @@ class Recording(Listener):
             self.segment.ids.append(self.pending_ids[1])
             self.pending_ids = None
         written = self.tape.write((args, kwargs))
-        index = self.roots.index(root)
         now = autocast_now(self.device.type)
         self._call = Call(index, written[0], written[1], self._rng(), self._modes(), now)
+        self._call.part = None if root is self.roots[index] else root
         self._call.batch, self._call.wanted = len(self.segment.ids) - 1, self._wanted()
         self.segment.program += self.tape.operations
         self.tape.operations = []
@@ -158,6 +163,7 @@ class Recording(Listener):
         self._is_foreign = not any(self._is_ours(loss) for loss in losses)
         if self._is_foreign:
             return
+        self._retains = bool(how.get("retain_graph"))
         self.segment.program += self.tape.operations
         self.tape.operations = []
         gradients = how.get("grad_tensors") or [None] * len(losses)
@@ -177,6 +183,7 @@ class Recording(Listener):
         _, value, scale = self._scales.get(id(loss), (loss, loss.detach(), 1.0))
         if slot is None and self.segment.blind is None:
             self.segment.blind = "the loss is not made of what the watched model returned"
+            self.misses_calls |= loss.grad_fn is not None and not self.segment.calls
         self.segment.losses.append(value)
         backward = Backward(slot, value, scale, None if gradient is None else self.tape.write(gradient))
         backward.retain = bool(how.get("retain_graph") or how.get("create_graph"))
@@ -188,7 +195,8 @@ class Recording(Listener):
 
     def _is_ours(self, loss: Tensor) -> bool:
         """Whether a loss that is not made of our outputs, as far as we have seen, reaches our parameters even so."""
-        if self.tape.slot_of(loss) is not None or loss.grad_fn is None or self._own_loop:
+        is_known = self.tape.slot_of(loss) is not None and not self.tape.leaves
+        if is_known or loss.grad_fn is None or self._own_loop:
             return True
         leaves = leaves_of(loss)
         return not leaves or any(id(leaf) in self._numbers for leaf in leaves)
@@ -206,13 +214,12 @@ class Recording(Listener):
         return any(isinstance(each, Backward) for each in self.segment.program)
 
     def on_gradients(self) -> None:
+        if self._is_foreign or self._retains:
+            self.tape.start()  # there is more to come
         if self._is_foreign:
-            self.tape.start()
             return
         self.on_gradients_changed()
         self._scales.clear()
-        if len(self.roots) == 1:
-            self.tape.forget()
         if self.tape.grafted:
             self.segment.values["grafted"] = True
             self.tape.grafted = False
@@ -267,6 +274,8 @@ class Recording(Listener):
         self.segment.events.append(
             ("step", {"optimizer": index, "autocast": torch.is_autocast_enabled(self.device.type)})
         )
+        if inside.backward:
+            self.segment.blind = "the optimizer steps inside of backward"
         self._before_update(self.segment, optimizer)
         self.segment.program.append(step)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainwright.observe.calls import Ear
 from trainwright.observe.program import Segment
 from trainwright.state.rng import RngBag
 
@@ -29,6 +30,7 @@ class Snapshot:
     groups: list[list[dict[str, Any]]]
     rng: RngBag
     attributes: list[dict[str, Any]]
+    hooks: tuple[int, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -46,6 +48,11 @@ class Subject:
         self.roots, self.optimizers, self.parameters = list(roots), list(optimizers), list(parameters)
         self.modules = list({id(m): m for root in roots for m in root.modules()}.values())
         self._own = [not type(m).__module__.startswith("torch.nn.") for m in self.modules]
+
+    def hooks(self) -> tuple[int, ...]:
+        """How many hooks of the loop's own each module has."""
+        of_module = [(*m._forward_pre_hooks.values(), *m._forward_hooks.values()) for m in self.modules]
+        return tuple([sum(not isinstance(hook, Ear) for hook in hooks) if hooks else 0 for hooks in of_module])
 
     def buffers(self) -> list[tuple[nn.Module, str]]:
         """Where every buffer lies, in order."""
@@ -68,7 +75,7 @@ class Subject:
         ]
         buffers = [_copied(module._buffers[name]) for module, name in self.buffers()]
         attributes = [_attributes(m) if own else {} for m, own in zip(self.modules, self._own)]
-        return Snapshot(step, copies, buffers, states, groups, RngBag.capture(), attributes)
+        return Snapshot(step, copies, buffers, states, groups, RngBag.capture(), attributes, self.hooks())
 
 
 @torch.no_grad()
@@ -143,7 +150,7 @@ class Ring:
         while len(self.snapshots) > 1 and (self._is_spare() or self.num_bytes > self.budget_bytes):
             self.snapshots.popleft()
         first = self.snapshots[0].step if self.snapshots else math.inf
-        while len(self.segments) > 1 and (
+        while self.segments and (
             (self.segments[0].step < first and len(self.segments) > self.keep) or self.num_bytes > self.budget_bytes
         ):
             self._segment_bytes -= self.segments.popleft().num_bytes

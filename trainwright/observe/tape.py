@@ -35,6 +35,7 @@ class Tape(TorchFunctionMode):
         self._slots: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._next = 0
         self.num_bytes = 0  # of the tensors that were written down as constants
+        self.leaves = False  # a leaf that wants a gradient was used outside of the models
         self.grafted = False  # a tensor with a graph that the program does not know was used
         self.operations: list[Any] = []
         self.failed: tuple[str, Any] | None = None  # a function that raised, and what it was given
@@ -84,7 +85,9 @@ class Tape(TorchFunctionMode):
         if (number := self.slot_of(leaf)) is not None:
             return Slot(number)
         if leaf.grad_fn is None and (leaf.requires_grad or leaf.numel() > SMALL):
-            if leaf.grad_fn is None and not leaf.requires_grad:
+            if leaf.requires_grad:
+                self.leaves = True
+            else:
                 self.num_bytes += leaf.nbytes
             return Constant(leaf, leaf._version)
         self.grafted |= leaf.grad_fn is not None
@@ -103,6 +106,11 @@ class Tape(TorchFunctionMode):
     def outputs(self, output: Any) -> list[int]:
         """Slots for what a model returned."""
         return self.slots(tensors_of(output))
+
+    def last_scalar(self) -> Tensor | None:
+        """The newest number with a graph that was made: the loss, where backward has not been called yet."""
+        made = [tensor for reference, _ in self._slots.values() if (tensor := reference()) is not None]
+        return next((t for t in reversed(made) if t.numel() == 1 and t.grad_fn is not None), None)
 
     def slot_of(self, tensor: Tensor) -> int | None:
         made, number = self._slots.get(id(tensor), (None, None))
@@ -129,4 +137,5 @@ class Tape(TorchFunctionMode):
     def forget(self) -> None:
         """Lets go of all tensors."""
         self._slots.clear()
+        self.leaves = False
         self.operations = []

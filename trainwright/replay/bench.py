@@ -39,6 +39,11 @@ class Bench:
         return self.player.subject.optimizers
 
     @property
+    def recorded(self) -> list[Segment]:
+        """All steps up to this one that the recorder holds."""
+        return [segment for segment in self._ring.segments if segment.step <= self.step]
+
+    @property
     def ids(self) -> list[Ids]:
         """Of each micro-batch."""
         return self.segment.ids
@@ -84,10 +89,11 @@ class Bench:
         with self.player.stage(self.base()):
             return self.player.play(self.segment, edit, upto=upto)
 
-    def train(self, steps: int, edit: Edit = AS_IT_WAS, *, repeat: bool = False) -> list[float]:
+    def train(self, steps: int, edit: Edit = AS_IT_WAS, *, repeat: bool = False, rounds: int = 1) -> list[float]:
         """Losses of up to ``steps`` recorded steps in a row, run again from one state; the last is this one.
 
-        ``repeat``: this step again and again instead, each on the weights that the one before left.
+        ``repeat``: this step again and again instead, each on the weights that the one before left. ``rounds``: all of
+        them so many times.
         """
         if repeat:
             snapshot, way = self.base(), [self.segment] * steps
@@ -95,7 +101,7 @@ class Bench:
             snapshot, way = self._longest(steps)
         losses = []
         with self.player.stage(snapshot):
-            for segment in way:
+            for segment in way * rounds:
                 quiet = replace(segment, values={k: v for k, v in segment.values.items() if k != "vetoed"})
                 played = self.player.play(quiet, edit)
                 losses.append(played.loss)
@@ -111,6 +117,8 @@ class Bench:
             whole = len(way) == self.step - snapshot.step + 1 and not any(s.blind for s in way)
             if whole and len(best[1]) < len(way) <= steps:
                 best = (snapshot, way)
+        for segment in best[1]:
+            segment.program = alive(segment.program)
         return best
 
     def live(self) -> Any:

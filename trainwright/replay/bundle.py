@@ -16,7 +16,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +79,12 @@ class Bundle:
             parameter = subject.parameters[leaf.number]
             return Constant(parameter, parameter._version)
 
-        for segment in self.way:
-            for each in segment.program:
-                for one in fields(each):
-                    if one.name in ("args", "kwargs", "gradient"):
-                        setattr(each, one.name, mapped(getattr(each, one.name), live))
-        return self.snapshot, list(self.way)
+        def bound(each: Any) -> Any:
+            names = [one.name for one in fields(each) if one.name in ("args", "kwargs", "gradient")]
+            return replace(each, **{name: mapped(getattr(each, name), live) for name in names})
+
+        way = [replace(segment, program=[bound(each) for each in segment.program]) for segment in self.way]
+        return self.snapshot, way
 
     def _require_fit(self, subject: Subject, names: Sequence[str]) -> None:
         now, then = Structure.of(subject, names), self.structure
@@ -257,11 +257,11 @@ def read_bundle(path: Path | str, device: torch.device | None = None) -> Bundle:
             raise ValueError(f"it is of kind {head['kind']!r} and format {head['format']!r}")
         body = decode(load_file(path / _TENSORS), head["body"])
         device = device or _there(torch.device(str(body["device"])))
-        reader = Reader(len(body["structure"]["parameters"]), device)
+        lost = [str(each) for each in body["lost"]]
+        reader = Reader(len(body["structure"]["parameters"]), device, whole=not lost)
         structure, snapshot = _structure(body["structure"]), _snapshot(reader, body)
         way = [reader.segment(each) for each in body["way"]]
         _require_sound(structure, snapshot, way)
-        lost = [str(each) for each in body["lost"]]
         return Bundle(
             path,
             way[-1].step,

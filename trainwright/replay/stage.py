@@ -27,14 +27,14 @@ def staged(subject: Subject, snapshot: Snapshot) -> Iterator[None]:
 
     Parameters are pointed at copies and pointed back, so no live tensor is written to.
     """
-    _require_same(subject)
+    _require_same(subject, snapshot)
     with muted(), preserved_rng(), ExitStack() as undo:
         _set_aside(subject, undo)
         _load(subject, snapshot)
         yield
 
 
-def _require_same(subject: Subject) -> None:
+def _require_same(subject: Subject, snapshot: Snapshot) -> None:
     """What came to the model or to an optimizer later would be trained by a replay and not be put back."""
     modules = {id(m): m for root in subject.roots for m in root.modules()}
     parameters = [p for root in subject.roots for p in root.parameters()]
@@ -42,6 +42,8 @@ def _require_same(subject: Subject) -> None:
     known = {id(p) for p in subject.parameters}
     if modules.keys() != {id(m) for m in subject.modules} or any(id(p) not in known for p in parameters):
         raise NotReplayable("the model or the optimizer has other modules or parameters than when the watch began")
+    if snapshot.hooks and subject.hooks() != snapshot.hooks:
+        raise NotReplayable("the model has other hooks than it had in this step")
 
 
 def _set_aside(subject: Subject, undo: ExitStack) -> None:

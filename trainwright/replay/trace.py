@@ -134,7 +134,7 @@ class Tracing(TorchDispatchMode):
         for key, root in self._roots.items():
             prefix = "" if len(self._roots) == 1 else f"{key}."
             for path, module in root.named_modules():
-                self._hook(module, f"{prefix}{path}".rstrip("."), is_root=module is root)
+                self._hook(module, f"{prefix}{path}".rstrip("."))
             for path, buffer in root.named_buffers():
                 self._ledger.call(buffer, "buffer", f"{prefix}{path}")
             for path, parameter in root.named_parameters():
@@ -153,9 +153,9 @@ class Tracing(TorchDispatchMode):
         if not self._has_backward and self._last is not None:
             self._ledger.reach("end", [self._last])
 
-    def _hook(self, module: nn.Module, name: str, *, is_root: bool) -> None:
+    def _hook(self, module: nn.Module, name: str) -> None:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if is_root and not self._stack and _current_node() is None:
+            if not self._stack and _current_node() is None:
                 self._micro_batch += self._has_backward
                 self._has_backward = False
                 self._call += 1

@@ -97,8 +97,9 @@ class Writer:
         name, what = type(each).__name__, "the inputs" if isinstance(each, Call) else "the loss"
         kept = {f.name: self.value(getattr(each, f.name), what) for f in fields(each) if f.name != "function"}
         if isinstance(each, Operation):
-            function = str(resolve_name(each.function))
+            function: str | None = str(resolve_name(each.function))
             if function not in _functions():
+                function = None
                 self.lost.append(f"the loss is made with {each.name}, which is no public function of torch")
             kept["function"] = function
         return {"is": name, **kept}
@@ -160,10 +161,13 @@ class Writer:
 
 
 class Reader:
-    """Puts values together again. Raises ValueError and its like for what no Writer wrote."""
+    """Puts values together again. Raises ValueError and its like for what no Writer wrote.
 
-    def __init__(self, num_parameters: int, device: torch.device) -> None:
-        self._num_parameters, self._device = num_parameters, device
+    ``whole``: nothing was lost, so every function has a name.
+    """
+
+    def __init__(self, num_parameters: int, device: torch.device, *, whole: bool) -> None:
+        self._num_parameters, self._device, self._whole = num_parameters, device, whole
 
     def segment(self, kept: Mapping[str, Any]) -> Segment:
         """One step."""
@@ -177,7 +181,8 @@ class Reader:
         cls = _INSTRUCTIONS[kept["is"]]
         given = {name: self.value(each) for name, each in kept.items() if name not in ("is", "function")}
         if cls is Operation:
-            given["function"] = function_of(kept["function"])
+            lost = kept["function"] is None and not self._whole
+            given["function"] = _is_lost if lost else function_of(kept["function"])
         return self._made(cls, given)
 
     def _made(self, cls: Any, given: dict[str, Any]) -> Any:
@@ -246,6 +251,11 @@ class Reader:
         else:
             room = room.copy_(tensor).as_strided(shape, stride, room.storage_offset())
         return room.detach()
+
+
+def _is_lost(*args: Any, **kwargs: Any) -> None:
+    """Stands for a function that could not be kept."""
+    raise ValueError("this function was not kept")
 
 
 def function_of(name: Any) -> Callable[..., Any]:

@@ -37,7 +37,7 @@ def look_closely(done: Rerun, examiner: Examiner, known: Iterable[Record]) -> No
         for said in diagnosis.findings:
             tried = examiner.attempt(said.found.step, said.trial)
             done.findings.append(dataclasses.replace(said.found, time_s=time.time(), tried=(*said.found.tried, *tried)))
-    if not done.same_bits and done.compared and not done.settings:
+    if not done.same_bits and done.compared and not (done.settings or done.inexact):
         done.findings.append(_not_reproducible(done))
 
 

@@ -30,7 +30,10 @@ class Compared:
 
 @dataclass
 class Rerun:
-    """What came of a replay: ``exit_code`` 0 for the same bits, else 1. ``notes`` are what makes it less certain."""
+    """What came of a replay: ``exit_code`` 0 for the same bits, else 1. ``notes`` are what makes it less certain.
+
+    ``inexact``: what the step depends on is not all known, so that other bits are no finding.
+    """
 
     step: int
     source: Path
@@ -39,6 +42,7 @@ class Rerun:
     blind: str | None = None
     notes: list[str] = field(default_factory=list)
     settings: tuple[str, ...] = ()
+    inexact: bool = False
     records: list[Record] = field(default_factory=list)
     findings: list[Found] = field(default_factory=list)
 

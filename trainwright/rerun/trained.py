@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import tempfile
 import time
@@ -113,6 +114,8 @@ def rerun_trained(origin: Origin, step: int, settings: tuple[str, ...], say: Say
             if begin >= step:
                 raise UsageError(f"step {step} comes before step {begin}", remedy="name a later step")
             say(f"training from step {begin} to {step}, aside from the run")
+            if job.plan.extent.seconds is not None:
+                _follow_the_clock(job, origin.records, done)
             live = _Live(job, step, _seconds(origin.records))
             live.go()
             done.error = live.error
@@ -154,16 +157,32 @@ def _link(source: Path, target: Path) -> None:
         target.symlink_to(source.absolute())
 
 
+def _follow_the_clock(job: Job, records: Iterable[Record], done: Rerun) -> None:
+    """A run that is counted in seconds has a learning rate that no step number tells: it is taken from the log."""
+    rates = {each.step: each.lr for each in records if isinstance(each, Step | Watched)}
+    group, schedule = job.state.optimizer.param_groups[0], job.schedule
+    base = float(group.get("initial_lr", group["lr"]))
+
+    def as_it_was(step: int, fraction: float) -> float:
+        lr = rates.get(step + 1)
+        if lr is None or not base:
+            return schedule(step, fraction)
+        factor = lr / base
+        near = (factor, math.nextafter(factor, math.inf), math.nextafter(factor, 0.0))
+        return next((each for each in near if base * each == lr), factor)
+
+    job.schedule = as_it_was
+    if unknown := [at for at in range(job.state.step + 1, done.step + 1) if at not in rates]:
+        done.inexact = True
+        done.notes.append(
+            f"the run is counted in seconds, its learning rate follows the clock, and the log does not have that of "
+            f"{len(unknown)} of {done.step - job.state.step} steps"
+        )
+
+
 def _compare_trained(done: Rerun, origin: Origin, begin: int, live: _Live) -> None:
     """By the log; a step that is not in it, by a second run of it."""
     done.compared += _as_logged(origin.records, begin, live)
-    logged = _windows(origin.records)
-    exact = all(at in logged for at in range(begin + 1, done.step + 1))
-    if live.job.plan.extent.seconds is not None and not exact:
-        done.notes.append(
-            "the run is counted in seconds, and its log has not how long each step took: its learning "
-            "rate follows the clock"
-        )
     if not any(each.what in ("loss", "error") for each in done.compared):
         done.notes.append(f"the log has no record of step {done.step}: it is compared with a second run of it")
         try:

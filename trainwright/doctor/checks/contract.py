@@ -84,7 +84,7 @@ def _zeroed(record: Watched, number: int) -> bool:
 def zero_grad_before_step(case: Case) -> Iterator[Finding]:
     """Between the last backward pass and the step the gradients were dropped, so that the step found none."""
     bad = [record for record in case.watched if not has_closure(record) and _dropped_before_step(record)]
-    if len(bad) < min(2, len(case.watched)) or 2 * len(bad) < len(case.watched):
+    if not bad or 2 * len(bad) < len(case.watched):
         return
     yield finding(
         "opt.zero_grad_before_step",
@@ -124,7 +124,7 @@ def step_never_called(case: Case) -> Iterator[Finding]:
     """Backward passes and no step by any optimizer, named or not, while the weights stay what they were."""
     seen, unfinished = case.about("contract"), case.about("unfinished")
     backwards = seen.get("backwards", 0)
-    if case.watched or not case.finished or unfinished.get("error") and backwards < 8:
+    if case.watched or not case.finished or (unfinished.get("error") and backwards < 8):
         return
     if backwards < 3 or seen.get("moved") or seen.get("steps_heard"):
         return
@@ -182,6 +182,7 @@ def double_owned(case: Case) -> Iterator[Finding]:
             sure=0.97,
             stage="update",
             evidence=[("steps on gradients that another optimizer had applied", seen.values["doubles"], 0)],
+            trial=Trial("one_owner"),
             explains=("opt.lr_too_high", "opt.stepped_twice"),
         )
     if seen.values["again"] >= 2:

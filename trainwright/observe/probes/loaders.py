@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class _Source:
 
     number: int
     loader: Any
+    facts: dict[str, Any]
     base: int
     positions: Sequence[int] | None
     stride: int
@@ -41,6 +43,7 @@ class _Epoch:
     """What one iterator gave. ``ids`` are positions in the base; of a large one only every ``stride``-th."""
 
     source: _Source
+    loader: Any
     batches: int = 0
     trained: int = 0
     evaluating: int = 0
@@ -92,6 +95,7 @@ class Loaders(Probe):
         self._evaluated: dict[int, tuple[_Source, set[int]]] = {}
         self._last: dict[int, _Epoch] = {}
         self._epoch: _Epoch | None = None
+        self._training: _Epoch | None = None
         self._pending: list[_Pending] = []
         self._repeats: list[dict[str, Any]] = []
         self._labels = _Labels()
@@ -109,7 +113,7 @@ class Loaders(Probe):
         source = self._source_of(loader)
         source.epochs += 1
         source.empty += 1
-        self._epoch = self._running[iterator] = _Epoch(source)
+        self._epoch = self._running[iterator] = _Epoch(source, loader)
         self._pending.clear()
 
     def on_batch(self, iterator: Any, ids: Any, batch: Any, wait_s: float) -> None:
@@ -135,7 +139,7 @@ class Loaders(Probe):
             epoch.marks.append(hash(tuple(chosen)))
         if not epoch.samples:
             epoch.first = tuple(ids[:64])
-            epoch.ascending = len(ids) > 1 and all(b == a + 1 for a, b in zip(ids, ids[1:]))
+            epoch.ascending = len(ids) > 1 and all(b == a + 1 for a, b in pairwise(ids))
         epoch.samples += len(ids)
         epoch.ids.update(chosen if source.stride == 1 else [i for i in chosen if i % source.stride == 0])
 
@@ -144,6 +148,7 @@ class Loaders(Probe):
         last = {id(each.epoch): each for each in fed}  # of each loader the newest: before it another may have been read
         for each in last.values():
             each.epoch.trained += 1
+            self._training = each.epoch
 
     def on_closed(self, segment: Segment) -> None:
         self._steps += 1
@@ -170,7 +175,7 @@ class Loaders(Probe):
             self._bases.append(_reference(base))
         size = len(base) if hasattr(base, "__len__") else 0
         stride = max(1, size // SPREAD)
-        source = _Source(self._num_loaders, _reference(loader), number, positions, stride)
+        source = _Source(self._num_loaders, _reference(loader), _facts(loader), number, positions, stride)
         self._num_loaders += 1
         self._sources[id(loader)] = source
         return source
@@ -201,7 +206,7 @@ class Loaders(Probe):
         length = min(len(epoch.marks), len(before.marks))
         equal = next((n for n in range(length) if epoch.marks[n] != before.marks[n]), length)
         told = {"batches": length, "equal": equal, "first": list(epoch.first), "epoch": epoch.source.epochs}
-        told |= {"samples": epoch.samples, "ascending": epoch.ascending, **_order_of(epoch.source.loader())}
+        told |= {"samples": epoch.samples, "ascending": epoch.ascending, **_order_of(epoch.loader)}
         told |= {"step": self._steps, "whole": epoch is not self._epoch}
         self._repeats = [*[each for each in self._repeats if each["whole"]][-7:], told]
 
@@ -218,25 +223,24 @@ class Loaders(Probe):
 
     def _look_everywhere(self) -> None:
         """Reads labels from all over the data set, once, where it is read in its order and batches hold few of them."""
-        labels, epoch = self._labels, self._epoch
+        labels, epoch = self._labels, self._training
         if labels.everywhere is not None or epoch is None or not epoch.ascending or not labels.batches:
             return
         if sum(_entropy(each) for each in labels.batches) > 1.5 * len(labels.batches):
             return
         labels.everywhere = Counter()
-        loader, column = epoch.source.loader(), labels.column
-        size = len(loader.dataset) if loader is not None and hasattr(loader.dataset, "__len__") else 0
+        loader, column = epoch.loader, labels.column
+        size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else 0
         asked = [37 * i % PEEKED * size // PEEKED for i in range(PEEKED)] if size > PEEKED else []
         for leaves in peek(loader.dataset, asked) if asked else []:
             if column is not None and len(leaves) > column and leaves[column].numel() == 1:
                 labels.everywhere[leaves[column].item()] += 1
 
     def _test_workers(self) -> None:
-        epoch = self._epoch
-        loader = None if epoch is None or epoch.role != "training" else epoch.source.loader()
-        if self._draws is not None or epoch is None or not isinstance(loader, DataLoader) or not loader.num_workers:
+        epoch = self._training
+        if self._draws is not None or epoch is None or not epoch.loader.num_workers:
             return
-        self._draws = {}
+        self._draws, loader = {}, epoch.loader
         if epoch.first:
             told = draws(loader, epoch.first[0])
             self._draws = told | {
@@ -263,7 +267,8 @@ class Loaders(Probe):
 
     def _news(self) -> set[str]:
         now = self._epoch
-        if now is not None and now.batches == 1 and now.source.base in self._last:
+        is_new = "again" not in self._told
+        if is_new and now is not None and now.batches == 1 and now.source.base in self._last:
             self._repeated(now)
         again = any(each["equal"] and not each["ascending"] for each in self._repeats)
         return {f"evaluated {number}" for number in self._evaluated} | ({"again"} if again else set())
@@ -281,7 +286,11 @@ class Loaders(Probe):
         self._look_everywhere()
         labels = self._labels
         return {
-            "empty": [_facts(each) for each in self._sources.values() if each.epochs and each.empty == each.epochs],
+            "empty": [
+                each.facts | {"epochs": each.epochs}
+                for each in self._sources.values()
+                if each.epochs and each.empty == each.epochs
+            ],
             "repeats": self._repeats[-4:],
             "overlaps": self._overlaps(),
             "draws": self._draws or {},
@@ -290,8 +299,7 @@ class Loaders(Probe):
                 "pooled": _entropy(sum(labels.batches, Counter())),
                 "everywhere": _entropy(labels.everywhere) if labels.everywhere else None,
             },
-            "order": None if self._epoch is None else _order_of(self._epoch.source.loader()),
-            "ascending": self._epoch is not None and self._epoch.ascending and bool(self._epoch.samples),
+            "ascending": self._training is not None and self._training.ascending and bool(self._training.samples),
             "epochs": sum(each.epochs for each in self._sources.values()),
         }
 
@@ -333,20 +341,18 @@ def _order_of(loader: Any) -> dict[str, Any]:
     }
 
 
-def _facts(source: _Source) -> dict[str, Any]:
-    loader = source.loader()
+def _facts(loader: Any) -> dict[str, Any]:
     dataset = getattr(loader, "dataset", None)
     return {
-        "epochs": source.epochs,
-        "samples": len(dataset) if hasattr(dataset, "__len__") else None,
+        "samples": _length(dataset),
         "batch_size": getattr(loader, "batch_size", None),
         "drop_last": bool(getattr(loader, "drop_last", False)),
         "length": _length(loader),
     }
 
 
-def _length(loader: Any) -> int | None:
+def _length(sized: Any) -> int | None:
     try:
-        return len(loader)
+        return len(sized)
     except TypeError:
         return None

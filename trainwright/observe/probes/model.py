@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainwright.observe.calls import Ear
 from trainwright.observe.probes import Probe, Watched, probe
 from trainwright.observe.program import Segment
 
@@ -25,14 +26,15 @@ class Loaded(Probe):
         self._loaded: dict[str, Tensor] = {}
         self._told: dict[str, Any] | None = None
         self._waits = True
-        self._handles = [root.register_load_state_dict_post_hook(self._on_loaded) for root in self._roots]
+        self._handles: list[Any] = []
+        for root in self._roots:
+            self._handles.append(root.register_load_state_dict_post_hook(Ear(root, self._on_loaded)))  # type: ignore[no-untyped-call]
+        self._handles += [root.register_forward_pre_hook(Ear(root, self._on_first)) for root in self._roots]
 
     def _on_loaded(self, module: nn.Module, keys: Any) -> None:
         self._loaded |= {name: sampled(p) for name, p in module.named_parameters() if p.dim() > 1}
 
-    def on_forward(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._waits:
-            return
+    def _on_first(self, root: nn.Module, args: tuple[Any, ...]) -> None:
         self._stop()
         if not self._loaded:
             return

@@ -84,8 +84,8 @@ class Modes(Probe):
             "norms": sum(isinstance(self._modules[n], _NormBase) for n in self._depends),
             "roots_in_eval": [root in self._eval_modules() for root in self._roots],
             "eval": [self._told(n) for n in sorted(self._eval)][:256],
-            "evaluated_in_train": self._gaps[True],
-            "evaluated_in_eval": self._gaps[False],
+            "evaluated_in_train": list(self._gaps[True]),
+            "evaluated_in_eval": list(self._gaps[False]),
             "num_evaluated_in_train": self._num_gaps,
         }
 

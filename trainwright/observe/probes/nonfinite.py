@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.observe.probes import Probe, Watched, probe
-from trainwright.observe.program import Call, Constant, Segment, mapped
+from trainwright.observe.program import Constant, Segment, mapped
 
 LIMIT = 64
 """Names that are told."""
@@ -58,6 +58,7 @@ class NonFinite(Probe):
                 "gradients": (gradients if before_clip is None else before_clip)[:LIMIT],
                 "num_gradients": len(gradients if before_clip is None else before_clip),
                 "num_after_clip": None if before_clip is None else len(gradients),
+                "dtype": self._dtype_of(gradients if before_clip is None else before_clip),
                 "of": sum(p.grad is not None for p in self._parameters.values()),
                 "weights": self._named(p for p in self._parameters.values())[:LIMIT],
             }
@@ -99,6 +100,10 @@ class NonFinite(Probe):
     def _bad_gradients(self) -> list[str]:
         return self._named(p.grad for p in self._parameters.values())
 
+    def _dtype_of(self, names: list[str]) -> str | None:
+        first = next((p for key, p in self._parameters.items() if names and self._names.get(key) == names[0]), None)
+        return None if first is None else str(first.dtype).removeprefix("torch.")
+
     def _named(self, tensors: Any) -> list[str]:
         """Names of the parameters that these belong to, of those that are not finite."""
         pairs = list(zip(self._parameters, tensors))
@@ -134,6 +139,6 @@ def _bad_inputs(segment: Segment) -> list[dict[str, Any]]:
                 }
             )
 
-    for number, call in enumerate(each for each in segment.program if isinstance(each, Call)):
+    for number, call in enumerate(segment.calls):  # noqa: B007  look() reads both
         mapped((call.args, call.kwargs), look)
     return found

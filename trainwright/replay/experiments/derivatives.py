@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -126,7 +126,8 @@ class _Quotient:
         weights = [self.draw(t) for t in outputs]
         pairs = [(t, w) for t, w in zip(outputs, weights) if t.requires_grad]
         sources = [args[n] for n in self.at]
-        grads = torch.autograd.grad([t for t, _ in pairs], sources, [w for _, w in pairs], allow_unused=True)
+        made, given = [t for t, _ in pairs], [w for _, w in pairs]
+        grads: Sequence[Tensor | None] = torch.autograd.grad(made, sources, given, allow_unused=True)
         identity = any(t.shape == s.shape and torch.equal(t, s) for t in outputs for s in sources)
         worst: dict[str, Any] = {"error": 0.0, "factor": 1.0, "unsteady": 0.0}
         constant = False

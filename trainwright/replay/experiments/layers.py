@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from trainwright.observe.program import tensors_of
 from trainwright.replay.bench import Bench
@@ -153,7 +152,7 @@ class _Look(Tour):
         parts = [None, None] if bias is None else [bias[:d].detach(), bias[d : 2 * d].detach()]
         q = nn.functional.linear(q.detach(), weight[:d].detach(), parts[0])
         k = nn.functional.linear(k.detach(), weight[d : 2 * d].detach(), parts[1])
-        q, k = (x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for x in (q, k))  # from (T, B, D)
+        q, k = (x.reshape(*x.shape[:2], heads, -1).permute(1, 2, 0, 3) for x in (q, k))  # from (T, B, D)
         self._note_fused((q, k), {"is_causal": False})
 
     # routers: a softmax that a choice is made of, and that weighs what was chosen

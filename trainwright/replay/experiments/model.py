@@ -111,20 +111,10 @@ class _Survey(Tour):
             self.shuffles.append({"module": self.stack[-1], "from": was, "to": now})
 
     def _note_angles(self, angles: Tensor) -> None:
-        """Neighbouring positions far from 0 that have the same angles, though not all have."""
-        if not angles.is_floating_point() or angles.numel() > 2**24 or angles.requires_grad:
-            return
-        rows = angles.detach().float()
-        rows = rows[:, None] if rows.dim() == 1 else rows.flatten(0, -2)
-        for table in (rows, rows.T):
-            far = table.abs().amax(1) >= FEW_ROWS if len(table) > FEW_ROWS else None
-            if far is None or not bool(far.any()):
-                continue
-            same = (table[1:] == table[:-1]).all(1) & far[1:]
-            if int(same.sum()) * 10 >= int(far.sum()):
-                told = {"module": self.stack[-1], "dtype": str(angles.dtype).removeprefix("torch.")}
-                self.aliases.append(told | {"positions": len(table), "far": int(far.sum()), "same": int(same.sum())})
-                return
+        far, same = aliased(angles)
+        if same and same * 10 >= far:
+            kind = str(angles.dtype).removeprefix("torch.")
+            self.aliases.append({"module": self.stack[-1], "dtype": kind, "far": far, "same": same})
 
     def used_otherwise(self, chain: dict[str, Any]) -> bool:
         return self._uses[chain["first"]] > 1
@@ -139,6 +129,19 @@ class _Survey(Tour):
                 last = next((path for path in reversed(self.called) if path in owners), None)
                 told.append({"how": how, "in": path, "last": last, "behind": behind})
         return told
+
+
+def aliased(angles: Tensor) -> tuple[int, int]:
+    """Positions far from 0, and how many of them have the very angles of their neighbour."""
+    if not angles.is_floating_point() or angles.numel() > 2**24 or angles.requires_grad:
+        return 0, 0
+    rows = angles.detach().float()
+    rows = rows[:, None] if rows.dim() == 1 else rows.flatten(0, -2)
+    for table in (rows, rows.T):
+        far = table.abs().amax(1) >= FEW_ROWS
+        if len(table) > FEW_ROWS and bool(far.any()):
+            return int(far.sum()), int(((table[1:] == table[:-1]).all(1) & far[1:]).sum())
+    return 0, 0
 
 
 @experiment("structure", when="first")

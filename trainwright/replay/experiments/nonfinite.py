@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trainwright.observe.program import Backward, Call, Operation, Segment
+from trainwright.observe.program import Backward, Call, Constant, Operation, Segment, mapped
 from trainwright.replay.bench import Bench
 from trainwright.replay.bisect import guilty
 from trainwright.replay.experiments import experiment
@@ -174,8 +174,23 @@ def _samples(bench: Bench, bad: Bad) -> dict[str, Any]:
     if rows is None:
         return {"rows": None, "ids": []}
     size = bench.size
-    known = ids is not None and len(ids) == size
-    return {"rows": rows, "ids": sorted(ids[row] for row in rows) if known and ids is not None else []}
+    known = sorted(ids[row] for row in rows) if ids is not None and len(ids) == size else []
+    return {"rows": rows, "ids": known, "empty": _empty(bench, bad.op.call, rows)}
+
+
+def _empty(bench: Bench, call: int, rows: Sequence[int]) -> float | None:
+    """The value that fills an input of just these samples from end to end, as padding does; None if there is none."""
+    found: list[float] = []
+
+    def look(leaf: Any) -> None:
+        if isinstance(leaf, Constant) and leaf.tensor.dim() > 1 and leaf.tensor.shape[0] == bench.size:
+            flat = leaf.tensor.detach().flatten(1)
+            same = (flat == flat[:, :1]).all(1)
+            if flat.shape[1] > 1 and bool(same[list(rows)].all()) and int(same.sum()) == len(rows):
+                found.append(float(flat[rows[0], 0]))
+
+    mapped((bench.segment.calls[call].args, bench.segment.calls[call].kwargs), look)
+    return found[0] if found else None
 
 
 def _ids_of(bench: Bench, call: int) -> tuple[int, ...] | None:

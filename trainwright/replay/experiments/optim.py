@@ -35,6 +35,7 @@ def update(bench: Bench) -> dict[str, Any]:
         "optimizers": len({each.optimizer for each in steps}),
         "lr": [float(group["lr"]) for each in steps for group in each.groups if "lr" in group],
         "weight_decay": [float(group.get("weight_decay") or 0.0) for each in steps for group in each.groups],
+        "decoupled": any(_is_decoupled(optimizer) for optimizer in bench.optimizers),
         "grad_norm": norm_of(played.grads, owned),
         "norm_at_clip": played.norm_at_clip,
         "weight_norm": weight,
@@ -50,9 +51,26 @@ def norm_of(tensors: Mapping[str, Tensor | None], names: list[str]) -> float:
     return math.sqrt(sum(float(t.detach().to_dense().double().norm()) ** 2 for t in chosen if t is not None))
 
 
+def _is_decoupled(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether weight decay acts on the weights and not on the gradient."""
+    flagged = any(group.get("decoupled_weight_decay") for group in optimizer.param_groups)
+    return flagged or any(kind.__name__ == "AdamW" for kind in type(optimizer).__mro__)
+
+
 def _rms(inputs: list[Tensor]) -> float | None:
     floats = [x for x in inputs if x.is_floating_point() and x.numel()]
     return max((float(x.double().square().mean().sqrt()) for x in floats), default=None)
+
+
+@experiment("smaller_steps", when="asked")
+def smaller_steps(bench: Bench) -> dict[str, Any]:
+    """The loss of this step's batch in eight updates on it alone, and the first smaller rate at which it falls."""
+    as_it_was = bench.train(8, repeat=True)
+    for factor in (0.1, 0.01, 0.001):
+        losses = bench.train(8, Edit(lr=factor), repeat=True)
+        if math.isfinite(losses[-1]) and max(losses) <= losses[0] + 1e-3 * abs(losses[0]) and losses[-1] < losses[0]:
+            return {"as_it_was": as_it_was, "falls": factor, "smaller": losses}
+    return {"as_it_was": as_it_was, "falls": None}
 
 
 @experiment("larger_lr", when="asked")
@@ -68,24 +86,29 @@ def larger_lr(bench: Bench) -> dict[str, Any]:
 def along_the_way(bench: Bench) -> dict[str, Any]:
     """The recorded steps up to this one again: as they were, with a tenth of the learning rate, with a warm-up.
 
-    The warm-up takes half of them, so that the other half has the whole learning rate.
+    A few steps are gone through twice. The warm-up takes half of the way, so that the other half has the whole rate.
     """
-    as_it_was = bench.train(WAY)
-    first = bench.step - len(as_it_was) + 1
+    length = len(bench.train(WAY))
+    rounds = max(1, WAY // max(1, length))
+    as_it_was = bench.train(WAY, rounds=rounds)
     return {
-        "first": first,
+        "first": bench.step - length + 1,
+        "length": length,
         "as_it_was": as_it_was,
-        "tenth": bench.train(WAY, Edit(lr=0.1)),
-        "warm": bench.train(WAY, ramp(first, len(as_it_was) // 2)),
-        "warm_steps": len(as_it_was) // 2,
+        "tenth": bench.train(WAY, Edit(lr=0.1), rounds=rounds),
+        "warm": bench.train(WAY, ramp(length, rounds), rounds=rounds),
+        "warm_steps": length * rounds // 2,
     }
 
 
-def ramp(first: int, steps: int) -> Edit:
-    """A linear warm-up from ``first`` on."""
+def ramp(length: int, rounds: int) -> Edit:
+    """A linear warm-up over half of ``rounds`` times ``length`` steps."""
+    seen: list[int] = []
 
     def rising(step: int, group: dict[str, Any]) -> dict[str, Any]:
-        return {"lr": group["lr"] * min(1.0, (step - first + 1) / max(1, steps))}
+        if not seen or seen[-1] != step:  # once a step, not for each group
+            seen.append(step)
+        return {"lr": group["lr"] * min(1.0, len(seen) / max(1, length * rounds // 2))}
 
     return Edit(group=rising)
 

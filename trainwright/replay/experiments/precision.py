@@ -18,8 +18,24 @@ from trainwright.replay.play import Edit, Played
 LOW = (torch.float16, torch.bfloat16)
 CASTS = frozenset({"half", "bfloat16", "to", "type", "type_as"})
 KEPT_BYTES = 256 * 2**20
+SHADOWED, SUMMED = 4, 64
+"""Micro-batches of a step that are enough to see it in."""
 MASTERLESS = frozenset(
-    "exp_avg exp_avg_sq max_exp_avg_sq exp_inf momentum_buffer square_avg grad_avg acc_delta sum step mu eta ax".split()
+    {
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "exp_inf",
+        "momentum_buffer",
+        "square_avg",
+        "grad_avg",
+        "acc_delta",
+        "sum",
+        "step",
+        "mu",
+        "eta",
+        "ax",
+    }
 )
 """State of optimizers that is neither a copy of the weights nor what their rounding left over."""
 
@@ -54,6 +70,11 @@ def _results(result: Any) -> list[Tensor]:
     return [each for each in result if isinstance(each, Tensor)] if isinstance(result, list | tuple) else []
 
 
+def _some(bench: Bench, most: int) -> range | None:
+    """The first micro-batches of a step of many; None for all."""
+    return range(most) if len(bench.segment.losses) > most else None
+
+
 def in_fp32(function: Any, args: Any, kwargs: Any) -> Any:
     """Calls a torch function with everything in float32, whatever it was told."""
     device = next((t.device.type for t in tensors_of(args)), "cpu")
@@ -73,15 +94,16 @@ def _up(value: Any) -> Any:
 @experiment("fp32_shadow", when="asked")
 def fp32_shadow(bench: Bench) -> dict[str, Any]:
     """The gradients of the step, of the same step in float32, and of one with only its loss in float32."""
-    operations = _Operations(bench)
-    low = bench.run(Edit(ops=operations.keep, model=operations.modules.following))
-    exact = bench.run(Edit(dtype="fp32", ops=operations.compare, model=operations.modules.following))
+    operations, micro = _Operations(bench), _some(bench, SHADOWED)
+    following = operations.modules.following
+    low = bench.run(Edit(ops=operations.keep, model=following, micro=micro))
+    exact = bench.run(Edit(dtype="fp32", ops=operations.compare, model=following, micro=micro))
     modules = Modules(bench)
 
     def only_outside(function: Any, args: Any, kwargs: Any) -> Any:
         return function(*args, **kwargs) if modules.now is not None else in_fp32(function, args, kwargs)
 
-    loss_only = bench.run(Edit(ops=only_outside, model=modules.following))
+    loss_only = bench.run(Edit(ops=only_outside, model=modules.following, micro=micro))
     failed = next((p.error for p in (low, exact, loss_only) if p.error is not None), None)
     return {
         "error": None if failed is None else f"{type(failed).__name__}: {failed}",
@@ -91,9 +113,22 @@ def fp32_shadow(bench: Bench) -> dict[str, Any]:
         **_lost(low, exact),
         "gradient_error": _distance(low, exact),
         "by_loss": _distance(low, loss_only),
-        "loss_ops": operations.outside,
+        "scaled": _scaled(bench, exact),
+        "loss_ops": sorted(set(operations.outside)),
         "emptied": operations.emptied[:8],
     }
+
+
+def _scaled(bench: Bench, exact: Played) -> dict[str, Any]:
+    """The same with the loss times the largest of a few powers of two for which the gradients are still finite."""
+    for power in (16, 12, 8):
+        scale = 2.0**power
+        scaled = bench.run(Edit(loss_scale=scale, micro=_some(bench, SHADOWED)))
+        for name, grad in scaled.grads.items():
+            scaled.grads[name] = None if grad is None else grad.float() / scale
+        if (error := _distance(scaled, exact)) is not None:
+            return {"scale": scale, "gradient_error": error, **_lost(scaled, exact)}
+    return {}
 
 
 def _lost(low: Played, exact: Played) -> dict[str, float]:
@@ -150,11 +185,15 @@ class _Operations:
         then, kept = self._kept[self._index] if self._index < len(self._kept) else ("", None)
         self._index += 1
         self._aligned = self._aligned and then == name
-        if self._aligned and kept is not None and isinstance(result, Tensor) and kept.shape == result.shape:
-            if bool((result != 0).any()) and not bool((kept != 0).any()):
-                told = {"op": name, "module": self.modules.now, "dtype": _name(kept.dtype)}
-                self.emptied.append({**told, "largest": float(result.detach().abs().max())})
+        if self._aligned and kept is not None and isinstance(result, Tensor) and _is_emptied(kept, result):
+            told = {"op": name, "module": self.modules.now, "dtype": _name(kept.dtype)}
+            self.emptied.append({**told, "largest": float(result.detach().abs().max())})
         return result
+
+
+def _is_emptied(kept: Tensor, true: Tensor) -> bool:
+    """Everything came out as 0 and nothing should have."""
+    return kept.shape == true.shape and bool((true != 0).any()) and not bool((kept != 0).any())
 
 
 @experiment("updates_kept", when="asked")
@@ -204,7 +243,7 @@ def summed_in_16_bit(bench: Bench) -> dict[str, Any]:
     @contextmanager
     def summing() -> Iterator[None]:
         handles = [
-            p.register_post_accumulate_grad_hook(_adds(name, sums))
+            p.register_post_accumulate_grad_hook(_adds(name, sums))  # type: ignore[no-untyped-call]
             for name, p in named.items()
             if p.requires_grad and p.dtype in LOW
         ]
@@ -214,16 +253,17 @@ def summed_in_16_bit(bench: Bench) -> dict[str, Any]:
             for handle in handles:
                 handle.remove()
 
-    bench.run(Edit(model=summing))
+    micro = _some(bench, SUMMED)
+    bench.run(Edit(model=summing, micro=micro))
     apart = once = whole = 0.0
-    for name, seen in bench.run().grads.items():
+    for name, seen in bench.run(Edit(micro=micro)).grads.items():
         true = sums.get(name)
         if true is not None and seen is not None:
             apart += float((seen.double() - true.double()).square().sum())
             once += float((true.to(seen.dtype).double() - true.double()).square().sum())
             whole += float(true.double().square().sum())
-    told = {"micro_batches": len(bench.segment.losses), "error": None, "rounded_once": None}
-    return told | {"error": (apart / whole) ** 0.5, "rounded_once": (once / whole) ** 0.5} if whole else told
+    told = {"micro_batches": min(SUMMED, len(bench.segment.losses)), "off": None, "rounded_once": None}
+    return told | {"off": (apart / whole) ** 0.5, "rounded_once": (once / whole) ** 0.5} if whole else told
 
 
 def _adds(name: str, sums: dict[str, Tensor]) -> Callable[[Tensor], None]:

@@ -39,6 +39,8 @@ def _equal(ones: list[float], others: list[float]) -> bool:
 def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
+    if one.is_sparse or other.is_sparse:
+        one, other = one.to_dense(), other.to_dense()
     return torch.equal(one.nan_to_num(), other.nan_to_num())
 
 

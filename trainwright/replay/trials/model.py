@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import permutations
 from typing import Any
 
 import torch
 import torch.utils.checkpoint as checkpointing
-from torch import Tensor, nn
-from torch.autograd import Function
-from torch.nn import functional as F
+from torch import Tensor
 
 from trainwright.observe.program import tensors_of
 from trainwright.replay.bench import Bench
 from trainwright.replay.experiments.derivatives import custom_functions, has_context, replaced
-from trainwright.replay.experiments.layers import DROPOUTS, smaller
-from trainwright.replay.experiments.model import FEW_ROWS, strangers
+from trainwright.replay.experiments.layers import smaller
+from trainwright.replay.experiments.model import FEW_ROWS, aliased, strangers
 from trainwright.replay.play import Edit
 from trainwright.replay.trials import NotTried, trial
 
@@ -25,26 +25,32 @@ STEPS = 8
 _NARROW = (torch.float16, torch.bfloat16)
 
 
-def _compared(bench: Bench, edit: Edit) -> str:
-    """The loss over some updates on this batch alone, changed and as it was."""
-    was, now = bench.train(STEPS, repeat=True), bench.train(STEPS, edit, repeat=True)
-    if len(now) < STEPS or len(was) < STEPS:
+def compared(bench: Bench, edit: Edit, most: int = STEPS) -> str:
+    """The loss over some updates on this batch alone, changed and as it was.
+
+    ``most`` updates where they take a second, at least a few.
+    """
+    begin_s = time.perf_counter()
+    bench.run()
+    steps = max(STEPS, min(most, int(0.5 / (time.perf_counter() - begin_s))))
+    was, now = bench.train(steps, repeat=True), bench.train(steps, edit, repeat=True)
+    if len(now) < steps or len(was) < steps:
         raise NotTried("the step could not be run again")
     better = "" if now[-1] < was[-1] - 1e-4 * abs(was[-1]) else "no better: "
     return (
-        f"{better}loss {now[0]:.4g} -> {now[-1]:.4g} in {STEPS} updates on this batch; "
+        f"{better}loss {now[0]:.4g} -> {now[-1]:.4g} in {steps} updates on this batch; "
         f"as it was: {was[0]:.4g} -> {was[-1]:.4g}"
     )
 
 
-def _with_ops(bench: Bench, change: Callable[[str, Any, Any, Any], Any]) -> str:
+def with_ops(bench: Bench, change: Callable[[str, Any, Any, Any], Any], most: int = STEPS) -> str:
     def ops(function: Any, args: Any, kwargs: Any) -> Any:
         return change(getattr(function, "__name__", "?"), function, args, kwargs)
 
-    return _compared(bench, Edit(ops=ops))
+    return compared(bench, Edit(ops=ops), most)
 
 
-def _once(change: Callable[[], None]) -> Callable[[], Any]:
+def once(change: Callable[[], None]) -> Callable[[], Any]:
     """A context for ``Edit.model`` that changes the weights before the first of several updates."""
     done: list[bool] = []
 
@@ -59,47 +65,55 @@ def _once(change: Callable[[], None]) -> Callable[[], Any]:
     return around
 
 
-def _named(bench: Bench) -> dict[str, Tensor]:
+def named(bench: Bench) -> dict[str, Tensor]:
     return dict(zip(bench.player.names, bench.player.subject.parameters))
 
 
 @trial("activation_between")
 def activation_between(bench: Bench, *, weights: Sequence[str]) -> str:
     """A ReLU after each of these linear layers."""
-    wanted = {id(_named(bench)[name]) for name in weights}
+    wanted = {id(named(bench)[name]) for name in weights}
 
     def change(name: str, function: Any, args: Any, kwargs: Any) -> Any:
         made = function(*args, **kwargs)
         return made.relu() if any(id(x) in wanted for x in tensors_of(args, 2)[1:2]) else made
 
-    return _with_ops(bench, change)
+    return with_ops(bench, change, 128)  # what depth is good for shows late
 
 
 def _trained_too(bench: Bench, extra: list[Tensor]) -> str:
     """These tensors are trained as well, by an optimizer like the first."""
+    was = bench.train(STEPS, repeat=True)
     optimizer = bench.optimizers[0]
     kept = [(p, p.data, p.grad, p.requires_grad) for p in extra]
+
+    def ask(*given: Any) -> None:
+        for p in extra:
+            p.requires_grad_(True)
+
     try:
         for p, data, _, _ in kept:
-            p.data, p.grad = data.clone(), None
-            p.requires_grad_(True)
+            p.grad = None
+            p.data = data.clone()
+        ask()
         also = type(optimizer)(extra, lr=float(optimizer.param_groups[0]["lr"]))  # type: ignore[call-arg]
 
         @contextmanager
         def around() -> Iterator[None]:
             also.zero_grad()
+            handles = [m.register_forward_pre_hook(ask) for m in bench.modules.values()]  # the replay freezes again
             yield
+            for handle in handles:
+                handle.remove()
             also.step()
 
         now = bench.train(STEPS, Edit(model=around), repeat=True)
     finally:
         for p, data, grad, asked in kept:
             p.grad = None
-            p.data, p.requires_grad = data, asked
+            p.data = data
+            p.requires_grad_(asked)
             p.grad = grad
-    was = bench.train(STEPS, repeat=True)
-    for p, _, grad, _ in kept:  # a replay adds to gradients of weights that no one knows
-        p.grad = grad
     better = "" if now[-1] < was[-1] else "no better: "
     return f"{better}loss {now[0]:.4g} -> {now[-1]:.4g} with them trained; as it was: {was[0]:.4g} -> {was[-1]:.4g}"
 
@@ -130,36 +144,31 @@ def keep_graph(bench: Bench, *, behind: Sequence[str]) -> str:
             is_cut = isinstance(made, Tensor) and given and made.is_floating_point() and not made.requires_grad
             return given[0] if is_cut and made.shape == given[0].shape else made
 
-    return _with_ops(bench, change)
+    return with_ops(bench, change)
 
 
 @trial("transpose_for_view")
 def transpose_for_view(bench: Bench) -> str:
-    """A permute wherever a view gives the same sizes in another order."""
+    """A permute, of as few dimensions as will do, wherever a view gives the same sizes in another order."""
 
     def change(name: str, function: Any, args: Any, kwargs: Any) -> Any:
         made = function(*args, **kwargs)
         if name not in ("view", "reshape"):
             return made
         was, now = list(args[0].shape), list(made.shape)
-        if was == now or sorted(was) != sorted(now) or len(set(was)) < len(was):
+        if was == now or sorted(was) != sorted(now):
             return made
-        return args[0].permute([was.index(size) for size in now])
-
-    was, now = list[Any](), list[Any]()
+        orders = [order for order in permutations(range(len(was))) if [was[n] for n in order] == now]
+        return args[0].permute(min(orders, key=lambda order: sum(i != n for i, n in enumerate(order))))
 
     def ops(function: Any, args: Any, kwargs: Any) -> Any:
         return change(getattr(function, "__name__", "?"), function, args, kwargs)
 
-    for told, edit in ((was, Edit()), (now, Edit(ops=ops))):
-        told.append(bench.train(STEPS, edit, repeat=True))
-        told.append(_leak(bench, edit))
-    if now[1] >= was[1]:
-        raise NotTried("two dimensions have the same size: which was meant is not known")
-    return (
-        f"other samples' outputs change by {now[1]:.2g}, as it was by {was[1]:.2g} standard deviations; "
-        f"loss in {STEPS} updates {now[0][0]:.4g} -> {now[0][-1]:.4g}, as it was {was[0][0]:.4g} -> {was[0][-1]:.4g}"
-    )
+    edit = Edit(ops=ops)
+    was, now = _leak(bench, Edit()), _leak(bench, edit)
+    if now >= was:
+        raise NotTried("samples are still mixed")
+    return f"others' outputs change by {now:.2g}, as it was by {was:.2g} standard deviations; {compared(bench, edit)}"
 
 
 def _leak(bench: Bench, edit: Edit) -> float:
@@ -200,8 +209,17 @@ def positions_in_fp32(bench: Bench) -> str:
                 return function(*args, **kwargs)
         return function(*args, **kwargs)
 
-    told = _with_ops(bench, change)
-    return f"{num} roundings of positions left out; {told}"
+    def ops(function: Any, args: Any, kwargs: Any) -> Any:
+        name = getattr(function, "__name__", "?")
+        if name in ("sin", "cos"):
+            alike.append(aliased(args[0])[1])
+        return change(name, function, args, kwargs)
+
+    alike: list[int] = []
+    bench.run(Edit(ops=ops), upto="forward")
+    if num == 0:
+        raise NotTried("where they are rounded is not to be seen from outside")
+    return f"{num} roundings left out: {max(alike, default=0)} positions have the angles of their neighbour"
 
 
 def _are_positions(x: Tensor) -> bool:
@@ -215,7 +233,7 @@ def _are_positions(x: Tensor) -> bool:
 def keep_saved(bench: Bench) -> str:
     """What the graph saves is copied, so that a later write does not reach it."""
     edit = Edit(model=lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t))
-    return f"{_turned(bench, edit)}; {_compared(bench, edit)}"
+    return f"{_turned(bench, edit)}; {compared(bench, edit)}"
 
 
 def _turned(bench: Bench, edit: Edit) -> str:
@@ -247,7 +265,7 @@ def preserve_rng(bench: Bench) -> str:
             setattr(checkpointing, name, original)
 
     edit = Edit(model=around)
-    return f"{_turned(bench, edit)}; {_compared(bench, edit)}"
+    return f"{_turned(bench, edit)}; {compared(bench, edit)}"
 
 
 @trial("derived_backward")
@@ -279,24 +297,30 @@ def derived_backward(bench: Bench, *, function: str) -> str:
             yield
 
     edit = Edit(model=around)
-    return f"{_turned(bench, edit)}; {_compared(bench, edit)}"
+    return f"{_turned(bench, edit)}; {compared(bench, edit)}"
 
 
-class _Nothing(Function):
+class _Nothing:
     """A context that keeps nothing."""
 
     def save_for_backward(self, *tensors: Tensor) -> None: ...
     def mark_non_differentiable(self, *args: Any) -> None: ...
+    def set_materialize_grads(self, value: bool) -> None: ...
 
 
 @trial("random_weights")
 def random_weights(bench: Bench, *, weights: Sequence[str]) -> str:
     """Kaiming weights for these layers."""
-    named = _named(bench)
-    return _compared(bench, Edit(model=_once(lambda: [_redrawn(named[name]) for name in weights] and None)))
+    known = named(bench)
+
+    def draw() -> None:
+        for name in weights:
+            redrawn(known[name])
+
+    return compared(bench, Edit(model=once(draw)))
 
 
-def _redrawn(weight: Tensor) -> None:
+def redrawn(weight: Tensor) -> None:
     fan_in = weight[0].numel()
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(weight.shape, generator=generator) * (2 / fan_in) ** 0.5
@@ -311,111 +335,4 @@ def smaller_weights(bench: Bench, *, gains: dict[str, float]) -> str:
         with smaller(bench, gains):
             pass
 
-    return _compared(bench, Edit(model=_once(change)))
-
-
-@trial("revived")
-def revived(bench: Bench, *, module: str) -> str:
-    """Biases far below 0 are set to 0; without such, the ReLU becomes leaky."""
-    biased = [
-        m.bias
-        for m in bench.modules.values()
-        if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) and m.bias is not None
-    ]
-
-    def change() -> None:
-        for bias in biased:
-            if float(bias.mean()) < -4 * float(bias.std()) - 0.5:
-                bias.data.zero_()
-
-    if any(float(b.detach().mean()) < -4 * float(b.detach().std()) - 0.5 for b in biased if b.numel() > 1):
-        return "bias 0: " + _compared(bench, Edit(model=_once(change)))
-
-    def leaky(name: str, function: Any, args: Any, kwargs: Any) -> Any:
-        return F.leaky_relu(args[0], 0.01) if name in ("relu", "relu_") else function(*args, **kwargs)
-
-    return "LeakyReLU: " + _with_ops(bench, leaky)
-
-
-@trial("relu_for_sigmoid")
-def relu_for_sigmoid(bench: Bench) -> str:
-    """ReLU for every sigmoid and tanh, with weights drawn for it."""
-    matrices = [m.weight for m in bench.modules.values() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d)]
-
-    def ops(function: Any, args: Any, kwargs: Any) -> Any:
-        if getattr(function, "__name__", "") in ("sigmoid", "tanh", "hardsigmoid", "softsign"):
-            return args[0].relu()
-        return function(*args, **kwargs)
-
-    return _compared(bench, Edit(ops=ops, model=_once(lambda: [_redrawn(w) for w in matrices] and None)))
-
-
-@trial("group_norm")
-def group_norm(bench: Bench) -> str:
-    """GroupNorm in the place of BatchNorm."""
-
-    def change(name: str, function: Any, args: Any, kwargs: Any) -> Any:
-        if name != "batch_norm":
-            return function(*args, **kwargs)
-        channels = args[0].shape[1]
-        groups = max(n for n in (1, 2, 4) if channels % n == 0)
-        given = inspect.signature(F.batch_norm).bind(*args, **kwargs).arguments
-        return F.group_norm(args[0], groups, given.get("weight"), given.get("bias"))
-
-    return _with_ops(bench, change)
-
-
-@trial("momentum_root")
-def momentum_root(bench: Bench, *, modules: Sequence[str]) -> str:
-    """The momentum of these BatchNorms is such that two updates move the statistics as one did."""
-    chosen = [bench.modules[path] for path in modules]
-    moved = []
-    for root in (False, True):
-        with bench.live():
-            before = [m.running_mean.clone() for m in chosen]  # type: ignore[operator, union-attr]
-            for m in chosen if root else ():
-                m.momentum = 1 - (1 - float(m.momentum or 0.0)) ** 0.5  # type: ignore[assignment, arg-type]
-            bench.player.play(bench.segment, upto="backward")
-            delta = [(m.running_mean - b).norm() for m, b in zip(chosen, before)]  # type: ignore[operator]
-            moved.append(float(torch.stack(delta).norm()))
-    return f"a step moves the running means by {moved[1]:.3g}, as it was by {moved[0]:.3g}"
-
-
-@trial("less_dropout")
-def less_dropout(bench: Bench) -> str:
-    """Dropout of 0.2 for all that is stronger than a half."""
-
-    def change(name: str, function: Any, args: Any, kwargs: Any) -> Any:
-        p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-        if name not in DROPOUTS or not isinstance(p, float) or p <= 0.5:
-            return function(*args, **kwargs)
-        return function(args[0], 0.2, *args[2:], **{k: v for k, v in kwargs.items() if k != "p"})
-
-    return _with_ops(bench, change)
-
-
-@trial("scaled_scores")
-def scaled_scores(bench: Bench) -> str:
-    """Attention scores are held within 30 by a tanh."""
-
-    def change(name: str, function: Any, args: Any, kwargs: Any) -> Any:
-        if name != "softmax" or args[0].dim() < 3:
-            return function(*args, **kwargs)
-        scores = args[0]
-        capped = torch.where(scores > -1e4, 30 * torch.tanh(scores / 30), scores)
-        return function(capped, *args[1:], **kwargs)
-
-    return _with_ops(bench, change)
-
-
-@trial("balanced_router")
-def balanced_router(bench: Bench, *, experts: int) -> str:
-    """What all samples have in common is taken from the router's scores, so that no expert is preferred by all."""
-
-    def change(name: str, function: Any, args: Any, kwargs: Any) -> Any:
-        if name != "softmax" or args[0].shape[-1] != experts:
-            return function(*args, **kwargs)
-        scores = args[0]
-        return function(scores - scores.flatten(0, -2).mean(0), *args[1:], **kwargs)
-
-    return _with_ops(bench, change)
+    return compared(bench, Edit(model=once(change)))

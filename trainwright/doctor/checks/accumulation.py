@@ -1,0 +1,146 @@
+"""Gradient accumulation: whether the micro-batches of a step add up to the mean that one large batch would give."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from trainwright.doctor.case import Case
+from trainwright.doctor.checks.contract import kinds, of_step
+from trainwright.doctor.finding import Finding, Trial, Wish, check, finding
+from trainwright.runlog.records import Examined
+
+
+def windows(case: Case) -> list[Examined]:
+    """Looks at steps whose backward passes have a batch each, all through the same functions.
+
+    Two losses on one batch, real and false pictures of one critic, or an attack before the step are none.
+    """
+    return [e for e in case.exams("accumulation") if e.values.get("distinct") and e.values.get("same_functions")]
+
+
+@check
+def not_normalised(case: Case) -> Iterator[Finding]:
+    """Each micro-batch has the weight of a whole batch: the gradient is a sum of means.
+
+    The weights are derivatives of what was given to backward() by the mean it is made of. Gradients that the loop
+    divides by itself show in the norm at the step, which is then not that of the replay.
+    """
+    found = [exam for exam in windows(case) if _is_sum(exam.values)]
+    if not found:
+        return
+    last, count = found[-1], found[-1].values["backwards"]
+    yield finding(
+        "accum.not_normalised",
+        "warning",
+        last.step,
+        symptom=f"the gradient of a step is the sum of {count} micro-batches, {count} times what their mean is",
+        cause="each micro-batch's mean loss goes to backward() without being divided by the number of micro-batches",
+        remedy=f"call backward() on loss / {count}",
+        sure=0.9,
+        stage="loss",
+        since_step=found[0].step,
+        evidence=[("sum of the weights of the micro-batches", sum(last.values["weights"]), 1.0)],
+        trial=Trial("divided_loss", {"by": count}),
+        explains=("grad.clip_always_active", "opt.lr_too_high", "sched.no_warmup"),
+    )
+
+
+def _is_sum(values: dict[str, Any]) -> bool:
+    weights = values.get("weights") or [None]
+    if any(each is None for each in weights) or values.get("discarded"):
+        return False
+    then, now = values.get("norm_then"), values.get("norm_now")
+    as_recorded = not then or not now or abs(then - now) < 0.05 * now
+    return as_recorded and all(0.9 <= each <= 1.1 for each in weights)
+
+
+@check
+def token_weighting(case: Case) -> Iterator[Finding | Wish]:
+    """Means over unequal numbers of targets with equal weights, so that a target counts for more in a short one.
+
+    Only where the gradient comes out otherwise; a last batch that is smaller is no news.
+    """
+    uneven = [exam for exam in windows(case) if _is_uneven(exam.values)][:4]
+    if len(uneven) > 1 or any(len({*exam.values["counts"][:-1]}) > 1 for exam in uneven):
+        yield from (Wish("token_weights", exam.step) for exam in uneven)
+    found = [exam for exam in case.exams("token_weights") if exam.values.get("off", 0.0) > 0.1]
+    if not found:
+        return
+    last = found[-1]
+    counts = last.values["counts"]
+    yield finding(
+        "accum.token_weighting",
+        "warning",
+        found[0].step,
+        symptom=f"targets count for up to {max(counts) / min(counts):.2g} times as much as others in the same step",
+        cause=f"micro-batches of {', '.join(f'{each:g}' for each in counts)} targets each get a mean of their own and "
+        "the same weight",
+        remedy="sum the losses of all micro-batches and divide by the number of targets in all of them",
+        sure=0.9,
+        stage="loss",
+        evidence=[
+            ("difference to the gradient of the whole, relative", last.values["off"], 0.0),
+            ("loss", last.values["loss"], last.values["loss_by_count"]),
+        ],
+    )
+
+
+def _is_uneven(values: dict[str, Any]) -> bool:
+    """Equal weights for unequal counts."""
+    counts, weights = values.get("counts") or [None], values.get("weights") or [None]
+    if any(not each for each in (*counts, *weights)):
+        return False
+    return bool(max(counts) >= 1.5 * min(counts) and max(weights) < 1.1 * min(weights))
+
+
+@check
+def grads_discarded(case: Case) -> Iterator[Finding]:
+    """Gradients of micro-batches with a batch of their own are dropped before the step, in step after step."""
+    found = [exam for exam in windows(case) if exam.values.get("discarded")]
+    if len(found) < 2 or 2 * len(found) < len(windows(case)):
+        return
+    last = found[-1]
+    lost, count = last.values["discarded"], last.values["backwards"]
+    yield finding(
+        "accum.grads_discarded",
+        "critical",
+        last.step,
+        symptom=f"of {count} micro-batches only {count - lost} are in the update",
+        cause="zero_grad() is called between the backward passes of one step",
+        remedy="call zero_grad() once for each step, behind step()",
+        sure=0.95,
+        stage="backward",
+        since_step=found[0].step,
+        evidence=[("backward passes whose gradients are dropped", lost, 0)],
+        explains=("opt.lr_too_low", "accum.not_normalised", "opt.missing_zero_grad"),
+    )
+
+
+@check
+def leftover_window(case: Case) -> Iterator[Finding]:
+    """A window that began in the last epoch was not closed with it, and a whole one came on top.
+
+    Windows that run across epochs on purpose have the usual length in all.
+    """
+    counts = {record.step: len(kinds(record, "backward")) for record in case.watched}
+    usual, times = Counter(counts.values()).most_common(1)[0] if counts else (1, 0)
+    for step, before, total in case.about("contract").get("split_windows") or ():
+        if usual < 2 or times < 3 or total != usual + before or before >= usual:
+            continue
+        record = of_step(case, step)
+        yield finding(
+            "accum.leftover_window",
+            "warning",
+            step,
+            symptom=f"the update of step {step} has {total} micro-batches in it, not {usual}",
+            cause=f"the last {before} of the epoch before were never stepped on, and their gradients stayed",
+            remedy="step at the end of an epoch too (divided by what the window has), or drop what is left over",
+            sure=0.95,
+            stage="backward",
+            evidence=[
+                ("backward passes in the window", total, usual),
+                ("norm at the step", record.grad_norm if record else None),
+            ],
+        )

@@ -1,0 +1,199 @@
+"""Whether the loaders give what their user believes: samples at all, in a new order, apart from the evaluation's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from trainwright.doctor.case import Case
+from trainwright.doctor.finding import Finding, Trial, check, finding
+from trainwright.runlog.records import Tried
+
+FEW = 16
+"""Samples in an order that comes back by chance once in 16! times."""
+
+
+@check
+def empty_loader(case: Case) -> Iterator[Finding]:
+    """Epochs began and no batch ever came, and the loader's own length says that none can.
+
+    A loader that was only made, or left before its first batch, has a length. One without a length (an iterable) has
+    to be found empty twice.
+    """
+    for loader in case.about("loaders").get("empty", ()):
+        if loader["length"] not in (0, None) or (loader["length"] is None and loader["epochs"] < 2):
+            continue
+        why = f"it has {loader['samples']} samples, a batch has {loader['batch_size']}"
+        why += ", and drop_last=True drops the incomplete one" if loader["drop_last"] else ""
+        yield finding(
+            "data.empty_loader",
+            "critical" if not case.watched else "warning",
+            case.last_step,
+            symptom=f"a loader was gone through {_times(loader['epochs'])} and gave no batch",
+            cause=why if loader["samples"] is not None else "its data set gives nothing",
+            remedy="drop_last=False, or a smaller batch size"
+            if loader["drop_last"]
+            else "look at what the data set reads",
+            sure=1.0,
+            stage="input",
+            evidence=[
+                ("batches in an epoch", 0, "> 0"),
+                ("samples", loader["samples"]),
+                ("drop_last", loader["drop_last"]),
+            ],
+            explains=("opt.step_never_called", "opt.never_stepped", "loop.*"),
+        )
+        return
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
+
+
+@check
+def same_order(case: Case) -> Iterator[Finding]:
+    """Two epochs gave the same samples in the same order, and that order is not simply the one of the data set.
+
+    A sampler that is to draw an order anew each time (shuffle=True) and gives the old one is seeded again. A sequence
+    or a sampler of one's own may be meant that way: that is only told.
+    """
+    again = [r for r in case.about("loaders").get("repeats", ()) if _is_again(r)]
+    if not again:
+        return
+    seen = again[-1]
+    meant = not seen["random"]
+    cause = (
+        "DistributedSampler.set_epoch is not called"
+        if seen["distributed"]
+        else "its generator starts from the same seed in each epoch: the loader is made anew with a seeded generator, "
+        "or torch.manual_seed is called at the top of the epoch"
+    )
+    yield finding(
+        "data.same_order_every_epoch",
+        "info" if meant else "warning",
+        case.last_step,
+        symptom=f"an epoch gave the {seen['equal']} batches of the one before it again, in the same order",
+        cause=f"{seen['sampler']} gives a fixed order; fine if it is meant so" if meant else cause,
+        remedy="call sampler.set_epoch(epoch) before each epoch"
+        if seen["distributed"]
+        else "seed once before the first epoch, and keep one loader, or one generator, for the whole run",
+        sure=0.5 if meant else 0.95,
+        stage="input",
+        evidence=[("equal batches in a row", seen["equal"], 0), ("sampler", seen["sampler"])],
+        trial=None if meant else Trial("mixed_samples"),
+    )
+
+
+def _is_again(epoch: dict[str, Any]) -> bool:
+    """The whole epoch, or all that was given of one that still runs."""
+    samples = epoch["samples"]
+    return epoch["equal"] == epoch["batches"] > 0 and samples >= FEW and not epoch["ascending"]
+
+
+@check
+def train_val_overlap(case: Case) -> Iterator[Finding]:
+    """Samples that a backward pass followed are used for evaluation, by their places in the one data set.
+
+    Who looks at the training loss on purpose has another evaluation that shares nothing, or uses the training loader
+    itself: that is only told.
+    """
+    overlaps = [o for o in case.about("loaders").get("overlaps", ()) if o["samples"]]
+    shared = [o for o in overlaps if o["shared"] > 0.01 * o["samples"]]
+    if not shared:
+        return
+    worst = max(shared, key=lambda o: o["shared"] / o["samples"])
+    share = worst["shared"] / worst["samples"]
+    meant = len(shared) < len(overlaps) or worst["same_loader"]
+    whole = worst["shared"] >= worst["trained"]
+    yield finding(
+        "data.train_val_overlap",
+        "info" if meant else "warning",
+        case.last_step,
+        symptom=f"{share:.0%} of the samples of the evaluation ({worst['shared']}) are trained on",
+        cause="the same data is used for training and for evaluation"
+        if whole
+        else "the training loader takes all of the data, not only the part that was split off for training",
+        remedy="give the training loader a Subset without the samples of the evaluation",
+        sure=0.4 if meant else 0.95,
+        stage="input",
+        evidence=[
+            ("shared samples", worst["shared"], 0),
+            ("evaluated samples", worst["samples"]),
+        ],
+        trial=None if meant else Trial("apart_from_evaluation", {"ids": worst["ids"]}),
+    )
+
+
+@check
+def worker_rng_duplicate(case: Case) -> Iterator[Finding]:
+    """Two workers read one sample several times: each read differs from the last, and both read the same.
+
+    A data set without randomness reads the same each time; torch's, Python's and numpy's own generators are seeded
+    apart by torch in each worker, so that they differ. Workers that start anew each epoch from the same state repeat
+    an epoch's draws in the next, even one alone.
+    """
+    seen = case.about("loaders").get("draws", {})
+    if not seen.get("random"):
+        return
+    among, again = seen["equal_workers"] and seen["workers"] > 1, seen["equal_epochs"]
+    if not among and not again:
+        return
+    said = finding(
+        "data.worker_rng_duplicate",
+        "warning",
+        case.last_step,
+        symptom=f"the {seen['workers']} workers draw the same random numbers"
+        if among
+        else "the workers draw the same random numbers in every epoch",
+        cause="worker_init_fn gives each worker the same seed"
+        if seen["init"]
+        else "the data set holds a random generator of its own, and each worker starts with a copy of its state",
+        remedy="seed that generator in worker_init_fn from torch.initial_seed(), which differs by worker and epoch",
+        sure=0.95,
+        stage="input",
+        evidence=[
+            ("one sample read in two workers", "equal" if among else "different", "different"),
+            ("one sample read in two epochs", "equal" if again else "different", "different"),
+            ("one sample read twice by one worker", "different", "different"),
+        ],
+    )
+    if "with_seeds" in seen:
+        result = "the same draws as before" if seen["with_seeds"] else "the draws differ between workers and epochs"
+        tried = Tried(remedy="worker_init_fn that seeds from torch.initial_seed()", result=result)
+        said = dataclasses.replace(said, found=dataclasses.replace(said.found, tried=(tried,)))
+    yield said
+
+
+@check
+def unshuffled(case: Case) -> Iterator[Finding]:
+    """Batches hold few classes each while the data holds many: by their entropies, of the labels that the loss gets.
+
+    All batches together are the data once some came; before, labels are read from all over the data set. A data set
+    that is rather one class is so everywhere; one in random order has batches like itself.
+    """
+    about = case.about("loaders")
+    labels = about.get("labels") or {}
+    entropies = labels.get("entropies", ())
+    if len(entropies) < 2:
+        return
+    mean = sum(entropies) / len(entropies)
+    whole = max(labels["pooled"] if len(entropies) >= 4 else 0.0, labels["everywhere"] or 0.0)
+    if whole < 0.3 or mean > 0.5 * whole:
+        return
+    as_it_lies = about["ascending"]
+    yield finding(
+        "data.unshuffled",
+        "critical" if as_it_lies else "warning",
+        case.last_step,
+        symptom=f"batches hold hardly more than one class each: label entropy {mean:.2f}, of all the data {whole:.2f}",
+        cause="the data is sorted by class and read in its order (shuffle=False)"
+        if as_it_lies
+        else "the sampler puts samples of one class together",
+        remedy="shuffle=True",
+        sure=0.9 if as_it_lies else 0.7,
+        stage="input",
+        evidence=[("label entropy of a batch", round(mean, 3), round(whole, 3)), ("batches looked at", len(entropies))],
+        trial=Trial("mixed_samples"),
+        explains=("loss.*oscillat*", "opt.lr_too_high", "data.label_noise"),
+    )
