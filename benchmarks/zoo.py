@@ -32,10 +32,11 @@ def main() -> None:
     jobs = [(name, seed) for name in names for seed in range(asked.seeds)]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(asked.jobs, mp_context=context) as pool:
-        scores = list(pool.map(judge.one, *zip(*jobs)))
-    if asked.show:
-        for score in scores:
-            print(json.dumps(score) if asked.json else _line(score))
+        scores = []
+        for score in pool.map(judge.one, *zip(*jobs)):
+            scores.append(score)
+            if asked.show:
+                print(json.dumps(score) if asked.json else _line(score), flush=True)
     groups = sorted({score["id"][0] for score in scores})
     tables = [_healthy(scores) if g == "H" else _faults(g, [s for s in scores if s["id"][0] == g]) for g in groups]
     faulty = [s for s in scores if s["id"][0] != "H"]

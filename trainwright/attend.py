@@ -8,6 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -15,7 +17,7 @@ from torch.optim import Optimizer
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import Diagnosis, diagnose
-from trainwright.errors import TrainwrightError
+from trainwright.errors import StorageError, TrainwrightError
 from trainwright.examine import Examiner
 from trainwright.observe import probes
 from trainwright.observe.calls import parts_of
@@ -26,6 +28,7 @@ from trainwright.observe.program import Segment
 from trainwright.observe.recording import Recording
 from trainwright.observe.ring import Ring, Subject, put_back
 from trainwright.observe.spikes import OnSpike, Spikes
+from trainwright.replay.bundle import prune
 from trainwright.report.findings import lines_of
 from trainwright.runlog import records
 from trainwright.runlog.records import Found, Record
@@ -49,6 +52,17 @@ KEEP, BUDGET_BYTES = 32, 256 * 2**20
 """Of the flight recorder: steps, and what they and their snapshots may hold."""
 
 
+@dataclass(frozen=True)
+class Terms:
+    """What a watch may do to a loop, what its recorder holds, and where bundles of incidents go (None: nowhere)."""
+
+    on_nonfinite: OnNonfinite = "skip"
+    on_spike: OnSpike = "warn"
+    keep: int = KEEP
+    budget_bytes: int = BUDGET_BYTES
+    bundles: Path | None = None
+
+
 class Attendant:
     """Hears a loop, keeps its last steps, looks closely when that is due, and asks the doctor.
 
@@ -61,16 +75,13 @@ class Attendant:
         roots: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         given: dict[str, Any],
+        terms: Terms,
         *,
         write: Callable[[Record], None],
-        on_nonfinite: OnNonfinite,
-        keep: int,
-        budget_bytes: int,
-        on_spike: OnSpike = "warn",
         own_loop_at: int | None = None,
         point_at: Callable[[str], str | None] = lambda code: None,
     ) -> None:
-        self._write, self._on_nonfinite, self._point_at = write, on_nonfinite, point_at
+        self._write, self._terms, self._point_at = write, terms, point_at
         self.records: list[Record] = []
         self.first_step = self.step = own_loop_at or 0
         self._found: dict[str, Found] = {}
@@ -85,11 +96,12 @@ class Attendant:
             first_step=self.step + 1,
             own_loop=own_loop_at is not None,
         )
-        self.recording.budget_bytes = budget_bytes
+        self.recording.budget_bytes = terms.budget_bytes
         parameters = self.recording.parameters
-        self._on_spike = on_spike
-        self._veto = Veto(roots, parameters, on_nonfinite, None if own_loop_at is not None else Spikes(on_spike))
-        self._ring = Ring(keep=keep, budget_bytes=budget_bytes)
+        self._incidents = 0
+        spikes = None if own_loop_at is not None else Spikes(terms.on_spike)
+        self._veto = Veto(roots, parameters, terms.on_nonfinite, spikes)
+        self._ring = Ring(keep=terms.keep, budget_bytes=terms.budget_bytes)
         self._subject = Subject(roots, optimizers, parameters)
         self._examiner = Examiner(self._subject, self._ring)
         probes.load_all()
@@ -170,16 +182,29 @@ class Attendant:
             self._next_look_s = begin_s + cost_s + cost_s / SHARE
         if self.recording.misses_calls:
             self.hear_parts()
+        if bad:
+            self._keep_bundle(segment.step)
         if "vetoed" in segment.values:
             self._tell_veto(segment)
         self._prepare_next(segment.step)
-        if bad and self._on_nonfinite == "stop":
+        if bad and self._terms.on_nonfinite == "stop":
             raise NonFiniteStep(f"step {segment.step} is not finite", remedy="\n".join(lines_of(self.findings(), None)))
+
+    def _keep_bundle(self, step: int) -> None:
+        """What it takes to run an incident again elsewhere: of the 1st, 2nd, 4th, 8th, ... of a run."""
+        self._incidents += 1
+        if self._terms.bundles is None or self._incidents & (self._incidents - 1):
+            return
+        try:
+            self._examiner.keep(self._terms.bundles, step, {"findings": [found.code for found in self.findings()]})
+            prune(self._terms.bundles)
+        except StorageError as error:
+            self._write(records.NotSaved(time_s=time.time(), step=step, reason=f"no bundle: {error}"))
 
     def _tell_veto(self, segment: Segment) -> None:
         """The ledger: a Skipped record for an update that was not made, or for all that were undone."""
         reason = str(segment.values["vetoed"])
-        snapshot = self._ring.before(segment.step) if reason == "spike" and self._on_spike == "rollback" else None
+        snapshot = self._ring.before(segment.step) if reason == "spike" and self._terms.on_spike == "rollback" else None
         undone = [segment]
         if snapshot is not None:
             put_back(self._subject, snapshot)
@@ -334,10 +359,8 @@ class Attending:
             [state.model, *([state.loss] if state.loss is not None else [])],
             [state.optimizer],
             given,
+            Terms("observe", bundles=folder.bundles),  # the engine has a guard of its own
             write=self._journal.write,
-            on_nonfinite="observe",  # the engine has a guard of its own
-            keep=KEEP,
-            budget_bytes=BUDGET_BYTES,
             own_loop_at=state.step,
         )
         self.attendant.begin()

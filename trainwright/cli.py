@@ -153,6 +153,25 @@ def diagnose(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run fold
 
 
 @verb()
+def replay(
+    path: Annotated[
+        Path, typer.Argument(metavar="BUNDLE|RUN", help="bundles/step-N, or a run of our own engine.")
+    ],
+    step: Annotated[int | None, typer.Option(help="Which step; of a bundle, its own.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="FILE:FUNCTION", help="Builds the model of a watched loop: train.py:make"),
+    ] = None,
+    settings: Settings = None,
+    as_json: Json = False,
+) -> None:
+    """Run a step again, bit for bit, and look closely at it; exit 1 when it does not come out the same."""
+    from trainwright.rerun import rerun
+
+    _told(rerun(path, step, model=model, settings=settings or [], say=_say(as_json)), as_json)
+
+
+@verb()
 def explain(
     code: Annotated[
         str, typer.Argument(metavar="CODE", help="A finding, such as opt.missing_zero_grad, or a group: opt.")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from trainwright.doctor.finding import Trial, Wish
 from trainwright.observe.program import Backward, Constant, Segment, mapped
 from trainwright.observe.ring import Ring, Subject
 from trainwright.observe.tape import Tape
-from trainwright.replay import experiments, trials
+from trainwright.replay import bundle, experiments, trials
 from trainwright.replay.bench import Bench
 from trainwright.replay.experiments import EXPERIMENTS
 from trainwright.replay.play import NotReplayable, Player
@@ -74,6 +75,10 @@ class Examiner:
         except Exception as error:
             result = f"the trial itself failed: {type(error).__name__}: {error}"
         return (Tried(remedy=trial.name, result=result),)
+
+    def keep(self, folder: Path, step: int, about: Mapping[str, Any]) -> Path | None:
+        """Writes a bundle of ``step``; None when the recorder does not hold it any more. Raises StorageError."""
+        return bundle.keep(folder, self._player, self._ring, step, about)
 
     def unfinished(self, segment: Segment, tape: Tape, error: BaseException | None) -> dict[str, Any]:
         """What is known of a step that did not end: an exception came, or the loop was over."""

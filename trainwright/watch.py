@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainwright import __version__
-from trainwright.attend import BUDGET_BYTES, KEEP, Attendant
+from trainwright.attend import BUDGET_BYTES, KEEP, Attendant, Terms
 from trainwright.doctor.source import point_at
 from trainwright.errors import UsageError, require_choice
 from trainwright.observe.guard import OnNonfinite
@@ -36,16 +36,16 @@ class Watch:
         roots: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         given: dict[str, Any],
+        terms: Terms,
         *,
         folder: RunFolder | None,
         console: Console | None,
-        **how: Any,
     ) -> None:
         self.folder, self._console = folder, console
         self._open = ExitStack()
         self._log: LogWriter | None = None
         self._source = Source()
-        self.attendant = Attendant(roots, optimizers, given, write=self._write, point_at=self._source.line_of, **how)
+        self.attendant = Attendant(roots, optimizers, given, terms, write=self._write, point_at=self._source.line_of)
 
     def __enter__(self) -> Self:
         self._source.look_at(sys._getframe(1))
@@ -163,15 +163,19 @@ def watch(
         "schedulers": _listed(scheduler),
         "accumulation": chosen["accumulation"],
     }
+    terms = Terms(
+        on_nonfinite,
+        chosen["on_spike"],
+        int(chosen["keep"]),
+        int(chosen["memory_bytes"]),
+        folder.bundles if folder else None,
+    )
     return Watch(
         roots,
         _several(optimizer, Optimizer, "optimizer"),
         given,
+        terms,
         folder=folder,
-        on_nonfinite=on_nonfinite,
-        on_spike=chosen["on_spike"],
-        keep=int(chosen["keep"]),
-        budget_bytes=int(chosen["memory_bytes"]),
         console=None if chosen["quiet"] else Console(stderr=True),
     )
 

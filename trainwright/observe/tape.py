@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from trainwright.observe.program import Autocast, Constant, Operation, Slot, mapped, tensors_of
 
 _SIMPLE = frozenset({int, float, bool, str, type(None), torch.dtype})
+_LIKE = frozenset({"rand_like", "randn_like", "randint_like", "zeros_like", "ones_like", "full_like", "empty_like"})
 SMALL = 16  # elements: a copy of so little is cheaper than to ask whether somebody wrote to it
 
 
@@ -33,7 +34,7 @@ class Tape(TorchFunctionMode):
         super().__init__()
         self._device_type = device_type
         self._slots: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self._next = 0
+        self._next = self._reads = 0
         self.num_bytes = 0  # of the tensors that were written down as constants
         self.leaves = False  # a leaf that wants a gradient was used outside of the models
         self.grafted = False  # a tensor with a graph that the program does not know was used
@@ -62,7 +63,11 @@ class Tape(TorchFunctionMode):
     def _note(self, function: Callable[..., Any], args: Any, kwargs: Any, made: list[Tensor]) -> None:
         name = getattr(function, "__name__", "?")
         in_place = bool(args) and any(each is args[0] for each in made)
+        before = self._reads
         known = self.write(args), self.write(kwargs)
+        is_free = self._reads == before or name in _LIKE
+        if is_free and not any(each.requires_grad for each in made):
+            return  # what the loop makes of its data, or draws, is a constant where it is used
         autocast = autocast_now(self._device_type)
         self.operations.append(Operation(name, function, *known, autocast, self.slots(made), in_place))
 
@@ -83,6 +88,7 @@ class Tape(TorchFunctionMode):
         if not isinstance(leaf, Tensor):
             return leaf
         if (number := self.slot_of(leaf)) is not None:
+            self._reads += 1
             return Slot(number)
         if leaf.grad_fn is None and (leaf.requires_grad or leaf.numel() > SMALL):
             if leaf.requires_grad:

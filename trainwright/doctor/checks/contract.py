@@ -40,7 +40,7 @@ def missing_zero_grad(case: Case) -> Iterator[Finding]:
         if record is None or has_closure(record) or record is case.watched[0]:
             continue
         for number, norm in enumerate(exam.values.get("carried") or ()):
-            if norm > 1e-12 * max(record.grad_norm, 1e-30) and not _zeroed(record, number):
+            if norm > 1e-12 * max(record.grad_norm, 1e-30) and _keeps(record, number):
                 kept.setdefault(number, []).append(exam)
     declared = case.about("contract").get("accumulation") or 1
     for number, exams in kept.items():
@@ -70,13 +70,13 @@ def missing_zero_grad(case: Case) -> Iterator[Finding]:
         )
 
 
-def _zeroed(record: Watched, number: int) -> bool:
-    """Whether the optimizer's gradients were dropped between the begin of the record and its step."""
+def _keeps(record: Watched, number: int) -> bool:
+    """Whether the optimizer steps, and nobody drops its gradients between the begin of the record and that."""
     for kind, value in record.events:
         if kind == "step" and value["optimizer"] == number:
-            return False
-        if kind == "zero_grad" and value in (number, -1):
             return True
+        if kind == "zero_grad" and value in (number, -1):
+            return False
     return False
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainwright.observe.program import Backward, Call, Constant, Operation, ZeroGrad, constants_of
+from trainwright.observe.program import Backward, Call, Constant, Operation, Step, ZeroGrad, constants_of
 from trainwright.replay.bench import Bench
 from trainwright.replay.experiments import experiment
 from trainwright.replay.experiments.optim import norm_of
@@ -31,7 +31,7 @@ class _Means:
     """Watches the torch functions of a replay for means that the loss is made of, by forward call."""
 
     by_call: list[list[_Mean]] = field(default_factory=list)
-    _sums: set[int] = field(default_factory=set)
+    _sums: dict[int, int] = field(default_factory=dict)
     _kept: list[Tensor] = field(default_factory=list)
 
     def called(self, number: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -44,7 +44,7 @@ class _Means:
             return result
         name = getattr(function, "__name__", "")
         if name == "sum":
-            self._sums.add(id(result))
+            self._sums[id(result)] = int((args[0].detach() != 0).sum())
             self._kept.append(result)
         elif (is_mean := self._count(name, args, kwargs))[0]:
             result.retain_grad()
@@ -54,9 +54,10 @@ class _Means:
     def _count(self, name: str, args: Any, kwargs: Any) -> tuple[bool, float | None]:
         """Whether this is a mean, and over how many."""
         if name in ("div", "true_divide", "__truediv__") and len(args) > 1:
-            below = args[1]
-            is_count = isinstance(below, Tensor) and below.dim() == 0 and not below.requires_grad
-            return id(args[0]) in self._sums and is_count, float(below) if is_count else None
+            below, summed = args[1], self._sums.get(id(args[0]))
+            if summed is None or not isinstance(below, Tensor) or below.dim() or below.requires_grad:
+                return False, None
+            return float(below) <= 1.1 * summed, float(below)  # else by a count of all micro-batches
         if name == "mean":
             return True, float(args[0].numel())
         if not (name.endswith("_loss") or name.startswith(("cross_entropy", "binary_cross_entropy"))):
@@ -77,6 +78,8 @@ def accumulation(bench: Bench) -> dict[str, Any]:
     calls = bench.segment.calls
     if len(backwards) < 2 or len(calls) != len(backwards) or len({call.root for call in calls}) > 1:
         return told
+    if any(isinstance(each, Step) for part in list(_parts(bench))[1:] for each in part):
+        return told  # an update lies between them
     means = _Means()
     played = bench.run(Edit(inputs=means.called, ops=means.around), upto="step")
     told["distinct"] = _distinct(bench)

@@ -19,6 +19,7 @@ from trainwright.replay.tour import Tour
 
 RELUS = {"relu", "relu_", "threshold", "threshold_", "relu6"}
 DROPOUTS = {"dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout"}
+MAPS = {"linear", "conv1d", "conv2d", "conv3d"}
 _PRODUCTS = {"matmul", "bmm", "__matmul__", "einsum", "baddbmm"}
 _KEEPS = {"dropout", "to", "type_as", "nan_to_num", "clone", "contiguous", "view", "reshape", "expand"} | DROPOUTS
 _CHOICES = {"topk", "max", "argmax", "argsort", "sort", "multinomial"}
@@ -39,6 +40,7 @@ class _Look(Tour):
         self._scores: dict[int, tuple[str, Tensor, Tensor]] = {}
         self._gates: dict[int, tuple[str, Tensor]] = {}
         self._kept: list[Any] = []
+        self._usual: tuple[int, Tensor] = (0, torch.zeros(0))
 
     def on_enter(self, path: str, module: nn.Module, given: list[Tensor], recomputed: bool) -> None:
         if path not in self.order:
@@ -56,6 +58,9 @@ class _Look(Tour):
     def on_function(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
         if not self.stack:
             return
+        if name in MAPS and len(given := tensors_of([args, kwargs], 3)) > 1:
+            self._usual = id(result), given[1].detach().flatten(1).norm(dim=1) * given[0].detach().pow(2).mean().sqrt()
+            self._kept.append(result)
         if name in RELUS and args[0].is_floating_point() and not name.endswith("_"):
             self._note_relu(args[0])
         elif name in DROPOUTS:
@@ -77,7 +82,9 @@ class _Look(Tour):
             self._note_choice(name, args[0], result)
 
     def _note_relu(self, x: Tensor) -> None:
-        """Units whose input lies so far below 0, by their own spread, that no sample will ever reach it."""
+        """Units whose input lies so far below 0 that no sample will ever reach it: by its own spread, and by what its
+        weights make of such an input. Deep in a plain net signals hardly differ, and that alone makes no unit dead.
+        """
         units = x.detach().float()
         units = units.movedim(1, -1) if units.dim() in (4, 5) else units
         units = units.flatten(0, -2) if units.dim() > 1 else units[:, None]
@@ -85,7 +92,9 @@ class _Look(Tour):
             return
         mean, spread = units.mean(0), units.std(0)
         varies = spread > 1e-5 * mean.abs()
-        dead = (units.amax(0) < 0) & (mean < -4 * spread) & varies
+        made_by, usual = self._usual
+        far = torch.maximum(spread, usual.float()) if made_by == id(x) and len(usual) == len(spread) else spread
+        dead = (units.amax(0) < 0) & (mean < -4 * far) & varies
         self._keep_worse(
             self.relus,
             {

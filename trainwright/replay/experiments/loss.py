@@ -17,8 +17,7 @@ from trainwright.replay.terms import Term, terms_of
 from trainwright.replay.tour import Tour
 
 BOUNDED = frozenset(
-    "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss ctc_loss "
-    "binary_cross_entropy_with_logits kl_div multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss".split()
+    ["cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss", "ctc_loss", "binary_cross_entropy_with_logits", "kl_div", "multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss"]
 )
 """Losses that are good when they are small and have a least value: nobody wants one as large as it can be."""
 SQUARES = frozenset({"pow", "square", "abs"})

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from trainwright.observe.program import tensors_of
 from trainwright.replay.bench import Bench
 from trainwright.replay.experiments import experiment
+from trainwright.replay.experiments.layers import MAPS
 from trainwright.replay.play import Edit
 from trainwright.replay.tour import Tour, checksum, leaves_of, nodes_of
 
@@ -20,7 +21,6 @@ _MOVES = {"view", "reshape", "flatten", "unflatten", "contiguous", "permute", "t
 _MOVES |= {"dropout", "to", "float", "clone", "movedim", "expand", "rearrange"}
 """Functions after which a linear map is still one."""
 _ASKS = {"size", "dim", "__get__", "numel", "stride", "is_contiguous", "element_size", "is_floating_point"}
-_MAPS = {"linear", "conv1d", "conv2d", "conv3d"}
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, getattr(nn, "RMSNorm", nn.LayerNorm))
 _OWN = ("torch.", "trainwright.")
 FEW_ROWS = 256  # positions up to here are exact in every 16-bit type
@@ -62,7 +62,7 @@ class _Survey(Tour):
         self._note_cut(name, given, result)
         if not isinstance(result, Tensor) or not self.stack:
             return
-        if name in _MAPS and len(given) > 1:
+        if name in MAPS and len(given) > 1:
             self._note_map(given, result)
         elif name in _MOVES and given and id(given[0]) in self._from:
             self._tag(result, self._from[id(given[0])])
@@ -221,7 +221,8 @@ def _held(value: Any, depth: int = 4) -> Iterator[Tensor]:
 def isolation(bench: Bench) -> dict[str, Any]:
     """Whether the outputs for a sample change when another one does, with dropout off and BatchNorm on its own."""
     size = bench.size
-    if size is None or size < 3 or _needs_batch(bench):
+    related = any(list(x.shape).count(size) > 1 for x in bench.inputs)  # a graph or mask says who belongs to whom
+    if size is None or size < 3 or related or _needs_batch(bench):
         return {"asked": False}
     counts = [len(ids) for ids in bench.ids if ids]
     one = bench.run(Edit(mode="eval"), upto="forward")

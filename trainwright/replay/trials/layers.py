@@ -19,19 +19,21 @@ from trainwright.replay.trials.model import compared, named, once, redrawn, with
 
 @trial("revived")
 def revived(bench: Bench, *, module: str) -> str:
-    """Biases far below 0 are set to 0; without such, the ReLU becomes leaky."""
-    biased = [
-        m.bias
+    """Biases that outweigh their weights are set to 0; without such, the ReLU becomes leaky."""
+    layers = [
+        m
         for m in bench.modules.values()
         if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) and m.bias is not None
     ]
 
-    def change() -> None:
-        for bias in biased:
-            if float(bias.mean()) < -4 * float(bias.std()) - 0.5:
-                bias.data.zero_()
+    def outweighed(layer: Any) -> Tensor:
+        return layer.bias.detach() < -4 * layer.weight.detach().flatten(1).norm(dim=1)  # type: ignore[no-any-return]
 
-    if any(float(b.detach().mean()) < -4 * float(b.detach().std()) - 0.5 for b in biased if b.numel() > 1):
+    def change() -> None:
+        for layer in layers:
+            layer.bias.data[outweighed(layer)] = 0.0  # type: ignore[union-attr]
+
+    if any(bool(outweighed(layer).any()) for layer in layers):
         return "bias 0: " + compared(bench, Edit(model=once(change)))
 
     def leaky(name: str, function: Any, args: Any, kwargs: Any) -> Any:

@@ -206,6 +206,7 @@ def positions_in_fp32(bench: Bench) -> str:
         with torch.autocast(bench.player.subject.parameters[0].device.type, enabled=False):
             tables = [t for t in tensors_of(args, 2) if not t.requires_grad and _are_positions(t)]
             if tables and name in ("matmul", "__matmul__", "outer", "einsum", "bmm", "mul"):
+                num += torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
                 return function(*args, **kwargs)
         return function(*args, **kwargs)
 
@@ -273,18 +274,21 @@ def derived_backward(bench: Bench, *, function: str) -> str:
     """Autograd differentiates the forward of a custom Function."""
     with bench.live():
         found = [each for each in custom_functions(bench) if each.__name__ == function]
-    if not found or not has_context(found[0]):
-        raise NotTried("its forward cannot be run apart")
+    if not found:
+        raise NotTried("the Function is not to be found")
+    older = has_context(found[0])
+    entry = "forward" if older else "setup_context"
     original = inspect.getattr_static(found[0], "forward").__func__
+    entered = inspect.getattr_static(found[0], entry).__func__
 
-    def forward(ctx: Any, *args: Any) -> Any:
-        ctx.given = args
-        return original(ctx, *args)
+    def enter(ctx: Any, *args: Any) -> Any:
+        ctx.given = args if older else args[0]
+        return entered(ctx, *args)
 
     def backward(ctx: Any, *grads: Tensor) -> Any:
         args = [a.detach().requires_grad_(a.is_floating_point()) if isinstance(a, Tensor) else a for a in ctx.given]
         with torch.enable_grad():
-            made = tensors_of(original(_Nothing(), *args))
+            made = tensors_of(original(*((_Nothing(), *args) if older else args)))
         asked = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
         told = iter(torch.autograd.grad(made, asked, grads, allow_unused=True))
         return tuple(next(told) if isinstance(a, Tensor) and a.requires_grad else None for a in args)
@@ -292,7 +296,7 @@ def derived_backward(bench: Bench, *, function: str) -> str:
     @contextmanager
     def around() -> Iterator[None]:
         with ExitStack() as undo:
-            undo.enter_context(replaced(found[0], "forward", forward))
+            undo.enter_context(replaced(found[0], entry, enter))
             undo.enter_context(replaced(found[0], "backward", backward))
             yield
 

@@ -1,0 +1,53 @@
+"""Watches a Lightning run: ``Trainer(callbacks=[WatchCallback(out="runs/mine")])``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainwright.adapters import innermost, required
+from trainwright.runlog.records import Found
+from trainwright.watch import Watch, watch
+
+_Callback: Any = required("lightning.pytorch", needed_for="trainwright.adapters.lightning").Callback
+
+
+class WatchCallback(_Callback):  # type: ignore[misc]
+    """``tw.watch`` from the begin of ``fit`` to its end, or to the exception that ends it.
+
+    Takes the options of ``tw.watch``. Heard are calls of the LightningModule and, where ``training_step`` calls those
+    instead, of the modules right inside of it.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        self.watch: Watch | None = None
+        self._is_open = False
+
+    def findings(self) -> list[Found]:
+        """What is known by now, the first cause first."""
+        return [] if self.watch is None else self.watch.findings()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._leave(None)
+        self.watch = watch(
+            pl_module,
+            [innermost(optimizer) for optimizer in trainer.optimizers],
+            loader=trainer.train_dataloader,
+            scaler=getattr(trainer.precision_plugin, "scaler", None),
+            scheduler=[each.scheduler for each in trainer.lr_scheduler_configs],
+            **{"accumulation": trainer.accumulate_grad_batches} | self._options,
+        )
+        self.watch.__enter__()
+        self._is_open = True
+        self.watch.attendant.hear_parts()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._leave(None)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._leave(exception)
+
+    def _leave(self, error: BaseException | None) -> None:
+        if self.watch is not None and self._is_open:
+            self._is_open = False
+            self.watch.__exit__(None if error is None else type(error), error, None)
