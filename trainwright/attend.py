@@ -140,6 +140,8 @@ class Attendant:
                     told = {"unfinished": told, **self._examiner.abandoned(unfinished, self.recording.tape)}
                     self._examined(unfinished.step, told)
                 self._look(self.step, "end", finished=True)
+        except Exception as failure:  # the loop is over, well or by an exception of its own: that is what comes out
+            self.recording.fail(failure)
         finally:
             self._open.close()
 

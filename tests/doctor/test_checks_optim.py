@@ -181,6 +181,8 @@ def test_uneven_counts_are_asked_about_only_with_even_weights() -> None:
     assert said(accumulation.token_weighting, window(1, counts=counts)) == ["wish token_weights"]
     assert said(accumulation.token_weighting, window(1, counts=counts, weights=[n / 79 for n in counts])) == []
     assert said(accumulation.token_weighting, window(1, counts=[16.0, 16.0, 16.0, 8.0])) == []  # the last of an epoch
+    at_random = [window(n, counts=[3.0, 6.0, 5.0, 8.0]) for n in (1, 2)]  # samples without a label, here and there
+    assert said(accumulation.token_weighting, *at_random) == []
     off = examined("token_weights", 1, counts=counts, off=0.4, loss=0.93, loss_by_count=0.92)
     assert "accum.token_weighting" in said(accumulation.token_weighting, window(1, counts=counts), off)
 

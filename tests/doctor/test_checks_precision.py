@@ -12,7 +12,7 @@ from trainwright.doctor.checks import memory, modes, precision, schedule
 from trainwright.doctor.finding import Check, Finding, Wish
 from trainwright.runlog.records import Examined, Record, Watched
 
-SHADOW = {
+SHADOW: dict[str, Any] = {
     "error": None,
     "loss": 1.0,
     "loss_fp32": 1.0,
@@ -25,8 +25,8 @@ SHADOW = {
     "loss_ops": ["kl_div"],
     "emptied": [],
 }
-FP16 = {"values": ["float16"], "weights": [], "backwards": 1}
-MEMORY = {"old_losses": 20, "graphs_alive": 0, "losses_alive": 0, "old_outputs": 20, "outputs_alive": 0}
+FP16: dict[str, Any] = {"values": ["float16"], "weights": [], "backwards": 1}
+MEMORY: dict[str, Any] = {"old_losses": 20, "graphs_alive": 0, "losses_alive": 0, "old_outputs": 20, "outputs_alive": 0}
 
 
 def exam(experiment: str, step: int = 4, **values: Any) -> Examined:
@@ -118,7 +118,7 @@ def stepped(windows: Sequence[Sequence[int]], **part: Any) -> dict[str, Any]:
 
 
 EACH_STEP = [[0, 1, 0], [1, 1, 1], [1, 1, 1]]
-STEP_LR = {"class": "StepLR", "gamma": 0.1}
+STEP_LR: dict[str, Any] = {"class": "StepLR", "gamma": 0.1}
 CODE_OF_UNITS = ["sched.unit_mismatch"]
 
 
@@ -191,7 +191,13 @@ class TestModes:
 
     @pytest.mark.parametrize(("bursts", "in_eval", "expected"), [(1, [], 1), (9, [], 0), (1, [5], 0)])
     def test_evaluation_in_train_mode(self, bursts: int, in_eval: list[int], expected: int) -> None:
-        told = {"steps": 10, "depends": 2, "norms": 1, "evaluated_in_train": [9], "evaluated_in_eval": in_eval}
+        told: dict[str, Any] = {
+            "steps": 10,
+            "depends": 2,
+            "norms": 1,
+            "evaluated_in_train": [9],
+            "evaluated_in_eval": in_eval,
+        }
         assert (
             len(codes(modes.evaluated_in_train_mode, exam("modes", num_evaluated_in_train=bursts, **told))) == expected
         )

@@ -155,7 +155,7 @@ WAYS = (by_hand, by_lightning, by_lightning_calling_itself, by_trainer)
     [
         ("nan", "data.nonfinite_input"),
         ("softmax", "loss.softmax_before_ce"),
-        ("missing parameters", "opt.missing_params"),
+        ("missing parameters", "opt.params_missing"),
     ],
 )
 def test_the_same_fault_gets_the_same_diagnosis(fault: str, code: str, tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from trainwright import watch
 from trainwright.adapters import innermost, required
 from trainwright.runlog.records import Found
-from trainwright.watch import Watch, watch
+
+if TYPE_CHECKING:
+    from trainwright.watch import Watch
 
 _transformers: Any = required("transformers", needed_for="trainwright.adapters.transformers")
 required("accelerate", needed_for="trainwright.adapters.transformers")

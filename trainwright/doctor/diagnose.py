@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from trainwright.doctor import checks as _all_checks  # noqa: F401  registers them
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import CHECKS, STAGES, Finding, Wish
+from trainwright.doctor.finding import CHECKS, STAGES, Check, Finding, Wish, finding
 
 _SEVERITIES = ("critical", "warning", "info")
 
@@ -26,12 +26,29 @@ def diagnose(case: Case) -> Diagnosis:
     findings: dict[str, Finding] = {}
     wishes: dict[Wish, None] = {}
     for check in CHECKS:
-        for said in check(case):
+        for said in _said(check, case):
             if isinstance(said, Wish):
                 wishes[said] = None
             elif (known := findings.get(said.found.code)) is None or said.found.sure > known.found.sure:
                 findings[said.found.code] = said
     return Diagnosis(tuple(_in_order(_folded(findings.values()))), tuple(wishes))
+
+
+def _said(check: Check, case: Case) -> Sequence[Finding | Wish]:
+    """What a check says. Its own mistake is told and is not the loop's: nobody's run ends by it."""
+    try:
+        return list(check(case))
+    except Exception as error:
+        failed = finding(
+            "doctor.failed",
+            "info",
+            case.last_step,
+            symptom=f"the check {check.__name__} failed: {type(error).__name__}: {error}",
+            cause="a mistake in Trainwright: what this check looks for was not looked for",
+            remedy="report it, with the run folder",
+            sure=1.0,
+        )
+        return [failed]
 
 
 def _folded(findings: Iterable[Finding]) -> list[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from trainwright.observe.program import (
     Segment,
     Step,
     ZeroGrad,
+    tensors_of,
 )
 from trainwright.observe.tape import Tape, autocast_now
 
@@ -73,7 +75,7 @@ class Recording(Listener):
         self._stepped: set[int] = set()
         self._scales: dict[int, tuple[Tensor, Any, float]] = {}
         self._scaler_steps = False
-        self.pending_ids: tuple[Any, Ids] | None = None
+        self._fetched: deque[tuple[Ids, set[int]]] = deque(maxlen=16)
         self._ended_s = time.perf_counter()
         self._waited_s = 0.0
 
@@ -81,7 +83,16 @@ class Recording(Listener):
 
     def on_batch(self, iterator: Any, ids: Any, batch: Any, wait_s: float) -> None:
         self._waited_s += wait_s
-        self.pending_ids = (iterator, _as_ids(ids))
+        self._fetched.append((_as_ids(ids), _places(batch)))
+
+    def _take_ids(self, given: Any) -> None:
+        """The ids of the batch that a call is given. Many trainers fetch the next one before they use this one."""
+        if self._fetched:
+            places = _places(given)
+            found = next((each for each in self._fetched if not places.isdisjoint(each[1])), self._fetched[-1])
+            while self._fetched.popleft() is not found:
+                pass
+            self.segment.ids.append(found[0])
 
     def on_forward(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth += 1
@@ -94,9 +105,7 @@ class Recording(Listener):
             return
         self.tape.stop()  # what the model does is not the loop's doing, and a mode on the stack would be compiled in
         self._shorten()
-        if self.pending_ids is not None:
-            self.segment.ids.append(self.pending_ids[1])
-            self.pending_ids = None
+        self._take_ids((args, kwargs))
         written = self.tape.write((args, kwargs))
         now = autocast_now(self.device.type)
         self._call = Call(index, written[0], written[1], self._rng(), self._modes(), now)
@@ -361,6 +370,11 @@ def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     if isinstance(copy.get("lr"), Tensor):
         copy["lr"] = copy["lr"].detach().clone()
     return copy
+
+
+def _places(value: Any) -> set[int]:
+    """Where the tensors of a batch lie in memory: a part of one lies there too."""
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors_of(value, 3) if tensor.layout is torch.strided}
 
 
 def _as_ids(ids: Any) -> Ids:

@@ -47,7 +47,7 @@ def _split(slot: int, weight: float, made: dict[int, Operation]) -> list[Term]:
         return _split(slots[0], -weight, made)
     if name in ("mul", "imul", "rmul") and len(slots) == len(factors) == 1:
         return _split(slots[0], weight * factors[0], made)
-    if name in ("div", "truediv", "idiv", "itruediv") and isinstance(operation.args[0], Slot) and factors and factors[0]:
+    if name in ("div", "truediv") and isinstance(operation.args[0], Slot) and factors and factors[0]:
         return _split(slots[0], weight / factors[0], made)
     if name in ("sum", "mean") and len(operation.args) == 1 and slots:
         return _stacked(slots[0], weight, made, name) or [Term(slot, _named(slots[0], name, made), weight)]

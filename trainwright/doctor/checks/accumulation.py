@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from statistics import variance
 from typing import Any
 
 from trainwright.doctor.case import Case
@@ -88,11 +89,15 @@ def token_weighting(case: Case) -> Iterator[Finding | Wish]:
 
 
 def _is_uneven(values: dict[str, Any]) -> bool:
-    """Equal weights for unequal counts."""
+    """Equal weights for counts that differ by more than if targets were left out one by one at random.
+
+    Those have a variance below their mean (binomial), and weigh alike in the long run. Lengths do not.
+    """
     counts, weights = values.get("counts") or [None], values.get("weights") or [None]
-    if any(not each for each in (*counts, *weights)):
+    if len(counts) < 2 or any(not each for each in (*counts, *weights)):
         return False
-    return bool(max(counts) >= 1.5 * min(counts) and max(weights) < 1.1 * min(weights))
+    differ = max(counts) >= 1.5 * min(counts) and variance(counts) > 1.25 * sum(counts) / len(counts)
+    return differ and bool(max(weights) < 1.1 * min(weights))
 
 
 @check

@@ -183,7 +183,7 @@ def pad_in_loss(case: Case) -> Iterator[Finding | Wish]:
 def label_feature_misaligned(case: Case) -> Iterator[Finding | Wish]:
     """The loss stays where it is for whoever knows only how frequent each class is, and the data says no more.
 
-    Two plain learners find nothing in hundreds of samples, at least thirty for each class, while the model does
+    Plain learners find nothing in hundreds of samples, at least thirty for each class, while the model does
     memorise a single batch: so it learns, and there is nothing to be learned. Labels of which some are wrong leave a
     part that can be; a model that cannot learn does not memorise either.
     """
@@ -212,11 +212,7 @@ def label_feature_misaligned(case: Case) -> Iterator[Finding | Wish]:
             sure=0.7,
             stage="label",
             evidence=[
-                (
-                    f"right on held-out samples of {seen['samples']}",
-                    round(seen["right"], 3),
-                    round(seen["majority"], 3),
-                ),
+                (f"what {seen['samples']} samples say of labels, over chance", round(seen["deviations"], 1), "> 3"),
                 ("loss when one batch is repeated", [memorised[0], memorised[-1]], None),
             ],
             explains=("opt.lr_too_low", "data.label_noise"),

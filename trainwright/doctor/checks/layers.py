@@ -159,30 +159,32 @@ def bn_double_update(case: Case) -> Iterator[Finding]:
 
 
 @check
-def excess_dropout(case: Case) -> Iterator[Finding]:
-    """Dropout of 0.7 or more, and at several looks in a row the same batch has a clearly lower loss without it.
+def excess_dropout(case: Case) -> Iterator[Finding | Wish]:
+    """Dropout of 0.7 or more, and over several draws the same batch has a clearly lower loss without it.
 
-    How low tells it from a dropout that does its work: there what is learned with it holds with it as well.
+    Not before some steps are made: nothing has been learned yet that dropout could take away.
     """
-    looks = [exam for exam in _looks(case) if exam.values.get("dropout")][-4:]
-    if len(looks) < 4:
+    looks = _looks(case)
+    if not looks or not looks[-1].values["dropout"] or looks[-1].step < 8:
         return
-    told = looks[-1].values
-    path, p = max(told["dropout"].items(), key=lambda item: float(item[1]))
-    gaps = [1 - e.values["loss_without_dropout"] / e.values["loss"] for e in looks if e.values["loss"] > 0]
-    if len(gaps) < 4 or min(gaps) <= 0 or sum(gaps) / 4 < (0.04 if p >= 0.8 else 0.15):
+    step, (path, p) = looks[-1].step, max(looks[-1].values["dropout"].items(), key=lambda item: float(item[1]))
+    told = next((exam.values for exam in case.exams("dropout_gap") if exam.step == step), None)
+    if told is None:
+        yield Wish("dropout_gap", step)
+        return
+    if "with" not in told or not told["with"] * (1 - (0.04 if p >= 0.8 else 0.15)) > told["without"] >= 0:
         return
     yield finding(
         "model.excess_dropout",
         "warning",
-        looks[-1].step,
-        symptom=f"the loss of a batch is {told['loss']:.3g} with dropout, {told['loss_without_dropout']:.3g} without",
+        step,
+        symptom=f"the loss of a batch is {told['with']:.3g} with dropout, {told['without']:.3g} without",
         cause=f"{path or 'the model'} drops {p:.0%} of its values: too little is left to learn from",
         remedy="a smaller p: 0.1 to 0.3",
         sure=0.85,
         stage="forward",
         where=Where(module=path or None, op="dropout"),
-        evidence=[("loss with dropout", told["loss"], told["loss_without_dropout"]), ("p", p, "0.5 at most")],
+        evidence=[("loss with dropout", told["with"], told["without"]), ("p", p, "0.5 at most")],
         trial=Trial("less_dropout"),
     )
 

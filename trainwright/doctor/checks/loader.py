@@ -169,24 +169,23 @@ def worker_rng_duplicate(case: Case) -> Iterator[Finding]:
 def unshuffled(case: Case) -> Iterator[Finding]:
     """Batches hold few classes each while the data holds many: by their entropies, of the labels that the loss gets.
 
-    All batches together are the data once some came; before, labels are read from all over the data set. A data set
-    that is rather one class is so everywhere; one in random order has batches like itself.
+    They are held against batches of the same size drawn at random, from the labels of all batches so far or of samples
+    all over the data set. One that is rather one class is so everywhere; tiny batches hold few classes by chance.
     """
     about = case.about("loaders")
     labels = about.get("labels") or {}
-    entropies = labels.get("entropies", ())
-    if len(entropies) < 2:
+    entropies, mixed = labels.get("entropies", ())[:16], labels.get("mixed")
+    if len(entropies) < 2 or not mixed:
         return
-    mean = sum(entropies) / len(entropies)
-    whole = max(labels["pooled"] if len(entropies) >= 4 else 0.0, labels["everywhere"] or 0.0)
-    if whole < 0.3 or mean > 0.5 * whole:
+    mean, (lowest, whole) = sum(entropies) / len(entropies), mixed
+    if whole < 0.2 or mean > 0.5 * whole or mean >= lowest:
         return
     as_it_lies = about["ascending"]
     yield finding(
         "data.unshuffled",
         "critical" if as_it_lies else "warning",
         case.last_step,
-        symptom=f"batches hold hardly more than one class each: label entropy {mean:.2f}, of all the data {whole:.2f}",
+        symptom=f"batches hold hardly more than one class each: label entropy {mean:.2f}, mixed ones {whole:.2f}",
         cause="the data is sorted by class and read in its order (shuffle=False)"
         if as_it_lies
         else "the sampler puts samples of one class together",

@@ -129,7 +129,7 @@ def warm(case: Case) -> Examined | None:
         was, tenth, ramped = (exam.values[name] for name in ("as_it_was", "tenth", "warm"))
         start, half = was[0], exam.values["warm_steps"]
         gained, possible = start - mean(ramped[half:]), start - mean(tenth[half:])
-        if len(ramped) == len(was) and gained > max(0.2 * possible, 2 * (start - mean(was[half:])), 0.1 * abs(start)):
+        if len(ramped) == len(was) and gained > max(0.5 * possible, 2 * (start - mean(was[half:])), 0.1 * abs(start)):
             return exam
     return None
 
@@ -299,7 +299,7 @@ def clip_always_active(case: Case) -> Iterator[Finding | Wish]:
 
 @check
 def exploding(case: Case) -> Iterator[Finding | Wish]:
-    """Gradients grow by a factor with every step back through time, to thousands of times what they were at the end.
+    """Gradients grow by a factor with every step back through time, to many times what they were at the end.
 
     A learning rate that is too high has normal gradients at first; these are large before any update.
     """
@@ -308,7 +308,7 @@ def exploding(case: Case) -> Iterator[Finding | Wish]:
     for exam in case.exams("through_time"):
         grown = [c for c in exam.values.get("chains") or () if c["factor"] > 1.02 and c["fit"] < -0.8]
         worst = max(grown, key=lambda c: c["factor"] ** c["length"], default=None)
-        if worst is None or worst["factor"] ** (worst["length"] - 1) < 300:
+        if worst is None or worst["factor"] ** (worst["length"] - 1) < 50:
             continue
         largest = exam.values["largest"]
         yield finding(
@@ -333,4 +333,4 @@ def _pulls(values: dict[str, Any]) -> bool:
     """Whether the loss would change by many times itself if the weights changed by a hundredth."""
     if "grad_norm" not in values:
         return False
-    return bool(values["grad_norm"] * values["weight_norm"] > 1e3 * max(abs(values["loss"]), 1e-6))
+    return bool(values["grad_norm"] * values["weight_norm"] > 300 * max(abs(values["loss"]), 1e-6))

@@ -165,6 +165,8 @@ def _whole(scheduler: dict[str, Any]) -> list[list[int]]:
     Not the first: what was before it is not known.
     """
     windows: list[list[int]] = scheduler["windows"]
+    if not windows:
+        return []
     return windows if scheduler["calls"] > sum(w[0] for w in windows) + windows[-1][0] else windows[1:]
 
 

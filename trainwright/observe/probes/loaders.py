@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -298,6 +299,7 @@ class Loaders(Probe):
                 "entropies": [_entropy(each) for each in labels.batches],
                 "pooled": _entropy(sum(labels.batches, Counter())),
                 "everywhere": _entropy(labels.everywhere) if labels.everywhere else None,
+                "mixed": _mixed(labels),
             },
             "ascending": self._training is not None and self._training.ascending and bool(self._training.samples),
             "epochs": sum(each.epochs for each in self._sources.values()),
@@ -311,6 +313,19 @@ def _targets(segment: Segment) -> list[Tensor]:
         if isinstance(each, Operation | Call):
             found += [c.tensor for c in constants_of((each.args, each.kwargs)) if not c.tensor.requires_grad]
     return found
+
+
+def _mixed(labels: _Labels) -> list[float]:
+    """The lowest and the mean of what the mean entropy of as many batches is when their samples are drawn at random."""
+    known = labels.everywhere or (sum(labels.batches, Counter()) if len(labels.batches) >= 4 else None)
+    if not known:
+        return []
+    values, weights = list(known), list(known.values())
+    generator, means = random.Random(0), []
+    for _ in range(16):
+        drawn = [Counter(generator.choices(values, weights, k=each.total())) for each in labels.batches[:16]]
+        means.append(sum(map(_entropy, drawn)) / len(drawn))
+    return [min(means), sum(means) / len(means)]
 
 
 def _entropy(counts: Counter[float]) -> float:

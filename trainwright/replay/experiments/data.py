@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from trainwright.replay.samples import (
     standardised,
 )
 
-MOST_ROWS, MOST_COLUMNS = 256, 16384
+MOST_ROWS, MOST_COLUMNS, MOST_JUDGED = 256, 16384, 1024
 TAIL = 2
 """Places that a row must end with to count as filled up."""
 
@@ -155,12 +157,14 @@ def padding_in_loss(bench: Bench) -> dict[str, Any]:
                 tensor.retain_grad()
                 kept.append(tensor)
 
-    handles = [root.register_forward_hook(keep) for root in bench.roots]
-    try:
-        bench.run()
-    finally:
+    @contextmanager
+    def hooked() -> Iterator[None]:
+        handles = [root.register_forward_hook(keep) for root in bench.roots]
+        yield
         for handle in handles:
             handle.remove()
+
+    bench.run(Edit(model=hooked))
     grads = [tensor.grad for tensor in kept if tensor.grad is not None]
     if not grads or not bool(deep.any()):
         raise NotReplayable("the model has no output for each place, or no row has enough padding")
@@ -177,10 +181,10 @@ def standardised_inputs(bench: Bench) -> dict[str, Any]:
 
 @experiment("label_signal", when="asked")
 def label_signal(bench: Bench) -> dict[str, Any]:
-    """Whether inputs say anything about labels: two plain learners, judged on recorded samples that they did not see.
+    """Whether inputs say anything about labels: plain learners, judged on recorded samples that they did not see.
 
-    ``memorised``: the losses of the model when it is given this batch again and again. ``right`` is the better of a
-    linear classifier and the nearest neighbours; ``majority`` what always naming the most frequent class would give.
+    ``memorised``: the losses of the model when it is given this batch again and again. ``deviations``: by how much the
+    best of them is above chance.
     """
     classes, target = classes_of(bench)
     samples = None if target is None else pooled(bench, target)
@@ -188,18 +192,14 @@ def label_signal(bench: Bench) -> dict[str, Any]:
         raise NotReplayable("the samples of this step have no one label each")
     finite = samples.x.flatten(1).isfinite().all(1)
     x, y = _features(samples.x[finite]), samples.y[finite]
+    x, y = x[:MOST_JUDGED], y[:MOST_JUDGED]
     if len(y) < 4 * classes:
         raise NotReplayable("too few of the recorded samples are finite")
-    right = max(_cross_validated(x, y, classes, linear) for linear in (True, False))
-    majority = int(y.bincount().max()) / len(y)
-    chance = math.sqrt(max(majority * (1 - majority), 1e-9) / len(y))
     return {
         "samples": len(y),
         "classes": len(torch.unique(y)),
         "entropy": entropy(y),
-        "right": right,
-        "majority": majority,
-        "deviations": (right - majority) / chance,
+        "deviations": _told_of(x, y, classes),
         "memorised": bench.train(48, repeat=True),
     }
 
@@ -220,18 +220,34 @@ def _features(x: Tensor) -> Tensor:
     return x
 
 
-def _cross_validated(x: Tensor, y: Tensor, classes: int, linear: bool) -> float:
-    """The share that is right of samples held out in turn, a quarter at a time."""
+def _told_of(x: Tensor, y: Tensor, classes: int) -> float:
+    """How well scores for samples held out in turn, a quarter at a time, follow their classes.
+
+    In standard deviations of chance: the correlations of each class's score with being of it, taken together. The best
+    of a linear map, one with all products of two columns (both as kernel ridge regressions), and the nearest samples.
+    """
     fold = torch.arange(len(y), device=y.device) % 4
-    hot = F.one_hot(y, classes).double()
-    right = 0
+    truth = F.one_hot(y, classes).double()
+    linear = x @ x.T / x.shape[1]
+    learners = {"linear": linear, "products": (1 + linear).square(), "near": -torch.cdist(x, x)}
+    return max(_followed(name, kernel, truth.clone(), fold) for name, kernel in learners.items())
+
+
+def _followed(learner: str, kernel: Tensor, truth: Tensor, fold: Tensor) -> float:
+    scores = torch.zeros_like(truth)
     for held_out in range(4):
         seen, new = fold != held_out, fold == held_out
-        if linear:
-            gram = x[seen].T @ x[seen] + len(y) * 0.1 * torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
-            scores = x[new] @ torch.linalg.solve(gram, x[seen].T @ (hot[seen] - hot[seen].mean(0))) + hot[seen].mean(0)
+        centred = truth[seen] - truth[seen].mean(0)
+        if learner == "near":
+            scores[new] = centred[kernel[new][:, seen].topk(9).indices].mean(1)
         else:
-            near = torch.cdist(x[new], x[seen]).topk(min(9, int(seen.sum())), largest=False).indices
-            scores = hot[seen][near].mean(1)
-        right += int((scores.argmax(1) == y[new]).sum())
-    return right / len(y)
+            own = kernel[seen][:, seen]
+            ridge = own.diagonal().mean() * torch.eye(len(own), dtype=own.dtype, device=own.device)
+            scores[new] = kernel[new][:, seen] @ torch.linalg.solve(own + ridge, centred)
+    for held_out in range(4):
+        new = fold == held_out
+        scores[new] -= scores[new].mean(0)
+        truth[new] -= truth[new].mean(0)
+    norms = scores.norm(dim=0) * truth.norm(dim=0)
+    r = ((scores * truth).sum(0) / norms.clamp(min=1e-12))[norms > 1e-12]
+    return float(r.sum() * math.sqrt(len(truth) / max(1, len(r))))

@@ -95,9 +95,9 @@ def _looked_up(known: Tensor, rows: Tensor) -> Tensor | None:
     return found if torch.equal(known[found], rows) else None
 
 
-def _token_inputs(bench: Bench) -> list[Tensor]:
+def token_inputs(bench: Bench) -> list[Tensor]:
     found = {id(x): x for x in bench.inputs if not x.is_floating_point() and x.dtype != torch.bool}
-    return [x for x in found.values() if x.dim() == 2 and x.shape[1] > 2 and len(x.unique()) > 2]
+    return [x for x in found.values() if x.dim() == 2 and x.shape[1] > 2 and int(x.max() - x.min()) > 1]
 
 
 def _replayed(bench: Bench, **edit: Any) -> tuple[list[Asked], list[Tensor]]:
@@ -118,7 +118,7 @@ def tokens(bench: Bench) -> dict[str, Any]:
     """
     asked, outputs = _replayed(bench)
     found = []
-    for number, ids in enumerate(_token_inputs(bench)):
+    for number, ids in enumerate(token_inputs(bench)):
         for which, one in enumerate(asked):
             placed = place(one, ids, outputs)
             if placed is None:
@@ -179,7 +179,7 @@ def _ends(bench: Bench, placed: Placed) -> dict[str, Any] | None:
     last = ids[:, -1]
     filler = last.mode().values
     run = (ids.flip(1) == filler).cumprod(1).sum(1)
-    if int((run >= 2).sum()) < max(2, len(ids) // 5) or len(run.unique()) < 2:
+    if int((run >= 2).sum()) < max(2, len(ids) // 5) or int(run.min()) == int(run.max()):
         return None
     is_it = ids == filler
     column = torch.arange(length, device=ids.device)
@@ -187,7 +187,7 @@ def _ends(bench: Bench, placed: Placed) -> dict[str, Any] | None:
     after_target = torch.cat([torch.zeros_like(is_it[:, :1]), wanted[:, :-1] >= 0], 1)
     within = is_it & ~trailing & after_target
     first = is_it & (column == (length - run)[:, None]) & after_target
-    masks = [x for x in bench.inputs if x.shape == ids.shape and len(x.unique()) == 2 and int(x.max()) == 1]
+    masks = [x for x in bench.inputs if x.shape == ids.shape and int(x.max()) == 1]
     attended = max((int((first & (mask != 0)).sum()) for mask in masks if int(mask.min()) == 0), default=0)
     used = is_it & (wanted >= 0)
     return {
@@ -219,7 +219,10 @@ def sample_labels(bench: Bench) -> dict[str, Any]:
         own = scores.gather(1, one.target.clamp(min=0)[:, None])
         ranks, sure = (scores > own).sum(1), scores.max(1).values.exp()
         told = zip(ids or (), one.target.tolist(), ranks.tolist(), sure.tolist(), (-own[:, 0]).tolist())
-        latest.update({i: (rank, p, loss) for i, target, rank, p, loss in told if target >= 0})
+        for i, target, rank, p, loss in told:
+            latest.pop(i, None)  # so that they stay in the order in which they were last fed
+            if target >= 0:
+                latest[i] = (rank, p, loss)
     return {
         "classes": int(seen[0].rows.shape[1]),
         "ids": list(latest),

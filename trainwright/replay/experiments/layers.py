@@ -216,7 +216,7 @@ def layers(bench: Bench) -> dict[str, Any]:
                 look.norms[path]["updates"] = number - before[path]
     strong = {path: p for path, p in look.dropout.items() if p >= STRONG}
     routers = {path: seen for path, seen in look.routers.items() if seen["is_router"]}
-    told = {
+    return {
         "loss": played.loss,
         "relus": look.relus,
         "attention": look.attention,
@@ -226,9 +226,19 @@ def layers(bench: Bench) -> dict[str, Any]:
         "narrow": any(call.autocast[0] for call in bench.segment.calls) or _is_narrow(bench),
         "dropout": strong,
     }
-    if strong:
-        told["loss_without_dropout"] = bench.run(Edit(ops=_undropped), upto="forward").loss
     return told
+
+
+@experiment("dropout_gap", when="asked")
+def dropout_gap(bench: Bench) -> dict[str, Any]:
+    """The loss of the step's batch without strong dropout, and its mean over several draws of it."""
+    losses = []
+    with bench.live():
+        for seed in range(8):
+            torch.manual_seed(seed)
+            losses.append(bench.player.play(bench.segment, Edit(fresh_rng=True), upto="forward").loss)
+    without = bench.run(Edit(ops=_undropped), upto="forward").loss
+    return {"with": sum(losses) / len(losses), "without": without}
 
 
 def _updates(bench: Bench) -> dict[str, int]:

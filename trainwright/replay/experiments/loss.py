@@ -1,4 +1,4 @@
-"""What a loss is made of: every standard loss and softmax of a step, what each was given, and what it is asked to do."""
+"""What a loss is made of: each standard loss and softmax of a step, what it was given, and which way it is pulled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,22 @@ from trainwright.replay.terms import Term, terms_of
 from trainwright.replay.tour import Tour
 
 BOUNDED = frozenset(
-    ["cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss", "ctc_loss", "binary_cross_entropy_with_logits", "kl_div", "multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss"]
+    [
+        "cross_entropy",
+        "nll_loss",
+        "mse_loss",
+        "l1_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "binary_cross_entropy",
+        "soft_margin_loss",
+        "ctc_loss",
+        "binary_cross_entropy_with_logits",
+        "kl_div",
+        "multi_margin_loss",
+        "multilabel_margin_loss",
+        "multilabel_soft_margin_loss",
+    ]
 )
 """Losses that are good when they are small and have a least value: nobody wants one as large as it can be."""
 SQUARES = frozenset({"pow", "square", "abs"})
@@ -91,7 +106,7 @@ class _Losses(Tour):
         low, high = sorted(pair, key=lambda each: each.dim())
         if not low.dim() or low.shape[0] != high.shape[0] or low.shape[0] < 2:
             return
-        count = math.prod(torch.broadcast_shapes(low.shape, high.shape))
+        count = math.prod(torch.broadcast_shapes(low.shape, high.shape))  # type: ignore[no-untyped-call]
         one_learns = low.requires_grad != high.requires_grad
         if count <= max(low.numel(), high.numel()) or not one_learns:
             return
@@ -126,6 +141,9 @@ class _Losses(Tour):
             told["made_in"] = self._probabilities.get(id(x), "") or self._through_views(x)
         if name == "nll_loss":
             told["above_0"] = float((x.detach() > 0).double().mean())
+        if name in ("cross_entropy", "nll_loss") and x.dim() == 2 and isinstance(target, Tensor) and target.dim() == 1:
+            scores = x.detach().float().softmax(1) if name == "cross_entropy" else x.detach().float().exp()
+            told |= {"right": float((scores.argmax(1) == target).double().mean()), "sure": float(scores.amax(1).mean())}
         if name.startswith("binary") and isinstance(target, Tensor) and target.numel():
             told |= {"target_min": float(target.min()), "target_max": float(target.max())}
         if name != "softmax":
@@ -148,7 +166,7 @@ class _Losses(Tour):
             told["value"] = weighed(told["op"], result, gradient)
 
         if result.requires_grad:
-            result.register_hook(hook)
+            result.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def wants(op: str, gradient: Tensor) -> int:
@@ -176,8 +194,10 @@ def weighed(op: str, result: Tensor, gradient: Tensor) -> float:
     return -value if op == "log_softmax" else value
 
 
-_MOVES = ("View", "Squeeze", "Unsqueeze", "Reshape", "Permute", "Slice", "Select", "Transpose", "TBackward", "ToCopy")
-_MOVES += ("Clone", "Alias", "UnsafeView", "Index", "Expand")
+_MOVES = (
+    "View", "Squeeze", "Unsqueeze", "Reshape", "Permute", "Slice", "Select", "Transpose", "TBackward", "ToCopy",
+    "Clone", "Alias", "UnsafeView", "Index", "Expand",
+)  # fmt: skip
 
 
 def _made_by(x: Tensor, names: tuple[str, ...]) -> Any:
@@ -194,7 +214,7 @@ def _made_by(x: Tensor, names: tuple[str, ...]) -> Any:
 
 @experiment("loss", when="checkup")
 def loss(bench: Bench) -> dict[str, Any]:
-    """The losses and softmaxes of the step with what each was given, shapes that broadcast, and the terms of the sum."""
+    """The losses and softmaxes of the step with what each was given, shapes that broadcast, the terms."""
     tour = _Losses(bench)
     with bench.live():
         tour.go()
@@ -214,12 +234,11 @@ def _is_tokens(x: Tensor) -> bool:
 
 
 class _Values(Tour):
-    """Follows the first loss that is wanted larger through a training."""
+    """Follows what the loss is made of through a training: each value as it would be without a sign turned."""
 
     def __init__(self, bench: Bench) -> None:
         super().__init__(bench)
         self.values: list[float] = []
-        self._wanted = True
 
     def on_function(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
         op = "log_softmax" if name == "log_softmax" else name
@@ -231,21 +250,26 @@ class _Values(Tour):
             if wants(op, gradient):
                 self.values.append(weighed(op, result, gradient))
 
-        result.register_hook(hook)
+        result.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def followed(bench: Bench, steps: int, **edit: Any) -> list[float]:
+    """The standard loss itself over updates on this batch alone, whatever sign backward was given."""
+    tour = _Values(bench)
+    with bench.live():
+        for _ in range(steps):
+            tour.go("step", **edit)
+    return tour.values
 
 
 @experiment("sign", when="asked")
 def sign(bench: Bench) -> dict[str, Any]:
     """The standard loss itself over a few updates on this batch: as it was, with a tenth of the rate, sign turned."""
-    told: dict[str, Any] = {}
-    for key, edit in (("as_it_was", {}), ("tenth", {"lr": 0.1}), ("turned", {"sign": -1.0, "lr": 0.1})):
-        tour = _Values(bench)
-        changed: dict[str, Any] = dict(edit)
-        with bench.live():
-            for _ in range(4):
-                tour.go("step", **changed)
-        told[key] = tour.values
-    return told
+    return {
+        "as_it_was": followed(bench, 4),
+        "tenth": followed(bench, 4, lr=0.1),
+        "turned": followed(bench, 4, lr=0.1, sign=-1.0),
+    }
 
 
 @experiment("terms", when="asked")

@@ -221,8 +221,9 @@ def _held(value: Any, depth: int = 4) -> Iterator[Tensor]:
 def isolation(bench: Bench) -> dict[str, Any]:
     """Whether the outputs for a sample change when another one does, with dropout off and BatchNorm on its own."""
     size = bench.size
-    related = any(list(x.shape).count(size) > 1 for x in bench.inputs)  # a graph or mask says who belongs to whom
-    if size is None or size < 3 or related or _needs_batch(bench):
+    if size is None or size < 3 or _needs_batch(bench):
+        return {"asked": False}
+    if any(list(x.shape).count(size) > 1 for x in bench.inputs):  # a graph or a mask says who belongs to whom
         return {"asked": False}
     counts = [len(ids) for ids in bench.ids if ids]
     one = bench.run(Edit(mode="eval"), upto="forward")

@@ -200,6 +200,8 @@ def _is_emptied(kept: Tensor, true: Tensor) -> bool:
 def updates_kept(bench: Bench) -> dict[str, Any]:
     """Of 16-bit weights with a gradient: the share that an update leaves as they were, and whether something else
     keeps what was lost: a copy in float32, the rest of the rounding, chance."""
+    if "vetoed" in bench.segment.values:  # there was no update
+        return {"still": 0.0, "elements": 0, "kept_elsewhere": False}
     generators: list[Tensor] = []
 
     def before(step: int, group: dict[str, Any]) -> dict[str, Any]:

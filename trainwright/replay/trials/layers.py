@@ -115,7 +115,8 @@ def less_dropout(bench: Bench) -> str:
     was, now = (bench.train(16, Edit(ops=each, fresh_rng=True), repeat=True) for each in (None, ops))
     ends = [sum(losses[-4:]) / 4 for losses in (was, now)]
     better = "" if ends[1] < ends[0] else "no better: "
-    return f"{better}loss {now[0]:.4g} -> {ends[1]:.4g} in 16 updates on this batch; as it was: {was[0]:.4g} -> {ends[0]:.4g}"
+    ways = [f"{losses[0]:.4g} -> {end:.4g}" for losses, end in zip((was, now), ends)]
+    return f"{better}loss {ways[1]} in 16 updates on this batch; as it was: {ways[0]}"
 
 
 @trial("scaled_scores")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from itertools import permutations
 from typing import Any
 
@@ -100,12 +101,18 @@ def _trained_too(bench: Bench, extra: list[Tensor]) -> str:
 
         @contextmanager
         def around() -> Iterator[None]:
-            also.zero_grad()
-            handles = [m.register_forward_pre_hook(ask) for m in bench.modules.values()]  # the replay freezes again
+            grads: dict[Tensor, Tensor] = {}  # a replay takes the gradients of strangers away
+            handles = [m.register_forward_pre_hook(ask) for m in bench.modules.values()]  # and freezes again
+            for p in extra:
+                handle = p.register_post_accumulate_grad_hook(partial(_take, grads))  # type: ignore[no-untyped-call]
+                handles.append(handle)
             yield
             for handle in handles:
                 handle.remove()
+            for p in extra:
+                p.grad = grads.get(p)
             also.step()
+            also.zero_grad()
 
         now = bench.train(STEPS, Edit(model=around), repeat=True)
     finally:
@@ -116,6 +123,11 @@ def _trained_too(bench: Bench, extra: list[Tensor]) -> str:
             p.grad = grad
     better = "" if now[-1] < was[-1] else "no better: "
     return f"{better}loss {now[0]:.4g} -> {now[-1]:.4g} with them trained; as it was: {was[0]:.4g} -> {was[-1]:.4g}"
+
+
+def _take(grads: dict[Tensor, Tensor], parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    grads[parameter] = parameter.grad.clone()
 
 
 @trial("register")
@@ -203,10 +215,12 @@ def positions_in_fp32(bench: Bench) -> str:
         if narrow and isinstance(args[0], Tensor) and _are_positions(args[0]):
             num += 1
             return args[0].float()
-        with torch.autocast(bench.player.subject.parameters[0].device.type, enabled=False):
+        device = bench.player.subject.parameters[0].device.type
+        was_on = torch.is_autocast_enabled(device)
+        with torch.autocast(device, enabled=False) if was_on else nullcontext():
             tables = [t for t in tensors_of(args, 2) if not t.requires_grad and _are_positions(t)]
             if tables and name in ("matmul", "__matmul__", "outer", "einsum", "bmm", "mul"):
-                num += torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+                num += was_on
                 return function(*args, **kwargs)
         return function(*args, **kwargs)
 

@@ -20,7 +20,7 @@ ALIKE = {"truediv": "div", "rtruediv": "div", "divide": "div", "true_divide": "d
 """Other names of the same function."""
 
 
-@trial("without_samples")
+@trial("without_these_samples")
 def without_samples(bench: Bench, rows: Sequence[int], micro: int | None = None) -> str:
     """The micro-batch without these samples."""
     edit = _without(bench, rows, micro)

@@ -1,0 +1,142 @@
+"""Checks of model and initialisation: each fires on its mechanism and is silent on what looks like it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trainwright.doctor.case import Case
+from trainwright.doctor.checks import layers, model
+from trainwright.doctor.finding import Check, Finding, Wish
+from trainwright.runlog.records import Examined
+
+
+def said(check: Check, *told: tuple[int, str, dict[str, Any]]) -> list[Finding | Wish]:
+    records = [Examined(time_s=0.0, step=step, experiment=name, values=values) for step, name, values in told]
+    return list(check(Case(records)))
+
+
+def codes(check: Check, *told: tuple[int, str, dict[str, Any]]) -> list[str]:
+    return [each.found.code for each in said(check, *told) if isinstance(each, Finding)]
+
+
+def look(**values: Any) -> dict[str, Any]:
+    empty: dict[str, Any] = {"relus": {}, "attention": {}, "routers": {}, "norms": {}, "depth": [], "dropout": {}}
+    return {"loss": 2.3, "narrow": False, **empty, **values}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "fires"),
+    [
+        ([64, 20], [64, 64], True),
+        ([8, 64], [64, 8], False),  # a factorisation: 64 -> 8 -> 64
+        ([16, 8, 3, 3], [16, 16, 3, 3], True),
+        ([16, 8, 1, 3], [16, 16, 3, 1], False),  # a kernel in two factors
+    ],
+)
+def test_two_linear_layers_in_a_row(first: list[int], second: list[int], fires: bool) -> None:
+    chain = {"first": "a.weight", "second": "b.weight", "of": [first, second]}
+    assert bool(codes(model.missing_nonlinearity, (1, "structure", {"chains": [chain]}))) == fires
+
+
+def test_mixed_samples_need_a_view_or_a_batch() -> None:
+    moved = {"asked": True, "size": 32, "is_batch": False, "changed": 0, "own": 3.0, "others": 1.0, "samples": 7}
+    shuffle = {"module": "", "from": [32, 16, 8], "to": [16, 32, 8]}
+    assert codes(model.mixes_samples, (1, "isolation", moved)) == []  # nodes of a graph, or time steps
+    assert codes(model.mixes_samples, (1, "isolation", moved | {"is_batch": True})) == ["model.mixes_samples"]
+    seen = (1, "structure", {"shuffles": [shuffle]})
+    assert codes(model.mixes_samples, seen, (1, "isolation", moved)) == ["model.mixes_samples"]
+    assert codes(model.mixes_samples, seen, (1, "isolation", moved | {"others": 0.0})) == []
+
+
+@pytest.mark.parametrize(
+    ("told", "fires"),
+    [
+        ({}, True),
+        ({"error": 1e-7}, False),
+        ({"constant": True}, False),  # straight through a rounding
+        ({"identity": True, "factor": -1.0}, False),  # gradient reversal
+        ({"unsteady": 0.5}, False),  # a quotient that depends on its width
+    ],
+)
+def test_a_backward_that_is_no_derivative(told: dict[str, Any], fires: bool) -> None:
+    structure = (1, "structure", {"custom": ["Swish"]})
+    assert said(model.wrong_backward, structure) == [Wish("custom_functions", 1)]
+    one = {"function": "Swish", "module": "1", "error": 0.5, "factor": 2.0, "unsteady": 0.0}
+    one |= {"identity": False, "constant": False} | told
+    found = codes(model.wrong_backward, structure, (1, "custom_functions", {"functions": [one]}))
+    assert found == (["grad.wrong_backward"] if fires else [])
+
+
+def test_too_large_needs_normal_inputs_and_a_remedy_that_works() -> None:
+    told = {"loss": 20.0, "classes": [33], "input_size": 1.0, "large": {"head.weight": 8.0}, "rescaled": 3.6}
+    assert codes(model.too_large, (1, "initial", told)) == ["init.too_large"]
+    assert codes(model.too_large, (1, "initial", told | {"input_size": 255.0})) == []
+    assert codes(model.too_large, (1, "initial", told | {"rescaled": 18.0})) == []
+
+
+def test_a_new_head_alone_is_a_fine_tune() -> None:
+    gone = {"weights": 8, "gone": ["head.weight"], "share": 0.1}
+    assert codes(model.reinitialised, (1, "loaded", gone)) == []
+    assert codes(model.reinitialised, (1, "loaded", gone | {"share": 1.0})) == ["ckpt.reinitialised"]
+
+
+def test_gradients_that_fall_with_the_depth() -> None:
+    slope = [[str(n), 10.0 ** (n - 12)] for n in range(12)]
+    assert codes(layers.vanishing, (1, "layers", look(depth=slope))) == ["grad.vanishing"]
+    overfitted = [[name, 1e-12] for name, _ in slope]
+    assert codes(layers.vanishing, (1, "layers", look(depth=overfitted))) == []
+    narrow = (1, "layers", look(depth=slope, narrow=True))
+    assert said(layers.vanishing, narrow) == [Wish("depth_in_fp32", 1)]
+    assert codes(layers.vanishing, narrow, (1, "depth_in_fp32", {"depth": [[n, 1.0] for n, _ in slope]})) == []
+
+
+def test_dead_units() -> None:
+    dead = {"units": 64, "dead": 1.0, "never": 1.0, "varies": 1.0, "rows": 64, "furthest": -10.0}
+    assert codes(layers.dead_relu, (1, "layers", look(relus={"1": dead}))) == ["model.dead_relu"]
+    sparse = dead | {"dead": 0.0, "never": 0.9}
+    constant = dead | {"varies": 0.0}  # the input is at fault
+    for healthy in (sparse, constant):
+        assert codes(layers.dead_relu, (1, "layers", look(relus={"1": healthy}))) == []
+
+
+def test_a_short_last_batch_is_no_tiny_batch() -> None:
+    tiny = look(norms={"bn": {"samples": 2, "values": 2, "calls": 1, "again": 0}})
+    large = look(norms={"bn": {"samples": 64, "values": 64, "calls": 1, "again": 0}})
+    assert codes(layers.bn_tiny_batch, (1, "layers", tiny), (2, "layers", tiny)) == ["model.bn_tiny_batch"]
+    assert codes(layers.bn_tiny_batch, (1, "layers", large), (2, "layers", tiny)) == []
+
+
+@pytest.mark.parametrize(("calls", "again", "momentum", "fires"), [(1, 1, 0.1, 1), (2, 0, 0.1, 0), (1, 1, 0.0513, 0)])
+def test_statistics_that_are_moved_twice(calls: int, again: int, momentum: float, fires: int) -> None:
+    seen = {"samples": 64, "values": 64, "calls": calls, "again": again, "updates": 2, "momentum": momentum}
+    assert len(codes(layers.bn_double_update, (1, "layers", look(norms={"bn": seen})))) == fires
+
+
+def test_a_load_that_is_uneven_from_the_start_is_no_collapse() -> None:
+    def way(*effective: float) -> list[tuple[int, str, dict[str, Any]]]:
+        routers = [{"r": {"experts": 8, "effective": each, "most": 0.5}} for each in effective]
+        return [(n + 1, "layers", look(routers=each)) for n, each in enumerate(routers)]
+
+    assert codes(layers.router_collapse, *way(7.0, 6.0, 4.0, 2.0, 1.5, 1.2)) == ["model.router_collapse"]
+    assert codes(layers.router_collapse, *way(3.5, 3.6, 3.4, 3.5, 3.6, 3.5)) == []
+
+
+def test_scores_that_grow_and_grow() -> None:
+    def way(*highest: float) -> list[tuple[int, str, dict[str, Any]]]:
+        seen = [{"a": {"highest": each, "spread": 2.0, "evenness": 0.5}} for each in highest]
+        return [(n + 1, "layers", look(attention=each)) for n, each in enumerate(seen)]
+
+    assert codes(layers.attention_logit_growth, *way(10, 40, 200, 500)) == ["model.attention_logit_growth"]
+    assert codes(layers.attention_logit_growth, *way(2, 4, 8, 12)) == []
+
+
+def test_strong_dropout_is_asked_what_it_costs() -> None:
+    seen = (16, "layers", look(dropout={"4": 0.9}))
+    assert said(layers.excess_dropout, (1, *seen[1:])) == []  # nothing is learned yet
+    assert said(layers.excess_dropout, seen) == [Wish("dropout_gap", 16)]
+    assert codes(layers.excess_dropout, seen, (16, "dropout_gap", {"with": 2.0, "without": 1.99})) == []
+    assert codes(layers.excess_dropout, seen, (16, "dropout_gap", {"with": 2.0, "without": 1.5})) == [
+        "model.excess_dropout"
+    ]
