@@ -154,9 +154,7 @@ def diagnose(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run fold
 
 @verb()
 def replay(
-    path: Annotated[
-        Path, typer.Argument(metavar="BUNDLE|RUN", help="bundles/step-N, or a run of our own engine.")
-    ],
+    path: Annotated[Path, typer.Argument(metavar="BUNDLE|RUN", help="bundles/step-N, or a run of our own engine.")],
     step: Annotated[int | None, typer.Option(help="Which step; of a bundle, its own.")] = None,
     model: Annotated[
         str | None,

@@ -61,7 +61,7 @@ class Examiner:
             except NotReplayable as error:
                 told[name] = {"blind": str(error), "step": step}
             except Exception as error:  # an experiment on a stranger's model must never end his run
-                told[name] = {"blind": f"{type(error).__name__}: {error}", "step": step}
+                told[name] = {"blind": f"{type(error).__name__}: {str(error)[:200]}", "step": step}
         return told
 
     def attempt(self, step: int, trial: Trial | None) -> tuple[Tried, ...]:

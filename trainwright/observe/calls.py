@@ -38,7 +38,8 @@ def hearing(
     last = root.register_forward_hook(Ear(root, after), always_call=True)
 
     def begin(root: nn.Module, args: Any, kwargs: Any) -> None:
-        root._forward_hooks.move_to_end(last.id)  # the loop's own hooks belong to the call, also those that came later
+        hooks: Any = root._forward_hooks  # an OrderedDict
+        hooks.move_to_end(last.id)  # the loop's own hooks belong to the call, also those that came later
         before(root, args, kwargs)
 
     first = root.register_forward_pre_hook(Ear(root, begin), with_kwargs=True, prepend=True)

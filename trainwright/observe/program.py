@@ -42,7 +42,7 @@ class Call:
     """A forward call of a root module. ``outputs`` are the slots of its tensors, in the order of ``tensors_of``.
 
     ``training`` holds the mode of every module of every root, ``wanted`` which parameters wanted a gradient;
-    ``batch`` is which of the segment's batches it reads, ``part`` the module that was called where it was not the root.
+    ``batch`` is which of the segment's batches it reads, ``part`` the path of what was called in its root.
     """
 
     root: int
@@ -53,7 +53,7 @@ class Call:
     autocast: Autocast
     outputs: list[int] = field(default_factory=list)
     batch: int = -1
-    part: Any = None
+    part: str = ""
     wanted: tuple[bool, ...] = ()
 
 

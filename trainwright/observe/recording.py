@@ -65,6 +65,8 @@ class Recording(Listener):
         self._edits = self._is_foreign = self._retains = False
         self._last_wanted: tuple[bool, ...] = ()
         self._root_of = {id(m): number for number, root in enumerate(roots) for m in root.modules()}
+        self._paths = {id(m): path for root in roots for path, m in root.named_modules()}
+        self._paths |= {id(root): "" for root in roots}
         self._root_of |= {id(root): number for number, root in enumerate(roots)}
         self.misses_calls = False  # a loss came of our parameters, and no call of a root was heard
         self._modules = list({id(m): m for root in roots for m in root.modules()}.values())
@@ -109,7 +111,7 @@ class Recording(Listener):
         written = self.tape.write((args, kwargs))
         now = autocast_now(self.device.type)
         self._call = Call(index, written[0], written[1], self._rng(), self._modes(), now)
-        self._call.part = None if root is self.roots[index] else root
+        self._call.part = self._paths[id(root)]
         self._call.batch, self._call.wanted = len(self.segment.ids) - 1, self._wanted()
         self.segment.program += self.tape.operations
         self.tape.operations = []

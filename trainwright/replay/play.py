@@ -156,7 +156,7 @@ class _Performance:
                 self._update(each)
 
     def _call(self, call: Call) -> None:
-        root = call.part or self.player.subject.roots[call.root]
+        root = self.player.subject.roots[call.root].get_submodule(call.part)
         args, kwargs = self._read(call.args), self._read(call.kwargs)
         if self.edit.inputs is not None:
             args, kwargs = self.edit.inputs(self.calls, args, kwargs)

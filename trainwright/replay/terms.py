@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -12,11 +12,15 @@ from trainwright.observe.program import Backward, Constant, Operation, Segment, 
 
 @dataclass(frozen=True)
 class Term:
-    """What makes the value in ``slot``, an operation or a model ("output"), and its weight in the loss."""
+    """What makes the value in ``slot``, an operation or a model ("output"), and its weight in the loss.
+
+    ``own`` is the weight without what the whole sum is multiplied by: a loss scale, one over the micro-batches.
+    """
 
     slot: int
     name: str
     weight: float
+    own: float
 
 
 def terms_of(segment: Segment) -> list[Term]:
@@ -26,41 +30,58 @@ def terms_of(segment: Segment) -> list[Term]:
         if isinstance(each, Operation):
             made.update(dict.fromkeys(each.outputs, each))
         elif isinstance(each, Backward):
-            return [] if each.slot is None else _split(each.slot, 1.0, made)
+            return [] if each.slot is None else _terms(each.slot, made)
     return []
 
 
-def _split(slot: int, weight: float, made: dict[int, Operation]) -> list[Term]:
+def _terms(slot: int, made: dict[int, Operation]) -> list[Term]:
+    outer = 1.0
+    while (inner := _factored(slot, made)) is not None:
+        slot, outer = inner[0], outer * inner[1]
+    return [replace(term, weight=outer * term.own) for term in _split(slot, 1.0, made)]
+
+
+def _factored(slot: int, made: dict[int, Operation]) -> tuple[int, float] | None:
+    """What a value is a multiple of, and by which number; None where it is none."""
     operation = made.get(slot)
-    name = operation.name.strip("_") if operation else "output"
     if operation is None:
-        return [Term(slot, name, weight)]
-    slots = _slots(operation.args)
+        return None
+    name, slots = operation.name.strip("_"), _slots(operation.args)
     factors = [f for f in map(_number, operation.args) if f is not None]
-    if name in ("add", "iadd", "radd") and not operation.kwargs:
-        return [term for each in slots for term in _split(each, weight, made)]
-    if name in ("sub", "rsub", "isub") and not operation.kwargs and len(operation.args) == 2:
-        signs = (-1.0, 1.0) if name == "rsub" else (1.0, -1.0)
+    if name in ("neg", "negative"):
+        return slots[0], -1.0
+    if name in ("mul", "multiply", "rmul") and len(slots) == len(factors) == 1:
+        return slots[0], factors[0]
+    if name in ("div", "divide", "truediv") and isinstance(operation.args[0], Slot) and factors and factors[0]:
+        return slots[0], 1 / factors[0]
+    return None
+
+
+def _split(slot: int, own: float, made: dict[int, Operation]) -> list[Term]:
+    operation = made.get(slot)
+    if operation is None:
+        return [Term(slot, "output", own, own)]
+    name, slots = operation.name.strip("_"), _slots(operation.args)
+    if (inner := _factored(slot, made)) is not None:
+        return _split(inner[0], own * inner[1], made)
+    if name in ("add", "radd") and not operation.kwargs:
+        return [term for each in slots for term in _split(each, own, made)]
+    if name in ("sub", "rsub") and not operation.kwargs and len(operation.args) == 2:
+        signs = (-own, own) if name == "rsub" else (own, -own)
         parts = zip(operation.args, signs)
-        return [t for each, s in parts for one in _slots(each) for t in _split(one, s * weight, made)]
-    if name == "neg":
-        return _split(slots[0], -weight, made)
-    if name in ("mul", "imul", "rmul") and len(slots) == len(factors) == 1:
-        return _split(slots[0], weight * factors[0], made)
-    if name in ("div", "truediv") and isinstance(operation.args[0], Slot) and factors and factors[0]:
-        return _split(slots[0], weight / factors[0], made)
+        return [term for each, sign in parts for one in _slots(each) for term in _split(one, sign, made)]
     if name in ("sum", "mean") and len(operation.args) == 1 and slots:
-        return _stacked(slots[0], weight, made, name) or [Term(slot, _named(slots[0], name, made), weight)]
-    return [Term(slot, name, weight)]
+        return _stacked(slots[0], own, made, name) or [Term(slot, _named(slots[0], name, made), own, own)]
+    return [Term(slot, name, own, own)]
 
 
-def _stacked(slot: int, weight: float, made: dict[int, Operation], how: str) -> list[Term]:
+def _stacked(slot: int, own: float, made: dict[int, Operation], how: str) -> list[Term]:
     """``torch.stack(losses).sum()``."""
     operation = made.get(slot)
     if operation is None or operation.name != "stack":
         return []
     slots = _slots(operation.args)
-    share = weight / len(slots) if how == "mean" else weight
+    share = own / len(slots) if how == "mean" else own
     return [term for each in slots for term in _split(each, share, made)]
 
 

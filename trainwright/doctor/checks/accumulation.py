@@ -96,7 +96,7 @@ def _is_uneven(values: dict[str, Any]) -> bool:
     counts, weights = values.get("counts") or [None], values.get("weights") or [None]
     if len(counts) < 2 or any(not each for each in (*counts, *weights)):
         return False
-    differ = max(counts) >= 1.5 * min(counts) and variance(counts) > 1.25 * sum(counts) / len(counts)
+    differ = max(counts) >= 1.5 * min(counts) and variance(counts) > sum(counts) / len(counts)
     return differ and bool(max(weights) < 1.1 * min(weights))
 
 

@@ -177,7 +177,8 @@ def _out_of_range(case: Case, told: dict[str, Any], named: int | None) -> Findin
     before = (g["shape"][1] for e in case.exams("loss") for g in e.values.get("given", ()) if g["op"] == op)
     classes = next(before, None)
     least = classes if classes is not None else named if named is not None and named >= 0 else None
-    values, ids = labels.get("values", []), next((i for i in reversed(told.get("ids", ())) if i), [])
+    values: list[int] = labels.get("values", [])
+    ids: list[int] = next((i for i in reversed(told.get("ids", ())) if i), [])
     bad = [n for n, v in enumerate(values) if (least is not None and v >= least) or (v < 0 and v != -100)]
     seen = f"{labels['min']:.0f} to {labels['max']:.0f}" if "min" in labels else str(named)
     by_one = least is not None and labels.get("min") == 1 and labels.get("max") == least

@@ -51,6 +51,7 @@ def dead_relu(case: Case) -> Iterator[Finding]:
 def vanishing(case: Case) -> Iterator[Finding | Wish]:
     """Gradients fall from the last layer to the first by a factor for each layer, to 1e-5 and less.
 
+    A slope that was not there at the start is what updates have done: rather their fault than that of the layers.
     With the loss (one batch learned by heart) all layers fall together. In 16 bit it is asked again in fp32. A single
     layer that lets nothing through makes zeros, not a slope.
     """
@@ -67,14 +68,16 @@ def vanishing(case: Case) -> Iterator[Finding | Wish]:
         if not _falls(depth := again[-1].values.get("depth", [])):
             return
     ratio = depth[0][1] / max(each[1] for each in depth)
+    from_start = looks[0].step <= 4 and _falls(looks[0].values["depth"])
     yield finding(
         "grad.vanishing",
-        "critical" if len(looks) > 1 or len(depth) >= 8 else "warning",
+        "critical" if from_start else "warning",
         now.step,
         symptom=f"the gradient of {depth[0][0]} is {ratio:.0e} of that of {depth[-1][0]}",
-        cause=f"it shrinks from layer to layer over {len(depth)} layers: saturating activations or small weights",
+        cause=f"it shrinks from layer to layer over {len(depth)} layers: saturating activations or small weights"
+        + ("" if from_start else ", and updates have made it so"),
         remedy="ReLU or GELU for sigmoid and tanh, residual connections with a normalisation",
-        sure=0.9,
+        sure=0.9 if from_start else 0.5,
         stage="backward",
         where=Where(module=depth[0][0]),
         evidence=[("gradient of the first layer over the largest", ratio, 1.0)],

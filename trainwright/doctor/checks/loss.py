@@ -183,20 +183,29 @@ def wrong_sign(case: Case) -> Iterator[Finding | Wish]:
 
 @check
 def graph_cut_at_loss(case: Case) -> Iterator[Finding]:
-    """backward ran from a tensor that nothing leads to: no parameter has a gradient, and none was dropped since."""
+    """After backward no parameter has a gradient, none was dropped since, and the loss leads to none of the model's.
+
+    The last is known where backward ran from a tensor without a history, or from one that was not made of what the
+    model returned, or where a replay gives no parameter a gradient. An optimizer of another model's parameters has none
+    either, and the replay tells.
+    """
+    unreached = {e.step for e in case.exams("loss") if e.values.get("reached") == 0}
     for watched in case.watched:
-        cut = [v for kind, v in watched.events if kind == "backward" and v.get("cut")]
+        backward = [value for kind, value in watched.events if kind == "backward"]
         reached, owned = watched.values.get("grads", (1, 1))
-        if not cut or reached or not owned or _dropped(watched):
+        cut = any(value.get("cut") for value in backward) or watched.step in unreached
+        strange = watched.values.get("blind") == "the loss is not made of what the watched model returned"
+        if not backward or reached or not owned or not (cut or strange) or _dropped(watched):
             continue
         yield finding(
             "grad.graph_cut_at_loss",
             "critical",
             watched.step,
             symptom=f"after backward none of the {owned} parameters has a gradient",
-            cause="the loss is a tensor of its own, made from a number: the graph ends at it",
-            remedy="keep the tensor that the loss function returned: no .item(), .detach() or torch.tensor(...) on it",
-            sure=0.98,
+            cause="the loss leads to no parameter: it was made anew from a number, or of detached outputs",
+            remedy="keep the tensors that the model and the loss function return: no .item(), .detach(), .data or "
+            "torch.tensor(...) on the way to backward",
+            sure=0.98 if cut else 0.9,
             stage="loss",
             evidence=[("parameters with a gradient", reached, owned)],
             explains=("opt.*", "grad.*", "data.label_*", "loop.*"),
@@ -214,8 +223,8 @@ def _dropped(watched: Watched) -> bool:
 def term_dominates(case: Case) -> Iterator[Finding | Wish]:
     """One term's gradient is a thousand times another's, in the parameters that both reach, at two early steps.
 
-    Who makes a term small on purpose (a penalty) gives it the smaller weight: so it counts only where the weight of the
-    large one is at least that of the small one. Early, because a term that is solved rightly has no gradient.
+    Who makes a term small on purpose (a penalty) gives it a weight below 1: a small term counts only if it has none.
+    Early, because a term that is solved rightly has no gradient.
     """
     several = [e for e in case.exams("loss") if e.values.get("terms", 0) > 1 and e.step <= 8]
     asked = [e for e in case.exams("terms") if "terms" in e.values and e.step <= 8]
@@ -249,6 +258,6 @@ def term_dominates(case: Case) -> Iterator[Finding | Wish]:
 def _unbalanced(terms: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """The largest term and the smallest of those that were not made small by their weight."""
     large = max(terms, key=lambda term: term["shared"])
-    small = [t for t in terms if t is not large and 0 < abs(t["weight"]) <= abs(large["weight"]) and t["shared"] > 0]
+    small = [t for t in terms if t is not large and 0.5 <= abs(t["own"]) <= abs(large["own"]) and t["shared"] > 0]
     least = min(small, key=lambda term: term["shared"], default=None)
     return (large, least) if least and large["shared"] > RATIO * least["shared"] else None

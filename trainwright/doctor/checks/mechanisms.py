@@ -59,7 +59,9 @@ class Mechanism:
         if not first.get("rows"):
             return None
         several = exam.values["micro_batches"] > 1
-        return Trial("without_these_samples", {"rows": first["rows"], "micro": first["micro_batch"] if several else None})
+        return Trial(
+            "without_these_samples", {"rows": first["rows"], "micro": first["micro_batch"] if several else None}
+        )
 
     @staticmethod
     def without_samples_of_buffers(first: Mapping[str, Any]) -> Trial:

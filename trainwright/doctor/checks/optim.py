@@ -90,14 +90,13 @@ def no_progress(case: Case) -> Iterator[Finding | Wish]:
     Noise does not explain the difference, as the batches are the same. A warm-up that helps ends at the whole
     learning rate, so that this is not too high in itself.
     """
-    exams = [e for e in single(case) if e.step in (16, 32)]
-    for exam in exams:
+    told = [e for e in case.exams("along_the_way") if _lost_way(e.values)]
+    for exam in [e for e in single(case) if e.step in (12, 16, 32) and not told]:
         losses = [r.loss for r in case.watched if r.step <= exam.step]
         low = min((mean(losses[i : i + 4]) for i in range(max(1, len(losses) - 3))), default=0.0)
         nowhere = mean(losses[-4:]) > min(losses[0] - 0.1 * abs(losses[0]), low + 0.1 * abs(low))
         if nowhere and max(e.values["ratio"] for e in single(case) if e.step <= exam.step) > 0.02:
             yield Wish("along_the_way", exam.step)
-    told = [e for e in case.exams("along_the_way") if _lost_way(e.values)]
     if not told or recovered(case):
         return
     if (way := warm(case)) is not None:
@@ -152,7 +151,7 @@ def _no_warmup(exam: Examined) -> Finding:
             ("loss at a tenth of it", last_quarter(exam.values["tenth"])),
         ],
         trial=Trial("warm_up", {}),
-        explains=("opt.lr_too_high", "model.attention_logit_growth"),
+        explains=("opt.lr_too_high", "model.attention_logit_growth", "grad.vanishing"),
     )
 
 

@@ -122,7 +122,8 @@ def depends_on_mode(module: nn.Module) -> bool:
     if isinstance(module, _DropoutNd):
         return module.p > 0
     if type(module).__module__.startswith("torch.nn."):
-        return isinstance(module, nn.RReLU) or float(getattr(module, "dropout", 0.0) or 0.0) > 0
+        rate = getattr(module, "dropout", 0.0)  # a module in nn.TransformerEncoderLayer, which is judged by itself
+        return isinstance(module, nn.RReLU) or (isinstance(rate, float) and rate > 0)
     classes = type(module).__mro__[: type(module).__mro__.index(nn.Module)]
     functions = [f for each in classes for name, f in vars(each).items() if name not in ("train", "eval")]
     return any("training" in f.__code__.co_names for f in functions if hasattr(f, "__code__"))

@@ -43,6 +43,7 @@ class Contract(Probe):
         self._last: Segment | None = None
         self._at_first = {id(p): _sample(p) for p in self._parameters[:64]}
         self._seen: dict[int, Tensor] = {}
+        self._known_missing: list[str] = []
 
     # the order of things
 
@@ -158,11 +159,15 @@ class Contract(Probe):
         owned = {id(p) for optimizer in self._owners.values() for p in _owned(optimizer)}
         found = []
         for name, p in _named(self._roots).items():
-            if id(p) in owned or not p.requires_grad or p.grad is None or not bool((p.grad != 0).any()):
+            if id(p) in owned or not p.requires_grad:
+                continue
+            gets = p.grad is not None and bool(p.grad.abs().sum() != 0)  # or got: model.zero_grad() drops theirs too
+            if not gets and name not in self._known_missing:
                 continue
             before, self._seen[id(p)] = self._seen.get(id(p)), _sample(p)
             if before is not None and torch.equal(before, self._seen[id(p)]):
                 found.append(name)
+        self._known_missing = found
         return found
 
     def _share(self, missing: list[str]) -> float:

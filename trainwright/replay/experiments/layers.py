@@ -226,7 +226,6 @@ def layers(bench: Bench) -> dict[str, Any]:
         "narrow": any(call.autocast[0] for call in bench.segment.calls) or _is_narrow(bench),
         "dropout": strong,
     }
-    return told
 
 
 @experiment("dropout_gap", when="asked")

@@ -217,8 +217,9 @@ def loss(bench: Bench) -> dict[str, Any]:
     """The losses and softmaxes of the step with what each was given, shapes that broadcast, the terms."""
     tour = _Losses(bench)
     with bench.live():
-        tour.go()
+        played = tour.go()
     return {
+        "reached": sum(gradient is not None for gradient in played.grads.values()),
         "given": tour.given[:32],
         "outer": tour.outer[:4],
         "drawn": tour.drawn,
@@ -295,7 +296,7 @@ def terms(bench: Bench) -> dict[str, Any]:
     told = []
     for term, (value, each) in zip(found, grads):
         told.append({
-            "name": term.name, "weight": term.weight, "value": value, "slot": term.slot,
+            "name": term.name, "weight": term.weight, "own": term.own, "value": value, "slot": term.slot,
             "norm": abs(term.weight) * _norm(each, set(each)), "shared": abs(term.weight) * _norm(each, common),
         })  # fmt: skip
     return {"terms": told, "shared": len(common)}

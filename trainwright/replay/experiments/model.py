@@ -50,6 +50,7 @@ class _Survey(Tour):
     def on_leave(self, path: str, module: nn.Module, output: Any, recomputed: bool) -> None:
         if recomputed or self.stack:
             return
+        self._from.clear()  # the last layer of a generator and the first of its critic are no chain
         outputs = tensors_of(output)
         self.leaves.update({id(leaf): leaf for leaf in leaves_of(outputs)})
         for node in nodes_of(outputs):

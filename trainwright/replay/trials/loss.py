@@ -41,16 +41,21 @@ def scores_for_probabilities(bench: Bench) -> str:
     Judged by minus the logarithm of the target's probability, which means the same in both.
     """
     measured: dict[bool, list[float]] = {False: [], True: []}
+    truth: list[Tensor] = []  # what log_softmax should have been given, for the nll_loss that follows
 
     def around(change: bool) -> Around:
         def run(function: Any, args: Any, kwargs: Any) -> Any:
             name, x = getattr(function, "__name__", ""), args[0] if args else None
             if not isinstance(x, Tensor) or not x.requires_grad or name not in _TAKES_SCORES:
                 return function(*args, **kwargs)
-            if (scores := _scores(name, x, args, kwargs)) is None:
-                return function(*args, **kwargs)
-            measured[change].append(_surprise(name, scores, function, args, kwargs))
-            return function(scores if change else x, *args[1:], **kwargs)
+            scores = _scores(name, x, args, kwargs)
+            if name == "log_softmax":
+                truth[:] = [] if scores is None else [scores.detach()]
+            elif scores is not None or (name == "nll_loss" and truth):
+                judged = truth.pop() if scores is None else scores.detach()
+                with torch.no_grad():
+                    measured[change].append(float(function(judged, *args[1:], **kwargs).mean()))
+            return function(scores if change and scores is not None else x, *args[1:], **kwargs)
 
         return run
 
@@ -71,12 +76,6 @@ def _scores(name: str, x: Tensor, args: Any, kwargs: Any) -> Tensor | None:
     if is_simplex(x, class_dim(name, x, args, kwargs)):
         return x.clamp_min(tiny).log()
     return x.log_softmax(class_dim(name, x, args, kwargs)) if name == "nll_loss" and bool((x > 0).any()) else None
-
-
-def _surprise(name: str, scores: Tensor, function: Any, args: Any, kwargs: Any) -> float:
-    with torch.no_grad():
-        value = function(scores.detach(), *args[1:], **kwargs)
-    return float(-value.max(-1).values.mean() if name == "log_softmax" else value.mean())
 
 
 @trial("second_softmax")
@@ -176,8 +175,8 @@ def balanced_terms(bench: Bench) -> str:
     """The weight of the largest term such that its gradient is of the size of the smallest's; judged by the latter."""
     told = terms(bench)["terms"]
     large = max(told, key=lambda term: term["shared"])
-    heavy = abs(large["weight"])
-    small = min((t for t in told if t["shared"] > 0 and abs(t["weight"]) <= heavy), key=lambda term: term["shared"])
+    wanted = [t for t in told if t["shared"] > 0 and abs(t["own"]) >= 0.5]
+    small = min(wanted, key=lambda term: term["shared"], default=large)
     if large is small:
         raise NotTried("there is one term only")
     factor = small["shared"] / large["shared"]

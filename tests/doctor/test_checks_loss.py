@@ -1,0 +1,203 @@
+"""Checks of loss and labels on records made by hand: each on its mechanism, and silent on its look-alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from trainwright.doctor.case import Case
+from trainwright.doctor.checks import labels, loss
+from trainwright.doctor.finding import Finding, Wish
+from trainwright.runlog.records import Examined, Watched
+
+Check = Callable[[Case], Iterable[Finding | Wish]]
+
+
+def exam(name: str, step: int = 1, **values: Any) -> Examined:
+    return Examined(time_s=0.0, step=step, experiment=name, values=values)
+
+
+def about_loss(*given: dict[str, Any], step: int = 1, **more: Any) -> Examined:
+    """The exam of a step; every loss in it is asked to get smaller unless it says otherwise."""
+    usual = {"shape": [64, 10], "module": "", "wants": 1, "value": 2.3}
+    values = {"outer": [], "drawn": False, "terms": 1, "rivals": False, "tokens": False, "fed": True, "reached": 6}
+    return exam("loss", step, given=[usual | each for each in given], **values | more)
+
+
+def codes(check: Check, *records: Examined | Watched, finished: bool = False) -> list[str]:
+    """What a check says: codes, and the names of the experiments that it wishes for."""
+    said = check(Case(records, finished=finished))
+    return [each.experiment if isinstance(each, Wish) else each.found.code for each in said]
+
+
+CE = {"op": "cross_entropy"}
+
+
+@pytest.mark.parametrize(
+    ("given", "check", "code"),
+    [
+        (CE | {"simplex": True}, loss.softmax_before_ce, "loss.softmax_before_ce"),
+        ({"op": "log_softmax", "simplex": True}, loss.softmax_before_ce, "loss.softmax_before_ce"),
+        (
+            {"op": "binary_cross_entropy_with_logits", "squashed": True},
+            loss.softmax_before_ce,
+            "loss.softmax_before_ce",
+        ),
+        ({"op": "softmax", "simplex": True, "made_in": "moe"}, loss.softmax_twice, "loss.softmax_twice"),
+        ({"op": "nll_loss", "simplex": True, "above_0": 1.0}, loss.nll_on_probs, "loss.nll_on_probs"),
+        ({"op": "nll_loss", "simplex": False, "above_0": 0.5}, loss.nll_on_probs, "loss.nll_on_probs"),
+    ],
+)
+def test_what_a_loss_is_given(given: dict[str, Any], check: Check, code: str) -> None:
+    assert codes(check, about_loss(given)) == [code]
+
+
+@pytest.mark.parametrize("check", [loss.softmax_before_ce, loss.softmax_twice, loss.nll_on_probs])
+def test_logits_and_log_probabilities_are_all_right(check: Check) -> None:
+    log_probs = {"op": "nll_loss", "simplex": False, "above_0": 0.0}
+    assert codes(check, about_loss(CE | {"simplex": False}, log_probs)) == []
+
+
+def test_a_square_of_terms() -> None:
+    outer = {"op": "sub", "shapes": [[64, 1], [64]], "terms": 4096, "samples": 64}
+    assert codes(loss.broadcast_target, about_loss(outer=[outer])) == ["loss.broadcast_target"]
+    assert codes(loss.broadcast_target, about_loss()) == []
+
+
+RISES = {"as_it_was": [2.3, 2.4], "tenth": [2.3, 2.31], "turned": [2.3, 2.29]}
+
+
+def test_a_loss_that_is_maximised() -> None:
+    uphill = about_loss(CE | {"wants": -1})
+    assert codes(loss.wrong_sign, uphill) == ["sign"]
+    assert codes(loss.wrong_sign, uphill, exam("sign", **RISES)) == ["loss.wrong_sign"]
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [about_loss(CE)],
+        [about_loss(CE | {"wants": -1}, CE)],  # one is unlearned, another learned
+        [about_loss(CE | {"wants": -1}), about_loss(CE, step=2)],
+        [about_loss(CE | {"wants": -1}, drawn=True)],  # a policy, punished for what it drew
+        [about_loss(CE | {"wants": -1}, rivals=True)],  # a generator against its critic
+    ],
+)
+def test_a_loss_that_may_be_maximised(records: list[Examined]) -> None:
+    assert codes(loss.wrong_sign, *records, exam("sign", **RISES)) == []
+
+
+def test_a_rate_that_is_too_high_is_no_wrong_sign() -> None:
+    too_high = {"as_it_was": [2.3, 9.0], "tenth": [2.3, 2.2], "turned": [2.3, 2.4]}
+    assert codes(loss.wrong_sign, about_loss(CE | {"wants": -1}), exam("sign", **too_high)) == []
+
+
+def step(*events: tuple[str, Any], reached: int = 0, **values: Any) -> Watched:
+    values = {"grads": [reached, 6], **values}
+    return Watched(time_s=0.0, step=1, loss=2.3, grad_norm=0.0, lr=0.1, events=list(events), values=values)
+
+
+BACKWARD = ("backward", {"cut": False})
+
+
+def test_a_loss_without_a_graph() -> None:
+    code = ["grad.graph_cut_at_loss"]
+    assert codes(loss.graph_cut_at_loss, step(("backward", {"cut": True}))) == code
+    assert codes(loss.graph_cut_at_loss, step(BACKWARD), about_loss(CE, reached=0)) == code
+    blind = "the loss is not made of what the watched model returned"
+    assert codes(loss.graph_cut_at_loss, step(BACKWARD, blind=blind)) == code
+
+
+def test_gradients_that_are_dropped_or_elsewhere_are_no_cut() -> None:
+    assert codes(loss.graph_cut_at_loss, step(("backward", {"cut": True}), ("zero_grad", 0))) == []
+    assert codes(loss.graph_cut_at_loss, step(BACKWARD), about_loss(CE, reached=6)) == []
+
+
+def terms(large: float, small: float, own: float = 1.0, at: int = 1) -> Examined:
+    each = [
+        {"name": "mse_loss", "weight": 1e4, "own": 1e4, "value": 1.0, "slot": 3, "norm": large, "shared": large},
+        {"name": "cross_entropy", "weight": own, "own": own, "value": 2.3, "slot": 2, "norm": small, "shared": small},
+    ]
+    return exam("terms", at, terms=each, shared=4)
+
+
+def test_a_term_that_dominates() -> None:
+    several = about_loss(CE, terms=2)
+    assert codes(loss.term_dominates, several) == ["terms"]
+    assert codes(loss.term_dominates, several, terms(5e3, 1.0)) == ["terms"]
+    assert codes(loss.term_dominates, several, terms(5e3, 1.0), terms(5e3, 1.0, at=2)) == ["loss.term_dominates"]
+
+
+@pytest.mark.parametrize("norms", [(500.0, 1.0, 1.0), (5e3, 1.0, 1e-3)])
+def test_a_small_penalty_is_not_dominated(norms: tuple[float, float, float]) -> None:
+    assert codes(loss.term_dominates, about_loss(CE, terms=2), terms(*norms), terms(*norms, at=2)) == []
+
+
+def asked_for(offset: int, sees: float = 0.0, **more: Any) -> Examined:
+    shares = {str(each): 1.0 if each == offset else 0.03 for each in (-1, 0, 1, 2, 3)}
+    found = {"input": 0, "loss": 0, "shares": shares, "shape": [32, 16], "sees": sees, "from": 12, "ends": None}
+    return exam("tokens", found=[found | more])
+
+
+def test_targets_and_tokens() -> None:
+    assert codes(labels.no_shift, asked_for(0)) == ["loss.no_shift"]
+    assert codes(labels.no_shift, asked_for(2)) == ["loss.no_shift"]
+    assert codes(labels.no_shift, asked_for(1)) == []
+    assert codes(labels.no_shift, asked_for(0, sees=0.4)) == [], "an autoencoder sees the whole row"
+    assert codes(labels.future_leak, asked_for(1, sees=0.4)) == ["model.future_leak"]
+    assert codes(labels.future_leak, asked_for(1)) == codes(labels.future_leak, asked_for(0, sees=0.4)) == []
+
+
+def test_ends_that_are_never_learned() -> None:
+    ends = {"id": 0, "within": 32, "attended": 0, "first": 32, "targets": 0, "rows": 32}
+    assert codes(labels.eos_ignored, asked_for(1, ends=ends)) == ["loss.eos_ignored"]
+    assert codes(labels.eos_ignored, asked_for(1, ends=ends | {"within": 0, "attended": 32})) == ["loss.eos_ignored"]
+    assert codes(labels.eos_ignored, asked_for(1, ends=ends | {"within": 0})) == [], "padding and nothing else"
+    assert codes(labels.eos_ignored, asked_for(1, ends=ends | {"targets": 5})) == []
+
+
+def test_labels_that_are_no_classes_are_named() -> None:
+    given = {"shape": [4], "dtype": "int64", "min": 1.0, "max": 10.0, "values": [3, 10, 1, 10]}
+    failed = {"op": "cross_entropy", "arguments": ["Slot", given, -100]}
+    raised = exam("unfinished", error="IndexError: Target 10 is out of bounds.", ids=[[7, 8, 9, 5]], failed=failed)
+    (said,) = labels.label_out_of_range(Case([raised], finished=True))
+    assert isinstance(said, Finding)
+    assert said.found.where.sample_ids == (8, 5)
+    assert codes(labels.label_out_of_range, exam("unfinished", error="KeyboardInterrupt: ", ids=[])) == []
+    yes_or_no = {"op": "binary_cross_entropy_with_logits", "target_min": -1.0, "target_max": 1.0}
+    assert codes(labels.label_out_of_range, about_loss(yes_or_no)) == ["data.label_out_of_range"]
+
+
+def samples(sure_where_wrong: float, rank: Callable[[int], int], wrong: Callable[[int], bool]) -> Examined:
+    ids = list(range(400))
+    return exam(
+        "sample_labels",
+        24,
+        classes=4,
+        ids=ids,
+        rank=[rank(n) if wrong(n) else 0 for n in ids],
+        sure=[(sure_where_wrong if wrong(n) else 0.7) + n % 7 / 100 for n in ids],
+        loss=[2.0 if wrong(n) else 0.3 for n in ids],
+    )
+
+
+def test_wrong_labels() -> None:
+    hint = about_loss(CE | {"right": 0.7, "sure": 0.6}, step=24)
+    assert codes(labels.label_noise, hint) == ["sample_labels"]
+    noise = samples(0.7, lambda n: 1 + n % 3, lambda n: n % 10 < 3)
+    assert codes(labels.label_noise, noise) == ["data.label_noise"]
+
+
+@pytest.mark.parametrize(
+    "looks_like",
+    [
+        samples(0.4, lambda n: 1 + n % 3, lambda n: n % 10 < 3),  # hard: it is not sure there
+        samples(0.7, lambda n: 1, lambda n: n % 10 < 3),  # two classes are easily mistaken for one another
+        samples(0.7, lambda n: 1 + n % 3, lambda n: n >= 280),  # data of another kind, from some step on
+        samples(0.7, lambda n: 1 + n % 3, lambda n: n % 10 < 7),  # nothing is learned
+    ],
+)
+def test_hard_samples_are_not_wrong_labels(looks_like: Examined) -> None:
+    assert codes(labels.label_noise, looks_like) == []
