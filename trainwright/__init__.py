@@ -40,7 +40,7 @@ _HOME = {
     "save_checkpoint": "trainwright.state.checkpoint",
     "steps": "trainwright.engine.loop",
     "train": "trainwright.run",
-    "watch": "trainwright.watch",
+    "watch": "trainwright.watching",
 }
 
 __all__ = ["__version__", *_HOME]
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from trainwright.state.ema import Ema as Ema
     from trainwright.state.scaler import LossScaler as LossScaler
     from trainwright.state.train_state import TrainState as TrainState
-    from trainwright.watch import watch as watch
+    from trainwright.watching import watch as watch
 
 
 def __getattr__(name: str) -> Any:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from torch import nn
 from torch.optim import Optimizer
 
@@ -48,8 +49,14 @@ EARLY_S = 6.0
 SHARE = 0.004
 """Of the time of all later steps: what looking closely may take, and again what snapshots may take."""
 KEPT_RECORDS = 1024
-KEEP, BUDGET_BYTES = 32, 256 * 2**20
-"""Of the flight recorder: steps, and what they and their snapshots may hold."""
+KEEP, LEAST_BYTES = 32, 256 * 2**20
+"""Of the flight recorder: steps, and what they and their snapshots may hold at least."""
+
+
+def enough_bytes(roots: Sequence[nn.Module]) -> int:
+    """Room for three states with two moments a weight (Adam), if that is no more than a quarter of the free memory."""
+    weights = sum(parameter.nbytes for root in roots for parameter in root.parameters())
+    return max(LEAST_BYTES, min(3 * 3 * weights, psutil.virtual_memory().available // 4))
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ class Terms:
     on_nonfinite: OnNonfinite = "skip"
     on_spike: OnSpike = "warn"
     keep: int = KEEP
-    budget_bytes: int = BUDGET_BYTES
+    budget_bytes: int = LEAST_BYTES
     bundles: Path | None = None
 
 
@@ -362,7 +369,9 @@ class Attending:
             [state.model, *([state.loss] if state.loss is not None else [])],
             [state.optimizer],
             given,
-            Terms("observe", bundles=folder.bundles),  # the engine has a guard of its own
+            Terms(
+                "observe", budget_bytes=enough_bytes([state.model]), bundles=folder.bundles
+            ),  # the engine has a guard of its own
             write=self._journal.write,
             own_loop_at=state.step,
         )

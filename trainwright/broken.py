@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from trainwright.errors import require_choice
 from trainwright.report.diagnosis import Report, diagnosis_of
 from trainwright.runlog.folder import RunFolder
-from trainwright.watch import watch
+from trainwright.watching import watch
 
 CONTEXT, BATCH = 16, 32
 

@@ -43,6 +43,7 @@ class Score:
     steps: int = 0
     seconds: float = 0.0
     error: str | None = None
+    failed: bool = False
     where: Any = None
     truth: Any = None
 
@@ -77,7 +78,10 @@ def run(entry: Entry, seed: int) -> tuple[Score, Sequence[Any]]:
     found = [each for one in watches for each in one.findings()]
     score = _scored(entry, seed, found, truth)
     score.steps = sum(one.step for one in watches)
-    score.seconds, score.error = round(time.perf_counter() - begin_s, 2), error
+    failures = [str(each) for one in watches for each in one.attendant.failures]
+    failures += [each.symptom for each in found if each.code == "doctor.failed"]
+    score.seconds, score.error = round(time.perf_counter() - begin_s, 2), "; ".join(failures) or error
+    score.failed = bool(failures)
     return score, found
 
 

@@ -17,7 +17,7 @@ def test_a_fault_is_named(name: str) -> None:
     if name in WEAK:
         pytest.skip(WEAK[name])
     score, _ = judge.run(ENTRIES[name], 0)
-    assert not score.early, score.said
+    assert not score.early and not score.failed, (score.said, score.error)
     assert score.rank is not None and score.rank < 3, score.said
     assert score.located is not False, (score.where, score.truth)
 
@@ -26,4 +26,4 @@ def test_a_fault_is_named(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, entry in sorted(ENTRIES.items()) if not entry.labels])
 def test_a_healthy_run_raises_no_alarm(name: str) -> None:
     score, _ = judge.run(ENTRIES[name], 0)
-    assert score.critical == [] and score.warned == []
+    assert score.critical == [] and score.warned == [] and not score.failed, (score.said, score.error)

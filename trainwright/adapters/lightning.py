@@ -9,7 +9,7 @@ from trainwright.adapters import innermost, required
 from trainwright.runlog.records import Found
 
 if TYPE_CHECKING:
-    from trainwright.watch import Watch
+    from trainwright.watching import Watch
 
 _Callback: Any = required("lightning.pytorch", needed_for="trainwright.adapters.lightning").Callback
 

@@ -9,7 +9,7 @@ from trainwright.adapters import innermost, required
 from trainwright.runlog.records import Found
 
 if TYPE_CHECKING:
-    from trainwright.watch import Watch
+    from trainwright.watching import Watch
 
 _transformers: Any = required("transformers", needed_for="trainwright.adapters.transformers")
 required("accelerate", needed_for="trainwright.adapters.transformers")

@@ -277,7 +277,8 @@ def sign(bench: Bench) -> dict[str, Any]:
 def terms(bench: Bench) -> dict[str, Any]:
     """The terms whose sum the loss is: the weight of each, and the norm of its gradient with that weight.
 
-    ``shared`` is the norm over the parameters that every term reaches.
+    ``shared`` is the norm over the parameters that every term reaches. In fp32: a term that is small without the loss
+    scale must not vanish here.
     """
     found = terms_of(bench.segment)
     if not 2 <= len(found) <= 8:
@@ -285,7 +286,7 @@ def terms(bench: Bench) -> dict[str, Any]:
     grads = []
     with bench.live():
         for term in found:
-            played = bench.player.play(alone(bench.segment, term), Edit(), upto="backward")
+            played = bench.player.play(alone(bench.segment, term), Edit(dtype="fp32"), upto="backward")
             if played.error is not None:
                 raise played.error
             grads.append((float(played.losses[-1]), played.grads))

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainwright import __version__
-from trainwright.attend import BUDGET_BYTES, KEEP, Attendant, Terms
+from trainwright.attend import KEEP, Attendant, Terms, enough_bytes
 from trainwright.doctor.source import point_at
 from trainwright.errors import UsageError, require_choice
 from trainwright.observe.guard import OnNonfinite
@@ -143,11 +143,12 @@ def watch(
     optimizers (a GAN) are given as sequences. The run folder is ``out``, numbered if it exists; None writes nothing.
     ``more``: ``on_spike`` says what is done when the gradient norm is 8 times its median: ``"warn"``, ``"skip"`` the
     batch, or ``"rollback"`` to the last snapshot. ``accumulation`` declares micro-batches for each step. ``keep``
-    (32 steps) and ``memory_bytes`` (256 MiB) limit the flight recorder. ``quiet`` prints nothing.
+    (32 steps) and ``memory_bytes`` (room for three states, at most a quarter of the free memory) limit the flight
+    recorder. ``quiet`` prints nothing.
 
     Raises UsageError for what cannot be watched.
     """
-    known = {"accumulation": None, "on_spike": "warn", "keep": KEEP, "memory_bytes": BUDGET_BYTES, "quiet": False}
+    known = {"accumulation": None, "on_spike": "warn", "keep": KEEP, "memory_bytes": None, "quiet": False}
     if unknown := more.keys() - known.keys():
         raise UsageError(f"watch has no argument {min(unknown)!r}", remedy=f"it has also {', '.join(known)}")
     chosen = known | more
@@ -167,7 +168,7 @@ def watch(
         on_nonfinite,
         chosen["on_spike"],
         int(chosen["keep"]),
-        int(chosen["memory_bytes"]),
+        int(chosen["memory_bytes"] or enough_bytes(roots)),
         folder.bundles if folder else None,
     )
     return Watch(
