@@ -223,7 +223,8 @@ def _dropped(watched: Watched) -> bool:
 def term_dominates(case: Case) -> Iterator[Finding | Wish]:
     """One term's gradient is a thousand times another's, in the parameters that both reach, at two early steps.
 
-    Who makes a term small on purpose (a penalty) gives it a weight below 1: a small term counts only if it has none.
+    Who makes a term small on purpose (a penalty) gives it a weight below 1. A small term counts only if it has none and
+    is a loss against targets, not something the model made with a weight inside, or a divergence that begins at 0.
     Early, because a term that is solved rightly has no gradient.
     """
     several = [e for e in case.exams("loss") if e.values.get("terms", 0) > 1 and e.step <= 8]
@@ -255,9 +256,23 @@ def term_dominates(case: Case) -> Iterator[Finding | Wish]:
     )
 
 
+_AGAINST_TARGETS = (
+    "_loss",
+    "cross_entropy",
+    "_with_logits",
+    "of pow",
+    "of square",
+    "of abs",
+    "of gather",
+    "of getitem",
+)
+"""Ends of the names of terms that compare with something: standard losses, and those that are written by hand."""
+
+
 def _unbalanced(terms: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """The largest term and the smallest of those that were not made small by their weight."""
     large = max(terms, key=lambda term: term["shared"])
-    small = [t for t in terms if t is not large and 0.5 <= abs(t["own"]) <= abs(large["own"]) and t["shared"] > 0]
+    whole = [t for t in terms if t is not large and 0.5 <= abs(t["own"]) <= abs(large["own"]) and t["shared"] > 0]
+    small = [t for t in whole if t["name"].endswith(_AGAINST_TARGETS)]
     least = min(small, key=lambda term: term["shared"], default=None)
     return (large, least) if least and large["shared"] > RATIO * least["shared"] else None
