@@ -43,7 +43,7 @@ FAULTS: dict[str, Loop] = {
     "none": Loop(),
     "lr": Loop("the learning rate is 3.0", lr=3.0),
     "nan": Loop("one input of sample 137 is NaN", poisoned=137),
-    "fp16": Loop("the weights are so large that fp16 overflows, and there is no loss scaler", fp16_gain=100.0),
+    "fp16": Loop("the weights are so large that fp16 overflows, and there is no loss scaler", fp16_gain=1000.0),
     "labels": Loop("the labels count from 10", first_label=10),
     "zero-grad": Loop("optimizer.zero_grad() is missing", zero_grad=False, lr=0.1),
     "sign": Loop("the loss is maximised", sign=-1.0),

@@ -268,6 +268,7 @@ def _settings(recipe: Recipe, n: int, folder: Path) -> list[str]:
         "evaluation.batches=1",
         "log.every=1steps",
         "log.sinks=[]",
+        "log.doctor=false",  # a watched run is the same bits, and slower to begin
         f"folder={json.dumps(str(folder))}",
     ]
 

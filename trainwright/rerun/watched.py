@@ -142,7 +142,8 @@ def _call(model: str) -> Any:
     path = Path(file)
     if not path.is_file() or not name:
         raise UsageError(f"--model {model} names no file", remedy="give file.py:function, such as train.py:build")
-    sys.path.insert(0, str(path.parent.absolute()))
+    beside = str(path.parent.absolute())
+    sys.path.insert(0, beside)
     try:
         spec = importlib.util.spec_from_file_location(f"_replayed_{path.stem}", path)
         assert spec is not None and spec.loader is not None
@@ -160,3 +161,5 @@ def _call(model: str) -> Any:
             f"{model} raised {type(error).__name__}: {error} at {frame.filename}:{frame.lineno}",
             remedy="it is called without arguments; guard what trains with `if __name__ == '__main__':`",
         ) from None
+    finally:
+        sys.path.remove(beside)
