@@ -146,9 +146,11 @@ def test_a_step_that_the_log_leaves_out(folder: Path) -> None:
 
 def test_a_run_that_is_counted_in_seconds(folder: Path) -> None:
     run = train("until=1s", "schedule.use=cosine", "checkpoint.every=0.2run", "log.every=50steps")
-    assert rerun(run.path, 30).same_bits, "the learning rate of each is known"
-    done = rerun(run.path, max(int(path.name[5:]) for path in run.checkpoints.glob("step-*")))
-    assert done.same_bits or (done.inexact and not done.findings and any("follows the clock" in note for note in done.notes))
+    last = max(int(path.name[5:]) for path in run.checkpoints.glob("step-*"))
+    assert rerun(run.path, min(30, last)).same_bits, "the learning rate of each is known"
+    done = rerun(run.path, last)
+    told = any("follows the clock" in note for note in done.notes)
+    assert done.same_bits or (done.inexact and not done.findings and told)
 
 
 def test_another_recipe_gives_other_bits_and_no_finding(folder: Path) -> None:
