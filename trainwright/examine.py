@@ -74,7 +74,7 @@ class Examiner:
             return ()
         except Exception as error:
             result = f"the trial itself failed: {type(error).__name__}: {error}"
-        return (Tried(remedy=trial.name, result=result),)
+        return (Tried(remedy=trial.name.replace("_", " "), result=result),)
 
     def keep(self, folder: Path, step: int, about: Mapping[str, Any]) -> Path | None:
         """Writes a bundle of ``step``; None when the recorder does not hold it any more. Raises StorageError."""

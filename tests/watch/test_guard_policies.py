@@ -40,6 +40,24 @@ def test_a_nonfinite_update_does_not_reach_the_weights(tmp_path: Path) -> None:
     assert [(r.step, r.reason) for r in skipped] == [(4, "gradients")]
 
 
+@pytest.mark.parametrize("how", ["written after clipping", "clipping of others"])
+def test_what_clipping_has_seen_is_not_what_is_trusted(tmp_path: Path, how: str) -> None:
+    model, other = nn.Linear(4, 3), nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = model.weight.detach().clone()
+    with tw.watch(model, optimizer, out=tmp_path / "run", quiet=True):
+        other(torch.randn(8, 4)).sum().backward()
+        model(torch.randn(8, 4)).sum().backward()
+        if how == "clipping of others":
+            model.weight.grad[0, 0] = math.nan
+            nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+        else:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            model.weight.grad[0, 0] = math.nan
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+
+
 def test_stop_ends_the_loop_and_names_the_step(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteStep, match="step 4"):
         train(6, tmp_path / "run", bad={4: math.inf}, on_nonfinite="stop")

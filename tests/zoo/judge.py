@@ -8,7 +8,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,14 +18,20 @@ import torch
 import trainwright as tw
 from tests import zoo
 from tests.zoo.host import ENTRIES, Entry
+from trainwright.runlog.records import Watched
 
-LATEST = {"N": 0, "S": 1, "D": 10**9, "B": 50, "P": 20, "M": 200}
+LATEST = {"N": 0, "S": 1, "B": 50, "P": 20, "M": 200}
 """How many steps after it became active a fault of a class may be found."""
+LEAD = 3
+"""How many steps before the loss doubles a divergence (class D) is to be found."""
 
 
 @dataclass
 class Score:
-    """What came of one run. ``rank`` is the place of the right code among the findings, 0 for the first."""
+    """What came of one run. ``rank`` is the place of the right code among the findings, 0 for the first.
+
+    ``doubled`` is the step at which the loss of a divergence had doubled, None if it never did.
+    """
 
     id: str
     seed: int
@@ -34,6 +39,7 @@ class Score:
     early: list[str] = field(default_factory=list)
     rank: int | None = None
     delay: int | None = None
+    doubled: int | None = None
     in_time: bool = False
     located: bool | None = None
     tried: bool | None = None
@@ -76,7 +82,7 @@ def run(entry: Entry, seed: int) -> tuple[Score, Sequence[Any]]:
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
     found = [each for one in watches for each in one.findings()]
-    score = _scored(entry, seed, found, truth)
+    score = _scored(entry, seed, found, truth, watches)
     score.steps = sum(one.step for one in watches)
     failures = [str(each) for one in watches for each in one.attendant.failures]
     failures += [each.symptom for each in found if each.code == "doctor.failed"]
@@ -85,7 +91,9 @@ def run(entry: Entry, seed: int) -> tuple[Score, Sequence[Any]]:
     return score, found
 
 
-def _scored(entry: Entry, seed: int, found: Sequence[Any], truth: Mapping[str, Any] | None) -> Score:
+def _scored(
+    entry: Entry, seed: int, found: Sequence[Any], truth: Mapping[str, Any] | None, watches: Sequence[Any]
+) -> Score:
     score = Score(entry.id, seed, said=[f"{f.code}@{f.step}" for f in found], truth=truth)
     alarms = [f for f in found if f.severity in ("critical", "warning")]
     score.critical = [f.code for f in found if f.severity == "critical"]
@@ -98,12 +106,22 @@ def _scored(entry: Entry, seed: int, found: Sequence[Any], truth: Mapping[str, A
     score.rank = right[0]
     best = found[right[0]]
     score.delay = best.step - entry.active
-    score.in_time = 0 <= score.delay <= LATEST.get(entry.delay, 0)
+    if entry.delay == "D":
+        score.doubled = _doubled(watches, entry.active)
+        score.in_time = score.doubled is None or best.step <= score.doubled - LEAD
+    else:
+        score.in_time = 0 <= score.delay <= LATEST[entry.delay]
     score.tried = bool(best.tried) if entry.fixable else None
     score.where = asdict(best.where)
     if entry.delay == "N" and truth:
         score.located = all(_same(score.where.get(name), value) for name, value in truth.items())
     return score
+
+
+def _doubled(watches: Sequence[Any], active: int) -> int | None:
+    """The first step whose loss is twice that of the first faulty one, or not finite."""
+    losses = [(r.step, r.loss) for one in watches for r in one.records if isinstance(r, Watched) and r.step >= active]
+    return next((step for step, loss in losses if not loss < 2 * losses[0][1]), None)
 
 
 def _same(seen: Any, true: Any) -> bool:
@@ -115,7 +133,4 @@ def _same(seen: Any, true: Any) -> bool:
 def one(name: str, seed: int) -> dict[str, Any]:
     """For a process of a pool: loads the zoo and runs one entry."""
     torch.set_num_threads(1)
-    score = Score(name, seed, error="not run")
-    with suppress(KeyError):
-        score, _ = run(load()[name], seed)
-    return score.to_json()
+    return run(load()[name], seed)[0].to_json()

@@ -22,7 +22,7 @@ class Veto:
     """Looks at the gradients before each update and at 16-bit weights after it.
 
     A vetoed optimizer finds no gradients, so it changes nothing; afterwards they are back. Buffers that the forward
-    pass has changed go back too. ``skip`` asks the host once a step on a GPU; ``observe`` never does.
+    pass has changed go back too. On a GPU, ``skip`` and ``stop`` wait for the device at the update.
     """
 
     def __init__(
@@ -33,7 +33,6 @@ class Veto:
         spikes: Spikes | None = None,
     ) -> None:
         self.roots, self.how, self._spikes = list(roots), how, spikes
-        self._parameters = list(parameters)
         self._low = any(p.dtype in (torch.float16, torch.bfloat16) for p in parameters)
         self._buffers = [BufferGuard() for _ in roots]
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
@@ -49,17 +48,17 @@ class Veto:
     def before_update(self, segment: Segment, optimizer: Optimizer) -> None:
         owned = [p for group in optimizer.param_groups for p in group["params"]]
         grads = [p.grad for p in owned if p.grad is not None]
-        before_clipping, norm = _norms(segment, grads)
+        dense = [g for g in grads if not g.is_sparse]
+        norm = get_total_norm(dense) if dense else torch.zeros(())
         segment.grad_norm = norm if segment.grad_norm is None else segment.grad_norm
         segment.values["grads"] = [len(grads), len(owned)]
         is_skipped = bool(segment.events) and segment.events[-1][0] == "scaler_skipped"  # no update will come
         if self.how == "observe" or is_skipped or getattr(optimizer, "found_inf", None) is not None:
             return
-        seen = float(before_clipping)
-        if not math.isfinite(seen):
+        if not math.isfinite(norm):
             self._hide(owned)
             segment.values["vetoed"] = "gradients"
-        elif self._spikes and self._spikes.is_spike(seen):
+        elif self._spikes and self._spikes.is_spike(seen := _before_clipping(segment, float(norm))):
             segment.values["spike"] = [seen, self._spikes.last_median]
             if self._spikes.policy != "warn":
                 self._hide(owned)
@@ -94,15 +93,10 @@ class Veto:
             guard.restore_if(torch.ones((), dtype=torch.bool))
 
 
-def _norms(segment: Segment, grads: list[Tensor]) -> tuple[Tensor, Tensor | float]:
-    """The norm of the gradients before clipping and now; what clipping has just found out is not computed twice."""
+def _before_clipping(segment: Segment, norm: float) -> float:
+    """What clipping that came right before the update found; else the norm itself. Only spikes are judged by it."""
     kind, clip = segment.events[-2] if len(segment.events) > 1 else ("", {})
-    if kind != "clip" or clip["norm"] is None or clip["parameters"] < len(grads):
-        dense = [g for g in grads if not g.is_sparse]
-        norm = get_total_norm(dense) if dense else torch.zeros(())
-        return norm, norm
-    norm = clip["norm"]
-    return norm, min(float(norm), clip["at"]) if norm.device.type == "cpu" else norm.clamp(max=clip["at"])
+    return float(clip["norm"]) if kind == "clip" and clip["norm"] is not None else norm
 
 
 @torch.no_grad()

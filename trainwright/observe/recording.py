@@ -76,7 +76,6 @@ class Recording(Listener):
         self._call: Call | None = None
         self._stepped: set[int] = set()
         self._scales: dict[int, tuple[Tensor, Any, float]] = {}
-        self._scaler_steps = False
         self._fetched: deque[tuple[Ids, set[int]]] = deque(maxlen=16)
         self._ended_s = time.perf_counter()
         self._waited_s = 0.0
@@ -304,12 +303,9 @@ class Recording(Listener):
             self._one_stepped(optimizer)
 
     def on_scaler_step(self, scaler: GradScaler, optimizer: Optimizer, stepped: bool) -> None:
-        if optimizer not in self.optimizers:
-            return
-        where = self.segment if not stepped else None
-        if where is not None:
-            where.events.append(("scaler_skipped", self.optimizers.index(optimizer)))
-            self._before_update(where, optimizer)
+        if optimizer in self.optimizers and not stepped:
+            self.segment.events.append(("scaler_skipped", self.optimizers.index(optimizer)))
+            self._before_update(self.segment, optimizer)
             self._one_stepped(optimizer)
 
     def on_scaler_update(self, scaler: GradScaler) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainwright.observe.program import Constant, Ids, Segment, alive, mapped
+from trainwright.observe.program import Ids, Segment, alive, constants_of
 from trainwright.observe.ring import Ring, Snapshot
 from trainwright.replay.play import AS_IT_WAS, Edit, NotReplayable, Played, Player, Upto, batch_size
 
@@ -66,7 +66,7 @@ class Bench:
     @property
     def inputs(self) -> list[Tensor]:
         """The tensors that the models were given, in order."""
-        return [c.tensor for call in self.segment.calls for c in _constants((call.args, call.kwargs))]
+        return [c.tensor for call in self.segment.calls for c in constants_of((call.args, call.kwargs))]
 
     @property
     def earlier(self) -> list[Snapshot]:
@@ -124,9 +124,3 @@ class Bench:
     def live(self) -> Any:
         """The objects of the step in its state, for experiments that need more than ``run``: a context manager."""
         return self.player.stage(self.base())
-
-
-def _constants(written: Any) -> list[Constant]:
-    found: list[Constant] = []
-    mapped(written, lambda leaf: found.append(leaf) if isinstance(leaf, Constant) else None)
-    return found

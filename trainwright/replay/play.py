@@ -25,6 +25,7 @@ from trainwright.observe.program import (
     Slot,
     Step,
     ZeroGrad,
+    constants_of,
     mapped,
     tensors_of,
 )
@@ -299,16 +300,10 @@ class _Around(TorchFunctionMode):
 def batch_size(segment: Segment) -> int | None:
     """The first dimension of the first tensor that a model was given."""
     for call in segment.calls:
-        for constant in _constants(call):
+        for constant in constants_of((call.args, call.kwargs)):
             if constant.tensor.dim():
                 return int(constant.tensor.shape[0])
     return None
-
-
-def _constants(call: Call) -> list[Constant]:
-    found: list[Constant] = []
-    mapped((call.args, call.kwargs), lambda leaf: found.append(leaf) if isinstance(leaf, Constant) else None)
-    return found
 
 
 def _chosen(program: list[Any], micro: Sequence[int] | None) -> list[Any]:
