@@ -22,11 +22,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"state", "world"},
     "observe": {"engine", "state", "world", "runlog"},
     "replay": {"engine", "state", "world", "runlog", "build", "observe"},
+    "simulate": {"plan", "state", "engine", "build", "models"},
     "doctor": {"recipe", "plan", "runlog"},
     "report": {"plan", "runlog", "doctor"},
 }
 COMPOSITION = {"__init__", "__main__", "job", "papers", "resume", "run", "face", "find_lr", "demo", "cli"}
 COMPOSITION |= {"export", "trial", "verify", "watching", "attend", "examine", "rerun", "broken", "adapters"}
+COMPOSITION |= {"planning", "checking", "picture", "batch_size"}
 WITHOUT_TORCH = {"errors", "recipe", "runlog", "plan", "doctor", "report", "cli", "__init__"}
 
 
