@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 from torch import nn
@@ -24,7 +24,9 @@ from trainwright.observe import probes
 from trainwright.observe.calls import parts_of
 from trainwright.observe.guard import OnNonfinite, Veto
 from trainwright.observe.hooks import calls_heard, listening, muted
-from trainwright.observe.journal import Journal
+from trainwright.observe.listener import careful
+from trainwright.observe.numbers import LATE, Numbers, as_record, ask
+from trainwright.observe.probes import Probe
 from trainwright.observe.program import Segment
 from trainwright.observe.recording import Recording
 from trainwright.observe.ring import Ring, Subject, put_back
@@ -33,14 +35,6 @@ from trainwright.replay.bundle import prune
 from trainwright.report.findings import lines_of
 from trainwright.runlog import records
 from trainwright.runlog.records import Found, Record
-from trainwright.runlog.writer import LogWriter
-
-if TYPE_CHECKING:
-    from trainwright.engine.step import StepResult
-    from trainwright.job import Job
-    from trainwright.observe.progress import Progress
-    from trainwright.runlog.folder import RunFolder
-    from trainwright.state.train_state import TrainState
 
 CHECKUPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48)
 """The steps that are looked at closely; from there on one in a while, as the share of time allows."""
@@ -48,7 +42,9 @@ EARLY_S = 6.0
 """What the looks at these steps may take together; the first four are always looked at."""
 SHARE = 0.004
 """Of the time of all later steps: what looking closely may take, and again what snapshots may take."""
-KEPT_RECORDS = 1024
+KEPT_RECORDS, UNRECORDED = 1024, 16
+ORDINARY = {"grads", "step_s", "wait_s", "on_device"}
+"""What every step has to tell."""
 KEEP, LEAST_BYTES = 32, 256 * 2**20
 """Of the flight recorder: steps, and what they and their snapshots may hold at least."""
 
@@ -115,7 +111,13 @@ class Attendant:
         watched = probes.Watched(self._subject, **given)
         self._probes = [make(watched) for make in probes.PROBES]
         self._begin_s, self._looked_s, self._next_look_s = 0.0, 0.0, 0.0
-        self._snapshot_every, self._looks_next, self._went_back, self._looked_at = 4, False, -1, -16
+        self._snapshot_every, self._went_back, self._looked_at = 4, -1, -16
+        self._due: set[int] = set()  # steps that will be looked at
+        self._asked: deque[tuple[Segment, Callable[[], Numbers]]] = deque()
+        self._unrecorded: deque[tuple[Segment, Numbers]] = deque()
+        self._late = LATE if self.recording.device.type == "cuda" else 0
+        self._hear_closed = [careful(p, "on_closed") for p in self._probes if type(p).on_closed is not Probe.on_closed]
+        self._hear_read = [careful(p, "on_read") for p in self._probes if type(p).on_read is not Probe.on_read]
         self._roots, self._hears_parts = list(roots), False
         self._mean = self._deviation = 0.0  # of the loss, moving
         self._bad_in_a_row = 0
@@ -123,9 +125,7 @@ class Attendant:
     def begin(self) -> None:
         """From here on the loop is heard."""
         self._begin_s = time.perf_counter()
-        self._open.enter_context(listening(self.recording, self._roots))
-        for probe in self._probes:
-            self._open.enter_context(listening(probe, self._roots if probe.hears_calls else []))
+        self._open.enter_context(listening([self.recording, *self._probes], self._roots))
         self._prepare_next(self.step)
 
     def hear_parts(self) -> None:
@@ -133,8 +133,7 @@ class Attendant:
         if not self._hears_parts:
             self._hears_parts = True
             parts = [part for root in self._roots for part in parts_of(root)]
-            for listener in (self.recording, *(probe for probe in self._probes if probe.hears_calls)):
-                self._open.enter_context(calls_heard(listener, parts))
+            self._open.enter_context(calls_heard([self.recording, *self._probes], parts))
 
     def end(self, error: BaseException | None) -> None:
         """The last look: at a step that was not finished too, and at what never came. Nothing is heard any more."""
@@ -146,6 +145,8 @@ class Attendant:
                     told = self._examiner.unfinished(unfinished, self.recording.tape, error)
                     told = {"unfinished": told, **self._examiner.abandoned(unfinished, self.recording.tape)}
                     self._examined(unfinished.step, told)
+                while self._asked:
+                    self._judge(*self._asked.popleft())
                 self._look(self.step, "end", finished=True)
         except Exception as failure:  # the loop is over, well or by an exception of its own: that is what comes out
             self.recording.fail(failure)
@@ -172,33 +173,59 @@ class Attendant:
     def _closed(self, segment: Segment) -> None:
         self.step = segment.step
         self._ring.add(segment)
-        record = as_record(segment)
-        self._remember(record)
-        for probe in self._probes:
-            probe.on_closed(segment)
-        is_told = segment.loss is not None or bool(segment.losses)  # else its loss is not known, which is not bad
-        bad = not ((math.isfinite(record.loss) or not is_told) and math.isfinite(record.grad_norm))
-        bad = bad or not segment.values.keys().isdisjoint(("vetoed", "nonfinite"))
+        for tell in self._hear_closed:
+            tell(segment)
+        self._asked.append((segment, ask(segment)))
+        at_once = "vetoed" in segment.values  # the host knows: it has waited for it
+        bad = False
+        while len(self._asked) > (0 if at_once else self._late):
+            bad |= self._judge(*self._asked.popleft())
+        if self.recording.misses_calls:
+            self.hear_parts()
+        if at_once:
+            self._tell_veto(segment)
+        self._prepare_next(segment.step)
+        if bad and self._terms.on_nonfinite == "stop":
+            raise NonFiniteStep(f"step {segment.step} is not finite", remedy="\n".join(lines_of(self.findings(), None)))
+
+    def _judge(self, segment: Segment, read: Callable[[], Numbers]) -> bool:
+        """Whether a step is bad; looks at it closely if that is due or there is reason to."""
+        numbers = read()
+        if self._veto.was_vetoed_on_device(segment, numbers.norm):
+            self._tell_veto(segment)
+        for tell in self._hear_read:
+            tell(segment, numbers)
+        bad = not numbers.are_finite or not segment.values.keys().isdisjoint(("vetoed", "nonfinite"))
         self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
-        jumped = self._jumped(record)
-        urgent = any(probe.urgent for probe in self._probes)
         is_news = bad and (self._bad_in_a_row <= 4 or self._bad_in_a_row % 4 == 0)  # each look replays the step
-        if is_news or self._looks_next or urgent or (jumped and segment.step > self._looked_at + 16):
+        is_due = segment.step in self._due
+        jumped = self._jumped(segment.step, numbers.loss) and segment.step > self._looked_at + 16
+        self._unrecorded.append((segment, numbers))
+        if is_news or is_due or jumped or any(probe.urgent for probe in self._probes):
+            self._due.discard(segment.step)
             self._looked_at = segment.step
             begin_s = time.thread_time()  # of the processor: on a busy machine the looks are the same
             self._look(segment.step, "incident" if bad else "checkup", finished=False)
             cost_s = time.thread_time() - begin_s
             self._looked_s += cost_s
             self._next_look_s = time.perf_counter() + cost_s / SHARE
-        if self.recording.misses_calls:
-            self.hear_parts()
+        elif len(self._unrecorded) > UNRECORDED:
+            self._record_oldest()
         if bad:
             self._keep_bundle(segment.step)
-        if "vetoed" in segment.values:
-            self._tell_veto(segment)
-        self._prepare_next(segment.step)
-        if bad and self._terms.on_nonfinite == "stop":
-            raise NonFiniteStep(f"step {segment.step} is not finite", remedy="\n".join(lines_of(self.findings(), None)))
+        return bad
+
+    def _record_oldest(self) -> None:
+        """Every fourth step of a calm run is remembered, and each that had something to it."""
+        segment, numbers = self._unrecorded.popleft()
+        is_plain = segment.blind is None and segment.values.keys() <= ORDINARY
+        if segment.step <= CHECKUPS[-1] + 16 or segment.step % 4 == 0 or not is_plain:
+            self._remember(as_record(segment, numbers))
+
+    def _record_all(self) -> None:
+        for segment, numbers in self._unrecorded:
+            self._remember(as_record(segment, numbers))
+        self._unrecorded.clear()
 
     def _keep_bundle(self, step: int) -> None:
         """What it takes to run an incident again elsewhere: of the 1st, 2nd, 4th, 8th, ... of a run."""
@@ -235,12 +262,12 @@ class Attendant:
                 )
             )
 
-    def _jumped(self, record: records.Watched) -> bool:
+    def _jumped(self, step: int, loss: float) -> bool:
         """Whether the loss is far above its moving average: by more than 6 times its mean deviation."""
-        mean, deviation, loss = self._mean, self._deviation, record.loss
+        mean, deviation = self._mean, self._deviation
         if not math.isfinite(loss):
             return False
-        if record.step - self.first_step < 4:
+        if step - self.first_step < 4:
             self._mean, self._deviation = loss, max(deviation, abs(loss - mean) if mean else 0.0)
             return False
         self._mean += 0.1 * (loss - mean)
@@ -252,17 +279,19 @@ class Attendant:
         self._veto.begin()
         now_s = time.perf_counter()
         if step < CHECKUPS[-1]:
-            self._looks_next = step + 1 in CHECKUPS and (step < 4 or self._looked_s < EARLY_S)
+            looks_next = step + 1 in CHECKUPS and (step < 4 or self._looked_s < EARLY_S)
         else:
-            self._looks_next = step % 16 == 0 and now_s > self._next_look_s
-        self.recording.careful = self._looks_next
-        is_due = self._looks_next or step % self._snapshot_every == 0 or self._went_back == step
+            looks_next = step % 16 == 0 and now_s > self._next_look_s
+        if looks_next:
+            self._due.add(step + 1)
+        self.recording.careful = looks_next
+        is_due = looks_next or step % self._snapshot_every == 0 or self._went_back == step
         if is_due and not self._ring.refused_bytes:
             self._ring.add_snapshot(self._subject.snapshot(step + 1))
             cost_s = time.perf_counter() - now_s
             step_s = max((now_s - self._begin_s) / max(1, step), 1e-6)
             self._snapshot_every = max(
-                4 if step < 64 else 16, min(self._ring.keep // 2, math.ceil(cost_s / (SHARE * step_s)))
+                4 if step < 64 else 32, min(self._ring.keep, math.ceil(cost_s / (SHARE * step_s)))
             )
 
     # what is thought of it
@@ -270,6 +299,7 @@ class Attendant:
     def _look(self, step: int, why: str, *, finished: bool) -> None:
         """Examines the newest step and asks the doctor, who may ask for more."""
         with muted():
+            self._record_all()
             self._examined(step, {p.name: told for p in self._probes if (told := p.values()) is not None})
             self._examined(step, self._limits())
             self._examined(step, self._examiner.look(step, why))
@@ -332,64 +362,3 @@ class Attendant:
 
 class NonFiniteStep(TrainwrightError):
     """A step was not finite and ``on_nonfinite="stop"`` was asked for."""
-
-
-def as_record(segment: Segment) -> records.Watched:
-    """A segment as numbers. On a GPU this waits for the device."""
-    losses = [float(each) for each in segment.losses if each.numel() == 1]
-    values = {"losses": losses, "ids": [None if ids is None else len(ids) for ids in segment.ids], **segment.values}
-    if "carried" in values:
-        values["carried"] = True
-    if segment.blind:
-        values["blind"] = segment.blind
-    return records.Watched(
-        time_s=segment.ended_s,
-        step=segment.step,
-        loss=float(segment.loss) if segment.loss is not None else sum(losses) / len(losses) if losses else math.nan,
-        grad_norm=0.0 if segment.grad_norm is None else float(segment.grad_norm),
-        lr=segment.lr,
-        events=[each if each[0] != "clip" else ("clip", _plain(each[1])) for each in segment.events],
-        values=values,
-    )
-
-
-def _plain(clip: dict[str, Any]) -> dict[str, Any]:
-    return clip | {"norm": None if clip["norm"] is None else float(clip["norm"])}
-
-
-class Attending:
-    """An Observer that attends a run of our own engine and tells its findings at the end."""
-
-    def __init__(self, job: Job, folder: RunFolder, progress: Progress) -> None:
-        self._folder, self._say = folder.path, progress.say
-        self._journal = Journal(LogWriter(folder.log), progress.say)
-        state = job.state
-        given = {"loaders": (), "scalers": (), "schedulers": (), "accumulation": job.plan.batch.accumulation}
-        self.attendant = Attendant(
-            [state.model, *([state.loss] if state.loss is not None else [])],
-            [state.optimizer],
-            given,
-            Terms(
-                "observe", budget_bytes=enough_bytes([state.model]), bundles=folder.bundles
-            ),  # the engine has a guard of its own
-            write=self._journal.write,
-            own_loop_at=state.step,
-        )
-        self.attendant.begin()
-
-    def observe(self, result: StepResult, state: TrainState) -> None:
-        recording = self.attendant.recording
-        segment = recording.segment
-        segment.ids = [tuple(micro.ids.tolist()) for micro in result.batch.micro]
-        segment.loss, segment.lr = result.loss, result.lr
-        segment.grad_norm = (
-            result.grad_norm if segment.grad_norm is None else segment.grad_norm
-        )  # a step that is skipped
-        recording.close()
-
-    def close(self) -> None:
-        self.attendant.end(sys.exc_info()[1])
-        findings = self.attendant.findings()
-        for line in lines_of(findings, self._folder) if findings else ():
-            self._say(line)
-        self._journal.close()

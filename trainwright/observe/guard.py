@@ -22,7 +22,8 @@ class Veto:
     """Looks at the gradients before each update and at 16-bit weights after it.
 
     A vetoed optimizer finds no gradients, so it changes nothing; afterwards they are back. Buffers that the forward
-    pass has changed go back too. On a GPU, ``skip`` and ``stop`` wait for the device at the update.
+    pass has changed go back too. On a GPU, a fused optimizer takes the veto on the device (``found_inf``, the contract
+    of torch's GradScaler) unless spikes are skipped too; for any other the host waits for the device at the update.
     """
 
     def __init__(
@@ -33,10 +34,12 @@ class Veto:
         spikes: Spikes | None = None,
     ) -> None:
         self.roots, self.how, self._spikes = list(roots), how, spikes
+        self.device_type = parameters[0].device.type if parameters else "cpu"
         self._low = any(p.dtype in (torch.float16, torch.bfloat16) for p in parameters)
         self._buffers = [BufferGuard() for _ in roots]
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
         self._before: tuple[list[Tensor], Callable[[], None]] | None = None
+        self._flag: Tensor | None = None  # the veto, where the device applies it
         self.vetoed: int = 0
 
     def begin(self) -> None:
@@ -48,14 +51,17 @@ class Veto:
     def before_update(self, segment: Segment, optimizer: Optimizer) -> None:
         owned = [p for group in optimizer.param_groups for p in group["params"]]
         grads = [p.grad for p in owned if p.grad is not None]
-        dense = [g for g in grads if not g.is_sparse]
-        norm = get_total_norm(dense) if dense else torch.zeros(())
+        norm = _norm([g for g in grads if not g.is_sparse])
         segment.grad_norm = norm if segment.grad_norm is None else segment.grad_norm
         segment.values["grads"] = [len(grads), len(owned)]
         is_skipped = bool(segment.events) and segment.events[-1][0] == "scaler_skipped"  # no update will come
         if self.how == "observe" or is_skipped or getattr(optimizer, "found_inf", None) is not None:
             return
-        if not math.isfinite(norm):
+        if self._takes_it_on_device(norm, optimizer):
+            self._flag = ~torch.isfinite(norm)
+            optimizer.found_inf, optimizer.grad_scale = self._flag.float(), None  # type: ignore[attr-defined]
+            segment.values["on_device"] = True
+        elif not math.isfinite(norm):
             self._hide(owned)
             segment.values["vetoed"] = "gradients"
         elif self._spikes and self._spikes.is_spike(seen := _before_clipping(segment, float(norm))):
@@ -66,6 +72,19 @@ class Veto:
         elif self._low:
             self._before = _state_of(optimizer, owned)
 
+    def _takes_it_on_device(self, norm: Tensor, optimizer: Optimizer) -> bool:
+        is_alone = not self._low and (self._spikes is None or self._spikes.policy == "warn")
+        can = getattr(optimizer, "_step_supports_amp_scaling", False) and not hasattr(optimizer, "grad_scale")
+        return self.device_type != "cpu" and norm.device.type == self.device_type and is_alone and bool(can)
+
+    def was_vetoed_on_device(self, segment: Segment, norm: float) -> bool:
+        """Whether the device has left out the update, now that its norm is known; then the segment says so."""
+        if "on_device" not in segment.values or math.isfinite(norm):
+            return False
+        segment.values["vetoed"] = "gradients"
+        self.vetoed += 1
+        return True
+
     def _hide(self, owned: list[Tensor]) -> None:
         """An optimizer that finds no gradients changes nothing."""
         self._hidden = [(p, p.grad) for p in owned]
@@ -73,6 +92,10 @@ class Veto:
             p.grad = None
 
     def after_update(self, segment: Segment, optimizer: Optimizer) -> None:
+        if self._flag is not None:
+            del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
+            self._restore_buffers(self._flag)
+            self._flag = None
         if self._hidden:
             for p, grad in self._hidden:
                 p.grad = grad
@@ -88,9 +111,19 @@ class Veto:
                 segment.values["vetoed"] = "update"
                 self.vetoed += 1
 
-    def _restore_buffers(self) -> None:
+    def _restore_buffers(self, flag: Tensor | None = None) -> None:
         for guard in self._buffers:
-            guard.restore_if(torch.ones((), dtype=torch.bool))
+            guard.restore_if(torch.ones((), dtype=torch.bool) if flag is None else flag)
+
+
+def _norm(grads: list[Tensor]) -> Tensor:
+    """As ``get_total_norm``, which sorts them by device and type first: 20 us."""
+    if not grads:
+        return torch.zeros(())
+    if {(type(g), g.device) for g in grads} != {(Tensor, grads[0].device)}:
+        return get_total_norm(grads)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+    return norm
 
 
 def _before_clipping(segment: Segment, norm: float) -> float:

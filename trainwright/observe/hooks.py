@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -21,63 +21,60 @@ from trainwright.engine import clip as own_clip
 from trainwright.engine import step as own_step
 from trainwright.observe.calls import hearing
 from trainwright.observe.listener import Listener as Listener
-from trainwright.observe.listener import careful, inside, is_heard, listeners, sort_listeners, tell_of
+from trainwright.observe.listener import careful, inside, is_heard, listeners, listens_to, sort_listeners, tell_of
 from trainwright.observe.listener import muted as muted
 from trainwright.state.scaler import LossScaler
 
 
 @contextmanager
-def listening(listener: Listener, roots: list[nn.Module]) -> Iterator[None]:
-    """Tells ``listener`` of every forward call of ``roots``, and of every backward, step, ... of this thread.
+def listening(group: Sequence[Listener], roots: Sequence[nn.Module]) -> Iterator[None]:
+    """Tells each of ``group`` of every forward call of ``roots``, and of every backward, step, ... of this thread.
 
     Torch's classes are patched while somebody listens and are as before when nobody does.
     """
-    me = (listener, threading.get_ident())
-    with calls_heard(listener, roots):
+    mine = [(listener, threading.get_ident()) for listener in group]
+    with calls_heard(group, roots):
         with _changing:
             if not listeners:
                 _patches.enter()
-            listeners.append(me)
+            listeners.extend(mine)
             sort_listeners()
         try:
             yield
         finally:
             with _changing:
-                listeners.remove(me)
+                for each in mine:
+                    listeners.remove(each)
                 sort_listeners()
                 if not listeners:
                     _patches.exit()
 
 
 @contextmanager
-def calls_heard(listener: Listener, modules: list[nn.Module]) -> Iterator[None]:
-    """Tells ``listener`` of every forward call of ``modules`` in this thread."""
-    me = (listener, threading.get_ident())
-    with ExitStack() as undo:
-        for module in modules:
-            undo.enter_context(hearing(module, _forward(me), _output(me)))
-        yield
+def calls_heard(group: Sequence[Listener], modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Tells those of ``group`` who listen to it of every forward call of ``modules`` in this thread.
 
-
-def _forward(me: tuple[Listener, int]) -> Callable[..., None]:
-    """Not inside of backward: there activation checkpointing calls the model again, not the loop."""
-    tell = careful(me[0], "on_forward")
+    Not of those inside of backward: there activation checkpointing calls the model again, not the loop.
+    """
+    thread = threading.get_ident()
+    begins, ends = (
+        [careful(each, method) for each in group if listens_to(each, method)] for method in ("on_forward", "on_output")
+    )
 
     def before(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if me[1] == threading.get_ident() and is_heard() and not inside.backward:
-            tell(root, args, kwargs)
-
-    return before
-
-
-def _output(me: tuple[Listener, int]) -> Callable[..., None]:
-    tell = careful(me[0], "on_output")
+        if thread == threading.get_ident() and is_heard() and not inside.backward:
+            for tell in begins:
+                tell(root, args, kwargs)
 
     def after(root: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if me[1] == threading.get_ident() and is_heard() and not inside.backward:
-            tell(root, output)
+        if thread == threading.get_ident() and is_heard() and not inside.backward:
+            for tell in ends:
+                tell(root, output)
 
-    return after
+    with ExitStack() as undo:
+        for module in modules:
+            undo.enter_context(hearing(module, before, after))
+        yield
 
 
 class _Patches:

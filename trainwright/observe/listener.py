@@ -79,9 +79,14 @@ def sort_listeners() -> None:
     for listener, thread in listeners:
         who[thread, ""] = []
         for method in (name for name in vars(Listener) if name.startswith("on_")):
-            if getattr(type(listener), method) is not getattr(Listener, method):
+            if listens_to(listener, method):
                 who.setdefault((thread, method), []).append(careful(listener, method))
     _who = who
+
+
+def listens_to(listener: Listener, method: str) -> bool:
+    """Whether it does not just inherit the method that does nothing."""
+    return getattr(type(listener), method) is not getattr(Listener, method)
 
 
 def careful(listener: Listener, method: str) -> Callable[..., None]:

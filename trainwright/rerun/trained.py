@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainwright.attend import as_record
 from trainwright.engine.step import StepResult
 from trainwright.errors import CheckpointError, UsageError
 from trainwright.examine import Examiner, names_of
 from trainwright.job import Job, make_advance, prepare, until_of
 from trainwright.observe.guard import Veto
 from trainwright.observe.hooks import listening
+from trainwright.observe.numbers import as_record
 from trainwright.observe.recording import Recording
 from trainwright.observe.ring import Ring, Subject
 from trainwright.recipe import load
@@ -228,7 +228,7 @@ class _Live:
                 if batch is None:
                     raise UsageError(f"the run ends with step {state.step}", remedy="name one of its steps")
                 if state.step + 1 == self.first:
-                    hearing.enter_context(listening(self.recording, self.roots))
+                    hearing.enter_context(listening([self.recording], self.roots))
                 if state.step + 1 in (self.first, self.step):
                     self.ring.add_snapshot(self.subject.snapshot(state.step + 1))
                 try:

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from trainwright.attend import as_record
 from trainwright.errors import UsageError
 from trainwright.examine import Examiner, names_of
+from trainwright.observe.numbers import as_record
 from trainwright.observe.program import Segment
 from trainwright.observe.ring import Ring, Subject
 from trainwright.replay.bench import Bench

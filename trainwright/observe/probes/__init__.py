@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainwright.observe.hooks import Listener
+from trainwright.observe.numbers import Numbers
 from trainwright.observe.program import Segment
 from trainwright.observe.ring import Subject
 
@@ -29,13 +30,14 @@ class Probe(Listener):
     """A listener that can say what it has seen. ``name`` is the experiment of its Examined records."""
 
     name = ""
-    hears_calls = False
-    """Whether it is told of the forward calls of the roots."""
     urgent = False
     """Set by a probe that has heard what should not wait for the next checkup. Unset when it is asked."""
 
     def on_closed(self, segment: Segment) -> None:
-        """A step is over."""
+        """A step is over; on a GPU its numbers may not be there yet."""
+
+    def on_read(self, segment: Segment, numbers: Numbers) -> None:
+        """The numbers of a step are known: at once, or of a GPU some steps later."""
 
     def values(self) -> dict[str, Any] | None:
         """What is known by now, as JSON values; None when there is nothing new to say."""

@@ -21,7 +21,6 @@ class Modes(Probe):
     """``urgent``: a part of the model has left train mode for good, or it was evaluated in train mode."""
 
     name = "modes"
-    hears_calls = True
 
     def __init__(self, watched: Watched) -> None:
         self._roots, self._modules = watched.subject.roots, watched.subject.modules

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainwright.observe.numbers import Numbers
 from trainwright.observe.probes import Probe, Watched, probe
 from trainwright.observe.program import Constant, Segment, mapped
 
@@ -40,18 +41,24 @@ class NonFinite(Probe):
         }
         self._statistics = [(m, n) for m, n in subject.buffers() if n.startswith("running_")]
         self._before_clip: list[str] | None = None
+        self._newest = 0
         self._poisoned: set[str] = set()
         self._told: dict[str, Any] | None = None
 
     def on_clip(self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None) -> None:
-        if self._before_clip is None and norm is not None and not math.isfinite(norm):
+        on_cpu = norm is not None and norm.device.type == "cpu"  # a GPU would be waited for
+        if self._before_clip is None and on_cpu and norm is not None and not math.isfinite(norm):
             self._before_clip = self._bad_gradients()
 
     def on_closed(self, segment: Segment) -> None:
+        self._newest = segment.step
+
+    def on_read(self, segment: Segment, numbers: Numbers) -> None:
         before_clip, self._before_clip = self._before_clip, None
-        is_bad = before_clip is not None or self._is_bad(segment)
+        vetoed = segment.values.get("vetoed") in ("gradients", "update")
+        is_bad = before_clip is not None or vetoed or not numbers.are_finite
         if is_bad:
-            gradients = self._bad_gradients()
+            gradients = self._bad_gradients() if segment.step == self._newest else []  # else they are of another step
             self._told = {
                 "step": segment.step,
                 "inputs": _bad_inputs(segment),
@@ -72,14 +79,6 @@ class NonFinite(Probe):
         if told is None and (poisoned := self._newly_poisoned()):
             return {"poisoned": poisoned}
         return told
-
-    def _is_bad(self, segment: Segment) -> bool:
-        norm = segment.grad_norm
-        return (
-            segment.values.get("vetoed") in ("gradients", "update")
-            or (norm is not None and not math.isfinite(norm))
-            or any(each.numel() == 1 and not math.isfinite(each) for each in segment.losses)
-        )
 
     def _has_loose_forward(self, segment: Segment) -> bool:
         trained = sum(kind == "forward" and value[1] for kind, value in segment.events)

@@ -53,7 +53,7 @@ class Schedule(Probe):
         self._changes: deque[list[float]] = deque(maxlen=KEPT)
         self._peak, self._peak_step, self._lowest, self._zero_steps = 0.0, 0, math.inf, 0
         self._exhausted: int | None = None
-        self._window_losses: list[Tensor] = []
+        self._window_losses: deque[Tensor] = deque(maxlen=512)
         self._warned: set[str] = set()
 
     def on_epoch(self, loader: Any, iterator: Any) -> None:
@@ -84,7 +84,8 @@ class Schedule(Probe):
 
     def _mean_loss(self) -> float:
         """Of the training since it was last asked."""
-        losses, self._window_losses = self._window_losses, []
+        losses = list(self._window_losses)
+        self._window_losses.clear()
         return sum(float(each) for each in losses) / len(losses) if losses else math.nan
 
     def on_closed(self, segment: Segment) -> None:
@@ -92,8 +93,8 @@ class Schedule(Probe):
         for heard in self._heard.values():
             heard.close(self._backwards)
         self._backwards = 0
-        self._window_losses += [each for each in segment.losses if each.numel() == 1][:1]
-        del self._window_losses[:-512]
+        if segment.losses and segment.losses[0].numel() == 1:
+            self._window_losses.append(segment.losses[0])
         self._note_lr(max((float(g["lr"]) for o in self._optimizers for g in o.param_groups), default=0.0))
 
     def _note_lr(self, lr: float) -> None:
