@@ -25,7 +25,7 @@ from trainwright.observe.calls import parts_of
 from trainwright.observe.guard import OnNonfinite, Veto
 from trainwright.observe.hooks import calls_heard, listening, muted
 from trainwright.observe.listener import careful
-from trainwright.observe.numbers import LATE, Numbers, as_record, ask
+from trainwright.observe.numbers import Numbers, as_record, ask, lateness
 from trainwright.observe.probes import Probe
 from trainwright.observe.program import Segment
 from trainwright.observe.recording import Recording
@@ -57,13 +57,17 @@ def enough_bytes(roots: Sequence[nn.Module]) -> int:
 
 @dataclass(frozen=True)
 class Terms:
-    """What a watch may do to a loop, what its recorder holds, and where bundles of incidents go (None: nowhere)."""
+    """What a watch may do to a loop, what its recorder holds, and where bundles of incidents go (None: nowhere).
+
+    ``skip`` are the samples of steps whose update is left out.
+    """
 
     on_nonfinite: OnNonfinite = "skip"
     on_spike: OnSpike = "warn"
     keep: int = KEEP
     budget_bytes: int = LEAST_BYTES
     bundles: Path | None = None
+    skip: frozenset[frozenset[int]] = frozenset()
 
 
 class Attendant:
@@ -103,7 +107,7 @@ class Attendant:
         parameters = self.recording.parameters
         self._incidents = 0
         spikes = None if own_loop_at is not None else Spikes(terms.on_spike)
-        self._veto = Veto(roots, parameters, terms.on_nonfinite, spikes)
+        self._veto = Veto(roots, parameters, terms.on_nonfinite, spikes, terms.skip)
         self._ring = Ring(keep=terms.keep, budget_bytes=terms.budget_bytes)
         self._subject = Subject(roots, optimizers, parameters)
         self._examiner = Examiner(self._subject, self._ring)
@@ -115,7 +119,7 @@ class Attendant:
         self._due: set[int] = set()  # steps that will be looked at
         self._asked: deque[tuple[Segment, Callable[[], Numbers]]] = deque()
         self._unrecorded: deque[tuple[Segment, Numbers]] = deque()
-        self._late = LATE if self.recording.device.type == "cuda" else 0
+        self._late = lateness(self.recording.device)
         self._hear_closed = [careful(p, "on_closed") for p in self._probes if type(p).on_closed is not Probe.on_closed]
         self._hear_read = [careful(p, "on_read") for p in self._probes if type(p).on_read is not Probe.on_read]
         self._roots, self._hears_parts = list(roots), False
@@ -195,7 +199,8 @@ class Attendant:
             self._tell_veto(segment)
         for tell in self._hear_read:
             tell(segment, numbers)
-        bad = not numbers.are_finite or not segment.values.keys().isdisjoint(("vetoed", "nonfinite"))
+        vetoed = segment.values.get("vetoed", "skip list") != "skip list"
+        bad = not numbers.are_finite or vetoed or "nonfinite" in segment.values
         self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
         is_news = bad and (self._bad_in_a_row <= 4 or self._bad_in_a_row % 4 == 0)  # each look replays the step
         is_due = segment.step in self._due

@@ -24,6 +24,7 @@ from trainwright.observe.guard import OnNonfinite
 from trainwright.report.findings import lines_of
 from trainwright.runlog import records
 from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.reader import read
 from trainwright.runlog.records import Found, Record
 from trainwright.runlog.writer import LogWriter
 
@@ -142,13 +143,14 @@ def watch(
     vetoed (``on_nonfinite="skip"``), ends the loop (``"stop"``), or is let through (``"observe"``). Several models and
     optimizers (a GAN) are given as sequences. The run folder is ``out``, numbered if it exists; None writes nothing.
     ``more``: ``on_spike`` says what is done when the gradient norm is 8 times its median: ``"warn"``, ``"skip"`` the
-    batch, or ``"rollback"`` to the last snapshot. ``accumulation`` declares micro-batches for each step. ``keep``
-    (32 steps) and ``memory_bytes`` (room for three states, at most a quarter of the free memory) limit the flight
-    recorder. ``quiet`` prints nothing.
+    batch, or ``"rollback"`` to the last snapshot. ``skip`` is the folder of an earlier watch of this training, or
+    sample ids step by step: updates that were left out there are left out again. ``accumulation`` declares
+    micro-batches for each step. ``keep`` (32 steps) and ``memory_bytes`` (room for three states, at most a quarter of
+    the free memory) limit the flight recorder. ``quiet`` prints nothing.
 
     Raises UsageError for what cannot be watched.
     """
-    known = {"accumulation": None, "on_spike": "warn", "keep": KEEP, "memory_bytes": None, "quiet": False}
+    known = {"accumulation": None, "on_spike": "warn", "keep": KEEP, "memory_bytes": None, "quiet": False, "skip": ()}
     if unknown := more.keys() - known.keys():
         raise UsageError(f"watch has no argument {min(unknown)!r}", remedy=f"it has also {', '.join(known)}")
     chosen = known | more
@@ -170,6 +172,7 @@ def watch(
         int(chosen["keep"]),
         int(chosen["memory_bytes"] or enough_bytes(roots)),
         folder.bundles if folder else None,
+        _to_skip(chosen["skip"]),
     )
     return Watch(
         roots,
@@ -187,6 +190,14 @@ def _several(given: Any, kind: type, what: str) -> list[Any]:
         if not isinstance(item, kind):
             raise UsageError(f"watch: the {what} is a {type(item).__name__}", remedy=f"give a torch {kind.__name__}")
     return items
+
+
+def _to_skip(given: Any) -> frozenset[frozenset[int]]:
+    """Sample ids of each step that is to be left out, given as such or as the folder of an earlier watch."""
+    if isinstance(given, str | Path):
+        told = read(RunFolder.open(given).log).records
+        given = [each.sample_ids for each in told if isinstance(each, records.Skipped)]
+    return frozenset(frozenset(ids) for ids in given if ids)
 
 
 def _listed(given: Any) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
 from trainwright.attend import NonFiniteStep
@@ -83,6 +84,32 @@ def test_a_spike_rolls_back_to_a_snapshot(tmp_path: Path) -> None:
     skipped = [r.step for r in read(watch.folder.log).records if isinstance(r, Skipped)]
     assert skipped[-1] == 20 and skipped == list(range(skipped[0], 21)) and len(skipped) > 1
     assert torch.equal(weights[19], weights[skipped[0] - 2])
+
+
+def test_what_was_left_out_is_left_out_again(tmp_path: Path) -> None:
+    """A loop that is begun again from its start, on the same order of samples, with the skip list of the first."""
+    x, y = torch.randn(256, 4), torch.randint(3, (256,))
+    x[160:168] *= 1e4
+
+    def run(out: str, **how: object) -> tuple[list[Tensor], tw.watch]:
+        torch.manual_seed(0)
+        model, weights = nn.Linear(4, 3), []
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        loader = DataLoader(TensorDataset(x, y), batch_size=8)
+        with tw.watch(model, optimizer, loader=loader, out=tmp_path / out, quiet=True, **how) as watch:
+            for inputs, labels in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+                weights.append(model.weight.detach().clone())
+        return weights, watch
+
+    first, _ = run("first", on_spike="skip")
+    again, watch = run("again", skip=tmp_path / "first")
+    assert torch.equal(first[20], first[19]) and not torch.equal(first[19], first[18])
+    assert all(map(torch.equal, first, again))
+    skipped = [r for r in read(watch.folder.log).records if isinstance(r, Skipped)]
+    assert [(r.step, r.reason) for r in skipped] == [(21, "skip list")]
 
 
 def test_a_wrong_word_is_named() -> None:

@@ -32,8 +32,9 @@ class Veto:
         parameters: Sequence[Tensor],
         how: OnNonfinite,
         spikes: Spikes | None = None,
+        skip: frozenset[frozenset[int]] = frozenset(),
     ) -> None:
-        self.roots, self.how, self._spikes = list(roots), how, spikes
+        self.roots, self.how, self._spikes, self._skip = list(roots), how, spikes, skip
         self.device_type = parameters[0].device.type if parameters else "cpu"
         self._low = any(p.dtype in (torch.float16, torch.bfloat16) for p in parameters)
         self._buffers = [BufferGuard() for _ in roots]
@@ -54,6 +55,10 @@ class Veto:
         norm = _norm([g for g in grads if not g.is_sparse])
         segment.grad_norm = norm if segment.grad_norm is None else segment.grad_norm
         segment.values["grads"] = [len(grads), len(owned)]
+        if self._skip and frozenset(i for of_batch in segment.ids for i in of_batch or ()) in self._skip:
+            self._hide(owned)
+            segment.values["vetoed"] = "skip list"
+            return
         is_skipped = bool(segment.events) and segment.events[-1][0] == "scaler_skipped"  # no update will come
         if self.how == "observe" or is_skipped or getattr(optimizer, "found_inf", None) is not None:
             return

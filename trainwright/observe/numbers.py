@@ -14,7 +14,12 @@ from trainwright.observe.program import Segment
 from trainwright.runlog.records import Watched
 
 LATE = 2
-"""Steps after which a GPU has surely made the numbers of a step: reading them then waits for nothing."""
+"""Steps after which a GPU has made the numbers of a step, as a rule: reading them then waits for nothing."""
+
+
+def lateness(device: torch.device) -> int:
+    """By how many steps the numbers of a step are read later than it."""
+    return LATE if device.type == "cuda" else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,10 +76,15 @@ class Backward:
 
     slot: int | None
     value: Any
-    scale: float = 1.0
+    scale_at: float | Tensor = 1.0
     gradient: Any = None
     retain: bool = False
     inputs: Any = None
+
+    @property
+    def scale(self) -> float:
+        """The loss scale. On a GPU this waits for the device."""
+        return float(self.scale_at)
 
 
 @dataclass(slots=True)

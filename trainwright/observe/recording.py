@@ -75,7 +75,7 @@ class Recording(Listener):
         self._depth = 0
         self._call: Call | None = None
         self._stepped: set[int] = set()
-        self._scales: dict[int, tuple[Tensor, Any, float]] = {}
+        self._scales: dict[int, tuple[Tensor, Any, float | Tensor]] = {}
         self._fetched: deque[tuple[Ids, set[int]]] = deque(maxlen=16)
         self._ended_s = time.perf_counter()
         self._waited_s = 0.0
@@ -162,8 +162,10 @@ class Recording(Listener):
 
     def on_scaled(self, scaler: Any, given: Any, scaled: Any) -> None:
         if isinstance(given, Tensor) and isinstance(scaled, Tensor) and scaled is not given:
-            scale = scaler.get_scale() if isinstance(scaler, GradScaler) else scaler.scale
-            self._scales[id(scaled)] = (scaled, given.detach(), float(scale))
+            scale: Any = scaler._scale if isinstance(scaler, GradScaler) else scaler.scale
+            on_gpu = isinstance(scale, Tensor) and scale.device.type != "cpu"
+            scale_at = scale.detach().clone() if on_gpu else float(scale)  # a GPU is not waited for
+            self._scales[id(scaled)] = (scaled, given.detach(), scale_at)
 
     def on_backward_called(self) -> None:
         self.tape.stop()
@@ -243,11 +245,27 @@ class Recording(Listener):
         if isinstance(owner, Optimizer):
             if owner not in self.optimizers:
                 return
+            if self._own_loop:
+                self._begin_again()
             self.segment.program.append(ZeroGrad(self.optimizers.index(owner)))
             self.segment.events.append(("zero_grad", self.optimizers.index(owner)))
         elif owner in self.roots:
             self.segment.program.append(ZeroGrad(None))
             self.segment.events.append(("zero_grad", -1))
+
+    def _begin_again(self) -> None:
+        """Our step clears gradients once, unless it ran out of memory: that try never was, nothing of it is held."""
+        kinds = [kind for kind, _ in self.segment.events]
+        if "zero_grad" not in kinds:
+            return
+        before = self.segment.events[: kinds.index("zero_grad")]
+        self.tape.stop()
+        self.tape.forget()
+        self.tape.num_bytes, self.tape.failed = 0, None
+        self._scales.clear()
+        self._depth, self._call = 0, None
+        self.segment = Segment(self.segment.step)
+        self.segment.events += before
 
     def on_unscale(self, scaler: GradScaler, optimizer: Optimizer) -> None:
         if scaler.is_enabled() and optimizer in self.optimizers:

@@ -309,7 +309,7 @@ def alone(segment: Segment, term: Term) -> Segment:
     backward = segment.program[end]
     assert isinstance(backward, Backward)
     kept = [each for each in segment.program[:end] if not _adds_to(each, term)]
-    program = [*kept, replace(backward, slot=term.slot, scale=1.0, gradient=None)]
+    program = [*kept, replace(backward, slot=term.slot, scale_at=1.0, gradient=None)]
     return replace(segment, program=program, values={k: v for k, v in segment.values.items() if k != "carried"})
 
 
