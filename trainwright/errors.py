@@ -6,6 +6,7 @@
     │   └── MissingExtra              exit 2   an optional package is needed and not installed
     ├── DataError                     exit 1   a sample or a batch is wrong: names the sample ids
     ├── StorageError                  exit 1   disk full, no permission, folder gone
+    ├── OutOfMemory                   exit 1   a step does not fit, however it is cut: says what held the memory
     └── CheckpointError               exit 1   a checkpoint is missing, torn or does not fit
 
 A user's mistake ends in one of these and in no traceback; an ``AssertionError`` is our own bug. ``suggest`` and
@@ -90,6 +91,17 @@ class DataError(TrainwrightError):
 
 class StorageError(TrainwrightError):
     """The disk is full, a folder is gone or may not be written."""
+
+
+class OutOfMemory(TrainwrightError):
+    """A step does not fit into memory, however it is cut. ``told`` is what was seen of each try, for the log.
+
+    ``whole``: the state is that of the last good step and may be saved.
+    """
+
+    def __init__(self, message: str, *, told: Sequence[object] = (), whole: bool = True, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.told, self.whole = tuple(told), whole
 
 
 class CheckpointError(TrainwrightError):

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from trainwright.build.assemble import LIVE, Parts, prepare
+from trainwright.build.assemble import LIVE, Parts
 from trainwright.build.data import Unwrapped, unwrap
 from trainwright.engine.loss import require_callable
 from trainwright.errors import UsageError
 from trainwright.recipe import from_mapping
 from trainwright.run import Result, train
 from trainwright.runlog.folder import RunFolder
-from trainwright.world import choose_device
 
 if TYPE_CHECKING:
     from trainwright.engine.loop import Observer
@@ -59,12 +58,10 @@ def fit(
     train_data, val_data = unwrap(data), None if val is None else unwrap(val)
     mapping = _described(model, train_data, val_data, loss)
     loaded = from_mapping(mapping, overrides=_asked({} if settings is None else settings, _paths(short)), name="tw.fit")
-    device = choose_device(loaded.recipe.device)
-    parts = prepare(Parts(model, train_data, val_data, loss), loaded, device)
     folder = None if resume is None else RunFolder.open(resume)
     return train(
         loaded,
-        parts=parts,
+        parts=Parts(model, train_data, val_data, loss),
         resume=folder,
         accept=accept,
         quiet=quiet,

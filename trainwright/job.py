@@ -22,6 +22,7 @@ from trainwright.build.assemble import (
     gather_facts,
     training_batches,
 )
+from trainwright.build.assemble import prepare as prepare_parts
 from trainwright.engine.clip import make_clip
 from trainwright.engine.precision import Precision
 from trainwright.engine.rehearse import Mode, rehearse
@@ -33,12 +34,14 @@ from trainwright.papers import where_from
 from trainwright.plan.machine import Machine, read_machine
 from trainwright.plan.make import Facts, Kept, Note, Plan, candidates, make_plan, with_rehearsal
 from trainwright.plan.memory import memory_bytes
+from trainwright.planning.at_hand import device_at_hand
+from trainwright.planning.settle import Settled, left_open, resettled, settle
 from trainwright.recipe import Duration, Loaded, Recipe
 from trainwright.resume import Earlier
 from trainwright.state.cursor import StepBatch
 from trainwright.state.rng import seed_all, set_deterministic
 from trainwright.state.train_state import TrainState
-from trainwright.world import choose_device, device_name, low_precision, usable_threads
+from trainwright.world import SOLO, World, choose_device, device_name, low_precision, usable_threads
 
 
 @dataclass
@@ -84,17 +87,24 @@ def prepare(loaded: Loaded, parts: Parts | None = None, *, earlier: Earlier | No
     """Builds, plans and rehearses; afterwards nothing has been trained and no random number drawn.
 
     The batch that is rehearsed is the first that will be trained on: a stream is read only once. What an
-    ``earlier`` part of the run measured and chose stays, or the bits would change.
+    ``earlier`` part of the run measured and chose stays, or the bits would change. ``parts`` are live objects instead
+    of what the recipe names.
     """
-    recipe, machine = loaded.recipe, read_machine()
+    machine = read_machine()
     with at_recipe(loaded, "device"):
-        device = choose_device(recipe.device)
-    set_deterministic(recipe.deterministic)
-    parts = parts or build_parts(loaded, device)
+        device = choose_device(loaded.recipe.device)
+    set_deterministic(loaded.recipe.deterministic)
+    settled = _settled(loaded, parts, earlier)
+    loaded, recipe = settled.loaded, settled.loaded.recipe
+    if parts is None:
+        parts = build_parts(loaded, device, settled.planned)
+    elif not parts.prepared:
+        parts = prepare_parts(parts, loaded, device, settled.planned)
     threads = (earlier.threads,) if earlier else usable_threads(device)
     facts = gather_facts(parts, device, device_name(device, machine), low_precision(device, machine), threads)
     with at_recipe(loaded, ""):
         plan = make_plan(recipe, facts, kept=earlier.what_was_planned(recipe) if earlier else Kept())
+    plan = replace(plan, settled=settled.to_json(), notes=(*settled.notes, *plan.notes))
     state, schedule = build_state(parts, loaded, plan), build_schedule(loaded, plan)
     state.loss = parts.loss if isinstance(parts.loss, nn.Module) else None
     require_sinks(recipe.log.sinks)
@@ -119,6 +129,16 @@ def prepare(loaded: Loaded, parts: Parts | None = None, *, earlier: Earlier | No
     if not earlier:
         state.scaler = job.precision.scaler(device)
     return job
+
+
+def _settled(loaded: Loaded, parts: Parts | None, earlier: Earlier | None) -> Settled:
+    """The recipe with what it leaves to the plan decided: as it was for an earlier part of the run."""
+    if not left_open(loaded.recipe):
+        return Settled(loaded)
+    if earlier and (kept := earlier.settled):
+        return resettled(loaded, kept)
+    with at_recipe(loaded, "model"):
+        return settle(loaded, device_at_hand(probe=False), parts=parts)
 
 
 def until_of(plan: Plan) -> Until:
@@ -164,9 +184,15 @@ def _rehearsed(job: Job, facts: Facts, first: StepBatch, asked: str) -> Plan:
     )
 
 
-def make_advance(job: Job) -> StepFn:
+def make_advance(job: Job, world: World = SOLO) -> StepFn:
     """The step function of a job; sets the process-wide matmul mode and threads that its plan asks for."""
     clip = job.recipe.optimizer.clip
     job.precision.set_matmul_mode()
     torch.set_num_threads(job.plan.threads)
-    return make_step(job.parts.loss, schedule=job.schedule, precision=job.precision, clip=make_clip(clip.by, clip.at))
+    return make_step(
+        job.parts.loss,
+        schedule=job.schedule,
+        precision=job.precision,
+        clip=make_clip(clip.by, clip.at),
+        world=world,
+    )

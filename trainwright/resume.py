@@ -45,6 +45,12 @@ class Earlier:
         """CPU threads are measured once in a run: with another number sums have other last bits."""
         return int(self.papers["plan"]["threads"])
 
+    @property
+    def settled(self) -> Mapping[str, Any]:
+        """What was decided before the model was built, where the recipe left it to the plan."""
+        kept: Mapping[str, Any] = self.papers["plan"].get("settled", {})
+        return kept
+
     def precision(self, asked: str, facts: Facts) -> PrecisionName:
         """``auto`` means what it was found to mean when the run began."""
         if asked == "auto":
@@ -82,6 +88,8 @@ class Earlier:
         for change in changes:
             self.say(str(change))
         load_checkpoint(state, self.checkpoint, verified=True)
+        if state.micro_limit and any(change.path.startswith("batch.") for change in changes):
+            state.micro_limit = None  # another micro-batch was asked for: it is tried as it is
         for path in set_aside_newer(self.folder.checkpoints, self.checkpoint):
             self.say(f"set aside: {path}")
         if any(change.path.startswith("data.train") for change in accepted):

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from trainwright import __version__
-from trainwright.attend import Attending
+from trainwright.attending import Attending
 from trainwright.build.assemble import Parts, build_loading, validation_batches
 from trainwright.engine.between import NEVER
 from trainwright.engine.loop import Observer, Outcome, run
@@ -176,7 +176,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         watching: tuple[Observer, ...] = (logbook.recorder, logbook.telemetry, progress)
         makers = [Attending, *extras] if job.recipe.log.doctor else extras
         extra = [make(job, folder, progress) for make in makers]
-        advance = make_advance(job)
+        advance = make_advance(job, stage.world)
         with _told_where_it_is_saved(job, folder, saving):
             if job.accepted:  # a kill before the next save would ask for it again
                 saving(state)

@@ -6,20 +6,23 @@ import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from trainwright.build.data import EvaluationBatches, Loading, StepBatches, Unwrapped, unwrap
-from trainwright.build.model import checkpoint_blocks, count_parameters, freeze
+from trainwright.build.model import count_parameters, freeze
 from trainwright.build.optim.choose import make_optimizer
 from trainwright.build.optim.groups import GroupRule
+from trainwright.build.recompute import recompute_as_asked
 from trainwright.build.resolve import find, make
 from trainwright.build.schedule import make_schedule
 from trainwright.errors import DataError, Problem, RecipeError, TrainwrightError, UsageError
 from trainwright.models.lora import add_lora
 from trainwright.plan.make import Facts, Note, Plan
+from trainwright.plan.recompute import Recompute, describe
 from trainwright.recipe import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES, Loaded, Recipe
 from trainwright.state.cursor import Cursor, count_tokens
 from trainwright.state.ema import Ema, NoEma
@@ -33,13 +36,17 @@ LIVE = "live"
 
 @dataclass
 class Parts:
-    """The live objects that a recipe names, or that were handed over in Python."""
+    """The live objects that a recipe names, or that were handed over in Python.
+
+    ``prepared`` once ``prepare`` has done to the model what the recipe asks for.
+    """
 
     model: nn.Module
     train: Unwrapped
     val: Unwrapped | None
     loss: Callable[..., Any]
     notes: tuple[Note, ...] = ()
+    prepared: bool = False
 
 
 @contextmanager
@@ -57,22 +64,43 @@ def at_recipe(loaded: Loaded, path: str) -> Iterator[None]:
         raise RecipeError(Problem(path, error.message, remedy=error.remedy, where=where(path))) from None
 
 
-def build_parts(loaded: Loaded, device: torch.device) -> Parts:
-    """Builds what the recipe names. Raises RecipeError with file:line for whatever cannot be built."""
-    recipe, source = loaded.recipe, loaded.source
+def build_parts(loaded: Loaded, device: torch.device, planned: Recompute | None = None) -> Parts:
+    """Builds what the recipe names; ``planned`` as in ``prepare``.
+
+    Raises RecipeError with file:line for whatever cannot be built.
+    """
+    recipe = loaded.recipe
     if recipe.model.use.startswith(f"{LIVE}:"):
         raise UsageError(
             f"the model {recipe.model.use} was handed over in Python and cannot be rebuilt from a recipe",
             remedy="run the script again with tw.fit(..., resume=<run folder>)",
         )
     seed_all(recipe.seed)
-    train = _dataset(loaded, "train")
-    val = _dataset(loaded, "val") if recipe.data.val else None
+    train = build_dataset(loaded, "train")
+    val = build_dataset(loaded, "val") if recipe.data.val else None
     model, notes = build_model(loaded, train)
-    loss = find(recipe.loss.use, LOSSES, "loss", source)
-    if recipe.loss.args or inspect.isclass(loss):
-        loss = make(recipe.loss.use, recipe.loss.args, LOSSES, "loss", source)
-    return prepare(Parts(model, train, val, loss, notes), loaded, device)
+    return prepare(Parts(model, train, val, build_loss(loaded), notes), loaded, device, planned)
+
+
+def build_loss(loaded: Loaded) -> Callable[..., Any]:
+    """The loss that a recipe names. Raises RecipeError when ``chunked`` is asked of one that has no such parameter."""
+    ask = loaded.recipe.loss
+    loss = find(ask.use, LOSSES, "loss", loaded.source)
+    if ask.args or inspect.isclass(loss):
+        loss = make(ask.use, ask.args, LOSSES, "loss", loaded.source)
+    if ask.chunked == "auto" or not (ask.chunked or _has_chunks(loss)):
+        return loss
+    if _has_chunks(loss):
+        return partial(loss, chunked=ask.chunked)
+    remedy, where = "leave it out, or use language_model or hf_causal_lm", loaded.source.where("loss.chunked")
+    raise RecipeError(Problem("loss.chunked", f"{ask.use} has no chunks", got="true", remedy=remedy, where=where))
+
+
+def _has_chunks(loss: Callable[..., Any]) -> bool:
+    try:
+        return "chunked" in inspect.signature(loss).parameters
+    except ValueError:  # a builtin without a signature
+        return False
 
 
 def build_model(loaded: Loaded, train: Unwrapped | None = None) -> tuple[nn.Module, tuple[Note, ...]]:
@@ -87,9 +115,10 @@ def build_model(loaded: Loaded, train: Unwrapped | None = None) -> tuple[nn.Modu
     return model, notes
 
 
-def prepare(parts: Parts, loaded: Loaded, device: torch.device) -> Parts:
+def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Recompute | None = None) -> Parts:
     """What the recipe does to a model, built or handed over: LoRA, freezing, checkpointing, device, compile.
 
+    ``planned`` is what was chosen where the recipe leaves the choice of what to compute again to the plan.
     Raises RecipeError also for what it says of the training set and cannot be.
     """
     recipe, model, notes = loaded.recipe, parts.model, list(parts.notes)
@@ -101,15 +130,16 @@ def prepare(parts: Parts, loaded: Loaded, device: torch.device) -> Parts:
         with at_recipe(loaded, "model.freeze"):
             frozen = freeze(model, recipe.model.freeze)
         notes.append(Note("freeze", f"{len(frozen)} parameters", ", ".join(recipe.model.freeze)))
-    if recipe.model.activation_checkpointing == "block":
+    if recipe.model.activation_checkpointing != "none":
         with at_recipe(loaded, "model.activation_checkpointing"):
-            blocks = checkpoint_blocks(model)
-        notes.append(Note("recompute", f"{blocks} blocks", "activations are computed again in the backward pass"))
+            applied = recompute_as_asked(model, recipe.model.activation_checkpointing, planned)
+        if applied.count:
+            notes.append(Note("recompute", f"{applied.count} blocks", describe(applied)))
     model.to(device)
     model.train()
     if recipe.model.compile:
         model.compile()
-    return replace(parts, model=model, notes=tuple(notes))
+    return replace(parts, model=model, notes=tuple(notes), prepared=True)
 
 
 def gather_facts(
@@ -199,7 +229,7 @@ def validation_batches(parts: Parts, recipe: Recipe, loading: Loading) -> Evalua
     return EvaluationBatches(parts.val.dataset, how, limit=recipe.evaluation.batches)
 
 
-def _dataset(loaded: Loaded, which: str) -> Unwrapped:
+def build_dataset(loaded: Loaded, which: str) -> Unwrapped:
     part = getattr(loaded.recipe.data, which)
     made = make(part.use, part.args, DATASETS, f"data.{which}", loaded.source)
     with at_recipe(loaded, f"data.{which}"):
@@ -229,7 +259,7 @@ def _with_classes(loaded: Loaded, train: Unwrapped | None) -> tuple[dict[str, An
         name = "vocab_size"
     if name is None or name in args:
         return args, ()
-    classes = getattr((train or _dataset(loaded, "train")).dataset, "classes", None)
+    classes = getattr((train or build_dataset(loaded, "train")).dataset, "classes", None)
     if not isinstance(classes, int):
         return args, ()
     return {**args, name: classes}, (Note(name, str(classes), "from the training set"),)

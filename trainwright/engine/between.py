@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
+from trainwright.errors import OutOfMemory
 from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState
 
@@ -43,6 +44,19 @@ class Whole:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is not None and issubclass(kind, Exception):
+            self.saving(self.state)
+
+
+class LastGood:
+    """Saves the last good step when the next one does not fit into memory: that error leaves the state whole."""
+
+    def __init__(self, state: TrainState, saving: Saver) -> None:
+        self.state, self.saving = state, saving
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OutOfMemory) and error.whole and self.state.step:
             self.saving(self.state)
 
 

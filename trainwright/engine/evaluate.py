@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,10 +11,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from trainwright.engine.loss import Loss, as_loss_fn, call_loss
+from trainwright.engine.cut import cut_micro
+from trainwright.engine.forensics import is_out_of_memory
+from trainwright.engine.loss import Loss, LossFn, as_loss_fn, call_loss
 from trainwright.engine.precision import FP32, Precision
+from trainwright.errors import OutOfMemory
 from trainwright.state.cursor import MicroBatch
 from trainwright.state.rng import preserved_rng
+from trainwright.world.memory import give_back
 
 
 @dataclass(frozen=True)
@@ -54,18 +59,18 @@ def evaluate(
     *,
     precision: Precision = FP32,
 ) -> Evaluated:
-    """The loss over ``batches``, weighted exactly. One host sync at the end."""
+    """The loss over ``batches``, weighted exactly. One host sync at the end.
+
+    A batch that does not fit into memory is evaluated in halves, and so are all after it. Raises OutOfMemory when one
+    sample does not fit.
+    """
     loss_fn = as_loss_fn(loss)
     begin_s = time.perf_counter()
     total: Tensor | float = 0.0
     weight: Tensor | float = 0  # counts stay integers: exact beyond 2**24
     sums: dict[str, Tensor | float] = {}
     with evaluating(model, loss):
-        for index, micro in enumerate(batches):
-            with precision.autocast():
-                output = call_loss(loss_fn, model, micro, f"batch {index} of the evaluation")
-            if isinstance(output, Tensor):
-                output = Loss(output * micro.size, float(micro.size))
+        for output in _outputs(loss_fn, model, batches, precision):
             total = total + output.total.double()
             weight = weight + output.weight
             for name, metric in output.metrics.items():
@@ -74,3 +79,42 @@ def evaluate(
     mean = {name: float(summed) / counted if counted else float("nan") for name, summed in sums.items()}
     mean_loss = float(total) / counted if counted else float("nan")
     return Evaluated(mean_loss, counted, mean, time.perf_counter() - begin_s)
+
+
+def _outputs(loss_fn: LossFn, model: nn.Module, batches: Iterable[MicroBatch], precision: Precision) -> Iterator[Loss]:
+    limit: int | None = None
+    for index, whole in enumerate(batches):
+        waiting = [whole]
+        while waiting:
+            micro = waiting.pop(0)
+            if limit is not None and micro.size > limit:
+                waiting[:0] = cut_micro(micro, limit)
+                continue
+            output = _output(loss_fn, model, micro, precision, f"batch {index} of the evaluation")
+            if output is None:
+                limit = (micro.size + 1) // 2
+                waiting.insert(0, micro)
+            elif isinstance(output, Tensor):
+                yield Loss(output * micro.size, float(micro.size))
+            else:
+                yield output
+
+
+def _output(
+    loss_fn: LossFn, model: nn.Module, micro: MicroBatch, precision: Precision, where: str
+) -> Loss | Tensor | None:
+    """None: there was not memory enough; what was held is given back."""
+    try:
+        with precision.autocast():
+            return call_loss(loss_fn, model, micro, where)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        if micro.size == 1:
+            raise OutOfMemory(
+                f"out of memory in {where}: one sample does not fit",
+                remedy="evaluate shorter samples, or on a device with more memory",
+            ) from None
+        traceback.clear_frames(error.__traceback__)
+    give_back(next(model.parameters()).device)
+    return None

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+LARGEST_TABLE = 64 * 2**20
+
 
 def must_skip(grad_norm: Tensor, weight: Tensor | float) -> Tensor:
     """0-d bool: the gradients are not finite, or nothing was counted in the whole batch."""
@@ -42,22 +44,29 @@ def update_on_device(skipped: Tensor, optimizer: Optimizer) -> None:
 class BufferGuard:
     """Keeps buffers that a forward pass may change: BatchNorm's running statistics and their like.
 
-    One batch of NaN would stay in a running mean for ever, though its update was not applied. Guarded are the
-    buffers that a checkpoint keeps. Costs a copy of each: nothing for most transformers, 60 small ones for a
-    ResNet-18.
+    One batch of NaN would stay in a running mean for ever, though its update was not applied. Costs a copy of each
+    buffer that a state_dict keeps: nothing for most transformers, 60 small ones for a ResNet-18. Of the others, most
+    of which are tables, ``put_back`` alone takes care: they are copied when they have been written to.
     """
 
     def __init__(self) -> None:
         self._roots: tuple[nn.Module | None, ...] = ()
         self._places: list[tuple[nn.Module, str]] = []
+        self._live: list[Tensor] = []
         self._before: list[Tensor] = []
+        self._tables: list[_Table] = []
 
     def keep(self, *roots: nn.Module | None) -> None:
         """Before the first forward pass of a step: of the model, and of a loss that is a module. Searched once."""
         if roots != self._roots:
             self._roots = roots
-            self._places = [place for root in roots if root is not None for place in _places(root)]
-        self._before = [getattr(module, name).clone() for module, name in self._places]
+            places = [place for root in roots if root is not None for place in _places(root)]
+            self._places = [(module, name) for module, name, kept in places if kept]
+            self._tables = [_Table(module, name) for module, name, kept in places if not kept]
+        self._live = [getattr(module, name) for module, name in self._places]
+        self._before = [live.clone() for live in self._live]
+        for table in self._tables:
+            table.keep()
 
     def restore_if(self, skipped: Tensor) -> None:
         """Puts them back where ``skipped`` is true; on a GPU without asking."""
@@ -68,9 +77,45 @@ class BufferGuard:
                 live = getattr(module, name)
                 live.copy_(torch.where(skipped, before, live))
 
+    @torch.no_grad()
+    def put_back(self) -> list[str]:
+        """All of them, also those in whose place another tensor was put. Returns the names of what cannot be."""
+        for (module, name), live, before in zip(self._places, self._live, self._before, strict=True):
+            live.copy_(before)
+            module._buffers[name] = live
+        return [table.name for table in self._tables if not table.put_back()]
 
-def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+
+class _Table:
+    """A buffer that no state_dict keeps. One that is too large to be kept twice can only be seen to have changed."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module, self.name = module, name
+        self._live: Tensor | None = None
+        self._version = 0
+        self._before: Tensor | None = None
+
+    def keep(self) -> None:
+        live = self.module._buffers.get(self.name)
+        if live is None or live.is_inference():  # the latter cannot be written to
+            self._live = self._before = None
+        elif live is not self._live or live._version != self._version:
+            self._live, self._version = live, live._version
+            self._before = live.clone() if live.nbytes <= LARGEST_TABLE else None
+
+    def put_back(self) -> bool:
+        if self._live is None:
+            return True
+        self.module._buffers[self.name] = self._live
+        if self._live._version == self._version:
+            return True
+        if self._before is not None:
+            self._live.copy_(self._before)
+        return self._before is not None
+
+
+def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, bool]]:
+    """Each buffer, and whether a state_dict keeps it."""
     for module in model.modules():
         for name, _ in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield module, name
+            yield module, name, name not in module._non_persistent_buffers_set

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from trainwright.engine.between import NEVER, Periodic, Saver, Whole, each_batch
+from trainwright.engine.between import NEVER, LastGood, Periodic, Saver, Whole, each_batch
 from trainwright.engine.step import StepFn, StepResult
 from trainwright.engine.until import Until
 from trainwright.errors import UsageError
@@ -84,13 +84,14 @@ def run(
 
     Saves once more at the end unless the Stop says that the state is poisoned; a run that was not stopped
     is evaluated at its end. An exception of an observer or of the evaluation saves too: between two steps the
-    state is whole. One from within a step closes all and saves nothing.
+    state is whole. One from within a step closes all and saves nothing, but for an OutOfMemory that leaves it whole.
     """
     stop, last, evaluated = None, None, -1
     with ExitStack() as closing:
         for observer in observers:
             closing.callback(observer.close)
         closing.push(saving.__exit__)  # left first: all is on disk before signals are let go
+        closing.enter_context(LastGood(state, saving))
         whole = Whole(state, saving)
         for last in steps(state, each_batch(batches, whole), advance, until=until, clock=world.clock):
             with whole:

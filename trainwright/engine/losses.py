@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainwright.engine.chunked import IGNORE, chunked_cross_entropy, is_worth_chunking
+from trainwright.engine.head import Head, head_of, hf_head_of, hidden_of_hf
 from trainwright.engine.loss import Loss
 from trainwright.errors import DataError, UsageError
 
-IGNORE = -100
+Chunked = Literal["auto"] | bool
 
 
 def cross_entropy(model: nn.Module, batch: Any) -> Loss:
@@ -27,12 +30,17 @@ def cross_entropy(model: nn.Module, batch: Any) -> Loss:
     return Loss(loss, (label_B != IGNORE).sum(), {"accuracy": correct})
 
 
-def language_model(model: nn.Module, batch: Any) -> Loss:
-    """Next-token prediction: batch ``(ids_BT, target_BT)``, logits_BTV; per token that is not -100."""
+def language_model(model: nn.Module, batch: Any, *, chunked: Chunked = "auto") -> Loss:
+    """Next-token prediction: batch ``(ids_BT, target_BT)``, logits_BTV; per token that is not -100.
+
+    ``chunked``: the logits are made a part at a time and never whole, which the model must be made for (see
+    ``engine.head``). ``"auto"``: where it is and they would take more than 256 MiB, see ``is_worth_chunking``.
+    Raises UsageError when ``chunked`` is asked for and cannot be.
+    """
     ids_BT, target_BT = batch
-    logits_BTV = model(ids_BT)
-    total = _sum_of_cross_entropy(logits_BTV.flatten(0, -2), target_BT.flatten(), rows=target_BT.shape[0])
-    return Loss(total, (target_BT != IGNORE).sum())
+    if head := _head_for(chunked, target_BT.numel(), head_of, model):
+        return _chunked_loss(model(ids_BT, hidden=True), head, target_BT)
+    return _token_loss(model(ids_BT), target_BT)
 
 
 def mse(model: nn.Module, batch: Any) -> Loss:
@@ -52,11 +60,44 @@ def mse(model: nn.Module, batch: Any) -> Loss:
     return Loss(F.mse_loss(output.float(), target.float(), reduction="sum"), float(target.numel()))
 
 
-def hf_causal_lm(model: nn.Module, batch: Any) -> Loss:
-    """A causal model of ``transformers`` on batches ``(ids_BT, target_BT)`` whose target is shifted."""
+def hf_causal_lm(model: nn.Module, batch: Any, *, chunked: Chunked = "auto") -> Loss:
+    """A causal model of ``transformers`` on batches ``(ids_BT, target_BT)`` whose target is shifted.
+
+    ``chunked`` as in ``language_model``; the call is then one of ``model.base_model``.
+    """
     ids_BT, target_BT = batch
-    logits_BTV = model(input_ids=ids_BT).logits
+    if head := _head_for(chunked, target_BT.numel(), hf_head_of, model):
+        return _chunked_loss(hidden_of_hf(model, ids_BT), head, target_BT)
+    return _token_loss(model(input_ids=ids_BT).logits, target_BT)
+
+
+def _head_for(chunked: Chunked, tokens: int, find: Callable[[nn.Module], Head | None], model: nn.Module) -> Head | None:
+    """The head to make logits with in chunks; None where they are made whole."""
+    head = find(model) if chunked else None
+    if chunked is True and head is None:
+        raise UsageError(
+            f"the loss cannot be made in chunks: {type(model).__name__} does not give what its last layer reads, "
+            "or that layer is more than a linear one",
+            remedy="set loss.chunked: auto, or give the model's forward a parameter `hidden` and the model a `head`",
+        )
+    if head is not None and chunked == "auto" and not is_worth_chunking(tokens, len(head.weight)):
+        return None
+    return head
+
+
+def _token_loss(logits_BTV: Tensor, target_BT: Tensor) -> Loss:
     total = _sum_of_cross_entropy(logits_BTV.flatten(0, -2), target_BT.flatten(), rows=target_BT.shape[0])
+    return Loss(total, (target_BT != IGNORE).sum())
+
+
+def _chunked_loss(hidden_BTD: Tensor, head: Head, target_BT: Tensor) -> Loss:
+    weight_VD, target_N = head.weight, target_BT.flatten()
+    try:
+        total = chunked_cross_entropy(
+            hidden_BTD.flatten(0, -2), weight_VD, target_N, bias_V=head.bias, softcap=head.softcap
+        )
+    except IndexError:
+        raise _out_of_range(target_N, len(weight_VD), target_BT.shape[0]) from None
     return Loss(total, (target_BT != IGNORE).sum())
 
 
@@ -65,13 +106,16 @@ def _sum_of_cross_entropy(logits_NC: Tensor, target_N: Tensor, *, rows: int) -> 
     try:
         return F.cross_entropy(logits_NC.float(), target_N, reduction="sum", ignore_index=IGNORE)
     except IndexError:
-        classes = logits_NC.shape[-1]
-        wrong = ((target_N < 0) & (target_N != IGNORE)) | (target_N >= classes)
-        entries = wrong.nonzero().flatten()
-        ids = torch.unique(entries // (len(target_N) // rows)).tolist()
-        raise DataError(
-            f"label {int(target_N[entries[0]])} is out of range: the model has {classes} outputs, "
-            f"so labels must be 0..{classes - 1} or {IGNORE}",
-            sample_ids=ids,
-            remedy="number the classes from 0, or give the model more outputs",
-        ) from None
+        raise _out_of_range(target_N, logits_NC.shape[-1], rows) from None
+
+
+def _out_of_range(target_N: Tensor, classes: int, rows: int) -> DataError:
+    wrong = ((target_N < 0) & (target_N != IGNORE)) | (target_N >= classes)
+    entries = wrong.nonzero().flatten()
+    ids = torch.unique(entries // (len(target_N) // rows)).tolist()
+    return DataError(
+        f"label {int(target_N[entries[0]])} is out of range: the model has {classes} outputs, "
+        f"so labels must be 0..{classes - 1} or {IGNORE}",
+        sample_ids=ids,
+        remedy="number the classes from 0, or give the model more outputs",
+    )

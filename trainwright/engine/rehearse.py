@@ -6,14 +6,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 
 from trainwright.engine.accumulate import accumulate
+from trainwright.engine.cut import cut_micro
+from trainwright.engine.forensics import glimpse, is_out_of_memory
+from trainwright.engine.head import head_of
 from trainwright.engine.loss import Loss, as_loss_fn
 from trainwright.engine.precision import FP32, Precision, PrecisionName
+from trainwright.engine.recover import ONE_IS_TOO_MUCH, given_up, make_room
 from trainwright.engine.step import clear_grads
 from trainwright.state.cursor import StepBatch
 from trainwright.state.rng import preserved_rng
@@ -96,7 +100,31 @@ def rehearse(
     modes: Sequence[Mode],
     budget_s: float = 0.4,
 ) -> Rehearsal:
-    """Runs the first batch in each mode in turn and times it: three times at least, up to ``budget_s`` in all."""
+    """Runs the first batch in each mode in turn and times it: three times at least, up to ``budget_s`` in all.
+
+    Of one that does not fit into memory, the half, the quarter, ... that does; its times are then scaled up. Raises
+    OutOfMemory when one sample does not.
+    """
+    device = state.optimizer.param_groups[0]["params"][0].device
+    part, told = batch, []
+    while True:
+        try:
+            seen = _timed(state, part, loss, modes, budget_s)
+            scale = batch.size / part.size
+            return replace(seen, seconds={mode: least_s * scale for mode, least_s in seen.seconds.items()})
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            found = glimpse(error, state, part, device)
+        told.append(make_room(found, part, part.size // 2 or None, state, device))
+        if part.size == 1:
+            raise given_up(told, ONE_IS_TOO_MUCH)
+        part = replace(part, micro=tuple(cut_micro(part.micro[0], max(1, part.micro[0].size // 2))[:1]))
+
+
+def _timed(
+    state: TrainState, batch: StepBatch, loss: Callable[..., Loss | Tensor], modes: Sequence[Mode], budget_s: float
+) -> Rehearsal:
     loss_fn = as_loss_fn(loss)
     unscaled = replace(state, scaler=NoScaler())
     seen: dict[tuple[PrecisionName, int], list[float]] = {(mode.precision.name, mode.threads): [] for mode in modes}
@@ -128,12 +156,15 @@ def _look_inside(
                 storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    def watch(module: nn.Module, inputs: object, output: object) -> None:
+    def watch(module: nn.Module, inputs: object, named: dict[str, Any], output: object) -> None:
         logits = getattr(output, "logits", output)
-        if isinstance(logits, Tensor) and logits.dim() >= 2:
+        if named.get("hidden"):  # what the head reads: the loss makes the logits a part at a time
+            head = head_of(module)
+            outputs.extend([] if head is None else [len(head.weight)])
+        elif isinstance(logits, Tensor) and logits.dim() >= 2:
             outputs.append(logits.shape[-1])
 
-    handle = state.model.register_forward_hook(watch)
+    handle = state.model.register_forward_hook(watch, with_kwargs=True)
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             output = as_loss_fn(loss)(state.model, batch.micro[0].data)

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from trainwright.engine.accumulate import Accumulated, accumulate
 from trainwright.engine.clip import Clip, no_clip
-from trainwright.engine.guard import BufferGuard, must_skip, update_unless
+from trainwright.engine.forensics import Shortage
+from trainwright.engine.guard import must_skip, update_unless
 from trainwright.engine.loss import Loss, as_loss_fn
 from trainwright.engine.precision import FP32, Precision
+from trainwright.engine.recover import Recovery, tell_torn
 from trainwright.errors import UsageError
 from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState
+from trainwright.world.group import SOLO, World
 
 
 @dataclass
@@ -25,7 +29,8 @@ class StepResult:
     """What one step did. Tensors are 0-d and on the device; nobody reads them unless due.
 
     ``step`` is the number of this step, 1-based: ``state.step`` after it. ``wait_s`` is how long the loop
-    waited for the batch. ``skipped`` is true when the update was not applied.
+    waited for the batch. ``skipped`` is true when the update was not applied. ``batch`` is in the micro-batches that
+    it was trained in; ``shortages`` are the tries before that ran out of memory.
     """
 
     step: int
@@ -39,6 +44,7 @@ class StepResult:
     probed: Mapping[str, Tensor] = field(default_factory=dict)
     wait_s: float = 0.0
     step_s: float = 0.0
+    shortages: Sequence[Shortage] = ()
 
 
 StepFn = Callable[[TrainState, StepBatch], StepResult]
@@ -60,6 +66,7 @@ def make_step(
     precision: Precision = FP32,
     clip: Clip = no_clip,
     probes: Sequence[Probe] = (),
+    world: World = SOLO,
 ) -> StepFn:
     """Makes the function that advances a TrainState by one optimizer step.
 
@@ -67,15 +74,19 @@ def make_step(
     parameter group is its ``lr`` when the first step is taken (kept in ``initial_lr``, as torch's schedulers
     do).
 
-    Raises UsageError for a part that is not made yet, such as ``clip=1.0``.
+    A step that runs out of memory is begun again in smaller micro-batches, on all ranks of ``world``; what it trained
+    on, and with what weight, stays.
+
+    Raises UsageError for a part that is not made yet, such as ``clip=1.0``. The step raises OutOfMemory where nothing
+    helps.
     """
     _require_made(schedule, precision, clip)
-    loss_fn, buffers = as_loss_fn(loss), BufferGuard()
+    loss_fn, own = as_loss_fn(loss), loss if isinstance(loss, nn.Module) else None
+    fitting = Recovery(lambda state: clear_grads(state.optimizer), world)
 
-    def advance(state: TrainState, batch: StepBatch) -> StepResult:
-        lr = set_lr(state.optimizer, schedule(state.step, state.fraction))
+    def passes(state: TrainState, batch: StepBatch) -> _Ready:
+        """All of a step that can be begun again: it leaves nothing but gradients, buffers and random numbers drawn."""
         clear_grads(state.optimizer)
-        buffers.keep(state.model, state.loss)
         done = accumulate(state, batch, loss_fn, precision)
         parameters, grads = collect_grads(state.optimizer, done)
         if grads:
@@ -86,21 +97,41 @@ def make_step(
         grad_norm = get_total_norm(grads) if grads else _zero_beside(state.optimizer)
         if grads:
             clip(parameters, grad_norm)
+        return _Ready(done, grad_norm, probed)
+
+    def advance(state: TrainState, batch: StepBatch) -> StepResult:
+        lr = set_lr(state.optimizer, schedule(state.step, state.fraction))
+        fitting.buffers.keep(state.model, own if state.loss is None else state.loss)
+        (done, grad_norm, probed), batch, shortages = fitting(passes, state, batch)
         skipped = must_skip(grad_norm, done.weight)
         scale = state.scaler.scale
-        update_unless(skipped, state.optimizer)
-        buffers.restore_if(skipped)
-        state.scaler.update(grad_norm)
-        state.ema.update()
+        try:
+            update_unless(skipped, state.optimizer)
+            fitting.buffers.restore_if(skipped)
+            state.scaler.update(grad_norm)
+            state.ema.update()
+        except Exception as error:
+            tell_torn(state, error)
+            raise
         state.step += 1
         state.num_samples += batch.size
         state.num_tokens += batch.tokens
         state.data = batch.cursor
         state.quarantine.update(bad.id for bad in batch.bad)
         state.ledger.note(state.step, skipped, grad_norm=grad_norm, losses=done.micro_losses, batch=batch, scale=scale)
-        return StepResult(state.step, done.loss, grad_norm, lr, done.weight, skipped, batch, done.metrics, probed)
+        result = StepResult(state.step, done.loss, grad_norm, lr, done.weight, skipped, batch, done.metrics, probed)
+        result.shortages = shortages
+        return result
 
     return advance
+
+
+class _Ready(NamedTuple):
+    """A step before its update."""
+
+    done: Accumulated
+    grad_norm: Tensor
+    probed: Mapping[str, Tensor]
 
 
 def _require_made(schedule: object, precision: object, clip: object) -> None:

@@ -226,7 +226,10 @@ class NGram(nn.Module):
 
 
 class GPT(nn.Module):
-    """ids_BT -> logits_BTV. ``blocks`` is the list that activation checkpointing and sharding wrap."""
+    """ids_BT -> logits_BTV. ``blocks`` is the list that activation checkpointing and sharding wrap.
+
+    With ``hidden=True`` -> hidden_BTD, what ``head`` reads: a loss in chunks makes logits of a part at a time.
+    """
 
     def __init__(self, options: GPTConfig) -> None:
         super().__init__()
@@ -247,6 +250,11 @@ class GPT(nn.Module):
     def block_size(self) -> int:
         """The longest input, in tokens."""
         return self.options.block_size
+
+    @property
+    def logit_softcap(self) -> float:
+        """The bound of the logits, 0 for none."""
+        return self.options.logit_softcap
 
     def init_weights(self) -> None:
         """Draws every weight anew as GPT-2: normal(0, 0.02), residual projections / sqrt(2 * layers).
@@ -271,7 +279,7 @@ class GPT(nn.Module):
         if self.options.zero_init_out and not self.options.tied:
             nn.init.zeros_(self.head.weight)
 
-    def forward(self, ids_BT: Tensor) -> Tensor:
+    def forward(self, ids_BT: Tensor, *, hidden: bool = False) -> Tensor:
         length = ids_BT.shape[1]
         if length > self.block_size:
             raise UsageError(
@@ -286,8 +294,11 @@ class GPT(nn.Module):
         x_BTD = self.dropout(x_BTD)
         for block in self.blocks:
             x_BTD = block(x_BTD)
-        logits_BTV: Tensor = self.head(self.norm(x_BTD))
-        cap = self.options.logit_softcap
+        hidden_BTD: Tensor = self.norm(x_BTD)
+        if hidden:
+            return hidden_BTD
+        logits_BTV: Tensor = self.head(hidden_BTD)
+        cap = self.logit_softcap
         return cap * torch.tanh(logits_BTV.float() / cap) if cap else logits_BTV
 
 

@@ -25,7 +25,10 @@ class LSTMConfig:
 
 
 class LSTM(nn.Module):
-    """ids_BT -> logits_BTV, each sequence from a zero state. Reads any length: it has no ``block_size``."""
+    """ids_BT -> logits_BTV, each sequence from a zero state. Reads any length: it has no ``block_size``.
+
+    With ``hidden=True`` -> hidden_BTD, what ``head`` reads.
+    """
 
     def __init__(self, options: LSTMConfig) -> None:
         super().__init__()
@@ -40,9 +43,10 @@ class LSTM(nn.Module):
         if options.tied:
             self.tokens.weight = self.head.weight
 
-    def forward(self, ids_BT: Tensor) -> Tensor:
+    def forward(self, ids_BT: Tensor, *, hidden: bool = False) -> Tensor:
         out_BTD, _ = self.recurrent(self.dropout(self.tokens(ids_BT)))
-        logits_BTV: Tensor = self.head(self.dropout(out_BTD))
+        out_BTD = self.dropout(out_BTD)
+        logits_BTV: Tensor = out_BTD if hidden else self.head(out_BTD)
         return logits_BTV
 
 

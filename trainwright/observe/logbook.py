@@ -12,7 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from trainwright.errors import TrainwrightError
+from trainwright.engine.forensics import Shortage
+from trainwright.errors import OutOfMemory, TrainwrightError
 from trainwright.observe.cadence import Every
 from trainwright.observe.journal import Journal
 from trainwright.observe.recorder import Recorder
@@ -91,6 +92,8 @@ class Logbook:
                 skipped=self.recorder.num_skipped,
                 seconds=self.seconds,
             )
+        if isinstance(error, OutOfMemory):
+            self.recorder.ran_out([each for each in error.told if isinstance(each, Shortage)])
         self.journal.write(self.ended)
         for sink in self.sinks:
             sink.close(int(failed))

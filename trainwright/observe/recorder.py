@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from trainwright.engine.evaluate import Evaluated
+from trainwright.engine.forensics import Shortage
 from trainwright.engine.step import StepResult
 from trainwright.observe.cadence import Every
 from trainwright.observe.journal import Journal
@@ -57,6 +58,7 @@ class Recorder:
             self._journal.write(
                 records.Quarantined(time_s=now_s, step=result.step, sample_ids=(bad.id,), reason=bad.what)
             )
+        self.ran_out(result.shortages)
         self._count += 1
         self._step_s += result.step_s
         self._wait_s += result.wait_s
@@ -113,6 +115,12 @@ class Recorder:
                 )
             )
         self.num_skipped = len(state.ledger.entries)
+
+    def ran_out(self, shortages: Sequence[Shortage]) -> None:
+        """One OutOfMemory record for each try that failed so."""
+        for each in shortages:
+            told = vars(each) | {"held": dict(each.held)}
+            self._journal.write(records.OutOfMemory(time_s=self._wall_clock(), **told))
 
     def evaluated(self, step: int, seen: Evaluated) -> None:
         """One Evaluated record."""

@@ -20,11 +20,16 @@ class BatchPlan:
     ranks: int = 1
 
 
-def solve_batch(size: int | None, micro: int | None, accumulation: int | None, *, ranks: int = 1) -> BatchPlan:
+def solve_batch(
+    size: int | None, micro: int | Literal["auto"] | None, accumulation: int | None, *, ranks: int = 1
+) -> BatchPlan:
     """Fills in what is not given. A global batch that does not divide ends in one short micro-batch.
+
+    A ``micro`` of ``auto`` that nobody has decided is the whole batch of a rank.
 
     Raises RecipeError when all three are given and contradict each other.
     """
+    micro = None if micro == "auto" else micro
     if size is None:
         size = micro * (accumulation or 1) * ranks if micro else DEFAULT_BATCH_SIZE
     per_rank = _ceil(size, ranks)

@@ -60,7 +60,7 @@ def _first_loss(seen: float, expected: float | None) -> str:
 def human_bytes(count: float) -> str:
     """`1.5 GiB`"""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
+        if count < 999.5:  # beyond, three digits would be 1e+03
             return f"{count:.3g} {unit}"
         count /= 1024
     return f"{count:.3g} TiB"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, cast
 
 from trainwright.errors import Problem, RecipeError
@@ -68,7 +68,10 @@ class Kept:
 
 @dataclass(frozen=True)
 class Plan:
-    """All derived numbers. Bytes are estimates for one rank; ``step_s`` is forward and backward alone."""
+    """All derived numbers. Bytes are estimates for one rank; ``step_s`` is forward and backward alone.
+
+    ``settled`` is what a recipe left to the plan that had to be decided before the model was built.
+    """
 
     device: str
     device_name: str
@@ -90,6 +93,7 @@ class Plan:
     memory_bytes: Mapping[str, int] | None = None
     step_s: float | None = None
     spent: Spent = Spent()
+    settled: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
 
     def to_json(self) -> dict[str, Any]:

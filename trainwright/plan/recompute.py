@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,8 +11,9 @@ from dataclasses import dataclass
 class Recompute:
     """For each of a model's repeated blocks, in order: None keeps all of its activations.
 
-    Else a tuple of operator families (``"matmul"``, ``"attention"``, ...) whose outputs are kept while the rest is
-    computed again; ``()`` computes the whole block again and keeps only its input.
+    Else a tuple of operator families (``"matmul"``, ``"attention"``, ``"gelu"``, ...) whose outputs are kept while the
+    rest is computed again; ``()`` computes the whole block again and keeps only its input. ``"matmul:3"`` is only
+    the fourth call of that family in the block's forward pass.
     """
 
     blocks: tuple[tuple[str, ...] | None, ...]
@@ -30,3 +32,20 @@ class Recompute:
     def count(self) -> int:
         """Blocks of which anything is computed again."""
         return sum(keep is not None for keep in self.blocks)
+
+
+def describe(recompute: Recompute) -> str:
+    """One line: ``4 blocks whole; 6 but for matmul 0, 1 and gelu; 2 not at all``."""
+    alike = Counter(recompute.blocks)
+    parts = [f"{count} {'block' if count == 1 else 'blocks'} {_but_for(keep)}" for keep, count in alike.items()]
+    return "computed again in the backward pass: " + "; ".join(parts)
+
+
+def _but_for(keep: tuple[str, ...] | None) -> str:
+    if not keep:
+        return "not at all" if keep is None else "whole"
+    calls: dict[str, list[str]] = {}
+    for site in keep:
+        family, _, index = site.partition(":")
+        calls.setdefault(family, []).extend([index] if index else [])
+    return "but for " + ", ".join(" ".join([family, *indices]) for family, indices in calls.items())

@@ -25,7 +25,9 @@ from pydantic_core import CoreSchema
 from trainwright.errors import Problem, RecipeError, UsageError
 from trainwright.recipe.arguments import Args
 from trainwright.recipe.duration import Duration, DurationField
+from trainwright.recipe.micro_size import MicroSize
 from trainwright.recipe.names import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES
+from trainwright.recipe.recomputation import Recomputation
 from trainwright.recipe.short_name import ShortName
 from trainwright.recipe.showing import LARGEST_INT
 
@@ -81,8 +83,11 @@ class Model(Part):
         examples=["gpt"],
     )
     freeze: Texts = Field(default=(), description="Glob patterns of parameter names that are not trained.")
-    activation_checkpointing: Literal["none", "block"] = Field(
-        default="none", description="Recompute each block's activations in backward: less memory, more time."
+    activation_checkpointing: Annotated[str, Recomputation()] = Field(
+        default="none",
+        description="What backward computes again instead of keeping it: nothing, each block, what is cheap "
+        "(selective), what the plan chooses (auto), or what keeps the peak of a step below so much memory (12GiB).",
+        examples=["block"],
     )
     compile: bool = Field(default=False, description="Compile the model with torch.compile.")
     ema: float | None = Field(
@@ -127,6 +132,10 @@ class Objective(Part):
         description="A loss in the box, or package.module:callable.",
         examples=["mse"],
     )
+    chunked: Literal["auto", True, False] = Field(
+        default="auto",
+        description="Logits of a language model a part at a time, never whole; auto: where they would be large.",
+    )
 
 
 class Batch(Section):
@@ -135,7 +144,11 @@ class Batch(Section):
     size: Count | None = Field(
         default=None, description="Samples per optimizer step, over all ranks.", examples=[DEFAULT_BATCH_SIZE]
     )
-    micro: Count | None = Field(default=None, description="Samples per forward pass on one rank.", examples=[8])
+    micro: MicroSize = Field(
+        default=None,
+        description="Samples per forward pass on one rank; auto: the plan chooses what fits the device.",
+        examples=[8],
+    )
     accumulation: Count | None = Field(
         default=None, description="Forward passes per optimizer step on each rank.", examples=[4]
     )
@@ -143,7 +156,7 @@ class Batch(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_size(cls, value: Any) -> Any:
-        given = isinstance(value, dict) and any(value.get(key) is not None for key in cls.model_fields)
+        given = isinstance(value, dict) and any(value.get(key) not in (None, "auto") for key in cls.model_fields)
         return {**value, "size": DEFAULT_BATCH_SIZE} if isinstance(value, dict) and not given else value
 
     @model_validator(mode="after")
@@ -154,7 +167,11 @@ class Batch(Section):
         return self
 
     def _problems(self) -> list[Problem]:
-        size, micro, accumulation = self.size, self.micro, self.accumulation
+        size, accumulation = self.size, self.accumulation
+        micro = None if self.micro == "auto" else self.micro
+        if accumulation and self.micro == "auto":
+            rule, remedy = "says micro already: size / accumulation", "leave micro out, or accumulation"
+            return [Problem("micro", rule, got="auto", remedy=remedy)]
         if size is None:
             alone = micro is None
             rule, remedy = "does not say the batch on its own", "add batch.size or batch.micro"

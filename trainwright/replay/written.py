@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import get_overridable_functions, resolve_name
 
+from trainwright.engine.chunked import chunked_cross_entropy
 from trainwright.observe.program import (
     Backward,
     Call,
@@ -59,10 +60,18 @@ class Lost:
 
 @cache
 def _functions() -> dict[str, Callable[..., Any]]:
-    """Torch's public functions of tensors by name, without those that take something to call."""
+    """Torch's public functions of tensors by name, without those that take something to call; and our own."""
     every = [function for group in get_overridable_functions().values() for function in group]
-    named = {str(resolve_name(function)): function for function in every}
-    return {name: function for name, function in named.items() if _is_harmless(name)}
+    named = {_name_of(function): function for function in every}
+    return {name: function for name, function in named.items() if _is_harmless(name)} | _OURS
+
+
+_OURS: dict[str, Callable[..., Any]] = {"trainwright.chunked_cross_entropy": chunked_cross_entropy}
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    ours = next((name for name, each in _OURS.items() if each is function), None)
+    return ours or str(resolve_name(function))
 
 
 def _is_harmless(name: str) -> bool:
@@ -97,7 +106,7 @@ class Writer:
         name, what = type(each).__name__, "the inputs" if isinstance(each, Call) else "the loss"
         kept = {f.name: self.value(getattr(each, f.name), what) for f in fields(each) if f.name != "function"}
         if isinstance(each, Operation):
-            function: str | None = str(resolve_name(each.function))
+            function: str | None = _name_of(each.function)
             if function not in _functions():
                 function = None
                 self.lost.append(f"the loss is made with {each.name}, which is no public function of torch")

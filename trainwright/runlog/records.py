@@ -120,6 +120,29 @@ class Skipped(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OutOfMemory(Record):
+    """A try of ``step`` ran out of memory. It is begun again with ``next_micro`` samples at a time, None: given up.
+
+    ``held`` are bytes by kind at that instant, ``given_back_bytes`` what letting go of the try freed. ``notes`` say
+    what is not as if the try had never been.
+    """
+
+    step: int
+    phase: str
+    module: str
+    error: str
+    micro: int
+    next_micro: int | None
+    asked_bytes: int | None
+    in_use_bytes: int
+    given_back_bytes: int
+    capacity_bytes: int
+    reserved_bytes: int | None
+    held: dict[str, int]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Quarantined(Record):
     """Samples that could not be read were left out of ``step`` and of all that follow."""
 
@@ -249,6 +272,7 @@ KINDS: Mapping[str, type[Record]] = {
         Saved,
         NotSaved,
         Skipped,
+        OutOfMemory,
         Quarantined,
         Found,
         Replayed,

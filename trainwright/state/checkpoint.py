@@ -94,6 +94,7 @@ def _rest(state: TrainState) -> dict[str, Any]:
         "rng": RngBag.capture().state_dict(),
         "data": asdict(state.data),
         "counters": {name: getattr(state, name) for name in _COUNTERS},
+        "micro_limit": state.micro_limit,
     }
 
 
@@ -171,6 +172,7 @@ def load_checkpoint(state: TrainState, path: Path | str, *, verified: bool = Fal
         state.data = Cursor(**rest["data"])
         for name in _COUNTERS:
             setattr(state, name, rest["counters"][name])
+        state.micro_limit = rest.get("micro_limit")  # older checkpoints have none
         RngBag.from_state_dict(rest["rng"]).restore()
 
 

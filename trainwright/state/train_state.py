@@ -23,6 +23,7 @@ class TrainState:
     is a pure function of ``step`` and ``fraction`` and so is not state. The generators of random numbers
     are process-wide; ``RngBag.capture()`` reads them at the instant of saving. ``quarantine`` holds the positions of
     samples that are not trained on. ``loss`` is the loss where that is a module, which may keep state of its own.
+    ``micro_limit`` is how many samples a forward pass takes at most since memory ran out; None: as they come.
     """
 
     model: nn.Module
@@ -38,3 +39,4 @@ class TrainState:
     num_tokens: int = 0
     elapsed_s: float = 0.0
     fraction: float = 0.0
+    micro_limit: int | None = None

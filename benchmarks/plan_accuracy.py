@@ -1,0 +1,215 @@
+"""Predicted against measured peak memory of one optimizer step, each case in a fresh process.
+
+    python benchmarks/plan_accuracy.py [--quick] [--only gpt]
+
+The prediction is `simulate.step.trace_step`: fake tensors, nothing allocated. It is made after the measurement, from
+the same function that builds model, loss, optimizer and batch. The measurement knows nothing of it: on the CPU torch's
+allocator reports every allocation and release to the profiler from before the model is built, and the peak is the
+largest running sum within the second step; on a GPU it is ``max_memory_allocated``. ``resident`` is the largest memory
+of the process as the operating system saw it, over that before the model was built: with what libraries allocate past
+torch's allocator, what malloc keeps, and the profiler's own records.
+
+One JSON line per case: value is predicted / measured. The last lines are the largest difference per model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from trainwright.build.recompute import apply_recompute
+from trainwright.engine.clip import make_clip
+from trainwright.engine.losses import cross_entropy, language_model
+from trainwright.engine.precision import Precision
+from trainwright.engine.step import make_step
+from trainwright.models.gpt import gpt
+from trainwright.models.hf import hf_model
+from trainwright.models.lora import add_lora
+from trainwright.models.lstm import lstm
+from trainwright.models.resnet import resnet
+from trainwright.plan.recompute import Recompute
+from trainwright.simulate.step import Subject, trace_step
+from trainwright.state.cursor import MicroBatch, StepBatch
+from trainwright.state.train_state import TrainState
+
+VOCABULARY, LENGTH = 8192, 256
+PRECISIONS = ("fp32", "bf16")
+SECOND = "the second step"
+Make = Callable[[torch.device], Subject]
+
+
+def _trained(model: nn.Module, loss: Any, micro: Any) -> Subject:
+    return Subject(model, loss, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4), micro)
+
+
+def _ids(rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.zeros(rows, LENGTH, dtype=torch.int64, device=device)
+    return ids, ids.clone()
+
+
+def _gpt(vocabulary: int) -> nn.Module:
+    return gpt(vocab_size=vocabulary, block_size=LENGTH, layers=6, heads=6, d_model=384, dropout=0.1)
+
+
+def make_gpt(device: torch.device) -> Subject:
+    return _trained(_gpt(VOCABULARY), language_model, _ids(8, device))
+
+
+def make_lora(device: torch.device) -> Subject:
+    return _trained(add_lora(_gpt(512), rank=8), language_model, _ids(8, device))
+
+
+def make_resnet(device: torch.device) -> Subject:
+    images, labels = torch.zeros(64, 3, 32, 32, device=device), torch.zeros(64, dtype=torch.int64, device=device)
+    return _trained(resnet(depth=20, width=32), cross_entropy, (images, labels))
+
+
+def make_lstm(device: torch.device) -> Subject:
+    return _trained(lstm(vocab_size=2048, d_model=384, dropout=0.1), language_model, _ids(16, device))
+
+
+def make_bert(device: torch.device) -> Subject:
+    shape = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "intermediate_size": 1536}
+    model = hf_model(architecture="BertForMaskedLM", vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **shape)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        ids_BT, target_BT = batch
+        logits_BTV = model(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT)).logits
+        return F.cross_entropy(logits_BTV.flatten(0, 1).float(), target_BT.flatten())
+
+    return _trained(model, loss, _ids(8, device))
+
+
+MODELS: dict[str, Make] = {
+    "gpt": make_gpt,
+    "resnet": make_resnet,
+    "lstm": make_lstm,
+    "lora": make_lora,
+    "bert": make_bert,
+}
+BLOCKS = {"gpt": 6, "lora": 6, "resnet": 9, "bert": 6}
+Case = tuple[str, str, int, bool]
+"""Model, precision, accumulation, whether every block is computed again."""
+
+
+def cases(quick: bool) -> list[Case]:
+    if quick:
+        return [("gpt", "fp32", 1, False)]
+    plain = [(model, precision, count, False) for model in MODELS for precision in PRECISIONS for count in (1, 4)]
+    return plain + [(model, precision, 1, True) for model in BLOCKS for precision in PRECISIONS]
+
+
+def measure(make: Make, case: Case, device: torch.device) -> dict[str, int]:
+    """Bytes of the second step: ``measured`` by the allocator, ``resident`` by the operating system."""
+    _, precision, accumulation, recomputed = case
+    process = psutil.Process()
+    before = process.memory_info().rss
+    base = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        with device:
+            subject = make(device)
+        if recomputed:
+            apply_recompute(subject.model, Recompute.every(BLOCKS[case[0]]))
+        how = Precision(precision, device.type)
+        state = TrainState(subject.model, subject.optimizer, scaler=how.scaler(device))
+        copies = [subject.micro, *(tuple(t.clone() for t in subject.micro) for _ in range(accumulation - 1))]
+        ids = torch.arange(len(subject.micro[0])).numpy()
+        batch = StepBatch(tuple(MicroBatch(copy, ids) for copy in copies))
+        advance = make_step(subject.loss, precision=how, clip=make_clip("norm"))
+        advance(state, batch)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        with record_function(SECOND):
+            advance(state, batch)
+        peak_rss = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    measured = torch.cuda.max_memory_allocated() - base if device.type == "cuda" else peak_of(profiled)
+    return {"measured": measured, "resident": int(peak_rss.split()[1]) * 1024 - before}
+
+
+def peak_of(profiled: profile) -> int:
+    """The largest running sum of the allocator's events within the second step, bytes."""
+    assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
+    events = profiled.profiler.kineto_results.events()
+    second = next(event for event in events if event.name() == SECOND)
+    begin_ns, end_ns = second.start_ns(), second.start_ns() + second.duration_ns()
+    held = peak = 0
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        if begin_ns <= event.start_ns() <= end_ns:
+            peak = max(peak, held)
+    return peak
+
+
+def predict(make: Make, case: Case, device: str) -> dict[str, Any]:
+    model, precision, accumulation, recomputed = case
+    again = Recompute.every(BLOCKS[model]) if recomputed else None
+    trace = trace_step(make, device=device, precision=precision, accumulation=accumulation, recompute=again)
+    at = [trace.peak.phase, trace.peak.module, trace.peak.op]
+    unseen = [[row.op, row.bound_bytes] for row in trace.unseen]
+    return {"predicted": trace.peak.total, "at": at, "held": dict(trace.peak.held), "unseen": unseen}
+
+
+def one_case(case: Case, device: str) -> None:
+    """What a process of its own does."""
+    make = MODELS[case[0]]
+    torch.manual_seed(0)
+    seen = measure(make, case, torch.device(device))
+    print(json.dumps({**seen, **predict(make, case, device)}), flush=True)
+
+
+def in_a_process(case: Case, device: str, threads: int) -> dict[str, Any]:
+    command = [sys.executable, "-W", "ignore", __file__, "--one", json.dumps(case), "--device", device]
+    environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environ)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return seen
+
+
+def told(case: str, ratio: float, **more: Any) -> None:
+    line = {"bench": "plan_accuracy", "case": case, "value": round(ratio, 5), "unit": "ratio", "against": "measured"}
+    print(json.dumps({**line, **more}), flush=True)
+
+
+def compare(given: argparse.Namespace) -> None:
+    worst: dict[str, float] = {}
+    for case in cases(given.quick):
+        if given.only in case[0]:
+            seen = in_a_process(case, given.device, given.threads)
+            ratio = seen["predicted"] / seen["measured"]
+            worst[case[0]] = max(worst.get(case[0], 1.0), ratio, key=lambda value: abs(value - 1))
+            told("_".join([case[0], case[1], f"accum{case[2]}"] + ["recomputed"] * case[3]), ratio, **seen)
+    for model, ratio in worst.items():
+        told(f"{model}_worst", ratio)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one case")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", default="", help="models with this in their name")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        one_case(tuple(json.loads(given.one)), given.device)
+    else:
+        compare(given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""Recovery from out of memory, with errors of torch's own allocator; limits of real processes: test_out_of_memory."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from plain import assert_same_bits, bits, cut, one_micro
+from torch import Tensor, nn
+
+from trainwright.engine.cut import cut as cut_batch
+from trainwright.engine.cut import cut_micro
+from trainwright.engine.evaluate import evaluate
+from trainwright.engine.forensics import is_out_of_memory
+from trainwright.engine.guard import LARGEST_TABLE
+from trainwright.engine.loss import Loss
+from trainwright.engine.precision import FP32
+from trainwright.engine.rehearse import Mode, rehearse
+from trainwright.engine.step import make_step
+from trainwright.errors import OutOfMemory, UsageError
+from trainwright.state.cursor import MicroBatch
+from trainwright.state.scaler import LossScaler
+from trainwright.state.train_state import TrainState
+
+TOO_MUCH = 2**50  # bytes; no machine has them, and torch's allocator says so
+
+
+class Small(nn.Module):
+    """Wants more than there is for more than ``room`` samples, in the pass that ``at`` names."""
+
+    def __init__(self, room: int, at: str = "forward", *, norm: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.room, self.at = room, at
+        middle = nn.BatchNorm1d(8) if norm else nn.LayerNorm(8)
+        self.net = nn.Sequential(nn.Linear(6, 8), middle, nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3))
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        out: Tensor = self.net(x)
+        if len(x) > self.room and self.at == "forward":
+            torch.empty(TOO_MUCH, dtype=torch.uint8)
+        if len(x) > self.room and self.at == "backward":
+            out.register_hook(lambda grad: torch.empty(TOO_MUCH, dtype=torch.uint8))
+        return out
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
+    return Loss(F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), float(len(batch[1])))
+
+
+def data(rows: int = 16) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(5)
+    return torch.randn(rows, 6, generator=draw), torch.randint(3, (rows,), generator=draw)
+
+
+def stepped(model: nn.Module, micro: int, times: int = 3, **options: Any) -> tuple[TrainState, list[Any]]:
+    state = TrainState(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options)
+    torch.manual_seed(9)
+    advance = make_step(loss)
+    return state, [advance(state, cut(data(), micro)) for _ in range(times)]
+
+
+@pytest.mark.parametrize("at", ["forward", "backward"])
+@pytest.mark.parametrize("scaler", [False, True])
+def test_the_same_bits_as_with_the_smaller_micro_batch(at: str, scaler: bool) -> None:
+    """BatchNorm, dropout, a loss scale, a buffer that no state_dict keeps."""
+    scalers = [{"scaler": LossScaler()} if scaler else {} for _ in range(2)]
+    short, results = stepped(Small(4, at), 16, **scalers[0])
+    drawn = torch.rand(3)
+    straight, others = stepped(Small(99), 4, **scalers[1])
+    assert_same_bits(bits(short.model), bits(straight.model))
+    assert torch.equal(drawn, torch.rand(3)) and torch.equal(short.model.seen, straight.model.seen)
+    assert [float(r.loss) for r in results] == [float(r.loss) for r in others]
+    assert [each.phase for each in results[0].shortages] == [at, at] and not results[1].shortages
+    assert short.micro_limit == 4 and [micro.size for micro in results[2].batch.micro] == [4] * 4
+
+
+def test_a_loss_that_returns_a_mean_is_weighted_by_samples() -> None:
+    def grads(room: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+
+        def mean(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+            if len(batch[0]) > room:
+                torch.empty(TOO_MUCH, dtype=torch.uint8)
+            return F.cross_entropy(net(batch[0]), batch[1])
+
+        state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        make_step(lambda model, batch: mean(model, batch))(state, cut(data(13), 13))
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    for one, other in zip(grads(99), grads(3), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_what_does_not_fit_leaves_the_state_of_the_last_good_step() -> None:
+    state, _ = stepped(Small(0, norm=False), 16, 0)
+    before = bits(state.model)
+    torch.manual_seed(4)
+    generator = torch.get_rng_state()
+    with pytest.raises(OutOfMemory, match="one sample does not fit") as caught:
+        make_step(loss)(state, cut(data(), 16))
+    assert caught.value.whole and state.step == 0 and state.micro_limit is None
+    assert [each.micro for each in caught.value.told] == [16, 8, 4, 2, 1]  # type: ignore[attr-defined]
+    assert_same_bits(bits(state.model), before)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(p.grad is None for p in state.model.parameters())
+
+
+def test_a_model_that_takes_no_single_sample_says_so() -> None:
+    state, _ = stepped(Small(1), 16, 0)
+    before = bits(state.model)
+    with pytest.raises(OutOfMemory, match="ValueError in smaller micro-batches: Expected more than 1 value"):
+        make_step(loss)(state, cut(data(), 16))
+    assert_same_bits(bits(state.model), before)
+
+
+def test_another_error_is_not_touched() -> None:
+    def broken(model: nn.Module, batch: Any) -> Loss:
+        raise RuntimeError("shapes do not match")
+
+    state, _ = stepped(Small(99), 16, 0)
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        make_step(broken)(state, cut(data(), 16))
+
+
+def test_which_errors_are_out_of_memory() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(TOO_MUCH, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+    wrapped = ValueError("in my own words")
+    wrapped.__cause__ = caught.value
+    assert is_out_of_memory(wrapped)
+    assert is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+    assert is_out_of_memory(RuntimeError("std::bad_alloc"))
+    assert not is_out_of_memory(RuntimeError("expected memory format")) and not is_out_of_memory(ValueError("batch"))
+
+
+def test_a_buffer_too_large_to_be_kept_twice_is_told() -> None:
+    model = Small(4)
+    model.register_buffer("cache", torch.zeros(LARGEST_TABLE + 1, dtype=torch.uint8), persistent=False)
+
+    def writes(model: nn.Module, batch: Any) -> Loss:
+        model.cache[0] += 1  # type: ignore[index, operator]
+        return loss(model, batch)
+
+    state, _ = stepped(model, 16, 0)
+    with pytest.raises(OutOfMemory, match="the buffer cache, which is too large to be kept twice"):
+        make_step(writes)(state, cut(data(), 16))
+
+
+def test_the_first_draw_ever_is_told_when_it_cannot_be_undone() -> None:
+    """NumPy's generator is not read in each step; once it has moved, it is."""
+    model = Small(99)
+
+    def draws(model: nn.Module, batch: Any) -> Loss:
+        if model.room < 99:  # type: ignore[operator]
+            np.random.rand()
+        return loss(model, batch)
+
+    state, _ = stepped(model, 16, 0)
+    advance = make_step(draws)
+    for _ in range(4):
+        advance(state, cut(data(), 16))
+    model.room = 8
+    first = advance(state, cut(data(), 16))
+    assert "drawn from" in first.shortages[0].notes[0]
+    np.random.seed(0)
+    model.room = 4
+    second = advance(state, cut(data(), 16))
+    assert second.shortages[0].notes == ()
+    np.random.seed(0), [np.random.rand() for _ in range(4)]
+    expected = np.random.rand()
+    np.random.seed(0)
+    model.room, state.micro_limit = 4, 8
+    advance(state, cut(data(), 16))
+    assert np.random.rand() == expected  # four micro-batches; of the two of the failed try there is no trace
+
+
+def test_the_evaluation_takes_halves() -> None:
+    batches = [MicroBatch(data(), np.arange(16)), MicroBatch(data(5), np.arange(5))]
+    small, large = Small(4), Small(99)
+    assert evaluate(small, loss, batches).loss == pytest.approx(evaluate(large, loss, batches).loss, abs=1e-6)
+    with pytest.raises(OutOfMemory, match="batch 0 of the evaluation: one sample"):
+        evaluate(Small(0), loss, batches)
+
+
+def test_the_rehearsal_takes_what_fits() -> None:
+    state, _ = stepped(Small(4), 16, 0)
+    before, modes = bits(state.model), [Mode(FP32, 1)]
+    seen = rehearse(state, cut(data(), 16), loss, modes=modes, budget_s=0.0)
+    assert seen.seconds["fp32", 1] > 0 and state.micro_limit is None
+    assert_same_bits(bits(state.model), before)
+    with pytest.raises(OutOfMemory, match="one sample does not fit"):
+        rehearse(stepped(Small(0, norm=False), 16, 0)[0], cut(data(), 16), loss, modes=modes, budget_s=0.0)
+
+
+# how data are cut
+
+Pair = namedtuple("Pair", "image label")
+X, Y = torch.arange(12.0).reshape(4, 3), torch.arange(4)
+
+
+def pieces(value: Any, size: int = 4, limit: int = 3) -> list[Any]:
+    return [micro.data for micro in cut_micro(MicroBatch(value, np.arange(size)), limit)]
+
+
+def test_nested_batches_are_cut_along_their_samples() -> None:
+    one, two = pieces({"x": (X, [Y]), "name": ["a", "b", "c", "d"], "scale": torch.tensor(2.0), "kind": "train"})
+    assert torch.equal(one["x"][0], X[:3]) and torch.equal(two["x"][1][0], Y[3:])
+    assert (one["name"], two["name"]) == (["a", "b", "c"], ["d"])
+    assert float(two["scale"]) == 2.0 and two["kind"] == "train"
+    pair, _ = pieces(Pair(X, Y.numpy()))
+    assert isinstance(pair, Pair) and pair.label.tolist() == [0, 1, 2]
+    assert pair.image.untyped_storage().data_ptr() == X.untyped_storage().data_ptr()  # a view
+
+
+def test_a_list_of_samples_is_told_from_parts_of_a_batch() -> None:
+    images = [torch.zeros(3, side, side) for side in (5, 6, 7, 8)]
+    boxes = [{"boxes": torch.zeros(count, 4)} for count in (1, 5, 2, 9)]
+    (first, targets), (last, _) = pieces((images, boxes))
+    assert [len(first), len(last)] == [3, 1] and last[0] is images[3] and targets[1] is boxes[1]
+    x, y = pieces([X[:2], Y[:2]], 2, 1)[0]  # two samples, two parts
+    assert torch.equal(x, X[:1]) and torch.equal(y, Y[:1])
+    samples = pieces([(torch.zeros(3), 1), (torch.zeros(5), 0)], 2, 1)
+    assert [len(each) for each in samples] == [1, 1] and len(samples[1][0][0]) == 5
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ((X, torch.zeros(9, 2)), r"batch\[1\] has the shape \(9, 2\)"),
+        ({"x": X, "extra": object()}, r"batch\['extra'\] is a object"),
+        ({"kind": "train"}, "nothing in it has a row"),
+        (X.to_sparse(), "torch.sparse_coo"),
+        ({"four": [X, X, X, X]}, "may hold 4 samples, or 4 tensors"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(value: Any, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        pieces(value)
+
+
+def test_a_batch_that_fits_is_not_touched() -> None:
+    batch = cut((X, Y), 2)
+    assert cut_batch(batch, None) is batch and cut_batch(batch, 2) is batch
+    assert [micro.ids.tolist() for micro in cut_batch(batch, 1).micro] == [[0], [1], [2], [3]]
+
+
+def test_data_that_cannot_be_cut_end_in_a_sentence() -> None:
+    def graphs(model: nn.Module, batch: Any) -> Loss:
+        torch.empty(TOO_MUCH, dtype=torch.uint8)
+        raise AssertionError
+
+    state, _ = stepped(Small(4), 16, 0)
+    with pytest.raises(OutOfMemory, match=r"cannot be cut: batch\[1\] has the shape"):
+        make_step(graphs)(state, one_micro((X, torch.zeros(7)), 4))

@@ -1,0 +1,202 @@
+"""A process whose memory the kernel limits: trains a step that is too large for it, and prints what came of it.
+
+    python limited.py '{"model": "dropout", "micro": 64, "steps": 20, "limit_mib": 40}'
+
+``limit_mib`` is what it may take beyond what it holds once it has trained on two samples, or after step
+``limit_after``, from which on the layer is ``wider`` times as wide; left out: no limit. The wide layer keeps about
+1 MiB a sample for its backward pass. With ``ranks`` it is one of several processes that meet in the file ``meet``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, distributed, nn
+
+import trainwright as tw
+from trainwright.engine.loop import run
+from trainwright.engine.until import for_steps
+from trainwright.errors import TrainwrightError
+from trainwright.state.rng import RngBag
+from trainwright.state.store import newest_valid
+from trainwright.world import SOLO, Ranks, World
+from trainwright.world.memory import give_back
+
+WIDE = 2048
+BATCH = 64
+
+
+class Wide(nn.Module):
+    """x_BD -> x_BD by way of x_BDW: much memory, few weights."""
+
+    width = WIDE
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        x_BDW = x_BD[:, :, None].expand(-1, -1, self.width) * torch.linspace(0.5, 1.5, self.width)
+        return torch.tanh(x_BDW).mean(2)
+
+
+class Hungry(nn.Module):
+    """What it does besides says ``kind``; ``table`` is a buffer that no state_dict keeps."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.norm = nn.BatchNorm1d(64) if kind == "batchnorm" else nn.Identity()
+        self.first, self.wide, self.last = nn.Linear(64, 64), Wide(), nn.Linear(64, 4)
+        self.heavy = nn.Linear(64, 64 * 1024, bias=False) if kind == "heavy" else None  # 16 MiB
+        self.register_buffer("table", torch.zeros(2), persistent=False)
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        if self.kind == "writes":
+            x_BD.mul_(0.5)
+        if self.kind == "python":
+            x_BD = x_BD * (random.random() + float(np.random.rand()))
+        with torch.no_grad():
+            self.table += 1
+        if self.heavy is not None:
+            return self.last(self.first(x_BD)) + self.heavy(x_BD[:1]).mean()  # type: ignore[no-any-return]
+        x_BD = self.norm(self.first(x_BD))
+        if self.kind == "dropout":
+            x_BD = F.dropout(x_BD, 0.3, self.training)
+        return self.last(self.wide(x_BD))  # type: ignore[no-any-return]
+
+
+def loss(model: nn.Module, batch: Any) -> tw.Loss:
+    x_BD, target_B = batch["x"], batch["y"]
+    return tw.Loss(F.cross_entropy(model(x_BD), target_B, reduction="sum"), float(len(target_B)))
+
+
+def batches(micro: int, steps: int, *, first: int = 0) -> list[tw.StepBatch]:
+    made = []
+    for step in range(first, steps):
+        draw = torch.Generator().manual_seed(step)
+        x_BD, target_B = torch.randn(BATCH, 64, generator=draw), torch.randint(4, (BATCH,), generator=draw)
+        cuts = [slice(at, at + micro) for at in range(0, BATCH, micro)]
+        parts = [tw.MicroBatch({"x": x_BD[c].clone(), "y": target_B[c]}, np.arange(BATCH)[c]) for c in cuts]
+        made.append(tw.StepBatch(tuple(parts), tw.Cursor(0, (step + 1) * BATCH)))
+    return made
+
+
+def limit_memory(mib: int) -> None:
+    give_back(torch.device("cpu"))
+    data = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
+    most = int(data.split()[1]) * 1024 + mib * 2**20
+    resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
+
+
+def hashed(*tensors: Tensor) -> str:
+    return hashlib.sha256(b"".join(t.detach().cpu().numpy().tobytes() for t in tensors)).hexdigest()[:16]
+
+
+class Listening:
+    """Keeps what the steps said; after step ``limit_after`` it limits the memory."""
+
+    def __init__(self, limit_after: int | None = None, mib: int = 0, wider: int = 1) -> None:
+        self.limit_after, self.mib, self.wider = limit_after, mib, wider
+        self.shortages: list[dict[str, Any]] = []
+        self.losses: list[float] = []
+
+    def observe(self, result: tw.StepResult, state: tw.TrainState) -> None:
+        self.shortages += [vars(each) for each in result.shortages]
+        self.losses.append(float(result.loss))
+        if result.step == self.limit_after:
+            limit_memory(self.mib)
+            Wide.width = WIDE * self.wider
+
+    def close(self) -> None: ...
+
+
+class Saving:
+    """Saves the state into a folder, when asked to."""
+
+    def __init__(self, folder: str | None) -> None:
+        self.folder = folder
+
+    def due(self, state: tw.TrainState) -> bool:
+        return False
+
+    def __call__(self, state: tw.TrainState) -> None:
+        if self.folder:
+            tw.save_checkpoint(state, self.folder)
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def fit(ask: dict[str, Any]) -> dict[str, Any]:
+    """A whole run, doctor and log included; the memory is limited after its second step."""
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    draw = torch.Generator().manual_seed(0)
+    data = torch.randn(512, 64, generator=draw), torch.randint(4, (512,), generator=draw)
+    settings = {"folder": ask["folder"], "log.every": "1step", "batch.size": BATCH, "log.sinks": []}
+    heard = Listening(2, ask["limit_mib"])
+    result = tw.fit(
+        Hungry("dropout"),
+        data,
+        nn.CrossEntropyLoss(),
+        until="12steps",
+        observers=[heard],
+        settings=settings,
+        quiet=True,
+    )
+    return {"run": str(result.run), "ending": result.ending, "step": result.step, "shortages": heard.shortages}
+
+
+def main(ask: dict[str, Any]) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    kind, steps, micro = ask.get("model", "plain"), ask["steps"], ask.get("micro", BATCH)
+    warm = tw.TrainState(model := Hungry("plain"), tw.make_optimizer("adamw", model, lr=1e-3))
+    tw.make_step(loss)(warm, batches(2, 1)[0])  # threads, kernels and Python's own are there before the limit is
+    del warm, model
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    state = tw.TrainState(net := Hungry(kind), tw.make_optimizer("adamw", net, lr=1e-3))
+    if ask.get("resume"):
+        path, _ = newest_valid(Path(ask["resume"]))
+        assert path is not None
+        tw.load_checkpoint(state, path)
+    data = batches(micro, steps, first=state.step)
+    heard = Listening(ask.get("limit_after"), ask.get("limit_mib", 0), ask.get("wider", 1))
+    world: World = SOLO
+    if ask.get("ranks"):
+        store = distributed.FileStore(ask["meet"], ask["ranks"])
+        distributed.init_process_group("gloo", store=store, rank=ask["rank"], world_size=ask["ranks"])
+        world = Ranks()
+    if ask.get("limit_mib") and not heard.limit_after:
+        limit_memory(ask["limit_mib"])
+    error = ""
+    try:
+        advance, saving = tw.make_step(loss, world=world), Saving(ask.get("save"))
+        run(state, data, advance, until=for_steps(steps), observers=[heard], saving=saving, world=world)
+    except TrainwrightError as raised:
+        error = str(raised)
+    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return {
+        "step": state.step,
+        "micro_limit": state.micro_limit,
+        "weights": hashed(*net.parameters()),
+        "values": torch.cat([p.detach().flatten() for p in net.parameters()]).double().tolist()[:200],
+        "buffers": hashed(*net.buffers()),
+        "table": net.table.tolist(),
+        "generators": hashed(RngBag.capture().torch_cpu) + hashlib.sha256(repr(random.getstate()).encode()).hexdigest(),
+        "numpy": float(np.random.rand()),
+        "losses": heard.losses,
+        "shortages": heard.shortages,
+        "error": error,
+    }
+
+
+if __name__ == "__main__":
+    asked = json.loads(sys.argv[1])
+    print(json.dumps(fit(asked) if "folder" in asked else main(asked)))

@@ -1,0 +1,143 @@
+"""Steps that run out of memory, in processes whose memory the kernel limits (RLIMIT_DATA)."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainwright.doctor.case import Case
+from trainwright.doctor.diagnose import diagnose
+from trainwright.runlog.reader import read
+from trainwright.runlog.records import Found, OutOfMemory, Watched
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are set by Linux's RLIMIT_DATA")
+PROGRAM = Path(__file__).parent / "limited.py"
+FITS_16 = 36  # MiB; 16 samples take 24, and 32 of them 48
+
+
+def started(**ask: Any) -> subprocess.Popen[str]:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, str(PROGRAM), json.dumps(ask)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
+
+
+def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+    said, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    told: dict[str, Any] = json.loads(said.splitlines()[-1])
+    return told
+
+
+def limited(**ask: Any) -> dict[str, Any]:
+    return answer(started(**ask))
+
+
+@functools.cache
+def once(**ask: Any) -> dict[str, Any]:
+    """A run that several tests ask for and none changes."""
+    return limited(**ask)
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    for what in ("step", "weights", "buffers", "table", "generators", "numpy", "losses"):
+        assert one[what] == other[what], what
+
+
+def test_twenty_steps_are_the_bits_of_a_run_that_began_with_the_smaller_micro_batch() -> None:
+    """Dropout included: the generator is where it would be had the failed tries never happened."""
+    short = once(model="dropout", steps=20, limit_mib=FITS_16)
+    assert short["micro_limit"] == 16 and short["error"] == ""
+    assert [(each["step"], each["micro"], each["next_micro"]) for each in short["shortages"]] == [
+        (1, 64, 32),
+        (1, 32, 16),
+    ]
+    same(short, limited(model="dropout", steps=20, micro=16))
+
+
+def test_the_global_batch_and_its_weighting_stay() -> None:
+    short, whole = limited(steps=8, limit_mib=FITS_16), limited(steps=8)
+    assert short["shortages"] and not whole["shortages"]
+    assert short["values"] == pytest.approx(whole["values"], abs=1e-6)
+    assert short["losses"] == pytest.approx(whole["losses"], abs=1e-6)
+
+
+@pytest.mark.parametrize("model", ["batchnorm", "python"])
+def test_nothing_of_a_failed_try_is_left(model: str) -> None:
+    """BatchNorm's statistics; a buffer that no state_dict keeps; the generators of Python and NumPy."""
+    short = limited(model=model, steps=6, limit_mib=FITS_16)
+    assert len(short["shortages"]) == 2
+    same(short, limited(model=model, steps=6, micro=16))
+
+
+def test_it_says_where_it_was_and_what_held_the_memory() -> None:
+    first, second = once(model="dropout", steps=20, limit_mib=FITS_16)["shortages"]
+    assert (first["phase"], first["module"]) == ("forward", "wide")
+    assert first["asked_bytes"] == 64 * 64 * 2048 * 4
+    assert second["phase"] == "backward"
+    assert first["held"]["weights"] == 4 * (64 * 64 + 64 + 64 * 4 + 4)
+    assert first["given_back_bytes"] > 16 * 2**20
+    assert first["in_use_bytes"] < first["capacity_bytes"] * 1.2
+
+
+def test_a_resumed_run_cuts_its_batches_alike(tmp_path: Path) -> None:
+    """Though it could do without: the resumed part has all the memory."""
+    limited(model="dropout", steps=3, limit_mib=FITS_16, save=str(tmp_path))
+    resumed = limited(model="dropout", steps=6, resume=str(tmp_path))
+    straight = once(model="dropout", steps=6, micro=16)
+    assert resumed["micro_limit"] == 16
+    assert resumed["weights"] == straight["weights"] and resumed["generators"] == straight["generators"]
+
+
+def test_one_sample_that_does_not_fit_ends_in_a_sentence_and_the_last_good_step_is_saved(tmp_path: Path) -> None:
+    short = limited(model="dropout", steps=6, limit_mib=FITS_16, limit_after=3, wider=64, save=str(tmp_path))
+    assert "one sample does not fit" in short["error"] and "remedy:" in short["error"]
+    assert "out of memory in step 4 (" in short["error"]
+    assert short["step"] == 3 and short["micro_limit"] is None
+    resumed, straight = limited(model="dropout", steps=6, resume=str(tmp_path)), limited(model="dropout", steps=6)
+    assert resumed["weights"] == straight["weights"] and resumed["generators"] == straight["generators"]
+
+
+def test_a_model_that_writes_into_its_input_is_not_tried_again(tmp_path: Path) -> None:
+    short = limited(model="writes", steps=2, limit_mib=FITS_16, limit_after=1, save=str(tmp_path))
+    assert "writes into its input" in short["error"]
+    assert short["step"] == 1 and len(list(tmp_path.glob("step-*"))) == 1
+
+
+def test_an_update_that_runs_out_says_that_the_state_is_torn(tmp_path: Path) -> None:
+    short = limited(model="heavy", steps=2, limit_mib=30, save=str(tmp_path))
+    assert "in the update of step 1 (the first one makes the optimizer's state)" in short["error"]
+    assert "not saved" in short["error"] and not list(tmp_path.glob("step-*"))
+
+
+def test_ranks_shrink_together(tmp_path: Path) -> None:
+    """Only the second process is short of memory; both cut alike, and the steps stay in step."""
+    ask = {"model": "dropout", "steps": 6, "ranks": 2, "meet": str(tmp_path / "meet")}
+    free, short = (started(**ask, rank=rank, limit_mib=limit) for rank, limit in ((0, 0), (1, FITS_16)))
+    told = [answer(free), answer(short)]
+    straight = once(model="dropout", steps=6, micro=16)
+    assert [each["phase"] for each in told[0]["shortages"]] == ["on another rank"] * 2
+    assert [each["phase"] for each in told[1]["shortages"]] == ["forward", "backward"]
+    for each in told:
+        same(each, straight)
+
+
+def test_a_whole_run_is_recorded_and_the_doctor_sees_each_step_once(tmp_path: Path) -> None:
+    told = limited(folder=str(tmp_path), limit_mib=FITS_16)
+    assert told["ending"] == "finished" and told["step"] == 12
+    records = read(Path(told["run"]) / "log.jsonl").records
+    short = [each for each in records if isinstance(each, OutOfMemory)]
+    assert (short[0].step, short[0].micro, short[0].next_micro) == (3, 64, 32)
+    assert len(short) == len(told["shortages"])
+    watched = [each for each in records if isinstance(each, Watched)]
+    assert [each.step for each in watched] == list(range(1, 13))
+    limits = [min([64, *(e.next_micro or 0 for e in short if e.step <= step)]) for step in range(1, 13)]
+    assert [len(each.values["losses"]) for each in watched] == [64 // limit for limit in limits]
+    assert [each for each in records if isinstance(each, Found) and each.severity == "critical"] == []
+    assert "mem.ran_out" in [each.found.code for each in diagnose(Case(records, finished=True)).findings]

@@ -1,0 +1,23 @@
+"""The command line: thin verbs, by when they are used."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from trainwright.cli import running, before, after  # isort: skip  (in the order of --help)
+from trainwright.cli.app import INTERRUPTED, app, told
+
+__all__ = ["after", "app", "before", "main", "running", "told"]
+
+
+def main() -> None:
+    """The entry point. Interrupted twice, it does not wait for a checkpoint that a thread is writing."""
+    try:
+        app()
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(INTERRUPTED)
+        raise

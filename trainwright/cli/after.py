@@ -1,0 +1,122 @@
+"""The verbs for what a run has left."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainwright import __version__
+from trainwright.cli.app import Json, RecipePath, Settings, answer, app, finish, say_to, verb
+
+verify_app = typer.Typer(help="Prove that checkpoints are whole, and that a resumed run is the same bits.")
+app.add_typer(verify_app, name="verify", no_args_is_help=True)
+
+
+@verb()
+def diagnose(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")], as_json: Json = False) -> None:
+    """Say what is wrong with a run, dead or alive, from its records; exit 3 when something critical is."""
+    from trainwright.report.diagnosis import diagnosis_of
+    from trainwright.runlog.folder import RunFolder
+
+    answer(diagnosis_of(RunFolder.open(run)), as_json)
+
+
+@verb()
+def replay(
+    path: Annotated[Path, typer.Argument(metavar="BUNDLE|RUN", help="bundles/step-N, or a run of our own engine.")],
+    step: Annotated[int | None, typer.Option(help="Which step; of a bundle, its own.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="FILE:FUNCTION", help="Builds the model of a watched loop: train.py:make"),
+    ] = None,
+    settings: Settings = None,
+    as_json: Json = False,
+) -> None:
+    """Run a step again, bit for bit, and look closely at it; exit 1 when it does not come out the same."""
+    from trainwright.rerun import rerun
+
+    answer(rerun(path, step, model=model, settings=settings or [], say=say_to(as_json)), as_json)
+
+
+@verb()
+def explain(
+    code: Annotated[
+        str, typer.Argument(metavar="CODE", help="A finding, such as opt.missing_zero_grad, or a group: opt.")
+    ],
+    as_json: Json = False,
+) -> None:
+    """Print the page of a finding: what it is, how to tell it from its look-alikes, remedies, sources."""
+    from trainwright.doctor.pages import page
+
+    text = page(code)
+    print(json.dumps({"code": code, "page": text}) if as_json else text)
+
+
+@verb()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    layout: Annotated[str, typer.Option("--format", help="safetensors, hf or state_dict.")] = "safetensors",
+    which: Annotated[str, typer.Option(help="last, best, or the step of a checkpoint.")] = "last",
+    average: Annotated[bool, typer.Option("--average", help="The moving average of the weights.")] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="The LoRA adapter alone, in PEFT's layout.")] = False,
+    out: Annotated[Path | None, typer.Option(help="A new folder; in the run's own export/ otherwise.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write the weights of a run for other programs."""
+    from trainwright.export import export as write
+
+    done = write(run, format=layout, which=which, average=average, adapter=adapter, out=out)
+    for message in done.stepped_over:
+        print(f"stepped over: {message}", file=sys.stderr)
+    said = f"{done.path}\n  step {done.step:,}, {done.tensors} tensors, {done.bytes:,} bytes"
+    print(json.dumps(done.to_json()) if as_json else said)
+
+
+@verb("checkpoint", of=verify_app)
+def verify_checkpoint(
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A checkpoint, or a run folder: each of its checkpoints.")
+    ],
+    as_json: Json = False,
+) -> None:
+    """Check every file, hash, tensor and value of checkpoints."""
+    from trainwright.verify import verify_checkpoint as verify
+
+    found, say = verify(path), say_to(as_json)
+    for each in found:
+        say("\n".join(each.lines()))
+    broken = any(each.problems for each in found)
+    if as_json:
+        print(json.dumps({"ok": not broken, "checkpoints": [each.to_json() for each in found]}))
+    raise typer.Exit(1 if broken else 0)
+
+
+@verb("resume", of=verify_app)
+def verify_resume(
+    recipe: RecipePath,
+    steps: Annotated[int, typer.Option(min=1, help="Steps before the kill, and as many again after it.")] = 6,
+    workers: Annotated[int, typer.Option(min=0, help="data.workers until the kill.")] = 2,
+    then_workers: Annotated[int, typer.Option(min=0, help="data.workers of the resumed run.")] = 3,
+    kill: Annotated[bool, typer.Option(help="End the first part by SIGKILL, or by an orderly stop.")] = True,
+    keep: Annotated[bool, typer.Option(help="Keep the runs also when they are equal.")] = False,
+    settings: Settings = None,
+    as_json: Json = False,
+) -> None:
+    """Prove on a recipe that a killed and resumed run is the same bits as one that was not."""
+    from trainwright.verify import Trial
+    from trainwright.verify import verify_resume as verify
+
+    say, trial = say_to(as_json), Trial(recipe, steps, workers, then_workers, tuple(settings or ()), kill)
+    proof = verify(trial, keep=keep, say=say)
+    say("\n".join(proof.lines()))
+    finish(proof, as_json)
+
+
+@verb()
+def version(as_json: Json = False) -> None:
+    """Print the version."""
+    print(json.dumps({"version": __version__}) if as_json else __version__)

@@ -1,0 +1,134 @@
+"""The verbs for what is known before a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trainwright.cli.app import Json, RecipePath, Settings, answer, console_for, finish, say_to, verb
+
+
+@verb()
+def check(recipe: RecipePath, settings: Settings = None, as_json: Json = False) -> None:
+    """Say whether a recipe would train: a verdict a line, with its remedy; exit 3 when it would not."""
+    from trainwright.recipe import load
+
+    loaded = load(recipe, overrides=settings or [])
+    from trainwright.checking.check import check as look
+
+    finish(look(loaded, tell=say_to(as_json)), as_json)
+
+
+@verb()
+def plan(
+    recipe: RecipePath,
+    device: Annotated[str | None, typer.Option(help="h100-80gb, rtx4090, cpu, ...; otherwise the one at hand.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Its memory, where it is another: 24GiB.")] = None,
+    devices: Annotated[Path | None, typer.Option(metavar="FILE", help="A table of further devices (YAML).")] = None,
+    frontier: Annotated[bool, typer.Option("--frontier", help="Memory against time of recomputation.")] = False,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the timeline of a step there.")] = None,
+    settings: Settings = None,
+    as_json: Json = False,
+) -> None:
+    """Foresee memory and time of a step without the device, and choose the layout; exit 3 when it does not fit."""
+    from trainwright.recipe import load
+
+    loaded = load(recipe, overrides=settings or [])
+    from trainwright.planning.shown import show_plan
+
+    options: dict[str, Any] = {"device": device, "memory": memory, "devices": devices, "svg": svg}
+    answer(show_plan(loaded, recipe=str(recipe), with_frontier=frontier, **options), as_json)
+
+
+@verb()
+def graph(
+    recipe: RecipePath,
+    settings: Settings = None,
+    depth: Annotated[
+        int | None, typer.Option(min=1, help="Levels of modules to show; else as many as fit on a screen.")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it into this file, too.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show the modules of a model and the autograd graph of one step: parameters, FLOPs, what is kept for backward."""
+    from trainwright.recipe import load
+
+    loaded = load(recipe, overrides=settings or [])
+    from trainwright.picture import picture, write
+
+    drawn, say = picture(loaded, depth=depth), say_to(as_json)
+    say("\n".join(drawn.lines()))
+    if svg is not None:
+        write(drawn, svg)
+        say(f"picture: {svg}")
+    if as_json:
+        print(json.dumps(drawn.to_json()))
+
+
+@verb("batch-size")
+def batch_size(
+    recipe: RecipePath,
+    settings: Settings = None,
+    margin: Annotated[float, typer.Option(help="Share of the memory that stays free.")] = 0.1,
+    most: Annotated[int | None, typer.Option(min=1, help="Samples to try at most; else the dataset's.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Instead of all that may be used: 8GiB.")] = None,
+    budget: Annotated[float, typer.Option(help="Seconds that the search may take.")] = 120.0,
+    as_json: Json = False,
+) -> None:
+    """Find the largest micro-batch that trains without running out of memory."""
+    from trainwright.recipe import load
+
+    loaded = load(recipe, overrides=settings or [])
+    from trainwright.batch_size import find_batch_size
+    from trainwright.recipe.byte_size import parse_bytes
+
+    limit, say = parse_bytes(memory) if memory else None, say_to(as_json)
+    found = find_batch_size(loaded, margin=margin, most=most, memory_bytes=limit, budget_s=budget, say=say)
+    say("\n".join(found.lines()))
+    if as_json:
+        print(json.dumps(found.to_json()))
+
+
+@verb("lr-range")
+def lr_range(
+    recipe: RecipePath,
+    settings: Settings = None,
+    steps: Annotated[int, typer.Option(min=10, help="Optimizer steps of the test.")] = 100,
+    lowest: Annotated[float, typer.Option(help="Learning rate of the first step.")] = 1e-6,
+    highest: Annotated[float, typer.Option(help="Learning rate of the last step.")] = 10.0,
+    out: Annotated[Path, typer.Option(help="Where the picture is written.")] = Path("lr-range.svg"),
+    as_json: Json = False,
+) -> None:
+    """Find a learning rate: grow it each step, watch the loss, draw the picture."""
+    from trainwright.recipe import load
+
+    loaded = load(recipe, overrides=settings or [])
+    from trainwright.find_lr import find_lr
+
+    answer = find_lr(loaded, steps=steps, lowest=lowest, highest=highest, out=out, console=console_for(as_json))
+    if as_json:
+        print(json.dumps(answer))
+
+
+@verb()
+def schema(as_json: Json = False) -> None:
+    """Print the JSON Schema of recipes, for editors."""
+    from trainwright.recipe import json_schema
+
+    print(json.dumps(json_schema(), indent=None if as_json else 2))
+
+
+@verb()
+def env(as_json: Json = False) -> None:
+    """Report and judge torch, CUDA, cuDNN, NCCL, the driver and the CPU."""
+    from trainwright.report.environment import exit_status, gather, judge, render
+
+    lines = judge(gather())
+    if as_json:
+        print(json.dumps({"lines": [vars(line) for line in lines], "exit": exit_status(lines)}))
+    else:
+        print(render(lines))
+    raise typer.Exit(exit_status(lines))

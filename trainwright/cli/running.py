@@ -1,0 +1,60 @@
+"""The verbs that train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainwright.cli.app import Accepted, Json, RecipePath, Settings, answer, console_for, finish, say_to, verb
+
+
+@verb()
+def demo(
+    task: Annotated[str, typer.Option(help="text: a small GPT; digits: an image classifier.")] = "text",
+    budget: Annotated[str, typer.Option(help="How long to train: 60s, 500steps, 2ep.")] = "60s",
+    settings: Settings = None,
+    broken: Annotated[
+        str | None, typer.Option("--break", metavar="FAULT", help="Plant a fault for the doctor: lr, nan, labels, ...")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Train a small model on what ships with Python, offline; or break it and see the doctor name the fault."""
+    if broken is not None:
+        from trainwright.broken import show
+
+        answer(show(broken, say=say_to(as_json)), as_json)
+        return
+    from trainwright.demo import demo as run_demo
+
+    finish(run_demo(task, budget=budget, settings=settings or [], console=console_for(as_json)), as_json)
+
+
+@verb()
+def train(recipe: RecipePath, settings: Settings = None, as_json: Json = False) -> None:
+    """Train what a recipe asks for."""
+    from trainwright.recipe import load
+
+    loaded = load(recipe, overrides=settings or [])  # before torch: a wrong recipe is told at once
+    from trainwright.run import train as run_train
+
+    finish(run_train(loaded, console=console_for(as_json)), as_json)
+
+
+@verb()
+def resume(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    settings: Settings = None,
+    accept: Accepted = None,
+    as_json: Json = False,
+) -> None:
+    """Go on with a run from its newest checkpoint that verifies."""
+    from trainwright.recipe import load
+    from trainwright.runlog.folder import RunFolder
+
+    folder = RunFolder.open(run)
+    loaded = load(folder.recipe, overrides=settings or [], environ={})
+    from trainwright.run import train as run_train
+
+    finish(run_train(loaded, resume=folder, accept=accept or [], console=console_for(as_json)), as_json)

@@ -1,0 +1,172 @@
+"""What a try that ran out of memory leaves to be told: where it was, and what held the memory."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.state.cursor import StepBatch
+from trainwright.state.train_state import TrainState
+from trainwright.world.memory import capacity_bytes, held_bytes, reserved_bytes
+
+_SAYINGS = (
+    "can't allocate memory",  # torch's allocator on the CPU: posix_memalign
+    "not enough memory: you tried to allocate",  # the same on Windows
+    "std::bad_alloc",
+    "could not create a memory object",  # oneDNN
+    "out of memory",  # CUDA, HIP, MPS, XPU
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+_ASKED = re.compile(r"tried to allocate (\d+(?:\.\d+)?) ?(bytes|KiB|MiB|GiB|KB|MB|GB)?", re.IGNORECASE)
+_UNITS = {"": 1, "bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 2**10, "mb": 2**20, "gb": 2**30}
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """One try of a step that ran out of memory.
+
+    ``micro`` samples were tried at a time, and ``next_micro`` will be (None: it is given up). ``module`` is the path
+    of the innermost module in the forward pass, "" outside. ``held`` are bytes by kind at that instant,
+    ``in_use_bytes`` all of this process (a GPU: of tensors), ``given_back_bytes`` what letting go of the try freed:
+    activations and temporaries. ``notes`` say what is not as if the try had never been.
+    """
+
+    step: int
+    phase: str
+    module: str
+    error: str
+    micro: int
+    next_micro: int | None
+    asked_bytes: int | None
+    in_use_bytes: int
+    given_back_bytes: int
+    capacity_bytes: int
+    reserved_bytes: int | None
+    held: Mapping[str, int]
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        where = f" in {self.module}" if self.module else ""
+        then = "given up" if self.next_micro is None else f"again with {self.next_micro}, the global batch as it was"
+        notes = "".join(f"; {note}" for note in self.notes)
+        return f"out of memory ({self.phase}{where}) with {self.micro} samples at a time: {then}{notes}"
+
+
+@dataclass(frozen=True)
+class Glimpse:
+    """What can be said at the instant of the error, as plain values: nothing in it keeps a tensor alive.
+
+    ``otherwise`` says what it was where it was not memory.
+    """
+
+    phase: str = "on another rank"
+    module: str = ""
+    error: str = "another rank ran out of memory"
+    in_use_bytes: int = 0
+    reserved_bytes: int | None = None
+    held: Mapping[str, int] = field(default_factory=dict)
+    otherwise: str = ""
+
+    @property
+    def asked_bytes(self) -> int | None:
+        """What the allocator says it was asked for."""
+        found = _ASKED.search(self.error)
+        return int(float(found[1]) * _UNITS[(found[2] or "").lower()]) if found else None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether it is, or comes from, an allocator that had no more to give."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, MemoryError | torch.OutOfMemoryError):
+            return True
+        if isinstance(seen, RuntimeError) and any(saying in str(seen) for saying in _SAYINGS):
+            return True
+        seen = seen.__cause__
+    return False
+
+
+def glimpse(error: Exception, state: TrainState, batch: StepBatch, device: torch.device) -> Glimpse:
+    """Looks at a failed try while all that it holds is still there; then lets go of its frames, which hold tensors."""
+    in_use, reserved = held_bytes(device), reserved_bytes(device)
+    phase, module = _place(error.__traceback__, state.model)
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    traceback.clear_frames(error.__traceback__)
+    return Glimpse(phase, module, said[:400], in_use, reserved, holdings(state, batch))
+
+
+def _place(trace: TracebackType | None, model: nn.Module) -> tuple[str, str]:
+    names = {id(module): name for name, module in model.named_modules()}
+    phase, module = "loss", ""
+    while trace is not None:
+        frame = trace.tb_frame
+        path = Path(frame.f_code.co_filename)
+        if path.parent.name == "autograd" and path.name in ("__init__.py", "graph.py"):
+            phase, module = "backward", ""
+        elif frame.f_code.co_name == "_call_impl" and id(me := frame.f_locals.get("self")) in names:
+            phase = "forward" if phase == "loss" else phase  # else it is computed again in the backward pass
+            module = names[id(me)]
+        trace = trace.tb_next
+    return phase, module
+
+
+def holdings(state: TrainState, batch: StepBatch) -> dict[str, int]:
+    """Bytes of what a step works on, by kind; tensors that share memory count once."""
+    parameters = list(state.model.parameters())
+    shadow = getattr(state.ema, "shadow", {})
+    kinds: dict[str, Iterable[Any]] = {
+        "weights": parameters,
+        "buffers": state.model.buffers(),
+        "gradients": [p.grad for p in parameters],
+        "optimizer": [each for own in state.optimizer.state.values() for each in own.values()],
+        "average": shadow.values(),
+        "batch": tensors_in([micro.data for micro in batch.micro]),
+    }
+    return {kind: _bytes(tensors) for kind, tensors in kinds.items()}
+
+
+def _bytes(tensors: Iterable[Any]) -> int:
+    strided = [each for each in tensors if isinstance(each, Tensor) and each.layout == torch.strided]
+    sizes = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in strided}
+    return sum(sizes.values())
+
+
+def tensors_in(data: Any) -> list[Tensor]:
+    """Every tensor of a batch of any nesting."""
+    if isinstance(data, Tensor):
+        return [data]
+    if isinstance(data, Mapping):
+        data = data.values()
+    elif not isinstance(data, tuple | list):
+        return []
+    return [tensor for each in data for tensor in tensors_in(each)]
+
+
+def shortage(
+    seen: Glimpse, *, step: int, micro: int, next_micro: int | None, device: torch.device, notes: tuple[str, ...]
+) -> Shortage:
+    """The whole story, once the failed try has been let go of."""
+    return Shortage(
+        step=step,
+        phase=seen.phase,
+        module=seen.module,
+        error=seen.error,
+        micro=micro,
+        next_micro=next_micro,
+        asked_bytes=seen.asked_bytes,
+        in_use_bytes=seen.in_use_bytes,
+        given_back_bytes=max(0, seen.in_use_bytes - held_bytes(device)),
+        capacity_bytes=capacity_bytes(device),
+        reserved_bytes=seen.reserved_bytes,
+        held=seen.held,
+        notes=notes,
+    )

@@ -1,0 +1,226 @@
+"""Recovery from running out of memory: the step is begun again with smaller micro-batches, as if it never was.
+
+Only a step's passes over its data are tried again, up to the gradients as they will be applied. They write nothing but
+gradients, buffers and generators, which are all put back; so are the weights of the sum, which any split leaves the
+same. The update cannot be undone: there, an error says so.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainwright.engine.cut import cut
+from trainwright.engine.forensics import Glimpse, Shortage, glimpse, is_out_of_memory, shortage, tensors_in
+from trainwright.engine.guard import BufferGuard
+from trainwright.errors import OutOfMemory, TrainwrightError, UsageError
+from trainwright.state.cursor import StepBatch
+from trainwright.state.train_state import TrainState
+from trainwright.world.group import SOLO, World
+from trainwright.world.memory import give_back, keep_no_blocks
+
+T = TypeVar("T")
+Passes = Callable[[TrainState, StepBatch], T]
+FITS = 2**62
+LOOK_EVERY = 256
+ONE_IS_TOO_MUCH = "a micro-batch of one sample does not fit"
+
+
+class Recovery:
+    """Tries the passes of a step until they fit. ``forget`` drops what a failed try leaves in the state.
+
+    The limit that is found stays in the state: it is never raised again, for the memory that was short once will be
+    short again, and a resumed run must cut its batches as the first one did. What an ordinary step pays is a look at
+    the batch and at the generators (5 us).
+    """
+
+    def __init__(self, forget: Callable[[TrainState], None], world: World = SOLO) -> None:
+        self._forget, self._world = forget, world
+        self.buffers = BufferGuard()
+        self._generators = _Generators()
+
+    def __call__(
+        self, passes: Passes[T], state: TrainState, batch: StepBatch
+    ) -> tuple[T, StepBatch, tuple[Shortage, ...]]:
+        """What ``passes`` gave, the micro-batches that it was given, and what was seen of each try that failed.
+
+        Raises OutOfMemory when a micro-batch of one sample does not fit or cannot be cut; the state is then that of
+        the last good step.
+        """
+        told: list[Shortage] = []
+        limit_before = state.micro_limit
+        device = state.optimizer.param_groups[0]["params"][0].device
+        self._generators.keep(device)
+        versions = _versions(batch)
+        while True:
+            pieces = cut(batch, state.micro_limit)
+            seen, done = self._tried(passes, state, pieces, device, again=bool(told))
+            limit = self._world.least(_wanted(seen, pieces))
+            if limit == FITS:
+                assert done is not None
+                return done[0], pieces, tuple(told)
+            done = None
+            notes, trouble = self._as_before(state, batch, versions)
+            trouble = trouble or (seen.otherwise if seen else "") or _cannot_shrink(batch, limit)
+            following = None if trouble else limit
+            told.append(make_room(seen or Glimpse(), pieces, following, state, device, notes))
+            state.micro_limit = following or limit_before
+            if trouble:
+                raise given_up(told, trouble)
+
+    def _tried(
+        self, passes: Passes[T], state: TrainState, pieces: StepBatch, device: torch.device, *, again: bool
+    ) -> tuple[Glimpse | None, tuple[T] | None]:
+        """Once this has returned, the error is gone, and with it the frames that hold the tensors of the try.
+
+        Where it is tried ``again``, another error ends the tries as well: BatchNorm takes no single sample.
+        """
+        try:
+            return None, (passes(state, pieces),)
+        except Exception as error:
+            if is_out_of_memory(error):
+                return glimpse(error, state, pieces, device), None
+            if not again or isinstance(error, TrainwrightError):
+                raise
+            seen = glimpse(error, state, pieces, device)
+            return replace(seen, otherwise=f"{type(error).__name__} in smaller micro-batches: {seen.error}"), None
+
+    def _as_before(self, state: TrainState, batch: StepBatch, versions: list[int]) -> tuple[tuple[str, ...], str]:
+        """Puts everything back. Returns what is not quite as before, and why the step cannot be tried again, or ""."""
+        self._forget(state)
+        notes = (
+            () if self._generators.restore() else ("Python's or NumPy's generator was drawn from for the first time",)
+        )
+        if lost := self.buffers.put_back():
+            return notes, f"the failed try wrote to the buffer {lost[0]}, which is too large to be kept twice"
+        if _versions(batch) != versions:
+            return notes, "the model writes into its input, so a second try would train on other data"
+        return notes, ""
+
+
+def _wanted(seen: Glimpse | None, pieces: StepBatch) -> int:
+    """The limit that a rank asks for: FITS, half of what it tried, or 0 when nothing would help."""
+    largest = max(micro.size for micro in pieces.micro)
+    return FITS if seen is None else 0 if seen.otherwise or largest == 1 else (largest + 1) // 2
+
+
+def _cannot_shrink(batch: StepBatch, limit: int) -> str:
+    if limit == 0:
+        return ONE_IS_TOO_MUCH
+    try:
+        cut(batch, limit)
+    except UsageError as error:
+        return error.message
+    return ""
+
+
+def make_room(
+    seen: Glimpse,
+    pieces: StepBatch,
+    following: int | None,
+    state: TrainState,
+    device: torch.device,
+    notes: tuple[str, ...] = (),
+) -> Shortage:
+    """Gives back what the failed try held, and puts down what there is to say of it."""
+    keep_no_blocks()
+    give_back(device)
+    largest = max(micro.size for micro in pieces.micro)
+    return shortage(seen, step=state.step + 1, micro=largest, next_micro=following, device=device, notes=notes)
+
+
+def given_up(told: list[Shortage], trouble: str) -> OutOfMemory:
+    """The error of a step that does not fit: where it was, what held the memory, what would help."""
+    last = told[-1]
+    where = f" in {last.module}" if last.module else ""
+    largest = max(last.held, key=lambda kind: last.held[kind], default="")
+    held = f"{largest} take {_gib(last.held[largest])}" if largest else "what held it is not known"
+    return OutOfMemory(
+        f"out of memory in step {last.step} ({last.phase}{where}, {last.micro} samples at a time): {trouble}. "
+        f"Of {_gib(last.in_use_bytes)} in use {held}, activations and temporaries of the step "
+        f"{_gib(last.given_back_bytes)}; {_gib(last.capacity_bytes)} may be used in all",
+        told=told,
+        remedy="smaller batch.micro, model.activation_checkpointing: block, precision: bf16, shorter samples, "
+        "an optimizer with less state (sgd, adafactor), or a device with more memory",
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.3g} GiB"
+
+
+def tell_torn(state: TrainState, error: Exception) -> None:
+    """Raises OutOfMemory if that is what happened inside of the update: some weights may be updated, others not."""
+    if not is_out_of_memory(error):
+        return
+    first = "" if state.optimizer.state and state.step else " (the first one makes the optimizer's state)"
+    raise OutOfMemory(
+        f"out of memory in the update of step {state.step + 1}{first}: {str(error).splitlines()[0][:200]}. "
+        "Weights and moments may be updated in part, so this state is not saved",
+        whole=False,
+        remedy="go on from the last checkpoint with an optimizer that needs less (optimizer.args.foreach: false has no "
+        "temporaries as large as the weights; sgd and adafactor keep less state), or on a device with more memory",
+    ) from None
+
+
+def _versions(batch: StepBatch) -> list[int]:
+    """Each in-place write to a tensor of the batch counts one up."""
+    return [t._version for micro in batch.micro for t in tensors_in(micro.data) if not t.is_inference()]
+
+
+class _Generators:
+    """All generators as they were before the step. Those of Python and NumPy take 40 us to read.
+
+    So these are read in every step once they were seen to move, until then in the first two and each 256th.
+    """
+
+    def __init__(self) -> None:
+        self._torch: Tensor = torch.empty(0)
+        self._cuda: tuple[torch.device, Tensor] | None = None
+        self._slow: tuple[Any, ...] | None = None
+        self._moving = False
+        self._steps = 0
+
+    def keep(self, device: torch.device) -> None:
+        self._torch = torch.default_generator.get_state()
+        if device.type == "cuda":
+            self._cuda = device, torch.cuda.get_rng_state(device)
+        if self._moving or self._steps < 2 or self._steps % LOOK_EVERY == 0:
+            before, self._slow = self._slow, _slow_generators()
+            self._moving = self._moving or (before is not None and _moved(before, self._slow))
+            self._looked_at = self._steps
+        self._steps += 1
+
+    def restore(self) -> bool:
+        """False when Python's or NumPy's moved since they were read last, and it cannot be told where they stood."""
+        torch.default_generator.set_state(self._torch)
+        if self._cuda:
+            torch.cuda.set_rng_state(self._cuda[1], self._cuda[0])
+        assert self._slow is not None
+        if self._looked_at != self._steps - 1:
+            self._moving = _moved(self._slow, _slow_generators())
+            return not self._moving
+        random.setstate(self._slow[0])
+        np.random.set_state(self._slow[1])
+        return True
+
+
+def _slow_generators() -> tuple[Any, ...]:
+    return random.getstate(), np.random.get_state(legacy=False)
+
+
+def _moved(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+    was, here = before[1], now[1]
+    numbers = ("has_gauss", "gauss")
+    return bool(
+        before[0] != now[0]
+        or any(was[name] != here[name] for name in numbers)
+        or was["state"]["pos"] != here["state"]["pos"]
+        or not np.array_equal(was["state"]["key"], here["state"]["key"])
+    )

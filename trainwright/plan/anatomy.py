@@ -1,0 +1,177 @@
+"""What a model is made of and what its backward pass keeps, as data: modules, autograd nodes, saved tensors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from trainwright.plan.forecast import Trace
+
+LOSS = "(loss)"
+"""Stands for a module: what is computed behind the model."""
+Role = Literal["weights", "buffers", "inputs", "activations"]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A tensor that is kept: its name at the node, and the number, bytes and role of its whole storage."""
+
+    name: str
+    storage: int
+    bytes: int
+    role: Role
+
+
+@dataclass(frozen=True)
+class Node:
+    """One autograd node. ``inputs`` are the nodes that it passes gradients on to, in the order of its inputs.
+
+    ``leaf`` is the name of the parameter that a node accumulates the gradient of. ``hidden`` counts saved tensors that
+    hooks replaced, as activation checkpointing does: they are not kept, and not in ``saved``.
+    """
+
+    op: str
+    module: str
+    saved: tuple[Saved, ...]
+    inputs: tuple[int, ...]
+    leaf: str = ""
+    hidden: int = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """One module. Parameters and FLOPs are its own, without its children's; a tied weight counts where it comes first.
+
+    ``tied`` names the weights of other modules that it uses as its own. ``given`` is what it was called with.
+    """
+
+    path: str
+    kind: str
+    parameters: int
+    trainable: int
+    tied: tuple[str, ...] = ()
+    calls: int = 0
+    output: tuple[int, ...] | None = None
+    given: tuple[Saved, ...] = ()
+    forward_flops: int = 0
+    backward_flops: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Modules, the root first and children behind their parent; nodes in the order of the forward pass, leaves last.
+
+    ``elsewhere_bytes`` wait for the backward pass, too, and are in no saved tensor: workspaces of kernels.
+    """
+
+    parts: tuple[Part, ...]
+    nodes: tuple[Node, ...]
+    elsewhere_bytes: int = 0
+
+    @property
+    def edges(self) -> int:
+        return sum(len(node.inputs) for node in self.nodes)
+
+    @cached_property
+    def fresh_bytes(self) -> tuple[int, ...]:
+        """For each node the bytes of activations that no node before it keeps: summed, each storage counts once."""
+        seen: set[int] = set()
+        found = []
+        for node in self.nodes:
+            new = {saved.storage: saved.bytes for saved in node.saved if saved.role == "activations"}
+            found.append(sum(size for storage, size in new.items() if storage not in seen))
+            seen |= set(new)
+        return tuple(found)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Activations that are kept for the backward pass."""
+        return sum(self.fresh_bytes)
+
+    def below(self, path: str) -> list[int]:
+        """The nodes that a module and those in it made."""
+        return [index for index, node in enumerate(self.nodes) if within(node.module, path)]
+
+    def freed_bytes(self, part: Part) -> int:
+        """What is kept less when this module is computed again in backward: all but what it was called with.
+
+        Storages that nodes outside keep, too, stay. Negative when its input would be kept for this alone.
+        """
+        inside, outside = self._keepers(part.path)
+        given = {saved.storage: saved.bytes for saved in part.given if saved.role == "activations"}
+        freed = sum(size for storage, size in inside.items() if storage not in given and storage not in outside)
+        kept_for_it = (size for storage, size in given.items() if storage not in inside and storage not in outside)
+        return freed - sum(kept_for_it)
+
+    def _keepers(self, path: str) -> tuple[dict[int, int], set[int]]:
+        inside: dict[int, int] = {}
+        outside: set[int] = set()
+        for node in self.nodes:
+            kept = {saved.storage: saved.bytes for saved in node.saved if saved.role == "activations"}
+            if within(node.module, path):
+                inside |= kept
+            else:
+                outside |= set(kept)
+        return inside, outside
+
+    def with_trace(self, trace: Trace) -> Anatomy:
+        """With the FLOPs of one forward and backward pass, and what is held beside saved tensors."""
+        forward: Counter[str] = Counter()
+        backward: Counter[str] = Counter()
+        for each in trace.work:
+            if each.phase in ("forward", "backward"):
+                (forward if each.phase == "forward" else backward)[each.module] += each.flops
+        parts = (
+            replace(part, forward_flops=forward[part.path], backward_flops=backward[part.path]) for part in self.parts
+        )
+        elsewhere = max(0, sum(trace.kept.values()) - self.saved_bytes)
+        return replace(self, parts=tuple(parts), elsewhere_bytes=elsewhere)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, unfolded. ``edges`` are pairs of positions in ``nodes``: a node, and one it was computed from."""
+        modules = [
+            {
+                "path": part.path,
+                "class": part.kind,
+                "parameters": part.parameters,
+                "trainable": part.trainable,
+                "tied": list(part.tied),
+                "output": None if part.output is None else list(part.output),
+                "forward_flops": part.forward_flops,
+                "backward_flops": part.backward_flops,
+            }
+            for part in self.parts
+        ]
+        nodes = [
+            {
+                "op": node.op,
+                "module": node.module,
+                "leaf": node.leaf,
+                "saved": [vars(saved) for saved in node.saved],
+                "computed_again": node.hidden,
+            }
+            for node in self.nodes
+        ]
+        edges = [[index, behind] for index, node in enumerate(self.nodes) for behind in node.inputs]
+        return {"modules": modules, "nodes": nodes, "edges": edges, "saved_bytes": self.saved_bytes}
+
+
+def within(path: str, above: str) -> bool:
+    """Whether a module is ``above`` or lies in it."""
+    return not above or path == above or path.startswith(f"{above}.")
+
+
+def children_of(parts: Iterable[Part]) -> Mapping[str, list[Part]]:
+    """The children of each module, by its path."""
+    found: dict[str, list[Part]] = {}
+    for part in parts:
+        if part.path:
+            found.setdefault(part.path.rpartition(".")[0], []).append(part)
+    return found

@@ -1,0 +1,150 @@
+"""What a device can hold and do: public figures from a table, which users extend with a file of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from trainwright.errors import Problem, RecipeError, UsageError, suggest
+from trainwright.recipe.byte_size import parse_bytes
+from trainwright.recipe.yaml_core import UnreadableError, read
+
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+CUDA_CONTEXT_BYTES = 600 << 20
+"""What a CUDA process takes before its first tensor: context, kernels, cuBLAS workspace. Grows with the libraries."""
+FRAGMENTATION = 0.05
+"""Share of the memory that is left free for what the caching allocator cannot use."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """``flops`` per second by precision, ``bandwidth`` and ``host_link`` in bytes/s; ``host_link`` 0: none is needed.
+
+    ``reach_flops`` and ``reach_bandwidth`` are the shares of those figures that well-made kernels reach;
+    ``launch_s`` is the time that the host needs for one operator, which a device cannot be faster than.
+    """
+
+    name: str
+    kind: Literal["cpu", "cuda"]
+    memory_bytes: int
+    bandwidth: float
+    flops: Mapping[str, float]
+    host_link: float = 0.0
+    source: str = ""
+    reach_flops: float = 0.7
+    reach_bandwidth: float = 0.8
+    launch_s: float = 8e-6
+
+    @property
+    def usable_bytes(self) -> int:
+        """What tensors may take: without the context of CUDA and a margin for fragmentation."""
+        context = CUDA_CONTEXT_BYTES if self.kind == "cuda" else 0
+        return max(0, int(self.memory_bytes * (1 - FRAGMENTATION)) - context)
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """Those that it computes in hardware."""
+        return tuple(name for name in PRECISIONS if name in self.flops)
+
+    @property
+    def training_precision(self) -> str:
+        """What ``precision: auto`` means on it: bf16 where it is faster, else fp16, else fp32."""
+        fastest = max(self.flops.values())
+        return next(name for name in ("bf16", "fp16", "fp32") if self.flops.get(name, 0.0) >= fastest or name == "fp32")
+
+    def with_memory(self, memory_bytes: int) -> Device:
+        """The same with another memory."""
+        return replace(self, memory_bytes=memory_bytes)
+
+
+def find_device(name: str, table: Mapping[str, Device]) -> Device:
+    """Raises UsageError for a name that is not in ``table``. Case, blanks and underscores do not matter."""
+    key = name.strip().lower().replace("_", "-").replace(" ", "-")
+    if key not in table:
+        raise UsageError(f"no device {name!r} is known", remedy=f"{suggest(key, table)}; or give --devices FILE")
+    return table[key]
+
+
+@cache
+def known_devices() -> Mapping[str, Device]:
+    """The table in the box, by name."""
+    text = files("trainwright.plan").joinpath("devices.yaml").read_text(encoding="utf-8")
+    return parse_devices(text, "devices.yaml")
+
+
+def load_devices(path: Path) -> Mapping[str, Device]:
+    """The table in the box, and over it that of a file. Raises RecipeError with every problem of the file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the devices in {path} cannot be read: {error}", remedy="give a YAML file") from None
+    return {**known_devices(), **parse_devices(text, str(path))}
+
+
+def parse_devices(text: str, name: str) -> Mapping[str, Device]:
+    """A table from YAML; ``name`` is the file for messages. Raises RecipeError with every problem at once."""
+    try:
+        document = read(text, name)
+    except UnreadableError as error:
+        raise RecipeError(error.problem) from None
+    problems = list(document.problems)
+    rows = document.value
+    if not isinstance(rows, dict) or not rows:
+        raise RecipeError(Problem("", "must map names of devices to their figures", where=name))
+    devices = {str(key).lower(): _device(str(key).lower(), row, name, problems) for key, row in rows.items()}
+    if problems:
+        raise RecipeError(problems)
+    return {key: device for key, device in devices.items() if device is not None}
+
+
+_OPTIONAL = ("host_link", "source", "kind", "reach_flops", "reach_bandwidth", "launch_s")
+_REQUIRED = ("memory", "bandwidth", "flops")
+
+
+def _device(name: str, row: Any, where: str, problems: list[Problem]) -> Device | None:
+    """Adds to ``problems`` what is wrong with a row."""
+    before = len(problems)
+    row = row if isinstance(row, dict) else {}
+
+    def wrong(key: str, rule: str, remedy: str) -> None:
+        problems.append(Problem(f"{name}.{key}", rule, got=repr(row.get(key)), remedy=remedy, where=where))
+
+    for key in row:
+        if key not in (*_REQUIRED, *_OPTIONAL):
+            wrong(key, "is no figure of a device", suggest(str(key), (*_REQUIRED, *_OPTIONAL)))
+    numbers = [key for key in ("bandwidth", "host_link", "reach_flops", "reach_bandwidth", "launch_s") if key in row]
+    for key in {"bandwidth", *numbers}:
+        if not _positive(row.get(key)):
+            wrong(key, "must be a number above 0", "write for example bandwidth: 2e12, in bytes/s")
+    flops = row.get("flops")
+    rates = isinstance(flops, dict) and "fp32" in flops and set(flops) <= set(PRECISIONS)
+    if not rates or not all(map(_positive, flops.values())):
+        wrong(
+            "flops", f"must give FLOP/s by precision ({', '.join(PRECISIONS)}), fp32 at least", "flops: {fp32: 20e12}"
+        )
+    if row.get("kind", "cuda") not in ("cpu", "cuda"):
+        wrong("kind", "must be cpu or cuda", "leave it out for cuda")
+    try:
+        memory = parse_bytes(str(row.get("memory", "")))
+    except UsageError as error:
+        wrong("memory", "must be a size", error.remedy)
+    if len(problems) > before:
+        return None
+    made = Device(
+        name,
+        kind=row.get("kind", "cuda"),
+        memory_bytes=memory,
+        bandwidth=float(row["bandwidth"]),
+        flops={key: float(value) for key, value in row["flops"].items()},
+        source=str(row.get("source", where)),
+    )
+    options: Any = {key: float(row[key]) for key in numbers if key != "bandwidth"}
+    return replace(made, **options)
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")

@@ -1,0 +1,119 @@
+"""What would make a run fit that does not: changes in the order of how little they change, with what each leaves. Pure.
+
+Arithmetic on the trace of the smallest layout; planning traces those that it proposes once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+from trainwright.plan.devices import Device
+from trainwright.plan.explain import human_bytes, human_seconds
+from trainwright.plan.forecast import Kind
+
+Means = Literal["here", "elsewhere", "absent"]
+"""In the box; by a package of others through the recipe, not tested here; not in this version."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One change. ``settings`` are the --set of it, () where this version has none; bytes None: cannot be told."""
+
+    name: str
+    means: Means
+    settings: tuple[str, ...]
+    peak_bytes: int
+    fits: bool
+    why: str
+
+    def line(self) -> str:
+        """For people."""
+        verdict = "fits" if self.fits else "does not fit"
+        return f"{self.name}: about {human_bytes(self.peak_bytes)}, {verdict}; {self.why}"
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the layout that holds least holds at its peak, and what of its weights is trained.
+
+    ``cast_bytes`` are the copies in 16 bits that autocast keeps of trained weights; it keeps none of frozen ones.
+    """
+
+    peak_bytes: int
+    kinds: Mapping[Kind, int]
+    optimizer: str
+    parameters: int
+    trainable: int
+    has_lora: bool = False
+    cast_bytes: int = 0
+
+    @property
+    def kept_casts(self) -> int:
+        """What of the peak is such copies."""
+        return min(self.cast_bytes, self.kinds.get("temporaries", 0))
+
+    def without(self, *kinds: Kind) -> int:
+        return self.peak_bytes - sum(self.kinds.get(kind, 0) for kind in kinds)
+
+
+def remedies(held: Held, device: Device) -> tuple[Remedy, ...]:
+    """All changes that save memory here, those of this version first."""
+    found = [*_optimizers(held, device), *_lora(held, device), *_eight_bit(held, device)]
+    found += [*_offload(held, device), *_sharding(held, device)]
+    order: dict[Means, int] = {"here": 0, "elsewhere": 1, "absent": 2}
+    return tuple(sorted(found, key=lambda remedy: (order[remedy.means], not remedy.fits)))
+
+
+def _made(device: Device, name: str, means: Means, settings: tuple[str, ...], peak_bytes: int, why: str) -> Remedy:
+    return Remedy(name, means, settings, peak_bytes, peak_bytes <= device.usable_bytes, why)
+
+
+def _optimizers(held: Held, device: Device) -> list[Remedy]:
+    if held.optimizer in ("adafactor", "sgd") or not held.kinds.get("optimizer", 0):
+        return []
+    left = held.without("optimizer")
+    why = "its second moment is factored, so it keeps next to nothing; another optimizer: its lr must be found anew"
+    return [_made(device, "Adafactor", "here", ("optimizer.use=adafactor", "optimizer.args={}"), left, why)]
+
+
+def _lora(held: Held, device: Device) -> list[Remedy]:
+    if held.has_lora or held.trainable < held.parameters // 2:
+        return []
+    left = held.without("optimizer", "gradients") - held.kept_casts
+    why = (
+        "adapters are trained, the weights stay as they are (in fp32): right for a pretrained model, not for a new one"
+    )
+    return [_made(device, "LoRA", "here", ("model.lora={rank: 8}",), left, why)]
+
+
+def _eight_bit(held: Held, device: Device) -> list[Remedy]:
+    moments = held.kinds.get("optimizer", 0)
+    if held.optimizer not in ("adam", "adamw") or not moments:
+        return []
+    why = "blockwise 8-bit moments (arXiv:2110.02861) by the package bitsandbytes, which is not tested here"
+    settings = ("optimizer.use=bitsandbytes.optim:AdamW8bit",)
+    return [_made(device, "8-bit moments", "elsewhere", settings, held.peak_bytes - moments * 3 // 4, why)]
+
+
+def _offload(held: Held, device: Device) -> list[Remedy]:
+    moments = held.kinds.get("optimizer", 0)
+    if not moments or not device.host_link:
+        return []
+    seconds = human_seconds(2 * moments / device.host_link)
+    why = f"moments in the host's memory, {seconds} a step over the link; this version does not do it"
+    return [_made(device, "optimizer offload", "absent", (), held.peak_bytes - moments, why)]
+
+
+def _sharding(held: Held, device: Device) -> list[Remedy]:
+    shared = sum(held.kinds.get(kind, 0) for kind in ("weights", "gradients", "optimizer"))
+    rest = held.peak_bytes - shared - held.kept_casts  # of the weights only a block at a time is whole, and cast
+    room = device.usable_bytes - rest
+    if device.kind == "cpu" or room <= 0 or not shared:
+        return []
+    count = max(2, ceil(shared / room))
+    left = rest + shared // count
+    why = "each holds its share of weights, gradients and moments (ZeRO-3, FSDP); this version does not do it"
+    return [_made(device, f"sharding over {count} such devices", "absent", (), left, why)]

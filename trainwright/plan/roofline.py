@@ -1,0 +1,90 @@
+"""How long a step takes on a device, by its figures: each operator waits for arithmetic or for memory, or for the host.
+
+The roofline model: S. Williams, A. Waterman, D. Patterson, 2009, doi:10.1145/1498765.1498785. MFU (model FLOPs
+utilisation) counts what the model needs, not what is computed again: A. Chowdhery et al. 2022, arXiv:2204.02311.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trainwright.plan.devices import Device
+from trainwright.plan.forecast import Phase, Trace
+from trainwright.plan.scale import PASSES, Scaled
+
+_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by phase, and what they are spent on (``arithmetic``, ``memory``, ``launches``).
+
+    ``flops`` and ``moved_bytes`` are of the whole step; ``peak_flops`` is the rate that ``mfu`` compares with.
+    """
+
+    by_phase: Mapping[Phase, float]
+    spent: Mapping[str, float]
+    flops: int
+    recomputed_flops: int
+    moved_bytes: int
+    peak_flops: float
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.by_phase.values())
+
+    @property
+    def mfu(self) -> float:
+        """Share of the device's peak that goes into the FLOPs that the model needs."""
+        return (self.flops - self.recomputed_flops) / (self.step_s * self.peak_flops) if self.step_s else 0.0
+
+
+def step_time(trace: Trace, device: Device, precision: str) -> StepTime:
+    """The time of a whole step. ``precision`` is that of the recipe: it says what float32 matmuls are computed in."""
+    rows: list[Row] = [(work.phase, work.dtype, work.calls, work.flops, work.bytes, 1) for work in trace.work]
+    return _priced(rows, device, precision)
+
+
+def scaled_time(scaled: Scaled, micro: int, accumulation: int, device: Device, precision: str) -> StepTime:
+    """The same as ``step_time`` of ``scaled.at(micro, accumulation)``, but quick: equal layers are priced once."""
+    rows: list[Row] = []
+    for (phase, dtype, calls, flops, moved), count in scaled.distinct.items():
+        times = count * (accumulation if phase in PASSES else 1)
+        amounts = [fixed + each * micro for fixed, each in (calls, flops, moved)]
+        rows.append((phase, dtype, amounts[0], amounts[1], amounts[2], times))
+    if accumulation > 1:
+        sums = max(moment.held.get("gradients", 0) for moment in scaled.small.moments)
+        rows.append(("backward", "float32", 1, 0.0, 3.0 * sums, accumulation - 1))
+    return _priced(rows, device, precision)
+
+
+Row = tuple[Phase, str, float, float, float, int]
+
+
+def _priced(rows: list[Row], device: Device, precision: str) -> StepTime:
+    """Rows are (phase, dtype, calls, FLOPs, bytes, how often)."""
+    spent = {"arithmetic": 0.0, "memory": 0.0, "launches": 0.0}
+    busy: dict[Phase, float] = {}
+    launch: dict[Phase, float] = {}
+    total = [0.0, 0.0, 0.0]
+    for phase, dtype, calls, flops, moved, times in rows:
+        computing = max(flops, 0.0) / (rate(device, dtype, precision) * device.reach_flops)
+        moving = max(moved, 0.0) / (device.bandwidth * device.reach_bandwidth)
+        busy[phase] = busy.get(phase, 0.0) + max(computing, moving) * times
+        launch[phase] = launch.get(phase, 0.0) + calls * device.launch_s * times
+        spent["arithmetic" if computing >= moving else "memory"] += max(computing, moving) * times
+        total = [total[0] + flops * times, total[1] + moved * times, total[2] + flops * times * (phase == "recompute")]
+    by_phase = {phase: max(seconds, launch[phase]) for phase, seconds in busy.items()}
+    spent["launches"] = sum(by_phase.values()) - sum(busy.values())
+    peak = rate(device, "float32", precision) if precision in ("fp32", "tf32") else device.flops.get(precision, 0.0)
+    return StepTime(by_phase, spent, round(total[0]), round(total[2]), round(total[1]), peak or device.flops["fp32"])
+
+
+def rate(device: Device, dtype: str, precision: str) -> float:
+    """FLOP/s of matrix products in ``dtype``; what the device does not compute in hardware runs as fp32."""
+    name = _NAMES.get(dtype, "fp32")
+    if name == "fp32" and precision == "tf32" and dtype == "float32":
+        name = "tf32"
+    found = device.flops.get(name, device.flops["fp32"])
+    return found / 2 if dtype in ("float64", "complex128") else found

@@ -1,0 +1,195 @@
+"""From traces of two small micro-batches to every size: what is held and done grows linearly with the samples.
+
+Holds for models whose operators do not change with the number of samples. The traces should be of 2 samples or more:
+with one, some copies become views.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+
+from trainwright.plan.forecast import KINDS, Kind, Moment, Phase, Trace, Work
+
+PASSES: tuple[Phase, ...] = ("forward", "recompute", "backward")
+Line = tuple[float, float]
+"""(bytes without samples, bytes a sample)"""
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """One step of one model for any micro-batch and accumulation. Both traces are of one micro-batch a step."""
+
+    small: Trace
+    large: Trace
+    sizes: tuple[int, int]
+
+    @cached_property
+    def aligned(self) -> bool:
+        """Whether both traces are the same operators in the same order.
+
+        Where they are not, as with a loss in chunks, the highest moments of stretches in one module are compared.
+        """
+        return _places(self.small.moments) == _places(self.large.moments)
+
+    def at(self, micro: int, accumulation: int) -> Trace:
+        """The step in micro-batches of ``micro`` samples. Of those after the first, which are alike, one is shown."""
+        moments = [
+            replace(
+                one, held={kind: self._between(one.held.get(kind, 0), two.held.get(kind, 0), micro) for kind in KINDS}
+            )
+            for one, two in self._pairs
+        ]
+        kept = {
+            path: self._between(size, self.large.kept.get(path, size), micro) for path, size in self.small.kept.items()
+        }
+        trace = replace(self.small, moments=tuple(moments), kept=kept, work=tuple(self._work(micro)))
+        return accumulated(trace, accumulation)
+
+    def peak_bytes(self, micro: int, accumulation: int) -> int:
+        """The most that is held at once; the same as that of ``at``, but quick."""
+        lines = self._hull_again if accumulation > 1 else self._hull_once
+        more = (accumulation - 1) * self._between(_inputs(self.small), _inputs(self.large), micro)
+        return round(max(fixed + each * micro for fixed, each in lines)) + more
+
+    @cached_property
+    def distinct(self) -> Mapping[tuple[Phase, str, Line, Line, Line], int]:
+        """How often each kind of work is done: phase, dtype, and calls, FLOPs and bytes as lines over the samples."""
+        return Counter(
+            (
+                one.phase,
+                one.dtype,
+                self._line(one.calls, two.calls),
+                self._line(one.flops, two.flops),
+                self._line(one.bytes, two.bytes),
+            )
+            for one, two in self._work_pairs
+        )
+
+    @cached_property
+    def _hull_once(self) -> list[Line]:
+        return hull(self._line(one.total, two.total) for one, two in self._pairs)
+
+    @cached_property
+    def _hull_again(self) -> list[Line]:
+        """With accumulation, but for the inputs of the other micro-batches."""
+        of_one = accumulated(replace(self.small, moments=tuple(one for one, _ in self._pairs)), 2)
+        of_two = accumulated(replace(self.large, moments=tuple(two for _, two in self._pairs)), 2)
+        lines = [self._line(one.total, two.total) for one, two in zip(of_one.moments, of_two.moments, strict=True)]
+        fixed, each = self._line(_inputs(self.small), _inputs(self.large))
+        return hull((a - fixed, b - each) for a, b in lines)
+
+    @cached_property
+    def _pairs(self) -> list[tuple[Moment, Moment]]:
+        for view in (_all, _by_module, _by_phase):
+            one, two = view(self.small.moments), view(self.large.moments)
+            if _places(one) == _places(two) or view is _by_phase:
+                break
+        return list(zip(one, two, strict=True))
+
+    @cached_property
+    def _work_pairs(self) -> list[tuple[Work, Work]]:
+        others = {(work.phase, work.module, work.op, work.dtype): work for work in self.large.work}
+        return [(work, others.get((work.phase, work.module, work.op, work.dtype), work)) for work in self.small.work]
+
+    def _work(self, micro: int) -> Iterator[Work]:
+        for one, two in self._work_pairs:
+            calls = self._between(one.calls, two.calls, micro)
+            flops, size = self._between(one.flops, two.flops, micro), self._between(one.bytes, two.bytes, micro)
+            yield replace(one, calls=calls, flops=flops, bytes=size)
+
+    def _line(self, one: int, two: int) -> Line:
+        each = (two - one) / (self.sizes[1] - self.sizes[0])
+        return one - each * self.sizes[0], each
+
+    def _between(self, one: int, two: int, micro: int) -> int:
+        fixed, each = self._line(one, two)
+        return max(0, round(fixed + each * micro))
+
+
+def accumulated(trace: Trace, accumulation: int) -> Trace:
+    """The step of ``accumulation`` micro-batches, from that of one.
+
+    From the second on the sums of gradients stay while new ones come and go; the inputs of all lie there from the
+    start. One of these micro-batches, which are alike, is in ``moments``; all of them are in ``work``.
+    """
+    if accumulation == 1:
+        return trace
+    inputs = (accumulation - 1) * _inputs(trace)
+    passes = [moment for moment in trace.moments if moment.phase in PASSES]
+    rest = [moment for moment in trace.moments if moment.phase not in PASSES]
+    sums = max((moment.held.get("gradients", 0) for moment in passes), default=0)
+    again, before = [], passes[0].held.get("gradients", 0) if passes else 0
+    for moment in passes:
+        now = moment.held.get("gradients", 0)
+        new, before = max(0, now - before), now
+        temporaries = moment.held.get("temporaries", 0) + new
+        held: dict[Kind, int] = {**moment.held, "gradients": sums, "temporaries": temporaries}
+        again.append(replace(moment, micro=accumulation - 1, held=held))
+    moments = tuple(
+        replace(each, held={**each.held, "inputs": each.held.get("inputs", 0) + inputs})
+        for each in (*passes, *again, *rest)
+    )
+    work = [_times(each, accumulation) if each.phase in PASSES else each for each in trace.work]
+    adding = Work("backward", "", "add_", "float32", accumulation - 1, 0, 3 * sums * (accumulation - 1))
+    return replace(trace, moments=moments, work=(*work, adding))
+
+
+def tidy(trace: Trace) -> Trace:
+    """What comes behind the last backward pass, such as the norm of the gradients, counts as update."""
+    last = max((i for i, moment in enumerate(trace.moments) if moment.phase == "backward"), default=len(trace.moments))
+    rest = (replace(moment, phase="update") for moment in trace.moments[last + 1 :])
+    return replace(trace, moments=(*trace.moments[: last + 1], *rest))
+
+
+def hull(lines: Iterable[Line]) -> list[Line]:
+    """Those of the lines that are highest anywhere at 0 or right of it, by rising slope."""
+    kept: list[Line] = []
+    for fixed, each in sorted(set(lines), key=lambda line: (line[1], line[0])):
+        while kept and kept[-1][0] <= fixed:
+            kept.pop()
+        while len(kept) > 1 and _meet(kept[-2], (fixed, each)) <= _meet(kept[-2], kept[-1]):
+            kept.pop()
+        kept.append((fixed, each))
+    return kept
+
+
+def _meet(flat: Line, steep: Line) -> float:
+    return (flat[0] - steep[0]) / (steep[1] - flat[1])
+
+
+def _places(moments: Sequence[Moment]) -> list[tuple[str, str]]:
+    return [(moment.phase, moment.module) for moment in moments]
+
+
+def _all(moments: Sequence[Moment]) -> list[Moment]:
+    return list(moments)
+
+
+def _by_module(moments: Sequence[Moment]) -> list[Moment]:
+    """Of each stretch in one module its highest moment and its last."""
+    found = []
+    for _, stretch in groupby(moments, key=lambda moment: (moment.phase, moment.micro, moment.module)):
+        inside = list(stretch)
+        found += [max(inside, key=lambda moment: moment.total), inside[-1]]
+    return found
+
+
+def _by_phase(moments: Sequence[Moment]) -> list[Moment]:
+    """Of each phase its highest moment, or the first of all where it has none; then the last of all."""
+    found = []
+    for phase in (*PASSES, "update"):
+        of_phase = [moment for moment in moments if moment.phase == phase]
+        found.append(max(of_phase, key=lambda moment: moment.total) if of_phase else moments[0])
+    return [*found, moments[-1]]
+
+
+def _inputs(trace: Trace) -> int:
+    return trace.resident.get("inputs", 0)
+
+
+def _times(work: Work, count: int) -> Work:
+    return replace(work, calls=work.calls * count, flops=work.flops * count, bytes=work.bytes * count)

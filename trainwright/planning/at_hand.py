@@ -1,0 +1,108 @@
+"""The device at hand, described as those of the table are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from trainwright.plan.devices import Device, find_device, known_devices
+from trainwright.plan.machine import Machine, read_machine
+
+_SIDE = 1024
+_COPIED = 1 << 24
+_PROBE_S = 0.05
+
+
+def nominal_cpu(machine: Machine) -> Device:
+    """A CPU by what its cores usually do: for decisions that must come out the same each time."""
+    bf16 = {"avx512_bf16", "amx_bf16", "bf16"} & set(machine.cpu_flags)
+    flops = {"fp32": 40e9 * machine.cores, **({"bf16": 80e9 * machine.cores} if bf16 else {})}
+    return Device(
+        "cpu",
+        "cpu",
+        machine.available_bytes,
+        10e9 * min(machine.cores, 8),
+        flops,
+        source="nominal figures of its cores",
+    )
+
+
+def measured_cpu(machine: Machine) -> Device:
+    """This CPU by a probe of a quarter of a second: what matrix products and copies reach here, now."""
+    flops = {"fp32": _matmul_flops(torch.float32)}
+    if {"avx512_bf16", "amx_bf16", "bf16"} & set(machine.cpu_flags):
+        flops["bf16"] = _matmul_flops(torch.bfloat16)
+    one, other = torch.ones(_COPIED), torch.empty(_COPIED)
+    bandwidth = 2 * 4 * _COPIED / _seconds(lambda: other.copy_(one))
+    few = torch.ones(8)
+    launch_s = _seconds(lambda: few.add(1.0))
+    return Device(
+        "cpu",
+        "cpu",
+        machine.available_bytes,
+        bandwidth,
+        flops,
+        source=f"measured here, with {torch.get_num_threads()} threads of {machine.cpu}",
+        reach_flops=1.0,
+        reach_bandwidth=1.0,
+        launch_s=launch_s,
+    )
+
+
+def device_at_hand(*, probe: bool = True) -> Device:
+    """The first CUDA device by its name in the table, else the CPU. Memory is what is free now.
+
+    A GPU that is not in the table is taken for the one that is nearest in memory, and says so.
+    """
+    if not torch.cuda.is_available():
+        machine = read_machine()
+        return measured_cpu(machine) if probe else nominal_cpu(machine)
+    name = torch.cuda.get_device_name(0)
+    free, total = torch.cuda.mem_get_info(0)
+    return like(name, total).with_memory(free)
+
+
+def like(name: str, memory_bytes: int) -> Device:
+    """The row of the table for a GPU that the driver calls ``name``."""
+    words = name.lower().replace("-", " ").replace("rtx ", "rtx").split()
+    table = known_devices().values()
+    named = [device for device in table if device.name.split("-")[0] in words]
+    nearest = min(named or table, key=lambda device: abs(device.memory_bytes - memory_bytes))
+    if named:
+        return nearest
+    return Device(
+        name,
+        "cuda",
+        memory_bytes,
+        nearest.bandwidth,
+        nearest.flops,
+        nearest.host_link,
+        source=f"not in the table: figures of {nearest.name}",
+    )
+
+
+def named_device(name: str | None, table: dict[str, Device], memory_bytes: int | None) -> Device:
+    """What --device and --memory say; None is the device at hand. Raises UsageError for an unknown name."""
+    if name is None or name == "cpu":
+        device = measured_cpu(read_machine()) if name == "cpu" else device_at_hand()
+    else:
+        device = find_device(name, table)
+    return device if memory_bytes is None else device.with_memory(memory_bytes)
+
+
+def _matmul_flops(dtype: torch.dtype) -> float:
+    one = torch.ones(_SIDE, _SIDE, dtype=dtype)
+    return 2 * _SIDE**3 / _seconds(lambda: one @ one)
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    """The least time of a call, after one to warm up."""
+    action()
+    best, end = float("inf"), time.perf_counter() + _PROBE_S
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        action()
+        best = min(best, time.perf_counter() - start)
+    return best

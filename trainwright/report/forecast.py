@@ -1,0 +1,203 @@
+"""A plan before the run in words and pictures: what a step holds over its course, what it takes, what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from xml.sax.saxutils import escape
+
+from trainwright.plan.choose import Option
+from trainwright.plan.devices import Device
+from trainwright.plan.explain import human_bytes, human_seconds
+from trainwright.plan.forecast import KINDS, Kind, Moment, Trace
+from trainwright.report.chart import INK
+
+SIGNS: Mapping[Kind, str] = {
+    "weights": "W",
+    "buffers": "B",
+    "optimizer": "O",
+    "gradients": "G",
+    "activations": "a",
+    "temporaries": "t",
+    "inputs": "i",
+}
+COLOURS: Mapping[Kind, str] = {
+    "weights": "#1f7fd0",
+    "buffers": "#0f8a94",
+    "optimizer": "#9a5fd6",
+    "gradients": "#cf5f1a",
+    "activations": "#1f8f4e",
+    "temporaries": "#d0455f",
+    "inputs": "#767676",
+}
+_WIDTH, _HEIGHT = 860, 420
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 700, 44, 370
+
+
+def layout_lines(option: Option, device: Device, title: str) -> list[str]:
+    """One layout: how it runs, whether it fits, how long a step takes."""
+    usable, way = device.usable_bytes, option.way
+    verdict = f"fits, {human_bytes(usable - option.peak_bytes)} to spare" if option.fits else "does NOT fit"
+    shape = f"{option.micro} x {option.accumulation}"
+    loss = "loss in chunks" if way.chunked else "plain loss"
+    time, spent = option.time, option.time.spent
+    shares = ", ".join(f"{name} {seconds / option.step_s:.0%}" for name, seconds in spent.items() if seconds)
+    return [
+        f"{title:<11} {shape} (micro-batch x accumulation), {way.precision}, checkpointing {way.checkpointing}, {loss}",
+        f"  peak      {human_bytes(option.peak_bytes)} of {human_bytes(usable)} usable: {verdict}",
+        f"  step      {human_seconds(option.step_s)} by the roofline ({shares}), MFU {time.mfu:.0%}",
+        f"  work      {time.flops / 1e12:.3g} TFLOP, {human_bytes(time.moved_bytes)} moved",
+    ]
+
+
+def held_lines(trace: Trace) -> list[str]:
+    """What is held between steps and at the peak, by kind; the modules that keep most for backward."""
+    peak = trace.peak
+    at = f"{peak.phase}, {peak.op}" + (f" in {peak.module}" if peak.module else "")
+    lines = [f"at the peak {human_bytes(peak.total)} ({at})"]
+    lines.append("  " + ", ".join(f"{kind} {human_bytes(peak.held[kind])}" for kind in KINDS if peak.held.get(kind)))
+    resident = trace.resident
+    parts = ", ".join(f"{kind} {human_bytes(resident[kind])}" for kind in KINDS if resident.get(kind))
+    lines.append(f"between steps {human_bytes(sum(resident.values()))}: {parts}")
+    if blocks := by_block(trace.kept):
+        said = ", ".join(f"{name} {human_bytes(size)}" for name, size in blocks[:5])
+        more = f", {len(blocks) - 5} more" if len(blocks) > 5 else ""
+        lines.append(f"kept for backward, a micro-batch: {said}{more}")
+    return lines
+
+
+def by_block(kept: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Bytes by block (``blocks.3``) or top module, the largest first; "the loss" is what no module made."""
+    sums: dict[str, int] = {}
+    for path, size in kept.items():
+        keys = path.split(".")
+        number = next((i for i, key in enumerate(keys) if key.isdigit()), 0)
+        name = ".".join(keys[: number + 1]) or "the loss"
+        sums[name] = sums.get(name, 0) + size
+    return sorted(sums.items(), key=lambda item: (-item[1], item[0]))
+
+
+def timeline_text(trace: Trace, usable_bytes: int, width: int = 64, rows: int = 24) -> list[str]:
+    """The step from top to bottom, a row for each stretch at its highest, a bar by kind, ``|`` what is usable."""
+    most = max(trace.peak.total, 1)
+    scale = width / max(most, min(usable_bytes, 2 * most))
+    limit = round(usable_bytes * scale)
+    legend = "  ".join(f"{sign} {kind}" for kind, sign in SIGNS.items() if trace.peak.held.get(kind))
+    lines = [f"one step    {legend}" + ("  | usable" if limit <= width else "")]
+    for moment in stretches(trace.moments, rows):
+        bar = _bar(moment, scale)
+        if len(bar) <= limit <= width:
+            bar = bar.ljust(limit) + "|"
+        mark = " <- peak" if moment is trace.peak else ""
+        lines.append(f"  {moment.phase:<9} {human_bytes(moment.total):>9} {bar}{mark}")
+    return lines
+
+
+def stretches(moments: Sequence[Moment], count: int) -> list[Moment]:
+    """About ``count`` moments: the highest of each part of each pass, in order."""
+    passes: list[list[Moment]] = []
+    for moment in moments:
+        if not passes or (passes[-1][0].micro, _pass(passes[-1][0])) != (moment.micro, _pass(moment)):
+            passes.append([])
+        passes[-1].append(moment)
+    found = []
+    for one in passes:
+        parts = max(1, round(count * len(one) / len(moments)))
+        edges = [round(i * len(one) / parts) for i in range(parts + 1)]
+        found += [max(one[a:b], key=lambda moment: moment.total) for a, b in pairwise(edges) if a < b]
+    return found
+
+
+def _pass(moment: Moment) -> str:
+    return "backward" if moment.phase == "recompute" else moment.phase
+
+
+def _bar(moment: Moment, scale: float) -> str:
+    bar, total = "", 0
+    for kind, sign in SIGNS.items():
+        total += moment.held.get(kind, 0)
+        bar += sign * (round(total * scale) - len(bar))
+    return bar
+
+
+def timeline_svg(trace: Trace, device: Device, title: str) -> str:
+    """The step from left to right, memory by kind on top of each other; one <svg> element, complete in itself."""
+    moments = stretches(trace.moments, _RIGHT - _LEFT)
+    most = max(trace.peak.total * 1.05, min(device.usable_bytes * 1.05, trace.peak.total * 2), 1)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+        f'font-family="system-ui, sans-serif" font-size="12" aria-label="{escape(title, {chr(34): "&quot;"})}">',
+        _text(_LEFT, 20, title, 'font-size="15" font-weight="600"'),
+        *_areas(moments, most),
+        *_scale(most),
+        *_passes(moments),
+        *_limit(device, most),
+        *_legend(trace),
+    ]
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _areas(moments: Sequence[Moment], most: float) -> Iterator[str]:
+    """Kinds from the bottom up, each a step line there and back."""
+    below = [0] * len(moments)
+    for kind in SIGNS:
+        above = [low + moment.held.get(kind, 0) for low, moment in zip(below, moments, strict=True)]
+        if above != below:
+            there = list(_steps(above, most))
+            back = list(_steps(below, most))[::-1]
+            points = " ".join(f"{x:.1f},{y:.1f}" for x, y in [*there, *back])
+            yield f'<polygon points="{points}" fill="{COLOURS[kind]}" fill-opacity="0.85"/>'
+        below = above
+
+
+def _steps(heights: Sequence[int], most: float) -> Iterator[tuple[float, float]]:
+    step = (_RIGHT - _LEFT) / len(heights)
+    for index, height in enumerate(heights):
+        y = _BOTTOM - height / most * (_BOTTOM - _TOP)
+        yield _LEFT + index * step, y
+        yield _LEFT + (index + 1) * step, y
+
+
+def _scale(most: float) -> Iterator[str]:
+    for quarter in range(5):
+        y = _BOTTOM - quarter / 4 * (_BOTTOM - _TOP)
+        yield f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_RIGHT}" y2="{y:.1f}" stroke="{INK}" stroke-opacity="0.3"/>'
+        yield _text(_LEFT - 6, y + 4, human_bytes(most * quarter / 4), 'text-anchor="end"')
+
+
+def _passes(moments: Sequence[Moment]) -> Iterator[str]:
+    """A word under each pass, and a line where it begins."""
+    step = (_RIGHT - _LEFT) / len(moments)
+    start = 0
+    for index in range(1, len(moments) + 1):
+        first = moments[start]
+        if index < len(moments) and (moments[index].micro, _pass(moments[index])) == (first.micro, _pass(first)):
+            continue
+        x = _LEFT + start * step
+        yield f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{_BOTTOM + 6}" stroke="{INK}" stroke-opacity="0.6"/>'
+        if (index - start) * step > 50:
+            yield _text(x + 4, _BOTTOM + 18, _pass(first))
+        start = index
+
+
+def _limit(device: Device, most: float) -> Iterator[str]:
+    if device.usable_bytes > most:
+        return
+    y = _BOTTOM - device.usable_bytes / most * (_BOTTOM - _TOP)
+    yield (
+        f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_RIGHT}" y2="{y:.1f}" stroke="{INK}" stroke-width="2" '
+        'stroke-dasharray="6 4"/>'
+    )
+    yield _text(_RIGHT + 6, y + 4, f"usable {human_bytes(device.usable_bytes)}")
+
+
+def _legend(trace: Trace) -> Iterator[str]:
+    shown = [kind for kind in SIGNS if any(moment.held.get(kind) for moment in trace.moments)]
+    for row, kind in enumerate(reversed(shown)):
+        y = _TOP + 40 + 20 * row
+        yield f'<rect x="{_RIGHT + 8}" y="{y - 10}" width="12" height="12" fill="{COLOURS[kind]}"/>'
+        yield _text(_RIGHT + 26, y, f"{kind} {human_bytes(trace.peak.held.get(kind, 0))}")
+
+
+def _text(x: float, y: float, text: str, attributes: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{INK}" {attributes}>{escape(text)}</text>'

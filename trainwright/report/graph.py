@@ -1,0 +1,131 @@
+"""The module tree and the autograd graph of a step, in characters: one screen for a model of many equal blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from trainwright.plan.explain import human_bytes
+from trainwright.plan.fold import Folded, Row, Run
+
+_VIEWS = {"T", "View", "UnsafeView", "Transpose", "Permute", "Expand", "ReshapeAlias", "Alias", "Squeeze", "Unsqueeze"}
+_VIEWS |= {"Slice", "Select", "Split", "SplitWithSizes", "AsStrided", "Unbind", "Detach"}
+_OPS_WIDTH = 44
+MODULE_COLUMNS = ("module", "class", "parameters", "trained", "FLOPs fwd", "FLOPs bwd", "kept", "frees", "output")
+RUN_COLUMNS = ("#", "from", "module", "operators", "kept")
+
+
+@dataclass(frozen=True)
+class Headline:
+    """What the picture is of. ``notes`` say where it departs from the recipe."""
+
+    name: str
+    model: str
+    samples: int
+    precision: str
+    parameters: int
+    nodes: int
+    edges: int
+    notes: tuple[str, ...] = ()
+
+
+def graph_text(headline: Headline, folded: Folded) -> list[str]:
+    """Two tables: the modules, and the autograd nodes with what they keep."""
+    return [
+        headline_text(headline),
+        *(f"note: {note}" for note in headline.notes),
+        "",
+        *_table(MODULE_COLUMNS, module_cells(folded), left=(0, 1, 8)),
+        "  kept: activations that wait for the backward pass.  frees: what checkpointing that module gives back",
+        "",
+        f"autograd graph, in the order of the forward pass: {headline.nodes:,} nodes, {headline.edges:,} edges",
+        *_table(RUN_COLUMNS, run_cells(folded), left=(2, 3)),
+        "  from: the rows that a row is computed from, and passes its gradients to.  Leaves (parameters) are left out",
+    ]
+
+
+def headline_text(headline: Headline) -> str:
+    """One line."""
+    samples = f"{headline.samples} sample{'s' if headline.samples != 1 else ''}"
+    model = f"{headline.model}, {human_count(headline.parameters)} parameters"
+    return f"{headline.name}: {model}; one micro-batch of {samples}, {headline.precision}, traced as on a CPU"
+
+
+def human_count(count: float) -> str:
+    """`1.2 G`; below 1,000 as it is."""
+    for unit in ("", " K", " M", " G", " T", " P"):
+        if abs(count) < 999.5:
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g} E"
+
+
+def label(row: Row) -> str:
+    """`0-11 x 12`; the root is the model itself."""
+    alone = row.count if "-" in row.name and row.name.replace("-", "").isdigit() else 1
+    if not row.path:
+        return row.kind
+    first, _, last = row.name.partition("-")
+    return f"{row.name} x {int(last) - int(first) + 1}" if alone > 1 else row.name
+
+
+def size_text(size: int | None) -> str:
+    """Bytes; nothing for none, so that a table is quiet where nothing happens."""
+    if not size:
+        return ""
+    return f"-{human_bytes(-size)}" if size < 0 else human_bytes(size)
+
+
+def ops_text(run: Run, width: int = _OPS_WIDTH) -> str:
+    """`Addmm, Mul x 2`: without views, unless there is nothing else."""
+    telling = [(op, count) for op, count in run.ops if op not in _VIEWS] or list(run.ops)
+    words = [op if count == 1 else f"{op} x {count}" for op, count in telling]
+    text = ""
+    for number, word in enumerate(words):
+        longer = f"{text}, {word}" if text else word
+        rest = len(words) - number
+        if len(longer) > width - (5 if rest > 1 else 0):
+            return f"{text}, +{rest}" if text else f"{word[: width - 1]}…"
+        text = longer
+    return text
+
+
+def module_cells(folded: Folded) -> list[tuple[str, ...]]:
+    """``MODULE_COLUMNS`` of each row. What is trained is said only where something is not."""
+    frozen = any(row.trainable != row.parameters for row in folded.rows)
+    return [_cells(row, frozen) for row in folded.rows]
+
+
+def _cells(row: Row, frozen: bool) -> tuple[str, ...]:
+    tied = f"= {row.tied[0]}" if row.tied and not row.parameters else ""
+    return (
+        "  " * row.depth + label(row),
+        row.kind,
+        human_count(row.parameters) if row.parameters else tied,
+        human_count(row.trainable) if row.trainable and frozen else "",
+        human_count(row.forward_flops) if row.forward_flops else "",
+        human_count(row.backward_flops) if row.backward_flops else "",
+        size_text(row.saved_bytes),
+        size_text(row.freed_bytes),
+        "x".join(map(str, row.output or ())),
+    )
+
+
+def run_cells(folded: Folded) -> list[tuple[str, ...]]:
+    """``RUN_COLUMNS`` of each run."""
+    cells: list[tuple[str, ...]] = []
+    for number, run in enumerate(folded.runs, 1):
+        behind = ",".join(str(i + 1) for i in run.inputs)
+        place = (run.path or folded.rows[0].kind) + (f" x {run.count}" if run.count > 1 else "")
+        cells.append((str(number), behind, place, ops_text(run), size_text(run.saved_bytes)))
+    return cells
+
+
+def _table(head: Sequence[str], rows: Sequence[tuple[str, ...]], left: Sequence[int]) -> Iterator[str]:
+    """Columns as wide as they must be, empty ones left out; those in ``left`` begin at the left."""
+    used = [column for column in range(len(head)) if any(row[column] for row in rows)]
+    table = [tuple(head), *rows]
+    widths = {column: max(len(row[column]) for row in table) for column in used}
+    for row in table:
+        cells = [row[c].ljust(widths[c]) if c in left else row[c].rjust(widths[c]) for c in used]
+        yield "  ".join(cells).rstrip()

@@ -1,0 +1,82 @@
+"""cuDNN's LSTM in shapes: one operator for all layers and positions, with its reserve for the backward pass.
+
+Without it an LSTM on the stand-in would fall apart into the operators of each position. Shapes: T positions, B rows,
+D input width, H hidden width; with ``batch_first`` B and T change places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+RESERVE = 8
+"""Numbers that the reserve has for each position, row, hidden unit and direction of a layer: four gates, the cell, its
+tanh, the hidden state, and the mask of dropout. cuDNN does not say; its own sizes were not compared with this."""
+NAMESPACE = "trainwright_simulated"
+
+
+def define(device_key: str) -> list[torch.library.Library]:
+    """Registers the operators, and uses them for ``aten::lstm`` of the device, as long as what is returned lives."""
+    library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+    library.define(  # type: ignore[no-untyped-call]
+        "lstm(Tensor x, Tensor h, Tensor c, Tensor[] weights, int layers, bool bidirectional, bool batch_first) "
+        "-> (Tensor, Tensor, Tensor, Tensor)"
+    )
+    library.define(  # type: ignore[no-untyped-call]
+        "lstm_backward(Tensor grad, Tensor x, Tensor h, Tensor c, Tensor[] weights, Tensor reserve) -> Tensor[]"
+    )
+    library.impl("lstm", _forward, "Meta")  # type: ignore[no-untyped-call]
+    library.impl("lstm_backward", _backward, "Meta")  # type: ignore[no-untyped-call]
+    over = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    over.impl("lstm.input", _lstm, f"Autograd{device_key}")  # type: ignore[no-untyped-call]
+    return [library, over]
+
+
+def forward_flops(x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor], *args: Any, **kwargs: Any) -> int:
+    positions = prod(x.shape[:-1])
+    return 2 * positions * sum(weight.numel() for weight in weights if weight.dim() == 2)
+
+
+def backward_flops(grad: Tensor, x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor], *a: Any, **k: Any) -> int:
+    return 2 * forward_flops(x, h, c, weights)
+
+
+def _forward(
+    x: Tensor, h: Tensor, c: Tensor, weights: list[Tensor], layers: int, bidirectional: bool, batch_first: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    directions, hidden_width, positions = 2 if bidirectional else 1, h.shape[-1], prod(x.shape[:-1])
+    out = x.new_empty((*x.shape[:-1], hidden_width * directions))
+    reserve = x.new_empty(RESERVE * layers * directions * positions * hidden_width)
+    return out, torch.empty_like(h), torch.empty_like(c), reserve
+
+
+def _backward(grad: Tensor, x: Tensor, h: Tensor, c: Tensor, weights: list[Tensor], reserve: Tensor) -> list[Tensor]:
+    return [torch.empty_like(each) for each in (x, h, c, *weights)]
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, h: Tensor, c: Tensor, how: tuple[int, bool, bool], *weights: Tensor) -> Any:
+        out, h_last, c_last, reserve = getattr(torch.ops, NAMESPACE).lstm(x, h, c, list(weights), *how)
+        ctx.save_for_backward(x, h, c, reserve, out, *weights)
+        return out, h_last, c_last
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, h, c, reserve, out, *weights = ctx.saved_tensors
+        grad = grads[0] if grads[0] is not None else torch.zeros_like(out)
+        found = getattr(torch.ops, NAMESPACE).lstm_backward(grad, x, h, c, weights, reserve)
+        return (*found[:3], None, *found[3:])
+
+
+def _lstm(
+    x: Tensor, state: list[Tensor], weights: list[Tensor], has_biases: bool, layers: int, dropout: float, *flags: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``aten::lstm.input``, whose last arguments are train, bidirectional and batch_first."""
+    how = (layers, *flags[1:])
+    out, h_last, c_last = _Function.apply(x, *state, how, *weights)  # type: ignore[no-untyped-call]
+    return out, h_last, c_last

@@ -1,0 +1,109 @@
+"""What CUDA's caching allocator takes from the device for the blocks that it hands out: whole segments, kept for ever.
+
+The rules are those of torch's ``c10/cuda/CUDACachingAllocator.cpp`` with its default settings: sizes up to 1 MiB come
+from segments of 2 MiB; up to 10 MiB from those of 20 MiB; larger ones get a segment of their own, rounded up to 2 MiB.
+The smallest free block that fits is taken and split when enough is left; neighbours that are free grow together.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+MIB = 2**20
+SMALL, SMALL_SEGMENT = MIB, 2 * MIB
+MEDIUM, MEDIUM_SEGMENT = 10 * MIB, 20 * MIB
+LARGE_UNIT = 2 * MIB
+SMALLEST_BLOCK = 512
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """A part of a segment; ``before`` and ``after`` are its neighbours there."""
+
+    size: int
+    number: int
+    small: bool
+    free: bool = False
+    before: Block | None = None
+    after: Block | None = None
+
+
+class Reserve:
+    """Takes and gives blocks. ``reserved`` is what the segments hold, bytes."""
+
+    def __init__(self) -> None:
+        self.reserved = 0
+        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}  # by size, then age
+        self._count = 0
+
+    def allocate(self, size: int) -> Block:
+        """A block of at least ``size`` bytes, which are a multiple of 512."""
+        small = size <= SMALL
+        pool = self._free[small]
+        place = bisect_left(pool, (size, -1))
+        block = pool.pop(place)[2] if place < len(pool) else self._segment(size, small)
+        block.free = False
+        left = block.size - size
+        if left >= SMALLEST_BLOCK if small else left > SMALL:
+            self._split(block, size)
+        return block
+
+    def release(self, block: Block) -> None:
+        """Joins the block with free neighbours."""
+        for other in (block.before, block.after):
+            if other is not None and other.free:
+                pool = self._free[other.small]
+                del pool[bisect_left(pool, (other.size, other.number))]
+                self._join(block, other)
+        block.free = True
+        insort(self._free[block.small], (block.size, block.number, block))
+
+    def _segment(self, size: int, small: bool) -> Block:
+        if small:
+            whole = SMALL_SEGMENT
+        else:
+            whole = MEDIUM_SEGMENT if size < MEDIUM else -(-size // LARGE_UNIT) * LARGE_UNIT
+        self.reserved += whole
+        return self._block(whole, small)
+
+    def _block(self, size: int, small: bool) -> Block:
+        self._count += 1
+        return Block(size, self._count, small)
+
+    def _split(self, block: Block, size: int) -> None:
+        rest = self._block(block.size - size, block.small)
+        rest.before, rest.after, rest.free = block, block.after, True
+        if block.after is not None:
+            block.after.before = rest
+        block.after, block.size = rest, size
+        insort(self._free[block.small], (rest.size, rest.number, rest))
+
+    def _join(self, block: Block, other: Block) -> None:
+        block.size += other.size
+        if other is block.before:
+            block.before = other.before
+            if other.before is not None:
+                other.before.after = block
+        else:
+            block.after = other.after
+            if other.after is not None:
+                other.after.before = block
+
+
+def reserved_bytes(
+    before: Iterable[tuple[int, int]], changes: Iterable[tuple[list[int], list[tuple[int, int]]]]
+) -> int:
+    """What is reserved after a step. Pieces are (name, bytes); a change is the names freed, then the pieces made."""
+    reserve, held = Reserve(), {}
+    for name, size in before:
+        held[name] = reserve.allocate(size)
+    for freed, made in changes:
+        for name in freed:
+            if name in held:
+                reserve.release(held.pop(name))
+        for name, size in made:
+            if size:
+                held[name] = reserve.allocate(size)
+    return reserve.reserved
