@@ -182,7 +182,7 @@ def test_two_billion_parameters(memory: str, fits: bool) -> None:
         assert made.choice.best.way.precision == "bf16"
         assert 0.2 < made.choice.best.time.mfu < 0.6
     else:
-        assert {each.name for each in made.remedies if each.means == "here" and each.fits} == {"LoRA", "Adafactor"}
+        assert {each.name for each in made.remedies if each.means == "here" and each.fits} == {"LoRA"}
 
 
 def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

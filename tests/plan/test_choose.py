@@ -93,8 +93,8 @@ def held(**changes: object) -> Held:
 def test_seven_billion_parameters_on_80_gib() -> None:
     found = {remedy.name: remedy for remedy in remedies(held(), DEVICE)}
     assert found["Adafactor"].means == found["LoRA"].means == "here"
-    assert found["Adafactor"].peak_bytes == 60 * 10**9
-    assert found["Adafactor"].fits
+    assert found["Adafactor"].peak_bytes == 84 * 10**9
+    assert not found["Adafactor"].fits
     assert found["LoRA"].peak_bytes == 32 * 10**9
     assert found["8-bit moments"].means == "elsewhere"
     assert found["optimizer offload"].settings == ()

@@ -74,7 +74,8 @@ def _made(device: Device, name: str, means: Means, settings: tuple[str, ...], pe
 def _optimizers(held: Held, device: Device) -> list[Remedy]:
     if held.optimizer in ("adafactor", "sgd") or not held.kinds.get("optimizer", 0):
         return []
-    left = held.without("optimizer")
+    grads = held.kinds.get("gradients", 0)  # the update, which may be skipped, needs as much again
+    left = max(held.without("optimizer"), held.kinds.get("weights", 0) + 2 * grads)
     why = "its second moment is factored, so it keeps next to nothing; another optimizer: its lr must be found anew"
     return [_made(device, "Adafactor", "here", ("optimizer.use=adafactor", "optimizer.args={}"), left, why)]
 
