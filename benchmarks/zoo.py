@@ -4,7 +4,8 @@
 
 Recall: an alarm (warning or worse) once the fault is active and none before. top-1, top-3: the place of the right
 diagnosis. location: module, op, micro-batch and sample ids exact, for non-finite faults. in time: within the delay of
-its class (non-finite 0 steps, structural 1, behaviour 50, memory 200; a divergence 3 steps before the loss doubles).
+its class (non-finite 0 steps, structural 1, behaviour 50, memory 200; a divergence 3 steps before the loss
+doubles, or at its first step).
 tried: remedies in model, data or configuration that were tried on the replay. For healthy runs (H): critical
 findings, and warnings for 10,000 steps.
 """

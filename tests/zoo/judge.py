@@ -108,7 +108,8 @@ def _scored(
     score.delay = best.step - entry.active
     if entry.delay == "D":
         score.doubled = _doubled(watches, entry.active)
-        score.in_time = score.doubled is None or best.step <= score.doubled - LEAD
+        at_once = score.delay == 0  # nobody can be earlier: some losses double in the second step
+        score.in_time = at_once or score.doubled is None or best.step <= score.doubled - LEAD
     else:
         score.in_time = 0 <= score.delay <= LATEST[entry.delay]
     score.tried = bool(best.tried) if entry.fixable else None

@@ -10,7 +10,7 @@ Shapes: N rows (tokens), D width, V vocabulary, C rows of a chunk.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,19 @@ WORTH_BYTES = 1 << 28
 def is_worth_chunking(rows: int, classes: int) -> bool:
     """Whether logits of so many rows and their gradient, in float32, take more than 256 MiB. Of shapes alone."""
     return 2 * 4 * rows * classes > WORTH_BYTES
+
+
+class Options(TypedDict, total=False):
+    """What the loss of a row is: ``ignore_index`` and ``label_smoothing`` as in F.cross_entropy, -100 and 0 by default.
+
+    ``softcap`` bounds the logits to (-cap, cap) by tanh, 0 is off. ``z_loss`` times the squared logarithm of the
+    softmax's denominator is added for each counted row (https://arxiv.org/abs/2204.02311, section 5).
+    """
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float
 
 
 @dataclass(frozen=True)
@@ -63,34 +76,31 @@ def chunked_cross_entropy(
     target_N: Tensor,
     *,
     bias_V: Tensor | None = None,
-    ignore_index: int = IGNORE,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float = 0.0,
+    weight_V: Tensor | None = None,
+    **options: Unpack[Options],
 ) -> Tensor:
-    """``F.cross_entropy(F.linear(hidden, weight, bias).float(), target, reduction="sum")``: 0-d, float32 or float64.
+    """The sum over rows of cross-entropy on ``F.linear(hidden_ND, weight_VD, bias_V)``: 0-d, float32 or float64.
 
-    ``softcap`` bounds the logits to (-cap, cap) by tanh, 0 is off. ``z_loss`` times the squared logarithm of the
-    softmax's denominator is added for each counted row (https://arxiv.org/abs/2204.02311, section 5). Under autocast
-    the matmuls are in its dtype; what they give is summed in float32. The memory is that of one chunk, and of the
-    gradients. On CUDA the kernel of the package ``liger-kernel`` is used where it is installed (not for fp16).
+    ``F.cross_entropy(logits.float(), target, weight_V, reduction="sum", ...)``, and what ``options`` add to it.
+    ``weight_V`` is the weight of each class, also in the smoothing; a z-loss is not weighed. Under autocast the matmuls
+    are in its dtype; what they give is summed in float32. The memory is that of one chunk, and of the gradients. On
+    CUDA the kernel of the package ``liger-kernel`` is used where it is installed (not for fp16).
 
-    Raises IndexError for a target that is no class (on the CPU), UsageError for a second derivative, which it has not.
+    Raises IndexError for a target that is no class (on the CPU), UsageError for a second derivative or a derivative by
+    ``weight_V``, which it has not.
     """
-    inputs = (hidden_ND, weight_VD, target_N) if bias_V is None else (hidden_ND, weight_VD, target_N, bias_V)
-    options: dict[str, Any] = {
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "z_loss": z_loss,
-        "softcap": softcap,
-    }
-    if has_torch_function(inputs):  # seen by whoever records torch's functions, as those of F are
-        seen: Tensor = handle_torch_function(chunked_cross_entropy, inputs, *inputs[:3], bias_V=bias_V, **options)
+    given = [t for t in (hidden_ND, weight_VD, target_N, bias_V, weight_V) if t is not None]
+    if has_torch_function(given):  # seen by whoever records torch's functions, as those of F are
+        seen: Tensor = handle_torch_function(
+            chunked_cross_entropy, given, hidden_ND, weight_VD, target_N, bias_V=bias_V, weight_V=weight_V, **options
+        )
         return seen
-    compute = _compute_dtype(hidden_ND)
-    if usable_liger(hidden_ND, compute):
-        return liger_cross_entropy(hidden_ND.to(compute), weight_VD.to(compute), target_N, bias_V, **options)
     on = torch.is_grad_enabled()
+    if on and weight_V is not None and weight_V.requires_grad:
+        raise UsageError("the weights of classes are not learned", remedy="give weight_V.detach()")
+    compute = _compute_dtype(hidden_ND)
+    if usable_liger(hidden_ND, compute, is_weighed=weight_V is not None):
+        return liger_cross_entropy(hidden_ND.to(compute), weight_VD.to(compute), target_N, bias_V, weight_V, **options)
     how = _How(
         compute=compute,
         rows=_chunk_rows(hidden_ND.shape[0], weight_VD.shape[0], hidden_ND.device.type, compute),
@@ -101,7 +111,7 @@ def chunked_cross_entropy(
         ),
         **options,
     )
-    total: Tensor = _Chunked.apply(hidden_ND, weight_VD, bias_V, target_N, how)  # type: ignore[no-untyped-call]
+    total: Tensor = _Chunked.apply(hidden_ND, weight_VD, bias_V, weight_V, target_N, how)  # type: ignore[no-untyped-call]
     return total
 
 
@@ -122,11 +132,12 @@ def _chunk_rows(rows: int, classes: int, kind: str, compute: torch.dtype) -> int
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, how: _How) -> Tensor:
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        *tensors, how = given
         early = replace(how, wanted=(False,) * 3) if how.is_late else how
-        total, made = _pass(hidden, weight, bias, target, early)
+        total, made = _pass(_Given(*tensors), early)
         ctx.how, ctx.spent = how, how.is_late
-        ctx.save_for_backward(hidden, weight, bias, target, *made)
+        ctx.save_for_backward(*tensors, *made)
         return total
 
     @staticmethod
@@ -135,17 +146,17 @@ class _Chunked(torch.autograd.Function):
             raise UsageError(
                 "the chunked loss has no second derivative", remedy="set loss.chunked: false, or leave create_graph out"
             )
-        hidden, weight, bias, target, *made = ctx.saved_tensors
+        given, made = _Given(*ctx.saved_tensors[:5]), ctx.saved_tensors[5:]
         if torch.compiler.is_compiling() and not ctx.how.is_late:
             made = [None if each is None else _scaled(each, grad) for each in made]
         elif ctx.spent:
-            made = _pass(hidden, weight, bias, target, ctx.how, scale=grad)[1]
+            made = _pass(given, ctx.how, scale=grad)[1]
         else:
             # in place where that is exact: the gradient of the weight is the largest tensor here. Its version does not
             # count: who goes backward a second time (retain_graph) gets it computed again.
             ctx.spent = True
             made = [each if each is None else _scaled(each, grad, in_place=True) for each in made]
-        return *made, None, None
+        return *made, None, None, None
 
 
 def _scaled(made: Tensor, grad: Tensor, *, in_place: bool = False) -> Tensor:
@@ -155,14 +166,24 @@ def _scaled(made: Tensor, grad: Tensor, *, in_place: bool = False) -> Tensor:
     return (made.to(grad.dtype) * grad).to(made.dtype)
 
 
-def _pass(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, how: _How, *, scale: Tensor | None = None
-) -> tuple[Tensor, list[Tensor | None]]:
+class _Given(NamedTuple):
+    """The tensors of a call: (N, D), (V, D), (V,) or None, (V,) or None, (N,)."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    of_classes: Tensor | None
+    target: Tensor
+
+
+def _pass(given: _Given, how: _How, *, scale: Tensor | None = None) -> tuple[Tensor, list[Tensor | None]]:
     """The sum, and its gradients (times ``scale``) by hidden, weight and bias, as far as they are wanted."""
+    hidden, weight, bias, of_classes, target = given
     with torch.autocast(hidden.device.type, enabled=False):
         compute, wide = how.compute, how.accumulate
         total = torch.zeros((), dtype=wide, device=hidden.device)
         head = weight.to(compute)
+        of_classes = None if of_classes is None else of_classes.to(wide)
         inputs, kinds = (hidden, weight, bias), (hidden.dtype, wide, wide)
         grads = [
             torch.zeros_like(each, dtype=kind) if wanted and each is not None else None
@@ -172,7 +193,7 @@ def _pass(
             rows = slice(begin, begin + how.rows)
             chunk = hidden[rows].to(compute)
             logits = F.linear(chunk, head, None if bias is None else bias.to(compute)).to(wide)
-            total = total + _to_gradient(logits, target[rows], how, scale)
+            total = total + _to_gradient(logits, target[rows], of_classes, how, scale)
             if any(how.wanted):
                 _add(grads, rows, logits.to(compute), chunk, head)
             del logits  # or it would be there beside the next one
@@ -180,30 +201,36 @@ def _pass(
     return total, made
 
 
-def _to_gradient(logits: Tensor, target: Tensor, how: _How, scale: Tensor | None) -> Tensor:
-    """The summed loss of a chunk; ``logits`` (C, V) become its gradient by them in place, where any is wanted."""
+def _to_gradient(logits: Tensor, target: Tensor, of_classes: Tensor | None, how: _How, scale: Tensor | None) -> Tensor:
+    """The summed loss of a chunk; ``logits`` (C, V) become its gradient by them in place, where any is wanted.
+
+    With weights w of the classes, smoothing e and label y the loss of a row is (1 - e) w_y (-log p_y)
+    + e / V sum_v w_v (-log p_v). The logarithm of the denominator is in it (1 - e) w_y + e / V sum_v w_v times.
+    """
     slope = _softcap(logits, how.softcap) if how.softcap else None
-    is_counted = target != how.ignore_index
-    counted = is_counted.to(logits.dtype)
+    smoothing, is_counted = how.label_smoothing, target != how.ignore_index
+    classes = target.where(is_counted, 0)
     top = logits.amax(1, keepdim=True)
     logits -= top
-    loss = F.nll_loss(logits, target, ignore_index=how.ignore_index, reduction="none") * (1 - how.label_smoothing)
-    if how.label_smoothing:
-        loss = loss - how.label_smoothing * (counted * logits.mean(1))
+    loss = F.nll_loss(logits, target, of_classes, ignore_index=how.ignore_index, reduction="none") * (1 - smoothing)
+    own: Tensor | float = 1.0 if of_classes is None else of_classes[classes]
+    times = 1.0 if of_classes is None else (1 - smoothing) * own + smoothing * of_classes.mean()
+    if smoothing:
+        loss = loss - smoothing * (logits.mean(1) if of_classes is None else logits @ of_classes / len(of_classes))
     denominator = logits.exp_().sum(1)
     log_denominator = denominator.log()
     whole = log_denominator + top.squeeze(1)  # the logsumexp of the logits
-    loss = loss + counted * (log_denominator + how.z_loss * whole.square())
+    loss = loss + (times * log_denominator + how.z_loss * whole.square())
     if any(how.wanted):
-        share = counted if scale is None else counted * scale.to(logits.dtype)
-        logits *= (share * (1 + 2 * how.z_loss * whole) / denominator).unsqueeze(1)
-        if how.label_smoothing:
-            logits -= (share * (how.label_smoothing / logits.shape[1])).unsqueeze(1)
-        classes = target.where(is_counted, 0).unsqueeze(1)
-        logits.scatter_add_(1, classes, ((how.label_smoothing - 1) * share).unsqueeze(1))
+        share = is_counted.to(logits.dtype) * (1.0 if scale is None else scale.to(logits.dtype))
+        logits *= (share * (times + 2 * how.z_loss * whole) / denominator).unsqueeze(1)
+        if smoothing:
+            even = torch.ones_like(logits[0]) if of_classes is None else of_classes
+            logits.addr_(share, even, alpha=-smoothing / logits.shape[1])
+        logits.scatter_add_(1, classes.unsqueeze(1), ((smoothing - 1) * share * own).unsqueeze(1))
         if slope is not None:
             logits *= slope
-    return loss.sum()
+    return loss.where(is_counted, 0.0).sum()
 
 
 def _softcap(logits: Tensor, cap: float) -> Tensor:

@@ -6,6 +6,7 @@ An optional extra, for CUDA only. It has not been tried on a device by us; witho
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,25 +21,45 @@ def _is_installed() -> bool:
     return find_spec("liger_kernel") is not None
 
 
-def usable_liger(hidden: Tensor, compute: torch.dtype) -> bool:
-    """Whether its kernel can compute this. Not in fp16: it makes gradients before the loss scale is known."""
-    return hidden.is_cuda and compute in (torch.float32, torch.bfloat16) and _is_installed()
+@cache
+def _parameters() -> frozenset[str]:
+    return frozenset(inspect.signature(_fused()).parameters)
+
+
+def _fused() -> Callable[..., Tensor]:
+    function: Callable[..., Tensor] = import_module(
+        "liger_kernel.transformers.functional"
+    ).liger_fused_linear_cross_entropy
+    return function
+
+
+def usable_liger(hidden: Tensor, compute: torch.dtype, *, is_weighed: bool) -> bool:
+    """Whether its kernel can compute this. Not in fp16: it makes gradients before the loss scale is known.
+
+    Weights of classes it takes since 0.5.3, and multiplies no z-loss by them, as we do.
+    """
+    if not hidden.is_cuda or compute not in (torch.float32, torch.bfloat16) or not _is_installed():
+        return False
+    return not is_weighed or "ce_weight" in _parameters()
 
 
 def liger_cross_entropy(
-    hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, bias_V: Tensor | None, **options: float
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    target_N: Tensor,
+    bias_V: Tensor | None,
+    weight_V: Tensor | None,
+    **options: float,
 ) -> Tensor:
-    """The sum over all rows. ``options``: ignore_index, label_smoothing, z_loss, softcap."""
-    functional = import_module("liger_kernel.transformers.functional")
-    fused = functional.liger_fused_linear_cross_entropy
-
+    """The sum over all rows. ``options``: ignore_index, label_smoothing, z_loss, softcap; off where they are not given."""
     given: dict[str, Any] = {
-        "ignore_index": options["ignore_index"],
-        "label_smoothing": options["label_smoothing"],
-        "lse_square_scale": options["z_loss"],
-        "softcap": options["softcap"] or None,
+        "ignore_index": options.get("ignore_index", -100),
+        "label_smoothing": options.get("label_smoothing", 0.0),
+        "lse_square_scale": options.get("z_loss", 0.0),
+        "softcap": options.get("softcap") or None,
     }
-    if "accum_dtype" in inspect.signature(fused).parameters:  # since 0.6
+    if weight_V is not None:
+        given["ce_weight"] = weight_V.float()
+    if "accum_dtype" in _parameters():  # since 0.6
         given["accum_dtype"] = torch.float32
-    total: Tensor = fused(hidden_ND, weight_VD, target_N, bias=bias_V, reduction="sum", **given)
-    return total.float()
+    return _fused()(hidden_ND, weight_VD, target_N, bias=bias_V, reduction="sum", **given).float()
