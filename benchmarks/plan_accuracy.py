@@ -1,6 +1,6 @@
 """Predicted against measured peak memory of one optimizer step, each case in a fresh process.
 
-    python benchmarks/plan_accuracy.py [--quick] [--only gpt]
+    python benchmarks/plan_accuracy.py [--quick] [--only gpt] [--held-out]
 
 The prediction is `simulate.step.trace_step`: fake tensors, nothing allocated. It is made after the measurement, from
 the same function that builds model, loss, optimizer and batch. The measurement knows nothing of it: on the CPU torch's
@@ -9,6 +9,7 @@ largest running sum within the second step; on a GPU it is ``max_memory_allocate
 of the process as the operating system saw it, over that before the model was built: with what libraries allocate past
 torch's allocator, what malloc keeps, and the profiler's own records.
 
+``--held-out`` takes the models of ``held_out.py`` instead, by which no rule of the simulator was written.
 One JSON line per case: value is predicted / measured. The last lines are the largest difference per model.
 """
 
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import held_out
 import psutil
 import torch
 from torch import nn
@@ -99,14 +101,17 @@ MODELS: dict[str, Make] = {
     "lora": make_lora,
     "bert": make_bert,
 }
+HELD_OUT = {f"held_out_{name}": make for name, make in held_out.MODELS.items()}
 BLOCKS = {"gpt": 6, "lora": 6, "resnet": 9, "bert": 6}
 Case = tuple[str, str, int, bool]
 """Model, precision, accumulation, whether every block is computed again."""
 
 
-def cases(quick: bool) -> list[Case]:
+def cases(quick: bool, others: bool) -> list[Case]:
     if quick:
-        return [("gpt", "fp32", 1, False)]
+        return [("held_out_unet" if others else "gpt", "fp32", 1, False)]
+    if others:
+        return [(model, precision, 1, False) for model in HELD_OUT for precision in PRECISIONS]
     plain = [(model, precision, count, False) for model in MODELS for precision in PRECISIONS for count in (1, 4)]
     return plain + [(model, precision, 1, True) for model in BLOCKS for precision in PRECISIONS]
 
@@ -164,7 +169,7 @@ def predict(make: Make, case: Case, device: str) -> dict[str, Any]:
 
 def one_case(case: Case, device: str) -> None:
     """What a process of its own does."""
-    make = MODELS[case[0]]
+    make = {**MODELS, **HELD_OUT}[case[0]]
     torch.manual_seed(0)
     seen = measure(make, case, torch.device(device))
     print(json.dumps({**seen, **predict(make, case, device)}), flush=True)
@@ -187,7 +192,7 @@ def told(case: str, ratio: float, **more: Any) -> None:
 
 def compare(given: argparse.Namespace) -> None:
     worst: dict[str, float] = {}
-    for case in cases(given.quick):
+    for case in cases(given.quick, given.held_out):
         if given.only in case[0]:
             seen = in_a_process(case, given.device, given.threads)
             ratio = seen["predicted"] / seen["measured"]
@@ -200,6 +205,7 @@ def compare(given: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one case")
+    parser.add_argument("--held-out", action="store_true", help="models that no rule was written by")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", default="", help="models with this in their name")

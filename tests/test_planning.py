@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from trainwright.build.assemble import Parts, build_parts
 from trainwright.build.data import unwrap
 from trainwright.cli import app
-from trainwright.errors import UsageError
+from trainwright.errors import RecipeError, UsageError
 from trainwright.plan.devices import Device, find_device, known_devices
 from trainwright.plan.machine import read_machine
 from trainwright.planning.at_hand import like, nominal_cpu
@@ -211,3 +211,65 @@ def test_a_device_that_is_not_known(tmp_path: Path) -> None:
 def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="cannot be written"):
         show_plan(gpt(), recipe="r.yaml", device="a100-40gb", svg=tmp_path / "no" / "x.svg")
+
+
+def a100(memory_bytes: int) -> Device:
+    return find_device("a100-40gb", known_devices()).with_memory(memory_bytes)
+
+
+@pytest.fixture(scope="module")
+def tight() -> Device:
+    """A GPU that takes gpt-tiny's weights and gradients, but not AdamW's moments beside them."""
+    blocks = forecast(gpt("batch.micro=1"), a100(GIB)).choice.options
+    least = min(option.peak_bytes for option in blocks if option.way.offload is None)
+    moved = min(option.peak_bytes for option in blocks if option.way.offload is not None)
+    assert moved < least
+    return a100(int(((moved + least) / 2 + (600 << 20)) / 0.95))
+
+
+def test_the_optimizer_goes_to_the_host_where_nothing_else_fits(tight: Device) -> None:
+    made = forecast(gpt(), tight)
+    assert not made.written.fits
+    assert made.choice.fits
+    assert "optimizer.offload=true" in made.settings
+    again = forecast(gpt(*made.settings), tight)
+    assert again.written.fits
+    assert again.written.peak_bytes == made.choice.best.peak_bytes
+    assert again.trace.peak.total == again.written.peak_bytes
+    assert forecast(gpt(*made.settings[:-1], "optimizer.offload=auto"), tight).written.fits
+    assert forecast(gpt("optimizer.offload=true"), a100(2 * GIB)).written.way.offload is not None
+
+
+@pytest.mark.parametrize("asked", ["auto", "true", "false"])
+def test_offload_is_settled_and_kept(asked: str, tight: Device) -> None:
+    loaded = gpt("batch.micro=1", "model.activation_checkpointing=block", f"optimizer.offload={asked}")
+    roomy = settle(loaded, a100(2 * GIB))
+    assert roomy.loaded.recipe.optimizer.offload is (asked == "true")
+    found = settle(loaded, tight)
+    assert found.loaded.recipe.optimizer.offload is (asked != "false")
+    again = resettled(loaded, json.loads(json.dumps(found.to_json())))
+    assert again.loaded.recipe == found.loaded.recipe
+    assert [note.topic for note in found.notes] == (["optimizer offload"] if asked == "auto" else [])
+
+
+def test_offload_beside_what_else_the_plan_decides(tight: Device) -> None:
+    asked = ("batch.micro=auto", "model.activation_checkpointing=auto")
+    with pytest.raises(UsageError, match="no micro-batch fits"):
+        settle(gpt(*asked), tight)
+    found = settle(gpt(*asked, "optimizer.offload=auto"), tight)
+    assert found.loaded.recipe.optimizer.offload is True
+    assert found.planned is not None
+    assert {note.topic for note in found.notes} == {"micro-batch", "optimizer offload", "checkpointing"}
+
+
+def test_on_a_cpu_there_is_nothing_to_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainwright.planning.settle.blueprint", None)
+    found = settle(gpt("optimizer.offload=auto"), cpu(MIB))
+    assert found.loaded.recipe.optimizer.offload is False
+    assert "is the host's" in found.notes[0].why
+
+
+def test_offload_that_gains_nothing_is_refused_with_its_place() -> None:
+    for device in (cpu(GIB), a100(2 * GIB)):
+        with pytest.raises(RecipeError, match=r"optimizer\.offload"):
+            forecast(gpt("optimizer.offload=true", "optimizer.use=muon", "optimizer.args={}"), device)

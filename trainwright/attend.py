@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections import deque
@@ -16,16 +15,15 @@ import psutil
 from torch import nn
 from torch.optim import Optimizer
 
-from trainwright.doctor.case import Case
-from trainwright.doctor.diagnose import Diagnosis, diagnose
+from trainwright.casebook import Casebook
 from trainwright.errors import StorageError, TrainwrightError
 from trainwright.examine import Examiner
 from trainwright.observe import probes
 from trainwright.observe.calls import parts_of
 from trainwright.observe.guard import OnNonfinite, Veto
-from trainwright.observe.hooks import calls_heard, listening, muted
+from trainwright.observe.hooks import calls_heard, listening
 from trainwright.observe.listener import careful
-from trainwright.observe.numbers import Numbers, as_record, ask, lateness
+from trainwright.observe.numbers import Numbers, ask, lateness
 from trainwright.observe.probes import Probe
 from trainwright.observe.program import Segment
 from trainwright.observe.recording import Recording
@@ -42,9 +40,6 @@ EARLY_S = 6.0
 """What the looks at these steps may take together; the first four are always looked at."""
 SHARE = 0.004
 """Of the time of all later steps: what looking closely may take, and again what snapshots may take."""
-KEPT_RECORDS, UNRECORDED = 1024, 16
-ORDINARY = {"grads", "step_s", "wait_s", "on_device"}
-"""What every step has to tell."""
 KEEP, LEAST_BYTES = 32, 256 * 2**20
 """Of the flight recorder: steps, and what they and their snapshots may hold at least."""
 
@@ -88,10 +83,8 @@ class Attendant:
         own_loop_at: int | None = None,
         point_at: Callable[[str], str | None] = lambda code: None,
     ) -> None:
-        self._write, self._terms, self._point_at = write, terms, point_at
-        self.records: list[Record] = []
+        self._write, self._terms = write, terms
         self.first_step = self.step = own_loop_at or 0
-        self._found: dict[str, Found] = {}
         self._open = ExitStack()
         self._veto: Veto
         self.recording = Recording(
@@ -114,11 +107,11 @@ class Attendant:
         probes.load_all()
         watched = probes.Watched(self._subject, **given)
         self._probes = [make(watched) for make in probes.PROBES]
+        self.casebook = Casebook(self._examiner, self._probes, write, point_at)
         self._begin_s, self._looked_s, self._next_look_s = 0.0, 0.0, 0.0
         self._snapshot_every, self._went_back, self._looked_at = 4, -1, -16
         self._due: set[int] = set()  # steps that will be looked at
         self._asked: deque[tuple[Segment, Callable[[], Numbers]]] = deque()
-        self._unrecorded: deque[tuple[Segment, Numbers]] = deque()
         self._late = lateness(self.recording.device)
         self._hear_closed = [careful(p, "on_closed") for p in self._probes if type(p).on_closed is not Probe.on_closed]
         self._hear_read = [careful(p, "on_read") for p in self._probes if type(p).on_read is not Probe.on_read]
@@ -148,10 +141,10 @@ class Attendant:
                 if error is not None or unfinished.program or self.step == self.first_step:
                     told = self._examiner.unfinished(unfinished, self.recording.tape, error)
                     told = {"unfinished": told, **self._examiner.abandoned(unfinished, self.recording.tape)}
-                    self._examined(unfinished.step, told)
+                    self.casebook.examined(unfinished.step, told)
                 while self._asked:
                     self._judge(*self._asked.popleft())
-                self._look(self.step, "end", finished=True)
+                self.casebook.look(self.step, "end", self._limits(), finished=True)
         except Exception as failure:  # the loop is over, well or by an exception of its own: that is what comes out
             self.recording.fail(failure)
         finally:
@@ -205,32 +198,18 @@ class Attendant:
         is_news = bad and (self._bad_in_a_row <= 4 or self._bad_in_a_row % 4 == 0)  # each look replays the step
         is_due = segment.step in self._due
         jumped = self._jumped(segment.step, numbers.loss) and segment.step > self._looked_at + 16
-        self._unrecorded.append((segment, numbers))
+        self.casebook.note(segment, numbers)
         if is_news or is_due or jumped or any(probe.urgent for probe in self._probes):
             self._due.discard(segment.step)
             self._looked_at = segment.step
             begin_s = time.thread_time()  # of the processor: on a busy machine the looks are the same
-            self._look(segment.step, "incident" if bad else "checkup", finished=False)
+            self.casebook.look(segment.step, "incident" if bad else "checkup", self._limits(), finished=False)
             cost_s = time.thread_time() - begin_s
             self._looked_s += cost_s
             self._next_look_s = time.perf_counter() + cost_s / SHARE
-        elif len(self._unrecorded) > UNRECORDED:
-            self._record_oldest()
         if bad:
             self._keep_bundle(segment.step)
         return bad
-
-    def _record_oldest(self) -> None:
-        """Every fourth step of a calm run is remembered, and each that had something to it."""
-        segment, numbers = self._unrecorded.popleft()
-        is_plain = segment.blind is None and segment.values.keys() <= ORDINARY
-        if segment.step <= CHECKUPS[-1] + 16 or segment.step % 4 == 0 or not is_plain:
-            self._remember(as_record(segment, numbers))
-
-    def _record_all(self) -> None:
-        for segment, numbers in self._unrecorded:
-            self._remember(as_record(segment, numbers))
-        self._unrecorded.clear()
 
     def _keep_bundle(self, step: int) -> None:
         """What it takes to run an incident again elsewhere: of the 1st, 2nd, 4th, 8th, ... of a run."""
@@ -299,51 +278,11 @@ class Attendant:
                 4 if step < 64 else 32, min(self._ring.keep, math.ceil(cost_s / (SHARE * step_s)))
             )
 
-    # what is thought of it
-
-    def _look(self, step: int, why: str, *, finished: bool) -> None:
-        """Examines the newest step and asks the doctor, who may ask for more."""
-        with muted():
-            self._record_all()
-            self._examined(step, {p.name: told for p in self._probes if (told := p.values()) is not None})
-            self._examined(step, self._limits())
-            self._examined(step, self._examiner.look(step, why))
-            for _ in range(4):
-                diagnosis = diagnose(Case(self.records, finished=finished))
-                told = self._examiner.grant(step, diagnosis.wishes)
-                if not told:
-                    break
-                self._examined(step, told)
-            self._conclude(step, diagnosis)
-
     def _limits(self) -> dict[str, Any]:
         if not self.failures and not self._ring.refused_bytes:
             return {}
         told = {"refused_bytes": self._ring.refused_bytes, "budget_bytes": self._ring.budget_bytes}
         return {"limits": {"failures": self.failures, **told}}
-
-    def _examined(self, step: int, told: dict[str, Any]) -> None:
-        for name, values in told.items():
-            at = values.pop("step", step)
-            self._remember(records.Examined(time_s=time.time(), step=at, experiment=name, values=values))
-
-    def _conclude(self, step: int, diagnosis: Diagnosis) -> None:
-        now = {}
-        for said in diagnosis.findings:
-            known = self._found.get(said.found.code)
-            found = said.found
-            if known is None:
-                tried = self._examiner.attempt(found.step, said.trial)
-                where = found.where
-                if where.source is None and (line := self._point_at(found.code)):
-                    where = dataclasses.replace(where, source=line)
-                found = dataclasses.replace(found, time_s=time.time(), where=where, tried=(*found.tried, *tried))
-                self._write(found)
-            else:
-                where = dataclasses.replace(found.where, source=found.where.source or known.where.source)
-                found = dataclasses.replace(found, time_s=known.time_s, step=known.step, tried=known.tried, where=where)
-            now[found.code] = found
-        self._found = now
 
     @property
     def held_bytes(self) -> int:
@@ -352,17 +291,7 @@ class Attendant:
 
     def findings(self) -> list[Found]:
         """What is known by now, the first cause first."""
-        return list(self._found.values())
-
-    def _remember(self, record: Record) -> None:
-        self.records.append(record)
-        if len(self.records) > KEPT_RECORDS:  # every other step of the older half is forgotten
-            half = len(self.records) // 2
-            old = [r for i, r in enumerate(self.records[:half]) if not isinstance(r, records.Watched) or i % 2]
-            self.records = old + self.records[half:]
-        step = getattr(record, "step", 0)
-        if not isinstance(record, records.Watched) or step <= 64 or step % 10 == 0:
-            self._write(record)
+        return self.casebook.findings()
 
 
 class NonFiniteStep(TrainwrightError):

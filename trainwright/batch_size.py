@@ -94,6 +94,8 @@ def find_batch_size(
     """
     if not 0 <= margin < 1:
         raise UsageError(f"--margin {margin:g} is no share of the memory", remedy="give 0.1 for a tenth")
+    if not budget_s > 0:
+        raise UsageError(f"--budget {budget_s:g} is no time", remedy="give seconds, such as 60")
     batch = _global_batch(loaded.recipe)
     small = loaded.recipe.batch.model_copy(update={"size": batch, "micro": min(2, batch), "accumulation": None})
     job = prepare(replace(loaded, recipe=loaded.recipe.model_copy(update={"batch": small})))

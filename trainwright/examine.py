@@ -110,6 +110,7 @@ def _described(value: Any) -> Any:
     if not hasattr(value, "dtype") or not hasattr(value, "shape"):
         return value if isinstance(value, int | float | str | bool | None) else str(type(value).__name__)
     told: dict[str, Any] = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+    value = value.detach()
     if value.numel() and not value.is_complex():
         told |= {"min": float(value.min()), "max": float(value.max())}
     if not value.is_floating_point() and value.dim() == 1 and value.numel() <= 65536:

@@ -14,11 +14,11 @@ from typing import Any
 
 from rich.console import Console
 
-from trainwright.cli import told
 from trainwright.engine.loop import Stop
 from trainwright.engine.step import StepResult
 from trainwright.errors import StorageError
 from trainwright.recipe import load
+from trainwright.report.failure import told
 from trainwright.run import train
 from trainwright.runlog.folder import RunFolder
 from trainwright.state.train_state import TrainState

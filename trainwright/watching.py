@@ -87,7 +87,7 @@ class Watch:
     @property
     def records(self) -> list[Record]:
         """What is remembered: of a long run not every step."""
-        return self.attendant.records
+        return self.attendant.casebook.records
 
     @property
     def held_bytes(self) -> int:

@@ -50,20 +50,20 @@ def problem(dtype: torch.dtype = torch.float32, *, bias: bool = False) -> tuple[
     return [torch.randn(*shape, dtype=dtype).requires_grad_() for shape in shapes], target
 
 
-def ours(inputs: list[Tensor], target: Tensor, **options: float) -> Tensor:
+def ours(inputs: list[Tensor], target: Tensor, **options: Any) -> Tensor:
     hidden, weight, *bias = inputs
-    return chunked_cross_entropy(hidden, weight, target, bias_V=bias[0] if bias else None, **options)  # type: ignore[arg-type]
+    return chunked_cross_entropy(hidden, weight, target, bias_V=bias[0] if bias else None, **options)
 
 
 def reference(
-    inputs: list[Tensor], target: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 0.0
+    inputs: list[Tensor], target: Tensor, *, z_loss: float = 0.0, softcap: float = 0.0, **options: Any
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The loss as one writes it down, in float64, and its gradients."""
+    """The loss as one writes it down, in float64, and its gradients. ``options`` are those of F.cross_entropy."""
     inputs = [each.detach().double().requires_grad_() for each in inputs]
     logits = F.linear(*inputs)
     logits = softcap * torch.tanh(logits / softcap) if softcap else logits
-    loss = F.cross_entropy(logits, target, reduction="sum", label_smoothing=label_smoothing)
-    loss = loss + z_loss * (logits.logsumexp(1).square() * (target != -100)).sum()
+    loss = F.cross_entropy(logits, target, reduction="sum", **options)
+    loss = loss + z_loss * (logits.logsumexp(1).square() * (target != options.get("ignore_index", -100))).sum()
     return loss.detach(), torch.autograd.grad(loss, inputs)
 
 
@@ -79,6 +79,65 @@ def test_every_option_against_float64(dtype: torch.dtype, bias: bool) -> None:
         assert abs(loss.item() / expected.item() - 1) < bound
         for mine, other in zip(torch.autograd.grad(loss, inputs), grads, strict=True):
             assert relative_error(mine.double(), other) < bound
+
+
+@pytest.mark.parametrize("ignored", [-100, 7])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_of_classes_against_float64(dtype: torch.dtype, smoothing: float, ignored: int) -> None:
+    """One class weighs nothing; a z-loss is not weighed, and is in the reference so."""
+    bound = 1e-6 if dtype is torch.float32 else 1e-14
+    weight = torch.rand(V, dtype=dtype) * 3
+    weight[5] = 0.0
+    for bias, z_loss, softcap in itertools.product((False, True), (0.0, 0.01), (0.0, 3.0)):
+        options: dict[str, Any] = {
+            "ignore_index": ignored,
+            "label_smoothing": smoothing,
+            "z_loss": z_loss,
+            "softcap": softcap,
+        }
+        inputs, target = problem(dtype, bias=bias)
+        target[target == -100] = ignored
+        target[1] = 5
+        loss = ours(inputs, target, weight_V=weight, **options)
+        expected, grads = reference(inputs, target, weight=weight.double(), **options)
+        assert abs(loss.item() / expected.item() - 1) < bound
+        for mine, other in zip(torch.autograd.grad(loss, inputs), grads, strict=True):
+            assert relative_error(mine.double(), other) < bound
+
+
+def test_weights_of_classes_in_fp16_are_there_when_the_gradients_are_made() -> None:
+    """There they are made in the backward pass. As near as the plain loss, which rounds the same logits."""
+    inputs, target = problem()
+    weight = torch.rand(V)
+    expected = reference(inputs, target, weight=weight.double())[1]
+
+    def error(loss: Tensor) -> float:
+        made = torch.autograd.grad(loss, inputs)
+        return max(relative_error(mine.double(), other) for mine, other in zip(made, expected, strict=True))
+
+    with torch.autocast("cpu", torch.float16):
+        mine = ours(inputs, target, weight_V=weight)
+        plain = F.cross_entropy(F.linear(*inputs).float(), target, weight, reduction="sum")
+    assert error(mine) < 1.3 * error(plain) < 0.01
+
+
+def test_weights_that_torch_refuses_are_refused() -> None:
+    inputs, target = problem()
+    with pytest.raises(RuntimeError, match="weight tensor should be defined"):
+        ours(inputs, target, weight_V=torch.ones(V - 1))
+    with pytest.raises(UsageError, match="not learned"):
+        ours(inputs, target, weight_V=torch.ones(V, requires_grad=True))
+
+
+def test_a_row_that_is_ignored_may_hold_anything() -> None:
+    inputs, target = problem()
+    inputs[0].data[0] = float("inf")
+    assert target[0] == -100
+    for weight in (None, torch.rand(V)):
+        expected = F.cross_entropy(F.linear(*inputs), target, weight, reduction="sum", label_smoothing=0.1)
+        torch.testing.assert_close(ours(inputs, target, weight_V=weight, label_smoothing=0.1), expected)
+        assert expected.isfinite()
 
 
 def test_the_gradient_is_multiplied_and_may_be_asked_for_twice() -> None:
@@ -118,7 +177,10 @@ def test_no_rows_and_no_counted_rows_give_zero() -> None:
     for kept in (target[:0], torch.full_like(target, -100)):
         loss = ours([inputs[0][: len(kept)], inputs[1]], kept)
         assert loss.item() == 0.0
-        assert not torch.autograd.grad(loss, inputs[1])[0].any()
+        mean = loss / (kept != -100).sum()
+        assert mean.isnan()
+        assert not torch.autograd.grad(loss, inputs[1], retain_graph=True)[0].any()
+        assert not torch.autograd.grad(mean, inputs[1])[0].any(), "as of the plain loss"
 
 
 @pytest.mark.parametrize("large", [1e4, float("inf"), float("nan")])
@@ -262,9 +324,12 @@ def test_compiled(compiled: str) -> None:
 @pytest.mark.slow
 def test_compiled_whole_the_operation_does_not_break_the_graph() -> None:
     inputs, target = problem()
-    loss = torch.compile(ours, fullgraph=True)(inputs, target)
-    for mine, other in zip(torch.autograd.grad(loss, inputs), reference(inputs, target)[1], strict=True):
-        assert relative_error(mine.double(), other) < 1e-6
+    weight = torch.rand(V)
+    for given in ({}, {"weight_V": weight, "label_smoothing": 0.1}):
+        loss = torch.compile(ours, fullgraph=True)(inputs, target, **given)
+        expected = reference(inputs, target, **({"weight": weight.double(), "label_smoothing": 0.1} if given else {}))
+        for mine, other in zip(torch.autograd.grad(loss, inputs), expected[1], strict=True):
+            assert relative_error(mine.double(), other) < 1e-6
 
 
 @pytest.mark.parametrize("label", [V, -1])

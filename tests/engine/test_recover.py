@@ -113,6 +113,49 @@ def test_what_does_not_fit_leaves_the_state_of_the_last_good_step() -> None:
     assert all(p.grad is None for p in state.model.parameters())
 
 
+def test_a_run_that_runs_out_in_each_step_ends_and_says_that_something_grows() -> None:
+    """Each step has room for half of what the last one took: one try fails in each, until one sample is too much."""
+    model = Small(16, norm=False)
+    state = TrainState(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    advance, tries = make_step(loss), []
+    for room in (8, 4, 2, 1):
+        model.room = room
+        tries.append([each.micro for each in advance(state, cut(data(), 16)).shortages])
+    assert tries == [[16], [8], [4], [2]] and state.micro_limit == 1
+    before = bits(model)
+    model.room = 0
+    for _ in range(2):  # also for a loop that takes the error and goes on: one try, and the same end
+        with pytest.raises(
+            OutOfMemory, match=r"one sample does not fit, though 1 at a time did .* something grows"
+        ) as caught:
+            advance(state, cut(data(), 16))
+        assert [each.micro for each in caught.value.told] == [1]  # type: ignore[attr-defined]
+        assert caught.value.remedy and caught.value.whole
+        assert state.step == 4 and state.micro_limit == 1
+        assert_same_bits(bits(model), before)
+
+
+def test_an_accumulated_step_that_runs_out_in_its_last_micro_batch_ends_too() -> None:
+    """The first micro-batches fit; the last sample of each batch does not, however it is cut."""
+
+    class Heavy(Small):
+        def forward(self, x: Tensor) -> Tensor:
+            if bool((x[:, 0] == 99.0).any()):
+                torch.empty(TOO_MUCH, dtype=torch.uint8)
+            out: Tensor = self.net(x)
+            return out
+
+    x, y = data()
+    x[-1, 0] = 99.0
+    state, _ = stepped(Heavy(99, norm=False), 4, 2)
+    before = bits(state.model)
+    with pytest.raises(OutOfMemory, match="one sample does not fit") as caught:
+        make_step(loss)(state, cut((x, y), 4))
+    assert [each.micro for each in caught.value.told] == [4, 2, 1]  # type: ignore[attr-defined]
+    assert state.step == 2 and state.micro_limit is None
+    assert_same_bits(bits(state.model), before)
+
+
 def test_a_model_that_takes_no_single_sample_says_so() -> None:
     state, _ = stepped(Small(1), 16, 0)
     before = bits(state.model)

@@ -10,6 +10,7 @@ from tests.plan.traces import GIB, scaled
 from trainwright.plan.choose import Way, choose, micro_sizes, weigh
 from trainwright.plan.devices import Device
 from trainwright.plan.nearest import Held, remedies
+from trainwright.plan.offload import Offload
 
 DEVICE = Device("some", "cuda", 80 * GIB, 2e12, {"fp32": 2e13, "bf16": 3e14}, host_link=3e10, launch_s=0.0)
 NONE = Way("bf16", "none", False, scaled(kept=4.0), rank=0, logits_bytes=GIB)
@@ -87,6 +88,7 @@ def held(**changes: object) -> Held:
     """7 G parameters in fp32 with AdamW: 28 + 28 + 56 GB, and 4 GB besides."""
     kinds = {"weights": 28 * 10**9, "gradients": 28 * 10**9, "optimizer": 56 * 10**9}
     known = {"peak_bytes": 116 * 10**9, "kinds": kinds, "optimizer": "adamw", "parameters": 7 * 10**9}
+    known |= {"offload": Offload(56 * 10**9, 112 * 10**9, 56 * 10**9, link_s=1.0, host_s=5.0)}
     return Held(**{"trainable": 7 * 10**9, **known, **changes})  # type: ignore[arg-type]
 
 
@@ -97,7 +99,13 @@ def test_seven_billion_parameters_on_80_gib() -> None:
     assert not found["Adafactor"].fits
     assert found["LoRA"].peak_bytes == 32 * 10**9
     assert found["8-bit moments"].means == "elsewhere"
-    assert found["optimizer offload"].settings == ()
+    assert found["optimizer offload"].means == "here"
+    assert found["optimizer offload"].settings == ("optimizer.offload=true",)
+    assert found["optimizer offload"].peak_bytes == 60 * 10**9
+    assert found["optimizer offload"].fits
+    poor = {each.name: each for each in remedies(held(), replace(DEVICE, host_memory_bytes=100 * 10**9))}
+    assert not poor["optimizer offload"].fits
+    assert "93.1 GiB are free" in poor["optimizer offload"].why
     assert found["sharding over 2 such devices"].means == "absent"
     assert next(iter(found.values())).means == "here"
 
@@ -115,5 +123,5 @@ def test_autocast_keeps_no_copies_of_frozen_weights() -> None:
 
 
 def test_what_is_done_already_is_not_proposed() -> None:
-    names = {each.name for each in remedies(held(optimizer="adafactor", has_lora=True, kinds={}), DEVICE)}
+    names = {each.name for each in remedies(held(optimizer="adafactor", has_lora=True, kinds={}, offload=None), DEVICE)}
     assert names == set()

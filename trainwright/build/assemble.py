@@ -175,6 +175,7 @@ def build_state(parts: Parts, loaded: Loaded, plan: Plan) -> TrainState:
             decay_norms_and_biases=ask.decay_norms_and_biases,
             rules=[GroupRule(**group.model_dump()) for group in ask.groups],
             args=ask.args,
+            offload=ask.offload is True,
         )
     decay = loaded.recipe.model.ema
     return TrainState(parts.model, optimizer, ema=NoEma() if decay is None else Ema(parts.model, decay))

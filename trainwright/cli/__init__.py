@@ -6,9 +6,10 @@ import os
 import sys
 
 from trainwright.cli import running, before, after  # isort: skip  (in the order of --help)
-from trainwright.cli.app import INTERRUPTED, app, told
+from trainwright.cli.app import app
+from trainwright.report.failure import INTERRUPTED
 
-__all__ = ["after", "app", "before", "main", "running", "told"]
+__all__ = ["after", "app", "before", "main", "running"]
 
 
 def main() -> None:

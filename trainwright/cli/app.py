@@ -8,23 +8,40 @@ from __future__ import annotations
 import functools
 import json
 import sys
-import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
+from typer.core import TyperGroup
 
-from trainwright.errors import TrainwrightError
+from trainwright.report.failure import told
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 P = ParamSpec("P")
-INTERRUPTED = 130
+
+ENDED = "the code that the recipe names ended the process: sys.exit({!r})"
+KEEP_RUNNING = "put what only a script does, such as parse_args(), below `if __name__ == '__main__':`"
+
+
+class Verbs(TyperGroup):
+    """With --json, wrong usage is told as an object, too."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            if "--json" in sys.argv and hasattr(error, "format_message"):
+                print(json.dumps({"error": error.format_message(), "exit": 2}))
+            raise
+
 
 app = typer.Typer(
     name="trainwright",
+    cls=Verbs,
     help="Trains any PyTorch model so that a run never dies silently, is never lost, and explains itself.",
     no_args_is_help=True,
     add_completion=False,
@@ -53,12 +70,19 @@ def verb(name: str | None = None, *, of: typer.Typer = app) -> Callable[[Callabl
                 function(*args, **kwargs)
             except typer.Exit:
                 raise
+            except SystemExit as end:
+                raise typer.Exit(_fail(f"{ENDED.format(end.code)}\n  remedy: {KEEP_RUNNING}", 1)) from None
             except (Exception, KeyboardInterrupt) as error:
                 raise typer.Exit(_fail(*told(error))) from None
 
         return of.command(name)(guarded)
 
     return register
+
+
+def prints_aside(as_json: bool) -> AbstractContextManager[object]:
+    """Around the user's code: with --json, what models and datasets print goes to stderr."""
+    return redirect_stdout(sys.stderr) if as_json else nullcontext()
 
 
 def console_for(as_json: bool) -> Console:
@@ -95,24 +119,3 @@ def _fail(text: str, code: int) -> int:
     if "--json" in sys.argv:
         print(json.dumps({"error": text, "exit": code}))
     return code
-
-
-def told(error: Exception | KeyboardInterrupt) -> tuple[str, int]:
-    """An error in a sentence with its remedy, and the exit code of its kind."""
-    if isinstance(error, TrainwrightError):
-        return str(error), error.exit_code
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted; what was committed before is intact", INTERRUPTED
-    return _unforeseen(error), 1
-
-
-def _unforeseen(error: Exception) -> str:
-    """An error from the user's model, loss or data: what it says and the line it comes from."""
-    frames = traceback.extract_tb(error.__traceback__)
-    installed = str(Path(sys.prefix))
-    files = [frame for frame in frames if not frame.filename.startswith(("<", installed))]
-    ours = Path(__file__).parent.parent
-    theirs = [frame for frame in files if ours not in Path(frame.filename).parents] or files
-    at = f"\n  at {theirs[-1].filename}:{theirs[-1].lineno}: {theirs[-1].line}" if theirs else ""
-    said = "\n  ".join([f"{type(error).__name__}: {error}{at}", *getattr(error, "__notes__", [])])
-    return f"{said}\n  remedy: look at that line (error.txt of a run that began has it all)"

@@ -8,7 +8,17 @@ from typing import Annotated, Any
 
 import typer
 
-from trainwright.cli.app import Json, RecipePath, Settings, answer, console_for, finish, say_to, verb
+from trainwright.cli.app import (
+    Json,
+    RecipePath,
+    Settings,
+    answer,
+    console_for,
+    finish,
+    prints_aside,
+    say_to,
+    verb,
+)
 
 
 @verb()
@@ -19,7 +29,9 @@ def check(recipe: RecipePath, settings: Settings = None, as_json: Json = False) 
     loaded = load(recipe, overrides=settings or [])
     from trainwright.checking.check import check as look
 
-    finish(look(loaded, tell=say_to(as_json)), as_json)
+    with prints_aside(as_json):
+        seen = look(loaded, tell=say_to(as_json))
+    finish(seen, as_json)
 
 
 @verb()
@@ -40,7 +52,9 @@ def plan(
     from trainwright.planning.shown import show_plan
 
     options: dict[str, Any] = {"device": device, "memory": memory, "devices": devices, "svg": svg}
-    answer(show_plan(loaded, recipe=str(recipe), with_frontier=frontier, **options), as_json)
+    with prints_aside(as_json):
+        shown = show_plan(loaded, recipe=str(recipe), with_frontier=frontier, **options)
+    answer(shown, as_json)
 
 
 @verb()
@@ -59,7 +73,9 @@ def graph(
     loaded = load(recipe, overrides=settings or [])
     from trainwright.picture import picture, write
 
-    drawn, say = picture(loaded, depth=depth), say_to(as_json)
+    say = say_to(as_json)
+    with prints_aside(as_json):
+        drawn = picture(loaded, depth=depth)
     say("\n".join(drawn.lines()))
     if svg is not None:
         write(drawn, svg)
@@ -86,7 +102,8 @@ def batch_size(
     from trainwright.recipe.byte_size import parse_bytes
 
     limit, say = parse_bytes(memory) if memory else None, say_to(as_json)
-    found = find_batch_size(loaded, margin=margin, most=most, memory_bytes=limit, budget_s=budget, say=say)
+    with prints_aside(as_json):
+        found = find_batch_size(loaded, margin=margin, most=most, memory_bytes=limit, budget_s=budget, say=say)
     say("\n".join(found.lines()))
     if as_json:
         print(json.dumps(found.to_json()))

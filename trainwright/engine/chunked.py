@@ -147,6 +147,8 @@ class _Chunked(torch.autograd.Function):
                 "the chunked loss has no second derivative", remedy="set loss.chunked: false, or leave create_graph out"
             )
         given, made = _Given(*ctx.saved_tensors[:5]), ctx.saved_tensors[5:]
+        # where no row counts the gradient is 0 as it is of torch's, also if the sum was divided by their number
+        grad = grad.where((given.target != ctx.how.ignore_index).any(), 0.0)
         if torch.compiler.is_compiling() and not ctx.how.is_late:
             made = [None if each is None else _scaled(each, grad) for each in made]
         elif ctx.spent:

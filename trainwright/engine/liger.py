@@ -36,7 +36,7 @@ def _fused() -> Callable[..., Tensor]:
 def usable_liger(hidden: Tensor, compute: torch.dtype, *, is_weighed: bool) -> bool:
     """Whether its kernel can compute this. Not in fp16: it makes gradients before the loss scale is known.
 
-    Weights of classes it takes since 0.5.3, and multiplies no z-loss by them, as we do.
+    Weights of classes it takes since pull request 420; its z-loss is not weighed, as ours is not.
     """
     if not hidden.is_cuda or compute not in (torch.float32, torch.bfloat16) or not _is_installed():
         return False
@@ -51,7 +51,7 @@ def liger_cross_entropy(
     weight_V: Tensor | None,
     **options: float,
 ) -> Tensor:
-    """The sum over all rows. ``options``: ignore_index, label_smoothing, z_loss, softcap; off where they are not given."""
+    """The sum over all rows. ``options`` as in ``chunked.Options``."""
     given: dict[str, Any] = {
         "ignore_index": options.get("ignore_index", -100),
         "label_smoothing": options.get("label_smoothing", 0.0),

@@ -72,7 +72,7 @@ class Recovery:
             told.append(make_room(seen or Glimpse(), pieces, following, state, device, notes))
             state.micro_limit = following or limit_before
             if trouble:
-                raise given_up(told, trouble)
+                raise given_up(told, trouble + _though_it_did(limit_before, limit))
 
     def _tried(
         self, passes: Passes[T], state: TrainState, pieces: StepBatch, device: torch.device, *, again: bool
@@ -118,6 +118,16 @@ def _cannot_shrink(batch: StepBatch, limit: int) -> str:
     except UsageError as error:
         return error.message
     return ""
+
+
+def _though_it_did(limit_before: int | None, limit: int) -> str:
+    """Of a run that was short of memory in an earlier step and went on: what was enough then is not any more."""
+    if limit or limit_before is None:
+        return ""
+    return (
+        f", though {limit_before} at a time did in earlier steps: these samples are larger, or something grows from "
+        "step to step (losses or outputs that are kept without detach())"
+    )
 
 
 def make_room(

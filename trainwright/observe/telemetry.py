@@ -1,4 +1,4 @@
-"""Reads host and GPUs now and then: memory that leaks, a disk that fills, a GPU that is too hot."""
+"""Reads host and GPUs now and then: memory that leaks or is short, a disk that fills, a GPU that is too hot."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from trainwright.observe.journal import Journal
 from trainwright.observe.sinks import Sink
 from trainwright.runlog import records
 from trainwright.runlog.writer import LogWriter
+from trainwright.world.memory import allocator_retries, held_bytes, reserved_bytes
 
 if TYPE_CHECKING:
+    import torch
+
     from trainwright.engine.step import StepResult
     from trainwright.state.train_state import TrainState
 
@@ -23,7 +26,8 @@ class Telemetry:
     """An Observer: at most every ``every_s`` seconds one Telemetry record, to the log and to the sinks.
 
     A step at which nothing is due costs one clock comparison (0.1 us), a due one about 0.15 ms for the host and
-    four NVML calls for each GPU; the device's streams are not touched. ``gpu_indices`` are NVML's numbers
+    four NVML calls for each GPU, and what torch's allocator counts; the device's streams are not touched.
+    ``gpu_indices`` are NVML's numbers
     (``Machine.gpus[i].index``). ``clock`` says when it is due, ``wall_clock`` dates the records.
     """
 
@@ -50,6 +54,7 @@ class Telemetry:
             return
         self._due_s = self._clock() + self._every_s
         values = host_values(self._process, self._folder) | self._gpus.values()
+        values |= allocator_values(result.grad_norm.device)
         self._log.write(records.Telemetry(time_s=self._wall_clock(), step=result.step, values=values))
         for sink in self._sinks:
             sink.scalars(result.step, values)
@@ -69,6 +74,19 @@ def host_values(process: psutil.Process, folder: Path) -> dict[str, float]:
     if folder.exists():  # who deletes it while we train hears so from the log
         values["host/disk_free_bytes"] = float(psutil.disk_usage(str(folder)).free)
     return values
+
+
+def allocator_values(device: torch.device) -> dict[str, float]:
+    """What torch's allocator of this process says, by torch's number of the device; nothing of a CPU."""
+    retries, reserved = allocator_retries(device), reserved_bytes(device)
+    if retries is None or reserved is None:
+        return {}
+    own = f"{device.type}{device.index or 0}"
+    return {
+        f"{own}/allocator_retries": float(retries),
+        f"{own}/allocated_bytes": float(held_bytes(device)),
+        f"{own}/reserved_bytes": float(reserved),
+    }
 
 
 class Gpus:

@@ -2,17 +2,19 @@
 
 All that is weighed here gives the same training but for last bits (and for what looks at a micro-batch, as BatchNorm
 does): the global batch stays. The rule: of what fits, the fastest; of what is as fast within ``AS_FAST``, the
-plainest; of that the whole batch uncut, or else the cut that holds least.
+plainest; of that the whole batch uncut, or else the cut that holds least. The optimizer goes to the host's memory only
+where nothing fits otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.plan.make import Note
+from trainwright.plan.offload import Offload, offload_of, without_optimizer
 from trainwright.plan.roofline import StepTime, scaled_time
 from trainwright.plan.scale import Scaled
 
@@ -26,6 +28,7 @@ class Way:
     """One way to run a model, for every size. ``checkpointing`` as the recipe says it; ``rank``: the plainest is 0.
 
     ``logits_bytes`` are those of the whole logits of a sample and their gradient in fp32; 0: no chunks are possible.
+    ``scaled`` is what the device holds and does: without the optimizer where that is an ``offload``.
     """
 
     precision: str
@@ -34,6 +37,7 @@ class Way:
     scaled: Scaled
     rank: int = 0
     logits_bytes: int = 0
+    offload: Offload | None = None
 
 
 @dataclass(frozen=True)
@@ -74,9 +78,16 @@ def choose(ways: Sequence[Way], device: Device, size: int, *, micro: int | None 
     """The best way and micro-batch for ``size`` samples a step on one rank; ``micro`` where the recipe fixes it."""
     sizes = [micro] if micro is not None else micro_sizes(size)
     options = [weigh(way, device, size, each) for way in ways for each in sizes]
-    fitting = [option for option in options if option.fits]
-    best = pick(fitting) if fitting else min(options, key=lambda option: (option.peak_bytes, option.way.rank))
+    here = [option for option in options if not option.way.offload] or options
+    fitting = [option for option in here if option.fits] or [option for option in options if option.fits]
+    best = pick(fitting) if fitting else min(here, key=lambda option: (option.peak_bytes, option.way.rank))
     return Choice(best, tuple(options), _notes(best, options, device, fixed=micro is not None))
+
+
+def offloaded(ways: Sequence[Way], device: Device) -> list[Way]:
+    """The same with the optimizer in the host's memory, where there is something to move and somewhere to move it."""
+    found = [(way, offload_of(way.scaled.small, device)) for way in ways]
+    return [replace(way, scaled=without_optimizer(way.scaled), offload=moved) for way, moved in found if moved]
 
 
 def weigh(way: Way, device: Device, size: int, micro: int) -> Option:
@@ -84,7 +95,11 @@ def weigh(way: Way, device: Device, size: int, micro: int) -> Option:
     accumulation = -(-size // micro)
     peak = way.scaled.peak_bytes(micro, accumulation)
     time = scaled_time(way.scaled, micro, accumulation, device, way.precision)
-    return Option(way, micro, accumulation, peak, time, peak <= device.usable_bytes)
+    fits = peak <= device.usable_bytes
+    if way.offload is not None:
+        time = time.waiting("host", way.offload.step_s)
+        fits = fits and not way.offload.lacks_room(device)
+    return Option(way, micro, accumulation, peak, time, fits)
 
 
 def pick(options: Iterable[Option]) -> Option:
@@ -121,14 +136,16 @@ def _notes(best: Option, options: Sequence[Option], device: Device, *, fixed: bo
         _precision_note(best, options, device),
         _checkpointing_note(best, options),
         _chunked_note(best, options),
-        _offload_note(best, device),
+        _offload_note(best, options, device),
     )
 
 
 def _micro_note(best: Option, options: Sequence[Option], device: Device, *, fixed: bool) -> Note:
     chosen = f"{best.micro} x {best.accumulation}"
     if not best.fits:
-        return Note("micro-batch", chosen, f"{best.cost()}: more than the {human_bytes(device.usable_bytes)} usable")
+        over = best.peak_bytes > device.usable_bytes
+        more = f": more than the {human_bytes(device.usable_bytes)} usable" if over else ""
+        return Note("micro-batch", chosen, f"{best.cost()}{more}")
     if fixed:
         return Note("micro-batch", chosen, f"asked for in the recipe; {best.cost()}")
     same = sorted((option for option in options if option.way is best.way), key=lambda option: option.micro)
@@ -145,6 +162,7 @@ def _spent(option: Option) -> str:
         "arithmetic": "on arithmetic",
         "memory": "on reading and writing memory",
         "launches": "waiting for the host",
+        "host": "on the update in the host's memory",
     }
     name, seconds = max(option.time.spent.items(), key=lambda item: item[1])
     return f"{seconds / option.step_s:.0%} {words[name]}"
@@ -157,14 +175,15 @@ def _precision_note(best: Option, options: Sequence[Option], device: Device) -> 
     said = [f"the arithmetic of a step alone takes {rates}"]
     if name in ("bf16", "fp16"):
         said.append("weights, gradients and moments stay in fp32 (master weights)")
-    others = {option.way.precision for option in options} - {name}
-    said += [f"{other} would be {_best_where(options, best, precision=other)}" for other in sorted(others)]
+    same = [option for option in options if (option.way.offload is None) == (best.way.offload is None)]
+    others = {option.way.precision for option in same} - {name}
+    said += [f"{other} would be {_best_where(same, best, precision=other)}" for other in sorted(others)]
     return Note("precision", name, "; ".join(said))
 
 
 def _checkpointing_note(best: Option, options: Sequence[Option]) -> Note:
     name = best.way.checkpointing
-    same = [option for option in options if option.way.precision == best.way.precision]
+    same = _alike(options, best)
     others = list(dict.fromkeys(option.way.checkpointing for option in same if option.way.checkpointing != name))
     share = best.time.recomputed_flops / best.time.flops if best.time.flops else 0.0
     said = [f"{share:.0%} of the arithmetic is done again" if share else "nothing is computed twice"]
@@ -176,7 +195,7 @@ def _chunked_note(best: Option, options: Sequence[Option]) -> Note:
     name, logits = ("chunked" if best.way.chunked else "plain"), best.way.logits_bytes * best.micro
     if not logits:
         return Note("loss", name, "model and loss are not made for logits in chunks")
-    same = [option for option in options if option.way.precision == best.way.precision]
+    same = _alike(options, best)
     if len({option.way.chunked for option in same}) > 1:
         other = "plain" if best.way.chunked else "chunked"
         return Note("loss", name, f"{other} would be {_best_where(same, best, chunked=not best.way.chunked)}")
@@ -184,18 +203,41 @@ def _chunked_note(best: Option, options: Sequence[Option]) -> Note:
     return Note("loss", name, f"whole logits of a micro-batch and their gradient {verb} {human_bytes(logits)} in fp32")
 
 
-def _offload_note(best: Option, device: Device) -> Note:
-    state = best.way.scaled.small.resident.get("optimizer", 0)
-    if not state or not device.host_link:
-        return Note("optimizer offload", "no", "there is no optimizer state to move, or no other memory to move it to")
-    seconds = human_seconds(2 * state / device.host_link)
-    why = f"it would free {human_bytes(state)} and move them twice a step, {seconds} over the link to the host"
-    return Note("optimizer offload", "no", f"{why}; this version does not do it")
+def _offload_note(best: Option, options: Sequence[Option], device: Device) -> Note:
+    topic, moved = "optimizer offload", best.way.offload
+    if moved is None:
+        moved = offload_of(best.way.scaled.small, device)
+        if moved is None:
+            return Note(topic, "no", "there is no optimizer state to move, or no other memory to move it to")
+        others = [option for option in options if option.way.offload]
+        would = _best_of(others, best) if others else f"{human_bytes(moved.state_bytes)} less"
+        return Note(topic, "no", f"it would be {would}; {_moving(moved)}")
+    why = f"it frees {human_bytes(moved.state_bytes)} and takes {human_bytes(moved.host_bytes)} of the host's memory"
+    if moved.lacks_room(device):
+        return Note(topic, "yes", f"{why}, where {human_bytes(device.host_memory_bytes)} are free and a tenth stays so")
+    needed = best.fits and any(option.way.offload is None for option in options)
+    return Note(topic, "yes", f"{why}; {_moving(moved)}{'; nothing fits without' if needed else ''}")
+
+
+def _moving(moved: Offload) -> str:
+    """What it costs in each step."""
+    link, host = human_seconds(moved.link_s), human_seconds(moved.host_s)
+    return f"{human_bytes(moved.link_bytes)} a step over the link to the host take {link}, the update there {host}"
 
 
 def _best_where(options: Sequence[Option], best: Option, **wanted: object) -> str:
     """The best of the options that differ as ``wanted``: what it costs against ``best``."""
-    found = [o for o in options if all(getattr(o.way, key) == value for key, value in wanted.items())]
+    return _best_of([o for o in options if all(getattr(o.way, key) == value for key, value in wanted.items())], best)
+
+
+def _alike(options: Sequence[Option], best: Option) -> list[Option]:
+    """Those of the same precision and place of the optimizer."""
+    how = (best.way.precision, best.way.offload is None)
+    return [option for option in options if (option.way.precision, option.way.offload is None) == how]
+
+
+def _best_of(found: Sequence[Option], best: Option) -> str:
+    """The best of them: what it costs against ``best``."""
     fitting = [option for option in found if option.fits]
     if fitting:
         return _against(pick(fitting), best)

@@ -24,6 +24,9 @@ FRAGMENTATION = 0.05
 class Device:
     """``flops`` per second by precision, ``bandwidth`` and ``host_link`` in bytes/s; ``host_link`` 0: none is needed.
 
+    ``host_bandwidth`` is what an update on the host reads and writes a second; ``host_memory_bytes`` are free there,
+    0: not known.
+
     ``reach_flops`` and ``reach_bandwidth`` are the shares of those figures that well-made kernels reach;
     ``launch_s`` is the time that the host needs for one operator, which a device cannot be faster than.
     """
@@ -38,6 +41,8 @@ class Device:
     reach_flops: float = 0.7
     reach_bandwidth: float = 0.8
     launch_s: float = 8e-6
+    host_bandwidth: float = 40e9
+    host_memory_bytes: int = 0
 
     @property
     def usable_bytes(self) -> int:
@@ -101,7 +106,8 @@ def parse_devices(text: str, name: str) -> Mapping[str, Device]:
     return {key: device for key, device in devices.items() if device is not None}
 
 
-_OPTIONAL = ("host_link", "source", "kind", "reach_flops", "reach_bandwidth", "launch_s")
+_RATES = ("bandwidth", "host_link", "reach_flops", "reach_bandwidth", "launch_s", "host_bandwidth")
+_OPTIONAL = ("source", "kind", *_RATES[1:])
 _REQUIRED = ("memory", "bandwidth", "flops")
 
 
@@ -116,7 +122,7 @@ def _device(name: str, row: Any, where: str, problems: list[Problem]) -> Device 
     for key in row:
         if key not in (*_REQUIRED, *_OPTIONAL):
             wrong(key, "is no figure of a device", suggest(str(key), (*_REQUIRED, *_OPTIONAL)))
-    numbers = [key for key in ("bandwidth", "host_link", "reach_flops", "reach_bandwidth", "launch_s") if key in row]
+    numbers = [key for key in _RATES if key in row]
     for key in {"bandwidth", *numbers}:
         if not _positive(row.get(key)):
             wrong(key, "must be a number above 0", "write for example bandwidth: 2e12, in bytes/s")

@@ -13,6 +13,7 @@ from typing import Literal
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.plan.forecast import Kind
+from trainwright.plan.offload import Offload
 
 Means = Literal["here", "elsewhere", "absent"]
 """In the box; by a package of others through the recipe, not tested here; not in this version."""
@@ -37,7 +38,8 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Held:
-    """What the layout that holds least holds at its peak, and what of its weights is trained.
+    """What the layout that holds least holds at its peak, and what of its weights is trained. Its optimizer is on the
+    device; ``offload`` is what would be moved, None where that cannot be.
 
     ``cast_bytes`` are the copies in 16 bits that autocast keeps of trained weights; it keeps none of frozen ones.
     """
@@ -49,6 +51,7 @@ class Held:
     trainable: int
     has_lora: bool = False
     cast_bytes: int = 0
+    offload: Offload | None = None
 
     @property
     def kept_casts(self) -> int:
@@ -60,11 +63,11 @@ class Held:
 
 
 def remedies(held: Held, device: Device) -> tuple[Remedy, ...]:
-    """All changes that save memory here, those of this version first."""
+    """All changes that save memory here: those that fit first, and of these those of this version."""
     found = [*_optimizers(held, device), *_lora(held, device), *_eight_bit(held, device)]
     found += [*_offload(held, device), *_sharding(held, device)]
     order: dict[Means, int] = {"here": 0, "elsewhere": 1, "absent": 2}
-    return tuple(sorted(found, key=lambda remedy: (order[remedy.means], not remedy.fits)))
+    return tuple(sorted(found, key=lambda remedy: (not remedy.fits, order[remedy.means])))
 
 
 def _made(device: Device, name: str, means: Means, settings: tuple[str, ...], peak_bytes: int, why: str) -> Remedy:
@@ -100,12 +103,16 @@ def _eight_bit(held: Held, device: Device) -> list[Remedy]:
 
 
 def _offload(held: Held, device: Device) -> list[Remedy]:
-    moments = held.kinds.get("optimizer", 0)
-    if not moments or not device.host_link:
+    moved = held.offload
+    if moved is None:
         return []
-    seconds = human_seconds(2 * moments / device.host_link)
-    why = f"moments in the host's memory, {seconds} a step over the link; this version does not do it"
-    return [_made(device, "optimizer offload", "absent", (), held.peak_bytes - moments, why)]
+    host, more = human_bytes(moved.host_bytes), human_seconds(moved.step_s)
+    why = f"moments and update in the host's memory, of which it takes {host}; a step takes {more} more"
+    left, settings = held.peak_bytes - moved.state_bytes, ("optimizer.offload=true",)
+    if moved.lacks_room(device):
+        why = f"{why}; {human_bytes(device.host_memory_bytes)} are free there"
+        return [Remedy("optimizer offload", "here", settings, left, False, why)]
+    return [_made(device, "optimizer offload", "here", settings, left, why)]
 
 
 def _sharding(held: Held, device: Device) -> list[Remedy]:

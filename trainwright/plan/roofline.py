@@ -7,7 +7,7 @@ utilisation) counts what the model needs, not what is computed again: A. Chowdhe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainwright.plan.devices import Device
 from trainwright.plan.forecast import Phase, Trace
@@ -18,7 +18,7 @@ _NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by phase, and what they are spent on (``arithmetic``, ``memory``, ``launches``).
+    """Seconds of a step by phase, and what they are spent on (``arithmetic``, ``memory``, ``launches``, ``host``).
 
     ``flops`` and ``moved_bytes`` are of the whole step; ``peak_flops`` is the rate that ``mfu`` compares with.
     """
@@ -33,6 +33,11 @@ class StepTime:
     @property
     def step_s(self) -> float:
         return sum(self.by_phase.values())
+
+    def waiting(self, what: str, seconds: float) -> StepTime:
+        """The same with an update that takes so much longer."""
+        by_phase: dict[Phase, float] = {**self.by_phase, "update": self.by_phase.get("update", 0.0) + seconds}
+        return replace(self, by_phase=by_phase, spent={**self.spent, what: seconds})
 
     @property
     def mfu(self) -> float:

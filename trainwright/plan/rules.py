@@ -119,6 +119,7 @@ RULES: Mapping[str, Verdict | Callable[[Difference], Verdict]] = {
     "optimizer.groups": _UPDATE,
     "optimizer.clip": _UPDATE,
     "optimizer.lr_rule": _UPDATE,
+    "optimizer.offload": ("safe", "the same update elsewhere: last bits"),
     "schedule": ("maths", "the learning rate follows another curve"),
     "evaluation": ("safe", "evaluation leaves no trace in the training"),
     "checkpoint": ("safe", "saving leaves no trace in the training"),

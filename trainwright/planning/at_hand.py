@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -61,7 +62,7 @@ def device_at_hand(*, probe: bool = True) -> Device:
         return measured_cpu(machine) if probe else nominal_cpu(machine)
     name = torch.cuda.get_device_name(0)
     free, total = torch.cuda.mem_get_info(0)
-    return like(name, total).with_memory(free)
+    return replace(like(name, total).with_memory(free), host_memory_bytes=read_machine().available_bytes)
 
 
 def like(name: str, memory_bytes: int) -> Device:

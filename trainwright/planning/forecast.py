@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
-from trainwright.build.assemble import Parts
+from trainwright.build.assemble import Parts, at_recipe
 from trainwright.engine.precision import PrecisionName
+from trainwright.errors import UsageError
 from trainwright.plan.batch import solve_batch
-from trainwright.plan.choose import Choice, Option, choose, weigh
+from trainwright.plan.choose import Choice, Option, Way, choose, offloaded, weigh
 from trainwright.plan.devices import Device
 from trainwright.plan.forecast import Trace
 from trainwright.plan.make import Note, choose_precision
 from trainwright.plan.nearest import Held, Remedy, remedies
+from trainwright.plan.offload import offload_of, why_not_offloaded
 from trainwright.planning.subject import Blueprint, blueprint
 from trainwright.planning.survey import CHECKPOINTING, Survey
 from trainwright.recipe import Loaded, Recipe
@@ -57,10 +60,12 @@ def forecast(loaded: Loaded, device: Device, *, parts: Parts | None = None) -> F
     survey = Survey(plan, device, precision_on(recipe, device))
     asked = recipe.model.activation_checkpointing
     ways = survey.ways(CHECKPOINTING)
+    moved = offloaded(ways, device) if can_offload(loaded, device) else []
     budget = device if asked in (*CHECKPOINTING, "auto") else within(device, parse_bytes(asked))
-    choice = choose(ways, budget, batch.size)
-    plain = next((way for way in ways if way.checkpointing == asked), choice.best.way)
-    written = weigh(plain, device, batch.size, batch.micro)
+    choice = choose(among(recipe, ways, moved, when_unasked=True), budget, batch.size)
+    here = [way for way in among(recipe, ways, moved, when_unasked=False) if way.checkpointing == asked]
+    each = [weigh(way, device, batch.size, batch.micro) for way in here or [choice.best.way]]
+    written = next((option for option in each if option.fits), each[0])
     if recipe.batch.micro == "auto":
         written = choice.best
     shown = written if written.fits else choice.best
@@ -74,10 +79,28 @@ def forecast(loaded: Loaded, device: Device, *, parts: Parts | None = None) -> F
         written=written,
         choice=choice,
         trace=shown.way.scaled.at(shown.micro, shown.accumulation),
-        remedies=() if choice.fits else remedies(_held(plan, choice.best), device),
+        remedies=() if choice.fits else remedies(_held(plan, choice.best, device), device),
         settings=settings(recipe, choice.best) if choice.fits else (),
         notes=(*choice.notes, *_beside(recipe, choice.best)),
     )
+
+
+def can_offload(loaded: Loaded, device: Device) -> bool:
+    """Whether the optimizer may go to the host's memory. Raises RecipeError where it may not and is asked to."""
+    ask = loaded.recipe.optimizer
+    why = why_not_offloaded(ask.use, ask.args)
+    if why and ask.offload is True:
+        with at_recipe(loaded, "optimizer.offload"):
+            raise UsageError(f"{ask.use} cannot be offloaded: {why}", remedy="set it to false, or choose adamw")
+    return not why and device.kind != "cpu"
+
+
+def among(recipe: Recipe, ways: Sequence[Way], moved: Sequence[Way], *, when_unasked: bool) -> list[Way]:
+    """Those that a recipe allows; ``moved`` are the same with the optimizer offloaded."""
+    asked = recipe.optimizer.offload
+    if asked is True and moved:
+        return list(moved)
+    return [*ways, *(moved if when_unasked or asked == "auto" else ())]
 
 
 def precision_on(recipe: Recipe, device: Device) -> PrecisionName:
@@ -96,6 +119,8 @@ def settings(recipe: Recipe, best: Option) -> tuple[str, ...]:
         found += ["batch.accumulation=null"] if recipe.batch.accumulation is not None else []
     if best.way.checkpointing != recipe.model.activation_checkpointing:
         found.append(f"model.activation_checkpointing={best.way.checkpointing}")
+    if best.way.offload and recipe.optimizer.offload is False:
+        found.append("optimizer.offload=true")
     return tuple(found)
 
 
@@ -145,7 +170,7 @@ def within(device: Device, budget_bytes: int) -> Device:
     return device.with_memory(min(device.memory_bytes, int(budget_bytes / share)))
 
 
-def _held(plan: Blueprint, option: Option) -> Held:
+def _held(plan: Blueprint, option: Option, device: Device) -> Held:
     trace = option.way.scaled.at(option.micro, option.accumulation)
     parameters, trainable = plan.counts
     recipe = plan.loaded.recipe
@@ -157,6 +182,7 @@ def _held(plan: Blueprint, option: Option) -> Held:
         trainable=trainable,
         has_lora=recipe.model.lora is not None,
         cast_bytes=2 * trainable if option.way.precision in ("bf16", "fp16") else 0,
+        offload=offload_of(option.way.scaled.small, device) if can_offload(plan.loaded, device) else None,
     )
 
 

@@ -10,14 +10,14 @@ from typing import Any
 
 from trainwright.errors import StorageError
 from trainwright.plan.choose import Option
-from trainwright.plan.devices import known_devices, load_devices
+from trainwright.plan.devices import FRAGMENTATION, known_devices, load_devices
 from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.planning.at_hand import named_device
 from trainwright.planning.forecast import Forecast, Point, forecast, frontier
 from trainwright.recipe import Loaded
 from trainwright.recipe.byte_size import parse_bytes
 from trainwright.report.chart import Series, line_chart_text
-from trainwright.report.forecast import held_lines, layout_lines, timeline_svg, timeline_text
+from trainwright.report.forecast import held_lines, layout_lines, timeline_svg, timeline_text, usable_line
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,28 @@ class Shown:
         """For people; one screen without the frontier."""
         made, device = self.made, self.made.device
         trained = "" if made.trainable == made.parameters else f", {made.trainable:,} of them trained"
-        memory, usable = human_bytes(device.memory_bytes), human_bytes(device.usable_bytes)
         lines = [
             f"plan        {made.name}: {made.parameters:,} parameters{trained}, {made.size} samples a step",
-            f"device      {device.name}, {memory}, {usable} of them usable; figures: {device.source}",
+            f"device      {usable_line(device)}",
+            f"  figures   {device.source}",
             *layout_lines(made.written, device, "as written"),
             "",
-            *timeline_text(made.trace, device.usable_bytes),
+            *timeline_text(made.trace, device.usable_bytes, self.title),
             *held_lines(made.trace),
             "",
             *self._choice(),
             *(f"  {note.topic:<13} {note.choice}: {note.why}" for note in made.notes),
         ]
         return [*lines, *self._unseen(), *self._frontier(), f"planned in {human_seconds(self.took_s)}"]
+
+    @property
+    def title(self) -> str:
+        """Which layout is drawn."""
+        made, option = self.made, self.made.shown
+        nearest = "the nearest fit" if made.choice.fits else "the layout that holds least"
+        which = "as written" if made.written.fits else f"{nearest}, not as written"
+        way = option.way
+        return f"{which}: {option.micro} x {option.accumulation}, {way.precision}, checkpointing {way.checkpointing}"
 
     def _choice(self) -> list[str]:
         made = self.made
@@ -58,7 +67,7 @@ class Shown:
             signs = {"here": "can be done", "elsewhere": "with a package", "absent": "not built yet"}
             return lines + [
                 f"  {signs[remedy.means] if remedy.fits else 'not enough':<14} {remedy.line()}"
-                + "".join(f"\n  {'':<14} --set '{setting}'" for setting in remedy.settings)
+                + "".join(f"\n  {'':<14} --set '{setting}'" for setting in remedy.settings if remedy.fits)
                 for remedy in made.remedies
             ]
         if not made.settings:
@@ -72,8 +81,16 @@ class Shown:
         said = []
         for each in self.made.trace.unseen:
             bound = "size not known" if each.bound_bytes is None else f"at most {human_bytes(each.bound_bytes)}"
+            bound += self._left_for(each.op)
             said.append(f"  not seen      {each.op}{f' in {each.module}' if each.module else ''}: {each.why}; {bound}")
         return said
+
+    def _left_for(self, op: str) -> str:
+        """What of the memory is not counted as usable for it."""
+        if op == "context":
+            return ", left out of what is usable"
+        margin = human_bytes(FRAGMENTATION * self.made.device.memory_bytes)
+        return f"; {margin} are left out of what is usable for them" if op == "reserved" else ""
 
     def _frontier(self) -> list[str]:
         if not self.points:
@@ -115,6 +132,8 @@ def _option(option: Option) -> dict[str, Any]:
         "precision": option.way.precision,
         "checkpointing": option.way.checkpointing,
         "chunked_loss": option.way.chunked,
+        "offload": option.way.offload is not None,
+        "host_bytes": option.way.offload.host_bytes if option.way.offload else 0,
         "peak_bytes": option.peak_bytes,
         "step_s": option.step_s,
         "flops": option.time.flops,
@@ -142,10 +161,8 @@ def show_plan(
     points: Sequence[Point] = frontier(made, loaded) if with_frontier else ()
     shown = Shown(made, tuple(points), time.perf_counter() - start, recipe)
     if svg is not None:
-        option = made.shown
-        title = f"{made.name} on {found.name}: {option.micro} x {option.accumulation}, {option.way.precision}"
         try:
-            svg.write_text(timeline_svg(made.trace, found, title), encoding="utf-8")
+            svg.write_text(timeline_svg(made.trace, found, f"{made.name} on {found.name}, {shown.title}"), "utf-8")
         except OSError as error:
             raise StorageError(f"{svg} cannot be written: {error}", remedy="give another --svg") from None
     return shown

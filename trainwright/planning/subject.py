@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
+from torch.utils.data import IterableDataset
 
 from trainwright.build.assemble import Parts, at_recipe, build_dataset, build_loss, build_model
 from trainwright.build.data import Unwrapped
@@ -22,7 +23,7 @@ from trainwright.build.optim.groups import GroupRule
 from trainwright.build.resolve import find
 from trainwright.engine.chunked import WORTH_BYTES, is_worth_chunking
 from trainwright.engine.head import head_of, hf_head_of
-from trainwright.errors import DataError
+from trainwright.errors import DataError, RecipeError, UsageError
 from trainwright.models.lora import add_lora
 from trainwright.recipe import OPTIMIZERS, Loaded
 from trainwright.simulate.device import fake_batch, fake_tensors
@@ -31,6 +32,11 @@ from trainwright.simulate.step import Subject
 LOOKED_AT = 16
 """Samples of which the largest is planned with, where they differ in size."""
 FUSED = ("sgd", "adam", "adamw")
+MADE_REALLY = (
+    "give lazy modules (nn.LazyLinear) their shapes, and let __init__ read no values of tensors; or try sizes out: "
+    "`trainwright batch-size RECIPE`"
+)
+MATERIALISE = "build it on a real device, or call model.to_empty(device=...) and initialise it"
 LEAST = 2
 """Samples of the smaller of two traces: with one, some copies become views."""
 
@@ -94,7 +100,7 @@ class Blueprint:
     def model(self, device: torch.device) -> nn.Module:
         """The model as it is trained, without what is computed again. To be called under fake tensors."""
         recipe = self.loaded.recipe
-        model = build_model(self.loaded, self.train)[0] if self.live is None else twin(self.live, device)
+        model = self._built() if self.live is None else twin(self.live, device)
         if recipe.model.lora is not None:
             with at_recipe(self.loaded, "model.lora"):
                 model = add_lora(model, **recipe.model.lora.model_dump())
@@ -102,6 +108,18 @@ class Blueprint:
             with at_recipe(self.loaded, "model.freeze"):
                 freeze(model, recipe.model.freeze)
         return model.train()
+
+    def _built(self) -> nn.Module:
+        """Raises UsageError for a model that can be built, but not so."""
+        try:
+            model = build_model(self.loaded, self.train)[0]
+        except RecipeError as error:
+            if "Fake" not in str(error):
+                raise
+            raise UsageError(f"the model cannot be made without its memory: {error}", remedy=MADE_REALLY) from None
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise UsageError("the model has weights on the meta device, which hold nothing", remedy=MATERIALISE)
+        return model
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         ask = self.loaded.recipe.optimizer
@@ -155,7 +173,7 @@ def _largest(train: Unwrapped) -> Any:
 
 
 def _first(dataset: Any) -> Any:
-    if not hasattr(dataset, "__getitem__"):
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         yield from islice(iter(dataset), 1)
         return
     for index in range(min(LOOKED_AT, len(dataset))):

@@ -18,6 +18,7 @@ from trainwright.planning.subject import Blueprint
 from trainwright.simulate.device import fake_tensors, simulated_device
 from trainwright.simulate.step import trace_step
 
+NO_GRADIENT = "look for .detach(), .item() or no_grad between the model and the loss"
 CHECKPOINTING = ("none", "selective", "block")
 """From the plainest on: what is computed again of every block."""
 
@@ -66,6 +67,8 @@ class Survey:
             recompute=recompute,
             clip=recipe.optimizer.clip.by != "none",
         )
+        if not any(moment.held.get("gradients") for moment in trace.moments):
+            raise UsageError("no parameter got a gradient: the loss does not depend on the model", remedy=NO_GRADIENT)
         trace = tidy(trace)
         return trace if recipe.model.ema is None else _with_more(trace, 4 * self.blueprint.counts[1])
 

@@ -243,6 +243,10 @@ class Optimizer(Part):
     )
     clip: Clip = Field(default_factory=Clip, description="Gradient clipping.")
     lr_rule: LrRule = Field(default_factory=LrRule, description="Learning rate by batch size.")
+    offload: Literal["auto", True, False] = Field(
+        default=False,
+        description="Moments and update in the host's memory; auto: where a run does not fit the device otherwise.",
+    )
 
     @field_validator("args")
     @classmethod

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from trainwright.observe.program import Call, Operation, Segment, constants_of, mapped
 from trainwright.replay.bench import Bench
+from trainwright.replay.classified import CHUNKED, CLASSIFYING, classes_in
 from trainwright.replay.play import Edit
 
-CLASSIFYING = frozenset({"cross_entropy", "nll_loss"})
 AGAINST = CLASSIFYING | {
     "binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
 }  # fmt: skip
@@ -23,12 +23,11 @@ MOST_SAMPLES = 2048
 
 @dataclass
 class Judged:
-    """A call of a loss function: what was predicted, what was wanted."""
+    """A call of a loss function: what was wanted, and of how many classes, if of classes."""
 
     name: str
-    prediction: Tensor
     target: Tensor
-    kwargs: dict[str, Any]
+    classes: int | None
 
 
 @dataclass
@@ -47,8 +46,8 @@ def judged(bench: Bench) -> list[Judged]:
     def around(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         name = getattr(function, "__name__", "")
         if name in AGAINST:
-            given = dict(zip(("input", "target"), args)) | kwargs
-            found.append(Judged(name, given["input"].detach(), given["target"].detach(), kwargs))
+            target = args[2] if name == CHUNKED else (dict(zip(("input", "target"), args)) | kwargs)["target"]
+            found.append(Judged(name, target.detach(), classes_in(name, args, kwargs)))
         return function(*args, **kwargs)
 
     bench.run(Edit(ops=around), upto="forward")
@@ -67,7 +66,7 @@ def classes_of(bench: Bench) -> tuple[int | None, Tensor | None]:
     for each in judged(bench):
         if each.name in CLASSIFYING and not each.target.is_floating_point():
             target = each.target if each.target.dim() == 1 and len(each.target) == bench.size else None
-            return int(each.prediction.shape[1]) if each.prediction.dim() > 1 else None, target
+            return each.classes, target
     return None, None
 
 

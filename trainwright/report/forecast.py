@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from xml.sax.saxutils import escape
 
 from trainwright.plan.choose import Option
-from trainwright.plan.devices import Device
+from trainwright.plan.devices import CUDA_CONTEXT_BYTES, FRAGMENTATION, Device
 from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.plan.forecast import KINDS, Kind, Moment, Trace
 from trainwright.report.chart import INK
@@ -30,7 +30,9 @@ COLOURS: Mapping[Kind, str] = {
     "temporaries": "#d0455f",
     "inputs": "#767676",
 }
-_WIDTH, _HEIGHT = 860, 420
+OUTSIDE = "the loss or the model's own code"
+"""What no module within the model does."""
+_WIDTH, _HEIGHT = 860, 430
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 700, 44, 370
 
 
@@ -40,20 +42,39 @@ def layout_lines(option: Option, device: Device, title: str) -> list[str]:
     verdict = f"fits, {human_bytes(usable - option.peak_bytes)} to spare" if option.fits else "does NOT fit"
     shape = f"{option.micro} x {option.accumulation}"
     loss = "loss in chunks" if way.chunked else "plain loss"
+    loss += ", optimizer on the host" if way.offload else ""
     time, spent = option.time, option.time.spent
     shares = ", ".join(f"{name} {seconds / option.step_s:.0%}" for name, seconds in spent.items() if seconds)
     return [
         f"{title:<11} {shape} (micro-batch x accumulation), {way.precision}, checkpointing {way.checkpointing}, {loss}",
         f"  peak      {human_bytes(option.peak_bytes)} of {human_bytes(usable)} usable: {verdict}",
         f"  step      {human_seconds(option.step_s)} by the roofline ({shares}), MFU {time.mfu:.0%}",
-        f"  work      {time.flops / 1e12:.3g} TFLOP, {human_bytes(time.moved_bytes)} moved",
+        f"  work      {human_flops(time.flops)}, {human_bytes(time.moved_bytes)} moved",
     ]
+
+
+def human_flops(count: float) -> str:
+    """`503 TFLOP`, `7.12 PFLOP`"""
+    for unit in ("", "k", "M", "G", "T", "P"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}FLOP"
+        count /= 1000
+    return f"{count:.3g} EFLOP"
+
+
+def usable_line(device: Device) -> str:
+    """What of the memory is usable, and what the rest is for."""
+    lost = [f"{FRAGMENTATION:.0%} for fragmentation"]
+    lost += [f"{human_bytes(CUDA_CONTEXT_BYTES)} for CUDA's context"] if device.kind == "cuda" else []
+    memory, usable = human_bytes(device.memory_bytes), human_bytes(device.usable_bytes)
+    return f"{device.name}, {memory}: {usable} usable ({' and '.join(lost)} left out)"
 
 
 def held_lines(trace: Trace) -> list[str]:
     """What is held between steps and at the peak, by kind; the modules that keep most for backward."""
     peak = trace.peak
-    at = f"{peak.phase}, {peak.op}" + (f" in {peak.module}" if peak.module else "")
+    where = peak.module or ("" if peak.phase == "update" else OUTSIDE)
+    at = f"{peak.phase}, {peak.op}" + (f" in {where}" if where else "")
     lines = [f"at the peak {human_bytes(peak.total)} ({at})"]
     lines.append("  " + ", ".join(f"{kind} {human_bytes(peak.held[kind])}" for kind in KINDS if peak.held.get(kind)))
     resident = trace.resident
@@ -67,30 +88,82 @@ def held_lines(trace: Trace) -> list[str]:
 
 
 def by_block(kept: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Bytes by block (``blocks.3``) or top module, the largest first; "the loss" is what no module made."""
+    """Bytes by block (``blocks.3``) or top module, the largest first; blocks of one list that keep as much are one,
+    ``blocks.0-11 x 12``, with the sum."""
     sums: dict[str, int] = {}
     for path, size in kept.items():
         keys = path.split(".")
         number = next((i for i, key in enumerate(keys) if key.isdigit()), 0)
-        name = ".".join(keys[: number + 1]) or "the loss"
+        name = ".".join(keys[: number + 1]) or OUTSIDE
         sums[name] = sums.get(name, 0) + size
-    return sorted(sums.items(), key=lambda item: (-item[1], item[0]))
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, size in sums.items():
+        above, _, last = name.rpartition(".")
+        alike.setdefault((above, human_bytes(size)) if last.isdigit() else (name, ""), []).append(name)
+    folded = [(_together(names), sum(sums[name] for name in names)) for names in alike.values()]
+    return sorted(folded, key=lambda item: (-item[1], item[0]))
 
 
-def timeline_text(trace: Trace, usable_bytes: int, width: int = 64, rows: int = 24) -> list[str]:
-    """The step from top to bottom, a row for each stretch at its highest, a bar by kind, ``|`` what is usable."""
+def _together(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    above = names[0].rpartition(".")[0]
+    numbers = sorted(int(name.rpartition(".")[2]) for name in names)
+    span = f"{above}.{numbers[0]}-{numbers[-1]}".removeprefix(".")
+    return f"{span} x {len(names)}" if numbers[-1] - numbers[0] < len(names) else f"{len(names)} of {span}"
+
+
+def timeline_text(trace: Trace, usable_bytes: int, title: str, width: int = 64, rows: int = 24) -> list[str]:
+    """The step from top to bottom, a row for each stretch at its highest, a bar by kind, ``|`` what is usable.
+
+    Neighbours that look alike are one row. ``title`` says which layout it is.
+    """
     most = max(trace.peak.total, 1)
     scale = width / max(most, min(usable_bytes, 2 * most))
     limit = round(usable_bytes * scale)
     legend = "  ".join(f"{sign} {kind}" for kind, sign in SIGNS.items() if trace.peak.held.get(kind))
-    lines = [f"one step    {legend}" + ("  | usable" if limit <= width else "")]
-    for moment in stretches(trace.moments, rows):
+    lines = [f"one step    {title}", f"  {legend}" + ("  | usable" if limit <= width else "")]
+    part = ""
+    for moment, count in _alike(stretches(trace.moments, rows), 1 / scale):
         bar = _bar(moment, scale)
         if len(bar) <= limit <= width:
             bar = bar.ljust(limit) + "|"
         mark = " <- peak" if moment is trace.peak else ""
+        mark += f"  ({count} alike)" if count > 1 else ""
+        if (now := _part(moment, trace.moments)) != part and now:
+            lines.append(f"  {now}:")
+        part = now
         lines.append(f"  {moment.phase:<9} {human_bytes(moment.total):>9} {bar}{mark}")
     return lines
+
+
+def _alike(moments: Sequence[Moment], tolerance: float) -> Iterator[tuple[Moment, int]]:
+    """Neighbours of a pass that differ in no kind by more than ``tolerance`` bytes as the highest of them, with how
+    many they are."""
+    group: list[Moment] = []
+    for moment in moments:
+        if group and not _near(group[0], moment, tolerance):
+            yield max(group, key=lambda each: each.total), len(group)
+            group = []
+        group.append(moment)
+    if group:
+        yield max(group, key=lambda each: each.total), len(group)
+
+
+def _near(one: Moment, other: Moment, tolerance: float) -> bool:
+    if (one.micro, _pass(one)) != (other.micro, _pass(other)):
+        return False
+    return all(abs(one.held.get(kind, 0) - other.held.get(kind, 0)) <= tolerance for kind in KINDS)
+
+
+def _part(moment: Moment, moments: Sequence[Moment]) -> str:
+    """The micro-batches that a moment stands for, in words; "" where there is one, and for the update."""
+    others = max(each.micro for each in moments)
+    if not others or moment.phase == "update":
+        return ""
+    if not moment.micro:
+        return "first micro-batch"
+    return "second micro-batch" if others == 1 else f"each of the other {others} micro-batches"
 
 
 def stretches(moments: Sequence[Moment], count: int) -> list[Moment]:
@@ -131,6 +204,7 @@ def timeline_svg(trace: Trace, device: Device, title: str) -> str:
         *_areas(moments, most),
         *_scale(most),
         *_passes(moments),
+        *_parts(moments),
         *_limit(device, most),
         *_legend(trace),
     ]
@@ -178,6 +252,16 @@ def _passes(moments: Sequence[Moment]) -> Iterator[str]:
         if (index - start) * step > 50:
             yield _text(x + 4, _BOTTOM + 18, _pass(first))
         start = index
+
+
+def _parts(moments: Sequence[Moment]) -> Iterator[str]:
+    """A second line below the passes: the micro-batches that they are of."""
+    step, at = (_RIGHT - _LEFT) / len(moments), 0
+    for words, group in groupby(_part(moment, moments) for moment in moments):
+        count = len(list(group))
+        if words and count * step > 120:
+            yield _text(_LEFT + at * step + 4, _BOTTOM + 36, words)
+        at += count
 
 
 def _limit(device: Device, most: float) -> Iterator[str]:

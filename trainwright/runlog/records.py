@@ -249,7 +249,9 @@ class Ended(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Telemetry(Record):
-    """Readings of host and GPUs, by name: ``host/...``, ``gpu0/...``; units are in the names."""
+    """Readings by name: of the host (``host/...``), of GPUs by NVML's number (``gpu0/...``), of torch's allocator on a
+    device by torch's (``cuda0/...``). Units are in the names.
+    """
 
     step: int
     values: dict[str, float]

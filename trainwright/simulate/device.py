@@ -43,10 +43,16 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
     own = nn.Module._apply
     nn.Module._apply = _Moves().apply  # type: ignore[method-assign]
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with _Mode(allow_non_fake_inputs=True) as mode:
             yield mode
     finally:
         nn.Module._apply = own  # type: ignore[method-assign]
+
+
+class _Mode(FakeTensorMode):
+    def __deepcopy__(self, memo: object) -> FakeTensorMode:
+        """Else a copied parameter is of another mode, and each view of it gets a storage of its own."""
+        return self
 
 
 def without_fake_tensors() -> AbstractContextManager[object]:

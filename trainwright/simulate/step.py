@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -104,20 +107,31 @@ def _failures_in_words() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        what = str(error).strip().splitlines()[0]
+        what = (str(error).strip().splitlines() or [type(error).__name__])[0]
         remedy = "try one real step: if it works, this model can only be measured on the device, not simulated"
-        raise UsageError(f"the step cannot be simulated: {what}", remedy=remedy) from error
+        raise UsageError(f"the step cannot be simulated: {what}{_theirs(error)}", remedy=remedy) from error
+
+
+def _theirs(error: Exception) -> str:
+    """` at FILE:LINE` of the user's code that the error came through last; "" where there is none."""
+    ours, installed = Path(__file__).parent.parent, Path(torch.__file__).parent
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    theirs = [f for f in frames if not {ours, installed} & set(Path(f.filename).parents)]
+    return f" at {theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
 
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Also: the backward pass stays on this thread, where the tracker is."""
+    """Also: the backward pass stays on this thread, where the tracker is; torch does not log what fails."""
     dtype = torch.get_default_dtype()
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    silent, log.disabled = log.disabled, True
     with preserved_rng(), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
         try:
             yield
         finally:
             torch.set_default_dtype(dtype)
+            log.disabled = silent
 
 
 def _batch(data: Any, accumulation: int) -> StepBatch:

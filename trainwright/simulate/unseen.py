@@ -6,7 +6,7 @@ Each entry of the tables says it for one operator: with its real size, or with a
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from trainwright.plan.forecast import Unseen
 from trainwright.simulate import lstm
-from trainwright.simulate.device import DeviceName, without_fake_tensors
-from trainwright.simulate.work import nbytes
+from trainwright.simulate.device import DeviceName
+from trainwright.simulate.inside import Rows, flops_of_a_row, inside
+from trainwright.simulate.work import nbytes, tensors_in
 
 aten = torch.ops.aten
 
@@ -49,59 +50,69 @@ def always(device: DeviceName) -> tuple[Unseen, ...]:
 
 
 def _convolution(args: tuple[Any, ...], out: Tensor) -> Hidden:
-    """oneDNN computes in a blocked layout: copies of input, weight and output, before the plain output is made."""
-    if not _by_onednn(*args[:3], *args[3:9]):
-        return Hidden()
-    return Hidden(scratch=nbytes(args[0]) + nbytes(args[1]))
+    """oneDNN computes in a blocked layout: copies of input, weight and output, channels padded."""
+    x, weight, transposed = args[0], args[1], args[6]
+    positions = (x if transposed else out).shape[2:]
+    return _asked(aten.convolution.default, args, Rows((0,), flops_of_a_row(positions, weight)), out)
 
 
 def _convolution_backward(args: tuple[Any, ...], out: tuple[Tensor | None, ...]) -> Hidden:
-    """First the gradient of the input, then, beside it, that of the weight: each from blocked copies of what it needs.
-
-    With a stride the input's gradient is copied once more.
-    """
-    grad, x, weight, _, stride, padding, dilation, transposed, output_padding, groups, mask = args
-    if not _by_onednn(x, weight, None, stride, padding, dilation, transposed, output_padding, groups):
-        return Hidden()
-    sums = 4 * weight.numel() if weight.element_size() == 2 else 0  # of the weight's gradient, in fp32
-    of_weight = nbytes(x) + nbytes(grad) + sums if mask[1] else 0
-    copies = 2 + any(step > 1 for step in stride)
-    at_input = max(nbytes(grad) + nbytes(weight) + nbytes(x), copies * nbytes(x)) if mask[0] else 0
-    seen = nbytes(x) * mask[0] + nbytes(weight) * mask[1]
-    return Hidden(scratch=max(of_weight, at_input - seen, 0))
-
-
-def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> bool:
-    return "Mkldnn" in str(torch._C._select_conv_backend(x, weight, bias, *how))
+    """First the gradient of the input, then, beside it, that of the weight: each from blocked copies."""
+    grad, x, weight, transposed = args[0], args[1], args[2], args[7]
+    positions = (x if transposed else grad).shape[2:]
+    return _asked(aten.convolution_backward.default, args, Rows((0, 1), 2 * flops_of_a_row(positions, weight)), out)
 
 
 def _lstm(args: tuple[Any, ...], out: tuple[Tensor, ...]) -> Hidden:
-    """oneDNN's workspace for the backward pass, one per layer and direction: asked of oneDNN itself."""
-    x_TBD, _, w_hidden = args[:3]
-    length, rows, width = x_TBD.shape
-    if not args[-1]:  # not training
-        return Hidden()
-    short, long = (_lstm_workspace(steps, rows, width, w_hidden.shape[1], x_TBD.dtype) for steps in (1, 3))
-    return Hidden(workspace=short + (long - short) * (length - 1) // 2)
+    """oneDNN's workspace for the backward pass, one per layer and direction, and its copies. A row is a position."""
+    x_TBD, w_input, w_hidden = args[:3]
+    rows = Rows((0,), flops_of_a_row(x_TBD.shape[1:2], w_input, w_hidden))
+    return _asked(aten.mkldnn_rnn_layer.default, args, rows, out)
 
 
 def _lstm_backward(args: tuple[Any, ...], out: tuple[Tensor, ...]) -> Hidden:
-    """Blocked copies of the weights, the gradients of the gates in fp32, and the incoming gradient if it lies apart."""
-    x_TBD, w_input, w_hidden, grad = args[0], args[1], args[2], args[10]
-    gates = 4 * x_TBD.shape[0] * x_TBD.shape[1] * w_hidden.shape[0]
-    apart = nbytes(grad) if grad is not None and not grad.is_contiguous() else 0
-    return Hidden(scratch=nbytes(w_input) + nbytes(w_hidden) + gates + apart)
+    """Blocked copies of the weights and the gradients, and the gradients of the gates in fp32."""
+    x_TBD, w_input, w_hidden = args[:3]
+    places = tuple(place for place in (0, 7, 10) if args[place] is not None)
+    rows = Rows(places, 2 * flops_of_a_row(x_TBD.shape[1:2], w_input, w_hidden))
+    return _asked(aten.mkldnn_rnn_layer_backward.default, args, rows, out)
 
 
-@lru_cache(maxsize=64)
-def _lstm_workspace(length: int, rows: int, width: int, hidden_width: int, dtype: torch.dtype) -> int:
-    """Bytes, of a real call. They are affine in the length but for padding to pages."""
-    with without_fake_tensors(), torch.enable_grad():  # without gradients it makes none
-        x, state = torch.zeros(length, rows, width, dtype=dtype), torch.zeros(rows, hidden_width, dtype=dtype)
-        weights = [torch.zeros(4 * hidden_width, size, dtype=dtype) for size in (width, hidden_width)]
-        bias = torch.zeros(4 * hidden_width, dtype=dtype)
-        given = (x, *weights, bias, bias, state, state, False, [], 2, hidden_width, 1, True, False, False, True)
-        return nbytes(aten.mkldnn_rnn_layer(*given)[3])
+def _asked(op: Any, args: tuple[Any, ...], rows: Rows, out: Any) -> Hidden:
+    found = inside(op, args, rows)
+    if found is None:
+        copies = 2 * sum(nbytes(tensor) for tensor in tensors_in(args))
+        return Hidden(copies, why="oneDNN's copies cannot be seen with this version of torch", bound=2 * copies)
+    workspace = max(0, found.left - sum(nbytes(tensor) for tensor in tensors_in((out,))))
+    if not found.sure:
+        return Hidden(found.scratch, workspace, "oneDNN was asked with fewer rows", found.scratch)
+    return Hidden(found.scratch, workspace)
+
+
+def _copied(args: tuple[Any, ...], out: Any) -> Hidden:
+    """The operator works on dense tensors, and copies others."""
+    return Hidden(sum(nbytes(tensor) for tensor in tensors_in(args) if not tensor.is_contiguous()))
+
+
+def _mean(args: tuple[Any, ...], out: Tensor) -> Hidden:
+    """Of 16 bits it is made in fp32."""
+    return Hidden(4 * args[0].numel() if args[0].is_floating_point() and args[0].element_size() == 2 else 0)
+
+
+def _matmul(args: tuple[Any, ...], out: Tensor) -> Hidden:
+    """Of 16 bits: oneDNN packs blocks of its inputs, whose size does not grow with them."""
+    if args[-1].element_size() != 2:
+        return Hidden()
+    return Hidden(why="blocks that oneDNN packs, for each thread", bound=2**20 * torch.get_num_threads())
+
+
+def _promoted(args: tuple[Any, ...], out: Tensor) -> Hidden:
+    """Element by element: an input of another dtype than the others is converted as a whole first."""
+    given = [tensor for tensor in tensors_in(args) if tensor.dim()]
+    if len({tensor.dtype for tensor in given}) < 2:
+        return Hidden()
+    common = reduce(torch.promote_types, (tensor.dtype for tensor in given))
+    return Hidden(sum(tensor.numel() * common.itemsize for tensor in given if tensor.dtype is not common))
 
 
 def _cudnn_convolution(args: tuple[Any, ...], out: Any) -> Hidden:
@@ -119,6 +130,19 @@ CPU: dict[Any, Rule] = {
     aten.convolution_backward: _convolution_backward,
     aten.mkldnn_rnn_layer: _lstm,
     aten.mkldnn_rnn_layer_backward: _lstm_backward,
+    aten.mean: _mean,
+    **dict.fromkeys((aten.add, aten.sub, aten.mul, aten.div), _promoted),
+    **dict.fromkeys((aten.mm, aten.addmm, aten.bmm, aten.baddbmm), _matmul),
+    **dict.fromkeys(
+        (
+            aten.native_layer_norm,
+            aten.native_layer_norm_backward,
+            aten.native_batch_norm_backward,
+            aten.embedding,
+            aten.embedding_dense_backward,
+        ),
+        _copied,
+    ),
 }
 CUDA: dict[Any, Rule] = {aten.convolution: _cudnn_convolution, aten.convolution_backward: _cudnn_convolution}
 CUDA_BY_NAME: dict[str, Rule] = {f"{lstm.NAMESPACE}::lstm": _cudnn_lstm}

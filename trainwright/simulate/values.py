@@ -20,7 +20,7 @@ def without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     ``nonzero`` and masks find every element. Raises UsageError for other operators whose result depends on values.
     """
     try:
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
     except UNTRACEABLE as error:
         packet = func._overloadpacket
         if packet is aten._local_scalar_dense:
@@ -32,6 +32,15 @@ def without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         if packet in (aten.index, aten.index_put, aten.index_put_):
             return func(args[0], _indices(args[1]), *args[2:], **kwargs)
         raise untraceable(error) from None
+    if func._overloadpacket is aten.native_group_norm_backward:
+        return _in_dtype_of(args[1], out)
+    return out
+
+
+def _in_dtype_of(x: Tensor, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The gradient of ``x`` has its dtype; fake tensors give it that of the weight, which is fp32 under autocast."""
+    first = grads[0]
+    return (first if first is None or first.dtype is x.dtype else first.to(x.dtype), *grads[1:])
 
 
 def _number(dtype: torch.dtype) -> bool | int | float:

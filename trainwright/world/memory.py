@@ -30,6 +30,17 @@ def reserved_bytes(device: torch.device) -> int | None:
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else None
 
 
+def allocator_retries(device: torch.device) -> int | None:
+    """How often torch's allocator gave back all its cached blocks to the driver, to be given one; None elsewhere.
+
+    Since the process began. The count lies on the host: nothing waits for the device.
+    """
+    if device.type != "cuda":
+        return None
+    count = torch.cuda.memory_stats_as_nested_dict(device).get("num_alloc_retries")
+    return None if count is None else int(count)
+
+
 def capacity_bytes(device: torch.device) -> int:
     """What this process may hold in all as things are: on a CPU the tightest of machine, control group and rlimits."""
     if device.type == "cuda":

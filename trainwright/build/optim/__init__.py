@@ -8,6 +8,7 @@ from trainwright.build.optim.guarded import GuardedOptimizer
 from trainwright.build.optim.lamb import Lamb
 from trainwright.build.optim.lars import Lars
 from trainwright.build.optim.muon import Muon, muon_groups
+from trainwright.build.optim.offload import offloaded
 
 __all__ = [
     "OPTIMIZERS",
@@ -18,6 +19,7 @@ __all__ = [
     "Muon",
     "make_optimizer",
     "muon_groups",
+    "offloaded",
     "param_groups",
     "with_momentum_buffers",
 ]

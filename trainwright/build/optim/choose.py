@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from trainwright.build.optim.groups import GroupRule, param_groups
 from trainwright.build.optim.lamb import Lamb
 from trainwright.build.optim.lars import Lars
 from trainwright.build.optim.muon import Muon, muon_groups
+from trainwright.build.optim.offload import offloaded
 from trainwright.errors import UsageError, require_choice, suggest
+from trainwright.plan.offload import why_not_offloaded
 
 Factory = Callable[..., Optimizer]
 
@@ -42,6 +45,7 @@ def make_optimizer(
     decay_norms_and_biases: bool = False,
     rules: Sequence[GroupRule] = (),
     args: Mapping[str, Any] | None = None,
+    offload: bool = False,
 ) -> Optimizer:
     """The optimizer ``name`` over ``param_groups(model, ...)``; ``args`` are its further arguments.
 
@@ -50,9 +54,10 @@ def make_optimizer(
     sgd, adam and adamw run fused on CPU and CUDA unless ``args`` has ``fused`` or ``foreach``: fused was the
     fastest in every case measured, and takes a skipped step on the device.
 
-    A callable is called as ``name(groups, lr=lr, **args)``.
+    A callable is called as ``name(groups, lr=lr, **args)``. With ``offload`` moments and update are on the host.
 
-    Raises UsageError for an unknown name or argument, and for a value that the optimizer refuses.
+    Raises UsageError for an unknown name or argument, for a value that the optimizer refuses, and for ``offload`` of
+    one that gains nothing by it.
     """
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in (args or {}).items()}
     shared: dict[str, Any] = {
@@ -62,15 +67,17 @@ def make_optimizer(
         "rules": rules,
     }
     if callable(name):
-        return with_momentum_buffers(_call(name, param_groups(model, **shared), lr, given))
+        return _call(name, param_groups(model, **shared), lr, given, offload=offload)
     require_choice("optimizer", name, OPTIMIZERS)
     _require_known(name, given)
+    if offload and (why := why_not_offloaded(name, given)):
+        raise UsageError(f"{name} cannot be offloaded: {why}", remedy="set offload to false, or choose adamw")
     if name == "muon":
         groups = muon_groups(model, **shared, **_take_muon_options(given, lr))
     else:
         groups = param_groups(model, **shared)
     given = {**_DEFAULTS.get(name, {}), **_implementation(name, model, given), **given}
-    return with_momentum_buffers(_call(OPTIMIZERS[name], groups, lr, given))
+    return _call(OPTIMIZERS[name], groups, lr, given, offload=offload)
 
 
 def accepted_args(name: str) -> list[str]:
@@ -115,9 +122,15 @@ def _implementation(name: str, model: nn.Module, given: Mapping[str, Any]) -> di
     return {"fused": True} if fits and not dampened and not given.get("capturable") else {}
 
 
-def _call(factory: Factory, groups: list[dict[str, Any]], lr: float, given: Mapping[str, Any]) -> Optimizer:
+def _call(
+    factory: Factory, groups: list[dict[str, Any]], lr: float, given: Mapping[str, Any], *, offload: bool
+) -> Optimizer:
+    @wraps(factory)
+    def finished(*args: Any, **options: Any) -> Optimizer:
+        return with_momentum_buffers(_steps_alone(factory(*args, **options)))
+
     try:
-        return _steps_alone(factory(groups, lr=lr, **given))
+        return (offloaded(finished) if offload else finished)(groups, lr=lr, **given)
     except UsageError:
         raise
     except (ValueError, TypeError, RuntimeError) as error:  # torch refuses bad values with any of these

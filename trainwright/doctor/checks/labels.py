@@ -24,7 +24,7 @@ def look_at_tokens(case: Case) -> Iterator[Wish]:
     exam = case.exam("loss")
     if exam is None or len(case.exams("tokens")) >= LOOKS or not exam.values.get("tokens"):
         return
-    if any(told["op"] in ("cross_entropy", "nll_loss") for told in exam.values["given"]):
+    if any(told["op"] in ("cross_entropy", "nll_loss", "chunked_cross_entropy") for told in exam.values["given"]):
         yield Wish("tokens", exam.step)
 
 
@@ -146,7 +146,10 @@ def eos_ignored(case: Case) -> Iterator[Finding]:
     )
 
 
-_SAID = re.compile(r"Target (-?\d+) is out of bounds|Class values must be (?:smaller than num_classes|non-negative)")
+_SAID = re.compile(
+    r"(?:Target|label) (-?\d+) is out of (?:bounds|range)|"
+    r"Class values must be (?:smaller than num_classes|non-negative)"
+)
 
 
 @check

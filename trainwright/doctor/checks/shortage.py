@@ -1,12 +1,19 @@
-"""Memory that ran out: what held it, and what would free most of it."""
+"""Memory that ran out or nearly does: what held it, and what would free most of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import Finding, Wish, check, finding
-from trainwright.runlog.records import OutOfMemory, Where
+from trainwright.runlog.records import OutOfMemory, Telemetry, Where
+
+OFTEN = 0.25
+"""Flushes of the allocator's cache in a step, from which on it is not one odd batch."""
+IN_A_ROW = 3
+"""Readings, each with that many flushes since the one before."""
 
 
 @check
@@ -76,6 +83,75 @@ def _remedies(seen: OutOfMemory, leaks: bool) -> Iterator[str]:
     yield from (said for num_bytes, said in sorted(ways, reverse=True) if num_bytes > 0.02 * seen.in_use_bytes)
     if seen.next_micro is not None:
         yield f"batch.micro: {seen.next_micro} from the start, which `trainwright batch-size` finds with a margin"
+
+
+@dataclass(frozen=True)
+class _Flushed:
+    """Between two readings of the allocator of one device, by their steps."""
+
+    begin: int
+    end: int
+    count: float
+    allocated_bytes: float
+    reserved_bytes: float
+
+
+@check
+def thrashing(case: Case) -> Iterator[Finding | Wish]:
+    """In several readings in a row the allocator had flushed its cache in a good part of the steps before.
+
+    Some flushes are usual: in the first steps, at an evaluation, where a step runs out of memory and is tried again.
+    """
+    names = {name for each in case.records if isinstance(each, Telemetry) for name in each.values}
+    rows = [row for name in names if name.endswith("/allocator_retries") for row in _rows(case, name)]
+    if not rows:
+        return
+    row = max(rows, key=lambda row: row[-1].end)
+    begin, last = row[0].begin, row[-1]
+    count, steps = sum(each.count for each in row), last.end - begin
+    is_in_pieces = last.reserved_bytes > 1.2 * last.allocated_bytes > 0
+    pieces = [
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or max_split_size_mb:512 where that is not to be had",
+        "samples of like length or padded to a few lengths, so that blocks fit again",
+    ]
+    yield finding(
+        "mem.thrashing",
+        "warning",
+        last.end,
+        since_step=begin + 1,
+        symptom=f"the allocator flushed its cache {count:.0f} times in steps {begin + 1} to {last.end}, "
+        f"{count / steps:.2g} times a step",
+        cause="the device's memory is all but full"
+        + (", with free blocks in pieces that nothing fits into" if is_in_pieces else "")
+        + ": to make one block the allocator waits for the device, gives all cached ones back and asks for them anew",
+        remedy="; ".join(
+            [*(pieces if is_in_pieces else ()), "a smaller batch.micro", *(() if is_in_pieces else pieces[:1])]
+        ),
+        sure=0.9,
+        stage="forward",
+        evidence=[
+            ("flushes of the allocator's cache in a step", round(count / steps, 3), 0),
+            ("readings in a row with such flushes", len(row), f"< {IN_A_ROW}"),
+            ("bytes that tensors held, at the last reading", last.allocated_bytes),
+            ("bytes that the allocator held", last.reserved_bytes),
+        ],
+    )
+
+
+def _rows(case: Case, name: str) -> Iterator[list[_Flushed]]:
+    """Readings of a counter that come one after the other, each with many flushes since the one before."""
+    own = name.removesuffix("allocator_retries")
+    read = [each for each in case.records if isinstance(each, Telemetry) and name in each.values]
+    row: list[_Flushed] = []
+    for one, other in pairwise(read):
+        steps, count = other.step - one.step, other.values[name] - one.values[name]
+        if steps < 1 or count < OFTEN * steps:  # also where a resumed process counts from 0 again
+            row = []
+            continue
+        held = (other.values.get(f"{own}{which}_bytes", 0.0) for which in ("allocated", "reserved"))
+        row.append(_Flushed(one.step, other.step, count, *held))
+        if len(row) >= IN_A_ROW:
+            yield row
 
 
 def _gib(num_bytes: int) -> str:

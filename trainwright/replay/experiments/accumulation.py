@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from trainwright.observe.program import Backward, Call, Constant, Operation, Step, ZeroGrad, constants_of
 from trainwright.replay.bench import Bench
+from trainwright.replay.classified import classified
 from trainwright.replay.experiments import experiment
 from trainwright.replay.experiments.optim import norm_of
 from trainwright.replay.play import Edit
@@ -43,8 +44,9 @@ class _Means:
         if not isinstance(result, Tensor) or result.dim() or not result.requires_grad or not self.by_call:
             return result
         name = getattr(function, "__name__", "")
-        if name == "sum":
-            self._sums[id(result)] = int((args[0].detach() != 0).sum())
+        of_classes = classified(name, args, kwargs)
+        if name == "sum" or (of_classes is not None and of_classes.is_sum):
+            self._sums[id(result)] = of_classes.count if of_classes else int((args[0].detach() != 0).sum())
             self._kept.append(result)
         elif (is_mean := self._count(name, args, kwargs))[0]:
             result.retain_grad()
@@ -65,8 +67,8 @@ class _Means:
         if kwargs.get("reduction", "mean") != "mean":
             return False, None
         target = kwargs.get("target", args[1] if len(args) > 1 else None)
-        if name in ("cross_entropy", "nll_loss") and isinstance(target, Tensor) and not target.is_floating_point():
-            return True, float((target != kwargs.get("ignore_index", -100)).sum())
+        if (of_classes := classified(name, args, kwargs)) is not None:
+            return True, float(of_classes.count)
         return True, float(target.numel()) if isinstance(target, Tensor) else None
 
 

@@ -16,7 +16,6 @@ from trainwright.replay.bench import Bench
 from trainwright.replay.experiments import experiment
 from trainwright.replay.play import Edit, NotReplayable
 from trainwright.replay.samples import (
-    CLASSIFYING,
     classes_of,
     inputs_of,
     judged,
@@ -33,18 +32,17 @@ TAIL = 2
 def batch(bench: Bench) -> dict[str, Any]:
     """The spread of what the model was given, the classes, and columns that say the class all by themselves."""
     inputs = inputs_of(bench.segment)
-    told: dict[str, Any] = {"inputs": [_spread(x) for x in inputs], "pad": None, "leaks": [], "classes": None}
+    told: dict[str, Any] = {"inputs": [_spread(x) for x in inputs], "pad": None, "leaks": []}
     told["losses"] = [float(each) for each in bench.segment.losses]
     if not inputs:
-        return told
+        return told | {"classes": None}
     found = judged(bench)
     wanted = found[0] if found else None
     told["loss"] = wanted.name if wanted else None
     told["targets_vary"] = bool(wanted and not _is_constant(wanted.target))
     ids = next((x for x in inputs if not x.is_floating_point() and x.dim() == 2 and x.dtype != torch.bool), None)
     told["pad"] = None if ids is None else padding(ids)
-    if wanted is not None and wanted.name in CLASSIFYING and wanted.prediction.dim() > 1:
-        told["classes"] = int(wanted.prediction.shape[1])
+    told["classes"] = wanted.classes if wanted else None
     if wanted is not None and wanted.target.numel() == len(inputs[0]):
         told |= _about_targets(bench, inputs[0], wanted.target)
     return told

@@ -11,20 +11,12 @@ from torch import Tensor
 
 from trainwright.observe.program import mapped
 from trainwright.replay.bench import Bench
+from trainwright.replay.classified import Classified, classified
 from trainwright.replay.experiments import experiment
 from trainwright.replay.play import Edit, NotReplayable
-from trainwright.replay.samples import CLASSIFYING
 from trainwright.replay.tour import Tour
 
 OFFSETS = (-1, 0, 1, 2, 3)
-
-
-@dataclass
-class Asked:
-    """One cross-entropy: a row of scores for each prediction, its target (-1 where it is ignored)."""
-
-    rows: Tensor
-    target: Tensor
 
 
 class _Asked(Tour):
@@ -32,29 +24,18 @@ class _Asked(Tour):
 
     def __init__(self, bench: Bench) -> None:
         super().__init__(bench)
-        self.asked: list[Asked] = []
+        self.asked: list[Classified] = []
 
     def on_function(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        if name in CLASSIFYING and (one := as_asked(args, kwargs)) is not None:
+        if (one := classified(name, args, kwargs)) is not None:
             self.asked.append(one)
-
-
-def as_asked(args: Any, kwargs: Any) -> Asked | None:
-    """A call of cross_entropy or nll_loss with classes as its targets, (N, C), (B, C, T) and so on; None for others."""
-    given = dict(zip(("input", "target", "weight", "size_average", "ignore_index"), args)) | kwargs
-    x, target = given["input"].detach(), given["target"].detach()
-    if target.is_floating_point() or x.dim() != target.dim() + 1:
-        return None
-    rows = x.movedim(1, -1).reshape(-1, x.shape[1]) if x.dim() > 1 else x[None]
-    wanted = target.flatten().long()
-    return Asked(rows, wanted.masked_fill(wanted == given.get("ignore_index", -100), -1))
 
 
 @dataclass
 class Placed:
     """Which place of ``ids`` (flat) each prediction is made at, and which one its targets were read from."""
 
-    asked: Asked
+    asked: Classified
     ids: Tensor
     at: Tensor
 
@@ -69,19 +50,22 @@ class Placed:
         return float((told == self.asked.target[use]).double().mean())
 
 
-def place(asked: Asked, ids: Tensor, outputs: list[Tensor]) -> Placed | None:
-    """Finds the places: by the number of predictions, and where models return the scores by those."""
+def place(asked: Classified, ids: Tensor, outputs: list[Tensor]) -> Placed | None:
+    """Finds the places: by the number of predictions, and where models return the scores, or what they are made of,
+    by those.
+    """
+    marks = asked.marks
     batch, length = ids.shape
     grid = torch.arange(batch * length, device=ids.device).view(batch, length)
     layouts = [grid.flatten(), grid[:, :-1].flatten(), grid[:, 1:].flatten()]
-    layouts = [each for each in layouts if len(each) == len(asked.rows)]
-    scores = [o.reshape(batch * length, -1) for o in outputs if o.dim() == 3 and o.shape[:2] == ids.shape]
-    scores = [each for each in scores if each.shape[1] == asked.rows.shape[1]]
+    layouts = [each for each in layouts if len(each) == len(marks)]
+    known = [o.reshape(batch * length, -1) for o in outputs if o.dim() == 3 and o.shape[:2] == ids.shape]
+    known = [each for each in known if each.shape[1] == marks.shape[1]]
     for each in layouts:
-        if not scores or any(torch.equal(one[each].to(asked.rows), asked.rows) for one in scores):
+        if not known or any(torch.equal(one[each].to(marks), marks) for one in known):
             return Placed(asked, ids, each)
-    for one in scores:
-        if (found := _looked_up(one.to(asked.rows), asked.rows)) is not None:
+    for one in known:
+        if (found := _looked_up(one.to(marks), marks)) is not None:
             return Placed(asked, ids, found)
     return None
 
@@ -100,7 +84,7 @@ def token_inputs(bench: Bench) -> list[Tensor]:
     return [x for x in found.values() if x.dim() == 2 and x.shape[1] > 2 and int(x.max() - x.min()) > 1]
 
 
-def _replayed(bench: Bench, **edit: Any) -> tuple[list[Asked], list[Tensor]]:
+def _replayed(bench: Bench, **edit: Any) -> tuple[list[Classified], list[Tensor]]:
     tour = _Asked(bench)
     with bench.live():
         played = tour.go("forward", **edit)
@@ -144,12 +128,13 @@ def _sees(bench: Bench, placed: Placed, which: int) -> dict[str, Any]:
     edit = {"inputs": others_from(ids, start), "mode": "eval"}
     was, _ = _replayed(bench, mode="eval")
     now, _ = _replayed(bench, **edit)
-    if len(now) <= which or len(was) <= which or now[which].rows.shape != was[which].rows.shape:
+    if len(now) <= which or len(was) <= which or now[which].marks.shape != was[which].marks.shape:
         return {"sees": None}
-    before = counts & (column < start)
-    rows, changed = was[which].rows.double(), now[which].rows.double()
-    spread = float(rows[before].std()) if int(before.sum()) * rows.shape[1] > 1 else 0.0
-    largest = float((changed - rows)[before].abs().max())
+    before = (counts & (column < start)).nonzero().flatten()
+    nearest = before[column[before].argsort(descending=True, stable=True)][: placed.asked.most]
+    rows, changed = was[which].scores(nearest).double(), now[which].scores(nearest).double()
+    spread = float(rows.std()) if rows.numel() > 1 else 0.0
+    largest = float((changed - rows).abs().max())
     return {"sees": largest / spread if spread > 0 else None, "from": start}
 
 
@@ -202,31 +187,39 @@ def sample_labels(bench: Bench) -> dict[str, Any]:
 
     ``rank``: the place of its label among the classes; ``sure``: the probability of the class that the model names.
     """
-    seen: list[Asked] = []
+    seen: list[Classified] = []
 
     def around(function: Any, args: Any, kwargs: Any) -> Any:
-        if getattr(function, "__name__", "") in CLASSIFYING and (one := as_asked(args, kwargs)) is not None:
+        if (one := classified(getattr(function, "__name__", ""), args, kwargs)) is not None:
             seen.append(one)
         return function(*args, **kwargs)
 
     steps = len(bench.train(32, Edit(ops=around)))
     batches = [ids for segment in bench.recorded[-steps:] for ids in segment.ids]
-    if len(seen) != len(batches) or any(ids is None or len(ids) != len(a.rows) for ids, a in zip(batches, seen)):
+    if len(seen) != len(batches) or any(ids is None or len(ids) != len(a.target) for ids, a in zip(batches, seen)):
         raise NotReplayable("the ids of the samples are not known, or not each has one label")
     latest: dict[int, tuple[int, float, float]] = {}
     for ids, one in zip(batches, seen):
-        scores = one.rows.double().log_softmax(1)
-        own = scores.gather(1, one.target.clamp(min=0)[:, None])
-        ranks, sure = (scores > own).sum(1), scores.max(1).values.exp()
-        told = zip(ids or (), one.target.tolist(), ranks.tolist(), sure.tolist(), (-own[:, 0]).tolist())
-        for i, target, rank, p, loss in told:
+        for i, target, rank, p, loss in zip(ids or (), *_believed(one)):
             latest.pop(i, None)  # so that they stay in the order in which they were last fed
             if target >= 0:
                 latest[i] = (rank, p, loss)
     return {
-        "classes": int(seen[0].rows.shape[1]),
+        "classes": seen[0].classes,
         "ids": list(latest),
         "rank": [each[0] for each in latest.values()],
         "sure": [round(each[1], 4) for each in latest.values()],
         "loss": [round(each[2], 4) for each in latest.values()],
     }
+
+
+def _believed(one: Classified) -> tuple[list[int], list[int], list[float], list[float]]:
+    """Of each row: the label, its place among the classes, the probability of the class that is named, the loss."""
+    told: list[list[Tensor]] = [[], [], []]
+    for rows in one.pieces():
+        scores = one.scores(rows).double().log_softmax(1)
+        own = scores.gather(1, one.target[rows].clamp(min=0)[:, None])
+        for each, values in zip(told, ((scores > own).sum(1), scores.max(1).values.exp(), -own[:, 0])):
+            each.append(values)
+    rank, sure, loss = (torch.cat(each).tolist() for each in told)
+    return one.target.tolist(), rank, sure, loss

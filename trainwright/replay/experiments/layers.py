@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainwright.observe.program import tensors_of
 from trainwright.replay.bench import Bench
+from trainwright.replay.classified import classes_in
 from trainwright.replay.experiments import experiment
 from trainwright.replay.play import Edit, Played
 from trainwright.replay.tour import Tour
@@ -297,9 +298,8 @@ class _Outputs(Tour):
             self.made += [t for t in tensors_of(output) if t.requires_grad and t.is_floating_point()]
 
     def on_function(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        if not self.stack and name == "cross_entropy":
-            given = tensors_of([args, kwargs], 3)[0]
-            self.classes.append(int(given.shape[1 if given.dim() > 1 else 0]))
+        if not self.stack and name != "nll_loss" and (classes := classes_in(name, args, kwargs)) is not None:
+            self.classes.append(classes)
 
 
 @experiment("twins", when="first")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from trainwright.observe.program import Backward, Operation, Segment, Slot
 from trainwright.replay.bench import Bench
+from trainwright.replay.classified import CHUNKED, CLASSIFYING, Classified, classified
 from trainwright.replay.experiments import experiment
 from trainwright.replay.play import Edit, NotReplayable
 from trainwright.replay.terms import Term, terms_of
@@ -18,8 +19,7 @@ from trainwright.replay.tour import Tour
 
 BOUNDED = frozenset(
     [
-        "cross_entropy",
-        "nll_loss",
+        *CLASSIFYING,
         "mse_loss",
         "l1_loss",
         "smooth_l1_loss",
@@ -133,6 +133,9 @@ class _Losses(Tour):
         if not isinstance(x, Tensor) or not x.requires_grad or not x.numel():
             return
         told: dict[str, Any] = {"op": name, "shape": list(x.shape), "module": self.stack[-1] if self.stack else ""}
+        one = classified(name, args, kwargs) if isinstance(target, Tensor) or name == CHUNKED else None
+        if one is not None and name == CHUNKED:  # scores made by the head in it are no probabilities
+            told["shape"] = [len(one.target), one.classes]
         if name in CLASSES or name.endswith("softmax"):
             told["simplex"] = is_simplex(x, class_dim(name, x, args, kwargs))
         if name == "binary_cross_entropy_with_logits":
@@ -141,9 +144,8 @@ class _Losses(Tour):
             told["made_in"] = self._probabilities.get(id(x), "") or self._through_views(x)
         if name == "nll_loss":
             told["above_0"] = float((x.detach() > 0).double().mean())
-        if name in ("cross_entropy", "nll_loss") and x.dim() == 2 and isinstance(target, Tensor) and target.dim() == 1:
-            scores = x.detach().float().softmax(1) if name == "cross_entropy" else x.detach().float().exp()
-            told |= {"right": float((scores.argmax(1) == target).double().mean()), "sure": float(scores.amax(1).mean())}
+        if one is not None and x.dim() == 2 and len(one.target):
+            told |= _guessed(one)
         if name.startswith("binary") and isinstance(target, Tensor) and target.numel():
             told |= {"target_min": float(target.min()), "target_max": float(target.max())}
         if name != "softmax":
@@ -167,6 +169,14 @@ class _Losses(Tour):
 
         if result.requires_grad:
             result.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def _guessed(one: Classified) -> dict[str, float]:
+    """How often the class with the highest score is right, and the probability that is given to it."""
+    at = one.sample()
+    scores = one.scores(at).float()
+    sure, named = (scores.exp() if one.name == "nll_loss" else scores.softmax(1)).max(1)
+    return {"right": float((named == one.target[at]).double().mean()), "sure": float(sure.mean())}
 
 
 def wants(op: str, gradient: Tensor) -> int:

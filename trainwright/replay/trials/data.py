@@ -10,8 +10,9 @@ from torch import Tensor
 
 from trainwright.observe.program import mapped
 from trainwright.replay.bench import Bench
+from trainwright.replay.classified import classified
 from trainwright.replay.play import AS_IT_WAS, Edit
-from trainwright.replay.samples import CLASSIFYING, classes_of, pooled, standardised
+from trainwright.replay.samples import classes_of, pooled, standardised
 from trainwright.replay.trials import NotTried, trial
 
 STEPS = 12
@@ -71,11 +72,13 @@ def ignore_padding(bench: Bench, pad: int) -> str:
 
     def ignoring(which: int) -> Callable[..., Any]:
         def around(function: Any, args: Any, kwargs: Any) -> Any:
-            if getattr(function, "__name__", "") not in CLASSIFYING:
+            one = classified(getattr(function, "__name__", ""), args, kwargs)
+            if one is None:
                 return function(*args, **kwargs)
             better = {**kwargs, "ignore_index": pad}
             with torch.no_grad():
-                known[which].append(float(function(*args, **better)))
+                counted = int((one.target != pad).sum()) if one.is_sum else 1
+                known[which].append(float(function(*args, **better)) / max(1, counted))
             return function(*args, **(better if which else kwargs))
 
         return around

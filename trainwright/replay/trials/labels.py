@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from trainwright.observe.program import mapped
 from trainwright.replay.bench import Bench
-from trainwright.replay.experiments.labels import Placed, as_asked, place, token_inputs, tokens
+from trainwright.replay.classified import Classified, classified
+from trainwright.replay.experiments.labels import Placed, place, token_inputs, tokens
 from trainwright.replay.play import Edit
-from trainwright.replay.samples import CLASSIFYING
 from trainwright.replay.trials import NotTried, trial
 from trainwright.replay.trials.loss import STEPS, said
 
@@ -28,13 +27,11 @@ def _retargeted(bench: Bench, placed: Placed, other: Tensor, judged: Tensor, tol
 
     def around(change: bool) -> Callable[[Any, Any, Any], Any]:
         def run(function: Any, args: Any, kwargs: Any) -> Any:
-            asked = as_asked(args, kwargs) if getattr(function, "__name__", "") in CLASSIFYING else None
-            if asked is None or len(asked.rows) != len(placed.at):
+            asked = classified(getattr(function, "__name__", ""), args, kwargs)
+            if asked is None or len(asked.target) != len(placed.at):
                 return function(*args, **kwargs)
-            measured[change].append(float(F.cross_entropy(asked.rows[judged].float(), other[judged])))
-            x = args[0] if args else kwargs["input"]
-            rows = x.movedim(1, -1).reshape(-1, x.shape[1])
-            return F.cross_entropy(rows, other, ignore_index=-1) if change else function(*args, **kwargs)
+            measured[change].append(asked.loss(judged.nonzero().flatten(), other))
+            return asked.again(other) if change else function(*args, **kwargs)
 
         return run
 
@@ -45,10 +42,10 @@ def _retargeted(bench: Bench, placed: Placed, other: Tensor, judged: Tensor, tol
 
 def _places(bench: Bench) -> Placed:
     """Of the first loss that asks for tokens of an input."""
-    found: list[Any] = []
+    found: list[Classified] = []
 
     def around(function: Any, args: Any, kwargs: Any) -> Any:
-        if getattr(function, "__name__", "") in CLASSIFYING and (one := as_asked(args, kwargs)) is not None:
+        if (one := classified(getattr(function, "__name__", ""), args, kwargs)) is not None:
             found.append(one)
         return function(*args, **kwargs)
 
@@ -147,9 +144,9 @@ def without_samples(bench: Bench, ids: Sequence[int]) -> str:
     measured: list[float] = []
 
     def around(function: Any, args: Any, kwargs: Any) -> Any:
-        if getattr(function, "__name__", "") in CLASSIFYING and (one := as_asked(args, kwargs)) is not None:
-            chosen = rows if len(one.rows) == len(known) else list(range(len(one.rows)))
-            measured.append(float(F.cross_entropy(one.rows[chosen].float(), one.target[chosen], ignore_index=-1)))
+        if (one := classified(getattr(function, "__name__", ""), args, kwargs)) is not None:
+            chosen = rows if len(one.target) == len(known) else list(range(len(one.target)))
+            measured.append(one.loss(torch.tensor(chosen, device=one.target.device), one.target))
         return function(*args, **kwargs)
 
     bench.train(STEPS, Edit(ops=around), repeat=True)

@@ -1,0 +1,77 @@
+"""What moving an optimizer's state and update to the host's memory saves and costs. Arithmetic, not traced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trainwright.plan.devices import Device
+from trainwright.plan.forecast import Trace
+from trainwright.plan.scale import Scaled
+
+HOST_FLOPS = 1e12
+"""What the host computes in an update: some 32 cores as they usually are."""
+HOST_SHARE = 0.9
+"""Of the host's free memory that may be taken."""
+_WITHOUT_MOMENTUM = "without momentum it keeps nothing that could be moved"
+
+
+def why_not_offloaded(use: str, args: Mapping[str, Any]) -> str:
+    """Why it makes no sense for this optimizer; "" where it does."""
+    if use == "adafactor":
+        return "its factored moments are next to nothing, so moving them frees nothing"
+    if use == "muon":
+        return "its matrix products would run on the host, hundreds of times slower than on a GPU"
+    if use in ("sgd", "lars") and not args.get("momentum", 0.9):
+        return _WITHOUT_MOMENTUM
+    return ""
+
+
+@dataclass(frozen=True)
+class Offload:
+    """``state_bytes`` leave the device, ``host_bytes`` are taken on the host: state, copies of weights and gradients.
+
+    ``link_bytes`` go over the link in a step, half of them down and half up; ``host_s`` is the update's time there.
+    """
+
+    state_bytes: int
+    host_bytes: int
+    link_bytes: int
+    link_s: float
+    host_s: float
+
+    @property
+    def step_s(self) -> float:
+        """What a step takes more: copies and update follow one another."""
+        return self.link_s + self.host_s
+
+    def lacks_room(self, device: Device) -> bool:
+        """Whether the host's free memory is known and too small."""
+        room = device.host_memory_bytes * HOST_SHARE
+        return bool(room) and self.host_bytes > room
+
+
+def offload_of(trace: Trace, device: Device) -> Offload | None:
+    """Of an optimizer that was traced on the device; None where there is nothing, or nowhere, to move it to."""
+    state = trace.resident.get("optimizer", 0)
+    if not state or not device.host_link:
+        return None
+    grads = max(moment.held.get("gradients", 0) for moment in trace.moments)
+    flops = sum(work.flops for work in trace.work if work.phase == "update")
+    moved = 2 * state + 3 * grads  # reads state, gradients and weights; writes state and weights
+    host_s = max(moved / device.host_bandwidth, flops / HOST_FLOPS)
+    return Offload(state, state + 2 * grads, 2 * grads, 2 * grads / device.host_link, host_s)
+
+
+def without_optimizer(scaled: Scaled) -> Scaled:
+    """The step as it is on the device when state and update are elsewhere."""
+    return replace(scaled, small=_without(scaled.small), large=_without(scaled.large))
+
+
+def _without(trace: Trace) -> Trace:
+    moments = []
+    for each in trace.moments:
+        gone = ("optimizer", "temporaries") if each.phase == "update" else ("optimizer",)
+        moments.append(replace(each, held={kind: size for kind, size in each.held.items() if kind not in gone}))
+    return replace(trace, moments=tuple(moments), work=tuple(w for w in trace.work if w.phase != "update"))
