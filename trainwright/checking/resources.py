@@ -65,7 +65,8 @@ def foreseen(loaded: Loaded, parts: Parts, device: torch.device) -> Iterator[Ver
     need, usable = made.written.peak_bytes, made.device.usable_bytes
     said = f"a step peaks at {_gib(need)}, {_gib(usable)} are usable"
     if not made.written.fits:
-        ways = made.settings or tuple(each.line() for each in made.remedies[:1])
+        others = (each.line() for each in made.remedies if each.fits and each.means != "absent")
+        ways = made.settings or tuple(others)[:1]
         remedy = f"{', '.join(ways) or 'a smaller model'} (trainwright plan has the reasons)"
         yield Verdict("fail", "memory", said, remedy)
     elif need > NEARLY * usable:

@@ -272,11 +272,17 @@ def _limit(device: Device, most: float) -> Iterator[str]:
         f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_RIGHT}" y2="{y:.1f}" stroke="{INK}" stroke-width="2" '
         'stroke-dasharray="6 4"/>'
     )
-    yield _text(_RIGHT + 6, y + 4, f"usable {human_bytes(device.usable_bytes)}")
+    yield (
+        f'<line x1="{_RIGHT + 8}" y1="{_TOP + 11}" x2="{_RIGHT + 22}" y2="{_TOP + 11}" stroke="{INK}" stroke-width="2" '
+        'stroke-dasharray="6 2"/>'
+    )
+    yield _text(_RIGHT + 26, _TOP + 15, f"usable {human_bytes(device.usable_bytes)}")
 
 
 def _legend(trace: Trace) -> Iterator[str]:
+    """Kinds with what they hold at the peak, from the top down as they are drawn."""
     shown = [kind for kind in SIGNS if any(moment.held.get(kind) for moment in trace.moments)]
+    yield _text(_RIGHT + 8, _BOTTOM + 18, "operators, not seconds", 'font-size="10"')
     for row, kind in enumerate(reversed(shown)):
         y = _TOP + 40 + 20 * row
         yield f'<rect x="{_RIGHT + 8}" y="{y - 10}" width="12" height="12" fill="{COLOURS[kind]}"/>'

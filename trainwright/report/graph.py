@@ -37,11 +37,22 @@ def graph_text(headline: Headline, folded: Folded) -> list[str]:
         "",
         *_table(MODULE_COLUMNS, module_cells(folded), left=(0, 1, 8)),
         "  kept: activations that wait for the backward pass.  frees: what checkpointing that module gives back",
+        *_rest(folded.rows),
         "",
         f"autograd graph, in the order of the forward pass: {headline.nodes:,} nodes, {headline.edges:,} edges",
         *_table(RUN_COLUMNS, run_cells(folded), left=(2, 3)),
         "  from: the rows that a row is computed from, and passes its gradients to.  Leaves (parameters) are left out",
     ]
+
+
+def _rest(rows: Sequence[Row]) -> Iterator[str]:
+    """Where the FLOPs are that the first row has and no row below it: a table that does not add up says why."""
+    top, below = rows[0], [row for row in rows if row.depth == 1]
+    forward = top.forward_flops - sum(row.forward_flops for row in below)
+    backward = top.backward_flops - sum(row.backward_flops for row in below)
+    if below and forward + backward > 0.005 * (top.forward_flops + top.backward_flops):
+        said = f"{human_count(forward)} forward, {human_count(backward)} backward"
+        yield f"  FLOPs of {top.kind} in no row below it, as those of the loss: {said}"
 
 
 def headline_text(headline: Headline) -> str:

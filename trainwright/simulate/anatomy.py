@@ -51,8 +51,15 @@ class Anatomy:
         return self.calls[: self.needed]
 
 
+class Seen(Exception):
+    """Ends the step of a survey: of it, only the first forward pass is of use."""
+
+
 class Survey(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches the first forward pass of what ``make`` makes, which fills ``blocks`` and their ``paths``."""
+    """Watches the first forward pass of what ``make`` makes, which fills ``blocks`` and their ``paths``.
+
+    Its loss then raises ``Seen``: what is watched is held a little longer, so the step would not be the plain one.
+    """
 
     def __init__(self, make: Callable[[torch.device], Subject]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -63,19 +70,16 @@ class Survey(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._indices: list[Counter[str]] = []
         self._known: set[int] = set()  # storages that are held anyhow
         self._alive: list[Any] = []  # so that no storage gets the number of another
-        self._done = False
 
     def make(self, device: torch.device) -> Subject:
-        """The subject, whose loss tells the survey of its first call."""
+        """The subject, whose loss tells the survey of its first call, and ends there."""
         subject = self._make(device)
         inner = as_loss_fn(subject.loss)
 
         def loss(model: nn.Module, batch: Any) -> Loss | Tensor:
-            if self._done:
-                return inner(model, batch)
-            self._done = True
             with self._watching(model):
-                return inner(model, batch)
+                inner(model, batch)
+            raise Seen
 
         return replace(subject, loss=loss)
 

@@ -10,6 +10,7 @@ so is the peak of whatever is chosen: what was foreseen is only a proposal.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -19,7 +20,7 @@ import torch
 
 from trainwright.plan.forecast import Trace
 from trainwright.plan.recompute import Recompute
-from trainwright.simulate.anatomy import Anatomy, Call, Survey
+from trainwright.simulate.anatomy import Anatomy, Call, Seen, Survey
 from trainwright.simulate.step import Subject
 
 Keep = tuple[str, ...] | None
@@ -150,13 +151,14 @@ def _block_of(module: str, paths: Sequence[str]) -> int | None:
 class Planner:
     """Plans for one model and step: ``choose`` for a budget, ``frontier`` for a picture. Nothing is traced twice.
 
-    Making it costs three traces. Raises UsageError when the model has no blocks, or cannot be traced.
+    Making it costs two traces and a forward pass. Raises UsageError when the model has no blocks, or cannot be traced.
     """
 
     def __init__(self, make: Callable[[torch.device], Subject], trace: TraceFn, speed: Speed | None = None) -> None:
         survey = Survey(make)
         self._make, self._trace = make, trace
-        trace(survey.make)  # not the trace of the plain step: saved tensors that are watched are held a little longer
+        with suppress(Seen):
+            trace(survey.make)
         none = trace(make)
         speed = speed or (CPU if none.device == "cpu" else GPU)
         self._paths = survey.paths
