@@ -121,6 +121,58 @@ def test_sigterm_saves_and_the_resumed_run_has_the_same_bits(folder: Path, worke
     assert {k: v.numpy().tobytes() for k, v in straight.items()} == {k: v.numpy().tobytes() for k, v in halves.items()}
 
 
+TOKENS = """\
+import time
+import torch
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        ids = torch.randint(0, 32, (33,))
+        return ids[:-1], ids[1:]
+"""
+LEFT_OPEN = """\
+name: open
+until: 30steps
+precision: fp32
+model:
+  use: gpt
+  args: {vocab_size: 32, block_size: 32, layers: 3, heads: 2, d_model: 32, dropout: 0.1}
+data:
+  train: {use: "tokens:Tokens"}
+loss: language_model
+batch: {size: 24}
+checkpoint: {every: 10steps}
+log: {every: 2steps}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("micro", "memory"), [("auto", "auto"), ("auto", "4MiB"), ("24", "5MiB")])
+def test_what_was_left_to_the_plan_stays_over_a_resume(folder: Path, micro: str, memory: str) -> None:
+    (folder / "tokens.py").write_text(TOKENS)
+    (folder / "open.yaml").write_text(LEFT_OPEN)
+    asked = ["open.yaml", f"--set=batch.micro={micro}", f"--set=model.activation_checkpointing={memory}"]
+    assert invoke("train", *asked, "--set=name=straight")[0] == 0
+    stopped = start("train", *asked, "--set=name=halves", cwd=folder)
+    wait_for_step(folder / "runs/halves/log.jsonl", 8)
+    stopped.send_signal(signal.SIGTERM)
+    said, _ = stopped.communicate(timeout=120)
+    assert stopped.returncode == 75, said
+    assert invoke("resume", "runs/halves")[0] == 0
+    plans = [json.loads((folder / "runs" / name / "plan.json").read_text()) for name in ("straight", "halves")]
+    settled = plans[0]["settled"]
+    assert plans[1]["settled"] == settled
+    assert settled["micro"] == {"auto": 24, "4MiB": 8, "5MiB": 24}[memory]
+    assert any(keep is not None for keep in settled["recompute"]) == (memory == "5MiB")
+    straight = load_file(folder / "runs/straight/checkpoints/step-00000030/model.safetensors")
+    halves = load_file(folder / "runs/halves/checkpoints/step-00000030/model.safetensors")
+    assert {k: v.numpy().tobytes() for k, v in straight.items()} == {k: v.numpy().tobytes() for k, v in halves.items()}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_reaches_the_whole_group_and_workers_do_not_die_of_it(folder: Path, number: signal.Signals) -> None:

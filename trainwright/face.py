@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from trainwright.build.assemble import LIVE, Parts
 from trainwright.build.data import Unwrapped, unwrap
+from trainwright.build.model import require_ready
 from trainwright.engine.loss import require_callable
 from trainwright.errors import UsageError
 from trainwright.recipe import from_mapping
@@ -51,7 +50,7 @@ def fit(
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"fit: the model is a {type(model).__name__}", remedy="give an nn.Module")
-    _require_ready(model)
+    require_ready(model)
     require_callable(loss)
     quiet = bool(short.pop("quiet", False))
     accept = _several(short.pop("accept", ()))
@@ -127,21 +126,6 @@ def _flat(settings: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
     for path, value in settings.items():
         inner = isinstance(path, str) and path.rpartition(".")[2] != "args" and isinstance(value, Mapping)
         yield from _flat({f"{path}.{key}": each for key, each in value.items()}) if inner else [(path, value)]
-
-
-def _require_ready(model: nn.Module) -> None:
-    """Raises UsageError for weights that have no shape or no memory yet."""
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if is_lazy(tensor):
-            raise UsageError(
-                f"fit: {name} of the model has no shape yet (a lazy module)",
-                remedy="call the model once on one batch before fit: model(x[:2])",
-            )
-        if tensor.is_meta:
-            raise UsageError(
-                f"fit: {name} of the model is on the meta device and has no values",
-                remedy="build the model outside torch.device('meta'), or model.to_empty(device='cpu') and fill it",
-            )
 
 
 def _described(model: nn.Module, data: Unwrapped, val: Unwrapped | None, loss: Callable[..., Any]) -> dict[str, Any]:

@@ -31,10 +31,11 @@ from trainwright.engine.until import Until, for_seconds, for_steps
 from trainwright.errors import DataError, UsageError
 from trainwright.observe.sinks import require_sinks
 from trainwright.papers import where_from
+from trainwright.plan.devices import Device
 from trainwright.plan.machine import Machine, read_machine
 from trainwright.plan.make import Facts, Kept, Note, Plan, candidates, make_plan, with_rehearsal
 from trainwright.plan.memory import memory_bytes
-from trainwright.planning.at_hand import device_at_hand
+from trainwright.planning.at_hand import device_at_hand, nominal_cpu
 from trainwright.planning.settle import Settled, left_open, resettled, settle
 from trainwright.recipe import Duration, Loaded, Recipe
 from trainwright.resume import Earlier
@@ -94,7 +95,7 @@ def prepare(loaded: Loaded, parts: Parts | None = None, *, earlier: Earlier | No
     with at_recipe(loaded, "device"):
         device = choose_device(loaded.recipe.device)
     set_deterministic(loaded.recipe.deterministic)
-    settled = _settled(loaded, parts, earlier)
+    settled = _settled(loaded, parts, earlier, nominal_cpu(machine) if device.type == "cpu" else None)
     loaded, recipe = settled.loaded, settled.loaded.recipe
     if parts is None:
         parts = build_parts(loaded, device, settled.planned)
@@ -131,14 +132,14 @@ def prepare(loaded: Loaded, parts: Parts | None = None, *, earlier: Earlier | No
     return job
 
 
-def _settled(loaded: Loaded, parts: Parts | None, earlier: Earlier | None) -> Settled:
+def _settled(loaded: Loaded, parts: Parts | None, earlier: Earlier | None, cpu: Device | None) -> Settled:
     """The recipe with what it leaves to the plan decided: as it was for an earlier part of the run."""
     if not left_open(loaded.recipe):
         return Settled(loaded)
     if earlier and (kept := earlier.settled):
         return resettled(loaded, kept)
     with at_recipe(loaded, "model"):
-        return settle(loaded, device_at_hand(probe=False), parts=parts)
+        return settle(loaded, cpu or device_at_hand(probe=False), parts=parts)
 
 
 def until_of(plan: Plan) -> Until:
@@ -180,6 +181,7 @@ def _rehearsed(job: Job, facts: Facts, first: StepBatch, asked: str) -> Plan:
             parameters=facts.parameters,
             trainable=facts.trainable,
             activations=seen.activation_bytes,
+            offloaded=job.recipe.optimizer.offload is True and job.device.type != "cpu",
         ),
     )
 

@@ -354,6 +354,20 @@ def test_sparse_and_complex_parameters() -> None:
     assert all(same_bits(a, b) for a, b in zip(*finals, strict=True))
 
 
+def test_whatever_the_default_device_is() -> None:
+    model = nn.Linear(3, 2)
+    expected = copy.deepcopy(model)
+    plain = torch.optim.AdamW(expected.parameters(), lr=LR, foreach=False)
+    with torch.device("meta"):
+        optimizer = offloaded(torch.optim.AdamW)(model.parameters(), lr=LR, foreach=False)
+        for parameter in [*model.parameters(), *expected.parameters()]:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    plain.step()
+    assert {each.device.type for own in optimizer.state.values() for each in own.values()} == {"cpu"}
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+
+
 class Breaks(torch.optim.SGD):
     """Once, when it has updated a part."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from plain import assert_same_bits, bits, cut, one_micro
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from trainwright.engine.cut import cut as cut_batch
 from trainwright.engine.cut import cut_micro
@@ -22,7 +25,8 @@ from trainwright.engine.precision import FP32
 from trainwright.engine.rehearse import Mode, rehearse
 from trainwright.engine.step import make_step
 from trainwright.errors import OutOfMemory, UsageError
-from trainwright.state.cursor import MicroBatch
+from trainwright.state.cursor import BadSample, MicroBatch
+from trainwright.state.ema import Ema
 from trainwright.state.scaler import LossScaler
 from trainwright.state.train_state import TrainState
 
@@ -244,6 +248,68 @@ def test_the_rehearsal_takes_what_fits() -> None:
         rehearse(stepped(Small(0, norm=False), 16, 0)[0], cut(data(), 16), loss, modes=modes, budget_s=0.0)
 
 
+def counted(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
+    """With a metric; what is not a number stays one."""
+    out = model(batch[0])
+    right = (out.argmax(1) == batch[1]).sum()
+    return Loss(F.cross_entropy(out, batch[1], reduction="sum"), float(len(batch[1])), {"right": right})
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_what_is_reported_and_counted_is_that_of_the_smaller_micro_batch(bad: bool) -> None:
+    """The average, metrics, samples, quarantine, the ledger of a step that is skipped with the ids of its samples."""
+    x, y = data()
+    if bad:
+        x[13, 2] = float("nan")
+
+    def done(room: int, micro: int) -> tuple[TrainState, Any]:
+        model = Small(room, norm=False)
+        state = TrainState(model, torch.optim.AdamW(model.parameters(), lr=1e-2), ema=Ema(model, 0.9))
+        torch.manual_seed(9)
+        batch = replace(cut((x, y), micro, first_id=100), bad=(BadSample(7, "torn"),))
+        return state, make_step(counted)(state, batch)
+
+    (short, result), (straight, other) = done(4, 16), done(99, 4)
+    assert len(result.shortages) == 2 and not other.shortages
+    assert_same_bits(bits(short.model), bits(straight.model))
+    assert_same_bits(short.ema.shadow, straight.ema.shadow)  # type: ignore[union-attr]
+    assert torch.equal(result.metrics["right"], other.metrics["right"]) and result.weight == other.weight == 16.0
+    assert torch.equal(result.grad_norm.nan_to_num(), other.grad_norm.nan_to_num())
+    assert result.batch.ids.tolist() == list(range(100, 116)) and result.batch.cursor == other.batch.cursor
+    assert (short.num_samples, short.step, set(short.quarantine)) == (16, 1, {7})
+    short.ledger.settle()
+    skipped = [(each.step, each.micro_batch, each.sample_ids) for each in short.ledger.entries]
+    assert skipped == ([(1, 3, (112, 113, 114, 115))] if bad else [])
+
+
+def test_a_compiled_model_and_one_that_computes_again() -> None:
+    """The failed try leaves nothing in what torch keeps for either."""
+    whole, again, compiled = Small(99), Small(4, "backward"), Small(4)
+    again.net[0].forward = partial(checkpoint, again.net[0].forward, use_reentrant=False)  # type: ignore[method-assign]
+    stepped_again, _ = stepped(again, 16)
+    _, results = stepped(torch.compile(compiled, backend="eager"), 16)  # type: ignore[arg-type]
+    straight, _ = stepped(whole, 4)
+    assert_same_bits(bits(stepped_again.model), bits(straight.model))
+    assert_same_bits(bits(compiled), bits(straight.model))
+    assert [each.micro for each in results[0].shortages] == [16, 8]
+
+
+def test_tokens_are_those_of_the_batch_as_it_was_given() -> None:
+    """Of a list of samples the first one counts, in each micro-batch: cut, it would count more."""
+
+    def samples(model: nn.Module, batch: list[tuple[Tensor, int]]) -> Loss:
+        if len(batch) > 2:
+            torch.empty(TOO_MUCH, dtype=torch.uint8)
+        out = torch.stack([model(ids.float()).sum() for ids, _ in batch])
+        return Loss(out.sum(), float(len(batch)))
+
+    model = nn.Linear(6, 3)
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    result = make_step(samples)(state, one_micro([(torch.ones(2, 6, dtype=torch.int64), 1) for _ in range(8)], 8))
+    assert [micro.size for micro in result.batch.micro] == [2] * 4
+    assert state.num_tokens == 12
+
+
 # how data are cut
 
 Pair = namedtuple("Pair", "image label")
@@ -262,6 +328,19 @@ def test_nested_batches_are_cut_along_their_samples() -> None:
     pair, _ = pieces(Pair(X, Y.numpy()))
     assert isinstance(pair, Pair) and pair.label.tolist() == [0, 1, 2]
     assert pair.image.untyped_storage().data_ptr() == X.untyped_storage().data_ptr()  # a view
+
+
+def test_mappings_keep_their_class() -> None:
+    class Read(UserDict[str, Tensor]):
+        """As the batches of tokenizers are: values by name, and as attributes."""
+
+        def __getattr__(self, name: str) -> Tensor:
+            return self.data[name]
+
+    one, two = pieces(Read(x=X))
+    assert torch.equal(one.x, X[:3]) and torch.equal(two.x, X[3:])
+    assert type(pieces(OrderedDict(x=X))[0]) is OrderedDict
+    assert torch.equal(pieces(defaultdict(list, x=X))[0]["x"], X[:3])
 
 
 def test_a_list_of_samples_is_told_from_parts_of_a_batch() -> None:

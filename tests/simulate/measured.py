@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import numpy as np
@@ -28,6 +29,7 @@ def measured_peak(
     recompute: Recompute | None = None,
 ) -> int:
     """Bytes: the largest running sum of the allocator's events in the second step, all of the model's included."""
+    gc.collect()  # else what an earlier test left may be freed within, and counts against this one
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         subject = make(torch.device("cpu"))
         if recompute is not None:

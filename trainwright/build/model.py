@@ -1,14 +1,31 @@
-"""What is done to a model before training: frozen parameters; and how many it has."""
+"""What is done to a model before training: whether it is ready, frozen parameters; and how many it has."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from itertools import chain
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from trainwright.errors import UsageError
+
+
+def require_ready(model: nn.Module) -> None:
+    """Raises UsageError for weights that have no shape or no memory yet."""
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise UsageError(
+                f"{name} of the model has no shape yet (a lazy module)",
+                remedy="call the model once on one batch when it is made: model(x[:2])",
+            )
+        if tensor.is_meta:
+            raise UsageError(
+                f"{name} of the model is on the meta device and has no values",
+                remedy="build the model outside torch.device('meta'), or model.to_empty(device='cpu') and fill it",
+            )
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:

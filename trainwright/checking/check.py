@@ -62,6 +62,8 @@ class _Look:
     train: Samples = field(default_factory=lambda: Samples(None))
     val: Samples | None = None
     aligned: bool = False
+    open_question: Verdict | None = None
+    """What the samples alone do not tell, and the smoke run may."""
     seen: First | None = None
 
     def tell(self, verdicts: Iterable[Verdict]) -> None:
@@ -85,29 +87,34 @@ def check(loaded: Loaded, *, budget: Budget = Budget(), tell: Callable[[str], No
     checkup = Checkup(loaded.source.name, tell)
     with process_settings(), preserved_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        look = _Look(quick, choose_device(recipe.device), budget, checkup)
         try:
-            _look_at(_Look(quick, choose_device(recipe.device), budget, checkup))
+            checkup.complete = _look_at(look)
         except _Over:
-            pass
+            checkup.complete = False
         except (RecipeError, MissingExtra):
             raise
         except TrainwrightError as error:
+            checkup.complete = False
             checkup.add(Verdict("fail", "run", error.message, error.remedy))
+        if look.open_question and all(each.what != look.open_question.what for each in checkup.verdicts):
+            checkup.add(look.open_question)
     checkup.seconds = time.perf_counter() - begin_s
     tell(checkup.summary())
     return checkup
 
 
-def _look_at(look: _Look) -> None:
+def _look_at(look: _Look) -> bool:
+    """Whether all of it was looked at."""
     parts, at_hand = _built(look)
     foreseen = list(resources.foreseen(look.loaded, parts, look.device))
     look.tell(foreseen)
     if look.failed:  # the first batch would take it all
-        return
+        return False
     _data(look, parts)
     _first(look, parts)
     if look.seen is None or look.seen.error or look.seen.values_without == look.seen.trained:
-        return
+        return False
     try:
         job = prepare(look.loaded, parts)
     except TrainwrightError:
@@ -116,6 +123,7 @@ def _look_at(look: _Look) -> None:
         raise TrainwrightError(f"{type(error).__name__}: {error}", remedy="run one batch by hand") from error
     look.tell([] if foreseen else resources.memory(job, at_hand))
     _trained(look, job)
+    return True
 
 
 def _built(look: _Look) -> tuple[Parts, int]:
@@ -161,7 +169,9 @@ def _data(look: _Look, parts: Parts) -> None:
     found = alignment(train, look.val)
     if found is not None:
         look.aligned = found[1]
-        if found[0].word != "cannot tell":  # the smoke run may tell more
+        if found[0].word == "cannot tell":
+            look.open_question = found[0]
+        else:
             look.checkup.add(found[0])
 
 

@@ -16,6 +16,7 @@ from trainwright.checking.samples import Samples
 from trainwright.checking.verdict import Verdict
 from trainwright.engine.loss import Loss, as_loss_fn, call_loss
 from trainwright.errors import TrainwrightError
+from trainwright.replay.classified import CHUNKED, Classified, classified
 from trainwright.state.cursor import MicroBatch
 
 CLASSES = ("cross_entropy", "nll_loss")
@@ -74,13 +75,23 @@ class Tap(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in (*CLASSES, *YES_NO, *NUMBERS) and len(self.heard) < 16:
+        of_chunks = classified(name, args, kwargs) if name == CHUNKED else None
+        if of_chunks is not None and len(self.heard) < 16:
+            self.heard.append(_of_chunks(of_chunks))
+        elif name in (*CLASSES, *YES_NO, *NUMBERS) and len(self.heard) < 16:
             given = dict(zip(("input", "target"), args, strict=False)) | kwargs
             output, target = given.get("input"), given.get("target")
             if isinstance(output, Tensor) and isinstance(target, Tensor):
                 ignored = kwargs.get("ignore_index", -100)
                 self.heard.append(Scored(name, output.detach().clone(), target.detach().clone(), ignored))
         return func(*args, **kwargs)
+
+
+def _of_chunks(given: Classified) -> Scored:
+    """A loss in chunks as a plain one, of some of its rows."""
+    at = given.sample()
+    target = given.target[at].masked_fill(given.target[at] < 0, given.ignore_index)
+    return Scored("cross_entropy", given.scores(at), target, given.ignore_index)
 
 
 @dataclass

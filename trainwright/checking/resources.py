@@ -25,6 +25,7 @@ from trainwright.state.rng import preserved_rng
 
 NEARLY = 0.8
 """Share of the memory at hand from which on it is close."""
+UNTRACED = "by the rehearsal: the plan cannot trace this model"
 SLOW_S = 0.01
 """A wait per step that is not worth a word."""
 
@@ -86,9 +87,9 @@ def memory(job: Job, at_hand: int) -> Iterator[Verdict]:
         yield _too_much("a step needs", sizes, need, at_hand)
     elif need > NEARLY * at_hand:
         remedy = "leave some room: temporaries of kernels and a copy for asynchronous saving come on top"
-        yield Verdict("warn", "memory", f"about {_gib(need)} of {_gib(at_hand)} at hand", remedy)
+        yield Verdict("warn", "memory", f"about {_gib(need)} of {_gib(at_hand)} at hand, {UNTRACED}", remedy)
     else:
-        yield Verdict("ok", "memory", f"about {_gib(need)} of {_gib(at_hand)} at hand")
+        yield Verdict("ok", "memory", f"about {_gib(need)} of {_gib(at_hand)} at hand, {UNTRACED}")
 
 
 def _too_much(what: str, sizes: Mapping[str, int], need: int, at_hand: int) -> Verdict:

@@ -35,6 +35,8 @@ class Checkup:
     tell: Callable[[str], None] = lambda text: None
     verdicts: list[Verdict] = field(default_factory=list)
     seconds: float = 0.0
+    complete: bool = True
+    """False where something kept the rest from being looked at."""
 
     def add(self, verdict: Verdict) -> Verdict:
         """Keeps a verdict and tells it."""
@@ -55,13 +57,15 @@ class Checkup:
         if not count["fail"] and count["warn"]:
             said = "this would train; look at the warnings"
         told = ", ".join(f"{n} {word}" for word, n in count.items() if n)
-        return f"{said} ({told}{f', {unknown} cannot tell' if unknown else ''}; {self.seconds:.0f} s)"
+        rest = "" if self.complete else "; the rest was not looked at"
+        return f"{said} ({told}{f', {unknown} cannot tell' if unknown else ''}; {self.seconds:.0f} s){rest}"
 
     def to_json(self) -> dict[str, Any]:
         """What ``--json`` prints."""
         return {
             "recipe": self.recipe,
             "trains": self.exit_code == 0,
+            "complete": self.complete,
             "verdicts": [asdict(each) for each in self.verdicts],
             "seconds": round(self.seconds, 2),
             "exit": self.exit_code,

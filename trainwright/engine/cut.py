@@ -53,7 +53,9 @@ def _piece_of(data: Any, size: int, path: str) -> Piece | None:
         return data.__getitem__
     if isinstance(data, Mapping):
         pieces = {key: _piece_of(value, size, f"{path}[{key!r}]") for key, value in data.items()}
-        return (lambda rows: {k: _some(pieces[k], v, rows) for k, v in data.items()}) if any(pieces.values()) else None
+        if not any(pieces.values()):
+            return None
+        return lambda rows: _alike(data, {k: _some(pieces[k], v, rows) for k, v in data.items()})
     if isinstance(data, tuple | list):
         return _piece_of_several(data, size, path)
     if isinstance(data, _PLAIN):
@@ -86,6 +88,14 @@ def _piece_of_several(data: tuple[Any, ...] | list[Any], size: int, path: str) -
         return None
     make: Callable[[Iterable[Any]], Any] = getattr(type(data), "_make", type(data))
     return lambda rows: make(_some(piece, value, rows) for piece, value in zip(pieces, data, strict=True))
+
+
+def _alike(data: Mapping[Any, Any], made: dict[Any, Any]) -> Any:
+    """Of the class that ``data`` is of, whose values may be read as attributes; a plain one where it is not made so."""
+    try:
+        return made if type(data) is dict else type(data)(made)  # type: ignore[call-arg]
+    except TypeError:  # as a defaultdict
+        return made
 
 
 def _takes_samples(piece: Piece | None) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -127,11 +127,18 @@ def holdings(state: TrainState, batch: StepBatch) -> dict[str, int]:
         "weights": parameters,
         "buffers": state.model.buffers(),
         "gradients": [p.grad for p in parameters],
-        "optimizer": [each for own in state.optimizer.state.values() for each in own.values()],
+        "optimizer": [
+            each for own in state.optimizer.state.values() for each in own.values() if _beside(each, parameters)
+        ],
         "average": shadow.values(),
         "batch": tensors_in([micro.data for micro in batch.micro]),
     }
     return {kind: _bytes(tensors) for kind, tensors in kinds.items()}
+
+
+def _beside(tensor: Any, parameters: Sequence[Tensor]) -> bool:
+    """Whether it is where the weights are: an offloaded optimizer's state is not."""
+    return isinstance(tensor, Tensor) and any(tensor.device.type == p.device.type for p in parameters[:1])
 
 
 def _bytes(tensors: Iterable[Any]) -> int:

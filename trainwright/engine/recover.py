@@ -157,7 +157,8 @@ def given_up(told: list[Shortage], trouble: str) -> OutOfMemory:
         f"{_gib(last.given_back_bytes)}; {_gib(last.capacity_bytes)} may be used in all",
         told=told,
         remedy="smaller batch.micro, model.activation_checkpointing: block, precision: bf16, shorter samples, "
-        "an optimizer with less state (sgd, adafactor), or a device with more memory",
+        "an optimizer with less state (sgd, adafactor) or with it on the host of a GPU (optimizer.offload: true), "
+        "or a device with more memory",
     )
 
 

@@ -102,6 +102,7 @@ def make_step(
     def advance(state: TrainState, batch: StepBatch) -> StepResult:
         lr = set_lr(state.optimizer, schedule(state.step, state.fraction))
         fitting.buffers.keep(state.model, own if state.loss is None else state.loss)
+        tokens = batch.tokens
         (done, grad_norm, probed), batch, shortages = fitting(passes, state, batch)
         skipped = must_skip(grad_norm, done.weight)
         scale = state.scaler.scale
@@ -115,7 +116,7 @@ def make_step(
             raise
         state.step += 1
         state.num_samples += batch.size
-        state.num_tokens += batch.tokens
+        state.num_tokens += tokens  # as it was given: of lists of samples only the first is counted
         state.data = batch.cursor
         state.quarantine.update(bad.id for bad in batch.bad)
         state.ledger.note(state.step, skipped, grad_norm=grad_norm, losses=done.micro_losses, batch=batch, scale=scale)

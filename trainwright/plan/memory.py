@@ -9,15 +9,17 @@ STATE_PER_WEIGHT: Mapping[str, int] = {"sgd": 1, "adam": 2, "adamw": 2, "lamb": 
 BYTES = 4
 
 
-def memory_bytes(optimizer: str, *, parameters: int, trainable: int, activations: int) -> dict[str, int]:
+def memory_bytes(
+    optimizer: str, *, parameters: int, trainable: int, activations: int, offloaded: bool = False
+) -> dict[str, int]:
     """By kind, for one rank in fp32 master weights. ``activations`` is measured on one micro-batch.
 
-    An optimizer of the user's own is taken to keep two values a weight, as Adam does. Temporaries of kernels,
-    the batch itself and the framework are not in it.
+    What is ``offloaded`` is not on the device. An optimizer of the user's own is taken to keep two values a weight, as
+    Adam does. Temporaries of kernels, the batch itself and the framework are not in it.
     """
     return {
         "weights": parameters * BYTES,
         "gradients": trainable * BYTES,
-        "optimizer": trainable * BYTES * STATE_PER_WEIGHT.get(optimizer, 2),
+        "optimizer": 0 if offloaded else trainable * BYTES * STATE_PER_WEIGHT.get(optimizer, 2),
         "activations": activations,
     }

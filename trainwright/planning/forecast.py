@@ -56,15 +56,17 @@ def forecast(loaded: Loaded, device: Device, *, parts: Parts | None = None) -> F
     Raises RecipeError for what cannot be built, UsageError for a model whose step cannot be traced.
     """
     recipe, plan = loaded.recipe, blueprint(loaded, parts)
+    may_offload = can_offload(loaded, device)
     batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation)
     survey = Survey(plan, device, precision_on(recipe, device))
     asked = recipe.model.activation_checkpointing
     ways = survey.ways(CHECKPOINTING)
-    moved = offloaded(ways, device) if can_offload(loaded, device) else []
+    moved = offloaded(ways, device) if may_offload else []
     budget = device if asked in (*CHECKPOINTING, "auto") else within(device, parse_bytes(asked))
     choice = choose(among(recipe, ways, moved, when_unasked=True), budget, batch.size)
-    here = [way for way in among(recipe, ways, moved, when_unasked=False) if way.checkpointing == asked]
-    each = [weigh(way, device, batch.size, batch.micro) for way in here or [choice.best.way]]
+    here = among(recipe, ways, moved, when_unasked=False)
+    name = asked if any(way.checkpointing == asked for way in here) else choice.best.way.checkpointing
+    each = [weigh(way, device, batch.size, batch.micro) for way in here if way.checkpointing == name]
     written = next((option for option in each if option.fits), each[0])
     if recipe.batch.micro == "auto":
         written = choice.best
@@ -192,7 +194,8 @@ def _beside(recipe: Recipe, best: Option) -> list[Note]:
 
     found = []
     held = best.way.scaled.small.resident
-    state = held.get("weights", 0) + held.get("optimizer", 0)
+    moved = best.way.offload.state_bytes if best.way.offload else 0
+    state = held.get("weights", 0) + held.get("optimizer", 0) + moved
     if recipe.checkpoint.asynchronous:
         why = f"checkpoint.asynchronous keeps {human_bytes(state)} in the host's memory while a checkpoint is written"
         found.append(Note("host memory", human_bytes(state), why))

@@ -64,11 +64,12 @@ def settle(loaded: Loaded, device: Device, *, parts: Parts | None = None, ranks:
         why = "the device's memory is the host's"
         return Settled(_decided(loaded, offload=False), None, (Note("optimizer offload", "no", why),))
     plan, asked = blueprint(loaded, parts), recipe.model.activation_checkpointing
+    may_offload = can_offload(loaded, device) and not on_cpu
     batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation, ranks=ranks)
     budget = device if asked in (*CHECKPOINTING, "auto") else within(device, parse_bytes(asked))
     survey = Survey(plan, device, precision_on(recipe, device))
     ways = survey.ways((asked,) if asked in CHECKPOINTING else CHECKPOINTING)
-    moved = offloaded(ways, device) if can_offload(loaded, device) and not on_cpu else []
+    moved = offloaded(ways, device) if may_offload else []
     ways = among(recipe, ways, moved, when_unasked=False)
     fixed = None if recipe.batch.micro == "auto" else batch.micro
     per_rank = -(-batch.size // ranks)

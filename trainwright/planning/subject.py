@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 from trainwright.build.assemble import Parts, at_recipe, build_dataset, build_loss, build_model
 from trainwright.build.data import Unwrapped
-from trainwright.build.model import freeze
+from trainwright.build.model import freeze, require_ready
 from trainwright.build.optim.choose import make_optimizer
 from trainwright.build.optim.groups import GroupRule
 from trainwright.build.resolve import find
@@ -36,7 +36,6 @@ MADE_REALLY = (
     "give lazy modules (nn.LazyLinear) their shapes, and let __init__ read no values of tensors; or try sizes out: "
     "`trainwright batch-size RECIPE`"
 )
-MATERIALISE = "build it on a real device, or call model.to_empty(device=...) and initialise it"
 LEAST = 2
 """Samples of the smaller of two traces: with one, some copies become views."""
 
@@ -116,9 +115,10 @@ class Blueprint:
         except RecipeError as error:
             if "Fake" not in str(error):
                 raise
-            raise UsageError(f"the model cannot be made without its memory: {error}", remedy=MADE_REALLY) from None
-        if any(parameter.is_meta for parameter in model.parameters()):
-            raise UsageError("the model has weights on the meta device, which hold nothing", remedy=MATERIALISE)
+            why = error.problems[0].rule
+            raise UsageError(f"the model cannot be made without its memory: {why}", remedy=MADE_REALLY) from None
+        with at_recipe(self.loaded, "model.use"):
+            require_ready(model)
         return model
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:

@@ -30,7 +30,8 @@ class Classified:
     """A call of such a loss, without graphs, but for ``again``: the same loss of other targets (N,), -1: ignored.
 
     ``marks`` tell the rows apart: the scores (N, V), or what they are made of with ``head`` (N, D). Of ``target`` (N,)
-    those that are ignored are -1, whatever ``ignore_index`` is.
+    those that are ignored are -1, whatever ``ignore_index`` is. Scores that are made again are of the head as it is by
+    then: ask for them while the step is replayed, or within ``bench.live()``.
     """
 
     name: str

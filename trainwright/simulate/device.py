@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
@@ -43,13 +44,14 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
     own = nn.Module._apply
     nn.Module._apply = _Moves().apply  # type: ignore[method-assign]
     try:
-        with _Mode(allow_non_fake_inputs=True) as mode:
+        with warnings.catch_warnings(), _Mode(allow_non_fake_inputs=True) as mode:
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # copy.deepcopy looks at it
             yield mode
     finally:
         nn.Module._apply = own  # type: ignore[method-assign]
 
 
-class _Mode(FakeTensorMode):
+class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __deepcopy__(self, memo: object) -> FakeTensorMode:
         """Else a copied parameter is of another mode, and each view of it gets a storage of its own."""
         return self

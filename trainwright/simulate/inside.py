@@ -59,7 +59,8 @@ def inside(op: Any, args: Sequence[Any], rows: Rows) -> Inside | None:
     if less < most and len(small) == len(large):
         further = (count - most) / (most - less)
         return _summed([round(b + (b - a) * further) for a, b in zip(small, large, strict=True)])
-    return Inside(*(round(each * count / most) for each in _summed(large)[:2]), sure=False)
+    found = _summed(large)
+    return Inside(round(found.scratch * count / most), round(found.left * count / most), sure=False)
 
 
 def _summed(changes: Sequence[int]) -> Inside:
@@ -104,18 +105,19 @@ def _workspace(args: Sequence[Any]) -> Tensor:
 
 def _listened(call: Callable[[], object]) -> tuple[int, ...] | None:
     """Each allocation of the call in order, releases as negative numbers, bytes."""
+    private: Any = torch.autograd
     try:
         from torch._C._profiler import _ExperimentalConfig
-        from torch.autograd import ProfilerConfig, ProfilerState, _disable_profiler_legacy, _enable_profiler_legacy
 
-        config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
-        _enable_profiler_legacy(config)
+        cpu = private.ProfilerState.CPU
+        config = private.ProfilerConfig(cpu, False, True, False, False, False, _ExperimentalConfig())
+        private._enable_profiler_legacy(config)
     except (ImportError, AttributeError, TypeError, RuntimeError):  # another torch, or somebody else is listening
         return None
     try:
         out = call()
     finally:
-        threads = _disable_profiler_legacy()
+        threads: Any = private._disable_profiler_legacy()
     del out
     events = (event for thread in threads for event in thread if event.kind() == "memory_alloc")
     return tuple(event.cpu_memory_usage() for event in events)

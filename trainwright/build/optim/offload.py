@@ -53,7 +53,8 @@ class Offloaded(Optimizer):
         self._arrived: dict[torch.device, torch.cuda.Event] = {}
         groups = _as_groups(params)
         copies = [self._host_copies(group["params"]) for group in groups]
-        inner = type(self).factory([{**group, "params": each} for group, each in zip(groups, copies)], **options)
+        with torch.device("cpu"):
+            inner = type(self).factory([{**group, "params": each} for group, each in zip(groups, copies)], **options)
         made = inner.param_groups
         type(self).__name__ = type(inner).__name__
         if [list(map(id, group["params"])) for group in made] != [list(map(id, each)) for each in copies]:
@@ -245,7 +246,7 @@ class _Pieces:
     def __init__(self, parameters: Sequence[Tensor], *, pinned: bool) -> None:
         self._pinned = pinned
         self._planned = 2 * sum(_aligned(parameter.nbytes) for parameter in parameters)
-        self._rest = torch.empty(0, dtype=torch.uint8)
+        self._rest = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def like(self, tensor: Tensor) -> Tensor:
         """Memory that lies as the tensor's does: fused kernels read it so."""
@@ -254,7 +255,7 @@ class _Pieces:
         if size > len(self._rest):
             piece = max(size, min(PIECE_BYTES, self._planned))
             self._planned = max(0, self._planned - piece)
-            self._rest = torch.empty(piece, dtype=torch.uint8, pin_memory=self._pinned)
+            self._rest = torch.empty(piece, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
         taken, self._rest = self._rest[: shape.nbytes], self._rest[size:]
         return taken.view(shape.dtype).as_strided(shape.shape, shape.stride())
 
@@ -306,7 +307,8 @@ def _unhooked_step(optimizer: Optimizer) -> None:
     step = type(optimizer).step
     while getattr(step, "hooked", False):
         step = step.__wrapped__  # type: ignore[attr-defined]
-    step(optimizer)
+    with torch.device("cpu"):  # whatever the default is: counters are made here
+        step(optimizer)
 
 
 def _gpus(due: list[tuple[Tensor, _Host]]) -> set[torch.device]:

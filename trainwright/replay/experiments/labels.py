@@ -132,7 +132,8 @@ def _sees(bench: Bench, placed: Placed, which: int) -> dict[str, Any]:
         return {"sees": None}
     before = (counts & (column < start)).nonzero().flatten()
     nearest = before[column[before].argsort(descending=True, stable=True)][: placed.asked.most]
-    rows, changed = was[which].scores(nearest).double(), now[which].scores(nearest).double()
+    with bench.live():
+        rows, changed = was[which].scores(nearest).double(), now[which].scores(nearest).double()
     spread = float(rows.std()) if rows.numel() > 1 else 0.0
     largest = float((changed - rows).abs().max())
     return {"sees": largest / spread if spread > 0 else None, "from": start}
@@ -187,25 +188,28 @@ def sample_labels(bench: Bench) -> dict[str, Any]:
 
     ``rank``: the place of its label among the classes; ``sure``: the probability of the class that the model names.
     """
-    seen: list[Classified] = []
+    seen: list[tuple[list[Any], ...]] = []
+    classes: list[int] = []
+    sizes = {len(ids) for segment in bench.recorded for ids in segment.ids if ids is not None}
 
     def around(function: Any, args: Any, kwargs: Any) -> Any:
         if (one := classified(getattr(function, "__name__", ""), args, kwargs)) is not None:
-            seen.append(one)
+            seen.append(_believed(one) if len(one.target) in sizes else ([],))
+            classes.append(one.classes)
         return function(*args, **kwargs)
 
     steps = len(bench.train(32, Edit(ops=around)))
     batches = [ids for segment in bench.recorded[-steps:] for ids in segment.ids]
-    if len(seen) != len(batches) or any(ids is None or len(ids) != len(a.target) for ids, a in zip(batches, seen)):
+    if len(seen) != len(batches) or any(ids is None or len(ids) != len(each[0]) for ids, each in zip(batches, seen)):
         raise NotReplayable("the ids of the samples are not known, or not each has one label")
     latest: dict[int, tuple[int, float, float]] = {}
-    for ids, one in zip(batches, seen):
-        for i, target, rank, p, loss in zip(ids or (), *_believed(one)):
+    for ids, believed in zip(batches, seen):
+        for i, target, rank, p, loss in zip(ids or (), *believed):
             latest.pop(i, None)  # so that they stay in the order in which they were last fed
             if target >= 0:
                 latest[i] = (rank, p, loss)
     return {
-        "classes": seen[0].classes,
+        "classes": classes[0],
         "ids": list(latest),
         "rank": [each[0] for each in latest.values()],
         "sure": [round(each[1], 4) for each in latest.values()],
@@ -213,7 +217,7 @@ def sample_labels(bench: Bench) -> dict[str, Any]:
     }
 
 
-def _believed(one: Classified) -> tuple[list[int], list[int], list[float], list[float]]:
+def _believed(one: Classified) -> tuple[list[Any], ...]:
     """Of each row: the label, its place among the classes, the probability of the class that is named, the loss."""
     told: list[list[Tensor]] = [[], [], []]
     for rows in one.pieces():
