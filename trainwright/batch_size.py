@@ -173,7 +173,8 @@ class _Search:
         halfway = (fits + too_large) // 2
         if not fits < foreseen:
             return halfway
-        return min(foreseen, 2 * fits if fits else foreseen, too_large - 1 if foreseen < too_large else halfway)
+        belied = foreseen >= too_large and any(each.micro >= too_large for each in self.tried)
+        return min(foreseen, 2 * fits if fits else foreseen, halfway if belied else too_large - 1)
 
     def _foreseen(self) -> int | None:
         """The size whose peak is what is allowed, on the line through the two largest sizes that did not run out."""
