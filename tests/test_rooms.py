@@ -27,7 +27,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"plan", "runlog", "doctor"},
 }
 COMPOSITION = {"__init__", "__main__", "job", "papers", "resume", "run", "face", "find_lr", "demo", "cli"}
-COMPOSITION |= {"export", "trial", "verify", "watching", "attend", "attending", "casebook", "examine", "rerun", "broken", "adapters"}
+COMPOSITION |= {
+    "export",
+    "trial",
+    "verify",
+    "watching",
+    "attend",
+    "attending",
+    "casebook",
+    "examine",
+    "rerun",
+    "broken",
+    "adapters",
+}
 COMPOSITION |= {"planning", "checking", "picture", "batch_size"}
 WITHOUT_TORCH = {"errors", "recipe", "runlog", "plan", "doctor", "report", "cli", "__init__"}
 
