@@ -354,13 +354,24 @@ SMALL = {
     "gpt2-124m.yaml": [
         "batch.size=2",
         "batch.micro=1",
-        "model.args.size=124M",
         "model.args.layers=2",
+        "model.args.heads=2",
+        "model.args.d_model=64",
         "model.args.block_size=32",
         "data.train.args.block_size=32",
         "data.val.args.block_size=32",
         "evaluation.batches=1",
         "precision=fp32",
+    ],
+    "llama-7b.yaml": [
+        "batch.size=2",
+        "model.args.layers=2",
+        "model.args.heads=2",
+        "model.args.d_model=32",
+        "model.args.block_size=64",
+        "data.train.args.block_size=64",
+        "data.val.args.block_size=64",
+        "evaluation.batches=1",
     ],
 }
 

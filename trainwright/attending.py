@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from trainwright.attend import Attendant, Terms, enough_bytes
+from trainwright.errors import TrainwrightError
 from trainwright.observe.journal import Journal
 from trainwright.report.findings import lines_of
 from trainwright.runlog.writer import LogWriter
@@ -40,13 +41,20 @@ class Attending:
 
     def observe(self, result: StepResult, state: TrainState) -> None:
         recording = self.attendant.recording
+        if recording.failed is not None:  # a mistake of ours is not the run's: it goes on, and the findings say so
+            return
         segment = recording.segment
         segment.ids = [tuple(micro.ids.tolist()) for micro in result.batch.micro]
         segment.loss, segment.lr = result.loss, result.lr
         segment.grad_norm = (
             result.grad_norm if segment.grad_norm is None else segment.grad_norm
         )  # a step that is skipped
-        recording.close()
+        try:
+            recording.close()
+        except TrainwrightError:
+            raise
+        except Exception as error:
+            recording.fail(error)
 
     def close(self) -> None:
         self.attendant.end(sys.exc_info()[1])

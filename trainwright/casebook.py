@@ -64,7 +64,7 @@ class Casebook:
         """Examines ``step`` and asks the doctor, who may ask for more. ``limits``: what the recorder could not do."""
         with muted():
             self._record_all()
-            self.examined(step, {p.name: told for p in self._probes if (told := p.values()) is not None})
+            self.examined(step, self._probed())
             self.examined(step, limits)
             self.examined(step, self._examiner.look(step, why))
             for _ in range(4):
@@ -74,6 +74,19 @@ class Casebook:
                     break
                 self.examined(step, told)
             self._conclude(step, diagnosis)
+
+    def _probed(self) -> Told:
+        """What each probe has to tell; one that raises is told nothing any more."""
+        found: Told = {}
+        for probe in self._probes:
+            try:
+                told = probe.values() if probe.failed is None else None
+            except Exception as error:
+                probe.fail(error)
+                continue
+            if told is not None:
+                found[probe.name] = told
+        return found
 
     def examined(self, step: int, told: Told) -> None:
         """Writes down what experiments and probes gave, by name."""

@@ -31,6 +31,7 @@ SHRUNK = {
         *BLOCK,
     ],
     "gpt2-124m": [
+        *(f"model.args.{size}" for size in ("layers=2", "heads=2", "d_model=64")),
         "batch.size=2",
         "batch.micro=1",
         "evaluation.batches=2",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import trainwright as tw
 from trainwright import attend
 from trainwright.observe.guard import Veto
+from trainwright.observe.probes.memory import Memory
 from trainwright.runlog.records import Watched
 
 
@@ -67,3 +69,17 @@ def test_a_veto_on_the_device_leaves_weights_moments_and_statistics() -> None:
     assert watch.findings()[0].step == 7
     steps = {int(state["step"]) for state in watch.attendant.recording.optimizers[0].state.values()}
     assert steps == {11}
+
+
+def test_a_mistake_of_ours_does_not_end_a_run_of_our_own_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def wrong(self: Memory) -> None:
+        raise ValueError("a mistake of ours")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Memory, "values", wrong)
+    x = torch.randn(64, 4)
+    result = tw.fit(nn.Linear(4, 2), (x, (x.sum(1) > 0).long()), nn.CrossEntropyLoss(), until="12steps")
+    assert result.ending == "finished" and result.step == 12
+    assert any("a mistake of ours" in line for line in (result.run / "log.jsonl").read_text().splitlines())

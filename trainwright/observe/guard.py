@@ -121,6 +121,7 @@ class Veto:
             guard.restore_if(torch.ones((), dtype=torch.bool) if flag is None else flag)
 
 
+@torch.no_grad()
 def _norm(grads: list[Tensor]) -> Tensor:
     """As ``get_total_norm``, which sorts them by device and type first: 20 us."""
     if not grads:

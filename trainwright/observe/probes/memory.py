@@ -103,7 +103,8 @@ class Memory(Probe):
             return
         kinds = {type(root): _shape(root) for root in self._roots}
         own = {id(root) for root in self._roots}
-        alike = [each for each in gc.get_objects() if type(each) in kinds and id(each) not in own]
+        whole = [each for each in gc.get_objects() if type(each) in kinds and id(each) not in own]
+        alike = [each for each in whole if "_parameters" in vars(each)]  # else it is being made
         copies = sum(_shape(each) == kinds[type(each)] for each in alike)
         self._copies.append([self._steps, copies, sum(p.nbytes for p in self._roots[0].parameters())])
         del self._copies[:-32]
