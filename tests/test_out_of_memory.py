@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -116,11 +117,22 @@ def test_an_update_that_runs_out_says_that_the_state_is_torn(tmp_path: Path) -> 
     assert "not saved" in short["error"] and not list(tmp_path.glob("step-*"))
 
 
+def _two_ranks(meet: Path) -> list[subprocess.Popen[str]]:
+    """Only the second is short of memory. One of gloo's own threads that finds none ends its process: then once more."""
+    for attempt in range(4):
+        ask = {"model": "dropout", "steps": 6, "ranks": 2, "meet": f"{meet}{attempt}"}
+        both = [started(**ask, rank=rank, limit_mib=limit) for rank, limit in ((0, 0), (1, FITS_16))]
+        both[1].wait(timeout=240)
+        if both[1].returncode != -signal.SIGABRT:
+            break
+        both[0].kill()
+        both[0].wait()
+    return both
+
+
 def test_ranks_shrink_together(tmp_path: Path) -> None:
-    """Only the second process is short of memory; both cut alike, and the steps stay in step."""
-    ask = {"model": "dropout", "steps": 6, "ranks": 2, "meet": str(tmp_path / "meet")}
-    free, short = (started(**ask, rank=rank, limit_mib=limit) for rank, limit in ((0, 0), (1, FITS_16)))
-    told = [answer(free), answer(short)]
+    """Both cut alike, and the steps stay in step."""
+    told = [answer(process) for process in _two_ranks(tmp_path / "meet")]
     straight = once(model="dropout", steps=6, micro=16)
     assert [each["phase"] for each in told[0]["shortages"]] == ["on another rank"] * 2
     assert [each["phase"] for each in told[1]["shortages"]] == ["forward", "backward"]
