@@ -118,7 +118,7 @@ def test_an_update_that_runs_out_says_that_the_state_is_torn(tmp_path: Path) -> 
 
 
 def _two_ranks(meet: Path) -> list[subprocess.Popen[str]]:
-    """Only the second is short of memory. One of gloo's own threads that finds none ends its process: then once more."""
+    """Only the second is short of memory. A thread of gloo that finds none ends its process: then once more."""
     for attempt in range(4):
         ask = {"model": "dropout", "steps": 6, "ranks": 2, "meet": f"{meet}{attempt}"}
         both = [started(**ask, rank=rank, limit_mib=limit) for rank, limit in ((0, 0), (1, FITS_16))]
