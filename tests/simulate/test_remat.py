@@ -18,7 +18,7 @@ from trainwright.models.resnet import resnet
 from trainwright.plan.forecast import Moment, Trace
 from trainwright.plan.recompute import Recompute
 from trainwright.simulate.anatomy import Anatomy, Call, Seen, Survey
-from trainwright.simulate.remat import Level, Planner, Speed, hull, levels, plan_recompute, profile
+from trainwright.simulate.remat import Level, Planner, Speed, hull, levels, profile
 from trainwright.simulate.step import Subject, trace_step
 
 TRACE = partial(trace_step, device="cpu")
@@ -96,7 +96,7 @@ def test_the_ends() -> None:
     assert plans.choose(plans.none.peak_bytes).recompute == Recompute.none(6)
     assert plans.choose(1) is plans.every  # too little for any: the nearest
     assert plans.every.recompute == Recompute.every(6)
-    assert plan_recompute(make_gpt, TRACE, 2**40).recompute == Recompute.none(6)
+    assert plans.choose(2**40).recompute == Recompute.none(6)
 
 
 def test_the_frontier_falls() -> None:

@@ -242,13 +242,3 @@ class Planner:
             room[later] -= more
         rungs[block] = rung
         return True
-
-
-def plan_recompute(
-    make: Callable[[torch.device], Subject], trace: TraceFn, budget_bytes: int, speed: Speed | None = None
-) -> Candidate:
-    """What to compute again so that the peak of a step is at most ``budget_bytes``, at the least extra time.
-
-    Where nothing is enough, it is the choice of least memory: compare its ``peak_bytes``.
-    """
-    return Planner(make, trace, speed).choose(budget_bytes)
