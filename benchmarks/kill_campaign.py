@@ -307,7 +307,7 @@ def conduct(campaign: Campaign) -> Counts:
         import torch._dynamo  # noqa: F401  (the first optimizer of a process imports it: 1.2 s)
 
         import trainwright.cli
-        import trainwright.run  # noqa: F401
+        import trainwright.training.run  # noqa: F401
     return campaign.conduct()
 
 

@@ -31,18 +31,18 @@ from torch import nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from trainwright.build.recompute import apply_recompute
+from trainwright.build.checkpointing import apply_recompute
 from trainwright.engine.clip import make_clip
 from trainwright.engine.losses import cross_entropy, language_model
 from trainwright.engine.precision import Precision
 from trainwright.engine.step import make_step
+from trainwright.forecast.step import Subject, trace_step
 from trainwright.models.gpt import gpt
 from trainwright.models.hf import hf_model
 from trainwright.models.lora import add_lora
 from trainwright.models.lstm import lstm
 from trainwright.models.resnet import resnet
-from trainwright.plan.recompute import Recompute
-from trainwright.simulate.step import Subject, trace_step
+from trainwright.plan.checkpointing import Recompute
 from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.state.train_state import TrainState
 

@@ -25,13 +25,13 @@ from plan_accuracy import SECOND, peak_of
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from trainwright.build.recompute import SELECTIVE, apply_recompute
+from trainwright.build.checkpointing import SELECTIVE, apply_recompute
 from trainwright.engine.losses import language_model
 from trainwright.engine.step import make_step
+from trainwright.forecast.checkpointing import Candidate, Planner
+from trainwright.forecast.step import Subject, trace_step
 from trainwright.models.gpt import gpt
-from trainwright.plan.recompute import Recompute, describe
-from trainwright.simulate.remat import Candidate, Planner
-from trainwright.simulate.step import Subject, trace_step
+from trainwright.plan.checkpointing import Recompute, describe
 from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.state.train_state import TrainState
 

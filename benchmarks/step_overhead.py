@@ -43,8 +43,8 @@ from trainwright.models.mlp import mlp
 from trainwright.observe.cadence import Every
 from trainwright.observe.journal import Journal
 from trainwright.observe.progress import Progress
-from trainwright.observe.recorder import Recorder
 from trainwright.observe.signals import Signals
+from trainwright.observe.step_log import Recorder
 from trainwright.observe.telemetry import Telemetry
 from trainwright.runlog.writer import LogWriter
 from trainwright.state.cursor import Cursor, MicroBatch, StepBatch
@@ -152,7 +152,7 @@ def our_block(
 
 
 def all_observers(folder: Path) -> list[Observer]:
-    """Those of ``trainwright.run``, with its default cadence."""
+    """Those of ``trainwright.training.run``, with its default cadence."""
     number = len(list(folder.iterdir()))
     progress = Progress(Console(file=(folder / f"{number}.txt").open("w")))
     journal = Journal(LogWriter(folder / f"{number}.jsonl"), progress.say)

@@ -30,14 +30,14 @@ from nanogpt import BLOCK
 from torch import nn
 
 from trainwright.data.text import CharText, python_topics
-from trainwright.demo import TASKS, recipe_folder
 from trainwright.engine.step import StepResult
-from trainwright.job import Job
 from trainwright.observe.progress import Progress
 from trainwright.recipe import load
-from trainwright.run import train
 from trainwright.runlog.folder import RunFolder
 from trainwright.state.train_state import TrainState
+from trainwright.training.job import Job
+from trainwright.training.run import train
+from trainwright.verbs.demo import TASKS, recipe_folder
 
 FRACTIONS = (1 / 8, 1 / 6, 1 / 5, 1 / 4, 1 / 3, 1 / 2.5, 1 / 2, 1 / 1.5)
 

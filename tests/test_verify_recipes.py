@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from test_runs import SMALL
 
-from trainwright.demo import recipe_folder
-from trainwright.verify import Trial, verify_resume
+from trainwright.verbs.demo import recipe_folder
+from trainwright.verbs.verify import Trial, verify_resume
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 WORKERS = ((2, 3), (0, 0))

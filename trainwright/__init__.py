@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from trainwright.version import __version__ as __version__
 
 _HOME = {
     "Cursor": "trainwright.state.cursor",
@@ -19,7 +19,7 @@ _HOME = {
     "Precision": "trainwright.engine.precision",
     "Probe": "trainwright.engine.step",
     "Recipe": "trainwright.recipe",
-    "Result": "trainwright.run",
+    "Result": "trainwright.training.run",
     "StepBatch": "trainwright.state.cursor",
     "StepBatches": "trainwright.build.data",
     "StepResult": "trainwright.engine.step",
@@ -27,7 +27,7 @@ _HOME = {
     "TrainState": "trainwright.state.train_state",
     "TrainwrightError": "trainwright.errors",
     "evaluate": "trainwright.engine.evaluate",
-    "fit": "trainwright.face",
+    "fit": "trainwright.training.fit",
     "for_seconds": "trainwright.engine.until",
     "for_steps": "trainwright.engine.until",
     "load": "trainwright.recipe.load",
@@ -39,8 +39,8 @@ _HOME = {
     "make_step": "trainwright.engine.step",
     "save_checkpoint": "trainwright.state.checkpoint",
     "steps": "trainwright.engine.loop",
-    "train": "trainwright.run",
-    "watch": "trainwright.watching",
+    "train": "trainwright.training.run",
+    "watch": "trainwright.watching.watch",
 }
 
 __all__ = ["__version__", *_HOME]
@@ -65,11 +65,8 @@ if TYPE_CHECKING:
     from trainwright.engine.until import for_seconds as for_seconds
     from trainwright.engine.until import for_steps as for_steps
     from trainwright.errors import TrainwrightError as TrainwrightError
-    from trainwright.face import fit as fit
     from trainwright.recipe import Recipe as Recipe
     from trainwright.recipe.load import load as load
-    from trainwright.run import Result as Result
-    from trainwright.run import train as train
     from trainwright.state.checkpoint import load_checkpoint as load_checkpoint
     from trainwright.state.checkpoint import save_checkpoint as save_checkpoint
     from trainwright.state.cursor import Cursor as Cursor
@@ -78,7 +75,10 @@ if TYPE_CHECKING:
     from trainwright.state.ema import Ema as Ema
     from trainwright.state.scaler import LossScaler as LossScaler
     from trainwright.state.train_state import TrainState as TrainState
-    from trainwright.watching import watch as watch
+    from trainwright.training.fit import fit as fit
+    from trainwright.training.run import Result as Result
+    from trainwright.training.run import train as train
+    from trainwright.watching.watch import watch as watch
 
 
 def __getattr__(name: str) -> Any:

@@ -14,11 +14,11 @@ from plain import assert_same_bits, bits, cut
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from trainwright.engine.dry_run import Mode, rehearse
 from trainwright.engine.evaluate import evaluate
 from trainwright.engine.loss import Loss
 from trainwright.engine.losses import cross_entropy, language_model
 from trainwright.engine.precision import FP32, Precision
-from trainwright.engine.rehearse import Mode, rehearse
 from trainwright.engine.step import make_step
 from trainwright.errors import DataError
 from trainwright.state.cursor import MicroBatch, StepBatch

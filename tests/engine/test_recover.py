@@ -17,12 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 from trainwright.engine.cut import cut as cut_batch
 from trainwright.engine.cut import cut_micro
+from trainwright.engine.dry_run import Mode, rehearse
 from trainwright.engine.evaluate import evaluate
-from trainwright.engine.forensics import is_out_of_memory
 from trainwright.engine.guard import LARGEST_TABLE
 from trainwright.engine.loss import Loss
+from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.precision import FP32
-from trainwright.engine.rehearse import Mode, rehearse
 from trainwright.engine.step import make_step
 from trainwright.errors import OutOfMemory, UsageError
 from trainwright.state.cursor import BadSample, MicroBatch

@@ -21,10 +21,10 @@ from trainwright.engine.until import for_steps
 from trainwright.observe.cadence import Every
 from trainwright.observe.journal import Journal
 from trainwright.observe.progress import Progress
-from trainwright.observe.recorder import Recorder
 from trainwright.observe.samples import TextSamples
 from trainwright.observe.saving import SavePolicy, Saving
 from trainwright.observe.signals import PREEMPTED, Signals
+from trainwright.observe.step_log import Recorder
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Quarantined, Skipped, Step
 from trainwright.runlog.writer import LogWriter

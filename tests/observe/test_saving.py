@@ -17,8 +17,8 @@ from trainwright.engine.evaluate import Evaluated
 from trainwright.errors import CheckpointError
 from trainwright.observe.cadence import Every
 from trainwright.observe.journal import Journal
-from trainwright.observe.recorder import Recorder
 from trainwright.observe.saving import SavePolicy, Saving
+from trainwright.observe.step_log import Recorder
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import NotSaved
 from trainwright.runlog.writer import LogWriter

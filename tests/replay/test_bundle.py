@@ -21,13 +21,13 @@ from torch.utils.checkpoint import checkpoint
 import trainwright as tw
 from trainwright.doctor.pages import page as explain
 from trainwright.errors import UsageError
-from trainwright.observe.program import Operation
+from trainwright.recorder.program import Operation
 from trainwright.replay import written
 from trainwright.replay.bundle import BundleError, keep, kind_of, prune, read_bundle
-from trainwright.rerun import rerun
 from trainwright.state.codec import same_bits
 from trainwright.state.manifest import NAME as MANIFEST
 from trainwright.state.manifest import write_manifest
+from trainwright.verbs.replay import rerun
 
 ROOT = Path(__file__).parent.parent.parent
 STEPS = 12
@@ -104,12 +104,12 @@ ANOTHER = """\
 import json, sys
 import torch
 from safetensors.torch import save_file
-from trainwright.examine import names_of
-from trainwright.observe.ring import Ring
-from trainwright.replay.bench import Bench
+from trainwright.watching.experiments import names_of
+from trainwright.recorder.ring import Ring
+from trainwright.replay.session import Bench
 from trainwright.replay.bundle import read_bundle
-from trainwright.replay.play import Player
-from trainwright.rerun import rerun, watched
+from trainwright.replay.replayer import Player
+from trainwright.verbs.replay import rerun, watched
 torch.manual_seed(99)
 torch.randn(7)
 told = []

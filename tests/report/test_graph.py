@@ -9,8 +9,8 @@ from itertools import combinations
 
 import pytest
 
-from trainwright.plan.anatomy import LOSS, Anatomy, Node, Part, Saved
 from trainwright.plan.fold import Folded, Run, fold
+from trainwright.plan.profile import LOSS, Anatomy, Node, Part, Saved
 from trainwright.report.chart import INK, PALETTE
 from trainwright.report.graph import Headline, graph_text, human_count, ops_text, size_text
 from trainwright.report.graph_svg import CHARACTER, SIZE, graph_svg, lanes_of

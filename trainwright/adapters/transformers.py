@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainwright import watch
 from trainwright.adapters import innermost, required
 from trainwright.runlog.records import Found
+from trainwright.watching.watch import watch
 
 if TYPE_CHECKING:
-    from trainwright.watching import Watch
+    from trainwright.watching.watch import Watch
 
 _transformers: Any = required("transformers", needed_for="trainwright.adapters.transformers")
 required("accelerate", needed_for="trainwright.adapters.transformers")

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainwright.build.checkpointing import recompute_as_asked
 from trainwright.build.data import EvaluationBatches, Loading, StepBatches, Unwrapped, unwrap
 from trainwright.build.model import count_parameters, freeze, require_ready
 from trainwright.build.optim.choose import make_optimizer
 from trainwright.build.optim.groups import GroupRule
-from trainwright.build.recompute import recompute_as_asked
 from trainwright.build.resolve import find, make
 from trainwright.build.schedule import make_schedule
 from trainwright.errors import DataError, Problem, RecipeError, TrainwrightError, UsageError
 from trainwright.models.lora import add_lora
+from trainwright.plan.checkpointing import Recompute, describe
 from trainwright.plan.make import Facts, Note, Plan
-from trainwright.plan.recompute import Recompute, describe
 from trainwright.recipe import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES, Loaded, Recipe
 from trainwright.state.cursor import Cursor, count_tokens
 from trainwright.state.ema import Ema, NoEma

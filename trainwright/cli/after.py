@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from trainwright import __version__
 from trainwright.cli.app import Json, RecipePath, Settings, answer, app, finish, say_to, verb
+from trainwright.version import __version__
 
 verify_app = typer.Typer(help="Prove that checkpoints are whole, and that a resumed run is the same bits.")
 app.add_typer(verify_app, name="verify", no_args_is_help=True)
@@ -37,7 +37,7 @@ def replay(
     as_json: Json = False,
 ) -> None:
     """Run a step again, bit for bit, and look closely at it; exit 1 when it does not come out the same."""
-    from trainwright.rerun import rerun
+    from trainwright.verbs.replay import rerun
 
     answer(rerun(path, step, model=model, settings=settings or [], say=say_to(as_json)), as_json)
 
@@ -67,7 +67,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write the weights of a run for other programs."""
-    from trainwright.export import export as write
+    from trainwright.verbs.export import export as write
 
     done = write(run, format=layout, which=which, average=average, adapter=adapter, out=out)
     for message in done.stepped_over:
@@ -84,7 +84,7 @@ def verify_checkpoint(
     as_json: Json = False,
 ) -> None:
     """Check every file, hash, tensor and value of checkpoints."""
-    from trainwright.verify import verify_checkpoint as verify
+    from trainwright.verbs.verify import verify_checkpoint as verify
 
     found, say = verify(path), say_to(as_json)
     for each in found:
@@ -107,8 +107,8 @@ def verify_resume(
     as_json: Json = False,
 ) -> None:
     """Prove on a recipe that a killed and resumed run is the same bits as one that was not."""
-    from trainwright.verify import Trial
-    from trainwright.verify import verify_resume as verify
+    from trainwright.verbs.verify import Trial
+    from trainwright.verbs.verify import verify_resume as verify
 
     say, trial = say_to(as_json), Trial(recipe, steps, workers, then_workers, tuple(settings or ()), kill)
     proof = verify(trial, keep=keep, say=say)

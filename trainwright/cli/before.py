@@ -27,7 +27,7 @@ def check(recipe: RecipePath, settings: Settings = None, as_json: Json = False) 
     from trainwright.recipe import load
 
     loaded = load(recipe, overrides=settings or [])
-    from trainwright.checking.check import check as look
+    from trainwright.verbs.check.check import check as look
 
     with prints_aside(as_json):
         seen = look(loaded, tell=say_to(as_json))
@@ -49,7 +49,7 @@ def plan(
     from trainwright.recipe import load
 
     loaded = load(recipe, overrides=settings or [])
-    from trainwright.planning.shown import show_plan
+    from trainwright.verbs.plan import show_plan
 
     options: dict[str, Any] = {"device": device, "memory": memory, "devices": devices, "svg": svg}
     with prints_aside(as_json):
@@ -71,7 +71,7 @@ def graph(
     from trainwright.recipe import load
 
     loaded = load(recipe, overrides=settings or [])
-    from trainwright.picture import picture, write
+    from trainwright.verbs.graph import picture, write
 
     say = say_to(as_json)
     with prints_aside(as_json):
@@ -98,8 +98,8 @@ def batch_size(
     from trainwright.recipe import load
 
     loaded = load(recipe, overrides=settings or [])
-    from trainwright.batch_size import find_batch_size
     from trainwright.recipe.byte_size import parse_bytes
+    from trainwright.verbs.batch_size import find_batch_size
 
     limit, say = parse_bytes(memory) if memory else None, say_to(as_json)
     with prints_aside(as_json):
@@ -123,7 +123,7 @@ def lr_range(
     from trainwright.recipe import load
 
     loaded = load(recipe, overrides=settings or [])
-    from trainwright.find_lr import find_lr
+    from trainwright.verbs.lr_range import find_lr
 
     answer = find_lr(loaded, steps=steps, lowest=lowest, highest=highest, out=out, console=console_for(as_json))
     if as_json:

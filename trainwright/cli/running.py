@@ -22,11 +22,11 @@ def demo(
 ) -> None:
     """Train a small model on what ships with Python, offline; or break it and see the doctor name the fault."""
     if broken is not None:
-        from trainwright.broken import show
+        from trainwright.verbs.demo_faults import show
 
         answer(show(broken, say=say_to(as_json)), as_json)
         return
-    from trainwright.demo import demo as run_demo
+    from trainwright.verbs.demo import demo as run_demo
 
     finish(run_demo(task, budget=budget, settings=settings or [], console=console_for(as_json)), as_json)
 
@@ -37,7 +37,7 @@ def train(recipe: RecipePath, settings: Settings = None, as_json: Json = False) 
     from trainwright.recipe import load
 
     loaded = load(recipe, overrides=settings or [])  # before torch: a wrong recipe is told at once
-    from trainwright.run import train as run_train
+    from trainwright.training.run import train as run_train
 
     finish(run_train(loaded, console=console_for(as_json)), as_json)
 
@@ -55,6 +55,6 @@ def resume(
 
     folder = RunFolder.open(run)
     loaded = load(folder.recipe, overrides=settings or [], environ={})
-    from trainwright.run import train as run_train
+    from trainwright.training.run import train as run_train
 
     finish(run_train(loaded, resume=folder, accept=accept or [], console=console_for(as_json)), as_json)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.engine.cut import cut_micro
-from trainwright.engine.forensics import is_out_of_memory
 from trainwright.engine.loss import Loss, LossFn, as_loss_fn, call_loss
+from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.precision import FP32, Precision
 from trainwright.errors import OutOfMemory
 from trainwright.state.cursor import MicroBatch

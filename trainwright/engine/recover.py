@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from trainwright.engine.cut import cut
-from trainwright.engine.forensics import Glimpse, Shortage, glimpse, is_out_of_memory, shortage, tensors_in
 from trainwright.engine.guard import BufferGuard
+from trainwright.engine.oom_report import Glimpse, Shortage, glimpse, is_out_of_memory, shortage, tensors_in
 from trainwright.errors import OutOfMemory, TrainwrightError, UsageError
 from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState

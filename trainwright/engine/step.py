@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from trainwright.engine.accumulate import Accumulated, accumulate
 from trainwright.engine.clip import Clip, no_clip
-from trainwright.engine.forensics import Shortage
 from trainwright.engine.guard import must_skip, update_unless
 from trainwright.engine.loss import Loss, as_loss_fn
+from trainwright.engine.oom_report import Shortage
 from trainwright.engine.precision import FP32, Precision
 from trainwright.engine.recover import Recovery, tell_torn
 from trainwright.errors import UsageError

@@ -12,12 +12,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from trainwright.engine.forensics import Shortage
+from trainwright.engine.oom_report import Shortage
 from trainwright.errors import OutOfMemory, TrainwrightError
 from trainwright.observe.cadence import Every
 from trainwright.observe.journal import Journal
-from trainwright.observe.recorder import Recorder
 from trainwright.observe.sinks import open_sinks
+from trainwright.observe.step_log import Recorder
 from trainwright.observe.telemetry import Telemetry
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.records import Ended, Started

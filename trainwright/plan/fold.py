@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
-from trainwright.plan.anatomy import Anatomy, Part, children_of
+from trainwright.plan.profile import Anatomy, Part, children_of
 
 SCREEN = 32
 """Rows that are shown unless a depth is asked for."""

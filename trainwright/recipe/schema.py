@@ -24,10 +24,10 @@ from pydantic_core import CoreSchema
 
 from trainwright.errors import Problem, RecipeError, UsageError
 from trainwright.recipe.arguments import Args
+from trainwright.recipe.checkpointing import Recomputation
 from trainwright.recipe.duration import Duration, DurationField
 from trainwright.recipe.micro_size import MicroSize
 from trainwright.recipe.names import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES
-from trainwright.recipe.recomputation import Recomputation
 from trainwright.recipe.short_name import ShortName
 from trainwright.recipe.showing import LARGEST_INT
 

@@ -26,9 +26,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from trainwright.errors import CheckpointError, UsageError
-from trainwright.observe.program import Call, Clip, Constant, Multiply, Segment, Step, ZeroGrad, mapped
-from trainwright.observe.ring import Ring, Snapshot, Subject
-from trainwright.replay.play import Player
+from trainwright.recorder.program import Call, Clip, Constant, Multiply, Segment, Step, ZeroGrad, mapped
+from trainwright.recorder.ring import Ring, Snapshot, Subject
+from trainwright.replay.replayer import Player
 from trainwright.replay.structure import Structure, difference
 from trainwright.replay.written import Named, Reader, Writer
 from trainwright.runlog.records import plain, strict

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.observe.program import Call, Operation, Segment, constants_of, mapped
-from trainwright.replay.bench import Bench
+from trainwright.recorder.program import Call, Operation, Segment, constants_of, mapped
 from trainwright.replay.classified import CHUNKED, CLASSIFYING, classes_in
-from trainwright.replay.play import Edit
+from trainwright.replay.replayer import Edit
+from trainwright.replay.session import Bench
 
 AGAINST = CLASSIFYING | {
     "binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainwright.observe.hooks import muted
-from trainwright.observe.ring import Snapshot, Subject
+from trainwright.recorder.hooks import muted
+from trainwright.recorder.ring import Snapshot, Subject
 from trainwright.state.rng import preserved_rng
 
 _TORCHS_OWN = frozenset(vars(nn.Module()))

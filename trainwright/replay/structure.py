@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
-from trainwright.observe.ring import Subject
+from trainwright.recorder.ring import Subject
 
 
 @dataclass(frozen=True)

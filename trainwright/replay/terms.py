@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trainwright.observe.program import Backward, Constant, Operation, Segment, Slot, mapped
+from trainwright.recorder.program import Backward, Constant, Operation, Segment, Slot, mapped
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainwright.observe.program import tensors_of
-from trainwright.replay.bench import Bench
-from trainwright.replay.play import Edit, Played, Upto
+from trainwright.recorder.program import tensors_of
+from trainwright.replay.replayer import Edit, Played, Upto
+from trainwright.replay.session import Bench
 
 # A private name of torch; without it no forward call is known to be a recomputation.
 _current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)

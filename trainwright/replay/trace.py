@@ -31,7 +31,7 @@ __all__ = ["Bad", "Op", "Range", "Tracing"]
 _current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)
 _next_sequence: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
 _ENGINE = "_engine_run_backward"
-_REPLAY = "trainwright.replay.play"
+_REPLAY = "trainwright.replay.replayer"
 _ACCUMULATES = "AccumulateGrad"
 
 _PASSED_BY = {"contextlib", "functools", "torch", "trainwright"}

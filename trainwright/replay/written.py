@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import get_overridable_functions, resolve_name
 
 from trainwright.engine.chunked import chunked_cross_entropy
-from trainwright.observe.program import (
+from trainwright.recorder.program import (
     Backward,
     Call,
     Clip,

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainwright.plan.machine import Gpu
-from trainwright.report.facts import THREAD_VARIABLES, Facts
-from trainwright.report.facts import gather as gather  # so that judge(gather()) needs one import
+from trainwright.report.system import THREAD_VARIABLES, Facts
+from trainwright.report.system import gather as gather  # so that judge(gather()) needs one import
 
 Verdict = Literal["info", "ok", "warn", "bad"]
 _RANK: Mapping[Verdict, int] = {"info": 0, "ok": 0, "warn": 1, "bad": 2}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trainwright.replay.bench import Bench
+from trainwright.replay.session import Bench
 
 When = Literal["checkup", "first", "incident", "asked"]
 Run = Callable[[Bench], dict[str, Any]]

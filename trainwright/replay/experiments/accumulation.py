@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainwright.observe.program import Backward, Call, Constant, Operation, Step, ZeroGrad, constants_of
-from trainwright.replay.bench import Bench
+from trainwright.recorder.program import Backward, Call, Constant, Operation, Step, ZeroGrad, constants_of
 from trainwright.replay.classified import classified
 from trainwright.replay.experiments import experiment
 from trainwright.replay.experiments.optim import norm_of
-from trainwright.replay.play import Edit
+from trainwright.replay.replayer import Edit
+from trainwright.replay.session import Bench
 
 AT_MOST = 16
 """Micro-batches that are run one by one."""

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from trainwright.observe.program import tensors_of
-from trainwright.replay.bench import Bench
+from trainwright.recorder.program import tensors_of
 from trainwright.replay.experiments import experiment
-from trainwright.replay.play import Edit, NotReplayable
+from trainwright.replay.replayer import Edit, NotReplayable
 from trainwright.replay.samples import (
     classes_of,
     inputs_of,
@@ -22,6 +21,7 @@ from trainwright.replay.samples import (
     pooled,
     standardised,
 )
+from trainwright.replay.session import Bench
 
 MOST_ROWS, MOST_COLUMNS, MOST_JUDGED = 256, 16384, 1024
 TAIL = 2

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from trainwright.observe.program import tensors_of
-from trainwright.replay.bench import Bench
+from trainwright.recorder.program import tensors_of
 from trainwright.replay.experiments import experiment
+from trainwright.replay.session import Bench
 from trainwright.replay.tour import Tour, nodes_of
 
 DIRECTIONS = 4

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.observe.program import mapped
-from trainwright.replay.bench import Bench
+from trainwright.recorder.program import mapped
 from trainwright.replay.classified import Classified, classified
 from trainwright.replay.experiments import experiment
-from trainwright.replay.play import Edit, NotReplayable
+from trainwright.replay.replayer import Edit, NotReplayable
+from trainwright.replay.session import Bench
 from trainwright.replay.tour import Tour
 
 OFFSETS = (-1, 0, 1, 2, 3)

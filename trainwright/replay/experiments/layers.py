@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainwright.observe.program import tensors_of
-from trainwright.replay.bench import Bench
+from trainwright.recorder.program import tensors_of
 from trainwright.replay.classified import classes_in
 from trainwright.replay.experiments import experiment
-from trainwright.replay.play import Edit, Played
+from trainwright.replay.replayer import Edit, Played
+from trainwright.replay.session import Bench
 from trainwright.replay.tour import Tour
 
 RELUS = {"relu", "relu_", "threshold", "threshold_", "relu6"}

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainwright.observe.program import Backward, Operation, Segment, Slot
-from trainwright.replay.bench import Bench
+from trainwright.recorder.program import Backward, Operation, Segment, Slot
 from trainwright.replay.classified import CHUNKED, CLASSIFYING, Classified, classified
 from trainwright.replay.experiments import experiment
-from trainwright.replay.play import Edit, NotReplayable
+from trainwright.replay.replayer import Edit, NotReplayable
+from trainwright.replay.session import Bench
 from trainwright.replay.terms import Term, terms_of
 from trainwright.replay.tour import Tour
 

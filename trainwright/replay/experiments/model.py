@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from trainwright.observe.program import tensors_of
-from trainwright.replay.bench import Bench
+from trainwright.recorder.program import tensors_of
 from trainwright.replay.experiments import experiment
 from trainwright.replay.experiments.layers import MAPS
-from trainwright.replay.play import Edit
+from trainwright.replay.replayer import Edit
+from trainwright.replay.session import Bench
 from trainwright.replay.tour import Tour, checksum, leaves_of, nodes_of
 
 _MOVES = {"view", "reshape", "flatten", "unflatten", "contiguous", "permute", "transpose", "squeeze", "unsqueeze"}

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from trainwright.replay.bench import Bench
 from trainwright.replay.experiments import experiment
-from trainwright.replay.play import Edit
+from trainwright.replay.replayer import Edit
+from trainwright.replay.session import Bench
 
 DROPS = frozenset(
     {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"}

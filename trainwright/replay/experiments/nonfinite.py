@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from trainwright.observe.program import Backward, Call, Constant, Operation, Segment, mapped
-from trainwright.replay.bench import Bench
+from trainwright.recorder.program import Backward, Call, Constant, Operation, Segment, mapped
 from trainwright.replay.bisect import guilty
 from trainwright.replay.experiments import experiment
 from trainwright.replay.mechanism import Range
-from trainwright.replay.play import Edit, NotReplayable, Played
+from trainwright.replay.replayer import Edit, NotReplayable, Played
+from trainwright.replay.session import Bench
 from trainwright.replay.suspects import Bad, Op
 from trainwright.replay.trace import Tracing
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.observe.program import Step
-from trainwright.replay.bench import Bench
+from trainwright.recorder.program import Step
 from trainwright.replay.experiments import experiment
-from trainwright.replay.play import Edit
+from trainwright.replay.replayer import Edit
+from trainwright.replay.session import Bench
 
 WAY = 32
 """At most so many recorded steps are run again with another learning rate."""

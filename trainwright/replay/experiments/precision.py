@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.observe.program import mapped, tensors_of
-from trainwright.replay.bench import Bench
+from trainwright.recorder.program import mapped, tensors_of
 from trainwright.replay.experiments import experiment
 from trainwright.replay.experiments.modes import Modules
-from trainwright.replay.play import Edit, Played
+from trainwright.replay.replayer import Edit, Played
+from trainwright.replay.session import Bench
 
 LOW = (torch.float16, torch.bfloat16)
 CASTS = frozenset({"half", "bfloat16", "to", "type", "type_as"})

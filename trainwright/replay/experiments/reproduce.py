@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from trainwright.replay.bench import Bench
 from trainwright.replay.experiments import experiment
-from trainwright.replay.play import Edit
+from trainwright.replay.replayer import Edit
+from trainwright.replay.session import Bench
 
 
 @experiment("again", when="checkup")

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainwright.replay.bench import Bench
 from trainwright.replay.experiments import experiment
-from trainwright.replay.play import Edit
+from trainwright.replay.replayer import Edit
+from trainwright.replay.session import Bench
 
 RECURRENT = ("rnn_tanh", "rnn_relu", "lstm", "gru")
 BATCH_FIRST = 8

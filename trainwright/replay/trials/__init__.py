@@ -7,7 +7,7 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainwright.replay.bench import Bench
+from trainwright.replay.session import Bench
 
 Try = Callable[..., str]
 """``(bench, **args)`` -> what came of it, in words with numbers."""

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.observe.program import mapped
-from trainwright.replay.bench import Bench
+from trainwright.recorder.program import mapped
 from trainwright.replay.classified import classified
-from trainwright.replay.play import AS_IT_WAS, Edit
+from trainwright.replay.replayer import AS_IT_WAS, Edit
 from trainwright.replay.samples import classes_of, pooled, standardised
+from trainwright.replay.session import Bench
 from trainwright.replay.trials import NotTried, trial
 
 STEPS = 12

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from trainwright.observe.program import mapped
-from trainwright.replay.bench import Bench
+from trainwright.recorder.program import mapped
 from trainwright.replay.classified import Classified, classified
 from trainwright.replay.experiments.labels import Placed, place, token_inputs, tokens
-from trainwright.replay.play import Edit
+from trainwright.replay.replayer import Edit
+from trainwright.replay.session import Bench
 from trainwright.replay.trials import NotTried, trial
 from trainwright.replay.trials.loss import STEPS, said
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainwright.replay.bench import Bench
 from trainwright.replay.experiments.layers import DROPOUTS
-from trainwright.replay.play import Edit
+from trainwright.replay.replayer import Edit
+from trainwright.replay.session import Bench
 from trainwright.replay.trials import trial
 from trainwright.replay.trials.model import compared, named, once, redrawn, with_ops
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.observe.program import Call, Operation, Segment, Slot
-from trainwright.replay.bench import Bench
+from trainwright.recorder.program import Call, Operation, Segment, Slot
 from trainwright.replay.experiments.loss import PAIRED, class_dim, followed, is_simplex, terms
-from trainwright.replay.play import AS_IT_WAS, Edit
+from trainwright.replay.replayer import AS_IT_WAS, Edit
+from trainwright.replay.session import Bench
 from trainwright.replay.trials import NotTried, trial
 
 STEPS = 8

@@ -14,12 +14,12 @@ import torch
 import torch.utils.checkpoint as checkpointing
 from torch import Tensor
 
-from trainwright.observe.program import tensors_of
-from trainwright.replay.bench import Bench
+from trainwright.recorder.program import tensors_of
 from trainwright.replay.experiments.derivatives import custom_functions, has_context, replaced
 from trainwright.replay.experiments.layers import smaller
 from trainwright.replay.experiments.model import FEW_ROWS, aliased, strangers
-from trainwright.replay.play import Edit
+from trainwright.replay.replayer import Edit
+from trainwright.replay.session import Bench
 from trainwright.replay.trials import NotTried, trial
 
 STEPS = 8

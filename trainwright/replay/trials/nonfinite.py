@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.replay.bench import Bench
 from trainwright.replay.experiments.nonfinite import is_finite, loss_scale, num_backward
-from trainwright.replay.play import Edit, Played
+from trainwright.replay.replayer import Edit, Played
+from trainwright.replay.session import Bench
 from trainwright.replay.trials import NotTried, trial
 
 EPS = 1e-6

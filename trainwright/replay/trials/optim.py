@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from trainwright.observe.program import Clip, Step
-from trainwright.replay.bench import Bench
+from trainwright.recorder.program import Clip, Step
 from trainwright.replay.experiments.optim import WAY, norm_of, ramp
-from trainwright.replay.play import Edit
+from trainwright.replay.replayer import Edit
+from trainwright.replay.session import Bench
 from trainwright.replay.trials import NotTried, trial
 
 STEPS = 8

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from trainwright.replay.bench import Bench
 from trainwright.replay.experiments.precision import fp32_shadow, summed_in_16_bit, updates_kept
-from trainwright.replay.play import Edit
+from trainwright.replay.replayer import Edit
+from trainwright.replay.session import Bench
 from trainwright.replay.trials import NotTried, trial
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trainwright.replay.bench import Bench
-from trainwright.replay.play import Edit
+from trainwright.replay.replayer import Edit
+from trainwright.replay.session import Bench
 from trainwright.replay.trials import NotTried, trial
 
 STEPS = 8

@@ -1,0 +1,80 @@
+"""The simulator against real steps of models that none of its rules was written by (``benchmarks/held_out.py``)."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from measured import measured_peak
+from torch import nn
+
+from trainwright.forecast import inside
+from trainwright.forecast.device import fake_tensors
+from trainwright.forecast.inside import Rows
+from trainwright.forecast.step import trace_step
+
+FILE = Path(__file__).parents[2] / "benchmarks" / "held_out.py"
+
+
+def _loaded() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("held_out", FILE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+MODELS = _loaded().MODELS
+HELD_OUT = (
+    "conv5x5_odd conv_groups conv3x3_one_row depthwise_separable conv1d transposed_stride2 unet vit t5 "
+    "lstm_time_first lstm_bidirectional_layers2 lstm_no_bias_odd lstm_projected gru gpt_dropout_qk_norm gpt_lora_query"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", HELD_OUT.split())
+def test_the_peak_is_that_of_a_real_step(name: str, precision: str) -> None:
+    if name == "t5":
+        pytest.importorskip("transformers")
+    if "lora" in name:
+        pytest.importorskip("peft")
+    real = measured_peak(MODELS[name], precision=precision)  # type: ignore[arg-type]
+    trace = trace_step(MODELS[name], device="cpu", precision=precision)  # type: ignore[arg-type]
+    bound = sum(each.bound_bytes or 0 for each in trace.unseen if each.op == "mm")
+    assert 0.99 * real - bound < trace.peak.total < 1.01 * real
+
+
+def test_a_call_that_is_large_is_made_with_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it would allocate is the same, by the two smaller calls; and within one without the other."""
+    x, weight = torch.zeros(24, 37, 20, 20), torch.zeros(45, 37, 3, 3)
+    args = (x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    op, rows = torch.ops.aten.convolution.default, Rows((0,), 1e6)
+    whole = inside.inside(op, args, rows)
+    assert whole is not None and whole.left == 4 * 24 * 45 * 400
+    assert whole.scratch > x.nbytes  # channels are padded
+    monkeypatch.setattr(inside, "MOST_FLOPS", 8e6)
+    assert inside.inside(op, args, rows) == whole
+
+
+def test_somebody_else_may_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then a bound is told in place of what was heard."""
+    monkeypatch.setattr(inside, "_listened", lambda call: None)
+    inside._heard.cache_clear()
+    trace = trace_step(MODELS["conv_dilated"], device="cpu")
+    inside._heard.cache_clear()
+    (told,) = [each for each in trace.unseen if each.op == "convolution_backward"]
+    assert told.bound_bytes and "cannot be seen" in told.why
+
+
+def test_views_of_a_copied_parameter_are_of_its_memory() -> None:
+    with fake_tensors():
+        layer = copy.deepcopy(nn.Linear(8, 4))
+        assert layer.weight.t().untyped_storage()._cdata == layer.weight.untyped_storage()._cdata

@@ -1,0 +1,325 @@
+"""The verb ``plan`` and what a recipe leaves to the plan, on real recipes and traces."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from trainwright.build.assemble import Parts, build_parts
+from trainwright.build.data import unwrap
+from trainwright.build.optim import offloaded
+from trainwright.build.optim.offload import Offloaded
+from trainwright.cli import app
+from trainwright.errors import RecipeError, UsageError
+from trainwright.forecast.blueprint import blueprint, twin
+from trainwright.forecast.device import fake_tensors
+from trainwright.forecast.local_device import like, nominal_cpu
+from trainwright.forecast.resolve import resettled, settle
+from trainwright.forecast.run_forecast import forecast
+from trainwright.forecast.step import Subject, trace_step
+from trainwright.forecast.survey import Survey
+from trainwright.plan.choose import offloaded as offloaded_ways
+from trainwright.plan.devices import Device, find_device, known_devices
+from trainwright.plan.machine import read_machine
+from trainwright.recipe import Loaded, from_mapping, load
+from trainwright.training.job import make_advance, prepare
+from trainwright.verbs.plan import show_plan
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+MIB, GIB = 1 << 20, 1 << 30
+TINY = ("batch.size=96", "model.args.layers=4")
+
+
+def cpu(memory_bytes: int) -> Device:
+    return nominal_cpu(read_machine()).with_memory(memory_bytes)
+
+
+def gpt(*settings: str) -> Loaded:
+    return load(RECIPES / "gpt-tiny.yaml", overrides=[*TINY, *settings], environ={})
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "block"])
+@pytest.mark.parametrize(("kind", "precision"), [("cpu", "fp32"), ("cuda", "bf16")])
+def test_what_is_scaled_is_what_is_traced(kind: str, precision: str, checkpointing: str) -> None:
+    device = cpu(GIB) if kind == "cpu" else find_device("h100-80gb", known_devices())
+    survey = Survey(blueprint(gpt()), device, precision)  # type: ignore[arg-type]
+    way = survey.way(checkpointing, chunked=False)
+    recompute = survey.recompute(checkpointing)
+    traced = survey.trace(12, chunked=False, recompute=recompute, accumulation=3)
+    assert way.scaled.aligned
+    assert way.scaled.peak_bytes(12, 3) == pytest.approx(traced.peak.total, rel=2e-3)
+    assert way.scaled.at(12, 3).flops == traced.flops
+
+
+@pytest.mark.parametrize("name", ["resnet-digits", "lstm-text", "gpt-lora", "demo-digits"])
+def test_recipes_of_the_box_are_planned(name: str) -> None:
+    made = forecast(load(RECIPES / f"{name}.yaml", environ={}), cpu(2 * GIB))
+    parts = build_parts(load(RECIPES / f"{name}.yaml", environ={}), torch.device("cpu"))
+    assert made.parameters == sum(parameter.numel() for parameter in parts.model.parameters())
+    assert made.trainable == sum(p.numel() for p in parts.model.parameters() if p.requires_grad)
+    assert made.written.fits
+    assert made.written.step_s > 0
+
+
+def test_what_does_not_fit_gets_settings_that_do() -> None:
+    small = cpu(14 * MIB)
+    made = forecast(gpt(), small)
+    assert not made.written.fits
+    assert made.choice.fits
+    settled = forecast(gpt(*made.settings), small)
+    assert settled.written.fits
+    assert settled.written.peak_bytes == made.choice.best.peak_bytes
+
+
+def test_where_nothing_fits_other_training_is_proposed_and_not_silently_taken() -> None:
+    made = forecast(gpt(), cpu(7 * MIB))
+    assert not made.choice.fits
+    names = {remedy.name for remedy in made.remedies}
+    assert {"Adafactor", "LoRA", "8-bit moments"} <= names
+
+
+def test_the_average_of_the_weights_is_counted() -> None:
+    plain, average = (Survey(blueprint(gpt(*ask)), cpu(GIB), "fp32") for ask in ([], ["model.ema=0.99"]))
+    more = average.trace(2, chunked=False).peak.total - plain.trace(2, chunked=False).peak.total
+    assert more == 4 * plain.blueprint.counts[1]
+
+
+def test_a_loss_in_chunks_is_scaled_from_whole_chunks() -> None:
+    small = ["model.args.layers=1", "model.args.block_size=256", "data.train.args.block_size=256"]
+    loaded = load(RECIPES / "gpt2-124m.yaml", overrides=small, environ={})
+    survey = Survey(blueprint(loaded), find_device("h100-80gb", known_devices()), "bf16")
+    assert (survey.blueprint.chunked(1), survey.blueprint.chunked(4)) == (False, True)
+    way, traced = survey.way("none", chunked=True), survey.trace(64, chunked=True)
+    assert traced.peak.total <= way.scaled.peak_bytes(64, 1) <= 1.1 * traced.peak.total
+    assert way.scaled.at(64, 1).flops == pytest.approx(traced.flops, rel=1e-3)
+
+
+def test_planning_leaves_the_process_as_it_was() -> None:
+    before = torch.get_rng_state()
+    forecast(gpt(), cpu(GIB))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_nothing_is_traced_where_nothing_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainwright.forecast.resolve.blueprint", None)
+    loaded = gpt("batch.micro=8", "model.activation_checkpointing=block")
+    assert settle(loaded, cpu(GIB)).loaded is loaded
+
+
+def test_auto_is_settled_the_same_each_time_and_can_be_kept() -> None:
+    loaded = gpt("batch.micro=auto", "model.activation_checkpointing=auto")
+    one, two = settle(loaded, cpu(14 * MIB)), settle(loaded, cpu(14 * MIB))
+    assert one.loaded.recipe == two.loaded.recipe
+    assert one.planned == two.planned
+    assert isinstance(one.loaded.recipe.batch.micro, int)
+    again = resettled(loaded, json.loads(json.dumps(one.to_json())))
+    assert (again.loaded.recipe, again.planned) == (one.loaded.recipe, one.planned)
+    assert {note.topic for note in one.notes} == {"micro-batch", "checkpointing"}
+
+
+def test_a_budget_in_bytes_is_kept_by_the_true_peak() -> None:
+    loaded = gpt("batch.micro=24", "model.activation_checkpointing=26MiB")
+    settled = settle(loaded, cpu(GIB))
+    assert settled.planned is not None
+    assert 0 < settled.planned.count <= 4
+    survey = Survey(blueprint(loaded), cpu(GIB), "fp32")
+    traced = survey.trace(24, chunked=False, recompute=settled.planned, accumulation=2)
+    assert traced.peak.total <= 26 * MIB < survey.trace(24, chunked=False).peak.total
+
+
+def test_a_choice_that_cannot_be_made_is_an_error_with_a_remedy() -> None:
+    with pytest.raises(UsageError, match="no micro-batch fits"):
+        settle(gpt("batch.micro=auto"), cpu(5 * MIB))
+
+
+def test_a_model_handed_over_in_python_is_planned_as_a_copy() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 10))
+    model[0].weight.requires_grad_(False)
+    with fake_tensors():
+        copied = twin(model, torch.device("cpu"))
+        assert [p.requires_grad for p in copied.parameters()] == [p.requires_grad for p in model.parameters()]
+    data = unwrap((torch.zeros(64, 64), torch.zeros(64, dtype=torch.int64)))
+    mapping = {"model": "live:model", "data": {"train": "live:train"}, "batch": {"size": 64, "micro": "auto"}}
+    settled = settle(from_mapping(mapping), cpu(GIB), parts=Parts(model, data, None, nn.CrossEntropyLoss()))
+    assert settled.loaded.recipe.batch.micro == 64
+    assert type(model[0].weight) is nn.Parameter
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("NVIDIA A100-SXM4-40GB", "a100-40gb"), ("NVIDIA H100 80GB HBM3", "h100-80gb"), ("Tesla T4", "t4-16gb")],
+)
+def test_a_gpu_is_known_by_its_name(name: str, expected: str) -> None:
+    row = find_device(expected, known_devices())
+    assert like(name, row.memory_bytes) == row
+
+
+def test_a_gpu_that_is_not_in_the_table_says_so() -> None:
+    made = like("Frobnicator 9000", 24 * GIB)
+    assert (made.name, made.memory_bytes) == ("Frobnicator 9000", 24 * GIB)
+    assert "not in the table" in made.source
+
+
+def two_billion(*settings: str) -> Loaded:
+    """2.0 G parameters: 24 layers, d 2560, SwiGLU; an untied head over 32,000 tokens."""
+    shape = ("layers=24", "d_model=2560", "heads=20")
+    return load(RECIPES / "llama-7b.yaml", overrides=[*(f"model.args.{each}" for each in shape), *settings], environ={})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("memory", "moved"), [("80GiB", False), ("24GiB", True)])
+def test_two_billion_parameters(memory: str, moved: bool) -> None:
+    from trainwright.recipe.byte_size import parse_bytes
+
+    made = forecast(two_billion(), find_device("h100-80gb", known_devices()).with_memory(parse_bytes(memory)))
+    assert 2.0e9 < made.parameters < 2.2e9
+    assert made.choice.fits
+    way = made.choice.best.way
+    state = way.scaled.small.resident
+    on_host = way.offload.state_bytes if way.offload else 0
+    assert (on_host > 0) is moved
+    held = state["weights"] + state["gradients"] + state.get("optimizer", 0) + on_host
+    assert held == pytest.approx(16 * made.parameters, rel=1e-3)
+    assert way.precision == "bf16"
+    assert 0.2 < made.choice.best.time.mfu < 0.6
+
+
+@pytest.mark.slow
+def test_two_billion_parameters_where_not_even_that_fits() -> None:
+    made = forecast(two_billion(), find_device("h100-80gb", known_devices()).with_memory(19 * GIB))
+    assert not made.choice.fits
+    assert made.choice.best.way.offload is None
+    assert "optimizer offload" in {each.name for each in made.remedies if each.means == "here" and not each.fits}
+    assert {each.name for each in made.remedies if each.means == "here" and each.fits} == {"LoRA"}
+
+
+def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    svg = tmp_path / "step.svg"
+    small = [f"--set={each}" for each in TINY]
+    asked = ["plan", str(RECIPES / "gpt-tiny.yaml"), "--device", "a100-40gb", "--svg", str(svg), "--frontier", *small]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 0, done.output
+    assert "as written" in done.output
+    assert "<- peak" in done.output
+    assert "memory against time" in done.output
+    assert ET.fromstring(svg.read_text()).tag.endswith("svg")
+    refused = CliRunner().invoke(app, [*asked[:2], "--device", "a100-40gb", "--memory", "650MiB", "--json", *small])
+    answer = json.loads(refused.output.splitlines()[-1])
+    assert refused.exit_code == 3
+    assert answer["fits"] is False
+    assert answer["exit"] == 3
+
+
+def test_a_device_that_is_not_known(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["plan", str(RECIPES / "gpt-tiny.yaml"), "--device", "h100-81gb"])
+    assert done.exit_code == 2
+    assert "did you mean" in done.stderr
+
+
+def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="cannot be written"):
+        show_plan(gpt(), recipe="r.yaml", device="a100-40gb", svg=tmp_path / "no" / "x.svg")
+
+
+def a100(memory_bytes: int) -> Device:
+    return find_device("a100-40gb", known_devices()).with_memory(memory_bytes)
+
+
+def shallow(*settings: str) -> Loaded:
+    return gpt("model.args.layers=2", *settings)
+
+
+@pytest.fixture(scope="module")
+def tight() -> Device:
+    """A GPU that takes gpt-tiny's weights and gradients, but not AdamW's moments beside them."""
+    options = forecast(shallow("batch.micro=1"), a100(GIB)).choice.options
+    least = min(option.peak_bytes for option in options if option.way.offload is None)
+    moved = min(option.peak_bytes for option in options if option.way.offload is not None)
+    assert moved < least
+    return a100(int(((moved + least) / 2 + (600 << 20)) / 0.95))
+
+
+def test_the_optimizer_goes_to_the_host_where_nothing_else_fits(tight: Device) -> None:
+    made = forecast(shallow(), tight)
+    assert not made.written.fits
+    assert made.choice.fits
+    assert "optimizer.offload=true" in made.settings
+    again = forecast(shallow(*made.settings), tight)
+    assert again.written.fits
+    assert again.written.peak_bytes == made.choice.best.peak_bytes
+    assert again.trace.peak.total == again.written.peak_bytes
+    assert forecast(shallow(*made.settings[:-1], "optimizer.offload=auto"), tight).written.fits
+    assert forecast(shallow("optimizer.offload=true"), a100(2 * GIB)).written.way.offload is not None
+
+
+@pytest.mark.parametrize("asked", ["auto", "true", "false"])
+def test_offload_is_settled_and_kept(asked: str, tight: Device) -> None:
+    loaded = shallow("batch.micro=1", "model.activation_checkpointing=block", f"optimizer.offload={asked}")
+    if asked == "auto":
+        assert settle(loaded, a100(2 * GIB)).loaded.recipe.optimizer.offload is False
+    found = settle(loaded, tight) if asked != "false" else settle(loaded, a100(2 * GIB))
+    assert found.loaded.recipe.optimizer.offload is (asked != "false")
+    again = resettled(loaded, json.loads(json.dumps(found.to_json())))
+    assert again.loaded.recipe == found.loaded.recipe
+    assert [note.topic for note in found.notes] == (["optimizer offload"] if asked == "auto" else [])
+
+
+def test_offload_beside_what_else_the_plan_decides(tight: Device) -> None:
+    asked = ("batch.micro=auto", "model.activation_checkpointing=auto")
+    with pytest.raises(UsageError, match="no micro-batch fits"):
+        settle(shallow("batch.micro=auto"), tight)
+    found = settle(shallow(*asked, "optimizer.offload=auto"), tight)
+    assert found.loaded.recipe.optimizer.offload is True
+    assert found.planned is not None
+    assert {note.topic for note in found.notes} == {"micro-batch", "optimizer offload", "checkpointing"}
+
+
+def test_on_a_cpu_there_is_nothing_to_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainwright.forecast.resolve.blueprint", None)
+    found = settle(shallow("optimizer.offload=auto"), cpu(MIB))
+    assert found.loaded.recipe.optimizer.offload is False
+    assert "is the host's" in found.notes[0].why
+
+
+def test_offload_that_gains_nothing_is_refused_with_its_place() -> None:
+    for device in (cpu(GIB), a100(2 * GIB)):
+        with pytest.raises(RecipeError, match=r"optimizer\.offload"):
+            forecast(shallow("optimizer.offload=true", "optimizer.use=muon", "optimizer.args={}"), device)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_the_arithmetic_of_offload_is_that_of_a_trace(accumulation: int) -> None:
+    survey = Survey(blueprint(shallow()), find_device("h100-80gb", known_devices()), "bf16")
+    [way] = offloaded_ways([survey.way("none", chunked=False)], survey.device)
+
+    def make(device: torch.device) -> Subject:
+        made = survey.blueprint.subject(device, samples=12, chunked=False)
+        assert made.optimizer is not None
+        weights = [p for group in made.optimizer.param_groups for p in group["params"]]
+        return replace(made, optimizer=offloaded(torch.optim.AdamW)(weights))
+
+    traced = trace_step(make, device="cuda", precision="bf16", accumulation=accumulation)
+    held = [m.total - m.held.get("optimizer", 0) for m in traced.moments if m.phase != "update"]
+    assert max(held) == pytest.approx(way.scaled.peak_bytes(12, accumulation), rel=2e-3)
+
+
+def test_a_run_with_it_is_the_same_bits_on_a_cpu() -> None:
+    finals = []
+    for asked in ("false", "true", "auto"):
+        job = prepare(shallow("precision=fp32", "batch.size=8", f"optimizer.offload={asked}"))
+        assert isinstance(job.state.optimizer, Offloaded) is (asked == "true")
+        advance = make_advance(job)
+        for data in islice(job.batches, 3):
+            advance(job.state, data)
+        finals.append(torch.cat([p.detach().flatten() for p in job.parts.model.parameters()]))
+    assert all(torch.equal(finals[0], each) for each in finals)

@@ -1,0 +1,363 @@
+"""tw.fit: a module of one's own in three lines, with whatever data and loss people have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import trainwright as tw
+from trainwright.engine.dry_run import Mode, rehearse
+from trainwright.engine.precision import FP32
+from trainwright.errors import RecipeError, UsageError
+from trainwright.state.cursor import MicroBatch, StepBatch
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def data(count: int = 256) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(count, 20, generator=generator)
+    return x, (x @ torch.randn(20, 3, generator=generator)).argmax(1)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 3))
+
+
+def test_three_lines() -> None:
+    model = net()
+    result = tw.fit(model, data(), nn.CrossEntropyLoss(), until="20ep", lr=1e-2, quiet=True)
+    assert result.ending == "finished" and result.step == 160
+    assert result.loss is not None and result.loss < 0.5
+    x, y = data()
+    model.eval()
+    assert (model(x).argmax(1) == y).float().mean() > 0.9
+
+
+def test_a_loader_is_taken_apart() -> None:
+    loader = DataLoader(TensorDataset(*data()), batch_size=64, shuffle=False, drop_last=True, num_workers=0)
+    result = tw.fit(net(), loader, nn.functional.cross_entropy, until="2ep", quiet=True)
+    assert result.step == 8
+    plan = json.loads((result.run / "plan.json").read_text())
+    assert plan["batch"]["size"] == 64
+    assert "shuffle: false" in (result.run / "recipe.yaml").read_text()
+
+
+def test_the_collate_function_of_a_loader_of_tensors_is_taken_over() -> None:
+    sizes: list[int] = []
+
+    def collate(items: list[Any]) -> Any:
+        sizes.append(len(items))
+        return torch.utils.data.default_collate(items)
+
+    loader = DataLoader(TensorDataset(*data()), batch_size=64, collate_fn=collate)
+    tw.fit(net(), loader, nn.functional.cross_entropy, until="3steps", quiet=True)
+    assert sizes.count(64) == 3
+
+
+def test_a_loss_over_model_and_batch_with_validation() -> None:
+    def loss(model: nn.Module, batch: Any) -> tw.Loss:
+        x, y = batch
+        logits = model(x)
+        hits = (logits.argmax(1) == y).sum()
+        return tw.Loss(nn.functional.cross_entropy(logits, y, reduction="sum"), float(len(y)), {"hits": hits})
+
+    result = tw.fit(net(), data(), loss, val=data(40), until="30steps", batch=32, accumulation=2, quiet=True)
+    assert result.val_loss is not None and 0 <= result.metrics["hits"] <= 1
+    plan = json.loads((result.run / "plan.json").read_text())
+    assert plan["batch"] == {"size": 32, "micro": 16, "accumulation": 2, "ranks": 1}
+    assert not [note for note in plan["notes"] if "plain mean" in note["why"]]
+
+
+def test_a_mean_loss_is_said_in_the_plan() -> None:
+    result = tw.fit(net(), data(), nn.CrossEntropyLoss(), until="2steps", quiet=True)
+    notes = json.loads((result.run / "plan.json").read_text())["notes"]
+    assert any("plain mean" in note["why"] and "batch size" in note["choice"] for note in notes)
+
+
+def test_settings_reach_any_path() -> None:
+    result = tw.fit(
+        net(), data(), nn.CrossEntropyLoss(), until="2steps", quiet=True, settings={"optimizer.clip.at": 0.25}
+    )
+    assert "at: 0.25" in (result.run / "recipe.yaml").read_text()
+
+
+def test_resume_in_python_is_the_same_bits() -> None:
+    def weights(model: nn.Module) -> list[torch.Tensor]:
+        return [p.detach().clone() for p in model.parameters()]
+
+    straight = net()
+    tw.fit(straight, data(), nn.CrossEntropyLoss(), until="40steps", name="straight", quiet=True)
+
+    class StopAt:
+        def observe(self, result: tw.StepResult, state: tw.TrainState) -> tw.Stop | None:
+            return tw.Stop("enough") if result.step == 17 else None
+
+        def close(self) -> None: ...
+
+    first = net()
+    settings: dict[str, Any] = {"until": "40steps", "name": "halves", "quiet": True}
+    stopped = tw.fit(first, data(), nn.CrossEntropyLoss(), observers=[StopAt()], **settings)
+    assert (stopped.ending, stopped.step) == ("stopped", 17)
+    second = net()
+    ended = tw.fit(second, data(), nn.CrossEntropyLoss(), resume=stopped.run, **settings)
+    assert (ended.ending, ended.step) == ("finished", 40)
+    assert all(torch.equal(a, b) for a, b in zip(weights(straight), weights(second), strict=True))
+
+
+def test_mistakes_name_their_remedy() -> None:
+    with pytest.raises(UsageError, match="Module"):
+        tw.fit({}, data(), nn.CrossEntropyLoss())  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="learning_rate"):
+        tw.fit(net(), data(), nn.CrossEntropyLoss(), learning_rate=1)
+    with pytest.raises(UsageError, match="no dataset"):
+        tw.fit(net(), 7, nn.CrossEntropyLoss())
+    with pytest.raises(RecipeError, match="until"):
+        tw.fit(net(), data(), nn.CrossEntropyLoss(), until="10")
+    with pytest.raises(UsageError, match="def loss"):
+        tw.fit(net(), (data()[0],), nn.CrossEntropyLoss(), until="1steps", quiet=True)
+
+
+def test_a_stream_is_read_only_once() -> None:
+    class OneShot(torch.utils.data.IterableDataset[Any]):
+        def __init__(self) -> None:
+            x, y = data(80)
+            self.items = iter(list(zip(x, y, strict=True)))
+            self.given = 0
+
+        def __iter__(self) -> Any:
+            for item in self.items:
+                self.given += 1
+                yield item
+
+    stream = OneShot()
+    result = tw.fit(net(), stream, nn.CrossEntropyLoss(), until="1000steps", batch=16, quiet=True)
+    assert (result.ending, result.step, stream.given) == ("data_exhausted", 5, 80)
+
+
+def test_a_rehearsal_leaves_no_trace_in_a_buffer_that_is_put_anew() -> None:
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mu", torch.zeros(20))
+            self.fc = nn.Linear(20, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training:
+                self.mu = 0.9 * self.mu + 0.1 * x.mean(0)
+            return self.fc(x)  # type: ignore[no-any-return]
+
+    model, (x, y) = Mean(), data(64)
+    tw.fit(model, (x, y), nn.CrossEntropyLoss(), until="2steps", batch=64, quiet=True)
+    torch.testing.assert_close(model.mu, 0.19 * x.mean(0))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "expanded", "overlapping", "empty"])
+def test_a_rehearsal_puts_any_buffer_back(layout: str) -> None:
+    """The adjacency of a graph is sparse; ``expand`` gives a buffer in which an element occurs twice."""
+    kinds = {
+        "coo": torch.eye(20).to_sparse(),
+        "csr": torch.eye(20).to_sparse_csr(),
+        "csc": torch.eye(20).to_sparse_csc(),
+        "expanded": torch.ones(20).expand(20, -1),
+        "overlapping": torch.ones(39).unfold(0, 20, 1),
+        "empty": torch.empty(0, 20),
+    }
+
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("adjacency", kinds[layout])
+            self.fc = nn.Linear(20, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            one = self.adjacency.values() if layout in ("csr", "csc") else self.adjacency
+            if layout == "coo":
+                one = self.adjacency._values()
+            one = one[:1] if layout in ("expanded", "overlapping") else one
+            one.mul_(2.0)
+            mixed = x if layout == "empty" else (self.adjacency @ x.T).T
+            return self.fc(mixed)  # type: ignore[no-any-return]
+
+    model = Graph()
+    state = tw.TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    before = model.adjacency.to_dense().clone()
+    x, y = data(8)
+    first = StepBatch((MicroBatch((x, y), np.arange(8)),))
+    seen = rehearse(state, first, nn.functional.cross_entropy, modes=[Mode(FP32, 1)], budget_s=0)
+    assert torch.equal(model.adjacency.to_dense(), before)
+    assert np.isfinite(seen.loss) and seen.activation_bytes > 0
+    assert model.adjacency is kinds[layout]
+
+
+def test_an_evaluation_on_the_same_dataset_leaves_its_epoch_alone() -> None:
+    class Epochal(torch.utils.data.Dataset[Any]):
+        epoch = -1
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, index: int) -> Any:
+            x, y = data(64)
+            return x[index] + self.epoch, y[index]
+
+    def weights(val: bool) -> torch.Tensor:
+        model, dataset = net(), Epochal()
+        settings = {"evaluation.every": "12steps"}
+        tw.fit(
+            model,
+            dataset,
+            nn.CrossEntropyLoss(),
+            val=dataset if val else None,
+            until="24steps",
+            batch=8,
+            settings=settings,
+            quiet=True,
+        )
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    assert torch.equal(weights(val=True), weights(val=False))
+
+
+def test_what_torch_was_set_to_comes_back() -> None:
+    torch.set_float32_matmul_precision("high")
+    try:
+        tw.fit(net(), data(), nn.CrossEntropyLoss(), until="2steps", quiet=True)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def asked(**keys: Any) -> dict[str, Any]:
+    result = tw.fit(net(), data(), nn.CrossEntropyLoss(), until="1steps", quiet=True, **keys)
+    recipe: dict[str, Any] = yaml.safe_load((result.run / "recipe.yaml").read_text())
+    return recipe
+
+
+def test_no_setting_is_lost_whatever_its_form() -> None:
+    for keys in (
+        {"lr": 0.123, "settings": {"optimizer": "sgd"}},
+        {"settings": {"optimizer": "sgd", "optimizer.lr": 0.123}},
+        {"settings": {"optimizer.lr": 0.123, "optimizer": "sgd"}},
+        {"settings": {"optimizer": {"use": "sgd", "lr": 0.123}}},
+        {"settings": {"optimizer": {"lr": 0.123, "args": {"momentum": 0.5}}}, "optimizer": "sgd"},
+    ):
+        optimizer = asked(**keys)["optimizer"]
+        assert (optimizer["use"], optimizer["lr"]) == ("sgd", 0.123)
+    assert optimizer["args"] == {"momentum": 0.5}
+    assert asked(settings={"data": {"shuffle": False}})["data"]["train"]["use"] == "live:TensorDataset"
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"settings": {"until.x": 1}}, "until is given twice"),
+        ({"settings": {"schedule.warmup.x": 1}}, "warmup"),
+        ({"settings": {"batch": 64, "batch.micro": 8}}, "holds no keys"),
+        ({"settings": {7: 1}}, "not a path"),
+        ({"settings": {"model.args": {"width": 8}}}, "model itself"),
+        ({"settings": {"model": {"args": {"width": 8}}}}, "model itself"),
+        ({"settings": {"model": "gpt"}}, "model itself"),
+        ({"settings": {"loss.args.x": 8}}, "loss itself"),
+        ({"settings": {"data.val": "digits"}}, "val itself"),
+        ({"settings": {"data.train.args": {}}}, "train itself"),
+        ({"settings": {"optimizer.lr": 0.1}, "lr": 0.2}, "given twice"),
+        ({"settings": [1]}, "mapping"),
+        ({"settings": {"optimizer.use": "torch.optim:LBFGS"}}, "closure"),
+    ],
+)
+def test_a_setting_that_cannot_be(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        asked(**keys)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [(None, "NoneType"), ("cross_entropy", "'cross_entropy'"), (nn.CrossEntropyLoss, r"write CrossEntropyLoss\(\)")],
+)
+def test_a_loss_that_is_no_function(loss: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        tw.fit(net(), data(), loss, quiet=True)
+
+
+@pytest.mark.parametrize("weight", [torch.ones(3), -1.0, torch.tensor(-2.0), None, "4"])
+def test_a_weight_that_is_none(weight: Any) -> None:
+    def loss(model: nn.Module, batch: Any) -> tw.Loss:
+        return tw.Loss(model(batch[0]).sum(), weight)
+
+    with pytest.raises(UsageError, match="weight of a Loss must be one number"):
+        tw.fit(net(), data(), loss, until="1steps", quiet=True)
+
+
+def test_metrics_may_be_numbers() -> None:
+    def loss(model: nn.Module, batch: Any) -> tw.Loss:
+        x, y = batch
+        total = nn.functional.cross_entropy(model(x), y, reduction="sum")
+        return tw.Loss(total, len(y), {"half": len(y) / 2, "one": torch.tensor([float(len(y))]), "each": True})
+
+    result = tw.fit(net(), data(), loss, val=data(40), until="2steps", batch=8, accumulation=2, quiet=True)
+    assert (result.metrics["half"], result.metrics["one"]) == (0.5, 1.0)
+    with pytest.raises(UsageError, match="metric 'hits'"):
+        tw.fit(net(), data(), lambda model, batch: tw.Loss(model(batch[0]).sum(), 1, {"hits": torch.ones(2)}))
+
+
+def test_weights_without_values() -> None:
+    with pytest.raises(UsageError, match=r"lazy module(.|\n)*model\(x"):
+        tw.fit(nn.Sequential(nn.LazyLinear(3)), data(), nn.CrossEntropyLoss(), quiet=True)
+    with pytest.raises(UsageError, match=r"meta device(.|\n)*to_empty"):
+        tw.fit(nn.Linear(20, 3, device="meta"), data(), nn.CrossEntropyLoss(), quiet=True)
+
+
+def test_sparse_gradients_are_named() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3))
+    ids = torch.zeros(16, 2, dtype=torch.int64)
+    with pytest.raises(UsageError, match="sparse=True"):
+        tw.fit(model, (ids, ids[:, 0]), nn.CrossEntropyLoss(), optimizer="sgd", until="1steps", quiet=True)
+
+
+def test_numpy_arrays_are_tensors() -> None:
+    def losses(x: Any, y: Any) -> float | None:
+        return tw.fit(net(), (x, y), nn.CrossEntropyLoss(), until="3steps", precision="fp32", quiet=True).loss
+
+    x, y = data()
+    frozen = x.numpy().copy()
+    frozen.setflags(write=False)
+    assert losses(x, y) == losses(x.numpy(), y.numpy()) == losses(frozen, y) == losses(x.numpy()[::-1][::-1], y)
+    with pytest.raises(UsageError, match="cannot be a tensor"):
+        losses(x, np.array(["a"] * len(x)))
+    with pytest.raises(UsageError, match="different lengths"):
+        losses(x.numpy(), y.numpy()[:-1])
+
+
+def test_a_validation_loader_says_its_batch_unless_settings_do() -> None:
+    val = DataLoader(TensorDataset(*data(40)), batch_size=20)
+    assert asked(val=val)["evaluation"]["batch"] == 20
+    assert asked(val=val, settings={"evaluation.batch": 5})["evaluation"]["batch"] == 5
+    assert asked(val=data(40))["evaluation"]["batch"] is None
+
+
+def test_an_observer_that_returns_something_else() -> None:
+    class Chatty:
+        def observe(self, result: tw.StepResult, state: tw.TrainState) -> Any:
+            return False
+
+        def close(self) -> None: ...
+
+    with pytest.raises(UsageError, match=r"Chatty.observe returned False(.|\n)*tw.Stop"):
+        asked(observers=[Chatty()])

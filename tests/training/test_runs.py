@@ -1,0 +1,431 @@
+"""Whole runs through the command line: real processes, real signals, real files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from trainwright.cli import app
+from trainwright.runlog.reader import read
+from trainwright.runlog.records import Ended, Evaluated, Saved, Skipped, Started, Step
+from trainwright.state.store import checkpoints, newest_valid
+from trainwright.verbs.demo import recipe_folder
+
+SLOWLY = """\
+import time
+import numpy as np, random, torch
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        x = torch.linspace(0, index, 12) / 96 + 0.1 * torch.randn(12) + 0.1 * np.random.randn() + 0.1 * random.random()
+        return x.float(), index % 3
+"""
+RECIPE = """\
+name: slow
+until: 60steps
+model:
+  use: mlp
+  args: {sizes: [12, 24, 3], dropout: 0.2}
+data:
+  train: {use: "slowly:Slow"}
+  workers: WORKERS
+batch: {size: 8, micro: 4}
+checkpoint: {every: 20steps}
+log: {every: 5steps}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("slowly", None)
+    (tmp_path / "slowly.py").write_text(SLOWLY)
+    (tmp_path / "slow.yaml").write_text(RECIPE.replace("WORKERS", "0"))
+    return tmp_path
+
+
+def start(*arguments: str, cwd: Path, group: bool = False, prefix: Sequence[str] = ()) -> subprocess.Popen[str]:
+    command = [*prefix, sys.executable, "-m", "trainwright", *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, cwd=cwd, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=group
+    )
+
+
+def wait_for_step(log: Path, step: int, *, patience_s: float = 120.0) -> None:
+    end_s = time.monotonic() + patience_s
+    while time.monotonic() < end_s:
+        if log.exists() and any(isinstance(r, Step) and r.step >= step for r in read(log).records):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{log} never saw step {step}")
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, list(arguments))
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.output
+
+
+def test_a_run_folder_has_its_papers(folder: Path) -> None:
+    code, said = invoke("train", "slow.yaml", "--json", "--set", "until=25steps")
+    assert code == 0
+    result = json.loads(said.splitlines()[-1])
+    assert set(result) == {"run", "ending", "step", "loss", "val_loss", "skipped"}
+    assert (result["ending"], result["step"], result["val_loss"], result["skipped"]) == ("finished", 25, None, 0)
+    run = folder / result["run"]
+    papers = {path.name for path in run.iterdir()}
+    assert papers >= {"recipe.yaml", "plan.json", "provenance.json", "log.jsonl", "checkpoints"}
+    provenance = json.loads((run / "provenance.json").read_text())
+    assert provenance["data"]["train"].startswith("sha256:") and provenance["seeds"]["seed"] == 1337
+    kinds = [type(record) for record in read(run / "log.jsonl").records]
+    assert kinds[0] is Started and kinds[-1] is Ended and kinds.count(Saved) == 2
+    assert invoke("train", str(run / "recipe.yaml"))[0] == 0, "the recipe in the folder runs as it stands"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_sigterm_saves_and_the_resumed_run_has_the_same_bits(folder: Path, workers: str) -> None:
+    (folder / "slow.yaml").write_text(RECIPE.replace("WORKERS", workers))
+    code, _ = invoke("train", "slow.yaml", "--set", "name=straight", "--set", "precision=fp32")
+    assert code == 0
+    stopped = start("train", "slow.yaml", "--set", "name=halves", "--set", "precision=fp32", cwd=folder)
+    wait_for_step(folder / "runs/halves/log.jsonl", 25)
+    stopped.send_signal(signal.SIGTERM)
+    said, _ = stopped.communicate(timeout=120)
+    assert stopped.returncode == 75, said
+    assert "trainwright resume runs/halves" in said and "Traceback" not in said
+    halfway, broken = newest_valid(folder / "runs/halves/checkpoints")
+    assert halfway is not None and not broken
+    assert 25 <= int(halfway.name.removeprefix("step-")) < 60
+    assert invoke("resume", "runs/halves", "--set", "data.workers=0")[0] == 0
+    straight = load_file(folder / "runs/straight/checkpoints/step-00000060/model.safetensors")
+    halves = load_file(folder / "runs/halves/checkpoints/step-00000060/model.safetensors")
+    assert {k: v.numpy().tobytes() for k, v in straight.items()} == {k: v.numpy().tobytes() for k, v in halves.items()}
+
+
+TOKENS = """\
+import time
+import torch
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        ids = torch.randint(0, 32, (33,))
+        return ids[:-1], ids[1:]
+"""
+LEFT_OPEN = """\
+name: open
+until: 30steps
+precision: fp32
+model:
+  use: gpt
+  args: {vocab_size: 32, block_size: 32, layers: 3, heads: 2, d_model: 32, dropout: 0.1}
+data:
+  train: {use: "tokens:Tokens"}
+loss: language_model
+batch: {size: 24}
+checkpoint: {every: 10steps}
+log: {every: 2steps}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("micro", "memory"), [("auto", "auto"), ("auto", "4MiB"), ("24", "5MiB")])
+def test_what_was_left_to_the_plan_stays_over_a_resume(folder: Path, micro: str, memory: str) -> None:
+    (folder / "tokens.py").write_text(TOKENS)
+    (folder / "open.yaml").write_text(LEFT_OPEN)
+    asked = ["open.yaml", f"--set=batch.micro={micro}", f"--set=model.activation_checkpointing={memory}"]
+    assert invoke("train", *asked, "--set=name=straight")[0] == 0
+    stopped = start("train", *asked, "--set=name=halves", cwd=folder)
+    wait_for_step(folder / "runs/halves/log.jsonl", 8)
+    stopped.send_signal(signal.SIGTERM)
+    said, _ = stopped.communicate(timeout=120)
+    assert stopped.returncode == 75, said
+    assert invoke("resume", "runs/halves")[0] == 0
+    plans = [json.loads((folder / "runs" / name / "plan.json").read_text()) for name in ("straight", "halves")]
+    settled = plans[0]["settled"]
+    assert plans[1]["settled"] == settled
+    assert settled["micro"] == {"auto": 24, "4MiB": 8, "5MiB": 24}[memory]
+    assert any(keep is not None for keep in settled["recompute"]) == (memory == "5MiB")
+    straight = load_file(folder / "runs/straight/checkpoints/step-00000030/model.safetensors")
+    halves = load_file(folder / "runs/halves/checkpoints/step-00000030/model.safetensors")
+    assert {k: v.numpy().tobytes() for k, v in straight.items()} == {k: v.numpy().tobytes() for k, v in halves.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_reaches_the_whole_group_and_workers_do_not_die_of_it(folder: Path, number: signal.Signals) -> None:
+    settings = ["data.workers=2", "checkpoint.every=null", "until=5000steps"]
+    options = [option for each in settings for option in ("--set", each)]
+    running = start("train", "slow.yaml", *options, cwd=folder, group=True)
+    wait_for_step(folder / "runs/slow/log.jsonl", 10)
+    os.killpg(running.pid, number)
+    said, _ = running.communicate(timeout=120)
+    assert running.returncode == 75, said
+    assert newest_valid(folder / "runs/slow/checkpoints")[0] is not None
+
+
+def test_a_resume_keeps_what_it_was_told(folder: Path) -> None:
+    assert invoke("train", "slow.yaml", "--set", "until=20steps", "--set", "schedule=constant")[0] == 0
+    changed = ["resume", "runs/slow", "--set", "until=30steps", "--set", "optimizer.lr=1e-5"]
+    refused = start(*changed, cwd=folder)
+    said, _ = refused.communicate(timeout=120)
+    assert refused.returncode == 2 and "optimizer.lr: 0.001 -> 1e-05 (changes the maths)" in said
+    assert "resume runs/slow --set until=30steps --set optimizer.lr=1e-5 --accept optimizer.lr" in said
+    code, said = invoke(*changed, "--accept", "optimizer.lr")
+    assert code == 0, said
+    started = [r for r in read(folder / "runs/slow/log.jsonl").records if isinstance(r, Started)]
+    assert started[-1].accepted == ("optimizer.lr",)
+    steps = [r for r in read(folder / "runs/slow/log.jsonl").records if isinstance(r, Step)]
+    assert [r.lr for r in steps if r.step > 20] == [1e-5] * 2
+    assert "until: 30steps" in (folder / "runs/slow/recipe.yaml").read_text()
+    assert "until: 20steps" in (folder / "runs/slow/recipe-before-step-00000020.yaml").read_text()
+    code, said = invoke("resume", "runs/slow")
+    assert code == 2 and "30 steps" in said and "--set until=60steps" in said
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("optimizer.use=sgd", "fatal"),
+        ("precision=fp16", "fp32 -> fp16 (changes the maths)"),
+        ("model.args.sizes=[12, 9, 3]", "has the shape (9, 12), in the checkpoint (24, 12)"),
+        ("until=5steps", "step 10 is reached already"),
+    ],
+)
+def test_a_resume_that_cannot_be(folder: Path, setting: str, said: str) -> None:
+    assert invoke("train", "slow.yaml", "--set", "until=10steps", "--set", "precision=fp32")[0] == 0
+    recipe = folder / "runs/slow/recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("precision: fp32", "precision: auto"))
+    code, output = invoke("resume", "runs/slow", "--set", "until=20steps", "--set", setting)
+    assert code == 2 and said in output and "remedy" in output
+
+
+def test_a_damaged_newest_checkpoint_does_not_push_good_ones_out(folder: Path) -> None:
+    assert invoke("train", "slow.yaml", "--set", "until=40steps")[0] == 0
+    with (folder / "runs/slow/checkpoints/step-00000040/rest.safetensors").open("ab") as file:
+        file.write(b"x")
+    options = ["--set", "checkpoint.keep=1", "--set", "checkpoint.every=2steps", "--set", "until=30steps"]
+    assert invoke("resume", "runs/slow", *options, "--accept", "until")[0] == 0
+    newest, _ = newest_valid(folder / "runs/slow/checkpoints")
+    assert newest is not None and newest.name == "step-00000030"
+
+
+def test_skipped_steps_are_logged_once_over_a_resume(folder: Path) -> None:
+    (folder / "slowly.py").write_text(
+        SLOWLY.replace("return x.float()", "x[0] = float('nan') if index == 5 else x[0]; return x.float()")
+    )
+    sys.modules.pop("slowly", None)
+    assert invoke("train", "slow.yaml", "--set", "until=24steps")[0] == 0
+    assert invoke("resume", "runs/slow", "--set", "until=36steps")[0] == 0
+    skipped = [r for r in read(folder / "runs/slow/log.jsonl").records if isinstance(r, Skipped)]
+    assert len(skipped) == 3 and len({r.step for r in skipped}) == 3
+    assert all(5 in r.sample_ids for r in skipped)
+
+
+def test_a_reader_that_goes_away_ends_no_training(folder: Path) -> None:
+    command = f"{sys.executable} -m trainwright train slow.yaml --set until=10steps | head -1"
+    subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, check=True)
+    assert isinstance(read(folder / "runs/slow/log.jsonl").records[-1], Ended)
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_the_demo(folder: Path) -> None:
+    running = start("demo", "--budget", "300s", "--set", "log.every=1steps", cwd=folder)
+    wait_for_step(folder / "runs/demo/log.jsonl", 3)
+    running.send_signal(signal.SIGINT)
+    said, _ = running.communicate(timeout=120)
+    assert running.returncode == 75, said
+    assert "Traceback" not in said
+    assert "trainwright resume runs/demo " in said
+    assert newest_valid(folder / "runs/demo/checkpoints")[0] is not None
+
+
+@pytest.mark.slow
+def test_a_kill_loses_nothing_that_was_committed(folder: Path) -> None:
+    running = start("train", "slow.yaml", "--set", "checkpoint.every=1steps", "--set", "until=5000steps", cwd=folder)
+    wait_for_step(folder / "runs/slow/log.jsonl", 20)
+    running.kill()
+    running.communicate(timeout=60)
+    newest, broken = newest_valid(folder / "runs/slow/checkpoints")
+    assert newest is not None and not broken
+    saved = [r.step for r in read(folder / "runs/slow/log.jsonl").records if isinstance(r, Saved)]
+    assert int(newest.name.removeprefix("step-")) >= max(saved)
+    code, said = invoke("resume", "runs/slow", "--set", f"until={max(saved) + 10}steps", "--accept", "until")
+    assert code == 0 and f"resumed from {Path('runs/slow/checkpoints') / newest.name}" in said
+
+
+def test_a_damaged_checkpoint_is_named_and_stepped_over(folder: Path) -> None:
+    assert invoke("train", "slow.yaml", "--set", "until=45steps")[0] == 0
+    newest = checkpoints(folder / "runs/slow/checkpoints")[0]
+    content = bytearray((newest / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (newest / "model.safetensors").write_bytes(bytes(content))
+    code, said = invoke("resume", "runs/slow")
+    assert code == 0
+    assert "step-00000045/model.safetensors is damaged" in said and "resumed from" in said and "step-00000040" in said
+
+
+def test_the_same_recipe_gives_the_same_bits(folder: Path) -> None:
+    settings = [option for each in ("deterministic=true", "until=20steps") for option in ("--set", each)]
+    for name in ("one", "two"):
+        assert invoke("train", "slow.yaml", *settings, "--set", f"name={name}", "--set", "precision=bf16")[0] == 0
+    one, two = (
+        load_file(folder / f"runs/{name}/checkpoints/step-00000020/model.safetensors") for name in ("one", "two")
+    )
+    assert {k: v.numpy().tobytes() for k, v in one.items()} == {k: v.numpy().tobytes() for k, v in two.items()}
+    torch.use_deterministic_algorithms(False)
+    logs = [read(folder / f"runs/{name}/log.jsonl").records for name in ("one", "two")]
+    hashes = [[r.ids_hash for r in log if isinstance(r, Step)] for log in logs]
+    assert hashes[0] == hashes[1] and len(set(hashes[0])) == len(hashes[0])
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a small disk needs root")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_full_disk_keeps_what_was_committed(folder: Path, small_disk: Path) -> None:
+    options = ["--set", f"folder={small_disk}", "--set", "checkpoint.every=10steps"]
+    options += ["--set", "model.args.sizes=[12, 400, 3]"]  # 31 KiB of weights, 94 KiB a checkpoint with AdamW
+    code, said = invoke("train", "slow.yaml", *options, "--set", "checkpoint.keep=50")
+    assert code == 1, said
+    assert "Traceback" not in said and "is not saved" in said and "GB left" in said
+    assert "the last state could not be saved" in said
+    newest, broken = newest_valid(small_disk / "slow/checkpoints")
+    assert newest is not None and not broken and f"trainwright resume {small_disk}/slow" in said
+
+
+@pytest.mark.slow
+def test_the_demo_reaches_a_verdict(folder: Path) -> None:
+    code, said = invoke("demo", "--budget", "12steps", "--json")
+    assert code == 0
+    result = json.loads(said.splitlines()[-1])
+    assert result["step"] == 12 and result["val_loss"] < 4.6
+    assert [said.count(f"sample at {title}") for title in ("the start", "the end")] == [1, 1]
+    for line in (
+        "device ",
+        "parameters ",
+        "theory says ln 103" if sys.version_info[:2] == (3, 11) else "theory",
+        "verdict: ",
+    ):
+        assert line in said
+    lines = [line for line in said.splitlines() if line and not line.startswith("{")]
+    assert [line.split()[0] for line in lines[-3:]] == ["run", "reached", "next"]
+    evaluated = [r for r in read(folder / "runs/demo/log.jsonl").records if isinstance(r, Evaluated)]
+    assert evaluated[-1].loss == result["val_loss"]
+
+
+SMALL = {
+    "demo.yaml": ["evaluation.batches=1"],
+    "demo-digits.yaml": [],
+    "gpt-tiny.yaml": ["evaluation.batches=1"],
+    "resnet-digits.yaml": ["evaluation.batches=1"],
+    "lstm-text.yaml": ["evaluation.batches=1"],
+    "gpt-lora.yaml": ["evaluation.batches=1"],
+    "hf-lora.yaml": ["evaluation.batches=1"],
+    "gpt2-124m.yaml": [
+        "batch.size=2",
+        "batch.micro=1",
+        "model.args.layers=2",
+        "model.args.heads=2",
+        "model.args.d_model=64",
+        "model.args.block_size=32",
+        "data.train.args.block_size=32",
+        "data.val.args.block_size=32",
+        "evaluation.batches=1",
+        "precision=fp32",
+    ],
+    "llama-7b.yaml": [
+        "batch.size=2",
+        "model.args.layers=2",
+        "model.args.heads=2",
+        "model.args.d_model=32",
+        "model.args.block_size=64",
+        "data.train.args.block_size=64",
+        "data.val.args.block_size=64",
+        "evaluation.batches=1",
+    ],
+}
+
+
+def test_every_recipe_in_the_box_is_tried() -> None:
+    assert {path.name for path in recipe_folder().glob("*.yaml")} == set(SMALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+def test_recipe_in_the_box(name: str, folder: Path) -> None:
+    settings = ["until=3steps", "schedule.warmup=1steps", "log.every=1steps", "evaluation.batch=4", *SMALL[name]]
+    options = [option for setting in settings for option in ("--set", setting)]
+    code, said = invoke("train", str(recipe_folder() / name), *options, "--json")
+    assert code == 0, said
+    result = json.loads(said.splitlines()[-1])
+    assert result["ending"] == "finished" and result["step"] == 3 and result["skipped"] == 0
+    steps = [r for r in read(folder / result["run"] / "log.jsonl").records if isinstance(r, Step)]
+    assert [step.step for step in steps] == [1, 2, 3]
+    assert steps[-1].loss == steps[-1].loss
+
+
+def test_tensorboard_gets_what_the_log_has(folder: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    code, said = invoke("train", "slow.yaml", "--set", "until=10steps", "--set", "log.sinks=[tensorboard]")
+    assert code == 0, said
+    events = next((folder / "runs/slow").rglob("events.out.*")).parent
+    seen = accumulator.EventAccumulator(str(events))
+    seen.Reload()
+    logged = [r for r in read(folder / "runs/slow/log.jsonl").records if isinstance(r, Step)]
+    assert [(e.step, e.value) for e in seen.Scalars("train/loss")] == [
+        (r.step, pytest.approx(r.loss, rel=1e-6)) for r in logged
+    ]
+
+
+def test_lr_range_draws_a_picture(folder: Path) -> None:
+    recipe = str(recipe_folder() / "demo-digits.yaml")
+    code, said = invoke("lr-range", recipe, "--steps", "60", "--lowest", "1e-4", "--out", "lr.svg", "--json")
+    assert code == 0, said
+    answer = json.loads(said.splitlines()[-1])
+    assert 1e-3 < answer["suggestion"] < 2 and len(answer["lrs"]) == len(answer["losses"]) <= 60
+    assert (folder / "lr.svg").read_text().startswith("<svg")
+
+
+def test_env_judges_this_machine() -> None:
+    code, said = invoke("env", "--json")
+    lines = json.loads(said.splitlines()[-1])["lines"]
+    assert code in (0, 1)
+    assert any("torch" in line["what"] and line["value"] for line in lines)
+    assert invoke("env")[0] == code
+
+
+def test_schema_is_a_schema() -> None:
+    code, said = invoke("schema")
+    assert code == 0
+    schema = json.loads(said)
+    assert schema["additionalProperties"] is False and "optimizer" in schema["properties"]

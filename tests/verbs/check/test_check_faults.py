@@ -1,0 +1,169 @@
+"""What must be found: one planted fault each; and what must not be said: healthy recipes that look odd."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from trainwright.recipe import from_mapping
+from trainwright.verbs.check.check import Budget, check
+from trainwright.verbs.check.verdict import Checkup
+
+PARTS = "tests.checking.parts"
+SHORT = Budget(read_s=2.0, range_s=3.0, heart_s=4.0, smoke_s=20.0, most_samples=1024)
+
+
+def recipe(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A healthy recipe with changes by dotted path; a value of None leaves the key out."""
+    given: dict[str, Any] = {
+        "until": "20ep",
+        "device": "cpu",
+        "precision": "fp32",
+        "model": {"use": f"{PARTS}:net"},
+        "data": {
+            "train": {"use": f"{PARTS}:blobs", "args": {}},
+            "val": {"use": f"{PARTS}:blobs", "args": {"split": "val"}},
+        },
+        "batch": {"size": 32},
+        "optimizer": {"use": "adamw", "lr": 3e-3},
+    }
+    for path, value in changes.items():
+        *sections, last = path.split(".")
+        place = given
+        for section in sections:
+            place = place.setdefault(section, {})
+        if value is None:
+            place.pop(last)
+        else:
+            place[last] = value
+    return given
+
+
+def checked(changes: Mapping[str, Any]) -> Checkup:
+    return check(from_mapping(recipe(changes)), budget=SHORT)
+
+
+def model(name: str, **args: Any) -> dict[str, Any]:
+    return {"model": {"use": f"{PARTS}:{name}", "args": args}}
+
+
+def blobs(fault: str) -> dict[str, Any]:
+    return {"data.train.args": {"fault": fault}}
+
+
+def train(name: str, **args: Any) -> dict[str, Any]:
+    data = {split: {"use": f"{PARTS}:{name}", "args": {"split": split, **args}} for split in ("train", "val")}
+    return {"data.train": data["train"], "data.val": {**data["val"], "args": {"split": "val"}}}
+
+
+def loss(name: str) -> dict[str, Any]:
+    return {"loss": f"{PARTS}:{name}"}
+
+
+LM = {**train("tokens"), **model("Transformer"), "loss": "language_model"}
+
+# name: (changes, how grave, what the line is about, words that it must say)
+FAULTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "shifted labels": (blobs("shifted"), "fail", "alignment", "shifted"),
+    "shuffled labels": (blobs("shuffled"), "warn", "", "data.label_feature_misaligned"),
+    "labels from one": (blobs("from one"), "fail", "labels", "out of range"),
+    "one wild label": (blobs("one wild label"), "fail", "labels", "sample 509 has 17"),
+    "one class only": (blobs("one class"), "fail", "labels", "all 512 are 0"),
+    "equal inputs, two labels": (blobs("two labels"), "warn", "alignment", "another label"),
+    "constant features": (blobs("constant"), "fail", "inputs", "same input"),
+    "inputs of 0 to 255": (blobs("bytes"), "warn", "inputs", "not normalised"),
+    "normalised twice": (blobs("double normalised"), "warn", "inputs", "hardly vary"),
+    "one column far larger": (blobs("uneven columns"), "warn", "inputs", ""),
+    "NaN in the data": (blobs("nan"), "fail", "values", "samples: 5"),
+    "integers as inputs": (blobs("integers"), "fail", "first batch", "int64"),
+    "duplicates": (blobs("duplicates"), "warn", "duplicates", "75%"),
+    "a sample that cannot be read": (train("Torn"), "fail", "samples", "sample 40"),
+    "validation is training": ({"data.val.args": {"fault": "val is train"}}, "fail", "validation", "100%"),
+    "no validation": ({"data.val": None}, "warn", "validation", "no validation"),
+    "augmentation destroys labels": (train("Augmented", destroy=True), "fail", "alignment", "hides their class"),
+    "slow loader": (train("Slow"), "warn", "loading", "waiting"),
+    "batch larger than the data": ({"batch.size": 1024}, "warn", "batch size", "larger than"),
+    "batch norm with batches of one": ({**model("net", norm=True), "batch.micro": 1}, "fail", "batch norm", "1 sample"),
+    "batch norm, last batch of one": (
+        {**model("net", norm=True), "data.train.args": {"count": 513}},
+        "warn",
+        "batch norm",
+        "last micro-batch",
+    ),
+    "frozen everything": (model("frozen"), "fail", "gradients", "nothing is trained"),
+    "detached branch": (model("Detached"), "fail", "gradients", "two.0.weight"),
+    "loss cut from the model": (loss("cut"), "fail", "gradients", "nothing is trained"),
+    "dead ReLU": (model("dead"), "fail", "activations", "every unit of 1 is 0"),
+    "all weights zero": (model("zeros"), "fail", "weights", "stay 0"),
+    "weights too large": (model("large"), "warn", "initial loss", ""),
+    "deep without residuals": (model("Deep"), "fail", "", ""),
+    "output ignores the input": (model("Blind"), "fail", "output", "same for every sample"),
+    "output of the wrong size": (model("net", outputs=3), "fail", "labels", "0 to 2"),
+    "input of the wrong size": (model("net", inputs=7), "fail", "first batch", "mat1 and mat2"),
+    "model larger than memory": (model("Huge"), "fail", "memory", "at hand"),
+    "softmax before cross-entropy": (loss("softmax_first"), "fail", "loss", "softmax"),
+    "nll of probabilities": (loss("probabilities"), "fail", "loss", "logarithms"),
+    "sign of the loss": (loss("upwards"), "fail", "initial loss", "minus"),
+    "mse on classes": ({**model("net", outputs=1), **loss("as_numbers")}, "warn", "loss", "classes"),
+    "mse that broadcasts": ({**train("numbers"), **model("net", outputs=1), **loss("broadcast")}, "fail", "loss", ""),
+    "logarithm of zero": (loss("logarithm"), "fail", "initial loss", "inf"),
+    "lr of 1000": ({"optimizer.lr": 1e3}, "fail", "learning rate", "times their size"),
+    "lr of 1e-9": ({"optimizer.lr": 1e-9}, "fail", "learning rate", "nothing would move"),
+    "targets of a million": (
+        {**train("numbers", scale=1e6), **model("net", outputs=1), "loss": "mse"},
+        "warn",
+        "targets",
+        "",
+    ),
+    "tokens not shifted": ({**LM, **train("tokens", offset=0)}, "fail", "", "loss.no_shift"),
+    "an id beyond the vocabulary": ({**LM, **train("tokens", wild=True)}, "fail", "inputs", "sample 300 has id 99"),
+    "a target beyond the vocabulary": ({**LM, **train("tokens", wild=True)}, "fail", "labels", "sample 300 has 99"),
+    "no causal mask": ({**LM, **model("Transformer", causal=False)}, "fail", "", "model.future_leak"),
+}
+
+HEALTHY: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "language model": LM,
+    "regression": {**train("numbers"), **model("net", outputs=1), "loss": "mse"},
+    "batch norm": model("net", norm=True, depth=3),
+    "dropout": model("net", dropout=0.5),
+    "imbalanced": {**train("imbalanced"), **model("net", outputs=2)},
+    "augmented": train("Augmented"),
+    "tiny dataset": {"data.train.args": {"count": 24}, "batch.size": 8},
+    "convolutions": {
+        **train("images"),
+        "model": {"use": "resnet", "args": {"depth": 8, "channels": 1, "width": 8, "classes": 4}},
+    },
+    "stream": {"data.train": f"{PARTS}:Stream", "until": "200steps"},
+    "batches by name": {**train("Named"), **model("Normed"), **loss("named_loss")},
+    "part of it frozen": {"model.freeze": ["0.*"]},
+    "warm-up, sgd, accumulation": {
+        "optimizer": {"use": "sgd", "lr": 0.1},
+        "schedule": {"use": "cosine", "warmup": "0.1run"},
+        "batch.micro": 8,
+    },
+    "workers": {**train("Augmented"), "data.workers": 1},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_finds_the_planted_fault(name: str) -> None:
+    changes, word, what, words = FAULTS[name]
+    found = checked(changes)
+    told = [f"{v.word} {v.what}: {v.seen} [{v.code}]" for v in found.verdicts]
+    graver = [v for v in found.verdicts if v.word in (word, "fail") and what in v.what]
+    assert any(words in f"{v.seen} {v.code}" and v.remedy for v in graver), "\n".join(told)
+    if word == "fail":
+        assert found.exit_code == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HEALTHY)
+def test_raises_no_false_alarm(name: str) -> None:
+    found = checked(HEALTHY[name])
+    bad = [f"{v.word} {v.what}: {v.seen} [{v.code}]" for v in found.verdicts if v.word in ("warn", "fail")]
+    assert bad == []
+    assert found.exit_code == 0 and len(found.verdicts) >= 10

@@ -1,0 +1,156 @@
+"""The verb: one screen, one JSON object, an exit code; no file left, no later bit changed; all recipes in the box."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from trainwright.cli import app
+from trainwright.doctor.pages import page
+from trainwright.recipe import Loaded, load
+from trainwright.training.run import train
+from trainwright.verbs.check.check import Budget, check
+from trainwright.verbs.check.verdict import WIDTH, Checkup, Verdict, lines_of
+
+RECIPES = Path(__file__).parent.parent.parent / "recipes"
+SMALL = Budget(read_s=1.0, range_s=2.0, heart_s=4.0, smoke_s=4.0, most_samples=512)
+BLOCK = [f"{path}.args.block_size=64" for path in ("model", "data.train", "data.val")]
+SHRUNK = {
+    "llama-7b": [
+        "batch.size=2",
+        "evaluation.batches=2",
+        *(f"model.args.{size}" for size in ("layers=2", "heads=2", "d_model=32")),
+        *BLOCK,
+    ],
+    "gpt2-124m": [
+        *(f"model.args.{size}" for size in ("layers=2", "heads=2", "d_model=64")),
+        "batch.size=2",
+        "batch.micro=1",
+        "evaluation.batches=2",
+        *BLOCK,
+    ],
+}
+
+RECIPE = """\
+name: mine
+until: 5steps
+model: {use: mlp, args: {sizes: [8, 16, 3]}}
+data: {train: {use: "mydata:samples"}, val: {use: "mydata:samples", args: {seed: 1}}}
+batch: {size: 16}
+"""
+MYDATA = """\
+import torch
+
+def samples(seed=0, labels=3):
+    x = torch.randn(128, 8, generator=torch.Generator().manual_seed(seed))
+    return torch.utils.data.TensorDataset(x, x[:, :3].argmax(1) * (labels // 3))
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a recipe and its data, which is the current one; temporary files go beside them."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "here" / "recipe.yaml").write_text(RECIPE)
+    (tmp_path / "here" / "mydata.py").write_text(MYDATA)
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.syspath_prepend(str(tmp_path / "here"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.delitem(sys.modules, "mydata", raising=False)
+    return tmp_path
+
+
+def test_a_healthy_recipe_passes_on_one_screen(place: Path) -> None:
+    done = CliRunner().invoke(app, ["check", "recipe.yaml"])
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert 10 <= len(lines) <= 40 and all(len(line) <= WIDTH for line in lines[:-1])
+    assert "nothing stands in the way" in lines[-1]
+
+
+def test_a_broken_one_exits_with_3_and_says_why(place: Path) -> None:
+    settings = ["--set", "data.train.args={labels: 9}"]
+    done = CliRunner().invoke(app, ["check", "recipe.yaml", "--json", *settings])
+    assert done.exit_code == 3
+    told = json.loads(done.stdout)
+    assert told["exit"] == 3 and not told["trains"]
+    failed = {each["what"]: each for each in told["verdicts"] if each["word"] == "fail"}
+    assert "labels must be 0 to 2" in failed["labels"]["seen"] and failed["labels"]["remedy"]
+
+
+def test_a_recipe_that_cannot_be_built_is_wrong_usage(place: Path) -> None:
+    done = CliRunner().invoke(app, ["check", "recipe.yaml", "--set", "data.train.use=mydata:nothing"])
+    assert done.exit_code == 2 and "data.train" in done.stderr and "remedy" in done.stderr
+
+
+def test_it_leaves_no_file_behind(place: Path) -> None:
+    before = sorted(place.rglob("*"))
+    check(load("recipe.yaml"), budget=SMALL)
+    after = [path for path in sorted(place.rglob("*")) if "__pycache__" not in path.parts]
+    assert after == [path for path in before if "__pycache__" not in path.parts]
+
+
+def test_it_changes_no_bit_of_what_comes_later(place: Path) -> None:
+    def trained(loaded: Loaded) -> dict[str, torch.Tensor]:
+        state = train(loaded, quiet=True).state
+        assert state is not None
+        return state.model.state_dict()
+
+    alone = trained(load("recipe.yaml"))
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    settings = (torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype())
+    check(load("recipe.yaml"), budget=SMALL)
+    assert torch.equal(torch.rand(3), expected)
+    assert settings == (torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype())
+    after = trained(load("recipe.yaml"))
+    assert alone.keys() == after.keys() and all(torch.equal(alone[name], after[name]) for name in alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_in_the_box_passes(path: Path) -> None:
+    for package in {
+        "hf-lora": ("transformers", "peft"),
+        "demo-digits": ("sklearn",),
+        "resnet-digits": ("sklearn",),
+    }.get(path.stem, ()):
+        pytest.importorskip(package)
+    found = check(load(path, overrides=[*SHRUNK.get(path.stem, []), "device=cpu"]), budget=SMALL)
+    assert [v for v in found.verdicts if v.word in ("warn", "fail")] == []
+    assert found.exit_code == 0
+
+
+def test_a_verdict_is_wrapped_with_its_remedy_below() -> None:
+    verdict = Verdict("warn", "inputs", "not normalised " * 20, "subtract the mean")
+    lines = lines_of(verdict)
+    assert lines[0].startswith("warn  inputs") and all(len(line) <= WIDTH for line in lines)
+    assert lines[-1].strip() == "-> subtract the mean"
+
+
+def test_what_it_all_comes_to() -> None:
+    checkup = Checkup("recipe.yaml")
+    checkup.add(Verdict("ok", "model", ""))
+    assert checkup.exit_code == 0 and "nothing stands in the way" in checkup.summary()
+    checkup.add(Verdict("warn", "inputs", "", "mend"))
+    assert checkup.exit_code == 0 and "look at the warnings" in checkup.summary()
+    checkup.add(Verdict("fail", "labels", "", "mend"))
+    assert checkup.exit_code == 3 and "would not train (1 ok, 1 warn, 1 fail" in checkup.summary()
+
+
+def test_every_code_has_its_page() -> None:
+    house = Path(inspect.getfile(check)).parent
+    codes = {code for path in house.glob("*.py") for code in re.findall(r'"([a-z]+\.[a-z_]+)"', path.read_text())}
+    assert len(codes) > 10
+    for code in codes:
+        assert page(code)

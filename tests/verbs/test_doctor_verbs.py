@@ -1,0 +1,70 @@
+"""``demo --break``, ``diagnose`` and ``explain``: what a person at 2 a.m. types."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainwright.verbs.demo_faults import FAULTS
+
+
+def trainwright(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "trainwright", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+
+NAMED = {
+    "lr": "opt.lr_too_high",
+    "nan": "data.nonfinite_input",
+    "fp16": "prec.fp16_overflow",
+    "labels": "data.label_out_of_range",
+    "zero-grad": "opt.missing_zero_grad",
+    "sign": "loss.wrong_sign",
+    "softmax": "loss.softmax_before_ce",
+    "params": "opt.params_missing",
+    "step": "opt.step_never_called",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", sorted(FAULTS))
+def test_a_planted_fault_is_named_first(fault: str) -> None:
+    done = trainwright("demo", "--break", fault, "--json")
+    report = json.loads(done.stdout)
+    codes = [found["code"] for found in report["findings"]]
+    if fault == "none":
+        assert done.returncode == 0 and not [f for f in report["findings"] if f["severity"] != "info"], codes
+        return
+    assert codes[0] == NAMED[fault], codes
+    again = trainwright("diagnose", report["run"], "--json")
+    assert again.returncode == done.returncode
+    assert json.loads(again.stdout)["findings"][0]["code"] == NAMED[fault]
+
+
+def test_the_poisoned_sample_is_named() -> None:
+    report = json.loads(trainwright("demo", "--break", "nan", "--json").stdout)
+    assert report["findings"][0]["where"]["sample_ids"] == [137]
+
+
+def test_every_fault_of_the_demo_is_expected_here() -> None:
+    assert set(NAMED) | {"none"} == set(FAULTS)
+
+
+def test_an_unknown_fault_ends_in_a_sentence() -> None:
+    done = trainwright("demo", "--break", "lrr")
+    assert done.returncode == 2 and "lr" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_explain_prints_a_page_and_suggests() -> None:
+    assert "Remedies" in trainwright("explain", "opt.missing_zero_grad").stdout
+    done = trainwright("explain", "opt.missing_zerograd")
+    assert done.returncode == 2 and "opt.missing_zero_grad" in done.stderr
+
+
+def test_diagnose_of_no_run_ends_in_a_sentence(tmp_path: Path) -> None:
+    done = trainwright("diagnose", str(tmp_path / "nothing"))
+    assert done.returncode == 2 and "Traceback" not in done.stderr

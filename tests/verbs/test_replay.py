@@ -1,0 +1,199 @@
+"""A step of a run again, in another process and aside from its folder: the same bits, or what is different."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from trainwright.cli import app
+from trainwright.errors import UsageError
+from trainwright.runlog.deaths import deaths_in, write_bundle
+from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.reader import read
+from trainwright.runlog.records import Examined
+from trainwright.verbs.replay import rerun
+
+PARTS = """\
+import numpy as np, random, torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        x = torch.linspace(0, index, 12) / 96 + 0.1 * torch.randn(12) + 0.1 * np.random.randn() + 0.1 * random.random()
+        return x.float(), index % 3
+
+class Dying(Data):
+    def __getitem__(self, index):
+        return super().__getitem__(index) if index != 95 else (torch.full((12,), 1e3), 0)
+
+class Strict(nn.Linear):
+    def forward(self, x):
+        if x.max() > 100:
+            raise ValueError("what a sample")
+        return super().forward(x)
+
+class Again(nn.Module):
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, x):
+        return checkpoint(self.inside, x, use_reentrant=False)
+
+class Lstm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(4, 8, 2, dropout=0.2, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.lstm(x.view(-1, 3, 4))[0][:, -1])
+
+def net(kind):
+    if kind == "lstm":
+        return Lstm()
+    if kind == "norm":
+        inside = [nn.Linear(12, 24), nn.BatchNorm1d(24), nn.GELU(), nn.Dropout(0.2)]
+    elif kind == "strict":
+        inside = [Strict(12, 24)]
+    else:
+        inside = [Again(nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Dropout(0.2)))]
+    return nn.Sequential(*inside, nn.Linear(24, 3))
+"""
+RECIPE = """\
+name: tiny
+until: 14steps
+model: {use: "parts:net", args: {kind: norm}}
+data: {train: {use: "parts:Data"}, workers: 0}
+batch: {size: 12, micro: 6}
+optimizer: {lr: 0.01, clip: {by: norm, at: 0.5}}
+checkpoint: {every: 5steps, keep: 9}
+log: {every: 1steps}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("parts", None)
+    (tmp_path / "parts.py").write_text(PARTS)
+    (tmp_path / "tiny.yaml").write_text(RECIPE)
+    return tmp_path
+
+
+def train(*settings: str) -> RunFolder:
+    words = [word for each in settings for word in ("--set", each)]
+    done = CliRunner().invoke(app, ["train", "tiny.yaml", "--json", *words])
+    assert done.exit_code == 0, done.output
+    return RunFolder.open(json.loads(done.output.splitlines()[-1])["run"])
+
+
+def contents(run: RunFolder) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+
+
+ANOTHER = """\
+import json, sys
+from trainwright.verbs.replay import rerun
+print(json.dumps(rerun(sys.argv[1], int(sys.argv[2])).to_json()))
+"""
+
+
+def in_another_process(run: RunFolder, step: int) -> dict[str, object]:
+    command = [sys.executable, "-c", ANOTHER, str(run.path), str(step)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode == 0, done.stderr
+    told: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [("norm", "fp32"), ("norm", "fp16"), ("lstm", "fp32"), ("lstm", "bf16"), ("again", "bf16"), ("again", "fp16")],
+)
+def test_a_step_of_a_run_is_the_same_bits(folder: Path, kind: str, precision: str) -> None:
+    run = train(f"model.args.kind={kind}", f"precision={precision}")
+    before = contents(run)
+    for step in (3, 11):
+        done = rerun(run.path, step)
+        assert done.same_bits and done.exit_code == 0, done.lines()
+        assert {each.what for each in done.compared} >= {"loss", "gradient norm", "learning rate", "sample ids"}
+        assert not [each for each in done.findings if each.severity == "critical"], done.lines()
+        assert any(getattr(each, "experiment", "") == "again" for each in done.records)
+    told = in_another_process(run, 14)
+    assert told["same_bits"] is True, told["outcome"]
+    assert contents(run) == before, "the run folder was touched"
+
+
+def test_a_step_that_the_log_leaves_out(folder: Path) -> None:
+    run = train("log.every=4steps", "log.doctor=false")
+    done = rerun(run.path, 8)
+    assert done.same_bits and "loss" in {each.what for each in done.compared}, done.lines()
+    done = rerun(run.path, 14)
+    assert done.same_bits and "no record of step 14" in " ".join(done.notes), done.lines()
+
+
+def test_a_run_that_is_counted_in_seconds(folder: Path) -> None:
+    run = train("until=1s", "schedule.use=cosine", "checkpoint.every=0.2run", "log.every=50steps")
+    last = max(int(path.name[5:]) for path in run.checkpoints.glob("step-*"))
+    assert rerun(run.path, min(30, last)).same_bits, "the learning rate of each is known"
+    done = rerun(run.path, last)
+    told = any("follows the clock" in note for note in done.notes)
+    assert done.same_bits or (done.inexact and not done.findings and told)
+
+
+def test_another_recipe_gives_other_bits_and_no_finding(folder: Path) -> None:
+    run = train()
+    done = rerun(run.path, 7, settings=["optimizer.lr=0.5"])
+    assert done.exit_code == 1 and "with optimizer.lr=0.5" in done.outcome
+    assert all(each.code != "hw.not_reproducible" for each in done.findings)
+
+
+def test_a_changed_dataset_is_told(folder: Path) -> None:
+    run = train()
+    text = PARTS.replace("torch.linspace(0, index, 12) / 96", "torch.linspace(0, index, 12) / 95")
+    (folder / "parts.py").write_text(text)
+    sys.modules.pop("parts", None)
+    done = rerun(run.path, 7)
+    assert done.exit_code == 1
+    assert [each.code for each in done.findings if each.code == "hw.not_reproducible"], done.lines()
+    assert done.notes, "the code is another, and that is said"
+
+
+def test_a_step_that_dies_dies_again(folder: Path) -> None:
+    settings = ["data.train.use=parts:Dying", "data.shuffle=false", "model.args.kind=strict"]
+    words = [word for each in settings for word in ("--set", each)]
+    assert CliRunner().invoke(app, ["train", "tiny.yaml", *words]).exit_code == 1
+    run = RunFolder.open("runs/tiny")
+    done = rerun(run.path, 8)
+    assert done.error == "ValueError: what a sample" and done.exit_code == 0, done.lines()
+    told = next(each for each in done.records if isinstance(each, Examined) and each.experiment == "unfinished")
+    assert told.values["error"] == done.error
+    deaths = deaths_in(read(run.log).records, 8, [])
+    bundle = write_bundle(run, 8, run.checkpoints / "step-00000005", read(run.log).records, deaths)
+    again = rerun(bundle)
+    assert again.error == done.error and again.exit_code == 0, again.lines()
+
+
+@pytest.mark.parametrize(("step", "said"), [(None, "many steps"), (0, "no step 0"), (99, "has 14 steps")])
+def test_mistakes_are_told(folder: Path, step: int | None, said: str) -> None:
+    run = train()
+    with pytest.raises(UsageError, match=said) as caught:
+        rerun(run.path, step)
+    assert caught.value.remedy
+
+
+def test_no_run_at_all(tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        rerun(tmp_path / "nothing", 1)

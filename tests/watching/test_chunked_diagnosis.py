@@ -1,0 +1,242 @@
+"""Faults of the labels are found in a language model whose loss is made in chunks as they are where it is whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import trainwright as tw
+from trainwright.engine import chunked
+from trainwright.engine.chunked import chunked_cross_entropy
+from trainwright.engine.losses import language_model
+from trainwright.errors import DataError
+from trainwright.models.gpt import gpt
+from trainwright.replay import classified
+from trainwright.verbs.check.first import Tap
+
+VOCABULARY, LENGTH = 33, 16
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks in the loss, and fewer rows to look at than there are."""
+    monkeypatch.setitem(chunked.CHUNK_BYTES, "cpu", 4 * VOCABULARY * 100)
+    monkeypatch.setattr(classified, "MOST_SCORES", VOCABULARY * 100)
+
+
+def texts(n: int = 512) -> Tensor:
+    """(n, LENGTH + 2) of a noisy cycle."""
+    start = torch.randint(1, VOCABULARY, (n, 1))
+    ids = (start - 1 + 3 * torch.arange(LENGTH + 2)) % (VOCABULARY - 1) + 1
+    noise = torch.rand(ids.shape) < 0.1
+    return torch.where(noise, torch.randint(1, VOCABULARY, ids.shape), ids)
+
+
+def right(ids: Tensor) -> tuple[Tensor, Tensor]:
+    return ids[:, :LENGTH], ids[:, 1 : LENGTH + 1]
+
+
+def unshifted(ids: Tensor) -> tuple[Tensor, Tensor]:
+    return ids[:, :LENGTH], ids[:, :LENGTH]
+
+
+def shifted_twice(ids: Tensor) -> tuple[Tensor, Tensor]:
+    return ids[:, :LENGTH], ids[:, 2:]
+
+
+def all_ignored(ids: Tensor) -> tuple[Tensor, Tensor]:
+    return ids[:, :LENGTH], torch.full((len(ids), LENGTH), -100)
+
+
+def beyond_the_classes(ids: Tensor) -> tuple[Tensor, Tensor]:
+    x, target = right(ids)
+    target = target.clone()
+    target[3, 5] = VOCABULARY
+    return x, target
+
+
+def padded(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of different length, filled up with 0, which is a target as well."""
+    ids = ids.clone()
+    for row in ids:
+        row[int(torch.randint(4, LENGTH, ())) :] = 0
+    return right(ids)
+
+
+def of_turns(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """0 ends each of two turns and fills rows up; it is never a target."""
+    rows = torch.zeros_like(ids)
+    for row, own in zip(rows, ids, strict=True):
+        first, second = torch.randint(3, 8, (2,)).tolist()
+        row[:first], row[first + 1 : first + 1 + second] = own[:first], own[first : first + second]
+    x, target = right(rows)
+    return x, target.masked_fill(target == 0, -100)
+
+
+class SeesAll(TorchFunctionMode):
+    """No attention is causal."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if getattr(func, "__name__", "") == "scaled_dot_product_attention":
+            kwargs["is_causal"] = False
+        return func(*args, **kwargs)
+
+
+class Peeking(nn.Module):
+    """A language model that sees what it is to predict."""
+
+    def __init__(self, own: nn.Module) -> None:
+        super().__init__()
+        self.own, self.head, self.logit_softcap = own, own.head, 0.0
+
+    def forward(self, ids: Tensor, *, hidden: bool = False) -> Any:
+        with SeesAll():
+            return self.own(ids, hidden=hidden)
+
+
+def watched(loss_of: Callable[[nn.Module, Tensor], Tensor], ids: Tensor, *, model: nn.Module) -> list[Any]:
+    """What the doctor says of training, most important first. Ends where the loss raises."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    with suppress(DataError), tw.watch(model, optimizer, out=None, quiet=True) as watch:
+        for batch in ids.split(32):
+            loss = loss_of(model, batch)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    assert watch.attendant.failures == []
+    return list(watch.findings())
+
+
+def of_tokens(
+    feed: Callable[[Tensor], tuple[Tensor, Tensor]], *, chunked: bool, peeks: bool = False, sign: float = 1.0
+) -> list[Any]:
+    """Of 12 steps of a language model."""
+
+    def step(model: nn.Module, ids: Tensor) -> Tensor:
+        made = language_model(model, feed(ids), chunked=chunked)
+        return sign * made.total / made.weight
+
+    torch.manual_seed(5)
+    model: nn.Module = gpt(vocab_size=VOCABULARY, block_size=LENGTH, layers=2, heads=2, d_model=32)
+    return watched(step, texts(12 * 32), model=Peeking(model) if peeks else model)
+
+
+def said(found: list[Any]) -> list[tuple[str, int]]:
+    return [(each.code, each.step) for each in found]
+
+
+def better(found: list[Any]) -> list[bool]:
+    """Whether the remedies that were tried helped."""
+    return ["no better" not in each.result for each in found[0].tried]
+
+
+FAULTS: list[tuple[Callable[[Tensor], tuple[Tensor, Tensor]], str]] = [
+    (unshifted, "loss.no_shift"),
+    (shifted_twice, "loss.no_shift"),
+    (all_ignored, "num.div_by_zero"),
+    (beyond_the_classes, "data.label_out_of_range"),
+    (padded, "data.pad_in_loss"),
+    (of_turns, "loss.eos_ignored"),
+]
+
+
+@pytest.mark.parametrize(("feed", "code"), FAULTS, ids=lambda each: getattr(each, "__name__", ""))
+def test_faults_of_the_targets(feed: Callable[[Tensor], tuple[Tensor, Tensor]], code: str) -> None:
+    whole, parts = of_tokens(feed, chunked=False), of_tokens(feed, chunked=True)
+    assert said(parts) == said(whole)
+    assert said(parts)[0] == (code, 1)
+    assert better(parts) == better(whole)
+
+
+def test_a_model_that_sees_what_it_is_to_predict() -> None:
+    whole, parts = of_tokens(right, chunked=False, peeks=True), of_tokens(right, chunked=True, peeks=True)
+    assert said(parts) == said(whole) == [("model.future_leak", 1)]
+    assert parts[0].evidence[0].seen == pytest.approx(whole[0].evidence[0].seen, rel=1e-4)
+
+
+def test_a_loss_that_is_maximised() -> None:
+    assert said(of_tokens(right, chunked=True, sign=-1.0)) == [("loss.wrong_sign", 1)]
+
+
+def test_nothing_is_said_of_a_loss_that_is_right() -> None:
+    assert said(of_tokens(right, chunked=True)) == []
+
+
+def accumulated(*, parts: bool, by_all: bool) -> list[Any]:
+    """Of four micro-batches a step, with few tokens or many, each with a mean of its own or weighed by the tokens."""
+    torch.manual_seed(5)
+    model = gpt(vocab_size=VOCABULARY, block_size=LENGTH, layers=1, heads=2, d_model=32)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    ids, target = right(texts(160))
+    ids, target = ids.contiguous(), target.clone()
+    length = torch.where(torch.rand(160, 1) < 0.5, torch.randint(3, 6, (160, 1)), torch.randint(12, 17, (160, 1)))
+    target[torch.arange(LENGTH) >= length] = -100
+    pairs = list(zip(ids.split(2), target.split(2), strict=True))
+    with tw.watch(model, optimizer, out=None, quiet=True) as watch:
+        for begin in range(0, len(pairs), 4):
+            window = [(x.clone(), y.clone()) for x, y in pairs[begin : begin + 4]]
+            count = sum((y >= 0).sum() for _, y in window)
+            for each in window:
+                made = language_model(model, each, chunked=parts)
+                (made.total / count if by_all else made.total / made.weight / 4).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert watch.attendant.failures == []
+    return list(watch.findings())
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_means_of_unequal_micro_batches(parts: bool) -> None:
+    assert said(accumulated(parts=parts, by_all=False))[0][0] == "accum.token_weighting"
+    assert said(accumulated(parts=parts, by_all=True)) == []
+
+
+def test_the_first_batch_is_heard_alike_by_a_check() -> None:
+    """The loss of a guess, and the classes; of a sample of the rows."""
+    model, (ids, target) = gpt(vocab_size=VOCABULARY, block_size=LENGTH, layers=1, heads=2, d_model=32), right(texts(8))
+    heard = []
+    for parts in (False, True):
+        with Tap() as tap:
+            language_model(model, (ids, target.masked_fill(target == 3, -100)), chunked=parts)
+        heard.append(tap.heard[0])
+    whole, sample = heard
+    assert sample.op == whole.op and sample.classes == whole.classes == VOCABULARY
+    assert len(sample.target) == 64 == len(sample.rows()) and len(whole.target) == 128
+    torch.testing.assert_close(sample.output, whole.output[::2])
+    assert torch.equal(sample.target, whole.target[::2])
+    assert sample.value() == pytest.approx(math.log(VOCABULARY), rel=0.05)
+
+
+CLASSES = 6
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_labels_that_do_not_belong_to_their_inputs(mixed: bool) -> None:
+    """A class of each text, read from the last place, by a loss that is called by hand."""
+
+    def step(parts: bool) -> Callable[[Any, Tensor], Tensor]:
+        def loss(model: Any, batch: Tensor) -> Tensor:
+            ids, label = batch[:, :4], batch[:, 4]
+            if parts:
+                return chunked_cross_entropy(model(ids, hidden=True)[:, -1], model.head.weight, label) / len(label)
+            return F.cross_entropy(model(ids)[:, -1], label)
+
+        return loss
+
+    found = []
+    for parts in (False, True):
+        torch.manual_seed(5)
+        ids = torch.randint(CLASSES, (1024, 4))
+        label = ids[torch.randperm(len(ids)) if mixed else slice(None), :1]
+        model = gpt(vocab_size=CLASSES, block_size=4, layers=1, heads=2, d_model=32)
+        found.append(watched(step(parts), torch.cat([ids, label], 1), model=model))
+    assert said(found[0]) == said(found[1]) == ([("data.label_feature_misaligned", 24)] if mixed else [])

@@ -1,0 +1,117 @@
+"""What the watch does to a loop of one's own: nothing, unless an update is not finite or a spike is to be left out."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import trainwright as tw
+from trainwright.errors import UsageError
+from trainwright.runlog.reader import read
+from trainwright.runlog.records import Skipped
+from trainwright.watching.session import NonFiniteStep
+
+
+def train(steps: int, out: Path, *, bad: dict[int, float], **how: object) -> tuple[nn.Module, list[Tensor], tw.watch]:
+    """``bad``: factor on the loss, by step. Returns the model, the first weight after each step, the watch."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    weights = []
+    with tw.watch(model, optimizer, out=out, quiet=True, **how) as watch:
+        for step in range(1, steps + 1):
+            x, y = torch.randn(8, 4), torch.randint(3, (8,))
+            optimizer.zero_grad()
+            (F.cross_entropy(model(x), y) * bad.get(step, 1.0)).backward()
+            optimizer.step()
+            weights.append(model.weight.detach().clone())
+    return model, weights, watch
+
+
+def test_a_nonfinite_update_does_not_reach_the_weights(tmp_path: Path) -> None:
+    _, weights, watch = train(6, tmp_path / "run", bad={4: math.nan})
+    assert torch.equal(weights[3], weights[2]) and not torch.equal(weights[4], weights[3])
+    skipped = [r for r in read(watch.folder.log).records if isinstance(r, Skipped)]
+    assert [(r.step, r.reason) for r in skipped] == [(4, "gradients")]
+
+
+@pytest.mark.parametrize("how", ["written after clipping", "clipping of others"])
+def test_what_clipping_has_seen_is_not_what_is_trusted(tmp_path: Path, how: str) -> None:
+    model, other = nn.Linear(4, 3), nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = model.weight.detach().clone()
+    with tw.watch(model, optimizer, out=tmp_path / "run", quiet=True):
+        other(torch.randn(8, 4)).sum().backward()
+        model(torch.randn(8, 4)).sum().backward()
+        if how == "clipping of others":
+            model.weight.grad[0, 0] = math.nan
+            nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+        else:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            model.weight.grad[0, 0] = math.nan
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+
+
+def test_stop_ends_the_loop_and_names_the_step(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteStep, match="step 4"):
+        train(6, tmp_path / "run", bad={4: math.inf}, on_nonfinite="stop")
+
+
+def test_observe_lets_it_through(tmp_path: Path) -> None:
+    _, weights, _ = train(4, tmp_path / "run", bad={4: math.nan}, on_nonfinite="observe")
+    assert weights[3].isnan().all()
+
+
+def test_a_spike_is_only_warned_of(tmp_path: Path) -> None:
+    _, weights, _ = train(24, tmp_path / "run", bad={20: 100.0})
+    assert not torch.equal(weights[19], weights[18])
+
+
+def test_a_spike_is_skipped(tmp_path: Path) -> None:
+    _, weights, _ = train(24, tmp_path / "run", bad={20: 100.0}, on_spike="skip")
+    assert torch.equal(weights[19], weights[18]) and not torch.equal(weights[20], weights[19])
+
+
+def test_a_spike_rolls_back_to_a_snapshot(tmp_path: Path) -> None:
+    _, weights, watch = train(24, tmp_path / "run", bad={20: 100.0}, on_spike="rollback")
+    skipped = [r.step for r in read(watch.folder.log).records if isinstance(r, Skipped)]
+    assert skipped[-1] == 20 and skipped == list(range(skipped[0], 21)) and len(skipped) > 1
+    assert torch.equal(weights[19], weights[skipped[0] - 2])
+
+
+def test_what_was_left_out_is_left_out_again(tmp_path: Path) -> None:
+    """A loop that is begun again from its start, on the same order of samples, with the skip list of the first."""
+    x, y = torch.randn(256, 4), torch.randint(3, (256,))
+    x[160:168] *= 1e4
+
+    def run(out: str, **how: object) -> tuple[list[Tensor], tw.watch]:
+        torch.manual_seed(0)
+        model, weights = nn.Linear(4, 3), []
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        loader = DataLoader(TensorDataset(x, y), batch_size=8)
+        with tw.watch(model, optimizer, loader=loader, out=tmp_path / out, quiet=True, **how) as watch:
+            for inputs, labels in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+                weights.append(model.weight.detach().clone())
+        return weights, watch
+
+    first, _ = run("first", on_spike="skip")
+    again, watch = run("again", skip=tmp_path / "first")
+    assert torch.equal(first[20], first[19]) and not torch.equal(first[19], first[18])
+    assert all(map(torch.equal, first, again))
+    skipped = [r for r in read(watch.folder.log).records if isinstance(r, Skipped)]
+    assert [(r.step, r.reason) for r in skipped] == [(21, "skip list")]
+
+
+def test_a_wrong_word_is_named() -> None:
+    with pytest.raises(UsageError, match="on_spike"):
+        tw.watch(nn.Linear(1, 1), torch.optim.SGD([nn.Parameter(torch.zeros(1))]), out=None, on_spike="ignore")

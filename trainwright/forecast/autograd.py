@@ -1,0 +1,183 @@
+"""Reads the autograd graph behind a loss: its nodes, edges and what each node keeps. Real and fake tensors alike.
+
+The names of saved tensors (``_raw_saved_*``) and the numbers of nodes (``_sequence_nr``) are torch's private parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from trainwright.forecast.device import next_sequence_number
+from trainwright.forecast.tracker import ModulePaths
+from trainwright.plan.profile import LOSS, Anatomy, Node, Part, Role, Saved
+
+_RAW = "_raw_saved_"
+_ALREADY, _NOTHING = "hooks have already been set", "with value None"
+
+
+class Dissection:
+    """Watches one forward pass of ``model``; ``read`` then takes apart the graph that it made. To be used once.
+
+    Costs a hook per module call, and keeps alive what modules are called with until it is closed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.paths = ModulePaths(model)
+        self.calls: Counter[str] = Counter()
+        self.outputs: dict[str, tuple[int, ...]] = {}
+        self.given: dict[str, dict[int, Tensor]] = {}
+        self._end = 0  # the number of the first node behind the model
+        handles = [module.register_forward_pre_hook(self._called, with_kwargs=True) for module in model.modules()]
+        handles += [module.register_forward_hook(self._left, prepend=True) for module in model.modules()]
+        self.paths.handles += handles
+
+    def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        path = self.paths.stack[-1]
+        self.calls[path] += 1
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self.given.setdefault(path, {}).update({t.untyped_storage()._cdata: t.detach() for t in tensors})
+
+    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module is self.model:
+            self._end = next_sequence_number()
+        first = next((leaf for leaf in tree_leaves(_fields(output)) if isinstance(leaf, Tensor)), None)
+        if first is not None:
+            self.outputs.setdefault(self.paths.stack[-1], tuple(first.shape))
+
+    def read(self, loss: Tensor, data: Any, resident: Iterable[Tensor] = ()) -> Anatomy:
+        """The anatomy of the step that ends in ``loss``; ``resident`` are tensors beside the model's that always exist.
+
+        What it leaves in the graph is harmless: the backward pass can still be taken.
+        """
+        storages = _Storages(self.model, data, resident)
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        nodes = _in_order(loss)
+        places = {node: index for index, node in enumerate(nodes)}
+        with _disable_current_modes():  # else a number that is saved as a tensor reaches them as a number
+            read = tuple(self._node(node, places, names, storages) for node in nodes)
+        return Anatomy(tuple(self._parts(storages)), read)
+
+    def close(self) -> None:
+        """Takes the hooks off and lets go of the tensors."""
+        self.paths.close()
+        self.given.clear()
+
+    def _node(self, node: Any, places: dict[Any, int], names: dict[int, str], storages: _Storages) -> Node:
+        inputs = tuple(places[behind] for behind, _ in node.next_functions if behind is not None)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            name = names.get(id(variable), "(input)")
+            return Node("AccumulateGrad", name.rpartition(".")[0] if name in names.values() else "", (), inputs, name)
+        tensors, hidden = _saved(node)
+        saved = tuple(storages.saved(name, tensor) for name, tensor in tensors)
+        return Node(node.name(), self._module(node._sequence_nr()), saved, inputs, "", hidden)
+
+    def _module(self, number: int) -> str:
+        path = self.paths.of(number)
+        return LOSS if not path and number >= self._end else path
+
+    def _parts(self, storages: _Storages) -> Iterator[Part]:
+        owners: dict[int, str] = {}
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            own = {name: p for name, p in module._parameters.items() if p is not None}
+            tied = tuple(owners[id(p)] for p in own.values() if id(p) in owners)
+            new = {id(p): p for p in own.values() if id(p) not in owners}
+            for name, p in own.items():
+                owners.setdefault(id(p), f"{path}.{name}" if path else name)
+            given = tuple(storages.saved("", tensor) for tensor in self.given.get(path, {}).values())
+            yield Part(
+                path,
+                type(module).__name__,
+                sum(p.numel() for p in new.values()),
+                sum(p.numel() for p in new.values() if p.requires_grad),
+                tied,
+                self.calls[path],
+                self.outputs.get(path),
+                given,
+            )
+        yield Part(LOSS, "", 0, 0)
+
+
+class _Storages:
+    """Numbers storages in the order in which they are met, and knows what each is for. Keeps them alive."""
+
+    def __init__(self, model: nn.Module, data: Any, resident: Iterable[Tensor]) -> None:
+        self._numbers: dict[int, int] = {}
+        self._alive: list[Any] = []
+        self._roles: dict[int, Role] = {}
+        leaves = [leaf for leaf in tree_leaves(data) if isinstance(leaf, Tensor)]
+        known: list[tuple[Role, Iterable[Tensor]]] = [
+            ("weights", model.parameters()),
+            ("buffers", (*model.buffers(), *resident)),
+            ("inputs", leaves),
+        ]
+        for role, tensors in known:
+            for tensor in tensors:
+                self._roles.setdefault(self._number(tensor), role)
+
+    def saved(self, name: str, tensor: Tensor) -> Saved:
+        number = self._number(tensor)
+        return Saved(name, number, tensor.untyped_storage().nbytes(), self._roles.get(number, "activations"))
+
+    def _number(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._numbers:
+            self._alive.append(storage)
+        return self._numbers.setdefault(storage._cdata, len(self._numbers))
+
+
+def _in_order(loss: Tensor) -> list[Any]:
+    """All nodes behind ``loss``: in the order of the forward pass, then those that accumulate gradients."""
+    found: dict[Any, None] = {}
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found[node] = None
+            waiting += [behind for behind, _ in reversed(node.next_functions)]
+    return sorted(found, key=lambda node: math.inf if hasattr(node, "variable") else node._sequence_nr())
+
+
+def _saved(node: Any) -> tuple[list[tuple[str, Tensor]], int]:
+    """The tensors that a node keeps, by name; and how many it does not hold itself since hooks took them away.
+
+    Reading ``_saved_*`` would unpack them, and compute a checkpointed block again. A hook that is set on a saved tensor
+    gets it without that, and is refused where there is one already.
+    """
+    found: list[tuple[str, Tensor]] = []
+    hidden = 0
+    for attribute in dir(node):
+        if not attribute.startswith(_RAW):
+            continue
+        raw = getattr(node, attribute)
+        for one in raw if isinstance(raw, list | tuple) else (raw,):
+            try:
+                one.register_hooks(partial(_note, found, attribute.removeprefix(_RAW)), _as_it_is)
+            except RuntimeError as error:
+                if not any(said in str(error) for said in (_ALREADY, _NOTHING)):
+                    raise
+                hidden += _ALREADY in str(error)
+    return found, hidden
+
+
+def _note(found: list[tuple[str, Tensor]], name: str, tensor: Tensor) -> Tensor:
+    found.append((name, tensor))
+    return tensor
+
+
+def _as_it_is(packed: Tensor) -> Tensor:
+    return packed
+
+
+def _fields(output: Any) -> Any:
+    """Of a ModelOutput its values, which are not a tree to every version of torch."""
+    return tuple(output.values()) if isinstance(output, dict) else output

@@ -1,0 +1,183 @@
+"""From a recipe to what a traced step needs: model, loss, optimizer and one micro-batch under fake tensors."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+from torch.utils.data import IterableDataset
+
+from trainwright.build.assemble import Parts, at_recipe, build_dataset, build_loss, build_model
+from trainwright.build.data import Unwrapped
+from trainwright.build.model import freeze, require_ready
+from trainwright.build.optim.choose import make_optimizer
+from trainwright.build.optim.groups import GroupRule
+from trainwright.build.resolve import find
+from trainwright.engine.chunked import WORTH_BYTES, is_worth_chunking
+from trainwright.engine.head import head_of, hf_head_of
+from trainwright.errors import DataError, RecipeError, UsageError
+from trainwright.forecast.device import fake_batch, fake_tensors
+from trainwright.forecast.step import Subject
+from trainwright.models.lora import add_lora
+from trainwright.recipe import OPTIMIZERS, Loaded
+
+LOOKED_AT = 16
+"""Samples of which the largest is planned with, where they differ in size."""
+FUSED = ("sgd", "adam", "adamw")
+MADE_REALLY = (
+    "give lazy modules (nn.LazyLinear) their shapes, and let __init__ read no values of tensors; or try sizes out: "
+    "`trainwright batch-size RECIPE`"
+)
+LEAST = 2
+"""Samples of the smaller of two traces: with one, some copies become views."""
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What a recipe names, of which only the data is real. ``live`` is a model that was handed over in Python."""
+
+    loaded: Loaded
+    train: Unwrapped
+    loss: Callable[..., Any]
+    sample: Any
+    live: nn.Module | None = None
+
+    @cached_property
+    def counts(self) -> tuple[int, int]:
+        """Parameters, and those of them that are trained."""
+        with fake_tensors():
+            model = self.model(torch.device("cpu"))
+            sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+        return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+
+    @cached_property
+    def classes(self) -> int | None:
+        """Rows of the head where the loss can be made in chunks, else None."""
+        target = getattr(self.loss, "func", self.loss)
+        if "chunked" not in inspect.signature(target).parameters:
+            return None
+        with fake_tensors():
+            model = self.model(torch.device("cpu"))
+            head = head_of(model) or (hf_head_of(model) if hasattr(model, "get_output_embeddings") else None)
+        return None if head is None else len(head.weight)
+
+    def chunked(self, samples: int) -> bool:
+        """What ``loss.chunked`` comes to in micro-batches of so many samples."""
+        asked = self.loaded.recipe.loss.chunked
+        if self.classes is None or asked is False:
+            return False
+        return asked is True or is_worth_chunking(samples * self.targets, self.classes)
+
+    @property
+    def targets(self) -> int:
+        """Targets of one sample, such as its tokens."""
+        tensors = [leaf for leaf in tree_flatten(self.sample)[0] if isinstance(leaf, Tensor)]
+        return tensors[-1].numel() if tensors else 1
+
+    def sizes(self, *, chunked: bool) -> tuple[int, int]:
+        """Samples of the two traces. In chunks: so many that each chunk is as large as chunks get."""
+        if not chunked or self.classes is None:
+            return LEAST, 2 * LEAST
+        least = max(LEAST, -(-2 * WORTH_BYTES // (4 * self.targets * self.classes)))
+        return least, 2 * least
+
+    def subject(self, device: torch.device, *, samples: int, chunked: bool) -> Subject:
+        """To be called under fake tensors. ``samples`` times the same sample are the micro-batch."""
+        model = self.model(device)
+        loss = partial(self.loss, chunked=chunked) if self.classes is not None else self.loss
+        data = fake_batch(self.train.collate([self.sample] * samples), device)
+        return Subject(model, loss, self._optimizer(model), data)
+
+    def model(self, device: torch.device) -> nn.Module:
+        """The model as it is trained, without what is computed again. To be called under fake tensors."""
+        recipe = self.loaded.recipe
+        model = self._built() if self.live is None else twin(self.live, device)
+        if recipe.model.lora is not None:
+            with at_recipe(self.loaded, "model.lora"):
+                model = add_lora(model, **recipe.model.lora.model_dump())
+        if recipe.model.freeze:
+            with at_recipe(self.loaded, "model.freeze"):
+                freeze(model, recipe.model.freeze)
+        return model.train()
+
+    def _built(self) -> nn.Module:
+        """Raises UsageError for a model that can be built, but not so."""
+        try:
+            model = build_model(self.loaded, self.train)[0]
+        except RecipeError as error:
+            if "Fake" not in str(error):
+                raise
+            why = error.problems[0].rule
+            raise UsageError(f"the model cannot be made without its memory: {why}", remedy=MADE_REALLY) from None
+        with at_recipe(self.loaded, "model.use"):
+            require_ready(model)
+        return model
+
+    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        ask = self.loaded.recipe.optimizer
+        factory: Any = ask.use if ask.use in OPTIMIZERS else find(ask.use, {}, "optimizer", self.loaded.source)
+        args = dict(ask.args)
+        if ask.use in FUSED and not {"fused", "foreach", "dampening", "capturable"} & set(args):
+            args["fused"] = True  # as on a GPU; make_optimizer does not know the simulated one
+        with at_recipe(self.loaded, "optimizer"):
+            return make_optimizer(
+                factory,
+                model,
+                lr=ask.lr,
+                weight_decay=ask.weight_decay,
+                decay_norms_and_biases=ask.decay_norms_and_biases,
+                rules=[GroupRule(**group.model_dump()) for group in ask.groups],
+                args=args,
+            )
+
+
+def blueprint(loaded: Loaded, parts: Parts | None = None) -> Blueprint:
+    """Reads samples of the training set. ``parts`` are those that were handed over in Python.
+
+    Raises RecipeError for what cannot be built, DataError when no sample can be read.
+    """
+    if parts is not None:
+        return Blueprint(loaded, parts.train, parts.loss, _largest(parts.train), parts.model)
+    train = build_dataset(loaded, "train")
+    return Blueprint(loaded, train, build_loss(loaded), _largest(train))
+
+
+def twin(model: nn.Module, device: torch.device) -> nn.Module:
+    """A copy whose parameters and buffers are fake tensors on ``device``; to be called under fake tensors."""
+    made: dict[int, Any] = {}
+    for parameter in model.parameters():
+        fake = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
+        made[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        made[id(buffer)] = torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype, device=device)
+    return copy.deepcopy(model, made)
+
+
+def _largest(train: Unwrapped) -> Any:
+    """Of the first samples that can be read the one with most values."""
+    found: list[tuple[int, int, Any]] = []
+    for sample in _first(train.dataset):
+        leaves = tree_flatten(sample)[0]
+        found.append((sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)), len(found), sample))
+    if not found:
+        raise DataError("no sample of the training set can be read", remedy="open one with dataset[0]")
+    return max(found, key=lambda each: (each[0], -each[1]))[2]
+
+
+def _first(dataset: Any) -> Any:
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        yield from islice(iter(dataset), 1)
+        return
+    for index in range(min(LOOKED_AT, len(dataset))):
+        try:
+            yield dataset[index]
+        except Exception:  # it may be in quarantine; a run names it
+            continue

@@ -1,0 +1,159 @@
+"""Writes what the loop does to log.jsonl and to the sinks. The run folder needs no tracker."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import psutil
+import torch
+
+from trainwright.engine.evaluate import Evaluated
+from trainwright.engine.oom_report import Shortage
+from trainwright.engine.step import StepResult
+from trainwright.observe.cadence import Every
+from trainwright.observe.journal import Journal
+from trainwright.observe.sinks import Sink
+from trainwright.runlog import records
+from trainwright.state.train_state import TrainState
+
+
+class Recorder:
+    """An Observer. A step that is not due costs a hash of its sample ids (about 1 us) and no host sync.
+
+    A due one reads loss, gradient norm and the ledger: one host sync on a GPU. ``step_s`` and ``wait_s`` of a
+    record are means over the steps since the last record, and ``ids_hash`` covers all their sample ids.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        sinks: Sequence[Sink],
+        every: Every,
+        *,
+        already_skipped: int = 0,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._journal, self._sinks, self._every, self._wall_clock = journal, sinks, every, wall_clock
+        self._process = psutil.Process()
+        self._memory, self._memory_due_s = 0, -math.inf
+        self.step = 0
+        self.num_skipped = already_skipped
+        self.last_step: records.Step | None = None
+        self.last_evaluated: records.Evaluated | None = None
+        self._start_window()
+
+    def _start_window(self) -> None:
+        self._ids = hashlib.blake2b(digest_size=8)
+        self._count, self._step_s, self._wait_s = 0, 0.0, 0.0
+
+    def observe(self, result: StepResult, state: TrainState) -> None:
+        for micro in result.batch.micro:
+            self._ids.update(micro.ids.tobytes())
+        self.step = result.step
+        for bad in result.batch.bad:
+            now_s = self._wall_clock()
+            self._journal.write(
+                records.Quarantined(time_s=now_s, step=result.step, sample_ids=(bad.id,), reason=bad.what)
+            )
+        self.ran_out(result.shortages)
+        self._count += 1
+        self._step_s += result.step_s
+        self._wait_s += result.wait_s
+        if self._every.due(state) or result.step == 1:
+            self._record(result, state)
+
+    def _record(self, result: StepResult, state: TrainState) -> None:
+        self.tell_skipped(state)
+        record = records.Step(
+            time_s=self._wall_clock(),
+            step=result.step,
+            loss=float(result.loss),
+            grad_norm=float(result.grad_norm),
+            lr=result.lr,
+            weight=float(result.weight),
+            samples=state.num_samples,
+            tokens=state.num_tokens,
+            step_s=self._step_s / self._count,
+            wait_s=self._wait_s / self._count,
+            skipped=len(state.ledger.entries),
+            mem_bytes=self._memory_bytes(result),
+            ids_hash=self._ids.hexdigest(),
+            probed={name: float(value) for name, value in {**result.metrics, **result.probed}.items()},
+        )
+        self.last_step = record
+        self._journal.write(record)
+        values = {"loss": record.loss, "grad_norm": record.grad_norm, "lr": record.lr, **record.probed}
+        values |= {"step_s": record.step_s, "wait_s": record.wait_s, "skipped": float(record.skipped)}
+        self._to_sinks(result.step, {f"train/{name}": value for name, value in values.items()})
+        self._start_window()
+
+    def _memory_bytes(self, result: StepResult) -> int:
+        """Peak of the GPU, or what this process holds on the host: that costs a system call, so once a second."""
+        if result.grad_norm.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(result.grad_norm.device)
+        now_s = self._wall_clock()
+        if now_s >= self._memory_due_s:
+            self._memory, self._memory_due_s = int(self._process.memory_info().rss), now_s + 1.0
+        return self._memory
+
+    def tell_skipped(self, state: TrainState) -> None:
+        """Writes the ledger's new entries; settles it first (one host sync)."""
+        state.ledger.settle()
+        for entry in state.ledger.entries[self.num_skipped :]:
+            self._journal.write(
+                records.Skipped(
+                    time_s=self._wall_clock(),
+                    step=entry.step,
+                    reason=entry.reason,
+                    micro_batch=entry.micro_batch,
+                    sample_ids=entry.sample_ids,
+                    scale_before=entry.scale,
+                    scale_after=_halved(entry.scale) if not math.isfinite(entry.grad_norm) else entry.scale,
+                )
+            )
+        self.num_skipped = len(state.ledger.entries)
+
+    def ran_out(self, shortages: Sequence[Shortage]) -> None:
+        """One OutOfMemory record for each try that failed so."""
+        for each in shortages:
+            told = vars(each) | {"held": dict(each.held)}
+            self._journal.write(records.OutOfMemory(time_s=self._wall_clock(), **told))
+
+    def evaluated(self, step: int, seen: Evaluated) -> None:
+        """One Evaluated record."""
+        self.last_evaluated = records.Evaluated(
+            time_s=self._wall_clock(),
+            step=step,
+            loss=seen.loss,
+            weight=seen.weight,
+            metrics=dict(seen.metrics),
+            seconds=seen.seconds,
+        )
+        self._journal.write(self.last_evaluated)
+        values = {"val/loss": seen.loss} | {f"val/{name}": value for name, value in seen.metrics.items()}
+        self._to_sinks(step, values)
+
+    def saved(self, step: int, path: str, num_bytes: int, seconds: float, blocked_s: float) -> None:
+        """One Saved record. ``path`` is relative to the run folder."""
+        now_s = self._wall_clock()
+        self._journal.write(
+            records.Saved(time_s=now_s, step=step, path=path, bytes=num_bytes, seconds=seconds, blocked_s=blocked_s)
+        )
+
+    def not_saved(self, step: int, reason: str) -> None:
+        """One NotSaved record."""
+        self._journal.write(records.NotSaved(time_s=self._wall_clock(), step=step, reason=reason))
+
+    def _to_sinks(self, step: int, values: dict[str, float]) -> None:
+        for sink in self._sinks:
+            sink.scalars(step, values)
+
+    def close(self) -> None:
+        """Journal and sinks belong to whoever opened them."""
+
+
+def _halved(scale: float | None) -> float | None:
+    return None if scale is None else scale / 2

@@ -1,0 +1,168 @@
+"""Asks a data set for samples without leaving a trace: on a copy of it, or in workers like its own."""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Subset, get_worker_info
+
+from trainwright.recorder.hooks import muted
+from trainwright.recorder.program import tensors_of
+from trainwright.state.rng import preserved_rng
+
+COPY_BYTES, COPY_OBJECTS = 64 * 2**20, 20_000
+"""A data set that holds more than this is not copied to be asked."""
+PEEK_S, TIMEOUT_S = 0.25, 20.0
+_Generators = np.random.Generator | np.random.RandomState | random.Random | torch.Generator
+
+
+def base_of(dataset: Any) -> tuple[Any, Sequence[int] | None]:
+    """The data set under all Subsets, and the positions in it that are left; None for all of them."""
+    positions: Sequence[int] | None = None
+    while isinstance(dataset, Subset):
+        own = dataset.indices
+        positions = own if positions is None else [own[i] for i in positions]
+        dataset = dataset.dataset
+    return dataset, positions
+
+
+def peek(dataset: Any, positions: Sequence[int]) -> list[list[Tensor]]:
+    """The tensors of some samples, read from a copy; none where it is too big to copy or cannot be."""
+    if not _is_small(dataset):
+        return []
+    with muted(), preserved_rng():
+        try:
+            copied = copy.deepcopy(dataset)
+            end_s, told = time.perf_counter() + PEEK_S, []
+            for position in positions:
+                told.append(leaves_of(copied[position]))
+                if time.perf_counter() > end_s:
+                    break
+            return told
+        except Exception:  # a stranger's data set: what cannot be copied is not looked at
+            return []
+
+
+def leaves_of(sample: Any) -> list[Tensor]:
+    """Its tensors; a plain number counts as one, as collating makes one of it."""
+    if isinstance(sample, bool | int | float | np.generic | np.ndarray):
+        return [torch.as_tensor(sample)]
+    if isinstance(sample, Mapping):
+        return [leaf for value in sample.values() for leaf in leaves_of(value)]
+    if isinstance(sample, list | tuple):
+        return [leaf for value in sample for leaf in leaves_of(value)]
+    return tensors_of(sample)
+
+
+def _is_small(dataset: Any) -> bool:
+    num_bytes = 0
+    for num_objects, leaf in enumerate(_walk(dataset)):
+        num_bytes += leaf.nbytes if isinstance(leaf, Tensor | np.ndarray) else 0
+        if num_bytes > COPY_BYTES or num_objects > COPY_OBJECTS:
+            return False
+    return True
+
+
+def _walk(value: Any, depth: int = 6) -> Iterator[Any]:
+    """All objects that one is made of, as far as attributes and containers show."""
+    yield value
+    if depth == 0 or isinstance(value, Tensor | np.ndarray | str | bytes | int | float | type):
+        return
+    if isinstance(value, Mapping):
+        items: Any = value.values()
+    elif isinstance(value, list | tuple | set):
+        items = value
+    else:
+        items = getattr(value, "__dict__", {}).values()
+    for item in items:
+        yield from _walk(item, depth - 1)
+
+
+def draws(loader: DataLoader[Any], position: int) -> dict[str, Any]:
+    """Whether workers of ``loader`` draw equal random numbers: two of them read one sample twice, in two epochs.
+
+    ``random``: two reads of it by one worker differ. ``equal_workers``, ``equal_epochs``: the reads are the same in
+    both workers, in both epochs. ``with_seeds``: whether they still are when each worker seeds the generators that the
+    data set holds from ``torch.initial_seed()``. Only for workers that are forked: others take seconds to start.
+    """
+    context = loader.multiprocessing_context
+    method = torch.multiprocessing.get_start_method() if context is None else context.get_start_method()
+    if method != "fork" or isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        return {}
+    with muted(), preserved_rng():
+        try:
+            now = _epochs(loader, position, loader.worker_init_fn)
+            told = _compared(now, persistent=loader.persistent_workers)
+            if told["random"] and (told["equal_workers"] or told["equal_epochs"]):
+                after = _compared(_epochs(loader, position, _seeding(loader.worker_init_fn)), persistent=False)
+                told["with_seeds"] = after["equal_workers"] or after["equal_epochs"]
+            return told
+        except Exception as error:  # workers of a stranger's data set
+            return {"blind": f"{type(error).__name__}: {error}"}
+
+
+def _compared(epochs: list[list[tuple[int, ...]]], *, persistent: bool) -> dict[str, Any]:
+    first, second = epochs
+    return {
+        "random": any(len(set(of_worker)) > 1 for of_worker in first),
+        "equal_workers": first[0] == first[1],
+        "equal_epochs": first == second and not persistent,
+    }
+
+
+def _epochs(loader: DataLoader[Any], position: int, init: Any) -> list[list[tuple[int, ...]]]:
+    """For each of two epochs and two workers: digests of what it read."""
+    asked = DataLoader(
+        loader.dataset,
+        batch_sampler=[[position, position], [position, position]],
+        num_workers=2,
+        collate_fn=_digests,
+        worker_init_fn=init,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=torch.Generator().manual_seed(1),
+        timeout=TIMEOUT_S,
+    )
+    return [list(asked) for _ in range(2)]
+
+
+def _digests(samples: list[Any]) -> tuple[int, ...]:
+    return tuple([hash(tuple([_bytes(leaf) for leaf in leaves_of(sample)])) for sample in samples])
+
+
+def _bytes(leaf: Tensor) -> bytes:
+    return leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _seeding(before: Any) -> Callable[[int], None]:
+    """The remedy as a worker_init_fn."""
+
+    def init(worker: int) -> None:
+        if before is not None:
+            before(worker)
+        info = get_worker_info()
+        assert info is not None
+        for generator in _walk(info.dataset):
+            if isinstance(generator, _Generators):
+                _seed(generator, torch.initial_seed() % 2**32)
+        torch.manual_seed(info.seed)
+        random.seed(info.seed)
+        np.random.seed(info.seed % 2**32)
+
+    return init
+
+
+def _seed(generator: Any, seed: int) -> None:
+    if isinstance(generator, np.random.Generator):
+        kind: Any = type(generator.bit_generator)
+        generator.bit_generator.state = kind(seed).state
+    elif isinstance(generator, np.random.RandomState | random.Random):
+        generator.seed(seed)
+    else:
+        generator.manual_seed(seed)

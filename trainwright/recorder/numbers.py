@@ -1,0 +1,103 @@
+"""The numbers of a step as floats: from a GPU they are copied beside the training and read some steps later."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainwright.recorder.program import Segment
+from trainwright.runlog.records import Watched
+
+LATE = 2
+"""Steps after which a GPU has made the numbers of a step, as a rule: reading them then waits for nothing."""
+
+
+def lateness(device: torch.device) -> int:
+    """By how many steps the numbers of a step are read later than it."""
+    return LATE if device.type == "cuda" else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """Of one segment. ``loss`` is NaN where it is not known; ``clips`` are the norms that clipping has found."""
+
+    losses: tuple[float, ...]
+    loss: float
+    norm: float
+    clips: tuple[float, ...]
+
+    @property
+    def are_finite(self) -> bool:
+        """A loss that nobody told is not bad."""
+        return math.isfinite(self.norm) and all(map(math.isfinite, self.losses)) and not math.isinf(self.loss)
+
+
+def ask(segment: Segment) -> Callable[[], Numbers]:
+    """Asks for the numbers of a segment; calling the answer reads them, and waits if it must."""
+    losses = [each for each in segment.losses if each.numel() == 1]
+    clips = [value["norm"] for kind, value in segment.events if kind == "clip" and value["norm"] is not None]
+    own = [] if segment.loss is None else [segment.loss]
+    norm = [] if segment.grad_norm is None else [segment.grad_norm]
+    read = late([*losses, *own, *norm, *clips])
+
+    def numbers() -> Numbers:
+        values = read()
+        of_losses, at = tuple(values[: len(losses)]), len(losses)
+        loss = values[at] if own else sum(of_losses) / len(of_losses) if of_losses else math.nan
+        at += len(own)
+        return Numbers(of_losses, loss, values[at] if norm else 0.0, tuple(values[at + len(norm) :]))
+
+    return numbers
+
+
+def late(values: Sequence[Tensor | float]) -> Callable[[], list[float]]:
+    """Starts to copy 0-d tensors to the host; on the CPU they are read at once, for somebody may write to them."""
+    device = next((v.device for v in values if isinstance(v, Tensor) and v.device.type == "cuda"), None)
+    if device is None:
+        known = [float(v.detach()) if isinstance(v, Tensor) else v for v in values]
+        return lambda: known
+    with torch.no_grad():
+        there = [torch.as_tensor(v, device=device).detach().double().reshape(()) for v in values]
+        here = torch.empty(len(there), dtype=torch.float64, pin_memory=True)
+        here.copy_(torch.stack(there), non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record(torch.cuda.current_stream(device))
+
+    def read() -> list[float]:
+        copied.synchronize()
+        values: list[float] = here.tolist()
+        return values
+
+    return read
+
+
+def as_record(segment: Segment, numbers: Numbers | None = None) -> Watched:
+    """A segment for the log. Without its ``numbers`` they are read, for which a GPU is waited for."""
+    numbers = numbers or ask(segment)()
+    ids = [None if ids is None else len(ids) for ids in segment.ids]
+    values: dict[str, Any] = {"losses": list(numbers.losses), "ids": ids, **segment.values}
+    if "carried" in values:
+        values["carried"] = True
+    if segment.blind:
+        values["blind"] = segment.blind
+    clips = iter(numbers.clips)
+    return Watched(
+        time_s=segment.ended_s,
+        step=segment.step,
+        loss=numbers.loss,
+        grad_norm=numbers.norm,
+        lr=segment.lr,
+        events=[
+            (kind, value | {"norm": _next(clips, value)} if kind == "clip" else value) for kind, value in segment.events
+        ],
+        values=values,
+    )
+
+
+def _next(clips: Any, clip: dict[str, Any]) -> float | None:
+    return None if clip["norm"] is None else next(clips)

@@ -1,0 +1,175 @@
+"""What a run does not give back: graphs, outputs, copies of the model, pages of the data in the workers."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import time
+import weakref
+from collections import deque
+from typing import Any, cast
+
+import psutil
+from torch import Tensor, nn
+
+from trainwright.recorder.probes import Probe, Watched, probe
+from trainwright.recorder.program import Segment, tensors_of
+
+REMEMBERED = 64
+YOUNG = 3  # steps for which a loop may well keep its last losses
+MOST_NODES = 20_000
+SCAN_SHARE = 0.01
+
+
+class _Mark:
+    """Lies in the metadata of a graph's node and so lives as long as that."""
+
+
+@probe
+class Memory(Probe):
+    """Nothing is kept alive: what was is asked of weak references."""
+
+    name = "memory"
+
+    def __init__(self, watched: Watched) -> None:
+        self._roots = watched.subject.roots
+        self._losses: deque[tuple[int, weakref.ref[Tensor], weakref.ref[_Mark]]] = deque(maxlen=REMEMBERED)
+        self._outputs: deque[tuple[int, weakref.ref[Tensor]]] = deque(maxlen=REMEMBERED)
+        self._steps = self._depth = 0
+        self._rests = False  # a leak shows in every fourth step as well
+        self._nodes: list[list[int]] = []
+        self._counted_at = 0
+        self._copies: list[list[int]] = []
+        self._next_scan_s = 0.0
+        self._loader: Any = None
+        self._iterator: Any = lambda: None
+        self._private: list[list[float]] = []
+        self._held: list[int] | None = None
+
+    def on_epoch(self, loader: Any, iterator: Any) -> None:
+        """Its workers are not there yet: they are asked for when they are weighed."""
+        if getattr(loader, "num_workers", 0) and _is_forked(loader):
+            self._loader, self._iterator, self._private = loader, weakref.ref(iterator), []
+
+    def on_forward(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._depth += 1
+
+    def on_output(self, root: nn.Module, output: Any) -> None:
+        self._depth = max(0, self._depth - 1)
+        if self._depth == 0 and not self._rests:
+            for tensor in tensors_of(output)[:4]:
+                if tensor.grad_fn is not None and tensor.numel() > 1:
+                    self._outputs.append((self._steps, weakref.ref(tensor)))
+
+    def on_backward(self, losses: tuple[Tensor, ...], how: dict[str, Any]) -> None:
+        node = losses[0].grad_fn
+        if node is None or self._rests:
+            return
+        mark, metadata = _Mark(), cast(dict[str, Any], node.metadata)
+        metadata["trainwright"] = mark
+        self._losses.append((self._steps, weakref.ref(losses[0]), weakref.ref(mark)))
+        if self._steps >= self._counted_at and len(self._nodes) < 32:
+            self._counted_at = max(self._steps + 1, self._steps * 5 // 4)
+            self._nodes.append([self._steps + 1, _count(node), int(bool(how.get("retain_graph")))])
+
+    def on_closed(self, segment: Segment) -> None:
+        self._steps, self._depth = segment.step, 0
+        self._rests = segment.step > REMEMBERED and segment.step % 4 > 0
+
+    def values(self) -> dict[str, Any]:
+        self._scan()
+        self._weigh_workers()
+        old = [each for each in self._losses if each[0] < self._steps - YOUNG]
+        outputs = [tensor() for step, tensor in self._outputs if step < self._steps - YOUNG]
+        with_graph = [each for each in outputs if each is not None and each.grad_fn is not None]
+        return {
+            "steps": self._steps,
+            "old_losses": len(old),
+            "graphs_alive": sum(mark() is not None for _, _, mark in old),
+            "losses_alive": sum(loss() is not None for _, loss, _ in old),
+            "old_outputs": len(outputs),
+            "outputs_alive": len(with_graph),
+            "output_bytes": sum(each.nbytes for each in with_graph),
+            "nodes": [list(row) for row in self._nodes],
+            "copies": [list(row) for row in self._copies],
+            "private": [list(row) for row in self._private],
+            "held": self._held,
+        }
+
+    def _scan(self) -> None:
+        """How many more models of the roots' kind there are. Never more than a small share of the time."""
+        begin_s = time.perf_counter()
+        if self._steps < 8 or begin_s < self._next_scan_s:
+            return
+        kinds = {type(root): _shape(root) for root in self._roots}
+        own = {id(root) for root in self._roots}
+        whole = [each for each in gc.get_objects() if type(each) in kinds and id(each) not in own]
+        alike = [each for each in whole if "_parameters" in vars(each)]  # else it is being made
+        copies = sum(_shape(each) == kinds[type(each)] for each in alike)
+        self._copies.append([self._steps, copies, sum(p.nbytes for p in self._roots[0].parameters())])
+        del self._copies[:-32]
+        now_s = time.perf_counter()
+        self._next_scan_s = now_s + (now_s - begin_s) / SCAN_SHARE if self._steps > 64 else 0.0
+
+    def _weigh_workers(self) -> None:
+        workers = getattr(self._iterator(), "_workers", None) or ()
+        private = [_private_bytes(worker.pid) for worker in workers]
+        if private and all(private):
+            self._private.append([self._steps, sum(private) / len(private)])
+            del self._private[1:-16]
+            if self._held is None:
+                self._held = list(_python_objects(getattr(self._loader, "dataset", None)))
+
+
+def _count(node: Any) -> int:
+    """Nodes of the graph behind this one, up to a limit."""
+    seen, todo = {node}, [node]
+    while todo and len(seen) < MOST_NODES:
+        for other, _ in todo.pop().next_functions:
+            if other is not None and other not in seen:
+                seen.add(other)
+                todo.append(other)
+    return len(seen)
+
+
+def _shape(module: nn.Module) -> list[Any]:
+    return [p.shape for p in module.parameters()]
+
+
+def _is_forked(loader: Any) -> bool:
+    context = getattr(loader, "multiprocessing_context", None)
+    return bool((context or multiprocessing.get_context()).get_start_method() == "fork")
+
+
+def _private_bytes(pid: int) -> float:
+    try:
+        return float(psutil.Process(pid).memory_full_info().uss)
+    except psutil.Error:
+        return 0.0
+
+
+def _python_objects(dataset: Any, depth: int = 4) -> tuple[int, int]:
+    """How many Python objects the lists and dicts of a dataset hold, by a sample of each, and their bytes."""
+    objects = held = 0
+    for value in getattr(dataset, "__dict__", {}).values():
+        if isinstance(value, list | tuple | dict):
+            one, size = _weight(value, 3)
+            objects, held = objects + one, held + size
+            inner = tuple(value) if isinstance(value, list) and len(value) < 64 else ()
+        else:
+            inner = (value,)
+        for each in inner if depth else ():
+            if hasattr(each, "__getitem__") and hasattr(each, "__dict__"):
+                one, size = _python_objects(each, depth - 1)
+                objects, held = objects + one, held + size
+    return objects, held
+
+
+def _weight(value: Any, depth: int) -> tuple[int, int]:
+    """Objects below a value and their bytes; of many, a few are looked at."""
+    if not isinstance(value, list | tuple | dict) or not value or not depth:
+        return 1, value.__sizeof__() if isinstance(value, str | bytes | int | float | list | tuple | dict) else 64
+    items = list(value.values()) if isinstance(value, dict) else value
+    sample = [_weight(items[n], depth - 1) for n in range(0, len(items), max(1, len(items) // 32))]
+    share = len(items) / len(sample)
+    return 1 + int(share * sum(n for n, _ in sample)), value.__sizeof__() + int(share * sum(size for _, size in sample))

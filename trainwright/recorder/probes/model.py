@@ -1,0 +1,76 @@
+"""Whether weights that were loaded are still there when the training begins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.recorder.calls import Ear
+from trainwright.recorder.probes import Probe, Watched, probe
+from trainwright.recorder.program import Segment
+
+SAMPLED = 512
+"""Values of each weight that are remembered."""
+
+
+@probe
+class Loaded(Probe):
+    """Compares weights right after ``load_state_dict`` with those of the first forward call; then it is done."""
+
+    name = "loaded"
+
+    def __init__(self, watched: Watched) -> None:
+        self._roots = watched.subject.roots
+        self._loaded: dict[str, Tensor] = {}
+        self._told: dict[str, Any] | None = None
+        self._waits = True
+        self._handles: list[Any] = []
+        for root in self._roots:
+            self._handles.append(root.register_load_state_dict_post_hook(Ear(root, self._on_loaded)))  # type: ignore[no-untyped-call]
+        self._handles += [root.register_forward_pre_hook(Ear(root, self._on_first)) for root in self._roots]
+
+    def _on_loaded(self, module: nn.Module, keys: Any) -> None:
+        self._loaded |= {name: sampled(p) for name, p in module.named_parameters() if p.dim() > 1}
+
+    def _on_first(self, root: nn.Module, args: tuple[Any, ...]) -> None:
+        self._stop()
+        if not self._loaded:
+            return
+        now = {name: p for each in self._roots for name, p in each.named_parameters()}
+        known = [(name, was, now[name]) for name, was in self._loaded.items() if name in now]
+        gone = [name for name, was, p in known if not _alike(was, sampled(p))]
+        sizes = {name: p.numel() for name, _, p in known}
+        self._told = {
+            "weights": len(known),
+            "gone": gone,
+            "share": sum(sizes[name] for name in gone) / max(1, sum(sizes.values())),
+        }
+
+    def on_closed(self, segment: Segment) -> None:
+        if self._waits:
+            self._stop()
+
+    def _stop(self) -> None:
+        self._waits = False
+        for handle in self._handles:
+            handle.remove()
+
+    def values(self) -> dict[str, Any] | None:
+        told, self._told = self._told, None
+        return told
+
+
+@torch.no_grad()
+def sampled(parameter: Tensor) -> Tensor:
+    """Some values of a tensor, always at the same places."""
+    flat = parameter.detach().flatten()
+    return flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED].float().clone()
+
+
+def _alike(was: Tensor, now: Tensor) -> bool:
+    """The same values but for a factor or rounding: casting and scaling keep what was learned."""
+    if was.shape != now.shape or bool((was == now).all()):
+        return was.shape == now.shape
+    return bool(torch.nn.functional.cosine_similarity(was, now, dim=0) > 0.5)

@@ -1,0 +1,138 @@
+"""Which modules were in train and which in eval mode, in training and between two steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+
+from trainwright.recorder.probes import Probe, Watched, probe
+from trainwright.recorder.program import Segment
+
+EARLY = 4
+"""Steps before which it is not known whether a pass without gradients belongs to every step."""
+
+
+@probe
+class Modes(Probe):
+    """``urgent``: a part of the model has left train mode for good, or it was evaluated in train mode."""
+
+    name = "modes"
+
+    def __init__(self, watched: Watched) -> None:
+        self._roots, self._modules = watched.subject.roots, watched.subject.modules
+        self._names = _names(self._roots)
+        self._depends = [n for n, module in enumerate(self._modules) if depends_on_mode(module)]
+        self._same: Any = None  # the modes of the last step, the same object while they are the same
+        self._was_training: set[int] = set()
+        self._eval: dict[int, int] = {}  # modules that are in eval mode in training, and since when
+        self._depth = self._steps = 0
+        self._feeding: int | None = None  # the iterator whose batches are trained on
+        self._fetched: int | None = None  # the one that gave a batch since the last step
+        self._gap: set[bool] = set()
+        self._gaps: dict[bool, list[int]] = {True: [], False: []}
+        self._num_gaps = 0
+
+    def on_batch(self, iterator: Any, ids: Any, batch: Any, wait_s: float) -> None:
+        self._fetched = id(iterator)
+
+    def on_forward(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        if torch.is_grad_enabled():
+            self._feeding = self._fetched
+        elif self._depends and (self._fetched is None or self._fetched != self._feeding):
+            self._gap.add(root.training and all(self._modules[n].training for n in self._depends))
+
+    def on_output(self, root: nn.Module, output: Any) -> None:
+        self._depth = max(0, self._depth - 1)
+
+    def on_closed(self, segment: Segment) -> None:
+        self._steps, self._depth, self._fetched = segment.step, 0, None
+        self._note_evaluation()
+        calls = segment.calls
+        if not calls or (len(calls) == 1 and calls[0].training is self._same):
+            return
+        self._same = calls[0].training
+        training = {n for call in calls for n, on in enumerate(call.training) if on}
+        gone = {n for n in range(len(self._modules)) if n not in training}
+        self._eval = {n: self._eval.get(n, segment.step) for n in gone}
+        if any(n in self._was_training and self._eval[n] == segment.step for n in gone.intersection(self._depends)):
+            self.urgent = True
+        self._was_training |= training
+
+    def _note_evaluation(self) -> None:
+        """What was run without gradients since the last step, on something else than the training batches."""
+        for in_train in self._gap:
+            steps = self._gaps[in_train]
+            steps.append(self._steps)
+            del steps[16:]
+            self.urgent |= in_train and len(steps) == 1 and self._steps > EARLY
+        self._num_gaps += True in self._gap
+        self._gap = set()
+
+    def values(self) -> dict[str, Any]:
+        self.urgent = False
+        return {
+            "steps": self._steps,
+            "depends": len(self._depends),
+            "norms": sum(isinstance(self._modules[n], _NormBase) for n in self._depends),
+            "roots_in_eval": [root in self._eval_modules() for root in self._roots],
+            "eval": [self._told(n) for n in sorted(self._eval)][:256],
+            "evaluated_in_train": list(self._gaps[True]),
+            "evaluated_in_eval": list(self._gaps[False]),
+            "num_evaluated_in_train": self._num_gaps,
+        }
+
+    def _eval_modules(self) -> list[nn.Module]:
+        return [self._modules[n] for n in self._eval]
+
+    def _told(self, n: int) -> dict[str, Any]:
+        module = self._modules[n]
+        trained = any(p.requires_grad for p in self._owner(n).parameters())
+        return {
+            "module": self._names[n],
+            "since": self._eval[n],
+            "left": n in self._was_training,
+            "depends": n in self._depends,
+            "norm": isinstance(module, _NormBase),
+            "container": any(True for _ in module.children()),
+            "trained": trained,
+        }
+
+    def _owner(self, n: int) -> nn.Module:
+        """The module, or the smallest one around it that has weights."""
+        module, name = self._modules[n], self._names[n]
+        by_name = dict(zip(self._names, self._modules))
+        while not any(True for _ in module.parameters()) and name:
+            name = name.rpartition(".")[0]
+            module = by_name.get(name, module)
+        return module
+
+
+def depends_on_mode(module: nn.Module) -> bool:
+    """Whether its forward pass is another in eval mode; of a class that torch does not know, by its code."""
+    if isinstance(module, _NormBase):
+        return module.track_running_stats
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    if type(module).__module__.startswith("torch.nn."):
+        rate = getattr(module, "dropout", 0.0)  # a module in nn.TransformerEncoderLayer, which is judged by itself
+        return isinstance(module, nn.RReLU) or (isinstance(rate, float) and rate > 0)
+    classes = type(module).__mro__[: type(module).__mro__.index(nn.Module)]
+    functions = [f for each in classes for name, f in vars(each).items() if name not in ("train", "eval")]
+    return any("training" in f.__code__.co_names for f in functions if hasattr(f, "__code__"))
+
+
+def _names(roots: list[nn.Module]) -> list[str]:
+    """In the order of ``Subject.modules``; with several roots each path begins with the root's number."""
+    named: dict[int, str] = {}
+    for number, root in enumerate(roots):
+        start = "" if len(roots) == 1 else f"{number}"
+        for name, module in root.named_modules():
+            named.setdefault(id(module), ".".join(part for part in (start, name) if part))
+    return list(named.values())

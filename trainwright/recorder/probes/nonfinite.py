@@ -1,0 +1,143 @@
+"""What of a step was non-finite while it lay there: inputs, gradients before a clip spread them, running statistics."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.recorder.numbers import Numbers
+from trainwright.recorder.probes import Probe, Watched, probe
+from trainwright.recorder.program import Constant, Segment, mapped
+
+LIMIT = 64
+"""Names that are told."""
+
+
+@probe
+class NonFinite(Probe):
+    """Looks where a norm or a loss that is not finite says that there is something to see; no tensor else is read.
+
+    A forward pass in training mode that no backward pass follows moves the running statistics of BatchNorm unseen:
+    after such a step these are looked at too, and at every checkup. A segment with anything bad is marked "nonfinite".
+    """
+
+    name = "nonfinite"
+
+    def __init__(self, watched: Watched) -> None:
+        subject = watched.subject
+        self._parameters = {id(p): p for p in subject.parameters}
+        self._names = {
+            id(p): f"{number}.{name}" if len(subject.roots) > 1 else name
+            for number, root in enumerate(subject.roots)
+            for name, p in root.named_parameters()
+        }
+        self._paths = {
+            module: f"{number}.{path}".rstrip(".") if len(subject.roots) > 1 else path
+            for number, root in enumerate(subject.roots)
+            for path, module in root.named_modules()
+        }
+        self._statistics = [(m, n) for m, n in subject.buffers() if n.startswith("running_")]
+        self._before_clip: list[str] | None = None
+        self._newest = 0
+        self._poisoned: set[str] = set()
+        self._told: dict[str, Any] | None = None
+
+    def on_clip(self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None) -> None:
+        on_cpu = norm is not None and norm.device.type == "cpu"  # a GPU would be waited for
+        if self._before_clip is None and on_cpu and norm is not None and not math.isfinite(norm):
+            self._before_clip = self._bad_gradients()
+
+    def on_closed(self, segment: Segment) -> None:
+        self._newest = segment.step
+
+    def on_read(self, segment: Segment, numbers: Numbers) -> None:
+        before_clip, self._before_clip = self._before_clip, None
+        vetoed = segment.values.get("vetoed") in ("gradients", "update")
+        is_bad = before_clip is not None or vetoed or not numbers.are_finite
+        if is_bad:
+            gradients = self._bad_gradients() if segment.step == self._newest else []  # else they are of another step
+            self._told = {
+                "step": segment.step,
+                "inputs": _bad_inputs(segment),
+                "gradients": (gradients if before_clip is None else before_clip)[:LIMIT],
+                "num_gradients": len(gradients if before_clip is None else before_clip),
+                "num_after_clip": None if before_clip is None else len(gradients),
+                "dtype": self._dtype_of(gradients if before_clip is None else before_clip),
+                "of": sum(p.grad is not None for p in self._parameters.values()),
+                "weights": self._named(p for p in self._parameters.values())[:LIMIT],
+            }
+        if (is_bad or self._has_loose_forward(segment)) and (poisoned := self._newly_poisoned()):
+            self._told = {**(self._told or {"step": segment.step}), "poisoned": poisoned}
+        if self._told is not None:
+            segment.values["nonfinite"] = True
+
+    def values(self) -> dict[str, Any] | None:
+        told, self._told = self._told, None
+        if told is None and (poisoned := self._newly_poisoned()):
+            return {"poisoned": poisoned}
+        return told
+
+    def _has_loose_forward(self, segment: Segment) -> bool:
+        trained = sum(kind == "forward" and value[1] for kind, value in segment.events)
+        return bool(self._statistics) and trained > sum(kind == "backward" for kind, _ in segment.events)
+
+    def _newly_poisoned(self) -> list[str]:
+        """Paths of modules whose running statistics have become non-finite since they were last found so."""
+        held = [(m, b) for m, n in self._statistics if (b := m._buffers[n]) is not None and b.is_floating_point()]
+        if not held or bool(torch.isfinite(torch.stack(torch._foreach_norm([b for _, b in held]))).all()):
+            self._poisoned.clear()
+            return []
+        bad: list[nn.Module] = [m for m, b in held if not bool(b.isfinite().all())]
+        names = list(dict.fromkeys(self._paths[m] for m in bad))
+        new = [name for name in names if name not in self._poisoned]
+        self._poisoned.update(new)
+        return new
+
+    def _bad_gradients(self) -> list[str]:
+        return self._named(p.grad for p in self._parameters.values())
+
+    def _dtype_of(self, names: list[str]) -> str | None:
+        first = next((p for key, p in self._parameters.items() if names and self._names.get(key) == names[0]), None)
+        return None if first is None else str(first.dtype).removeprefix("torch.")
+
+    def _named(self, tensors: Any) -> list[str]:
+        """Names of the parameters that these belong to, of those that are not finite."""
+        pairs = list(zip(self._parameters, tensors))
+        return [self._names.get(key, "?") for key, t in pairs if t is not None and not _is_finite(t.detach())]
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    return bool(values.isfinite().all())
+
+
+def _bad_inputs(segment: Segment) -> list[dict[str, Any]]:
+    """Of each tensor that a model was given and that is not finite: the call, and the samples in it."""
+    found: list[dict[str, Any]] = []
+
+    def look(leaf: Any) -> None:
+        if not isinstance(leaf, Constant) or not leaf.tensor.is_floating_point() or not leaf.is_unchanged:
+            return
+        tensor = leaf.tensor.detach()
+        if tensor.dim() and not _is_finite(tensor):
+            bad = ~tensor.isfinite()
+            rows = bad.flatten(1).any(1) if bad.dim() > 1 else bad
+            ids = segment.ids[call.batch] if 0 <= call.batch < len(segment.ids) else None
+            which = rows.nonzero().flatten().tolist()
+            found.append(
+                {
+                    "call": number,
+                    "rows": which[:LIMIT],
+                    "ids": [ids[r] for r in which[:LIMIT]] if ids is not None and len(ids) == len(rows) else [],
+                    "nan": int(tensor.isnan().sum()),
+                    "inf": int(tensor.isinf().sum()),
+                    "dtype": str(tensor.dtype).removeprefix("torch."),
+                }
+            )
+
+    for number, call in enumerate(segment.calls):  # noqa: B007  look() reads both
+        mapped((call.args, call.kwargs), look)
+    return found

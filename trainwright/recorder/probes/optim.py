@@ -1,0 +1,214 @@
+"""Who owns which weight, and whether backward, unscale, clip and step come in an order that has the effect meant."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from trainwright.recorder.probes import Probe, Watched, probe
+from trainwright.recorder.program import Segment
+
+SAMPLE = 16
+"""Elements of a weight that are compared to tell whether it has moved."""
+
+TOLD = ("lr", "initial_lr", "weight_decay", "momentum")
+
+
+@probe
+class Contract(Probe):
+    """Optimizers that nobody named are heard too; a step inside another's step is not a step of its own."""
+
+    name = "contract"
+
+    def __init__(self, watched: Watched) -> None:
+        self._roots, self._optimizers = watched.subject.roots, watched.subject.optimizers
+        self._parameters = watched.subject.parameters
+        self._declared = watched.accumulation
+        self._ours = {id(each) for each in (*self._roots, *self._optimizers)}
+        self._owners: dict[int, Optimizer] = {id(each): each for each in self._optimizers}
+        self._sharing: dict[int, list[tuple[int, list[Tensor]]]] | None = None
+        self._depth = self._backwards = self._since = self._doubles = self._again = 0
+        self._stepped_at: dict[int, int] = {}
+        self._scale: Any = None  # of losses that were scaled and whose gradients were not yet scaled back
+        self._unscaled: set[int] = set()
+        self._scaled_clips: list[tuple[float, Any, Any]] = []
+        self._num_scaled_clips = self._num_clips = 0
+        self._split = 0
+        self._windows: list[list[int]] = []
+        self._last: Segment | None = None
+        self._at_first = {id(p): _sample(p) for p in self._parameters[:64]}
+        self._seen: dict[int, Tensor] = {}
+        self._known_missing: list[str] = []
+
+    # the order of things
+
+    def on_backward(self, losses: tuple[Tensor, ...], how: dict[str, Any]) -> None:
+        self._backwards += 1
+        self._since += 1
+
+    def on_zero_grad(self, owner: Optimizer | nn.Module) -> None:
+        if id(owner) in self._ours:
+            self._since = self._split = 0
+
+    def on_epoch(self, loader: Any, iterator: Any) -> None:
+        self._split = self._split or self._since
+
+    def on_scaled(self, scaler: Any, given: Any, scaled: Any) -> None:
+        if scaled is not given:
+            self._scale = scaler._scale if isinstance(scaler, GradScaler) else None
+
+    def on_unscale(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+        self._unscaled.add(id(optimizer))
+
+    def on_scaler_step(self, scaler: GradScaler, optimizer: Optimizer, stepped: bool) -> None:
+        self._unscaled.discard(id(optimizer))
+
+    def on_scaler_update(self, scaler: GradScaler) -> None:
+        self._scale = None
+
+    def on_clip(self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None) -> None:
+        self._num_clips += 1
+        if self._scale is None or not parameters or not math.isfinite(at):
+            return
+        owner = next((key for key, each in self._owners.items() if _owns(each, parameters[0])), None)
+        if owner is not None and owner not in self._unscaled:
+            self._num_scaled_clips += 1
+            seen = None if norm is None else norm.detach()
+            self._scaled_clips = [*self._scaled_clips[-1:], (at, seen, self._scale.detach().clone())]
+
+    def on_step(self, optimizer: Optimizer, args: tuple[Any, ...]) -> None:
+        self._depth += 1
+        if self._depth > 1:  # an optimizer that is built on another
+            self._owners.setdefault(id(optimizer), optimizer)
+            return
+        if id(optimizer) not in self._owners:
+            self._owners[id(optimizer)] = optimizer
+            self._sharing = None
+        if self._backwards and self._stepped_at.get(id(optimizer)) == self._backwards:
+            self._again += 1
+        for other, shared in self._shared_with(optimizer):
+            same = self._backwards and self._stepped_at.get(other) == self._backwards
+            self._doubles += bool(same and any(p.grad is not None for p in shared))
+        self._stepped_at[id(optimizer)] = self._backwards
+
+    def on_stepped(self, optimizer: Optimizer) -> None:
+        self._depth = max(0, self._depth - 1)
+
+    def _shared_with(self, optimizer: Optimizer) -> list[tuple[int, list[Tensor]]]:
+        if self._sharing is None:
+            owned = {key: {id(p) for p in _owned(each)} for key, each in self._owners.items()}
+            self._sharing = {
+                key: [(o, [p for p in _owned(each) if id(p) in owned[o]]) for o in owned if o != key]
+                for key, each in self._owners.items()
+            }
+        return [(other, shared) for other, shared in self._sharing.get(id(optimizer), ()) if shared]
+
+    def on_closed(self, segment: Segment) -> None:
+        if self._split:
+            self._windows = [*self._windows[-31:], [segment.step, self._split, self._since]]
+        self._since = self._split = 0
+        self._last = segment
+
+    # what is told
+
+    def values(self) -> dict[str, Any] | None:
+        missing = self._missing()
+        told: dict[str, Any] = {
+            "optimizers": [self._about(optimizer) for optimizer in self._optimizers],
+            "missing": missing,
+            "missing_share": self._share(missing),
+            "doubles": self._doubles,
+            "again": self._again,
+            "clips": self._num_clips,
+            "scaled_clips": self._num_scaled_clips,
+            "scaled_clip": [_plain(each) for each in self._scaled_clips[-1]] if self._scaled_clips else None,
+            "split_windows": self._windows,
+            "accumulation": self._declared,
+        }
+        if self._last is None:
+            moved = [not torch.equal(_sample(p), self._at_first[id(p)]) for p in self._parameters[:64]]
+            told |= {"backwards": self._backwards, "moved": any(moved), "steps_heard": len(self._stepped_at)}
+        else:
+            told["carried"] = self._carried(self._last)
+        return told
+
+    def _about(self, optimizer: Optimizer) -> dict[str, Any]:
+        inside = {id(p) for root in self._roots for p in root.parameters()}
+        stale = [p for p in _owned(optimizer) if id(p) not in inside and p.grad is None]
+        groups = []
+        for group in optimizer.param_groups:
+            told = {
+                k: float(group[k]) for k in ("lr", "initial_lr", "weight_decay", "momentum") if _is_number(group, k)
+            }
+            with_grad = [p for p in group["params"] if p.grad is not None]
+            groups.append(told | {"parameters": len(group["params"]), "with_grad": len(with_grad)})
+        return {
+            "kind": type(optimizer).__name__,
+            "parameters": len(_owned(optimizer)),
+            "stale": len(stale),
+            "groups": groups,
+        }
+
+    def _missing(self) -> list[str]:
+        """Parameters that get a gradient, that no optimizer has, and that did not move between two looks."""
+        owned = {id(p) for optimizer in self._owners.values() for p in _owned(optimizer)}
+        found = []
+        for name, p in _named(self._roots).items():
+            if id(p) in owned or not p.requires_grad:
+                continue
+            gets = p.grad is not None and bool(p.grad.abs().sum() != 0)  # or got: model.zero_grad() drops theirs too
+            if not gets and name not in self._known_missing:
+                continue
+            before, self._seen[id(p)] = self._seen.get(id(p)), _sample(p)
+            if before is not None and torch.equal(before, self._seen[id(p)]):
+                found.append(name)
+        self._known_missing = found
+        return found
+
+    def _share(self, missing: list[str]) -> float:
+        """Of the weights that can be trained: those that are missing."""
+        sizes = {name: p.numel() for name, p in _named(self._roots).items() if p.requires_grad}
+        return sum(sizes[name] for name in missing) / max(1, sum(sizes.values()))
+
+    def _carried(self, segment: Segment) -> list[float]:
+        """For each optimizer the norm of the gradients that were there before the first backward pass of the step."""
+        by_id = {id(p): g for p, g in zip(self._parameters, segment.values.get("carried") or ()) if g is not None}
+        norms = []
+        for optimizer in self._optimizers:
+            grads = [by_id[id(p)] for p in _owned(optimizer) if id(p) in by_id]
+            norms.append(math.sqrt(sum(float(g.float().norm()) ** 2 for g in grads)))
+        return norms
+
+
+def _owned(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _owns(optimizer: Optimizer, parameter: Tensor) -> bool:
+    return any(p is parameter for p in _owned(optimizer))
+
+
+def _named(roots: list[nn.Module]) -> dict[str, Tensor]:
+    """Parameters by path; with several roots the path begins with the root's number."""
+    if len(roots) == 1:
+        return dict(roots[0].named_parameters())
+    return {f"{n}.{name}": p for n, root in enumerate(roots) for name, p in root.named_parameters()}
+
+
+def _sample(parameter: Tensor) -> Tensor:
+    """Elements from all over, so that one that happens to have no gradient does not stand for all."""
+    flat = parameter.detach().flatten()
+    return flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE].clone()
+
+
+def _is_number(group: dict[str, Any], key: str) -> bool:
+    return isinstance(group.get(key), int | float) or (isinstance(group.get(key), Tensor) and group[key].numel() == 1)
+
+
+def _plain(value: Any) -> float | None:
+    return None if value is None else float(value)

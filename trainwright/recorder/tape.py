@@ -1,0 +1,147 @@
+"""Writes down the torch functions between a model's outputs and the loss, as they are called."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+
+from trainwright.recorder.program import Autocast, Constant, Operation, Slot, mapped, tensors_of
+
+_SIMPLE = frozenset({int, float, bool, str, type(None), torch.dtype})
+_LIKE = frozenset({"rand_like", "randn_like", "randint_like", "zeros_like", "ones_like", "full_like", "empty_like"})
+SMALL = 16  # elements: a copy of so little is cheaper than to ask whether somebody wrote to it
+
+
+def autocast_now(device_type: str) -> Autocast:
+    """What autocast does at this instant."""
+    on = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type) if on else torch.float32
+    return (on, dtype, torch.is_autocast_cache_enabled())
+
+
+class Tape(TorchFunctionMode):
+    """While it runs, every torch function that gives a tensor is written to ``operations``.
+
+    Tensors that the program made are known by identity, and are not kept alive: the graph behind them is the loop's.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self._device_type = device_type
+        self._slots: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._next = self._reads = 0
+        self.num_bytes = 0  # of the tensors that were written down as constants
+        self.leaves = False  # a leaf that wants a gradient was used outside of the models
+        self.grafted = False  # a tensor with a graph that the program does not know was used
+        self.operations: list[Any] = []
+        self.failed: tuple[str, Any] | None = None  # a function that raised, and what it was given
+        self.running = self._pushed = False
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if not self.running or torch.compiler.is_compiling():  # stopped from within a function that it is around
+            return function(*args, **(kwargs or {}))
+        try:
+            result = function(*args, **(kwargs or {}))
+        except Exception:
+            self.failed = (getattr(function, "__name__", "?"), self.write((args, kwargs or {})))
+            raise
+        if isinstance(result, Tensor):
+            self._note(function, args, kwargs or {}, [result])
+        elif isinstance(result, tuple | list):
+            made = [each for each in result if isinstance(each, Tensor)]
+            if made:
+                self._note(function, args, kwargs or {}, made)
+        return result
+
+    def _note(self, function: Callable[..., Any], args: Any, kwargs: Any, made: list[Tensor]) -> None:
+        name = getattr(function, "__name__", "?")
+        in_place = bool(args) and any(each is args[0] for each in made)
+        before = self._reads
+        known = self.write(args), self.write(kwargs)
+        is_free = self._reads == before or name in _LIKE
+        if is_free and not any(each.requires_grad for each in made):
+            return  # what the loop makes of its data, or draws, is a constant where it is used
+        autocast = autocast_now(self._device_type)
+        self.operations.append(Operation(name, function, *known, autocast, self.slots(made), in_place))
+
+    def write(self, value: Any) -> Any:
+        """``value`` with its tensors as Slots or Constants."""
+        if type(value) is tuple:  # by far the most frequent: cheaper without the walk
+            return tuple([self._one(each) for each in value])
+        if type(value) is dict and not any(type(each) not in _SIMPLE for each in value.values()):
+            return value
+        return mapped(value, self._written) if value else value
+
+    def _one(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._written(value)
+        return value if type(value) in _SIMPLE else mapped(value, self._written)
+
+    def _written(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if (number := self.slot_of(leaf)) is not None:
+            self._reads += 1
+            return Slot(number)
+        if leaf.grad_fn is None and (leaf.requires_grad or leaf.numel() > SMALL):
+            if leaf.requires_grad:
+                self.leaves = True
+            else:
+                self.num_bytes += leaf.nbytes
+            return Constant(leaf, leaf._version)
+        self.grafted |= leaf.grad_fn is not None
+        copy = leaf.detach().clone() if leaf.numel() <= SMALL else leaf.detach()
+        return Constant(copy, copy._version)
+
+    def slots(self, made: Iterable[Tensor]) -> list[int]:
+        """New slots for tensors that the program made."""
+        numbers = []
+        for tensor in made:
+            self._slots[id(tensor)] = (weakref.ref(tensor), self._next)
+            numbers.append(self._next)
+            self._next += 1
+        return numbers
+
+    def outputs(self, output: Any) -> list[int]:
+        """Slots for what a model returned."""
+        return self.slots(tensors_of(output))
+
+    def last_scalar(self) -> Tensor | None:
+        """The newest number with a graph that was made: the loss, where backward has not been called yet."""
+        made = [tensor for reference, _ in self._slots.values() if (tensor := reference()) is not None]
+        return next((t for t in reversed(made) if t.numel() == 1 and t.grad_fn is not None), None)
+
+    def slot_of(self, tensor: Tensor) -> int | None:
+        made, number = self._slots.get(id(tensor), (None, None))
+        return number if made is not None and made() is tensor else None  # else an id that is used again
+
+    def start(self) -> None:
+        self.running = True
+        if not self._pushed:
+            _push_mode(self)  # type: ignore[no-untyped-call]
+            self._pushed = True
+
+    def stop(self) -> None:
+        """Takes itself off torch's stack of modes, wherever it lies by now."""
+        self.running = False
+        if not self._pushed or self not in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+            return  # or it is around the function that this is called from: the next stop will find it
+        above = []
+        while (top := _pop_mode()) is not self:  # type: ignore[no-untyped-call]
+            above.append(top)
+        for mode in reversed(above):
+            _push_mode(mode)  # type: ignore[no-untyped-call]
+        self._pushed = False
+
+    def forget(self) -> None:
+        """Lets go of all tensors."""
+        self._slots.clear()
+        self.leaves = False
+        self.operations = []

@@ -1,0 +1,165 @@
+"""Under ``tw.watch``: an update that is not finite does not reach the weights, whoever owns the loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+from trainwright.engine.guard import BufferGuard
+from trainwright.recorder.program import Segment
+from trainwright.recorder.spikes import Spikes
+
+OnNonfinite = Literal["skip", "stop", "observe"]
+
+
+class Veto:
+    """Looks at the gradients before each update and at 16-bit weights after it.
+
+    A vetoed optimizer finds no gradients, so it changes nothing; afterwards they are back. Buffers that the forward
+    pass has changed go back too. On a GPU, a fused optimizer takes the veto on the device (``found_inf``, the contract
+    of torch's GradScaler) unless spikes are skipped too; for any other the host waits for the device at the update.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[nn.Module],
+        parameters: Sequence[Tensor],
+        how: OnNonfinite,
+        spikes: Spikes | None = None,
+        skip: frozenset[frozenset[int]] = frozenset(),
+    ) -> None:
+        self.roots, self.how, self._spikes, self._skip = list(roots), how, spikes, skip
+        self.device_type = parameters[0].device.type if parameters else "cpu"
+        self._low = any(p.dtype in (torch.float16, torch.bfloat16) for p in parameters)
+        self._buffers = [BufferGuard() for _ in roots]
+        self._hidden: list[tuple[Tensor, Tensor | None]] = []
+        self._before: tuple[list[Tensor], Callable[[], None]] | None = None
+        self._flag: Tensor | None = None  # the veto, where the device applies it
+        self.vetoed: int = 0
+
+    def begin(self) -> None:
+        """Before the first forward pass of a step."""
+        if self.how != "observe":
+            for guard, root in zip(self._buffers, self.roots):
+                guard.keep(root)
+
+    def before_update(self, segment: Segment, optimizer: Optimizer) -> None:
+        owned = [p for group in optimizer.param_groups for p in group["params"]]
+        grads = [p.grad for p in owned if p.grad is not None]
+        norm = _norm([g for g in grads if not g.is_sparse])
+        segment.grad_norm = norm if segment.grad_norm is None else segment.grad_norm
+        segment.values["grads"] = [len(grads), len(owned)]
+        if self._skip and frozenset(i for of_batch in segment.ids for i in of_batch or ()) in self._skip:
+            self._hide(owned)
+            segment.values["vetoed"] = "skip list"
+            return
+        is_skipped = bool(segment.events) and segment.events[-1][0] == "scaler_skipped"  # no update will come
+        if self.how == "observe" or is_skipped or getattr(optimizer, "found_inf", None) is not None:
+            return
+        if self._takes_it_on_device(norm, optimizer):
+            self._flag = ~torch.isfinite(norm)
+            optimizer.found_inf, optimizer.grad_scale = self._flag.float(), None  # type: ignore[attr-defined]
+            segment.values["on_device"] = True
+        elif not math.isfinite(norm):
+            self._hide(owned)
+            segment.values["vetoed"] = "gradients"
+        elif self._spikes and self._spikes.is_spike(seen := _before_clipping(segment, float(norm))):
+            segment.values["spike"] = [seen, self._spikes.last_median]
+            if self._spikes.policy != "warn":
+                self._hide(owned)
+                segment.values["vetoed"] = "spike"
+        elif self._low:
+            self._before = _state_of(optimizer, owned)
+
+    def _takes_it_on_device(self, norm: Tensor, optimizer: Optimizer) -> bool:
+        is_alone = not self._low and (self._spikes is None or self._spikes.policy == "warn")
+        can = getattr(optimizer, "_step_supports_amp_scaling", False) and not hasattr(optimizer, "grad_scale")
+        return self.device_type != "cpu" and norm.device.type == self.device_type and is_alone and bool(can)
+
+    def was_vetoed_on_device(self, segment: Segment, norm: float) -> bool:
+        """Whether the device has left out the update, now that its norm is known; then the segment says so."""
+        if "on_device" not in segment.values or math.isfinite(norm):
+            return False
+        segment.values["vetoed"] = "gradients"
+        self.vetoed += 1
+        return True
+
+    def _hide(self, owned: list[Tensor]) -> None:
+        """An optimizer that finds no gradients changes nothing."""
+        self._hidden = [(p, p.grad) for p in owned]
+        for p in owned:
+            p.grad = None
+
+    def after_update(self, segment: Segment, optimizer: Optimizer) -> None:
+        if self._flag is not None:
+            del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
+            self._restore_buffers(self._flag)
+            self._flag = None
+        if self._hidden:
+            for p, grad in self._hidden:
+                p.grad = grad
+            self._hidden = []
+            self._restore_buffers()
+            self.vetoed += 1
+        if self._before is not None:
+            written, put_back = self._before
+            self._before = None
+            if not bool(torch.isfinite(torch.stack(torch._foreach_norm(written))).all()):
+                put_back()
+                self._restore_buffers()
+                segment.values["vetoed"] = "update"
+                self.vetoed += 1
+
+    def _restore_buffers(self, flag: Tensor | None = None) -> None:
+        for guard in self._buffers:
+            guard.restore_if(torch.ones((), dtype=torch.bool) if flag is None else flag)
+
+
+@torch.no_grad()
+def _norm(grads: list[Tensor]) -> Tensor:
+    """As ``get_total_norm``, which sorts them by device and type first: 20 us."""
+    if not grads:
+        return torch.zeros(())
+    if {(type(g), g.device) for g in grads} != {(Tensor, grads[0].device)}:
+        return get_total_norm(grads)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+    return norm
+
+
+def _before_clipping(segment: Segment, norm: float) -> float:
+    """What clipping that came right before the update found; else the norm itself. Only spikes are judged by it."""
+    kind, clip = segment.events[-2] if len(segment.events) > 1 else ("", {})
+    return float(clip["norm"]) if kind == "clip" and clip["norm"] is not None else norm
+
+
+@torch.no_grad()
+def _state_of(optimizer: Optimizer, owned: list[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
+    """Weights to look at afterwards, and how they and the optimizer's state become again what they are now."""
+    weights = [p.detach() for p in owned]
+    copies = [w.clone() for w in weights]
+    states = {
+        p: {k: v.clone() if isinstance(v, Tensor) else v for k, v in optimizer.state[p].items()}
+        for p in owned
+        if p in optimizer.state
+    }
+
+    def put_back() -> None:
+        torch._foreach_copy_(weights, copies)
+        for p in owned:
+            if p not in states:
+                optimizer.state.pop(p, None)
+                continue
+            for key, value in states[p].items():
+                live: Any = optimizer.state[p].get(key)
+                if isinstance(value, Tensor) and isinstance(live, Tensor):
+                    live.copy_(value)
+                else:
+                    optimizer.state[p][key] = value
+
+    return weights, put_back

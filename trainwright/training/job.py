@@ -1,0 +1,200 @@
+"""A run before its first step: built, planned, rehearsed. Composition, like run.py, which takes it from here."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainwright.build.assemble import (
+    LIVE,
+    Parts,
+    at_recipe,
+    build_loading,
+    build_parts,
+    build_schedule,
+    build_state,
+    gather_facts,
+    training_batches,
+)
+from trainwright.build.assemble import prepare as prepare_parts
+from trainwright.engine.clip import make_clip
+from trainwright.engine.dry_run import Mode, rehearse
+from trainwright.engine.precision import Precision
+from trainwright.engine.step import Schedule, StepFn, make_step
+from trainwright.engine.until import Until, for_seconds, for_steps
+from trainwright.errors import DataError, UsageError
+from trainwright.forecast.local_device import device_at_hand, nominal_cpu
+from trainwright.forecast.resolve import Settled, left_open, resettled, settle
+from trainwright.observe.sinks import require_sinks
+from trainwright.plan.devices import Device
+from trainwright.plan.machine import Machine, read_machine
+from trainwright.plan.make import Facts, Kept, Note, Plan, candidates, make_plan, with_rehearsal
+from trainwright.plan.memory import memory_bytes
+from trainwright.recipe import Duration, Loaded, Recipe
+from trainwright.state.cursor import StepBatch
+from trainwright.state.rng import seed_all, set_deterministic
+from trainwright.state.train_state import TrainState
+from trainwright.training.resume import Earlier
+from trainwright.training.run_metadata import where_from
+from trainwright.world import SOLO, World, choose_device, device_name, low_precision, usable_threads
+
+
+@dataclass
+class Job:
+    """All that a run needs, live and planned; nothing of it has been trained.
+
+    ``accepted`` are the differences to an earlier part of the run that were wanted.
+    """
+
+    loaded: Loaded
+    parts: Parts
+    plan: Plan
+    state: TrainState
+    device: torch.device
+    machine: Machine
+    batches: Iterator[StepBatch]
+    schedule: Schedule
+    provenance: dict[str, Any]
+    accepted: list[str] = field(default_factory=list)
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.loaded.recipe
+
+    @property
+    def live(self) -> bool:
+        """Whether its model was handed over in Python, so that no file can build it."""
+        return self.recipe.model.use.startswith(f"{LIVE}:")
+
+    @property
+    def precision(self) -> Precision:
+        return Precision(self.plan.precision, self.device.type)
+
+    @property
+    def marks(self) -> dict[str, float]:
+        """Reference losses that the training set knows of (uniform, unigram, bigram), else none."""
+        references = getattr(self.parts.train.dataset, "references", None)
+        known: dict[str, float] = references() if callable(references) else {}
+        return {name: value for name, value in known.items() if not name.endswith("_val")}
+
+
+def prepare(loaded: Loaded, parts: Parts | None = None, *, earlier: Earlier | None = None) -> Job:
+    """Builds, plans and rehearses; afterwards nothing has been trained and no random number drawn.
+
+    The batch that is rehearsed is the first that will be trained on: a stream is read only once. What an
+    ``earlier`` part of the run measured and chose stays, or the bits would change. ``parts`` are live objects instead
+    of what the recipe names.
+    """
+    machine = read_machine()
+    with at_recipe(loaded, "device"):
+        device = choose_device(loaded.recipe.device)
+    set_deterministic(loaded.recipe.deterministic)
+    settled = _settled(loaded, parts, earlier, nominal_cpu(machine) if device.type == "cpu" else None)
+    loaded, recipe = settled.loaded, settled.loaded.recipe
+    if parts is None:
+        parts = build_parts(loaded, device, settled.planned)
+    elif not parts.prepared:
+        parts = prepare_parts(parts, loaded, device, settled.planned)
+    threads = (earlier.threads,) if earlier else usable_threads(device)
+    facts = gather_facts(parts, device, device_name(device, machine), low_precision(device, machine), threads)
+    with at_recipe(loaded, ""):
+        plan = make_plan(recipe, facts, kept=earlier.what_was_planned(recipe) if earlier else Kept())
+    plan = replace(plan, settled=settled.to_json(), notes=(*settled.notes, *plan.notes))
+    state, schedule = build_state(parts, loaded, plan), build_schedule(loaded, plan)
+    state.loss = parts.loss if isinstance(parts.loss, nn.Module) else None
+    require_sinks(recipe.log.sinks)
+    provenance = where_from(recipe, parts)
+    seed_all(recipe.seed)  # training draws the same numbers whatever was done to get here
+    precision: str = recipe.precision
+    accepted: list[str] = []
+    if earlier:
+        precision = kept = earlier.precision(recipe.precision, facts)
+        state.scaler = Precision(kept, device.type).scaler(device)
+        accepted = earlier.load(state, recipe, precision, provenance)
+    _require_something_left(recipe, plan, state)
+    if earlier:
+        earlier.lock.beat(state.step + 1)  # reading its batch and rehearsing it belong to the step
+    loading = build_loading(parts, recipe, plan, device, quarantine=state.quarantine)
+    batches = iter(training_batches(parts, loading, state.data))
+    first = next(batches, None)
+    if first is None:
+        raise DataError("the training data gave no batch", remedy="check that it is not empty or used up")
+    job = Job(loaded, parts, plan, state, device, machine, chain([first], batches), schedule, provenance, accepted)
+    job.plan = _rehearsed(job, facts, first, precision)
+    if not earlier:
+        state.scaler = job.precision.scaler(device)
+    return job
+
+
+def _settled(loaded: Loaded, parts: Parts | None, earlier: Earlier | None, cpu: Device | None) -> Settled:
+    """The recipe with what it leaves to the plan decided: as it was for an earlier part of the run."""
+    if not left_open(loaded.recipe):
+        return Settled(loaded)
+    if earlier and (kept := earlier.settled):
+        return resettled(loaded, kept)
+    with at_recipe(loaded, "model"):
+        return settle(loaded, cpu or device_at_hand(probe=False), parts=parts)
+
+
+def until_of(plan: Plan) -> Until:
+    """How much of the run is used."""
+    return for_steps(plan.extent.steps) if plan.extent.steps else for_seconds(plan.extent.seconds or 0.0)
+
+
+def doubled(until: Duration) -> str:
+    """The setting that makes a run twice as long."""
+    return f"--set until={Duration(min(until.value * 2, 2.0**53), until.unit)}"
+
+
+def _require_something_left(recipe: Recipe, plan: Plan, state: TrainState) -> None:
+    """Raises UsageError when a resumed run has done all that it was asked for."""
+    if until_of(plan)(state) >= 1.0:
+        done = f"{state.step:,} steps in {state.elapsed_s:.4g} s, until: {recipe.until}"
+        raise UsageError(f"the run has done what it was asked for ({done})", remedy=f"add {doubled(recipe.until)}")
+
+
+def _rehearsed(job: Job, facts: Facts, first: StepBatch, asked: str) -> Plan:
+    """The plan with what the first micro-batch showed: loss, time by precision and threads, activations."""
+    one = replace(first, micro=(copy.deepcopy(first.micro[0]),))  # a model may write into its input
+    names = candidates(asked, job.device.type, facts.low_precision)
+    modes = [Mode(Precision(name, job.device.type), threads) for name in names for threads in facts.threads]
+    seen = rehearse(job.state, one, job.parts.loss, modes=modes)
+    plan = job.plan
+    if seen.mean:
+        why = "the loss returns a plain mean tensor; tw.Loss(total, weight) would count tokens exactly"
+        plan = replace(plan, notes=(*plan.notes, Note("loss", "weighted by batch size", why)))
+    return with_rehearsal(
+        plan,
+        asked=asked,
+        facts=facts,
+        loss=seen.loss,
+        outputs=seen.outputs,
+        seconds={mode: seconds * len(first.micro) for mode, seconds in seen.seconds.items()},
+        memory_bytes=memory_bytes(
+            job.recipe.optimizer.use,
+            parameters=facts.parameters,
+            trainable=facts.trainable,
+            activations=seen.activation_bytes,
+            offloaded=job.recipe.optimizer.offload is True and job.device.type != "cpu",
+        ),
+    )
+
+
+def make_advance(job: Job, world: World = SOLO) -> StepFn:
+    """The step function of a job; sets the process-wide matmul mode and threads that its plan asks for."""
+    clip = job.recipe.optimizer.clip
+    job.precision.set_matmul_mode()
+    torch.set_num_threads(job.plan.threads)
+    return make_step(
+        job.parts.loss,
+        schedule=job.schedule,
+        precision=job.precision,
+        clip=make_clip(clip.by, clip.at),
+        world=world,
+    )

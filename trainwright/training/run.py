@@ -1,0 +1,294 @@
+"""Composition of a run of our own engine: from a recipe to a trained model in one run folder."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from trainwright.build.assemble import Parts, build_loading, validation_batches
+from trainwright.engine.between import NEVER
+from trainwright.engine.loop import Observer, Outcome, run
+from trainwright.errors import StorageError, UsageError
+from trainwright.observe.cadence import Every
+from trainwright.observe.evaluation import Evaluation
+from trainwright.observe.heartbeat import Heartbeat
+from trainwright.observe.logbook import Logbook
+from trainwright.observe.progress import Progress
+from trainwright.observe.saving import SavePolicy, Saving
+from trainwright.observe.signals import Signals, grace_s
+from trainwright.plan.duration import Interval
+from trainwright.plan.explain import preflight
+from trainwright.plan.machine import read_machine
+from trainwright.recipe import Loaded
+from trainwright.report.text import Ending, closing
+from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.lock import RunLock
+from trainwright.runlog.records import Ended
+from trainwright.state.store import Retention
+from trainwright.state.train_state import TrainState
+from trainwright.training.job import Job, doubled, make_advance, prepare, until_of
+from trainwright.training.resume import Earlier, again, find_earlier
+from trainwright.training.run_metadata import keep_there, lay_down, lay_down_again, papers_of
+from trainwright.version import __version__
+from trainwright.watching.engine_observer import Attending
+from trainwright.world.group import SOLO, World
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended. ``exit_code``: 0, 75 when it was asked to stop and is saved, 1 when its end is not saved.
+
+    ``state`` is the live state, the average of the weights (``state.ema``) included.
+    """
+
+    run: Path
+    ending: str
+    reason: str
+    step: int
+    loss: float | None
+    val_loss: float | None
+    skipped: int
+    exit_code: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    state: TrainState | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``--json`` prints."""
+        names = ("ending", "step", "loss", "val_loss", "skipped")
+        return {"run": str(self.run), **{name: getattr(self, name) for name in names}}
+
+
+Extra = Callable[[Job, RunFolder, Progress], Observer]
+"""Makes a further observer of a run, once everything else of it exists."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What surrounds the training: where it is told, what it is told by, what it is held by."""
+
+    folder: RunFolder
+    lock: RunLock
+    progress: Progress
+    signals: Signals
+    world: World
+    earlier: Earlier | None = None
+
+
+def train(
+    loaded: Loaded,
+    *,
+    parts: Parts | None = None,
+    resume: RunFolder | None = None,
+    accept: Sequence[str] = (),
+    console: Console | None = None,
+    quiet: bool = False,
+    extras: Sequence[Extra] = (),
+    world: World = SOLO,
+) -> Result:
+    """Runs a recipe from its first step, or from the newest checkpoint of ``resume``, to its end.
+
+    ``parts`` are live objects instead of what the recipe names. ``accept`` lists the differences to the first
+    part of the run that are wanted. ``world.clock`` gives the time that a run budgeted in seconds goes by. Raises
+    a TrainwrightError for whatever is the user's to mend.
+    """
+    said: list[str] = []
+    progress = Progress(console or Console(), quiet=quiet)
+    signals = Signals(progress.say, loaded.recipe.checkpoint.signals, grace_s(os.environ))
+    with process_settings(), ExitStack() as closing_down:
+        closing_down.callback(progress.close)
+        closing_down.callback(signals.close)
+        signals.listen()
+        lock = closing_down.enter_context(_held(resume, signals)) if resume else None
+        earlier = find_earlier(resume, lock, accept, said.append) if resume and lock else None
+        job = prepare(loaded, parts, earlier=earlier)
+        progress.marks = job.marks
+        folder = resume or RunFolder.create(job.recipe.folder, job.recipe.name)
+        lock = lock or closing_down.enter_context(_held(folder, signals))
+        if not lock.exclusive:
+            said.append(f"the file system of {folder.path} has no locks: see to it that nobody else trains there")
+        (lay_down_again if earlier else lay_down)(folder, job)
+        if earlier:
+            said.append(f"resumed from {earlier.checkpoint} at step {job.state.step}")
+        for line in [*said, *preflight(job.plan)]:
+            progress.say(line)
+        return _run(job, Stage(folder, lock, progress, signals, world, earlier), extras)
+
+
+@contextmanager
+def _held(folder: RunFolder, signals: Signals) -> Iterator[RunLock]:
+    """The lock of a run folder; an exception leaves the step in which it came in the lock, as a kill does.
+
+    Not one that no step is guilty of: a mistake in the call, a full disk, a signal that asked the run to stop.
+    """
+    lock = RunLock.acquire(folder.path)
+    signals.asked = lock.excuse
+    try:
+        yield lock
+    except Exception as error:
+        if isinstance(error, UsageError | StorageError):
+            lock.forget_step()
+        lock.release(clean=False)
+        raise
+    finally:
+        lock.release(clean=True)
+
+
+@contextmanager
+def process_settings() -> Iterator[None]:
+    """Torch's process-wide settings that a run changes are put back after it."""
+    threads, matmul = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    tf32, deterministic = torch.backends.cudnn.allow_tf32, torch.are_deterministic_algorithms_enabled()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(matmul)
+        torch.backends.cudnn.allow_tf32 = tf32
+        torch.use_deterministic_algorithms(deterministic)
+
+
+def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
+    plan, state, folder, progress, signals = job.plan, job.state, stage.folder, stage.progress, stage.signals
+    logbook = Logbook(
+        folder,
+        _every(plan.log_every, state),
+        sinks=job.recipe.log.sinks,
+        config=job.recipe.model_dump(mode="json"),
+        state=state,
+        gpu_indices=[gpu.index for gpu in job.machine.gpus] if job.device.type == "cuda" else [],
+        warn=progress.say,
+    )
+    with logbook:
+        restored = stage.earlier.checkpoint if stage.earlier else None
+        heartbeat = Heartbeat(stage.lock, state)
+        logbook.start(__version__, restored, stage.lock.died_in_step, job.accepted)
+        saving = _saving(job, stage, logbook)
+        signals.saving_s, signals.newest = lambda: saving.last_s, lambda: str(saving.last or restored)
+        evaluation = _evaluation(job, stage, logbook, saving)
+        watching: tuple[Observer, ...] = (logbook.recorder, logbook.telemetry, progress)
+        makers = [Attending, *extras] if job.recipe.log.doctor else extras
+        extra = [make(job, folder, progress) for make in makers]
+        advance = make_advance(job, stage.world)
+        with _told_where_it_is_saved(job, folder, saving):
+            if job.accepted:  # a kill before the next save would ask for it again
+                saving(state)
+            outcome = run(
+                state,
+                job.batches,
+                advance,
+                until=until_of(plan),
+                observers=(*watching, *extra, signals, heartbeat),
+                evaluation=evaluation or NEVER,
+                saving=saving,
+                world=stage.world,
+            )
+        logbook.recorder.tell_skipped(state)
+        logbook.ended = _ended(outcome, evaluation, logbook)
+    return _closed(job, folder, outcome, logbook, saving.last, progress)
+
+
+def _saving(job: Job, stage: Stage, logbook: Logbook) -> Saving:
+    plan, ask = job.plan, job.recipe.checkpoint
+    policy = SavePolicy(
+        _every(plan.save_every, job.state) if plan.save_every else None,
+        ask.at_least_every.value if ask.at_least_every else None,
+        Retention(ask.keep, plan.keep_every),
+        ask.best,
+        ask.best_mode == "max",
+        ask.asynchronous,
+    )
+    return Saving(
+        stage.folder.checkpoints,
+        policy,
+        told=logbook.recorder,
+        warn=stage.progress.say,
+        papers=papers_of(job),
+        before=keep_there(stage.folder, job, stage.progress.say),
+        clock=stage.world.clock,
+        free_memory=lambda: read_machine().available_bytes,  # what a container may use, not what the machine has
+    )
+
+
+def _evaluation(job: Job, stage: Stage, logbook: Logbook, saving: Saving) -> Evaluation | None:
+    loading = build_loading(job.parts, job.recipe, job.plan, job.device)
+    validation = validation_batches(job.parts, job.recipe, loading)
+    if validation is None:
+        return None
+    return Evaluation(
+        validation,
+        job.parts.loss,
+        _every(job.plan.evaluate_every, job.state),
+        precision=job.precision,
+        told=(logbook.recorder, stage.progress, saving),
+    )
+
+
+@contextmanager
+def _told_where_it_is_saved(job: Job, folder: RunFolder, saving: Saving) -> Iterator[None]:
+    """An error of a user's code carries with it how to go on."""
+    try:
+        yield
+    except Exception as error:
+        if saving.last:
+            error.add_note(f"saved as {saving.last}; once mended: {again(folder, live=job.live)}")
+        raise
+
+
+def _every(interval: Interval, since: TrainState) -> Every:
+    return Every(steps=interval.steps, seconds=interval.seconds, fraction=interval.fraction, since=since)
+
+
+def _ended(outcome: Outcome, evaluation: Evaluation | None, logbook: Logbook) -> Ended:
+    seen = evaluation.last if evaluation else None
+    return Ended(
+        time_s=time.time(),
+        ending=outcome.ending,
+        reason=outcome.stop.reason if outcome.stop else "",
+        step=outcome.step,
+        loss=float(outcome.last.loss) if outcome.last else None,
+        val_loss=seen.loss if seen else None,
+        skipped=logbook.recorder.num_skipped,
+        seconds=logbook.seconds,
+    )
+
+
+def _closed(
+    job: Job, folder: RunFolder, outcome: Outcome, logbook: Logbook, saved: Path | None, progress: Progress
+) -> Result:
+    """Says the closing words and gives the result."""
+    progress.close()
+    ended, recorder = logbook.ended, logbook.recorder
+    assert ended is not None
+    is_saved = saved is not None and saved.name == f"step-{outcome.step:08d}"
+    ending = Ending(
+        ended,
+        folder.path,
+        recorder.last_step,
+        recorder.last_evaluated,
+        saved=is_saved,
+        marks=job.marks,
+        again=again(folder, live=job.live),
+        longer="" if job.live else doubled(job.recipe.until),
+    )
+    for line in closing(ending):
+        progress.say(line)
+    return Result(
+        folder.path,
+        ended.ending,
+        ended.reason,
+        ended.step,
+        ended.loss,
+        ended.val_loss,
+        ended.skipped,
+        (outcome.stop.exit_code if outcome.stop else 0) if is_saved else 1,
+        dict(ending.evaluated.metrics) if ending.evaluated else {},
+        job.state,
+    )

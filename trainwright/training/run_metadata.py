@@ -1,0 +1,73 @@
+"""The papers of a run: recipe, plan and provenance, as files in its folder and as JSON in each checkpoint."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from trainwright.build.assemble import Parts
+from trainwright.data.fingerprint import fingerprint
+from trainwright.recipe import Recipe, dump
+from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.provenance import module_of, modules_of, provenance
+
+if TYPE_CHECKING:
+    from trainwright.training.job import Job
+
+
+def where_from(recipe: Recipe, parts: Parts) -> dict[str, Any]:
+    """Code, packages, machine, data and seeds as they are now."""
+    roots = (parts.model, parts.train.dataset, parts.loss)
+    modules = chain.from_iterable(each.modules() for each in roots if isinstance(each, nn.Module))
+    sets = {"train": parts.train, "val": parts.val}
+    prints = {name: fingerprint(data.dataset) for name, data in sets.items() if data is not None}
+    return provenance(
+        data_fingerprints={name: f"sha256:{each.sha256} ({each.how})" for name, each in prints.items()},
+        seeds={"seed": recipe.seed},
+        modules=[*modules_of(recipe.model_dump(mode="json")), *filter(None, map(module_of, roots))],
+        live=[*modules, *roots, parts.train.collate],
+        command=sys.argv,
+    )
+
+
+def papers_of(job: Job) -> dict[str, Any]:
+    """What each checkpoint keeps: enough to say on a resume what is different by then."""
+    return {
+        "recipe": job.recipe.model_dump(mode="json"),
+        "plan": job.plan.to_json(),
+        "provenance": job.provenance,
+    }
+
+
+def lay_down(folder: RunFolder, job: Job) -> None:
+    """Writes the papers of a run that begins."""
+    folder.write_text("recipe.yaml", dump(job.recipe))
+    folder.write_json("plan.json", job.plan.to_json())
+    folder.write_json("provenance.json", job.provenance)
+
+
+def lay_down_again(folder: RunFolder, job: Job) -> None:
+    """Writes what holds from here on; papers that differ from it are kept beside them."""
+    step = f"step-{job.state.step:08d}"
+    before, now = folder.recipe.read_text(encoding="utf-8"), dump(job.recipe)
+    if before != now:
+        folder.write_text(f"recipe-before-{step}.yaml", before)
+        folder.write_text("recipe.yaml", now)
+    folder.write_json("plan.json", job.plan.to_json())
+    folder.write_json(f"provenance-from-{step}.json", job.provenance)
+
+
+def keep_there(folder: RunFolder, job: Job, say: Callable[[str], None]) -> Callable[[], None]:
+    """Asked before each save: a folder that was deleted while training gets its papers again."""
+
+    def look() -> None:
+        if not folder.recipe.exists():
+            folder.path.mkdir(parents=True, exist_ok=True)
+            lay_down(folder, job)
+            say(f"{folder.path} was deleted while training: its papers and this checkpoint are written anew")
+
+    return look

@@ -1,0 +1,1 @@
+"""The work of each verb of the command line."""

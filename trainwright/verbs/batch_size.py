@@ -1,0 +1,208 @@
+"""The largest micro-batch of a recipe that trains without running out of memory. Composition, like find_lr.py."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+from trainwright.build.assemble import build_loading, training_batches, validation_batches
+from trainwright.engine.evaluate import evaluate
+from trainwright.engine.step import clear_grads
+from trainwright.errors import OutOfMemory, UsageError
+from trainwright.plan.batch import solve_batch
+from trainwright.recipe import Loaded, Recipe
+from trainwright.state.cursor import Cursor
+from trainwright.training.job import Job, make_advance, prepare
+from trainwright.world.memory import capacity_bytes, give_back, peak_bytes, start_peak
+
+STEPS = 3  # the first makes the optimizer's state, the second has it, the third finds memory as the second left it
+FIRST = 8  # samples
+PRECISE = 16  # the answer is within a sixteenth of the limit
+ENOUGH_GROWTH = 0.02  # of the peak, between two sizes, to be told from noise
+
+
+@dataclass(frozen=True)
+class Tried:
+    """Some steps of one micro-batch of ``micro`` samples each, and an evaluation. ``peak_bytes`` None: it ran out."""
+
+    micro: int
+    peak_bytes: int | None
+    samples_per_s: float | None
+
+
+@dataclass(frozen=True)
+class Largest:
+    """What was found. ``micro`` is for the recipe's global batch: its largest divisor that is no more than ``most``.
+
+    ``most`` was trained with, and took at most ``allowed_bytes``: ``capacity_bytes`` but for the margin. ``bounded``
+    says what ended the search, where it was not memory.
+    """
+
+    most: int
+    micro: int
+    batch: int
+    capacity_bytes: int
+    allowed_bytes: int
+    tried: tuple[Tried, ...]
+    bounded: str
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``--json`` prints."""
+        return {**vars(self), "tried": [vars(each) for each in self.tried]}
+
+    def lines(self) -> list[str]:
+        """What a person reads."""
+        rows = [
+            f"  {each.micro:>8,}  "
+            + (
+                f"{each.peak_bytes / 2**30:8.3f} GiB  {each.samples_per_s:10,.0f} samples/s"
+                if each.peak_bytes is not None and each.samples_per_s is not None
+                else "out of memory"
+            )
+            for each in sorted(self.tried, key=lambda each: each.micro)
+        ]
+        accumulation = self.batch // self.micro
+        return [
+            " micro-batch       peak         speed",
+            *rows,
+            f"largest      {self.most:,} samples: within {self.allowed_bytes / 2**30:.3f} GiB, of "
+            f"{self.capacity_bytes / 2**30:.3f} GiB that may be used" + (f"; {self.bounded}" if self.bounded else ""),
+            f"for a batch of {self.batch:,}: --set batch.micro={self.micro} (accumulation {accumulation})",
+        ]
+
+
+def find_batch_size(
+    loaded: Loaded,
+    *,
+    margin: float = 0.1,
+    most: int | None = None,
+    memory_bytes: int | None = None,
+    budget_s: float = 120.0,
+    say: Callable[[str], None] = lambda line: None,
+) -> Largest:
+    """Trains a fresh model of the recipe a few steps at sizes that double while they fit, then in between.
+
+    Each size has real batches, the optimizer's state, and an evaluation between its steps. ``margin`` of the memory
+    stays free: samples may be longer than those seen here. ``most`` bounds the search (else the size of the dataset),
+    ``memory_bytes`` the memory, ``budget_s`` the time: no size is begun that would pass it.
+
+    Raises OutOfMemory when one sample does not fit.
+    """
+    if not 0 <= margin < 1:
+        raise UsageError(f"--margin {margin:g} is no share of the memory", remedy="give 0.1 for a tenth")
+    if not budget_s > 0:
+        raise UsageError(f"--budget {budget_s:g} is no time", remedy="give seconds, such as 60")
+    batch = _global_batch(loaded.recipe)
+    small = loaded.recipe.batch.model_copy(update={"size": batch, "micro": min(2, batch), "accumulation": None})
+    job = prepare(replace(loaded, recipe=loaded.recipe.model_copy(update={"batch": small})))
+    capacity = min(capacity_bytes(job.device), memory_bytes or sys.maxsize)
+    search = _Search(job, capacity, margin, time.perf_counter() + budget_s, say)
+    found = search.run(min(most or sys.maxsize, _samples(job)))
+    if not found:
+        raise OutOfMemory(
+            f"one sample takes more than {search.allowed / 2**30:.3g} GiB, of {capacity / 2**30:.3g} GiB in all",
+            remedy="model.activation_checkpointing: block, precision: bf16, an optimizer with less state, a smaller "
+            "model, or a device with more memory",
+        )
+    micro = max(size for size in range(1, min(found, batch) + 1) if batch % size == 0)
+    return Largest(found, micro, batch, capacity, search.allowed, tuple(search.tried), search.bounded)
+
+
+def _global_batch(recipe: Recipe) -> int:
+    return solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation).size
+
+
+def _samples(job: Job) -> int:
+    dataset = job.parts.train.dataset
+    return len(dataset) if hasattr(dataset, "__len__") else sys.maxsize
+
+
+class _Search:
+    """Peaks are affine in the size, so two of them say where the limit is; each answer is trained with all the same."""
+
+    def __init__(self, job: Job, capacity: int, margin: float, deadline_s: float, say: Callable[[str], None]) -> None:
+        self.job, self._margin, self._deadline_s, self._say = job, margin, deadline_s, say
+        self.allowed = int(capacity * (1 - margin))
+        self.tried: list[Tried] = []
+        self.bounded = ""
+        self._step = make_advance(job)
+        self._last_s = 0.0  # what a sample of the last trial took
+
+    def run(self, bound: int) -> int:
+        """The largest size that fits, 0 when none does."""
+        fits, too_large = 0, bound + 1
+        size = min(FIRST, bound)
+        while fits + max(1, fits // PRECISE) <= too_large - 1 or not self.tried:
+            if fits and time.perf_counter() + size * self._last_s > self._deadline_s:
+                self.bounded = "larger ones would have taken more than --budget"
+                break
+            if self._fits(size):
+                fits = size
+            else:  # one that ran out says where the limit is, in whatever is limited: the margin is taken from there
+                ran_out = self.tried[-1].peak_bytes is None
+                too_large = max(1, int(size * (1 - self._margin))) if ran_out else size
+                sound = [each.micro for each in self.tried if each.peak_bytes is not None and each.micro < too_large]
+                fits = max(sound, default=0)
+            size = self._next(fits, too_large)
+            if not fits < size < too_large:
+                break
+        if fits == bound and not self.bounded:
+            self.bounded = "no more were to be tried"
+        return fits
+
+    def _fits(self, size: int) -> bool:
+        begin_s = time.perf_counter()
+        tried = self._trial(size)
+        self._last_s = (time.perf_counter() - begin_s) / size
+        self.tried.append(tried)
+        if tried.peak_bytes is None:
+            self._say(f"{size:,} samples: out of memory")
+            return False
+        self._say(f"{size:,} samples: {tried.peak_bytes / 2**30:.3f} GiB, {tried.samples_per_s:,.0f} samples/s")
+        return tried.peak_bytes <= self.allowed
+
+    def _next(self, fits: int, too_large: int) -> int:
+        """Twice as many while that is foreseen to fit, else as many as are; halfway where nothing can be foreseen."""
+        foreseen = self._foreseen()
+        if foreseen is None:
+            return min(2 * fits, too_large - 1) if fits else too_large // 2
+        halfway = (fits + too_large) // 2
+        if not fits < foreseen:
+            return halfway
+        belied = foreseen >= too_large and any(each.micro >= too_large for each in self.tried)
+        return min(foreseen, 2 * fits if fits else foreseen, halfway if belied else too_large - 1)
+
+    def _foreseen(self) -> int | None:
+        """The size whose peak is what is allowed, on the line through the two largest sizes that did not run out."""
+        seen = sorted((each.micro, each.peak_bytes) for each in self.tried if each.peak_bytes is not None)[-2:]
+        if len(seen) < 2 or seen[1][1] < (1 + ENOUGH_GROWTH) * seen[0][1]:
+            return None
+        (few, least), (many, most) = seen
+        return few + int((self.allowed - least) * (many - few) / (most - least))
+
+    def _trial(self, size: int) -> Tried:
+        job, device = self.job, self.job.device
+        clear_grads(job.state.optimizer)
+        give_back(device)
+        start_peak(device)
+        loading = replace(build_loading(job.parts, job.recipe, job.plan, device), workers=0)
+        loading = replace(loading, batch_size=size, micro_size=size, drop_last=True)
+        validation = validation_batches(job.parts, job.recipe, loading)
+        step_s = 0.0
+        for number, batch in enumerate(islice(training_batches(job.parts, loading, Cursor()), STEPS)):
+            job.state.micro_limit, begin_s = None, time.perf_counter()
+            try:
+                result = self._step(job.state, batch)
+            except OutOfMemory:
+                return Tried(size, None, None)
+            if result.shortages:
+                return Tried(size, None, None)
+            float(result.loss)  # waits for the device
+            step_s = time.perf_counter() - begin_s
+            if number == 1 and validation is not None:
+                evaluate(job.state.model, job.parts.loss, islice(validation, 1), precision=job.precision)
+        return Tried(size, peak_bytes(device), size / step_s)

@@ -1,0 +1,129 @@
+"""Do labels belong to their inputs? Neighbours in the input space tell, without any model.
+
+The class of a sample is guessed from its nearest neighbours (leave one out; Cover and Hart 1967). Where that works no
+better than chance, it is tried with the labels of the sample before or after: that it works then is no accident.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainwright.verbs.check.data import majority, not_comparable
+from trainwright.verbs.check.samples import Samples, thinned
+from trainwright.verbs.check.verdict import Verdict
+
+NEIGHBOURS = 5
+LEAST, MOST = 64, 1024
+SHIFTS = (1, -1, 2, -2)
+CLASHES = 0.02
+CLEAR = 0.2
+"""By how much neighbours must do better with other labels."""
+
+
+def alignment(train: Samples, val: Samples | None) -> tuple[Verdict, bool] | None:
+    """The verdict, and whether inputs are known to tell of labels; None where there are no classes to look at."""
+    train = thinned(train, MOST)
+    told = _read(train)
+    if told is None:
+        return None
+    x, y = told
+    near, base = _neighbours(x), majority(y)
+    now = _accuracy(near, y)
+    said = f"nearest neighbours tell {now:.0%} of the labels, chance {base:.0%}"
+    if now > base + 4 * _error(base, len(y)):
+        return Verdict("ok", "alignment", said), True
+    for shift in SHIFTS:
+        then = _shifted(train, near, y, shift)
+        if then is not None and then > max(now, base) + CLEAR:
+            return _is_shifted(said, shift, then), False
+    if val is not None and train.random and (other := _read(thinned(val, MOST))) is not None:
+        there = _accuracy(_neighbours(other[0]), other[1])
+        if there > majority(other[1]) + CLEAR and there > now + CLEAR:
+            return _destroyed(said, there), False
+    return Verdict("cannot tell", "alignment", f"{said}: inputs alone do not tell"), False
+
+
+def contradictions(train: Samples) -> Iterator[Verdict]:
+    """Equal inputs whose labels differ."""
+    if train.labels() is None or not_comparable(train):
+        return
+    seen: dict[str, tuple[int, int]] = {}
+    clash = []
+    for item in train.items:
+        assert item.target is not None
+        first = seen.setdefault(item.mark, (item.id, int(item.target)))
+        if first[1] != int(item.target):
+            clash.append((first[0], item.id))
+    if len(clash) > CLASHES * len(train.items) and len(seen) > 1:
+        told = f"{len(clash)} samples have another label than an equal one, such as {clash[0][1]} and {clash[0][0]}"
+        yield Verdict("warn", "alignment", told, "look at both: one of the labels is wrong")
+
+
+def _is_shifted(said: str, shift: int, then: float) -> Verdict:
+    which = f"{abs(shift)} {'before' if shift < 0 else 'after'} it"
+    return Verdict(
+        "fail",
+        "alignment",
+        f"labels are shifted: {said}, but {then:.0%} with the label of the sample {which}",
+        "pair inputs and labels by name or id: one list has a row more, or was sorted or shuffled alone",
+        code="data.label_feature_misaligned",
+    )
+
+
+def _destroyed(said: str, there: float) -> Verdict:
+    return Verdict(
+        "fail",
+        "alignment",
+        f"{said}; in the validation set they tell {there:.0%}: what is done to training samples hides their class",
+        "look at augmented samples by eye; weaken or drop what changes the class (crops, flips of digits, noise)",
+        code="data.label_feature_misaligned",
+    )
+
+
+def _read(samples: Samples) -> tuple[NDArray[np.float64], NDArray[np.int64]] | None:
+    x, y = samples.features(), samples.labels()
+    if x is None or y is None or len(y) < LEAST or len(np.unique(y)) < 2 or not np.isfinite(x).all():
+        return None
+    spread = x.std(0)
+    if not spread.any() or len(np.unique(y)) > len(y) // 4:
+        return None
+    return (x - x.mean(0)) / np.where(spread > 0, spread, 1.0), y
+
+
+def _neighbours(x: NDArray[np.float64]) -> NDArray[np.int64]:
+    """(n, k) positions of the nearest others."""
+    squared = (x**2).sum(1)
+    distance = squared[:, None] + squared[None] - 2 * x @ x.T
+    np.fill_diagonal(distance, np.inf)
+    k = min(NEIGHBOURS, len(x) - 1)
+    return np.argpartition(distance, k - 1, axis=1)[:, :k]
+
+
+def _accuracy(near: NDArray[np.int64], y: NDArray[np.int64]) -> float:
+    """How often most neighbours are of the sample's class."""
+    classes, codes = np.unique(y, return_inverse=True)
+    votes = np.zeros((len(y), len(classes)))
+    np.add.at(votes, (np.arange(len(y))[:, None], codes[near]), 1.0)
+    return float((votes.argmax(1) == codes).mean())
+
+
+def _shifted(train: Samples, near: NDArray[np.int64], y: NDArray[np.int64], shift: int) -> float | None:
+    """The accuracy if each sample had the label of the one ``shift`` places on, over those where that was read."""
+    place = {item.id: n for n, item in enumerate(train.items)}
+    other = np.array([place.get(item.id + shift, -1) for item in train.items])
+    known = other >= 0
+    if known.sum() < LEAST:
+        return None
+    labels = np.where(known, y[other], y)
+    classes, codes = np.unique(labels, return_inverse=True)
+    votes = np.zeros((len(y), len(classes)))
+    np.add.at(votes, (np.arange(len(y))[:, None], codes[near]), 1.0)
+    return float((votes.argmax(1) == codes)[known].mean())
+
+
+def _error(share: float, count: int) -> float:
+    return math.sqrt(share * (1 - share) / count)

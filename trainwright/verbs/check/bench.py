@@ -1,0 +1,102 @@
+"""Where a check trains: a job whose state is made anew for each experiment and thrown away after it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain, cycle
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from trainwright.build.assemble import build_state
+from trainwright.state.cursor import StepBatch
+from trainwright.state.rng import preserved_rng, seed_all
+from trainwright.state.train_state import TrainState
+from trainwright.training.job import Job
+
+KEPT, KEPT_BYTES = 4, 2**28
+
+
+@contextmanager
+def untouched(*roots: object) -> Iterator[None]:
+    """Weights, buffers, modes and generators are afterwards as before, and no gradient is left."""
+    modules = [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
+    modes = [(module, module.training) for module in modules]
+    tensors = [t for m in modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False)) if _has_storage(t)]
+    before = [(tensor, tensor.detach().clone()) for tensor in {id(t): t for t in tensors}.values()]
+    places = [(m, name, b) for m in modules for name, b in m.named_buffers(recurse=False)]
+    with preserved_rng():
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            with torch.no_grad():
+                for module, name, buffer in places:  # a forward may put another tensor there
+                    setattr(module, name, buffer)
+                for tensor, was in before:
+                    tensor.copy_(was)
+                    tensor.grad = None
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return not is_lazy(tensor) and tensor.device.type != "meta"
+
+
+@dataclass
+class Bench:
+    """A planned job and its first batches. ``load_s`` are the seconds that reading each took."""
+
+    job: Job
+    kept: list[StepBatch] = field(default_factory=list)
+    load_s: list[float] = field(default_factory=list)
+
+    def keep(self, seconds: float) -> None:
+        """Reads the first batches, a few of them."""
+        end_s, size = time.perf_counter() + seconds, 0
+        while len(self.kept) < KEPT and size < KEPT_BYTES and time.perf_counter() < end_s:
+            begin_s = time.perf_counter()
+            batch = next(self.job.batches, None)
+            if batch is None:
+                return
+            self.load_s.append(time.perf_counter() - begin_s)
+            self.kept.append(batch)
+            size += sum(_bytes(micro.data) for micro in batch.micro)
+
+    def again(self) -> Iterator[StepBatch]:
+        """The first batches, over and over."""
+        return cycle(self.kept)
+
+    def stream(self) -> Iterator[StepBatch]:
+        """All batches in their order, as a run would see them. Once."""
+        return chain(self.kept, self.job.batches)
+
+    @contextmanager
+    def fresh(self) -> Iterator[TrainState]:
+        """A state as before the first step; model and generators are put back afterwards."""
+        job = self.job
+        with untouched(job.parts.model, job.parts.loss):
+            state = build_state(job.parts, job.loaded, job.plan)
+            seed_all(job.recipe.seed)
+            state.loss, state.scaler = job.state.loss, job.precision.scaler(job.device)
+            yield state
+
+
+def _bytes(data: object) -> int:
+    if isinstance(data, Tensor):
+        return data.nbytes
+    values = data.values() if isinstance(data, dict) else data if isinstance(data, tuple | list) else ()
+    return sum(_bytes(value) for value in values)
+
+
+def within(batches: Iterator[StepBatch], seconds: float) -> Iterator[StepBatch]:
+    """Batches as long as the time lasts."""
+    end_s = time.perf_counter() + seconds
+    for batch in batches:
+        yield batch
+        if time.perf_counter() > end_s:
+            return

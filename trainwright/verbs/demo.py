@@ -1,0 +1,65 @@
+"""The demo: a recipe in the box, text samples while it learns, a verdict at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from trainwright.errors import UsageError
+from trainwright.models.gpt import generate
+from trainwright.observe.progress import Progress
+from trainwright.observe.samples import TextSamples
+from trainwright.recipe import load
+from trainwright.runlog.folder import RunFolder
+from trainwright.training.job import Job
+from trainwright.training.run import Result, train
+
+TASKS = {"text": "demo.yaml", "digits": "demo-digits.yaml"}
+PROMPT = "The "
+SAMPLE_TOKENS = 160
+
+
+def recipe_folder() -> Path:
+    """Where the recipes in the box lie: inside an installed package, beside a checkout."""
+    inside = Path(__file__).parent / "recipes"
+    return inside if inside.is_dir() else Path(__file__).parent.parent / "recipes"
+
+
+def demo(task: str, *, budget: str, settings: list[str], console: Console | None = None, quiet: bool = False) -> Result:
+    """Trains the demo of that task for ``budget`` (a duration). ``settings`` are overrides, ``path=value``."""
+    if task not in TASKS:
+        raise UsageError(f"there is no demo {task!r}", remedy=f"choose one of: {', '.join(TASKS)}")
+    loaded = load(recipe_folder() / TASKS[task], overrides=[f"until={budget}", *settings])
+    return train(loaded, console=console, quiet=quiet, extras=[text_samples] if task == "text" else [])
+
+
+class _FinalToo(TextSamples):
+    """Shows one more sample when the run is over, whatever ended it."""
+
+    def close(self) -> None:
+        self.show("the end")
+
+
+def text_samples(job: Job, folder: RunFolder, progress: Progress) -> TextSamples:
+    """Samples at the start, at 25 % and 50 %, and at the end of a run of a language model."""
+    samples = _FinalToo(writer(job), folder=folder.samples, say=progress.say)
+    if job.state.step == 0:
+        samples.show("the start")
+    return samples
+
+
+def writer(job: Job) -> Callable[[], str]:
+    """A function that lets the model of ``job`` continue a prompt; leaves no trace in it."""
+    data: Any = job.parts.train.dataset
+
+    def write() -> str:
+        prompt = torch.tensor([data.encode(PROMPT)], device=job.device)
+        with job.precision.autocast():
+            ids_BT = generate(job.state.model, prompt, tokens=SAMPLE_TOKENS, temperature=0.8)
+        return str(data.decode(ids_BT[0]))
+
+    return write

@@ -1,0 +1,117 @@
+"""``demo --break``: a plain PyTorch loop with a fault planted in it, watched, so that one sees the doctor at work."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from trainwright.errors import require_choice
+from trainwright.report.diagnosis import Report, diagnosis_of
+from trainwright.runlog.folder import RunFolder
+from trainwright.watching.watch import watch
+
+CONTEXT, BATCH = 16, 32
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A small network that guesses the next character, trained by hand. Each field breaks one thing."""
+
+    what: str = "nothing is broken"
+    lr: float = 3e-3
+    poisoned: int | None = None
+    fp16_gain: float = 1.0
+    first_label: int = 0
+    zero_grad: bool = True
+    sign: float = 1.0
+    softmax: bool = False
+    head_only: bool = False
+    step: bool = True
+    steps: int = 60
+
+
+FAULTS: dict[str, Loop] = {
+    "none": Loop(),
+    "lr": Loop("the learning rate is 3.0", lr=3.0),
+    "nan": Loop("one input of sample 137 is NaN", poisoned=137),
+    "fp16": Loop("the weights are so large that fp16 overflows, and there is no loss scaler", fp16_gain=1000.0),
+    "labels": Loop("the labels count from 10", first_label=10),
+    "zero-grad": Loop("optimizer.zero_grad() is missing", zero_grad=False, lr=0.1),
+    "sign": Loop("the loss is maximised", sign=-1.0),
+    "softmax": Loop("softmax is applied before cross-entropy", softmax=True),
+    "params": Loop("the optimizer was given the last layer only", head_only=True),
+    "step": Loop("optimizer.step() is missing", step=False),
+}
+
+
+def show(fault: str, say: Callable[[str], None]) -> Report:
+    """Trains the broken loop and gives the doctor's report. Raises UsageError for a fault that is not there."""
+    require_choice("the fault", fault, tuple(FAULTS))
+    loop = FAULTS[fault]
+    say(f"planted: {loop.what}; {loop.steps} steps of a plain PyTorch loop under tw.watch")
+    root = Path(tempfile.mkdtemp(prefix="trainwright-broken-"))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        run = _train(loop, root / fault)
+    return diagnosis_of(run)
+
+
+class _Windows(Dataset[tuple[Tensor, Tensor]]):
+    """One-hot rows of CONTEXT characters (CONTEXT * V,), and the character that follows."""
+
+    def __init__(self, text: str, loop: Loop) -> None:
+        self.symbols = sorted(set(text))
+        ids = {symbol: number for number, symbol in enumerate(self.symbols)}
+        self.ids = torch.tensor([ids[symbol] for symbol in text])
+        self.loop = loop
+
+    def __len__(self) -> int:
+        return 640
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        piece = self.ids[index * 7 : index * 7 + CONTEXT + 1]
+        x = F.one_hot(piece[:-1], len(self.symbols)).float().flatten()
+        if index == self.loop.poisoned:
+            x[3] = float("nan")
+        return x, piece[-1] + self.loop.first_label
+
+
+def _train(loop: Loop, out: Path) -> RunFolder:
+    data = _Windows("".join(topics.values())[:8000], loop)
+    vocab = len(data.symbols)
+    model = nn.Sequential(
+        nn.Linear(CONTEXT * vocab, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, vocab)
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(loop.fp16_gain)
+    parameters = list(model[-1].parameters()) if loop.head_only else list(model.parameters())
+    kind = torch.optim.SGD if not loop.zero_grad else torch.optim.AdamW
+    optimizer: torch.optim.Optimizer = kind(parameters, lr=loop.lr)
+    loader = DataLoader(data, batch_size=BATCH, shuffle=True)
+    taken, watching = 0, watch(model, optimizer, loader=loader, out=out, quiet=True)
+    with suppress(IndexError), watching:  # labels that are out of range end it so
+        while taken < loop.steps:
+            for x, target in loader:
+                if loop.zero_grad:
+                    optimizer.zero_grad()
+                with torch.autocast("cpu", torch.float16, enabled=loop.fp16_gain != 1.0):
+                    logits = model(x)
+                    loss = F.cross_entropy(logits.softmax(1) if loop.softmax else logits, target)
+                if loop.sign < 0:
+                    loss = -loss
+                loss.backward()  # type: ignore[no-untyped-call]
+                if loop.step:
+                    optimizer.step()
+                taken += 1
+    assert watching.folder is not None
+    return watching.folder

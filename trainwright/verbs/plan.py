@@ -1,0 +1,168 @@
+"""The verb ``plan``: a forecast as lines, a picture and JSON. Composition."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainwright.errors import StorageError
+from trainwright.forecast.local_device import named_device
+from trainwright.forecast.run_forecast import Forecast, Point, forecast, frontier
+from trainwright.plan.choose import Option
+from trainwright.plan.devices import FRAGMENTATION, known_devices, load_devices
+from trainwright.plan.explain import human_bytes, human_seconds
+from trainwright.recipe import Loaded
+from trainwright.recipe.byte_size import parse_bytes
+from trainwright.report.chart import Series, line_chart_text
+from trainwright.report.forecast import held_lines, layout_lines, timeline_svg, timeline_text, usable_line
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A forecast, ready to be told. ``exit_code`` is 3 when the recipe does not fit as it stands."""
+
+    made: Forecast
+    points: tuple[Point, ...]
+    took_s: float
+    recipe: str
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.made.written.fits else 3
+
+    def lines(self) -> list[str]:
+        """For people; one screen without the frontier."""
+        made, device = self.made, self.made.device
+        trained = "" if made.trainable == made.parameters else f", {made.trainable:,} of them trained"
+        lines = [
+            f"plan        {made.name}: {made.parameters:,} parameters{trained}, {made.size} samples a step",
+            f"device      {usable_line(device)}",
+            f"  figures   {device.source}",
+            *layout_lines(made.written, device, "as written"),
+            "",
+            *timeline_text(made.trace, device.usable_bytes, self.title),
+            *held_lines(made.trace),
+            "",
+            *self._choice(),
+            *(f"  {note.topic:<13} {note.choice}: {note.why}" for note in made.notes),
+        ]
+        return [*lines, *self._unseen(), *self._frontier(), f"planned in {human_seconds(self.took_s)}"]
+
+    @property
+    def title(self) -> str:
+        """Which layout is drawn."""
+        made, option = self.made, self.made.shown
+        nearest = "the nearest fit" if made.choice.fits else "the layout that holds least"
+        which = "as written" if made.written.fits else f"{nearest}, not as written"
+        way = option.way
+        return f"{which}: {option.micro} x {option.accumulation}, {way.precision}, checkpointing {way.checkpointing}"
+
+    def _choice(self) -> list[str]:
+        made = self.made
+        if not made.choice.fits:
+            lines = ["nothing that keeps the training as it is fits. What else would change it, each alone:"]
+            signs = {"here": "can be done", "elsewhere": "with a package", "absent": "not built yet"}
+            return lines + [
+                f"  {signs[remedy.means] if remedy.fits else 'not enough':<14} {remedy.line()}"
+                + "".join(f"\n  {'':<14} --set '{setting}'" for setting in remedy.settings if remedy.fits)
+                for remedy in made.remedies
+            ]
+        if not made.settings:
+            return ["best layout  the recipe as it stands"]
+        flags = " ".join(f"--set {setting}" for setting in made.settings)
+        title = "best layout" if made.written.fits else "nearest fit"
+        command = f"  trainwright train {self.recipe} {flags}"
+        return [*layout_lines(made.choice.best, made.device, title), command]
+
+    def _unseen(self) -> list[str]:
+        said = []
+        for each in self.made.trace.unseen:
+            bound = "size not known" if each.bound_bytes is None else f"at most {human_bytes(each.bound_bytes)}"
+            bound += self._left_for(each.op)
+            said.append(f"  not seen      {each.op}{f' in {each.module}' if each.module else ''}: {each.why}; {bound}")
+        return said
+
+    def _left_for(self, op: str) -> str:
+        """What of the memory is not counted as usable for it."""
+        if op == "context":
+            return ", left out of what is usable"
+        margin = human_bytes(FRAGMENTATION * self.made.device.memory_bytes)
+        return f"; {margin} are left out of what is usable for them" if op == "reserved" else ""
+
+    def _frontier(self) -> list[str]:
+        if not self.points:
+            return []
+        curve = Series("", [p.peak_bytes / 2**30 for p in self.points], [p.step_s for p in self.points])
+        rows = [f"  {human_bytes(p.peak_bytes):>9}  {human_seconds(p.step_s):>7}  {p.what}" for p in self.points]
+        return ["", "memory against time of a step (GiB, s)", *line_chart_text([curve]).splitlines(), *rows]
+
+    def to_json(self) -> dict[str, Any]:
+        """One object for programs."""
+        made, device = self.made, self.made.device
+        peak = made.trace.peak
+        return {
+            "recipe": made.name,
+            "device": {"name": device.name, "memory_bytes": device.memory_bytes, "usable_bytes": device.usable_bytes},
+            "parameters": made.parameters,
+            "trainable": made.trainable,
+            "fits": made.written.fits,
+            "written": _option(made.written),
+            "best": _option(made.choice.best),
+            "settings": list(made.settings),
+            "options": [_option(option) for option in made.choice.options],
+            "peak": {"phase": peak.phase, "module": peak.module, "op": peak.op, "held": dict(peak.held)},
+            "resident": dict(made.trace.resident),
+            "kept": dict(made.trace.kept),
+            "unseen": [vars(each) for each in made.trace.unseen],
+            "remedies": [{**vars(each), "settings": list(each.settings)} for each in made.remedies],
+            "notes": [vars(note) for note in made.notes],
+            "frontier": [vars(point) for point in self.points],
+            "planned_s": self.took_s,
+            "exit": self.exit_code,
+        }
+
+
+def _option(option: Option) -> dict[str, Any]:
+    return {
+        "micro": option.micro,
+        "accumulation": option.accumulation,
+        "precision": option.way.precision,
+        "checkpointing": option.way.checkpointing,
+        "chunked_loss": option.way.chunked,
+        "offload": option.way.offload is not None,
+        "host_bytes": option.way.offload.host_bytes if option.way.offload else 0,
+        "peak_bytes": option.peak_bytes,
+        "step_s": option.step_s,
+        "flops": option.time.flops,
+        "moved_bytes": option.time.moved_bytes,
+        "mfu": option.time.mfu,
+        "fits": option.fits,
+    }
+
+
+def show_plan(
+    loaded: Loaded,
+    *,
+    recipe: str,
+    device: str | None = None,
+    memory: str | None = None,
+    devices: Path | None = None,
+    with_frontier: bool = False,
+    svg: Path | None = None,
+) -> Shown:
+    """Plans, and writes the picture. Raises UsageError for a device or size that is not known."""
+    start = time.perf_counter()
+    table = known_devices() if devices is None else load_devices(devices)
+    found = named_device(device, dict(table), None if memory is None else parse_bytes(memory))
+    made = forecast(loaded, found)
+    points: Sequence[Point] = frontier(made, loaded) if with_frontier else ()
+    shown = Shown(made, tuple(points), time.perf_counter() - start, recipe)
+    if svg is not None:
+        try:
+            svg.write_text(timeline_svg(made.trace, found, f"{made.name} on {found.name}, {shown.title}"), "utf-8")
+        except OSError as error:
+            raise StorageError(f"{svg} cannot be written: {error}", remedy="give another --svg") from None
+    return shown

@@ -1,0 +1,67 @@
+"""Composition of ``replay``: one step of a run or of a bundle again in this process, compared, looked at, diagnosed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainwright.build.assemble import LIVE
+from trainwright.errors import UsageError
+from trainwright.recipe import load
+from trainwright.replay import bundle as bundles
+from trainwright.replay.bundle import kind_of, read_bundle
+from trainwright.runlog.folder import RunFolder
+from trainwright.verbs.replay.result import Rerun, Say
+from trainwright.verbs.replay.trained import Origin, rerun_trained
+from trainwright.verbs.replay.watched import rerun_watched
+
+
+def rerun(
+    path: Path | str,
+    step: int | None = None,
+    *,
+    model: str | None = None,
+    settings: Sequence[str] = (),
+    say: Say = lambda text: None,
+) -> Rerun:
+    """Runs ``step`` of a run folder or of a bundle again, compares it with what was recorded, and looks closely.
+
+    A run of our own engine is trained to that step from the newest checkpoint before it, aside from its folder;
+    ``settings`` change its recipe. A bundle of ``tw.watch`` needs ``model``, ``file.py:function`` that builds what was
+    watched, and is by default of the step it was written at. Raises UsageError for what cannot be asked.
+    """
+    path = Path(path)
+    kind = kind_of(path)
+    if kind == bundles.CRASH_LOOP:
+        origin = Origin.of_crash_loop(path)
+        return rerun_trained(origin, origin.step if step is None else step, tuple(settings), say)
+    if kind is None and not (path / bundles.NAME).exists():
+        folder = RunFolder.open(path)
+        if folder.recipe.exists() and not _is_live(folder):
+            if step is None:
+                raise UsageError("a run has many steps", remedy=f"name one: trainwright replay {path} --step N")
+            return rerun_trained(Origin.of_run(folder, step), step, tuple(settings), say)
+        path = _bundle_of(folder, step)
+    if settings:
+        raise UsageError("a watched step has no recipe to set", remedy="leave out --set")
+    bundle = read_bundle(path)
+    return rerun_watched(bundle, bundle.step if step is None else step, model, say)
+
+
+def _is_live(folder: RunFolder) -> bool:
+    use: str = load(folder.recipe, environ={}).recipe.model.use
+    return use.startswith(f"{LIVE}:")
+
+
+def _bundle_of(folder: RunFolder, step: int | None) -> Path:
+    """The bundle of a watched run that holds ``step``."""
+    found = sorted(path for path in folder.bundles.glob("step-*") if kind_of(path) == bundles.KIND)
+    held = [(path, bundles.steps_of(path)) for path in found]
+    fitting = [path for path, steps in held if step in steps or (step is None and len(found) == 1)]
+    if fitting:
+        return fitting[-1]
+    kept = ", ".join(f"{steps[0]} to {steps[-1]}" for _, steps in held if steps) or "none"
+    raise UsageError(
+        f"{folder.path} keeps no bundle {'at all' if not found else 'of that step' if step else 'alone'}",
+        remedy=f"steps that it keeps: {kept}; a run that was only watched keeps those around an incident",
+    )

@@ -1,0 +1,298 @@
+"""A step of our own engine again: trained to from the newest checkpoint before it, aside from the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainwright.engine.step import StepResult
+from trainwright.errors import CheckpointError, UsageError
+from trainwright.recipe import load
+from trainwright.recorder.hooks import listening
+from trainwright.recorder.numbers import as_record
+from trainwright.recorder.recording import Recording
+from trainwright.recorder.ring import Ring, Subject
+from trainwright.recorder.veto import Veto
+from trainwright.replay import bundle as bundles
+from trainwright.replay.bundle import BundleError
+from trainwright.replay.replayer import NotReplayable, Player
+from trainwright.replay.session import Bench
+from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.lock import RunLock
+from trainwright.runlog.reader import read
+from trainwright.runlog.records import Ended, Examined, Record, Started, Step, Watched
+from trainwright.state.checkpoint import read_papers
+from trainwright.state.cursor import MicroBatch, StepBatch
+from trainwright.state.manifest import step_of, verify
+from trainwright.state.store import checkpoints
+from trainwright.training.job import Job, make_advance, prepare, until_of
+from trainwright.training.resume import Earlier
+from trainwright.training.run import process_settings
+from trainwright.verbs.replay.closely import look_closely
+from trainwright.verbs.replay.result import Compared, Rerun, Say
+from trainwright.verbs.replay.watched import UNBOUNDED, compared
+from trainwright.watching.experiments import Examiner, names_of
+
+HISTORY = 8  # steps before the one in question that are written down too: remedies are tried on several in a row
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a run of our own engine can be taken up: recipe, what was planned, and a checkpoint or its very start."""
+
+    source: Path
+    step: int
+    recipe: Path
+    plan: Path
+    checkpoint: Path | None
+    records: Sequence[Record]
+
+    @classmethod
+    def of_run(cls, folder: RunFolder, step: int) -> Origin:
+        if step < 1:
+            raise UsageError(f"there is no step {step}", remedy="steps count from 1")
+        planned = _plan(folder.plan).get("extent", {}).get("steps")
+        if planned is not None and step > planned:
+            raise UsageError(f"{folder.path} has {planned} steps, and no step {step}", remedy="name one of its steps")
+        older = (each for each in checkpoints(folder.checkpoints) if (step_of(each) or 0) < step)
+        later = {_number(each): each for each in folder.path.glob("recipe-before-step-*.yaml")}
+        recipe = next((later[at] for at in sorted(later) if step <= at), folder.recipe)
+        return cls(folder.path, step, recipe, folder.plan, next(filter(_is_whole, older), None), _records(folder.log))
+
+    @classmethod
+    def of_crash_loop(cls, path: Path) -> Origin:
+        about = json.loads((path / bundles.NAME).read_text())
+        if type(about.get("step")) is not int or not (path / "recipe.yaml").exists():
+            raise BundleError(f"{path} is no whole bundle of a crash loop", remedy="replay the run itself")
+        held = path / "checkpoint" if about.get("checkpoint") else None
+        if held:
+            verify(held)
+        log = path.parent.parent / "log.jsonl"
+        return cls(path, about["step"], path / "recipe.yaml", path / "plan.json", held, _records(log))
+
+
+def _plan(path: Path) -> dict[str, Any]:
+    """What was planned, and measured once, when the run began."""
+    plan: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return plan
+
+
+def _number(path: Path) -> int:
+    digits = path.stem.removeprefix("recipe-before-step-")
+    return int(digits) if digits.isdecimal() else 0
+
+
+def _records(log: Path) -> Sequence[Record]:
+    return read(log).records if log.is_file() else ()
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    try:
+        verify(checkpoint)
+    except CheckpointError:
+        return False
+    return True
+
+
+def rerun_trained(origin: Origin, step: int, settings: tuple[str, ...], say: Say) -> Rerun:
+    done = Rerun(step, origin.source, settings=settings)
+    with tempfile.TemporaryDirectory(prefix="trainwright-replay-") as aside, process_settings():
+        lock = RunLock.acquire(Path(aside))
+        try:
+            job = _job(origin, RunFolder(Path(aside)), lock, done)
+            begin = job.state.step
+            if begin >= step:
+                raise UsageError(f"step {step} comes before step {begin}", remedy="name a later step")
+            say(f"training from step {begin} to {step}, aside from the run")
+            if job.plan.extent.seconds is not None:
+                _follow_the_clock(job, origin.records, done)
+            live = _Live(job, step, _seconds(origin.records))
+            live.go()
+            done.error = live.error
+            _compare_trained(done, origin, begin, live)
+        finally:
+            lock.release(clean=True)
+        known = [r for r in origin.records if isinstance(r, Watched | Examined) and r.step < live.first]
+        known += [as_record(each) for each in live.ring.segments]
+        if live.unfinished is not None:
+            known.append(Examined(time_s=time.time(), step=step, experiment="unfinished", values=live.unfinished))
+        look_closely(done, live.examiner, known)
+    return done
+
+
+def _job(origin: Origin, folder: RunFolder, lock: RunLock, done: Rerun) -> Job:
+    """The run before its next step, in a folder of its own."""
+    quiet = ["log.sinks=[]", *done.settings]
+    planned = _plan(origin.plan)
+    if origin.checkpoint is None:
+        kept = [f"precision={planned['precision']}"] if "precision" in planned else []
+        job = prepare(load(origin.recipe, overrides=[*kept, *quiet], environ={}))
+        job.plan = dataclasses.replace(job.plan, threads=planned.get("threads", job.plan.threads))
+        return job
+    number = json.loads((origin.checkpoint / "manifest.json").read_text())["step"]
+    held = folder.checkpoints / f"step-{number:08d}"
+    held.mkdir(parents=True)
+    for file in origin.checkpoint.iterdir():
+        _link(file, held / file.name)
+    again = f"trainwright replay {origin.source}"
+    earlier = Earlier(folder, lock, held, read_papers(held), ("all",), done.notes.append, lambda paths, undo=(): again)
+    return prepare(load(origin.recipe, overrides=quiet, environ={}), earlier=earlier)
+
+
+def _link(source: Path, target: Path) -> None:
+    """A living run may delete a checkpoint while it is read: a hard link keeps it, where there can be one."""
+    try:
+        os.link(source, target)
+    except OSError:
+        target.symlink_to(source.absolute())
+
+
+def _follow_the_clock(job: Job, records: Iterable[Record], done: Rerun) -> None:
+    """A run that is counted in seconds has a learning rate that no step number tells: it is taken from the log."""
+    rates = {each.step: each.lr for each in records if isinstance(each, Step | Watched)}
+    group, schedule = job.state.optimizer.param_groups[0], job.schedule
+    base = float(group.get("initial_lr", group["lr"]))
+
+    def as_it_was(step: int, fraction: float) -> float:
+        lr = rates.get(step + 1)
+        if lr is None or not base:
+            return schedule(step, fraction)
+        factor = lr / base
+        near = (factor, math.nextafter(factor, math.inf), math.nextafter(factor, 0.0))
+        return next((each for each in near if base * each == lr), factor)
+
+    job.schedule = as_it_was
+    if unknown := [at for at in range(job.state.step + 1, done.step + 1) if at not in rates]:
+        done.inexact = True
+        done.notes.append(
+            f"the run is counted in seconds, its learning rate follows the clock, and the log does not have that of "
+            f"{len(unknown)} of {done.step - job.state.step} steps"
+        )
+
+
+def _compare_trained(done: Rerun, origin: Origin, begin: int, live: _Live) -> None:
+    """By the log; a step that is not in it, by a second run of it."""
+    done.compared += _as_logged(origin.records, begin, live)
+    if not any(each.what in ("loss", "error") for each in done.compared):
+        done.notes.append(f"the log has no record of step {done.step}: it is compared with a second run of it")
+        try:
+            played = Bench(Player(live.subject, names_of(live.subject)), live.ring, done.step).run(upto="step")
+            done.compared += compared(live.ring.segments[-1], played, live.subject)
+        except NotReplayable as error:
+            done.notes.append(f"a second run was not possible: {error}")
+
+
+class _Live:
+    """A run on its way to the step; the last of its steps are written down."""
+
+    def __init__(self, job: Job, step: int, seconds: dict[int, float]) -> None:
+        state = job.state
+        self.job, self.step, self._seconds = job, step, seconds
+        self.first = max(state.step + 1, step - HISTORY)
+        self.roots = [state.model, *([state.loss] if state.loss is not None else [])]
+        self.ring = Ring(keep=HISTORY + 1, budget_bytes=UNBOUNDED)
+        self.recording = Recording(
+            self.roots,
+            [state.optimizer],
+            self.ring.add,
+            before_update=lambda segment, optimizer: self._veto.before_update(segment, optimizer),
+            after_update=lambda segment, optimizer: self._veto.after_update(segment, optimizer),
+            first_step=self.first,
+            own_loop=True,
+        )
+        self._veto = Veto(self.roots, self.recording.parameters, "observe")
+        self.subject = Subject(self.roots, [state.optimizer], self.recording.parameters)
+        self.examiner = Examiner(self.subject, self.ring)
+        self.results: dict[int, StepResult] = {}
+        self.error: str | None = None
+        self.unfinished: dict[str, Any] | None = None
+
+    def go(self) -> None:
+        """Trains up to the step, the engine's way: what it raises before that is the user's to see."""
+        state, advance, until = self.job.state, make_advance(self.job), until_of(self.job.plan)
+        stream = iter(self.job.batches)
+        with ExitStack() as hearing:
+            while state.step < self.step and self.error is None:
+                state.fraction = until(state)
+                batch = next(stream, None) if state.fraction < 1.0 else None
+                if batch is None:
+                    raise UsageError(f"the run ends with step {state.step}", remedy="name one of its steps")
+                if state.step + 1 == self.first:
+                    hearing.enter_context(listening([self.recording], self.roots))
+                if state.step + 1 in (self.first, self.step):
+                    self.ring.add_snapshot(self.subject.snapshot(state.step + 1))
+                try:
+                    self._note(advance(state, batch))
+                except Exception as error:
+                    if state.step + 1 < self.step:
+                        raise
+                    self.error = f"{type(error).__name__}: {error}"
+                    self.unfinished = self.examiner.unfinished(self.recording.segment, self.recording.tape, error)
+                    self.recording.tape.stop()
+
+    def _note(self, result: StepResult) -> None:
+        self.job.state.elapsed_s += self._seconds.get(result.step, 0.0)
+        self.results[result.step] = dataclasses.replace(
+            result, batch=StepBatch(tuple(MicroBatch(None, micro.ids) for micro in result.batch.micro))
+        )
+        if result.step >= self.first:
+            segment = self.recording.segment
+            segment.ids = [tuple(micro.ids.tolist()) for micro in result.batch.micro]
+            segment.loss, segment.lr = result.loss, result.lr
+            segment.grad_norm = result.grad_norm if segment.grad_norm is None else segment.grad_norm
+            self.recording.close()
+
+
+def _windows(records: Iterable[Record]) -> dict[int, tuple[int, Step]]:
+    """The newest record of each logged step, and the step after which what it counts begins."""
+    found, since = {}, 0
+    for record in records:
+        if isinstance(record, Started):
+            since = record.step
+        if isinstance(record, Step):
+            found[record.step] = (since, record)
+            since = record.step
+    return found
+
+
+def _seconds(records: Iterable[Record]) -> dict[int, float]:
+    """How long each step took; exact where each was logged."""
+    return {at: one.step_s for since, one in _windows(records).values() for at in range(since + 1, one.step + 1)}
+
+
+def _as_logged(records: Sequence[Record], begin: int, live: _Live) -> Iterator[Compared]:
+    """What the log says of the step and of those on the way to it, and what came out now."""
+    logged, step = _windows(records), live.step
+    way = [at for at in sorted(logged) if begin < at < step and at in live.results]
+    if way:
+        then = [logged[at][1].loss for at in way]
+        yield Compared(f"losses of {len(way)} steps before", then, [float(live.results[at].loss) for at in way])
+    if live.error is not None:
+        ends = [record for record in records if isinstance(record, Ended) and record.step in (step - 1, step)]
+        failed = [record.reason for record in ends if record.ending == "failed"]
+        yield Compared("error", failed[-1] if failed else None, live.error)
+        return
+    result = live.results[step]
+    if step in logged:
+        since, one = logged[step]
+        yield Compared("loss", one.loss, float(result.loss))
+        yield Compared("gradient norm", one.grad_norm, float(result.grad_norm))
+        yield Compared("learning rate", one.lr, result.lr)
+        if since >= begin:
+            ids = [micro.ids.tobytes() for at in range(since + 1, step + 1) for micro in live.results[at].batch.micro]
+            yield Compared("sample ids", one.ids_hash, hashlib.blake2b(b"".join(ids), digest_size=8).hexdigest())
+        return
+    watched = [each for each in records if isinstance(each, Watched) and each.step == step]
+    if watched:
+        yield Compared("loss", watched[-1].loss, float(result.loss))
+        yield Compared("learning rate", watched[-1].lr, result.lr)

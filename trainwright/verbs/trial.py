@@ -1,0 +1,111 @@
+"""One part of ``verify resume`` in a process of its own: time that is counted, and an end on demand."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from trainwright.engine.loop import Stop
+from trainwright.engine.step import StepResult
+from trainwright.errors import StorageError
+from trainwright.recipe import load
+from trainwright.report.failure import told
+from trainwright.runlog.folder import RunFolder
+from trainwright.state.train_state import TrainState
+from trainwright.training.run import train
+from trainwright.world.group import Solo
+
+STEP_S = 1 / 32  # of counted time: sums of it have no rounding, in whatever order
+COMMIT_WITHIN_S = 600.0
+OTHER_DISK = "make room, or set TMPDIR to a folder on another disk"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is trained: a recipe, or the rest of the run ``resume``, to its end or to the step ``end_at``.
+
+    There it ends by SIGKILL once the checkpoint ``committed`` is on disk; in good order where none is named. What
+    came of it is written to the file ``outcome``: what ``Result.to_json`` gives, or an error and its exit code.
+    """
+
+    recipe: str
+    settings: Sequence[str]
+    outcome: str
+    resume: str | None = None
+    end_at: int | None = None
+    committed: str | None = None
+
+
+class CountedTime(Solo):
+    """A world whose clock counts how often it was asked: the same seconds in every process.
+
+    The loop asks three times a step, and a step lasts from the first to the third.
+    """
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def clock(self) -> float:
+        self._calls += 1
+        return self._calls * STEP_S / 2
+
+
+class _End:
+    """An Observer that ends the run at its step: by SIGKILL once a checkpoint is committed, else in good order."""
+
+    def __init__(self, part: Part) -> None:
+        self._at, self._committed = part.end_at or 0, part.committed
+
+    def observe(self, result: StepResult, state: TrainState) -> Stop | None:
+        if state.step < self._at:
+            return None
+        if self._committed is None:
+            return Stop("verify resume")
+        end_s = time.monotonic() + COMMIT_WITHIN_S
+        while time.monotonic() < end_s:
+            if Path(self._committed).is_dir():
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.01)
+        raise StorageError(f"{self._committed} was not written in {COMMIT_WITHIN_S:.0f} s", remedy=OTHER_DISK)
+
+    def close(self) -> None: ...
+
+
+def _train(part: Part) -> dict[str, Any]:
+    folder = RunFolder.open(part.resume) if part.resume else None
+    if folder:
+        loaded = load(folder.recipe, overrides=part.settings, environ={})
+    else:
+        loaded = load(part.recipe, overrides=part.settings)
+    result = train(
+        loaded,
+        resume=folder,
+        console=Console(stderr=True),
+        extras=[lambda *_: _End(part)] if part.end_at else [],
+        world=CountedTime(),
+    )
+    return result.to_json()
+
+
+def main() -> None:
+    """Trains one Part, given as JSON, and writes what came of it where the part says."""
+    part = Part(**json.loads(sys.argv[1]))
+    try:
+        outcome = _train(part)
+    except Exception as error:
+        text, code = told(error)
+        outcome = {"error": text, "exit": code}
+    Path(part.outcome).write_text(json.dumps(outcome))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,318 @@
+"""Proof on one's own files: checkpoints that are whole, a killed and resumed run that is the same bits. Composition."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainwright.errors import StorageError, TrainwrightError, UsageError
+from trainwright.recipe import Recipe, load
+from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.reader import read
+from trainwright.runlog.records import Evaluated, Record, Started, Step
+from trainwright.state.examine import Difference, Examined, differences, examine
+from trainwright.state.manifest import NAME, name_of, step_of
+from trainwright.state.store import checkpoints
+from trainwright.verbs.trial import OTHER_DISK, STEP_S, Part
+
+
+def verify_checkpoint(path: Path) -> list[Examined]:
+    """Examines a checkpoint, or each in a ``checkpoints`` folder or a run folder, the newest first.
+
+    Raises UsageError for a path that is none of these.
+    """
+    if path.is_dir() and ((path / NAME).is_file() or step_of(path) is not None):
+        return [examine(path)]
+    for folder in (path / "checkpoints", path):
+        if folder.is_dir() and (found := checkpoints(folder)):
+            return [examine(each) for each in found]
+    if not path.is_dir():
+        raise UsageError(
+            f"{path} {'is not a folder' if path.exists() else 'does not exist'}",
+            remedy="give a checkpoint (runs/<name>/checkpoints/step-XXXXXXXX) or a run folder",
+        )
+    there = sorted(each.name for each in path.iterdir())
+    raise UsageError(
+        f"{path} holds no checkpoint; there is {', '.join(there[:8]) or 'nothing'}{' ...' if there[8:] else ''}",
+        remedy="give a checkpoint (runs/<name>/checkpoints/step-XXXXXXXX) or a run folder",
+    )
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What ``verify resume`` does: 2N steps straight, and N, an end, N more with another number of workers."""
+
+    recipe: Path
+    steps: int = 6
+    workers: int = 2
+    then_workers: int = 3
+    settings: tuple[str, ...] = ()
+    kill: bool = True
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What came of a Trial. Compared was what the log says ``upto`` a step, and the checkpoint of that step.
+
+    ``cause`` of a difference is "recipe", where two straight runs differ too, or "resume".
+    """
+
+    trial: Trial
+    precision: str
+    tensors: int
+    samples: int
+    seconds: float
+    upto: int = 0
+    log: str | None = None
+    checkpoint: tuple[Difference, ...] = ()
+    cause: str | None = None
+    folder: Path | None = None
+
+    @property
+    def equal(self) -> bool:
+        return self.log is None and not self.checkpoint
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.equal else 1
+
+    def lines(self) -> list[str]:
+        """For a person: one line when all is equal."""
+        trial, n = self.trial, self.trial.steps
+        what = f"{2 * n} steps straight and {n} + {'SIGKILL' if trial.kill else 'stop'} + {n}"
+        how = f"workers {trial.workers} -> {trial.then_workers}; {self.precision}"
+        kept = [f"kept: {self.folder}"] if self.folder else []
+        if self.equal:
+            return [f"{what}: {self.tensors} tensors, {2 * n} losses, {self.samples} sample ids equal; {how}", *kept]
+        said = [f"NOT the same bits: {what}; {how}"]
+        said += [f"log: {self.log}"] if self.log else ["log: no step differs"]
+        if self.checkpoint:
+            first = ", ".join(map(str, self.checkpoint[:4]))
+            more = f" and {len(self.checkpoint) - 4} more" if len(self.checkpoint) > 4 else ""
+            said.append(f"checkpoint of step {self.upto}: {first}{more}")
+        return [*said, f"cause: {_CAUSES[self.cause or '']}", *kept]
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``--json`` prints."""
+        trial = self.trial
+        return {
+            "equal": self.equal,
+            "recipe": str(trial.recipe),
+            "steps": trial.steps,
+            "workers": [trial.workers, trial.then_workers],
+            "precision": self.precision,
+            "killed": trial.kill,
+            "tensors": self.tensors,
+            "samples": self.samples,
+            "upto": self.upto,
+            "log": self.log,
+            "checkpoint": [asdict(each) for each in self.checkpoint],
+            "cause": self.cause,
+            "folder": str(self.folder) if self.folder else None,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+_CAUSES = {
+    "recipe": "the recipe itself is not deterministic: two runs from the start differ as well\n"
+    "  remedy: draw random numbers from torch, NumPy or random only, which are seeded; set deterministic: true",
+    "resume": "the resume: two straight runs are the same bits\n"
+    "  remedy: look for state that model, optimizer, loss or dataset keeps where no checkpoint sees it, and for data\n"
+    "  that depend on the number of workers (equal --workers and --then-workers tell)",
+}
+
+
+def verify_resume(trial: Trial, *, keep: bool = False, say: Callable[[str], None] = lambda text: None) -> Proof:
+    """Runs the trial in processes of its own, in a temporary folder that stays if something differs, or ``keep``.
+
+    Raises whatever a user's mistake raises in one of them, with its sentence and exit code.
+    """
+    recipe = load(trial.recipe, overrides=trial.settings).recipe  # a wrong one is told at once
+    folder = Path(tempfile.mkdtemp(prefix="trainwright-verify-"))
+    proof = None
+    try:
+        proof = _Bench(trial, folder, say, [*trial.settings, *_settings(recipe, trial.steps, folder)]).prove(keep)
+    finally:
+        if proof is None or not proof.folder:
+            shutil.rmtree(folder, ignore_errors=True)
+    return proof
+
+
+@dataclass
+class _Bench:
+    """Where a trial is made: its folder, and the settings that all its parts have in common."""
+
+    trial: Trial
+    folder: Path
+    say: Callable[[str], None]
+    shared: list[str]
+
+    def prove(self, keep: bool) -> Proof:
+        begin_s, trial, n = time.monotonic(), self.trial, self.trial.steps
+        straight = self._straight("straight")
+        precision = str(json.loads(straight.plan.read_text())["precision"])
+        self.shared.append(f"precision={precision}")  # measured once: two processes might measure differently
+        halves = self._interrupted()
+        upto, log, cause = n, _first_difference(straight, halves, range(1, n + 1), "before its end"), None
+        if not log:
+            self._resume(halves)
+            upto, log = 2 * n, _first_difference(straight, halves, range(n + 1, 2 * n + 1), "resumed")
+        unequal = tuple(differences(*(run.checkpoints / name_of(upto) for run in (straight, halves))))
+        if log or unequal:  # before a resume, it cannot be the resume
+            cause = "recipe" if upto == n else self._cause(straight)
+        return Proof(
+            trial,
+            precision,
+            tensors=examine(straight.checkpoints / name_of(upto)).num_tensors,
+            samples=_samples(straight),
+            seconds=time.monotonic() - begin_s,
+            log=log,
+            upto=upto,
+            checkpoint=unequal,
+            cause=cause,
+            folder=self.folder if keep or log or unequal else None,
+        )
+
+    def _cause(self, straight: RunFolder) -> str:
+        """Whether a second straight run differs too."""
+        self.say("something differs; once more, to see whether two straight runs do too:")
+        again, last = self._straight("again"), name_of(2 * self.trial.steps)
+        same = _table(read(again.log).records) == _table(read(straight.log).records)
+        same = same and not any(differences(straight.checkpoints / last, again.checkpoints / last))
+        return "resume" if same else "recipe"
+
+    def _straight(self, name: str) -> RunFolder:
+        """All 2N steps in one process."""
+        n = self.trial.steps
+        self.say(f"{2 * n} steps straight, {self.trial.workers} workers")
+        outcome = self._run(name, [f"name={name}", f"data.workers={self.trial.workers}"])
+        if outcome["step"] < 2 * n:
+            raise UsageError(
+                f"the data gave {outcome['step']} steps, and the proof needs {2 * n}",
+                remedy=f"add --steps {max(1, outcome['step'] // 2)}",
+            )
+        assert outcome["step"] == 2 * n
+        run = RunFolder.open(outcome["run"])
+        for step in (n, 2 * n):
+            if not (run.checkpoints / name_of(step)).is_dir():
+                raise StorageError(f"step {step} was not saved: {self._last_words(name)}", remedy=OTHER_DISK)
+        return run
+
+    def _interrupted(self) -> RunFolder:
+        """The run that is ended once step N is on disk; a kill comes some steps later."""
+        trial, n = self.trial, self.trial.steps
+        run, start = self.folder / "halves", ["name=halves", f"data.workers={trial.workers}"]
+        if trial.kill:
+            self.say(f"{n} steps and some, then SIGKILL")
+            self._run("killed", start, end_at=n + max(1, n // 2), committed=str(run / "checkpoints" / name_of(n)))
+        else:
+            self.say(f"{n} steps, then stopped")
+            self._run("stopped", start, end_at=n)
+        return RunFolder.open(run)
+
+    def _resume(self, run: RunFolder) -> None:
+        workers = self.trial.then_workers
+        self.say(f"resumed to {2 * self.trial.steps} steps, {workers} workers")
+        self._run("resumed", [f"data.workers={workers}"], resume=str(run.path))
+
+    def _run(self, name: str, settings: list[str], **more: Any) -> dict[str, Any]:
+        """One part in a process of its own; returns what it says of its end. Raises what it raised."""
+        outcome = self.folder / f"{name}.json"
+        asked = settings if "resume" in more else [*self.shared, *settings]
+        part = Part(str(self.trial.recipe), asked, str(outcome), **more)
+        command = [sys.executable, "-m", "trainwright.verbs.trial", json.dumps(asdict(part))]
+        with (self.folder / f"{name}.txt").open("w") as file:  # no pipe: workers that outlive a kill would hold it open
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=_environment())
+        if part.committed and done.returncode == -signal.SIGKILL and Path(part.committed).is_dir():
+            return {}
+        if not outcome.exists():
+            said = f"the {name} part ended with exit code {done.returncode}: {self._last_words(name)}"
+            raise TrainwrightError(said, remedy="run it by hand: trainwright train")
+        told: dict[str, Any] = json.loads(outcome.read_text())
+        if "error" in told:
+            error = TrainwrightError(told["error"])
+            error.exit_code = told["exit"]
+            raise error
+        return told
+
+    def _last_words(self, name: str) -> str:
+        lines = (self.folder / f"{name}.txt").read_text(errors="replace").strip().splitlines()
+        telling = [line for line in lines if "is not saved" in line]
+        return (telling or lines or ["it said nothing"])[-1]
+
+
+def _settings(recipe: Recipe, n: int, folder: Path) -> list[str]:
+    """What a trial asks for instead of the recipe: 2N steps, the N-th saved, each logged, validation kept cheap."""
+    in_time, warmup = recipe.until.unit == "s", recipe.schedule.warmup
+    fits = warmup.unit == "run" or (warmup.unit == "steps" and warmup.value < 2 * n)
+    return [
+        f"until={2 * n * STEP_S!r}s" if in_time else f"until={2 * n}steps",
+        *([] if fits else ["schedule.warmup=0.25run"]),
+        f"checkpoint.every={n}steps",
+        "checkpoint.at_least_every=null",
+        "checkpoint.keep=10",
+        "checkpoint.best=null",  # it would save other steps too
+        f"evaluation.every={max(1, n // 2)}steps",
+        "evaluation.batches=1",
+        "log.every=1steps",
+        "log.sinks=[]",
+        "log.doctor=false",  # a watched run is the same bits, and slower to begin
+        f"folder={json.dumps(str(folder))}",
+    ]
+
+
+def _environment() -> dict[str, str]:
+    """Modules are found as here, and all parts compute with one number of threads: sums depend on it."""
+    threads = os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    places = os.pathsep.join(place or str(Path.cwd()) for place in sys.path)
+    return {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": places}
+
+
+_OF_STEP = ("ids_hash", "loss", "grad_norm", "lr", "weight", "samples", "tokens", "skipped", "probed")
+_OF_EVALUATION = ("validation loss", "validation weight", "validation metrics")
+
+
+def _table(records: Iterable[Record]) -> dict[int, dict[str, str]]:
+    """What a log says of each step, as text: equal where the bits are, NaN included."""
+    table: dict[int, dict[str, str]] = {}
+    for record in records:
+        if isinstance(record, Step):
+            row = {name: repr(getattr(record, name)) for name in _OF_STEP}
+        elif isinstance(record, Evaluated):
+            row = {name: repr(getattr(record, name.split()[1])) for name in _OF_EVALUATION}
+        else:
+            continue
+        table.setdefault(record.step, {}).update(row)
+    return table
+
+
+def _first_difference(straight: RunFolder, halves: RunFolder, steps: range, which: str) -> str | None:
+    """The first step whose log differs, in words. Of ``halves``, what the newest of its processes logged."""
+    records = read(halves.log).records
+    begins = [i for i, record in enumerate(records) if isinstance(record, Started)]
+    expected, seen = _table(read(straight.log).records), _table(records[begins[-1] :])
+    for step in steps:
+        one, two = expected.get(step, {}), seen.get(step, {})
+        names = [name for name in (*_OF_STEP, *_OF_EVALUATION) if one.get(name) != two.get(name)]
+        if names:
+            first = names[0]
+            values = f"{one.get(first)} straight, {two.get(first)} {which}"
+            also = f"; also {', '.join(names[1:])}" if names[1:] else ""
+            return f"first at step {step}, in {first}: {values}{also}"
+    return None
+
+
+def _samples(run: RunFolder) -> int:
+    return max(record.samples for record in read(run.log).records if isinstance(record, Step))
