@@ -15,16 +15,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainwright.engine.losses import cross_entropy, language_model
-from trainwright.forecast.step import Subject
+from trainwright.forecast.step import TracedObjects
 from trainwright.models.gpt import gpt
 from trainwright.models.hf import hf_model
 from trainwright.models.lora import add_lora
 
-Make = Callable[[torch.device], Subject]
+Make = Callable[[torch.device], TracedObjects]
 
 
-def _trained(model: nn.Module, loss: Any, micro: Any) -> Subject:
-    return Subject(model, loss, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4), micro)
+def _trained(model: nn.Module, loss: Any, micro: Any) -> TracedObjects:
+    return TracedObjects(
+        model, loss, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4), micro
+    )
 
 
 def _ids(rows: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -48,7 +50,9 @@ class Pooled(nn.Module):
         return out
 
 
-def make_signals(device: torch.device, body: Callable[[], nn.Module], width: int, shape: tuple[int, ...]) -> Subject:
+def make_signals(
+    device: torch.device, body: Callable[[], nn.Module], width: int, shape: tuple[int, ...]
+) -> TracedObjects:
     return _trained(
         Pooled(body(), width), cross_entropy, (torch.zeros(shape, device=device), _classes(shape[0], device))
     )
@@ -99,7 +103,7 @@ class UNet(nn.Module):
         return out
 
 
-def make_unet(device: torch.device, rows: int = 5, width: int = 20) -> Subject:
+def make_unet(device: torch.device, rows: int = 5, width: int = 20) -> TracedObjects:
     target = torch.zeros(rows, 48, 48, dtype=torch.int64, device=device)
     return _trained(UNet(width), nn.CrossEntropyLoss(), (torch.zeros(rows, 3, 48, 48, device=device), target))
 
@@ -121,7 +125,7 @@ class ViT(nn.Module):
         return out
 
 
-def make_vit(device: torch.device) -> Subject:
+def make_vit(device: torch.device) -> TracedObjects:
     return _trained(ViT(96, 5), cross_entropy, (torch.zeros(13, 3, 32, 32, device=device), _classes(13, device)))
 
 
@@ -144,12 +148,12 @@ class Recurrent(nn.Module):
 
 def make_recurrent(
     device: torch.device, kind: Any = nn.LSTM, rows: int = 11, length: int = 70, first: bool = True, **how: Any
-) -> Subject:
+) -> TracedObjects:
     shape = {"width": 96, "hidden_size": 160, **how}
     return _trained(Recurrent(kind, first=first, **shape), language_model, _ids(rows, length, device))
 
 
-def make_gpt(device: torch.device, rows: int = 3, length: int = 96, lora: Any = None, **options: Any) -> Subject:
+def make_gpt(device: torch.device, rows: int = 3, length: int = 96, lora: Any = None, **options: Any) -> TracedObjects:
     shape = {"vocab_size": 1111, "block_size": length, "layers": 4, "heads": 3, "d_model": 144, **options}
     model: nn.Module = gpt(**shape)
     if lora is not None:
@@ -157,7 +161,7 @@ def make_gpt(device: torch.device, rows: int = 3, length: int = 96, lora: Any = 
     return _trained(model, language_model, _ids(rows, length, device))
 
 
-def make_hf(device: torch.device, architecture: str, rows: int = 6, length: int = 80, **shape: Any) -> Subject:
+def make_hf(device: torch.device, architecture: str, rows: int = 6, length: int = 80, **shape: Any) -> TracedObjects:
     """With a mask that hides the last third of each sequence."""
     model = hf_model(architecture=architecture, vocab_size=2000, **shape)
 

@@ -31,29 +31,31 @@ from torch import nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from trainwright.build.checkpointing import apply_recompute
+from trainwright.build.checkpointing import apply_checkpointing
 from trainwright.engine.clip import make_clip
 from trainwright.engine.losses import cross_entropy, language_model
 from trainwright.engine.precision import Precision
 from trainwright.engine.step import make_step
-from trainwright.forecast.step import Subject, trace_step
+from trainwright.forecast.step import TracedObjects, trace_step
 from trainwright.models.gpt import gpt
 from trainwright.models.hf import hf_model
 from trainwright.models.lora import add_lora
 from trainwright.models.lstm import lstm
 from trainwright.models.resnet import resnet
-from trainwright.plan.checkpointing import Recompute
+from trainwright.plan.checkpointing import Checkpointing
 from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.state.train_state import TrainState
 
 VOCABULARY, LENGTH = 8192, 256
 PRECISIONS = ("fp32", "bf16")
 SECOND = "the second step"
-Make = Callable[[torch.device], Subject]
+Make = Callable[[torch.device], TracedObjects]
 
 
-def _trained(model: nn.Module, loss: Any, micro: Any) -> Subject:
-    return Subject(model, loss, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4), micro)
+def _trained(model: nn.Module, loss: Any, micro: Any) -> TracedObjects:
+    return TracedObjects(
+        model, loss, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4), micro
+    )
 
 
 def _ids(rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,24 +67,24 @@ def _gpt(vocabulary: int) -> nn.Module:
     return gpt(vocab_size=vocabulary, block_size=LENGTH, layers=6, heads=6, d_model=384, dropout=0.1)
 
 
-def make_gpt(device: torch.device) -> Subject:
+def make_gpt(device: torch.device) -> TracedObjects:
     return _trained(_gpt(VOCABULARY), language_model, _ids(8, device))
 
 
-def make_lora(device: torch.device) -> Subject:
+def make_lora(device: torch.device) -> TracedObjects:
     return _trained(add_lora(_gpt(512), rank=8), language_model, _ids(8, device))
 
 
-def make_resnet(device: torch.device) -> Subject:
+def make_resnet(device: torch.device) -> TracedObjects:
     images, labels = torch.zeros(64, 3, 32, 32, device=device), torch.zeros(64, dtype=torch.int64, device=device)
     return _trained(resnet(depth=20, width=32), cross_entropy, (images, labels))
 
 
-def make_lstm(device: torch.device) -> Subject:
+def make_lstm(device: torch.device) -> TracedObjects:
     return _trained(lstm(vocab_size=2048, d_model=384, dropout=0.1), language_model, _ids(16, device))
 
 
-def make_bert(device: torch.device) -> Subject:
+def make_bert(device: torch.device) -> TracedObjects:
     shape = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "intermediate_size": 1536}
     model = hf_model(architecture="BertForMaskedLM", vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **shape)
 
@@ -126,7 +128,7 @@ def measure(make: Make, case: Case, device: torch.device) -> dict[str, int]:
         with device:
             subject = make(device)
         if recomputed:
-            apply_recompute(subject.model, Recompute.every(BLOCKS[case[0]]))
+            apply_checkpointing(subject.model, Checkpointing.every(BLOCKS[case[0]]))
         how = Precision(precision, device.type)
         state = TrainState(subject.model, subject.optimizer, scaler=how.scaler(device))
         copies = [subject.micro, *(tuple(t.clone() for t in subject.micro) for _ in range(accumulation - 1))]
@@ -160,7 +162,7 @@ def peak_of(profiled: profile) -> int:
 
 def predict(make: Make, case: Case, device: str) -> dict[str, Any]:
     model, precision, accumulation, recomputed = case
-    again = Recompute.every(BLOCKS[model]) if recomputed else None
+    again = Checkpointing.every(BLOCKS[model]) if recomputed else None
     trace = trace_step(make, device=device, precision=precision, accumulation=accumulation, recompute=again)
     at = [trace.peak.phase, trace.peak.module, trace.peak.op]
     unseen = [[row.op, row.bound_bytes] for row in trace.unseen]

@@ -25,13 +25,13 @@ from plan_accuracy import SECOND, peak_of
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from trainwright.build.checkpointing import SELECTIVE, apply_recompute
+from trainwright.build.checkpointing import SELECTIVE, apply_checkpointing
 from trainwright.engine.losses import language_model
 from trainwright.engine.step import make_step
-from trainwright.forecast.checkpointing import Candidate, Planner
-from trainwright.forecast.step import Subject, trace_step
+from trainwright.forecast.checkpointing import Candidate, CheckpointingPlanner
+from trainwright.forecast.step import TracedObjects, trace_step
 from trainwright.models.gpt import gpt
-from trainwright.plan.checkpointing import Recompute, describe
+from trainwright.plan.checkpointing import Checkpointing, describe
 from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.state.train_state import TrainState
 
@@ -60,20 +60,20 @@ class Bench:
     def _state(self, model: nn.Module) -> TrainState:
         return TrainState(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
 
-    def subject(self, device: torch.device) -> Subject:
+    def subject(self, device: torch.device) -> TracedObjects:
         model = gpt(**self.shape)
         ids = torch.zeros(self.rows, self.shape["block_size"], dtype=torch.int64)
-        return Subject(model, language_model, torch.optim.AdamW(model.parameters()), (ids, ids.clone()))
+        return TracedObjects(model, language_model, torch.optim.AdamW(model.parameters()), (ids, ids.clone()))
 
-    def plain_or(self, recompute: Recompute) -> Callable[[], TrainState]:
+    def plain_or(self, recompute: Checkpointing) -> Callable[[], TrainState]:
         def ready() -> TrainState:
-            apply_recompute(self.model, recompute)
+            apply_checkpointing(self.model, recompute)
             return self.state
 
         return ready
 
     def compiled(self, budget: float) -> Callable[[], TrainState]:
-        apply_recompute(self.model, Recompute.none(12))
+        apply_checkpointing(self.model, Checkpointing.none(12))
         model = copy.deepcopy(self.model)
         model.compile(backend="aot_eager_decomp_partition")
         state = self._state(model)
@@ -104,7 +104,7 @@ class Bench:
 
 def planned(bench: Bench) -> dict[str, Candidate]:
     began = time.perf_counter()
-    planner = Planner(bench.subject, partial(trace_step, device="cpu", clip=False))
+    planner = CheckpointingPlanner(bench.subject, partial(trace_step, device="cpu", clip=False))
     plain = planner.none.trace.peak
     half = plain.total - plain.held["activations"] // 2
     chosen = {"plain": planner.none, "every_block": planner.every}
@@ -133,7 +133,7 @@ def main() -> None:
     torch.set_num_threads(1)
     bench = Bench(given.quick, given.rows)
     ready = {name: bench.plain_or(candidate.recompute) for name, candidate in planned(bench).items()}
-    ready["selective"] = bench.plain_or(Recompute.every(12, SELECTIVE))
+    ready["selective"] = bench.plain_or(Checkpointing.every(12, SELECTIVE))
     report(bench, ready, "plain", given.rounds)
     if given.compiled:
         compiled = {f"torch_budget_{budget}": bench.compiled(budget) for budget in BUDGETS}

@@ -44,8 +44,8 @@ from trainwright.observe.cadence import Every
 from trainwright.observe.journal import Journal
 from trainwright.observe.progress import Progress
 from trainwright.observe.signals import Signals
-from trainwright.observe.step_log import Recorder
-from trainwright.observe.telemetry import Telemetry
+from trainwright.observe.step_log import StepLog
+from trainwright.observe.telemetry import TelemetryReader
 from trainwright.runlog.writer import LogWriter
 from trainwright.state.cursor import Cursor, MicroBatch, StepBatch
 from trainwright.state.train_state import TrainState
@@ -156,8 +156,8 @@ def all_observers(folder: Path) -> list[Observer]:
     number = len(list(folder.iterdir()))
     progress = Progress(Console(file=(folder / f"{number}.txt").open("w")))
     journal = Journal(LogWriter(folder / f"{number}.jsonl"), progress.say)
-    recorder = Recorder(journal, [], Every(steps=10))
-    return [recorder, Telemetry(journal, [], folder=folder), progress, Signals(progress.say)]
+    recorder = StepLog(journal, [], Every(steps=10))
+    return [recorder, TelemetryReader(journal, [], folder=folder), progress, Signals(progress.say)]
 
 
 def in_turn(task: Task) -> Iterator[Pair]:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from trainwright.build.assemble import Parts, prepare
-from trainwright.build.checkpointing import SELECTIVE, apply_recompute, find_blocks, recompute_as_asked
+from trainwright.build.checkpointing import SELECTIVE, apply_checkpointing, checkpointing_as_requested, find_blocks
 from trainwright.build.data import unwrap
 from trainwright.build.selective import draws_random_numbers
 from trainwright.errors import RecipeError, UsageError
@@ -24,7 +24,7 @@ from trainwright.models.gpt import gpt
 from trainwright.models.hf import hf_model
 from trainwright.models.mlp import mlp
 from trainwright.models.resnet import resnet
-from trainwright.plan.checkpointing import Recompute, describe
+from trainwright.plan.checkpointing import Checkpointing, describe
 from trainwright.recipe import from_mapping
 from trainwright.state.codec import same_bits
 
@@ -126,7 +126,7 @@ def made(name: str) -> nn.Module:
 def recomputed(model: nn.Module, keeps: tuple[tuple[str, ...] | None, ...]) -> nn.Module:
     twin = copy.deepcopy(model)
     count = len(find_blocks(twin))
-    apply_recompute(twin, Recompute(tuple(keeps[index % len(keeps)] for index in range(count))))
+    apply_checkpointing(twin, Checkpointing(tuple(keeps[index % len(keeps)] for index in range(count))))
     return twin
 
 
@@ -207,10 +207,10 @@ def test_less_is_kept_until_none_is_asked_for_again(name: str) -> None:
     model, forward = made(name), MODELS[name][1]
     keys, before, count = list(model.state_dict()), saved_bytes(lambda: forward(model)), len(find_blocks(model))
     for _ in range(2):  # once, however often a model is prepared
-        assert apply_recompute(model, Recompute.every(count)) == count
+        assert apply_checkpointing(model, Checkpointing.every(count)) == count
         assert list(model.state_dict()) == keys
         assert saved_bytes(lambda: forward(model)) < 0.6 * before
-    assert apply_recompute(model, Recompute.none(count)) == 0
+    assert apply_checkpointing(model, Checkpointing.none(count)) == 0
     assert saved_bytes(lambda: forward(model)) == before
     assert not [module for module in model.modules() if "forward" in vars(module)]
 
@@ -261,7 +261,7 @@ class Leaking(nn.Module):
 
 def test_a_kept_output_that_is_changed_after_its_block_is_an_error_and_no_wrong_gradient() -> None:
     model = Stack(Leaking())
-    apply_recompute(model, Recompute.every(1, ("matmul",)))
+    apply_checkpointing(model, Checkpointing.every(1, ("matmul",)))
     kept, used = model(ROWS)
     kept.mul_(3.0)
     with pytest.raises(UsageError, match="changed in place after its block") as caught:
@@ -285,7 +285,7 @@ def test_attention_draws_random_numbers_only_with_dropout() -> None:
 def test_compiled(keep: tuple[str, ...]) -> None:
     plain = our_gpt(layers=2, dropout=0.0)
     twin = copy.deepcopy(plain)
-    apply_recompute(twin, Recompute.every(2, keep))
+    apply_checkpointing(twin, Checkpointing.every(2, keep))
     results = []
     for model in (plain, twin):
         torch._dynamo.reset()
@@ -316,10 +316,10 @@ def test_find_blocks() -> None:
 
 def test_a_plan_for_another_model_is_refused() -> None:
     with pytest.raises(UsageError, match="for 5 blocks does not fit a model of 3"):
-        apply_recompute(our_gpt(), Recompute.every(5))
+        apply_checkpointing(our_gpt(), Checkpointing.every(5))
 
 
-def prepared(ask: str, planned: Recompute | None = None) -> Parts:
+def prepared(ask: str, planned: Checkpointing | None = None) -> Parts:
     loaded = from_mapping({"model": {"use": "gpt", "activation_checkpointing": ask}, "data": {"train": "digits"}})
     parts = Parts(our_gpt(), unwrap([(IDS[0], IDS[0])]), None, F.cross_entropy)
     return prepare(parts, loaded, torch.device("cpu"), planned)
@@ -331,7 +331,7 @@ def test_what_a_recipe_asks_for_is_applied_and_noted() -> None:
         (note,) = prepared(ask).notes
         assert (note.topic, note.choice) == ("recompute", "3 blocks")
         assert words in note.why
-    planned = Recompute((None, (), ("matmul:0", "matmul:2", "gelu")))
+    planned = Checkpointing((None, (), ("matmul:0", "matmul:2", "gelu")))
     (note,) = prepared("12GiB", planned).notes
     assert note.choice == "2 blocks"
     assert note.why.endswith("1 block not at all; 1 block whole; 1 block but for matmul 0 2, gelu") == (
@@ -344,7 +344,7 @@ def test_a_choice_that_nobody_made_is_an_error_with_a_remedy() -> None:
         prepared("auto")
     assert "block" in str(caught.value)
     with pytest.raises(UsageError, match="'2GiB' asks for a plan"):
-        recompute_as_asked(our_gpt(), "2GiB")
+        checkpointing_as_requested(our_gpt(), "2GiB")
 
 
 @pytest.mark.parametrize(

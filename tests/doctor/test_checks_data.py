@@ -9,7 +9,7 @@ import pytest
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.checks import data, loader
-from trainwright.doctor.finding import Check, Finding, Wish
+from trainwright.doctor.finding import Check, ExperimentRequest, Finding
 from trainwright.runlog.records import Examined, Watched
 
 
@@ -22,7 +22,7 @@ def said(check: Check, *records: Any) -> list[Finding]:
 
 
 def wished(check: Check, *records: Any) -> list[str]:
-    return [each.experiment for each in check(Case(records)) if isinstance(each, Wish)]
+    return [each.experiment for each in check(Case(records)) if isinstance(each, ExperimentRequest)]
 
 
 def severities(found: Sequence[Finding]) -> list[str]:

@@ -9,10 +9,10 @@ import pytest
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.checks import labels, loss
-from trainwright.doctor.finding import Finding, Wish
+from trainwright.doctor.finding import ExperimentRequest, Finding
 from trainwright.runlog.records import Examined, Watched
 
-Check = Callable[[Case], Iterable[Finding | Wish]]
+Check = Callable[[Case], Iterable[Finding | ExperimentRequest]]
 
 
 def exam(name: str, step: int = 1, **values: Any) -> Examined:
@@ -29,7 +29,7 @@ def about_loss(*given: dict[str, Any], step: int = 1, **more: Any) -> Examined:
 def codes(check: Check, *records: Examined | Watched, finished: bool = False) -> list[str]:
     """What a check says: codes, and the names of the experiments that it wishes for."""
     said = check(Case(records, finished=finished))
-    return [each.experiment if isinstance(each, Wish) else each.found.code for each in said]
+    return [each.experiment if isinstance(each, ExperimentRequest) else each.found.code for each in said]
 
 
 CE = {"op": "cross_entropy"}

@@ -8,11 +8,11 @@ import pytest
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.checks import layers, model
-from trainwright.doctor.finding import Check, Finding, Wish
+from trainwright.doctor.finding import Check, ExperimentRequest, Finding
 from trainwright.runlog.records import Examined
 
 
-def said(check: Check, *told: tuple[int, str, dict[str, Any]]) -> list[Finding | Wish]:
+def said(check: Check, *told: tuple[int, str, dict[str, Any]]) -> list[Finding | ExperimentRequest]:
     records = [Examined(time_s=0.0, step=step, experiment=name, values=values) for step, name, values in told]
     return list(check(Case(records)))
 
@@ -62,7 +62,7 @@ def test_mixed_samples_need_a_view_or_a_batch() -> None:
 )
 def test_a_backward_that_is_no_derivative(told: dict[str, Any], fires: bool) -> None:
     structure = (1, "structure", {"custom": ["Swish"]})
-    assert said(model.wrong_backward, structure) == [Wish("custom_functions", 1)]
+    assert said(model.wrong_backward, structure) == [ExperimentRequest("custom_functions", 1)]
     one = {"function": "Swish", "module": "1", "error": 0.5, "factor": 2.0, "unsteady": 0.0}
     one |= {"identity": False, "constant": False} | told
     found = codes(model.wrong_backward, structure, (1, "custom_functions", {"functions": [one]}))
@@ -88,7 +88,7 @@ def test_gradients_that_fall_with_the_depth() -> None:
     overfitted = [[name, 1e-12] for name, _ in slope]
     assert codes(layers.vanishing, (1, "layers", look(depth=overfitted))) == []
     narrow = (1, "layers", look(depth=slope, narrow=True))
-    assert said(layers.vanishing, narrow) == [Wish("depth_in_fp32", 1)]
+    assert said(layers.vanishing, narrow) == [ExperimentRequest("depth_in_fp32", 1)]
     assert codes(layers.vanishing, narrow, (1, "depth_in_fp32", {"depth": [[n, 1.0] for n, _ in slope]})) == []
 
 
@@ -135,7 +135,7 @@ def test_scores_that_grow_and_grow() -> None:
 def test_strong_dropout_is_asked_what_it_costs() -> None:
     seen = (16, "layers", look(dropout={"4": 0.9}))
     assert said(layers.excess_dropout, (1, *seen[1:])) == []  # nothing is learned yet
-    assert said(layers.excess_dropout, seen) == [Wish("dropout_gap", 16)]
+    assert said(layers.excess_dropout, seen) == [ExperimentRequest("dropout_gap", 16)]
     assert codes(layers.excess_dropout, seen, (16, "dropout_gap", {"with": 2.0, "without": 1.99})) == []
     assert codes(layers.excess_dropout, seen, (16, "dropout_gap", {"with": 2.0, "without": 1.5})) == [
         "model.excess_dropout"

@@ -6,7 +6,7 @@ from typing import Any
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.checks import accumulation, contract, optim
-from trainwright.doctor.finding import Check, Finding, Wish
+from trainwright.doctor.finding import Check, ExperimentRequest, Finding
 from trainwright.runlog.records import Examined, Watched
 
 BACKWARD = ("backward", {"carried": True, "cut": False, "retain": False})
@@ -204,4 +204,4 @@ def test_a_leftover_window_is_longer_than_the_others() -> None:
 
 def test_a_wish_is_for_the_step_that_was_seen() -> None:
     told = list(optim.overshoots(Case([watched(3, BACKWARD, STEP), updated(3, 2.0, 8.0)])))
-    assert told == [Wish("smaller_steps", 3)]
+    assert told == [ExperimentRequest("smaller_steps", 3)]

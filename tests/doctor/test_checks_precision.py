@@ -9,7 +9,7 @@ import pytest
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.checks import memory, modes, precision, schedule
-from trainwright.doctor.finding import Check, Finding, Wish
+from trainwright.doctor.finding import Check, ExperimentRequest, Finding
 from trainwright.runlog.records import Examined, Record, Watched
 
 SHADOW: dict[str, Any] = {
@@ -38,7 +38,7 @@ def update(step: int, lr: float = 1e-3, *, autocast: bool = False) -> Watched:
     return Watched(time_s=0.0, step=step, loss=1.0, grad_norm=1.0, lr=lr, events=events)
 
 
-def said(check: Check, *records: Record, finished: bool = False) -> list[Finding | Wish]:
+def said(check: Check, *records: Record, finished: bool = False) -> list[Finding | ExperimentRequest]:
     return list(check(Case(records, finished=finished)))
 
 
@@ -86,7 +86,7 @@ class TestPrecision:
 
     def test_stale_weights_are_asked_for_and_then_named(self) -> None:
         records = [update(2, autocast=True), exam("again", step=2, same_losses=False)]
-        assert said(precision.autocast_keeps_old_weights, *records) == [Wish("stale_weights", 2)]
+        assert said(precision.autocast_keeps_old_weights, *records) == [ExperimentRequest("stale_weights", 2)]
         assert not said(precision.autocast_keeps_old_weights, update(2), records[1])
         stale = exam("stale_weights", step=2, then=[1.0], now=[0.9], weights_of_step=1)
         assert codes(precision.autocast_keeps_old_weights, *records, stale) == ["prec.autocast_stale_cache"]

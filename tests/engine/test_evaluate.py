@@ -14,7 +14,7 @@ from plain import assert_same_bits, bits, cut
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from trainwright.engine.dry_run import Mode, rehearse
+from trainwright.engine.dry_run import Mode, dry_run
 from trainwright.engine.evaluate import evaluate
 from trainwright.engine.loss import Loss
 from trainwright.engine.losses import cross_entropy, language_model
@@ -76,7 +76,7 @@ def test_training_is_the_same_bits_with_it_after_every_step(between: str) -> Non
                 first, second = (evaluate(model, cross_entropy, list(batch(99).micro)) for _ in range(2))
                 assert first.loss == second.loss
             elif disturbed:
-                rehearse(
+                dry_run(
                     state,
                     batch(98),
                     cross_entropy,
@@ -156,7 +156,7 @@ def test_a_rehearsal_sees_the_first_loss_and_what_autograd_keeps() -> None:
     state = TrainState(model, AdamW(model.parameters(), lr=1e-2), LossScaler())
     first = batch(0, micro=12)
     scale = copy.deepcopy(state.scaler.state_dict())
-    seen = rehearse(
+    seen = dry_run(
         state, first, F.cross_entropy, modes=[Mode(Precision("fp32"), 1), Mode(Precision("fp16"), 1)], budget_s=0
     )
     x, y = first.micro[0].data
@@ -168,5 +168,5 @@ def test_a_rehearsal_sees_the_first_loss_and_what_autograd_keeps() -> None:
     assert hidden <= seen.activation_bytes < 3 * hidden  # tanh keeps its output, both linears their input
     assert state.scaler.state_dict() == scale
     assert (state.step, state.num_samples) == (0, 0)
-    assert not rehearse(state, first, cross_entropy, modes=[Mode(FP32, 2)], budget_s=0).mean
+    assert not dry_run(state, first, cross_entropy, modes=[Mode(FP32, 2)], budget_s=0).mean
     assert torch.get_num_threads() == 1

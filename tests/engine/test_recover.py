@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainwright.engine.cut import cut as cut_batch
 from trainwright.engine.cut import cut_micro
-from trainwright.engine.dry_run import Mode, rehearse
+from trainwright.engine.dry_run import Mode, dry_run
 from trainwright.engine.evaluate import evaluate
 from trainwright.engine.guard import LARGEST_TABLE
 from trainwright.engine.loss import Loss
@@ -241,11 +241,11 @@ def test_the_evaluation_takes_halves() -> None:
 def test_the_rehearsal_takes_what_fits() -> None:
     state, _ = stepped(Small(4), 16, 0)
     before, modes = bits(state.model), [Mode(FP32, 1)]
-    seen = rehearse(state, cut(data(), 16), loss, modes=modes, budget_s=0.0)
+    seen = dry_run(state, cut(data(), 16), loss, modes=modes, budget_s=0.0)
     assert seen.seconds["fp32", 1] > 0 and state.micro_limit is None
     assert_same_bits(bits(state.model), before)
     with pytest.raises(OutOfMemory, match="one sample does not fit"):
-        rehearse(stepped(Small(0, norm=False), 16, 0)[0], cut(data(), 16), loss, modes=modes, budget_s=0.0)
+        dry_run(stepped(Small(0, norm=False), 16, 0)[0], cut(data(), 16), loss, modes=modes, budget_s=0.0)
 
 
 def counted(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:

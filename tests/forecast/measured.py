@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from trainwright.build.checkpointing import apply_recompute
+from trainwright.build.checkpointing import apply_checkpointing
 from trainwright.engine.clip import make_clip
 from trainwright.engine.precision import Precision, PrecisionName
 from trainwright.engine.step import make_step
-from trainwright.forecast.step import Subject
-from trainwright.plan.checkpointing import Recompute
+from trainwright.forecast.step import TracedObjects
+from trainwright.plan.checkpointing import Checkpointing
 from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.state.train_state import TrainState
 
@@ -22,18 +22,18 @@ SECOND = "the second step"
 
 
 def measured_peak(
-    make: Callable[[torch.device], Subject],
+    make: Callable[[torch.device], TracedObjects],
     *,
     precision: PrecisionName = "fp32",
     accumulation: int = 1,
-    recompute: Recompute | None = None,
+    recompute: Checkpointing | None = None,
 ) -> int:
     """Bytes: the largest running sum of the allocator's events in the second step, all of the model's included."""
     gc.collect()  # else what an earlier test left may be freed within, and counts against this one
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         subject = make(torch.device("cpu"))
         if recompute is not None:
-            apply_recompute(subject.model, recompute)
+            apply_checkpointing(subject.model, recompute)
         assert subject.optimizer is not None
         state = TrainState(subject.model, subject.optimizer)
         copies = [subject.micro, *(tuple(t.clone() for t in subject.micro) for _ in range(accumulation - 1))]

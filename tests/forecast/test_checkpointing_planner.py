@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from trainwright.engine.losses import cross_entropy, language_model
 from trainwright.errors import UsageError
-from trainwright.forecast.block_profile import Anatomy, Call, Seen, Survey
-from trainwright.forecast.checkpointing import Level, Planner, Speed, hull, levels, profile
-from trainwright.forecast.step import Subject, trace_step
+from trainwright.forecast.block_profile import BlockProfile, BlockSurvey, ForwardSeen, OpCall
+from trainwright.forecast.checkpointing import CheckpointingPlanner, Level, Speed, hull, levels, profile
+from trainwright.forecast.step import TracedObjects, trace_step
 from trainwright.models.gpt import gpt
 from trainwright.models.hf import hf_model
 from trainwright.models.mlp import mlp
 from trainwright.models.resnet import resnet
-from trainwright.plan.checkpointing import Recompute
+from trainwright.plan.checkpointing import Checkpointing
 from trainwright.plan.forecast import Moment, Trace
 
 TRACE = partial(trace_step, device="cpu")
@@ -26,28 +26,28 @@ FAST_HOST = Speed(1e11, 1e10, overlaps=False, call_s=0.0, block_s=0.0, watch_s=0
 """The operators of these small models are too small to be worth the host's time."""
 
 
-def trained(model: nn.Module, loss: object, micro: tuple[Tensor, Tensor]) -> Subject:
-    return Subject(model, loss, torch.optim.AdamW(model.parameters()), micro)  # type: ignore[arg-type]
+def trained(model: nn.Module, loss: object, micro: tuple[Tensor, Tensor]) -> TracedObjects:
+    return TracedObjects(model, loss, torch.optim.AdamW(model.parameters()), micro)  # type: ignore[arg-type]
 
 
-def make_gpt(device: torch.device) -> Subject:
+def make_gpt(device: torch.device) -> TracedObjects:
     ids = torch.zeros(8, 64, dtype=torch.int64, device=device)
     model = gpt(vocab_size=32, block_size=64, layers=6, heads=2, d_model=64)
     return trained(model, language_model, (ids, ids.clone()))
 
 
-def make_dropping_gpt(device: torch.device) -> Subject:
+def make_dropping_gpt(device: torch.device) -> TracedObjects:
     ids = torch.zeros(8, 64, dtype=torch.int64, device=device)
     model = gpt(vocab_size=32, block_size=64, layers=4, heads=2, d_model=64, dropout=0.1)
     return trained(model, language_model, (ids, ids.clone()))
 
 
-def make_resnet(device: torch.device) -> Subject:
+def make_resnet(device: torch.device) -> TracedObjects:
     images = torch.zeros(16, 3, 32, 32, device=device)
     return trained(resnet(), cross_entropy, (images, torch.zeros(16, dtype=torch.int64, device=device)))
 
 
-def make_bert(device: torch.device) -> Subject:
+def make_bert(device: torch.device) -> TracedObjects:
     shape = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 256}
     model = hf_model(architecture="BertForMaskedLM", vocab_size=32, max_position_embeddings=64, **shape)
 
@@ -63,8 +63,8 @@ MAKERS = {"gpt": make_gpt, "gpt with dropout": make_dropping_gpt, "resnet": make
 
 
 @cache
-def planner(name: str) -> Planner:
-    return Planner(MAKERS[name], TRACE, FAST_HOST)
+def planner(name: str) -> CheckpointingPlanner:
+    return CheckpointingPlanner(MAKERS[name], TRACE, FAST_HOST)
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -93,10 +93,10 @@ def test_at_the_peak_of_every_block_it_takes_less_time(name: str) -> None:
 
 def test_the_ends() -> None:
     plans = planner("gpt")
-    assert plans.choose(plans.none.peak_bytes).recompute == Recompute.none(6)
+    assert plans.choose(plans.none.peak_bytes).recompute == Checkpointing.none(6)
     assert plans.choose(1) is plans.every  # too little for any: the nearest
-    assert plans.every.recompute == Recompute.every(6)
-    assert plans.choose(2**40).recompute == Recompute.none(6)
+    assert plans.every.recompute == Checkpointing.every(6)
+    assert plans.choose(2**40).recompute == Checkpointing.none(6)
 
 
 def test_the_frontier_falls() -> None:
@@ -109,7 +109,9 @@ def test_the_frontier_falls() -> None:
 
 
 def test_accumulation_and_precision_are_part_of_the_trace() -> None:
-    plans = Planner(make_gpt, partial(trace_step, device="cpu", precision="bf16", accumulation=2), FAST_HOST)
+    plans = CheckpointingPlanner(
+        make_gpt, partial(trace_step, device="cpu", precision="bf16", accumulation=2), FAST_HOST
+    )
     budget = (plans.every.peak_bytes + plans.none.peak_bytes) // 2
     chosen = plans.choose(budget)
     measured = measured_peak(make_gpt, precision="bf16", accumulation=2, recompute=chosen.recompute)
@@ -118,23 +120,23 @@ def test_accumulation_and_precision_are_part_of_the_trace() -> None:
 
 
 def test_where_the_host_is_the_slow_part_whole_blocks_are_computed_again() -> None:
-    plans = Planner(make_gpt, TRACE, Speed(1e15, 1e14, overlaps=True))
+    plans = CheckpointingPlanner(make_gpt, TRACE, Speed(1e15, 1e14, overlaps=True))
     chosen = plans.choose((plans.every.peak_bytes + plans.none.peak_bytes) // 2)
     assert set(chosen.recompute.blocks) == {None, ()}
 
 
 def test_a_model_without_blocks() -> None:
-    def make(device: torch.device) -> Subject:
+    def make(device: torch.device) -> TracedObjects:
         batch = torch.zeros(4, 8, device=device), torch.zeros(4, dtype=torch.int64, device=device)
         return trained(mlp(sizes=[8, 16, 2]), cross_entropy, batch)
 
     with pytest.raises(UsageError, match="no list of equal blocks"):
-        Planner(make, TRACE)
+        CheckpointingPlanner(make, TRACE)
 
 
-def surveyed() -> Survey:
-    survey = Survey(make_gpt)
-    with pytest.raises(Seen):
+def surveyed() -> BlockSurvey:
+    survey = BlockSurvey(make_gpt)
+    with pytest.raises(ForwardSeen):
         trace_step(survey.make, device="cpu")
     return survey
 
@@ -155,14 +157,14 @@ def test_what_a_block_computes_and_backward_needs() -> None:
     assert sum(block.whole.values()) == 15 * unit + log_sum_exp + statistics
 
 
-def call(site: str, size: int, flops: int, keepable: bool = True) -> Call:
-    return Call(site, size, flops, 0, keepable, frozenset())
+def call(site: str, size: int, flops: int, keepable: bool = True) -> OpCall:
+    return OpCall(site, size, flops, 0, keepable, frozenset())
 
 
 def test_levels_keep_what_is_worth_most_for_its_bytes() -> None:
     calls = [call("a:0", 10, 100), call("b:0", 1, 50), call("c:0", 5, 5, keepable=False), call("d:0", 40, 10)]
     ladder = levels(
-        Anatomy(calls, needed=4, whole={1: 60}), Speed(1.0, 1.0, overlaps=False, call_s=0, block_s=0, watch_s=0)
+        BlockProfile(calls, needed=4, whole={1: 60}), Speed(1.0, 1.0, overlaps=False, call_s=0, block_s=0, watch_s=0)
     )
     assert ladder == [
         Level((), 0, 165.0),

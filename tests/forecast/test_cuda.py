@@ -11,8 +11,8 @@ from test_step import Make, make_bert, make_gpt, make_linear, make_lora, make_ls
 from torch import Tensor, nn
 
 from trainwright.engine.precision import PrecisionName
-from trainwright.forecast.step import Subject, trace_step
-from trainwright.plan.checkpointing import Recompute
+from trainwright.forecast.step import TracedObjects, trace_step
+from trainwright.plan.checkpointing import Checkpointing
 from trainwright.plan.forecast import Trace
 
 on_cuda = partial(trace_step, device="cuda")
@@ -50,11 +50,11 @@ def test_autocast_computes_matmuls_in_16_bits_and_the_loss_in_32() -> None:
 
 
 def test_a_weight_is_cast_once_in_a_forward_pass_and_the_cast_is_dropped_after() -> None:
-    def make(device: torch.device) -> Subject:
+    def make(device: torch.device) -> TracedObjects:
         layer = nn.Linear(64, 64, bias=False)
         model = nn.Sequential(layer, layer, layer)
         micro = (torch.zeros(8, 64), torch.zeros(8, 64))
-        return Subject(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=1e-3), micro)
+        return TracedObjects(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=1e-3), micro)
 
     trace = on_cuda(make, precision="bf16")
     casts = [work.bytes for work in trace.work if work.op == "_to_copy" and work.module == "0" and not work.flops]
@@ -63,10 +63,10 @@ def test_a_weight_is_cast_once_in_a_forward_pass_and_the_cast_is_dropped_after()
 
 
 def test_dropout_keeps_a_mask_of_one_byte() -> None:
-    def make(device: torch.device) -> Subject:
+    def make(device: torch.device) -> TracedObjects:
         model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5))
         micro = (torch.zeros(512, 64), torch.zeros(512, 64))
-        return Subject(model, nn.functional.mse_loss, None, micro)
+        return TracedObjects(model, nn.functional.mse_loss, None, micro)
 
     assert on_cuda(make).kept["1"] == 512 * 64 * (1 + 4)  # the mask, and what the loss compares
 
@@ -81,9 +81,9 @@ def test_an_lstm_is_one_operator_and_its_reserve_is_told() -> None:
 def test_optimizers_of_torch_update_all_parameters_at_once() -> None:
     assert any(op.startswith("_foreach") for op in _ops(on_cuda(make_linear), "update"))
 
-    def fused(device: torch.device) -> Subject:
+    def fused(device: torch.device) -> TracedObjects:
         subject = make_linear(device)
-        return Subject(
+        return TracedObjects(
             subject.model, subject.loss, torch.optim.AdamW(subject.model.parameters(), fused=True), subject.micro
         )
 
@@ -93,7 +93,7 @@ def test_optimizers_of_torch_update_all_parameters_at_once() -> None:
 
 
 def test_recomputation_lowers_the_peak_as_on_the_cpu() -> None:
-    every = Recompute.every(3)
+    every = Checkpointing.every(3)
     assert on_cuda(make_gpt, recompute=every).peak.total < on_cuda(make_gpt).peak.total
 
 

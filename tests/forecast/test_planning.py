@@ -22,10 +22,10 @@ from trainwright.errors import RecipeError, UsageError
 from trainwright.forecast.blueprint import blueprint, twin
 from trainwright.forecast.device import fake_tensors
 from trainwright.forecast.local_device import like, nominal_cpu
-from trainwright.forecast.resolve import resettled, settle
+from trainwright.forecast.resolve import resolve, resolved_before
 from trainwright.forecast.run_forecast import forecast
-from trainwright.forecast.step import Subject, trace_step
-from trainwright.forecast.survey import Survey
+from trainwright.forecast.step import TracedObjects, trace_step
+from trainwright.forecast.survey import LayoutSurvey
 from trainwright.plan.choose import offloaded as offloaded_ways
 from trainwright.plan.devices import Device, find_device, known_devices
 from trainwright.plan.machine import read_machine
@@ -33,7 +33,7 @@ from trainwright.recipe import Loaded, from_mapping, load
 from trainwright.training.job import make_advance, prepare
 from trainwright.verbs.plan import show_plan
 
-RECIPES = Path(__file__).parent.parent / "recipes"
+RECIPES = Path(__file__).parents[2] / "recipes"
 MIB, GIB = 1 << 20, 1 << 30
 TINY = ("batch.size=96", "model.args.layers=4")
 
@@ -50,7 +50,7 @@ def gpt(*settings: str) -> Loaded:
 @pytest.mark.parametrize(("kind", "precision"), [("cpu", "fp32"), ("cuda", "bf16")])
 def test_what_is_scaled_is_what_is_traced(kind: str, precision: str, checkpointing: str) -> None:
     device = cpu(GIB) if kind == "cpu" else find_device("h100-80gb", known_devices())
-    survey = Survey(blueprint(gpt()), device, precision)  # type: ignore[arg-type]
+    survey = LayoutSurvey(blueprint(gpt()), device, precision)  # type: ignore[arg-type]
     way = survey.way(checkpointing, chunked=False)
     recompute = survey.recompute(checkpointing)
     traced = survey.trace(12, chunked=False, recompute=recompute, accumulation=3)
@@ -87,7 +87,7 @@ def test_where_nothing_fits_other_training_is_proposed_and_not_silently_taken() 
 
 
 def test_the_average_of_the_weights_is_counted() -> None:
-    plain, average = (Survey(blueprint(gpt(*ask)), cpu(GIB), "fp32") for ask in ([], ["model.ema=0.99"]))
+    plain, average = (LayoutSurvey(blueprint(gpt(*ask)), cpu(GIB), "fp32") for ask in ([], ["model.ema=0.99"]))
     more = average.trace(2, chunked=False).peak.total - plain.trace(2, chunked=False).peak.total
     assert more == 4 * plain.blueprint.counts[1]
 
@@ -95,7 +95,7 @@ def test_the_average_of_the_weights_is_counted() -> None:
 def test_a_loss_in_chunks_is_scaled_from_whole_chunks() -> None:
     small = ["model.args.layers=1", "model.args.block_size=256", "data.train.args.block_size=256"]
     loaded = load(RECIPES / "gpt2-124m.yaml", overrides=small, environ={})
-    survey = Survey(blueprint(loaded), find_device("h100-80gb", known_devices()), "bf16")
+    survey = LayoutSurvey(blueprint(loaded), find_device("h100-80gb", known_devices()), "bf16")
     assert (survey.blueprint.chunked(1), survey.blueprint.chunked(4)) == (False, True)
     way, traced = survey.way("none", chunked=True), survey.trace(64, chunked=True)
     assert traced.peak.total <= way.scaled.peak_bytes(64, 1) <= 1.1 * traced.peak.total
@@ -112,33 +112,33 @@ def test_planning_leaves_the_process_as_it_was() -> None:
 def test_nothing_is_traced_where_nothing_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainwright.forecast.resolve.blueprint", None)
     loaded = gpt("batch.micro=8", "model.activation_checkpointing=block")
-    assert settle(loaded, cpu(GIB)).loaded is loaded
+    assert resolve(loaded, cpu(GIB)).loaded is loaded
 
 
 def test_auto_is_settled_the_same_each_time_and_can_be_kept() -> None:
     loaded = gpt("batch.micro=auto", "model.activation_checkpointing=auto")
-    one, two = settle(loaded, cpu(14 * MIB)), settle(loaded, cpu(14 * MIB))
+    one, two = resolve(loaded, cpu(14 * MIB)), resolve(loaded, cpu(14 * MIB))
     assert one.loaded.recipe == two.loaded.recipe
     assert one.planned == two.planned
     assert isinstance(one.loaded.recipe.batch.micro, int)
-    again = resettled(loaded, json.loads(json.dumps(one.to_json())))
+    again = resolved_before(loaded, json.loads(json.dumps(one.to_json())))
     assert (again.loaded.recipe, again.planned) == (one.loaded.recipe, one.planned)
     assert {note.topic for note in one.notes} == {"micro-batch", "checkpointing"}
 
 
 def test_a_budget_in_bytes_is_kept_by_the_true_peak() -> None:
     loaded = gpt("batch.micro=24", "model.activation_checkpointing=26MiB")
-    settled = settle(loaded, cpu(GIB))
+    settled = resolve(loaded, cpu(GIB))
     assert settled.planned is not None
     assert 0 < settled.planned.count <= 4
-    survey = Survey(blueprint(loaded), cpu(GIB), "fp32")
+    survey = LayoutSurvey(blueprint(loaded), cpu(GIB), "fp32")
     traced = survey.trace(24, chunked=False, recompute=settled.planned, accumulation=2)
     assert traced.peak.total <= 26 * MIB < survey.trace(24, chunked=False).peak.total
 
 
 def test_a_choice_that_cannot_be_made_is_an_error_with_a_remedy() -> None:
     with pytest.raises(UsageError, match="no micro-batch fits"):
-        settle(gpt("batch.micro=auto"), cpu(5 * MIB))
+        resolve(gpt("batch.micro=auto"), cpu(5 * MIB))
 
 
 def test_a_model_handed_over_in_python_is_planned_as_a_copy() -> None:
@@ -149,7 +149,7 @@ def test_a_model_handed_over_in_python_is_planned_as_a_copy() -> None:
         assert [p.requires_grad for p in copied.parameters()] == [p.requires_grad for p in model.parameters()]
     data = unwrap((torch.zeros(64, 64), torch.zeros(64, dtype=torch.int64)))
     mapping = {"model": "live:model", "data": {"train": "live:train"}, "batch": {"size": 64, "micro": "auto"}}
-    settled = settle(from_mapping(mapping), cpu(GIB), parts=Parts(model, data, None, nn.CrossEntropyLoss()))
+    settled = resolve(from_mapping(mapping), cpu(GIB), parts=Parts(model, data, None, nn.CrossEntropyLoss()))
     assert settled.loaded.recipe.batch.micro == 64
     assert type(model[0].weight) is nn.Parameter
 
@@ -265,10 +265,10 @@ def test_the_optimizer_goes_to_the_host_where_nothing_else_fits(tight: Device) -
 def test_offload_is_settled_and_kept(asked: str, tight: Device) -> None:
     loaded = shallow("batch.micro=1", "model.activation_checkpointing=block", f"optimizer.offload={asked}")
     if asked == "auto":
-        assert settle(loaded, a100(2 * GIB)).loaded.recipe.optimizer.offload is False
-    found = settle(loaded, tight) if asked != "false" else settle(loaded, a100(2 * GIB))
+        assert resolve(loaded, a100(2 * GIB)).loaded.recipe.optimizer.offload is False
+    found = resolve(loaded, tight) if asked != "false" else resolve(loaded, a100(2 * GIB))
     assert found.loaded.recipe.optimizer.offload is (asked != "false")
-    again = resettled(loaded, json.loads(json.dumps(found.to_json())))
+    again = resolved_before(loaded, json.loads(json.dumps(found.to_json())))
     assert again.loaded.recipe == found.loaded.recipe
     assert [note.topic for note in found.notes] == (["optimizer offload"] if asked == "auto" else [])
 
@@ -276,8 +276,8 @@ def test_offload_is_settled_and_kept(asked: str, tight: Device) -> None:
 def test_offload_beside_what_else_the_plan_decides(tight: Device) -> None:
     asked = ("batch.micro=auto", "model.activation_checkpointing=auto")
     with pytest.raises(UsageError, match="no micro-batch fits"):
-        settle(shallow("batch.micro=auto"), tight)
-    found = settle(shallow(*asked, "optimizer.offload=auto"), tight)
+        resolve(shallow("batch.micro=auto"), tight)
+    found = resolve(shallow(*asked, "optimizer.offload=auto"), tight)
     assert found.loaded.recipe.optimizer.offload is True
     assert found.planned is not None
     assert {note.topic for note in found.notes} == {"micro-batch", "optimizer offload", "checkpointing"}
@@ -285,7 +285,7 @@ def test_offload_beside_what_else_the_plan_decides(tight: Device) -> None:
 
 def test_on_a_cpu_there_is_nothing_to_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainwright.forecast.resolve.blueprint", None)
-    found = settle(shallow("optimizer.offload=auto"), cpu(MIB))
+    found = resolve(shallow("optimizer.offload=auto"), cpu(MIB))
     assert found.loaded.recipe.optimizer.offload is False
     assert "is the host's" in found.notes[0].why
 
@@ -299,10 +299,10 @@ def test_offload_that_gains_nothing_is_refused_with_its_place() -> None:
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_the_arithmetic_of_offload_is_that_of_a_trace(accumulation: int) -> None:
-    survey = Survey(blueprint(shallow()), find_device("h100-80gb", known_devices()), "bf16")
+    survey = LayoutSurvey(blueprint(shallow()), find_device("h100-80gb", known_devices()), "bf16")
     [way] = offloaded_ways([survey.way("none", chunked=False)], survey.device)
 
-    def make(device: torch.device) -> Subject:
+    def make(device: torch.device) -> TracedObjects:
         made = survey.blueprint.subject(device, samples=12, chunked=False)
         assert made.optimizer is not None
         weights = [p for group in made.optimizer.param_groups for p in group["params"]]

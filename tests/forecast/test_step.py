@@ -18,14 +18,14 @@ from trainwright.build.optim.choose import make_optimizer
 from trainwright.engine.losses import cross_entropy, language_model
 from trainwright.engine.precision import PrecisionName
 from trainwright.errors import UsageError
-from trainwright.forecast.step import Subject, trace_step
+from trainwright.forecast.step import TracedObjects, trace_step
 from trainwright.models.gpt import gpt
 from trainwright.models.lora import add_lora
 from trainwright.models.lstm import lstm
 from trainwright.models.resnet import resnet
-from trainwright.plan.checkpointing import Recompute
+from trainwright.plan.checkpointing import Checkpointing
 
-Make = Callable[[torch.device], Subject]
+Make = Callable[[torch.device], TracedObjects]
 
 
 def _ids() -> tuple[Tensor, Tensor]:
@@ -33,28 +33,28 @@ def _ids() -> tuple[Tensor, Tensor]:
     return ids, ids.clone()
 
 
-def make_gpt(device: torch.device, *, optimizer: str = "adamw", **options: Any) -> Subject:
+def make_gpt(device: torch.device, *, optimizer: str = "adamw", **options: Any) -> TracedObjects:
     model = gpt(**{"vocab_size": 300, "block_size": 64, "layers": 3, "heads": 2, "d_model": 128, **options})
-    return Subject(model, language_model, make_optimizer(optimizer, model, lr=1e-4), _ids())
+    return TracedObjects(model, language_model, make_optimizer(optimizer, model, lr=1e-4), _ids())
 
 
-def make_lora(device: torch.device) -> Subject:
+def make_lora(device: torch.device) -> TracedObjects:
     model = add_lora(gpt(vocab_size=300, block_size=64, layers=3, heads=2, d_model=128), rank=4)
-    return Subject(model, language_model, make_optimizer("adamw", model, lr=1e-4), _ids())
+    return TracedObjects(model, language_model, make_optimizer("adamw", model, lr=1e-4), _ids())
 
 
-def make_resnet(device: torch.device) -> Subject:
+def make_resnet(device: torch.device) -> TracedObjects:
     model = resnet(depth=8, width=32)
     micro = (torch.zeros(32, 3, 32, 32), torch.zeros(32, dtype=torch.int64))
-    return Subject(model, cross_entropy, make_optimizer("sgd", model, lr=1e-4), micro)
+    return TracedObjects(model, cross_entropy, make_optimizer("sgd", model, lr=1e-4), micro)
 
 
-def make_lstm(device: torch.device) -> Subject:
+def make_lstm(device: torch.device) -> TracedObjects:
     model = lstm(vocab_size=300, d_model=128)
-    return Subject(model, language_model, make_optimizer("adamw", model, lr=1e-4), _ids())
+    return TracedObjects(model, language_model, make_optimizer("adamw", model, lr=1e-4), _ids())
 
 
-def make_bert(device: torch.device) -> Subject:
+def make_bert(device: torch.device) -> TracedObjects:
     transformers = pytest.importorskip("transformers")
     shape = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256}
     model = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=300, **shape))
@@ -64,14 +64,14 @@ def make_bert(device: torch.device) -> Subject:
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
 
-    return Subject(model, loss, make_optimizer("adamw", model, lr=1e-4), _ids())
+    return TracedObjects(model, loss, make_optimizer("adamw", model, lr=1e-4), _ids())
 
 
-def make_linear(device: torch.device, *, optimizer: bool = True) -> Subject:
+def make_linear(device: torch.device, *, optimizer: bool = True) -> TracedObjects:
     """16 rows, 32 -> 64 -> 8."""
     model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.ReLU(), nn.Linear(64, 8, bias=False))
     chosen = torch.optim.AdamW(model.parameters(), lr=1e-3) if optimizer else None
-    return Subject(model, F.mse_loss, chosen, (torch.zeros(16, 32), torch.zeros(16, 8)))
+    return TracedObjects(model, F.mse_loss, chosen, (torch.zeros(16, 32), torch.zeros(16, 8)))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_the_state_of_any_optimizer_is_there_before_the_step(optimizer: str) -> 
 
 @pytest.mark.parametrize("keep", [(), ("matmul",)], ids=["whole", "matmul"])
 def test_the_peak_with_recomputation_is_that_of_a_real_step(keep: tuple[str, ...]) -> None:
-    recompute = Recompute.every(3, keep)
+    recompute = Checkpointing.every(3, keep)
     real = measured_peak(make_gpt, recompute=recompute)
     trace = trace_step(make_gpt, device="cpu", recompute=recompute)
     assert trace.peak.total == pytest.approx(real, rel=0.01)
@@ -152,7 +152,7 @@ def test_without_an_optimizer_the_trace_ends_with_the_backward_pass() -> None:
 
 
 def test_the_process_is_left_as_it_was() -> None:
-    def make(device: torch.device) -> Subject:
+    def make(device: torch.device) -> TracedObjects:
         torch.manual_seed(7)
         random.seed(7)
         np.random.seed(7)
@@ -171,9 +171,9 @@ def test_the_process_is_left_as_it_was() -> None:
 
 
 def test_a_model_may_be_moved_and_keeps_its_tied_weights() -> None:
-    def make(device: torch.device) -> Subject:
+    def make(device: torch.device) -> TracedObjects:
         model = gpt(vocab_size=300, block_size=64, layers=1, heads=2, d_model=128).to(torch.float64).to(device)
-        return Subject(model, language_model, torch.optim.SGD(model.parameters(), lr=1e-3), _ids())
+        return TracedObjects(model, language_model, torch.optim.SGD(model.parameters(), lr=1e-3), _ids())
 
     model = gpt(vocab_size=300, block_size=64, layers=1, heads=2, d_model=128)
     weights = 8 * sum(parameter.numel() for parameter in model.parameters())
@@ -181,9 +181,9 @@ def test_a_model_may_be_moved_and_keeps_its_tied_weights() -> None:
 
 
 def _with_loss(loss: Callable[[nn.Module, Any], Tensor]) -> Make:
-    def make(device: torch.device) -> Subject:
+    def make(device: torch.device) -> TracedObjects:
         model = nn.Linear(32, 8)
-        return Subject(
+        return TracedObjects(
             model, loss, torch.optim.SGD(model.parameters(), lr=1e-3), (torch.zeros(16, 32), torch.zeros(16))
         )
 

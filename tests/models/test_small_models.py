@@ -12,7 +12,7 @@ from trainwright.errors import UsageError
 from trainwright.models.gpt import generate
 from trainwright.models.lstm import lstm
 from trainwright.models.mlp import mlp
-from trainwright.models.resnet import Block, resnet
+from trainwright.models.resnet import BasicBlock, resnet
 
 
 def count(model: nn.Module) -> int:
@@ -36,7 +36,7 @@ def test_resnet_takes_digits_and_photographs(channels: int, side: int) -> None:
 
 
 def test_the_option_a_shortcut_keeps_every_second_pixel_and_pads_channels_with_zeros() -> None:
-    block = Block(2, 4, stride=2).eval()
+    block = BasicBlock(2, 4, stride=2).eval()
     nn.init.zeros_(block.norm2.weight)  # the branch is then zero
     x_BCHW = torch.rand(1, 2, 6, 6)
     out = block(x_BCHW)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from trainwright.engine.evaluate import Evaluated
+from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.loop import run
 from trainwright.engine.loss import Loss
 from trainwright.engine.step import StepResult, make_step
@@ -24,7 +24,7 @@ from trainwright.observe.progress import Progress
 from trainwright.observe.samples import TextSamples
 from trainwright.observe.saving import SavePolicy, Saving
 from trainwright.observe.signals import PREEMPTED, Signals
-from trainwright.observe.step_log import Recorder
+from trainwright.observe.step_log import StepLog
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Quarantined, Skipped, Step
 from trainwright.runlog.writer import LogWriter
@@ -56,9 +56,9 @@ def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> Lo
     return Loss((model(x) - y).square().sum(), float(len(x)))
 
 
-def record(path: Path, *, every: Every, poisoned: int = -1, count: int = 12) -> Recorder:
+def record(path: Path, *, every: Every, poisoned: int = -1, count: int = 12) -> StepLog:
     journal = Journal(LogWriter(path), warn=pytest.fail)
-    recorder = Recorder(journal, [], every, wall_clock=lambda: 1.0)
+    recorder = StepLog(journal, [], every, wall_clock=lambda: 1.0)
     state = make_state()
     run(state, batches(count, poisoned=poisoned), make_step(loss), until=for_steps(count), observers=[recorder])
     recorder.tell_skipped(state)
@@ -120,7 +120,7 @@ def test_a_full_disk_costs_log_lines_and_no_training(tmp_path: Path) -> None:
     said: list[str] = []
     journal = Journal(LogWriter("/dev/full"), said.append)
     state = make_state()
-    recorder = Recorder(journal, [], Every(steps=1))
+    recorder = StepLog(journal, [], Every(steps=1))
     outcome = run(state, batches(5), make_step(loss), until=for_steps(5), observers=[recorder])
     journal.close()
     assert outcome.ending == "finished"
@@ -205,7 +205,7 @@ def progress_lines(*, terminal: bool, steps: int = 40) -> str:
     console = Console(file=out, force_terminal=terminal, width=160, color_system=None)
     now = iter(range(10_000))
     progress = Progress(console, marks={"uniform": 3.0, "bigram": 0.5}, clock=lambda: next(now) * 3.0)
-    progress.evaluated(0, Evaluated(2.5, 10.0, {"accuracy": 0.5}))
+    progress.evaluated(0, EvaluationResult(2.5, 10.0, {"accuracy": 0.5}))
     run(make_state(), batches(steps), make_step(loss), until=for_steps(steps), observers=[progress])
     return out.getvalue()
 
@@ -236,7 +236,7 @@ def test_a_bad_sample_is_told_and_logged_whether_its_step_is_due_or_not(tmp_path
     out = io.StringIO()
     progress = Progress(Console(file=out, width=160))
     journal = Journal(LogWriter(tmp_path / "log"), warn=pytest.fail)
-    recorder = Recorder(journal, [], Every(steps=5), wall_clock=lambda: 1.0)
+    recorder = StepLog(journal, [], Every(steps=5), wall_clock=lambda: 1.0)
     given = batches(4)
     given[2] = replace(given[2], bad=(BadSample(137, "OSError: truncated"), BadSample(5, "ValueError: x")))
     run(make_state(), given, make_step(loss), until=for_steps(4), observers=[recorder, progress])

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright.engine.evaluate import Evaluated
+from trainwright.engine.evaluate import EvaluationResult
 from trainwright.errors import CheckpointError
 from trainwright.observe.cadence import Every
 from trainwright.observe.journal import Journal
 from trainwright.observe.saving import SavePolicy, Saving
-from trainwright.observe.step_log import Recorder
+from trainwright.observe.step_log import StepLog
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import NotSaved
 from trainwright.runlog.writer import LogWriter
@@ -53,8 +53,8 @@ def saving_in(folder: Path, heard: Heard, clock: Callable[[], float] = lambda: 0
     return Saving(folder, SavePolicy(**policy), told=heard, warn=heard.said.append, clock=clock)  # type: ignore[arg-type]
 
 
-def seen(loss: float) -> Evaluated:
-    return Evaluated(loss=loss, weight=1.0, metrics={}, seconds=0.0)
+def seen(loss: float) -> EvaluationResult:
+    return EvaluationResult(loss=loss, weight=1.0, metrics={}, seconds=0.0)
 
 
 class Held:
@@ -63,7 +63,7 @@ class Held:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go, self.begun, write = threading.Event(), threading.Event(), checkpoint.commit
 
-        def waiting(snapshot: checkpoint.Snapshot, folder: Path, best: Best | None) -> tuple[Path, int]:
+        def waiting(snapshot: checkpoint.CheckpointData, folder: Path, best: Best | None) -> tuple[Path, int]:
             self.begun.set()
             assert self.go.wait(60)
             return write(snapshot, folder, best)
@@ -137,7 +137,7 @@ def test_the_best_is_saved_when_it_is_seen_and_kept(tmp_path: Path) -> None:
     saving = saving_in(tmp_path, heard, best="accuracy", best_is_largest=True, retention=Retention(1))
     due = []
     for step, accuracy in enumerate((0.5, 0.9, 0.7, float("nan"), 0.8), start=1):
-        saving.evaluated(step, Evaluated(loss=1.0, weight=1.0, metrics={"accuracy": accuracy}, seconds=0.0))
+        saving.evaluated(step, EvaluationResult(loss=1.0, weight=1.0, metrics={"accuracy": accuracy}, seconds=0.0))
         due.append(saving.due(state := state_at(step)))
         saving(state)
     saving.close()
@@ -145,7 +145,7 @@ def test_the_best_is_saved_when_it_is_seen_and_kept(tmp_path: Path) -> None:
     assert read_best(tmp_path) == Best(2, "accuracy", 0.9)
     assert [step_of(path) for path in checkpoints(tmp_path)] == [5, 2]
     resumed = saving_in(tmp_path, heard, best="accuracy", best_is_largest=True)
-    resumed.evaluated(6, Evaluated(loss=1.0, weight=1.0, metrics={"accuracy": 0.85}, seconds=0.0))
+    resumed.evaluated(6, EvaluationResult(loss=1.0, weight=1.0, metrics={"accuracy": 0.85}, seconds=0.0))
     assert not resumed.due(state_at(6)), "a resume remembers what was best"
     resumed.close()
 
@@ -153,7 +153,7 @@ def test_the_best_is_saved_when_it_is_seen_and_kept(tmp_path: Path) -> None:
 def test_an_unknown_metric_is_told_with_what_there_is(tmp_path: Path) -> None:
     heard = Heard()
     saving = saving_in(tmp_path, heard, best="acuracy")
-    saving.evaluated(1, Evaluated(loss=1.0, weight=1.0, metrics={"accuracy": 0.1}, seconds=0.0))
+    saving.evaluated(1, EvaluationResult(loss=1.0, weight=1.0, metrics={"accuracy": 0.1}, seconds=0.0))
     assert len(heard.said) == 1 and "did you mean 'accuracy'" in heard.said[0]
     saving.close()
 
@@ -312,7 +312,7 @@ def test_whatever_a_write_raises_leaves_the_run_going(tmp_path: Path, asynchrono
 def test_a_run_folder_that_goes_between_commit_and_tidying_up_leaves_the_run_going(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def commit_and_lose(snapshot: checkpoint.Snapshot, folder: Path, best: Best | None) -> tuple[Path, int]:
+    def commit_and_lose(snapshot: checkpoint.CheckpointData, folder: Path, best: Best | None) -> tuple[Path, int]:
         written = checkpoint.commit(snapshot, folder, best)
         shutil.rmtree(folder)
         return written
@@ -330,7 +330,7 @@ def test_a_run_folder_that_goes_between_commit_and_tidying_up_leaves_the_run_goi
 
 def test_a_save_that_failed_is_in_the_log(tmp_path: Path) -> None:
     journal = Journal(LogWriter(tmp_path / "log.jsonl"), pytest.fail)
-    recorder, said = Recorder(journal, [], Every(steps=1)), []
+    recorder, said = StepLog(journal, [], Every(steps=1)), []
     state = state_at(3)
     nn.init.constant_(state.model.weight, float("nan"))  # type: ignore[arg-type]
     saving = Saving(tmp_path / "checkpoints", SavePolicy(), told=recorder, warn=said.append)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from trainwright.engine.step import StepResult
-from trainwright.observe.telemetry import Gpus, Telemetry, host_values
+from trainwright.observe.telemetry import Gpus, TelemetryReader, host_values
 from trainwright.plan.machine import read_gpus
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Telemetry as TelemetryRecord
@@ -51,7 +51,7 @@ def state() -> TrainState:
 def test_records_when_due_to_log_and_sinks(tmp_path: Path) -> None:
     now_s = [100.0]
     log, sink = LogWriter(tmp_path / "log.jsonl"), Kept()
-    telemetry = Telemetry(
+    telemetry = TelemetryReader(
         log, [sink], folder=tmp_path, every_s=10.0, clock=lambda: now_s[0], wall_clock=lambda: now_s[0] + 1e9
     )
     for step, at_s in [(1, 100.0), (2, 105.0), (3, 109.99), (4, 110.0), (5, 119.0), (6, 150.0), (7, 151.0)]:

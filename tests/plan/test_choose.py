@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.traces import GIB, scaled
-from trainwright.plan.choose import Way, choose, micro_sizes, weigh
+from trainwright.plan.choose import Layout, choose, micro_sizes, weigh
 from trainwright.plan.devices import Device
 from trainwright.plan.nearest import Held, remedies
 from trainwright.plan.offload import Offload
 
 DEVICE = Device("some", "cuda", 80 * GIB, 2e12, {"fp32": 2e13, "bf16": 3e14}, host_link=3e10, launch_s=0.0)
-NONE = Way("bf16", "none", False, scaled(kept=4.0), rank=0, logits_bytes=GIB)
-BLOCK = Way("bf16", "block", False, scaled(kept=0.5, again=True), rank=4)
+NONE = Layout("bf16", "none", False, scaled(kept=4.0), rank=0, logits_bytes=GIB)
+BLOCK = Layout("bf16", "block", False, scaled(kept=0.5, again=True), rank=4)
 
 
 def test_the_plainest_that_fits_is_taken() -> None:

@@ -13,8 +13,8 @@ from trainwright.plan.batch import BatchPlan, scale_lr, solve_batch
 from trainwright.plan.duration import Extent, Interval, Pace, extent, interval, span
 from trainwright.plan.explain import human_bytes, human_seconds, preflight
 from trainwright.plan.make import (
-    Facts,
     Kept,
+    RunFacts,
     Spent,
     candidates,
     choose_precision,
@@ -25,7 +25,7 @@ from trainwright.plan.make import (
 from trainwright.plan.memory import memory_bytes
 from trainwright.recipe import Duration, Recipe, from_mapping
 
-FACTS = Facts(
+FACTS = RunFacts(
     train_samples=1000,
     val_samples=100,
     tokens_per_sample=64,

@@ -14,7 +14,7 @@ import torch
 
 from trainwright.plan.machine import Gpu, Machine
 from trainwright.report.environment import Line, exit_status, judge, render, runs_on, worst
-from trainwright.report.system import Facts, TorchFacts, gather
+from trainwright.report.system import SystemFacts, TorchFacts, gather
 
 GIB = 1 << 30
 H100 = Gpu(0, "NVIDIA H100", 80 * GIB, (9, 0), "570.86")
@@ -29,7 +29,7 @@ CUDA_TORCH = TorchFacts(
     nccl=(2, 27, 3),
     num_threads=16,
 )
-GOOD = Facts(
+GOOD = SystemFacts(
     python=(3, 11, 7),
     torch=CUDA_TORCH,
     numpy="2.4.6",
@@ -48,16 +48,16 @@ CPU_ONLY = replace(
 )
 
 
-def with_torch(facts: Facts, **changes: Any) -> Facts:
+def with_torch(facts: SystemFacts, **changes: Any) -> SystemFacts:
     assert facts.torch is not None
     return replace(facts, torch=replace(facts.torch, **changes))
 
 
-def with_gpus(facts: Facts, *gpus: Gpu) -> Facts:
+def with_gpus(facts: SystemFacts, *gpus: Gpu) -> SystemFacts:
     return replace(facts, machine=replace(facts.machine, gpus=gpus))
 
 
-def faults(facts: Facts) -> list[tuple[str, str]]:
+def faults(facts: SystemFacts) -> list[tuple[str, str]]:
     """(verdict, what) of what is not in order; each says what to do."""
     lines = [line for line in judge(facts) if line.verdict in ("warn", "bad")]
     assert all(line.remedy for line in lines)
@@ -65,7 +65,7 @@ def faults(facts: Facts) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("facts", [GOOD, CPU_ONLY], ids=["gpu", "cpu"])
-def test_what_fits_together_has_no_faults(facts: Facts) -> None:
+def test_what_fits_together_has_no_faults(facts: SystemFacts) -> None:
     assert faults(facts) == []
     assert all(line.remedy == "" for line in judge(facts))
     assert exit_status(judge(facts)) == 0
@@ -75,7 +75,7 @@ H100_TWICE = (H100, replace(H100, index=1))
 B200 = replace(H100, name="NVIDIA B200", compute_capability=(10, 3))
 PASCAL = replace(H100, name="Tesla P100", compute_capability=(6, 0))
 
-CASES: dict[str, tuple[Facts, list[tuple[str, str]]]] = {
+CASES: dict[str, tuple[SystemFacts, list[tuple[str, str]]]] = {
     "python too old": (replace(GOOD, python=(3, 10, 2)), [("bad", "python")]),
     "torch missing": (replace(CPU_ONLY, torch=None, torch_error="No module named 'torch'"), [("bad", "torch")]),
     "torch too old": (with_torch(GOOD, version="2.10.1+cu128"), [("bad", "torch")]),

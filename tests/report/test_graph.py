@@ -10,7 +10,7 @@ from itertools import combinations
 import pytest
 
 from trainwright.plan.fold import Folded, Run, fold
-from trainwright.plan.profile import LOSS, Anatomy, Node, Part, Saved
+from trainwright.plan.profile import LOSS, GraphProfile, ModuleProfile, Node, SavedTensor
 from trainwright.report.chart import INK, PALETTE
 from trainwright.report.graph import Headline, graph_text, human_count, ops_text, size_text
 from trainwright.report.graph_svg import CHARACTER, SIZE, graph_svg, lanes_of
@@ -20,27 +20,30 @@ HEADLINE = Headline("small", "Net", 4, "fp32", 1234, 20, 30, notes=("a < b & <sc
 Box = tuple[float, float, float, float]
 
 
-def anatomy(blocks: int, *, bytes_of_last: int = 4000) -> Anatomy:
+def anatomy(blocks: int, *, bytes_of_last: int = 4000) -> GraphProfile:
     """A chain of equal residual blocks, the last of which may keep more or less."""
     parts = [
-        Part("", "Net", 0, 0, calls=1),
-        Part("stem", "Linear", 10, 10, calls=1),
-        Part("blocks", "ModuleList", 0, 0),
+        ModuleProfile("", "Net", 0, 0, calls=1),
+        ModuleProfile("stem", "Linear", 10, 10, calls=1),
+        ModuleProfile("blocks", "ModuleList", 0, 0),
     ]
     nodes = [Node("AddmmBackward0", "stem", (), ())]
     for index in range(blocks):
         path, entry = f"blocks.{index}", len(nodes) - 1
         size = bytes_of_last if index == blocks - 1 else 4000
-        given = (Saved("", 10 * entry, 4000, "activations"),)
-        parts += [Part(path, "Block", 0, 0, calls=1, given=given), Part(f"{path}.inner", "Linear", 100, 90, calls=1)]
+        given = (SavedTensor("", 10 * entry, 4000, "activations"),)
+        parts += [
+            ModuleProfile(path, "Block", 0, 0, calls=1, given=given),
+            ModuleProfile(f"{path}.inner", "Linear", 100, 90, calls=1),
+        ]
         nodes += [
-            Node("AddmmBackward0", f"{path}.inner", (Saved("mat1", 10 * entry, size, "activations"),), (entry,)),
-            Node("GeluBackward0", path, (Saved("self", 10 * entry + 1, 500, "activations"),), (len(nodes),)),
+            Node("AddmmBackward0", f"{path}.inner", (SavedTensor("mat1", 10 * entry, size, "activations"),), (entry,)),
+            Node("GeluBackward0", path, (SavedTensor("self", 10 * entry + 1, 500, "activations"),), (len(nodes),)),
             Node("AddBackward0", path, (), (entry, len(nodes) + 1)),
         ]
-    parts.append(Part(LOSS, "", 0, 0))
-    nodes.append(Node("NllLossBackward0", LOSS, (Saved("self", -1, 8, "activations"),), (len(nodes) - 1,)))
-    return Anatomy(tuple(parts), tuple(nodes))
+    parts.append(ModuleProfile(LOSS, "", 0, 0))
+    nodes.append(Node("NllLossBackward0", LOSS, (SavedTensor("self", -1, 8, "activations"),), (len(nodes) - 1,)))
+    return GraphProfile(tuple(parts), tuple(nodes))
 
 
 def drawing(folded: Folded) -> ET.Element:
@@ -101,7 +104,9 @@ def test_depth_cuts_the_tree_and_joins_nodes() -> None:
 
 def test_the_default_depth_fits_on_a_screen() -> None:
     many = anatomy(1)
-    parts = [Part("a", "List", 0, 0)] + [Part(f"a.layer{i}", "Linear", i, i, calls=1) for i in range(100)]
+    parts = [ModuleProfile("a", "List", 0, 0)] + [
+        ModuleProfile(f"a.layer{i}", "Linear", i, i, calls=1) for i in range(100)
+    ]
     wide = replace(many, parts=(*many.parts, *parts))
     assert fold(wide).depth == 1
     assert len(fold(wide, depth=2).rows) > 100

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainwright.errors import CheckpointError
-from trainwright.state.checkpoint import load_checkpoint, misfits, read_papers, save_checkpoint
+from trainwright.state.checkpoint import load_checkpoint, misfits, read_run_metadata, save_checkpoint
 from trainwright.state.manifest import verify, write_manifest
 from trainwright.state.train_state import TrainState
 from trainwright.state.weights import read_weights
@@ -59,7 +59,7 @@ def test_a_pickle_is_refused_and_not_executed(tmp_path: Path, file: str, how: st
 
 
 def _all_readers(path: Path) -> None:
-    read_papers(path)
+    read_run_metadata(path)
     misfits(fresh(), path)
     read_weights(path, average=True)
     raise CheckpointError("it was read: no checkpoint of Trainwright")

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
-from trainwright.engine.dry_run import Mode, rehearse
+from trainwright.engine.dry_run import Mode, dry_run
 from trainwright.engine.precision import FP32
 from trainwright.errors import RecipeError, UsageError
 from trainwright.state.cursor import MicroBatch, StepBatch
@@ -197,7 +197,7 @@ def test_a_rehearsal_puts_any_buffer_back(layout: str) -> None:
     before = model.adjacency.to_dense().clone()
     x, y = data(8)
     first = StepBatch((MicroBatch((x, y), np.arange(8)),))
-    seen = rehearse(state, first, nn.functional.cross_entropy, modes=[Mode(FP32, 1)], budget_s=0)
+    seen = dry_run(state, first, nn.functional.cross_entropy, modes=[Mode(FP32, 1)], budget_s=0)
     assert torch.equal(model.adjacency.to_dense(), before)
     assert np.isfinite(seen.loss) and seen.activation_bytes > 0
     assert model.adjacency is kinds[layout]

@@ -17,7 +17,7 @@ from trainwright.engine.losses import Loss, hf_causal_lm, language_model
 from trainwright.models.gpt import gpt
 from trainwright.models.hf import hf_model
 from trainwright.replay.bundle import keep
-from trainwright.replay.session import Bench
+from trainwright.replay.session import ReplaySession
 from trainwright.verbs.replay import rerun
 
 STEPS, KEEP, VOCABULARY = 12, 5, 40
@@ -75,7 +75,7 @@ def test_the_same_bits_watched_and_replayed(make: Callable[[], Any], precision: 
     attendant = watch.attendant
     assert attendant.failures == []
     for step in range(STEPS - KEEP + 1, STEPS + 1):
-        played = Bench(attendant._examiner._player, attendant._ring, step).run(upto="step")
+        played = ReplaySession(attendant._examiner._player, attendant._ring, step).run(upto="step")
         assert played.error is None
         assert float(played.losses[0]) == float(losses[step - 1])
         assert same(played.after, live[step - 1])

@@ -14,7 +14,7 @@ import trainwright as tw
 from trainwright.recorder.probes.memory import Memory
 from trainwright.recorder.veto import Veto
 from trainwright.runlog.records import Watched
-from trainwright.watching.watch import session as attend
+from trainwright.watching import session
 
 
 def train(steps: int, bad: dict[int, float], **how: object) -> tuple[list[Tensor], tw.watch]:

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
-from trainwright.replay.replayer import Player
-from trainwright.replay.session import Bench
+from trainwright.replay.replayer import Replayer
+from trainwright.replay.session import ReplaySession
 
 STEPS, KEEP = 21, 8
 
@@ -292,9 +292,9 @@ def test_the_same_bits_watched_and_replayed(build: Callable[[], Loop]) -> None:
     attendant = watch.attendant
     assert attendant.step == STEPS
     assert attendant.failures == []
-    player: Player = attendant._examiner._player
+    player: Replayer = attendant._examiner._player
     for step in range(STEPS - KEEP + 1, STEPS + 1):
-        played = Bench(player, attendant._ring, step).run(upto="step")
+        played = ReplaySession(player, attendant._ring, step).run(upto="step")
         then = live[step - 1]
         assert played.error is None
         assert [float(each) for each in played.losses] == [float(each) for each in then.losses], step
@@ -306,5 +306,5 @@ def test_the_same_bits_watched_and_replayed(build: Callable[[], Loop]) -> None:
 def test_a_replay_leaves_the_generators_alone() -> None:
     _, _, watch = train(fp32_with_dropout, watched=True)
     before = torch.get_rng_state()
-    Bench(watch.attendant._examiner._player, watch.attendant._ring, STEPS).run(upto="step")
+    ReplaySession(watch.attendant._examiner._player, watch.attendant._ring, STEPS).run(upto="step")
     assert torch.equal(before, torch.get_rng_state())

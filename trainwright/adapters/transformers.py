@@ -15,7 +15,7 @@ _transformers: Any = required("transformers", needed_for="trainwright.adapters.t
 required("accelerate", needed_for="trainwright.adapters.transformers")
 
 
-class WatchCallback(_transformers.TrainerCallback):  # type: ignore[misc]
+class WatchTrainerCallback(_transformers.TrainerCallback):  # type: ignore[misc]
     """``tw.watch`` from the begin of ``train`` to its end, or to the exception that ends it. Takes its options."""
 
     def __init__(self, **options: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainwright.build.checkpointing import recompute_as_asked
+from trainwright.build.checkpointing import checkpointing_as_requested
 from trainwright.build.data import EvaluationBatches, Loading, StepBatches, Unwrapped, unwrap
 from trainwright.build.model import count_parameters, freeze, require_ready
 from trainwright.build.optim.choose import make_optimizer
@@ -21,8 +21,8 @@ from trainwright.build.resolve import find, make
 from trainwright.build.schedule import make_schedule
 from trainwright.errors import DataError, Problem, RecipeError, TrainwrightError, UsageError
 from trainwright.models.lora import add_lora
-from trainwright.plan.checkpointing import Recompute, describe
-from trainwright.plan.make import Facts, Note, Plan
+from trainwright.plan.checkpointing import Checkpointing, describe
+from trainwright.plan.make import Note, Plan, RunFacts
 from trainwright.recipe import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES, Loaded, Recipe
 from trainwright.state.cursor import Cursor, count_tokens
 from trainwright.state.ema import Ema, NoEma
@@ -64,7 +64,7 @@ def at_recipe(loaded: Loaded, path: str) -> Iterator[None]:
         raise RecipeError(Problem(path, error.message, remedy=error.remedy, where=where(path))) from None
 
 
-def build_parts(loaded: Loaded, device: torch.device, planned: Recompute | None = None) -> Parts:
+def build_parts(loaded: Loaded, device: torch.device, planned: Checkpointing | None = None) -> Parts:
     """Builds what the recipe names; ``planned`` as in ``prepare``.
 
     Raises RecipeError with file:line for whatever cannot be built.
@@ -115,7 +115,7 @@ def build_model(loaded: Loaded, train: Unwrapped | None = None) -> tuple[nn.Modu
     return model, notes
 
 
-def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Recompute | None = None) -> Parts:
+def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Checkpointing | None = None) -> Parts:
     """What the recipe does to a model, built or handed over: LoRA, freezing, checkpointing, device, compile.
 
     ``planned`` is what was chosen where the recipe leaves the choice of what to compute again to the plan.
@@ -134,7 +134,7 @@ def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Recompu
         notes.append(Note("freeze", f"{len(frozen)} parameters", ", ".join(recipe.model.freeze)))
     if recipe.model.activation_checkpointing != "none":
         with at_recipe(loaded, "model.activation_checkpointing"):
-            applied = recompute_as_asked(model, recipe.model.activation_checkpointing, planned)
+            applied = checkpointing_as_requested(model, recipe.model.activation_checkpointing, planned)
         if applied.count:
             notes.append(Note("recompute", f"{applied.count} blocks", describe(applied)))
     model.to(device)
@@ -146,10 +146,10 @@ def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Recompu
 
 def gather_facts(
     parts: Parts, device: torch.device, device_name: str, low_precision: tuple[str, ...], threads: tuple[int, ...]
-) -> Facts:
+) -> RunFacts:
     """Counts what the plan needs to know of the live objects."""
     total, trainable = count_parameters(parts.model)
-    return Facts(
+    return RunFacts(
         train_samples=_length(parts.train),
         val_samples=_length(parts.val) if parts.val else None,
         tokens_per_sample=_tokens_per_sample(parts.train),

@@ -1,6 +1,6 @@
-"""Activation checkpointing: what a ``Recompute`` names is computed again in the backward pass instead of being kept.
+"""Activation checkpointing: what a ``Checkpointing`` names is computed again in backward instead of being kept.
 
-Gradients, random numbers and buffers stay the same bits as without it; see ``replay``.
+Gradients, random numbers and buffers stay the same bits as without it; see ``selective``.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from trainwright.build.selective import KeepRule, Replay
+from trainwright.build.selective import KeepRule, RecomputedForward
 from trainwright.errors import UsageError
-from trainwright.plan.checkpointing import Recompute
+from trainwright.plan.checkpointing import Checkpointing
 
 SELECTIVE = ("matmul", "convolution", "attention")
 """The fixed policy: what costs many FLOPs is kept, what costs memory traffic is computed again."""
@@ -42,7 +42,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     return max(alike, key=lambda blocks: sum(p.numel() for block in blocks for p in block.parameters()))
 
 
-def apply_recompute(model: nn.Module, recompute: Recompute) -> int:
+def apply_checkpointing(model: nn.Module, recompute: Checkpointing) -> int:
     """Makes a model compute again what ``recompute`` names; returns of how many blocks.
 
     It replaces what was applied before, and works only in training mode and with gradients. Key names do not
@@ -66,16 +66,16 @@ def apply_recompute(model: nn.Module, recompute: Recompute) -> int:
     return recompute.count
 
 
-def recompute_as_asked(model: nn.Module, ask: str, planned: Recompute | None = None) -> Recompute:
+def checkpointing_as_requested(model: nn.Module, ask: str, planned: Checkpointing | None = None) -> Checkpointing:
     """Applies ``model.activation_checkpointing`` of a recipe and returns what was applied.
 
     ``auto`` and an amount of memory take what was ``planned``. Raises UsageError where that is missing.
     """
     if ask in ("block", "selective"):
-        planned = Recompute.every(len(find_blocks(model)), SELECTIVE if ask == "selective" else ())
+        planned = Checkpointing.every(len(find_blocks(model)), SELECTIVE if ask == "selective" else ())
     if planned is None:
         raise UsageError(f"{ask!r} asks for a plan, and none was made", remedy="write none, block or selective")
-    apply_recompute(model, planned)
+    apply_checkpointing(model, planned)
     return planned
 
 
@@ -113,7 +113,7 @@ class Region:
             if not self.keep:
                 return checkpoint(forward, *args, use_reentrant=False, **kwargs)
             return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_contexts, self.keep), **kwargs)
-        return checkpoint(Replay(forward, self.keep, self.buffers), *args, use_reentrant=False, **kwargs)
+        return checkpoint(RecomputedForward(forward, self.keep, self.buffers), *args, use_reentrant=False, **kwargs)
 
 
 def _forward(region: Region, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 from trainwright.errors import MissingExtra, Problem, RecipeError, UsageError
 
 
-class Source(Protocol):
+class RecipePlaces(Protocol):
     """Says where in the user's files a dotted path of the recipe was written."""
 
     def where(self, path: str) -> str: ...
 
 
-def find(use: str, names: Mapping[str, str], path: str, source: Source) -> Callable[..., Any]:
+def find(use: str, names: Mapping[str, str], path: str, source: RecipePlaces) -> Callable[..., Any]:
     """The callable of that short name or ``package.module:callable``. Nothing is called.
 
     The current folder counts as a place to import from. Raises RecipeError with the rule and the remedy.
@@ -53,7 +53,7 @@ def find(use: str, names: Mapping[str, str], path: str, source: Source) -> Calla
     return found  # type: ignore[no-any-return]
 
 
-def make(use: str, args: Mapping[str, Any], names: Mapping[str, str], path: str, source: Source) -> Any:
+def make(use: str, args: Mapping[str, Any], names: Mapping[str, str], path: str, source: RecipePlaces) -> Any:
     """Finds the callable and calls it with ``args``. Raises RecipeError for whatever goes wrong in it."""
     factory = find(use, names, path, source)
     at = f"{path}.args" if args else f"{path}.use"

@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from trainwright.errors import UsageError, require_choice, suggest
 
-Schedule = Callable[[int, float], float]
+ScheduleFn = Callable[[int, float], float]
 Span = int | float
 """``int``: optimizer steps. ``float`` in (0, 1]: share of the run (0 or 0.0: none)."""
 
@@ -49,7 +49,7 @@ def _require_span(name: str, value: object) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Constant:
+class ConstantSchedule:
     """decay(t) = 1: the warm-up, then the base learning rate. Base of the other schedules.
 
     ``floor`` is what a decay ends at, as a factor; it says nothing here.
@@ -108,7 +108,7 @@ class Constant:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cosine(Constant):
+class Cosine(ConstantSchedule):
     """decay(t) = floor + (1 - floor) (1 + cos(pi t)) / 2, one half wave (Loshchilov & Hutter 2017, arXiv
     1608.03983, eq. 5 without restarts)."""
 
@@ -117,7 +117,7 @@ class Cosine(Constant):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Restarts(Constant):
+class Restarts(ConstantSchedule):
     """Cosine with warm restarts, SGDR (Loshchilov & Hutter 2017, arXiv 1608.03983, eq. 5).
 
     Cycle k lasts cycle * mult**k from the end of the warm-up on and falls from max(floor, decay**k) to
@@ -148,7 +148,7 @@ class Restarts(Constant):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Linear(Constant):
+class Linear(ConstantSchedule):
     """decay(t) = floor + (1 - floor) (1 - t)."""
 
     def _decay(self, step: int, fraction: float) -> float:
@@ -156,7 +156,7 @@ class Linear(Constant):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Polynomial(Constant):
+class Polynomial(ConstantSchedule):
     """decay(t) = floor + (1 - floor) (1 - t)^power ("poly", Liu et al. 2015, arXiv 1506.04579, 3.4)."""
 
     power: float = 1.0
@@ -172,7 +172,7 @@ class Polynomial(Constant):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepDecay(Constant):
+class StepDecay(ConstantSchedule):
     """decay = max(floor, gamma**k), where k counts the whole spans ``every`` since the end of the warm-up
     (He et al. 2015, arXiv 1512.03385, 3.4: divided by 10 at each plateau)."""
 
@@ -191,7 +191,7 @@ class StepDecay(Constant):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WSD(Constant):
+class WSD(ConstantSchedule):
     """Warm-up, stable, decay (Hu et al. 2024, MiniCPM, arXiv 2404.06395, 4.2).
 
     The last span ``decay`` of the run falls from 1 to ``floor``; u in [0, 1] is the position in it:
@@ -231,8 +231,8 @@ def _require_factor(name: str, value: object) -> None:
     _require(ok, f"{name} must be a factor in (0, 1]; got {value!r}", f"try {name}=0.5")
 
 
-SCHEDULES: Mapping[str, type[Constant]] = {
-    "constant": Constant,
+SCHEDULES: Mapping[str, type[ConstantSchedule]] = {
+    "constant": ConstantSchedule,
     "cosine": Cosine,
     "restarts": Restarts,
     "linear": Linear,
@@ -249,7 +249,7 @@ def make_schedule(
     warmup: Span = 0,
     floor: float = 0.0,
     args: Mapping[str, Any] | None = None,
-) -> Schedule:
+) -> ScheduleFn:
     """The schedule ``name`` of ``SCHEDULES``; ``args`` are its further fields (``warmup_floor``, ``power`` ...).
 
     Raises UsageError for an unknown name or argument and for a value out of range.

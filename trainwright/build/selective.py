@@ -142,7 +142,7 @@ class _Giving(TorchDispatchMode):
         return kept.value
 
 
-class Replay:
+class RecomputedForward:
     """``forward`` for ``torch.utils.checkpoint``: its first call is the forward pass, the others recompute it.
 
     ``keep`` are the sites whose outputs are kept, ``buffers`` those that the pass may change. torch's own generators

@@ -107,10 +107,10 @@ def verify_resume(
     as_json: Json = False,
 ) -> None:
     """Prove on a recipe that a killed and resumed run is the same bits as one that was not."""
-    from trainwright.verbs.verify import Trial
+    from trainwright.verbs.verify import ResumeTrial
     from trainwright.verbs.verify import verify_resume as verify
 
-    say, trial = say_to(as_json), Trial(recipe, steps, workers, then_workers, tuple(settings or ()), kill)
+    say, trial = say_to(as_json), ResumeTrial(recipe, steps, workers, then_workers, tuple(settings or ()), kill)
     proof = verify(trial, keep=keep, say=say)
     say("\n".join(proof.lines()))
     finish(proof, as_json)

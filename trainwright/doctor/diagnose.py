@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from trainwright.doctor import checks as _all_checks  # noqa: F401  registers them
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import CHECKS, STAGES, Check, Finding, Wish, finding
+from trainwright.doctor.finding import CHECKS, STAGES, Check, ExperimentRequest, Finding, finding
 
 _SEVERITIES = ("critical", "warning", "info")
 
@@ -18,23 +18,23 @@ class Diagnosis(NamedTuple):
     """Findings, the first cause first, and what would tell more."""
 
     findings: tuple[Finding, ...]
-    wishes: tuple[Wish, ...]
+    wishes: tuple[ExperimentRequest, ...]
 
 
 def diagnose(case: Case) -> Diagnosis:
     """Asks every check. A finding that explains others takes them in as its consequences."""
     findings: dict[str, Finding] = {}
-    wishes: dict[Wish, None] = {}
+    wishes: dict[ExperimentRequest, None] = {}
     for check in CHECKS:
         for said in _said(check, case):
-            if isinstance(said, Wish):
+            if isinstance(said, ExperimentRequest):
                 wishes[said] = None
             elif (known := findings.get(said.found.code)) is None or said.found.sure > known.found.sure:
                 findings[said.found.code] = said
     return Diagnosis(tuple(_in_order(_folded(findings.values()))), tuple(wishes))
 
 
-def _said(check: Check, case: Case) -> Sequence[Finding | Wish]:
+def _said(check: Check, case: Case) -> Sequence[Finding | ExperimentRequest]:
     """What a check says. Its own mistake is told and is not the loop's: nobody's run ends by it."""
     try:
         return list(check(case))

@@ -16,7 +16,7 @@ STAGES: tuple[Stage, ...] = ("input", "label", "forward", "loss", "backward", "c
 
 
 @dataclass(frozen=True)
-class Trial:
+class RemedyTrial:
     """A remedy in a form that a replay can try: a name that ``replay.trials`` knows, and what it takes."""
 
     name: str
@@ -29,12 +29,12 @@ class Finding:
 
     found: Found
     stage: Stage = "loop"
-    trial: Trial | None = None
+    trial: RemedyTrial | None = None
     explains: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Wish:
+class ExperimentRequest:
     """The experiment that would tell, on the newest recorded step or on ``step``."""
 
     experiment: str
@@ -79,7 +79,7 @@ def _third(each: Sequence[Any]) -> Any:
     return each[2] if len(each) > 2 else None
 
 
-Check = Callable[[Case], Iterator[Finding | Wish]]
+Check = Callable[[Case], Iterator[Finding | ExperimentRequest]]
 CHECKS: list[Check] = []
 
 

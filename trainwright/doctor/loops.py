@@ -42,7 +42,7 @@ MODEL = re.compile(r"^self$|(^|\.)(model|net|network)$|^self\.(?!log|print|save_
 
 
 @dataclass(frozen=True)
-class Event:
+class SourceEvent:
     """One call or assignment; ``around`` it the statements, innermost first, up to its function or the file."""
 
     node: Place
@@ -52,7 +52,7 @@ class Event:
     around: list[Place]
     loops: list[Place]  # the outermost first
 
-    def near(self, other: Event) -> bool:
+    def near(self, other: SourceEvent) -> bool:
         """In every loop that the other is in."""
         return self.around[-1] is other.around[-1] and self.loops[: len(other.loops)] == other.loops
 
@@ -101,7 +101,7 @@ def _in_order(node: Place) -> Iterator[Place]:
     yield node
 
 
-class Source:
+class LoopSource:
     """What the source says of names and values; ``events``: its calls and assignments as they run."""
 
     def __init__(self, tree: ast.Module) -> None:
@@ -122,7 +122,7 @@ class Source:
         self.memo: dict[Place, Value] = {}
         self.events = [event for n in self.order for event in self.read(n)]
 
-    def of(self, *kinds: str) -> list[Event]:
+    def of(self, *kinds: str) -> list[SourceEvent]:
         return [event for event in self.events if event.kind in kinds]
 
     def around(self, node: Place) -> list[Place]:
@@ -134,7 +134,7 @@ class Source:
     def made(self, name: str) -> list[ast.Call]:
         return [value for _, value in self.assigned.get(name, []) if isinstance(value, ast.Call)]
 
-    def read(self, node: Place) -> Iterator[Event]:
+    def read(self, node: Place) -> Iterator[SourceEvent]:
         found = [self.called(node)] if isinstance(node, ast.Call) else []
         for name in map(name_of, _targets(node)):
             sides = map(name_of, (getattr(node.value, "left", None), getattr(node.value, "right", None)))
@@ -148,7 +148,7 @@ class Source:
             turns = [(n, turn) for n in around if head for turn in (n, *getattr(n, "generators", []))]
             each = [n for n, turn in turns if name_of(getattr(turn, "target", None)) == head]
             loops = [n for n in around[::-1] if isinstance(n, LOOPS) and n not in each]
-            yield Event(node, kind, "" if each else owner, self.order[node], around, loops)
+            yield SourceEvent(node, kind, "" if each else owner, self.order[node], around, loops)
 
     def called(self, node: ast.Call) -> tuple[str, str]:
         kind, owner = self.kind(node), owner_of(node)
@@ -246,19 +246,19 @@ class Source:
                 found += marked(self.value(result.value), "soft")
         return [n for n in found if isinstance(n, ast.Call) and self.kind(n) in ("softmax", "Softmax")]
 
-    def fed(self, step: Event) -> list[Event]:
+    def fed(self, step: SourceEvent) -> list[SourceEvent]:
         """The backward calls whose gradients an optimizer step takes."""
         since = max((e.at for e in self.of("step") if e.at < step.at and e.around[-1] is step.around[-1]), default=-1)
         return [b for b in self.of("backward") if since < b.at < step.at and b.near(step)]
 
-    def zeroing(self, step: Event) -> list[Event]:
+    def zeroing(self, step: SourceEvent) -> list[SourceEvent]:
         """The zero_grad calls that recur with a step: of its optimizer, of its model, or of who knows what."""
         made = " ".join(map(ast.unparse, self.made(step.owner)))
         near = [z for z in self.of("zero_grad") if z.near(step)]
         own = [z for z in near if not z.owner or not step.owner or z.owner == step.owner]
         return own + [z for z in near if self.role(z.owner) != "step" and (not made or f"{z.owner}." in made)]
 
-    def period(self, event: Event) -> Place:
+    def period(self, event: SourceEvent) -> Place:
         """The innermost ``if ... % A`` between an event and its loop."""
         inner = event.around[: event.around.index(event.loops[-1])] if event.loops else event.around
         return next((n for n in inner if isinstance(n, ast.If) and "%" in self.condition(n)), None)
@@ -276,6 +276,6 @@ class Source:
         return [self.value(node) for node in (*map(differentiated, self.of("backward")), *(r.value for r in whole))]
 
 
-def differentiated(backward: Event) -> Place:
+def differentiated(backward: SourceEvent) -> Place:
     call = backward.node
     return call.args[0] if call.args else getattr(call.func, "value", call)

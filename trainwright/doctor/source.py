@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from trainwright.doctor.loops import (
     LIVE,
     SCOPES,
+    LoopSource,
     Place,
-    Source,
     calls,
     differentiated,
     last_name,
@@ -41,10 +41,10 @@ class Pointer:
     why: str
 
 
-Check = Callable[[Source], Iterable[Place]]
+Check = Callable[[LoopSource], Iterable[Place]]
 
 
-def _clip_no_effect(s: Source) -> Iterator[Place]:
+def _clip_no_effect(s: LoopSource) -> Iterator[Place]:
     for clip in s.of("clip"):
         near = [e for e in s.of("backward", "step", "zero_grad") if e.near(clip)]
         before, after = [e for e in near if e.at < clip.at] or near, [e for e in near if e.at > clip.at] or near
@@ -52,7 +52,7 @@ def _clip_no_effect(s: Source) -> Iterator[Place]:
             yield clip.node
 
 
-def _not_normalised(s: Source) -> Iterator[Place]:
+def _not_normalised(s: LoopSource) -> Iterator[Place]:
     """``/ len(y)`` is another matter in one loop; in an inner loop of micro-batches it could be the window."""
     for step, b in ((each, b) for each in s.of("step") for b in s.fed(each)):
         inner, over = len(b.loops) > len(step.loops), marked(s.value(differentiated(b)), "over")
@@ -64,21 +64,21 @@ def _not_normalised(s: Source) -> Iterator[Place]:
             yield b.node
 
 
-def _grads_discarded(s: Source) -> Iterator[Place]:
+def _grads_discarded(s: LoopSource) -> Iterator[Place]:
     for step, z in ((each, z) for each in s.of("step") for z in s.zeroing(each)):
         inner = len(z.loops) > len(step.loops) and any(b.loops == z.loops for b in s.fed(step))
         if inner or (z.loops == step.loops and s.period(step) and not s.period(z)):
             yield z.node
 
 
-def _leftover_window(s: Source) -> Iterator[Place]:
+def _leftover_window(s: LoopSource) -> Iterator[Place]:
     for step, window in ((step, s.period(step)) for step in s.of("step") if s.period(step)):
         flushes = [e for e in s.of("step", "zero_grad") if e.loops == step.loops[:-1] and (e.loops or e.at > step.at)]
         if not flushes and not re.search(r" or |len\(", s.condition(window)):
             yield window
 
 
-def _eval_during_training(s: Source) -> Iterator[Place]:
+def _eval_during_training(s: LoopSource) -> Iterator[Place]:
     """Between functions the order is not known; there only the lack of a train() that recurs is a fault."""
     for e, b in ((e, b) for e in s.of("eval") for b in s.of("backward") if e.owner in s.trained):
         shared = [loop for loop in e.loops if loop in b.loops]
@@ -92,7 +92,7 @@ def _eval_during_training(s: Source) -> Iterator[Place]:
         yield from [e.node] if bad else []
 
 
-def _train_during_eval(s: Source) -> Iterator[Place]:
+def _train_during_eval(s: LoopSource) -> Iterator[Place]:
     """A loop over held-out data, or one call of the model without gradients, after train() or after nothing."""
     training = [loop for b in s.of("backward") for loop in b.loops]
     for call in (e for e in s.events if name_of(getattr(e.node, "func", e.node)) in s.trained):
@@ -103,7 +103,7 @@ def _train_during_eval(s: Source) -> Iterator[Place]:
             yield call.loops[-1] if call.loops and call.loops[-1] not in training else call.node
 
 
-def _functional_dropout(s: Source) -> Iterator[Place]:
+def _functional_dropout(s: LoopSource) -> Iterator[Place]:
     for call in calls(s.tree):
         text = s.aliases.get(name_of(call.func).partition(".")[0], "") + "." + name_of(call.func)
         given = {k.arg: ast.unparse(k.value) for k in call.keywords}
@@ -113,7 +113,7 @@ def _functional_dropout(s: Source) -> Iterator[Place]:
             yield call
 
 
-def _unit_mismatch(s: Source) -> Iterator[Place]:
+def _unit_mismatch(s: LoopSource) -> Iterator[Place]:
     """At each batch of the inner loop, or at each micro-batch of a window that it should wait for."""
     steps = [s.period(step) for step in s.of("step")]
     for e in (e for e in s.of("sched") if any(e.loops and e.loops == b.loops for b in s.of("backward"))):
@@ -122,7 +122,7 @@ def _unit_mismatch(s: Source) -> Iterator[Place]:
             yield e.node
 
 
-def _never_stepped(s: Source) -> Iterator[Place]:
+def _never_stepped(s: LoopSource) -> Iterator[Place]:
     """Not where it is given to anything that may step it."""
     given = [a for c in calls(s.tree) if last_name(c) != "watch" for a in (*c.args, *c.keywords)]
     used = {n for a in (*given, *s.returns) for n in names_in(a)} | {e.owner for e in s.of("sched", "step?")}
@@ -131,7 +131,7 @@ def _never_stepped(s: Source) -> Iterator[Place]:
             yield from s.made(name)
 
 
-def _autocast(s: Source) -> Iterator[Place]:
+def _autocast(s: LoopSource) -> Iterator[Place]:
     for step in (step for step in s.of("step") if step.loops):
         for node in step.around[step.around.index(step.loops[-1]) :]:
             for item in node.items if isinstance(node, ast.With | ast.AsyncWith) else []:
@@ -142,7 +142,7 @@ def _autocast(s: Source) -> Iterator[Place]:
                     yield node
 
 
-def _kept(s: Source, *, losses: bool) -> Iterator[Place]:
+def _kept(s: LoopSource, *, losses: bool) -> Iterator[Place]:
     """What a sum or a list that outlives the batch holds with its graph."""
     backs = s.of("backward")
     ours = {name for b in backs for name in names_in(differentiated(b))}
@@ -155,7 +155,7 @@ def _kept(s: Source, *, losses: bool) -> Iterator[Place]:
             yield e.node
 
 
-def _same_order(s: Source) -> Iterator[Place]:
+def _same_order(s: LoopSource) -> Iterator[Place]:
     """A seed that the loop does not change, in a loop around that of the batches."""
     for e in s.of("manual_seed", "default_rng", "seed", "seed_everything", "set_seed", "Generator"):
         outer = any(b.near(e) and len(b.loops) > len(e.loops) for b in s.of("backward"))
@@ -167,7 +167,7 @@ def _same_order(s: Source) -> Iterator[Place]:
             yield e.node
 
 
-def _reinitialised(s: Source) -> Iterator[Place]:
+def _reinitialised(s: LoopSource) -> Iterator[Place]:
     loads = {e.owner: e.at for e in reversed(s.of("load_state_dict"))}
     for e in s.of("apply", "init_weights", "reset_parameters", "_init_weights"):
         bodies = [f for f in s.order if isinstance(f, SCOPES[1:]) and f.name in names_in(e.node)]
@@ -176,7 +176,7 @@ def _reinitialised(s: Source) -> Iterator[Place]:
             yield e.node
 
 
-def _stale_params(s: Source) -> Iterator[Place]:
+def _stale_params(s: LoopSource) -> Iterator[Place]:
     for built in (e for e in s.of("=") if s.role(e.owner) == "step"):
         for model in owners(built.node, "parameters", "named_parameters"):
             again = max(e.at for e in s.of("=") if e.owner == built.owner)
@@ -193,7 +193,7 @@ def _stale_params(s: Source) -> Iterator[Place]:
                     yield e.node
 
 
-def _empty_iterable(s: Source) -> Iterator[Place]:
+def _empty_iterable(s: LoopSource) -> Iterator[Place]:
     """A generator that something else, or the turn before, has used up."""
     for clip in (e for e in s.of("clip") if e.node.args):
         name = name_of(clip.node.args[0])
@@ -204,12 +204,12 @@ def _empty_iterable(s: Source) -> Iterator[Place]:
                 yield e.node
 
 
-def _missing_zero_grad(s: Source) -> Iterator[Place]:
+def _missing_zero_grad(s: LoopSource) -> Iterator[Place]:
     for step in s.of("step"):
         yield from [] if s.zeroing(step) else [b.node for b in s.fed(step)]
 
 
-def _zero_grad_before_step(s: Source) -> Iterator[Place]:
+def _zero_grad_before_step(s: LoopSource) -> Iterator[Place]:
     """Not one that is skipped with the step, as after a NaN: it stands in an ``if`` that the step is not in."""
     for step in s.of("step"):
         last = [b.at for b in s.fed(step)][-1:]
@@ -218,7 +218,7 @@ def _zero_grad_before_step(s: Source) -> Iterator[Place]:
                 yield z.node
 
 
-def _step_never_called(s: Source) -> Iterator[Place]:
+def _step_never_called(s: LoopSource) -> Iterator[Place]:
     stepped = {e.owner for e in s.of("step", "step?")}
     if not stepped:
         yield from (b.node for b in s.of("backward"))
@@ -226,7 +226,7 @@ def _step_never_called(s: Source) -> Iterator[Place]:
         yield from (z.node for z in s.of("zero_grad") if s.role(z.owner) == "step" and z.owner not in stepped)
 
 
-def _clip_before_unscale(s: Source) -> Iterator[Place]:
+def _clip_before_unscale(s: LoopSource) -> Iterator[Place]:
     for clip in (e for e in s.of("clip") if "accel" not in e.owner):
         backs = [b.at for b in s.of("backward") if b.at < clip.at and b.around[-1] is clip.around[-1]]
         scaled = any(e.at < clip.at and e.around[-1] is clip.around[-1] for e in s.of("scale"))
@@ -234,12 +234,12 @@ def _clip_before_unscale(s: Source) -> Iterator[Place]:
             yield clip.node
 
 
-def _cut_at_loss(s: Source) -> Iterator[Place]:
+def _cut_at_loss(s: LoopSource) -> Iterator[Place]:
     for value in s.losses():
         yield from [] if LIVE in value else marked(value, "cut")
 
 
-def _cut_in_model(s: Source) -> Iterator[Place]:
+def _cut_in_model(s: LoopSource) -> Iterator[Place]:
     """With several optimizers a detach between two models is meant."""
     results = [s.value(r.value) for r in s.returns if getattr(s.around(r)[-1], "name", "") == "forward"]
     for value in results + (s.losses() if len({e.owner for e in s.of("step")}) < 2 else []):
@@ -249,14 +249,14 @@ def _cut_in_model(s: Source) -> Iterator[Place]:
 
 
 def _softmax_into(*losses: str) -> Check:
-    def check(s: Source) -> Iterator[Place]:
+    def check(s: LoopSource) -> Iterator[Place]:
         for e in s.of(*losses):
             yield from marked(s.value(e.node.args[0]), "soft") if e.node.args else []
 
     return check
 
 
-def _wrong_sign(s: Source) -> Iterator[Place]:
+def _wrong_sign(s: LoopSource) -> Iterator[Place]:
     for value in s.losses():
         yield from marked(value, "minus")
     for b in s.of("backward"):
@@ -265,23 +265,23 @@ def _wrong_sign(s: Source) -> Iterator[Place]:
     yield from [c for c in calls(s.tree) for k in c.keywords if ast.unparse(k) == "maximize=True"]
 
 
-def _model_copies(s: Source) -> Iterator[Place]:
+def _model_copies(s: LoopSource) -> Iterator[Place]:
     for e in s.events:
         stored = isinstance(e.node, ast.Assign) and isinstance(e.node.targets[0], ast.Subscript) and e.loops
         if (stored or e.kind in ("append", "insert")) and calls(e.node, "deepcopy"):
             yield e.node
 
 
-def _debug_mode(s: Source) -> Iterator[Place]:
+def _debug_mode(s: LoopSource) -> Iterator[Place]:
     for call in calls(s.tree, "set_detect_anomaly", "detect_anomaly"):
         yield from [] if "False" in ast.unparse(call) else [call]
 
 
-def _graph_in_sum(s: Source) -> Iterator[Place]:
+def _graph_in_sum(s: LoopSource) -> Iterator[Place]:
     return _kept(s, losses=True)
 
 
-def _outputs_in_list(s: Source) -> Iterator[Place]:
+def _outputs_in_list(s: LoopSource) -> Iterator[Place]:
     return _kept(s, losses=False)
 
 
@@ -335,7 +335,7 @@ def point_at(code: str, source: str, *, first_line: int = 1) -> Pointer | None:
         return None
     check, why = CHECKS[code]
     try:
-        lines = {_line(node) for node in check(Source(tree))}
+        lines = {_line(node) for node in check(LoopSource(tree))}
     except RecursionError:  # an expression nested a thousand deep
         return None
     if len(lines) != 1:

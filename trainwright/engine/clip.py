@@ -13,11 +13,11 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 from trainwright.errors import UsageError, require_choice
 
 ClipName = Literal["norm", "value", "agc", "none"]
-Clip = Callable[[Sequence[Tensor], Tensor], None]
+ClipFn = Callable[[Sequence[Tensor], Tensor], None]
 """``clip(parameters, total_norm)``: changes ``.grad`` in place; ``total_norm`` is their 0-d norm."""
 
 
-def make_clip(by: ClipName, at: float = 1.0) -> Clip:
+def make_clip(by: ClipName, at: float = 1.0) -> ClipFn:
     """The clip of that name with its threshold ``at``: the norm, the absolute value, or AGC's lambda.
 
     Raises UsageError for another name, and for a threshold that is not above 0.

@@ -15,7 +15,7 @@ from trainwright.engine.accumulate import accumulate
 from trainwright.engine.cut import cut_micro
 from trainwright.engine.head import head_of
 from trainwright.engine.loss import Loss, as_loss_fn
-from trainwright.engine.oom_report import glimpse, is_out_of_memory
+from trainwright.engine.oom_report import is_out_of_memory, oom_snapshot
 from trainwright.engine.precision import FP32, Precision, PrecisionName
 from trainwright.engine.recover import ONE_IS_TOO_MUCH, given_up, make_room
 from trainwright.engine.step import clear_grads
@@ -39,7 +39,7 @@ class Mode(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class DryRun:
     """``loss`` of the untrained model on the first batch, in fp32; ``mean`` when the loss gave a plain mean.
 
     ``seconds`` holds the least time of forward and backward of the batch, by mode (the least: what else the
@@ -92,14 +92,14 @@ def _storages(tensor: Tensor) -> list[UntypedStorage]:
     return [part.untyped_storage() for part in parts]
 
 
-def rehearse(
+def dry_run(
     state: TrainState,
     batch: StepBatch,
     loss: Callable[..., Loss | Tensor],
     *,
     modes: Sequence[Mode],
     budget_s: float = 0.4,
-) -> Rehearsal:
+) -> DryRun:
     """Runs the first batch in each mode in turn and times it: three times at least, up to ``budget_s`` in all.
 
     Of one that does not fit into memory, the half, the quarter, ... that does; its times are then scaled up. Raises
@@ -115,7 +115,7 @@ def rehearse(
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            found = glimpse(error, state, part, device)
+            found = oom_snapshot(error, state, part, device)
         told.append(make_room(found, part, part.size // 2 or None, state, device))
         if part.size == 1:
             raise given_up(told, ONE_IS_TOO_MUCH)
@@ -124,7 +124,7 @@ def rehearse(
 
 def _timed(
     state: TrainState, batch: StepBatch, loss: Callable[..., Loss | Tensor], modes: Sequence[Mode], budget_s: float
-) -> Rehearsal:
+) -> DryRun:
     loss_fn = as_loss_fn(loss)
     unscaled = replace(state, scaler=NoScaler())
     seen: dict[tuple[PrecisionName, int], list[float]] = {(mode.precision.name, mode.threads): [] for mode in modes}
@@ -139,7 +139,7 @@ def _timed(
                 begin_s = time.perf_counter()
                 float(accumulate(unscaled, batch, loss_fn, precision).loss)  # waits for the device
                 seen[precision.name, threads].append(time.perf_counter() - begin_s)
-    return Rehearsal(value, mean, {mode: min(times) for mode, times in seen.items()}, saved, outputs)
+    return DryRun(value, mean, {mode: min(times) for mode, times in seen.items()}, saved, outputs)
 
 
 def _look_inside(

@@ -22,7 +22,7 @@ from trainwright.world.memory import give_back
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluationResult:
     """``loss`` and ``metrics`` are means over ``weight`` counted things; ``seconds`` is wall time."""
 
     loss: float
@@ -58,7 +58,7 @@ def evaluate(
     batches: Iterable[MicroBatch],
     *,
     precision: Precision = FP32,
-) -> Evaluated:
+) -> EvaluationResult:
     """The loss over ``batches``, weighted exactly. One host sync at the end.
 
     A batch that does not fit into memory is evaluated in halves, and so are all after it. Raises OutOfMemory when one
@@ -78,7 +78,7 @@ def evaluate(
     counted = float(weight)
     mean = {name: float(summed) / counted if counted else float("nan") for name, summed in sums.items()}
     mean_loss = float(total) / counted if counted else float("nan")
-    return Evaluated(mean_loss, counted, mean, time.perf_counter() - begin_s)
+    return EvaluationResult(mean_loss, counted, mean, time.perf_counter() - begin_s)
 
 
 def _outputs(loss_fn: LossFn, model: nn.Module, batches: Iterable[MicroBatch], precision: Precision) -> Iterator[Loss]:

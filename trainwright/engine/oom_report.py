@@ -31,7 +31,7 @@ _UNITS = {"": 1, "bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 2**
 
 
 @dataclass(frozen=True)
-class Shortage:
+class OomReport:
     """One try of a step that ran out of memory.
 
     ``micro`` samples were tried at a time, and ``next_micro`` will be (None: it is given up). ``module`` is the path
@@ -62,7 +62,7 @@ class Shortage:
 
 
 @dataclass(frozen=True)
-class Glimpse:
+class OomSnapshot:
     """What can be said at the instant of the error, as plain values: nothing in it keeps a tensor alive.
 
     ``otherwise`` says what it was where it was not memory.
@@ -95,13 +95,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return False
 
 
-def glimpse(error: Exception, state: TrainState, batch: StepBatch, device: torch.device) -> Glimpse:
+def oom_snapshot(error: Exception, state: TrainState, batch: StepBatch, device: torch.device) -> OomSnapshot:
     """Looks at a failed try while all that it holds is still there; then lets go of its frames, which hold tensors."""
     in_use, reserved = held_bytes(device), reserved_bytes(device)
     phase, module = _place(error.__traceback__, state.model)
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     traceback.clear_frames(error.__traceback__)
-    return Glimpse(phase, module, said[:400], in_use, reserved, holdings(state, batch))
+    return OomSnapshot(phase, module, said[:400], in_use, reserved, holdings(state, batch))
 
 
 def _place(trace: TracebackType | None, model: nn.Module) -> tuple[str, str]:
@@ -158,11 +158,11 @@ def tensors_in(data: Any) -> list[Tensor]:
     return [tensor for each in data for tensor in tensors_in(each)]
 
 
-def shortage(
-    seen: Glimpse, *, step: int, micro: int, next_micro: int | None, device: torch.device, notes: tuple[str, ...]
-) -> Shortage:
+def oom_report(
+    seen: OomSnapshot, *, step: int, micro: int, next_micro: int | None, device: torch.device, notes: tuple[str, ...]
+) -> OomReport:
     """The whole story, once the failed try has been let go of."""
-    return Shortage(
+    return OomReport(
         step=step,
         phase=seen.phase,
         module=seen.module,

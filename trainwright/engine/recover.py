@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainwright.engine.cut import cut
 from trainwright.engine.guard import BufferGuard
-from trainwright.engine.oom_report import Glimpse, Shortage, glimpse, is_out_of_memory, shortage, tensors_in
+from trainwright.engine.oom_report import OomReport, OomSnapshot, is_out_of_memory, oom_report, oom_snapshot, tensors_in
 from trainwright.errors import OutOfMemory, TrainwrightError, UsageError
 from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState
@@ -47,13 +47,13 @@ class Recovery:
 
     def __call__(
         self, passes: Passes[T], state: TrainState, batch: StepBatch
-    ) -> tuple[T, StepBatch, tuple[Shortage, ...]]:
+    ) -> tuple[T, StepBatch, tuple[OomReport, ...]]:
         """What ``passes`` gave, the micro-batches that it was given, and what was seen of each try that failed.
 
         Raises OutOfMemory when a micro-batch of one sample does not fit or cannot be cut; the state is then that of
         the last good step.
         """
-        told: list[Shortage] = []
+        told: list[OomReport] = []
         limit_before = state.micro_limit
         device = state.optimizer.param_groups[0]["params"][0].device
         self._generators.keep(device)
@@ -69,14 +69,14 @@ class Recovery:
             notes, trouble = self._as_before(state, batch, versions)
             trouble = trouble or (seen.otherwise if seen else "") or _cannot_shrink(batch, limit)
             following = None if trouble else limit
-            told.append(make_room(seen or Glimpse(), pieces, following, state, device, notes))
+            told.append(make_room(seen or OomSnapshot(), pieces, following, state, device, notes))
             state.micro_limit = following or limit_before
             if trouble:
                 raise given_up(told, trouble + _though_it_did(limit_before, limit))
 
     def _tried(
         self, passes: Passes[T], state: TrainState, pieces: StepBatch, device: torch.device, *, again: bool
-    ) -> tuple[Glimpse | None, tuple[T] | None]:
+    ) -> tuple[OomSnapshot | None, tuple[T] | None]:
         """Once this has returned, the error is gone, and with it the frames that hold the tensors of the try.
 
         Where it is tried ``again``, another error ends the tries as well: BatchNorm takes no single sample.
@@ -85,10 +85,10 @@ class Recovery:
             return None, (passes(state, pieces),)
         except Exception as error:
             if is_out_of_memory(error):
-                return glimpse(error, state, pieces, device), None
+                return oom_snapshot(error, state, pieces, device), None
             if not again or isinstance(error, TrainwrightError):
                 raise
-            seen = glimpse(error, state, pieces, device)
+            seen = oom_snapshot(error, state, pieces, device)
             return replace(seen, otherwise=f"{type(error).__name__} in smaller micro-batches: {seen.error}"), None
 
     def _as_before(self, state: TrainState, batch: StepBatch, versions: list[int]) -> tuple[tuple[str, ...], str]:
@@ -104,7 +104,7 @@ class Recovery:
         return notes, ""
 
 
-def _wanted(seen: Glimpse | None, pieces: StepBatch) -> int:
+def _wanted(seen: OomSnapshot | None, pieces: StepBatch) -> int:
     """The limit that a rank asks for: FITS, half of what it tried, or 0 when nothing would help."""
     largest = max(micro.size for micro in pieces.micro)
     return FITS if seen is None else 0 if seen.otherwise or largest == 1 else (largest + 1) // 2
@@ -131,21 +131,21 @@ def _though_it_did(limit_before: int | None, limit: int) -> str:
 
 
 def make_room(
-    seen: Glimpse,
+    seen: OomSnapshot,
     pieces: StepBatch,
     following: int | None,
     state: TrainState,
     device: torch.device,
     notes: tuple[str, ...] = (),
-) -> Shortage:
+) -> OomReport:
     """Gives back what the failed try held, and puts down what there is to say of it."""
     keep_no_blocks()
     give_back(device)
     largest = max(micro.size for micro in pieces.micro)
-    return shortage(seen, step=state.step + 1, micro=largest, next_micro=following, device=device, notes=notes)
+    return oom_report(seen, step=state.step + 1, micro=largest, next_micro=following, device=device, notes=notes)
 
 
-def given_up(told: list[Shortage], trouble: str) -> OutOfMemory:
+def given_up(told: list[OomReport], trouble: str) -> OutOfMemory:
     """The error of a step that does not fit: where it was, what held the memory, what would help."""
     last = told[-1]
     where = f" in {last.module}" if last.module else ""

@@ -12,10 +12,10 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from trainwright.engine.accumulate import Accumulated, accumulate
-from trainwright.engine.clip import Clip, no_clip
+from trainwright.engine.clip import ClipFn, no_clip
 from trainwright.engine.guard import must_skip, update_unless
 from trainwright.engine.loss import Loss, as_loss_fn
-from trainwright.engine.oom_report import Shortage
+from trainwright.engine.oom_report import OomReport
 from trainwright.engine.precision import FP32, Precision
 from trainwright.engine.recover import Recovery, tell_torn
 from trainwright.errors import UsageError
@@ -44,13 +44,13 @@ class StepResult:
     probed: Mapping[str, Tensor] = field(default_factory=dict)
     wait_s: float = 0.0
     step_s: float = 0.0
-    shortages: Sequence[Shortage] = ()
+    shortages: Sequence[OomReport] = ()
 
 
 StepFn = Callable[[TrainState, StepBatch], StepResult]
 Probe = Callable[[TrainState], Mapping[str, Tensor]]
 """Reads the state inside the step: after backward and unscale, before clipping and the update."""
-Schedule = Callable[[int, float], float]
+ScheduleFn = Callable[[int, float], float]
 """(completed steps, share of the run used) -> factor on every base learning rate."""
 
 
@@ -62,9 +62,9 @@ def constant_lr(step: int, fraction: float) -> float:
 def make_step(
     loss: Callable[..., Loss | Tensor],
     *,
-    schedule: Schedule = constant_lr,
+    schedule: ScheduleFn = constant_lr,
     precision: Precision = FP32,
-    clip: Clip = no_clip,
+    clip: ClipFn = no_clip,
     probes: Sequence[Probe] = (),
     world: World = SOLO,
 ) -> StepFn:

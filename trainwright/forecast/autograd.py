@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainwright.forecast.device import next_sequence_number
 from trainwright.forecast.tracker import ModulePaths
-from trainwright.plan.profile import LOSS, Anatomy, Node, Part, Role, Saved
+from trainwright.plan.profile import LOSS, GraphProfile, ModuleProfile, Node, Role, SavedTensor
 
 _RAW = "_raw_saved_"
 _ALREADY, _NOTHING = "hooks have already been set", "with value None"
@@ -53,7 +53,7 @@ class Dissection:
         if first is not None:
             self.outputs.setdefault(self.paths.stack[-1], tuple(first.shape))
 
-    def read(self, loss: Tensor, data: Any, resident: Iterable[Tensor] = ()) -> Anatomy:
+    def read(self, loss: Tensor, data: Any, resident: Iterable[Tensor] = ()) -> GraphProfile:
         """The anatomy of the step that ends in ``loss``; ``resident`` are tensors beside the model's that always exist.
 
         What it leaves in the graph is harmless: the backward pass can still be taken.
@@ -64,7 +64,7 @@ class Dissection:
         places = {node: index for index, node in enumerate(nodes)}
         with _disable_current_modes():  # else a number that is saved as a tensor reaches them as a number
             read = tuple(self._node(node, places, names, storages) for node in nodes)
-        return Anatomy(tuple(self._parts(storages)), read)
+        return GraphProfile(tuple(self._parts(storages)), read)
 
     def close(self) -> None:
         """Takes the hooks off and lets go of the tensors."""
@@ -85,7 +85,7 @@ class Dissection:
         path = self.paths.of(number)
         return LOSS if not path and number >= self._end else path
 
-    def _parts(self, storages: _Storages) -> Iterator[Part]:
+    def _parts(self, storages: _Storages) -> Iterator[ModuleProfile]:
         owners: dict[int, str] = {}
         for path, module in self.model.named_modules(remove_duplicate=False):
             own = {name: p for name, p in module._parameters.items() if p is not None}
@@ -94,7 +94,7 @@ class Dissection:
             for name, p in own.items():
                 owners.setdefault(id(p), f"{path}.{name}" if path else name)
             given = tuple(storages.saved("", tensor) for tensor in self.given.get(path, {}).values())
-            yield Part(
+            yield ModuleProfile(
                 path,
                 type(module).__name__,
                 sum(p.numel() for p in new.values()),
@@ -104,7 +104,7 @@ class Dissection:
                 self.outputs.get(path),
                 given,
             )
-        yield Part(LOSS, "", 0, 0)
+        yield ModuleProfile(LOSS, "", 0, 0)
 
 
 class _Storages:
@@ -124,9 +124,9 @@ class _Storages:
             for tensor in tensors:
                 self._roles.setdefault(self._number(tensor), role)
 
-    def saved(self, name: str, tensor: Tensor) -> Saved:
+    def saved(self, name: str, tensor: Tensor) -> SavedTensor:
         number = self._number(tensor)
-        return Saved(name, number, tensor.untyped_storage().nbytes(), self._roles.get(number, "activations"))
+        return SavedTensor(name, number, tensor.untyped_storage().nbytes(), self._roles.get(number, "activations"))
 
     def _number(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()

@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainwright.build.checkpointing import find_blocks
 from trainwright.build.selective import draws_random_numbers, family_of, written
 from trainwright.engine.loss import Loss, as_loss_fn
-from trainwright.forecast.step import Subject
+from trainwright.forecast.step import TracedObjects
 from trainwright.forecast.work import WorkLog, tensors_in
 
 
 @dataclass(slots=True)
-class Call:
+class OpCall:
     """One operator that makes new tensors: ``size`` bytes. ``site`` is how a Recompute names it."""
 
     site: str
@@ -33,7 +33,7 @@ class Call:
 
 
 @dataclass
-class Anatomy:
+class BlockProfile:
     """The forward pass of one block.
 
     ``whole`` are the bytes that backward needs without recomputation, by storage; of ``calls``, the first
@@ -41,37 +41,37 @@ class Anatomy:
     views too.
     """
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[OpCall] = field(default_factory=list)
     needed: int = 0
     ops: int = 0
     whole: dict[int, int] = field(default_factory=dict)
 
     @property
-    def again(self) -> list[Call]:
+    def again(self) -> list[OpCall]:
         return self.calls[: self.needed]
 
 
-class Seen(Exception):
+class ForwardSeen(Exception):
     """Ends the step of a survey: of it, only the first forward pass is of use."""
 
 
-class Survey(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class BlockSurvey(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches the first forward pass of what ``make`` makes, which fills ``blocks`` and their ``paths``.
 
-    Its loss then raises ``Seen``: what is watched is held a little longer, so the step would not be the plain one.
+    Its loss then raises ``ForwardSeen``: what is watched is held longer, so the step would not be the plain one.
     """
 
-    def __init__(self, make: Callable[[torch.device], Subject]) -> None:
+    def __init__(self, make: Callable[[torch.device], TracedObjects]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.blocks: list[Anatomy] = []
+        self.blocks: list[BlockProfile] = []
         self.paths: list[str] = []
         self._make = make
-        self._open: list[Anatomy] = []
+        self._open: list[BlockProfile] = []
         self._indices: list[Counter[str]] = []
         self._known: set[int] = set()  # storages that are held anyhow
         self._alive: list[Any] = []  # so that no storage gets the number of another
 
-    def make(self, device: torch.device) -> Subject:
+    def make(self, device: torch.device) -> TracedObjects:
         """The subject, whose loss tells the survey of its first call, and ends there."""
         subject = self._make(device)
         inner = as_loss_fn(subject.loss)
@@ -79,14 +79,14 @@ class Survey(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def loss(model: nn.Module, batch: Any) -> Loss | Tensor:
             with self._watching(model):
                 inner(model, batch)
-            raise Seen
+            raise ForwardSeen
 
         return replace(subject, loss=loss)
 
     @contextmanager
     def _watching(self, model: nn.Module) -> Iterator[None]:
         blocks = find_blocks(model)
-        self.blocks = [Anatomy() for _ in blocks]
+        self.blocks = [BlockProfile() for _ in blocks]
         names = {id(module): path for path, module in model.named_modules()}
         self.paths = [names[id(block)] for block in blocks]
         self._known = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
@@ -103,7 +103,7 @@ class Survey(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 handle.remove()
             self._alive.clear()
 
-    def _enter(self, anatomy: Anatomy, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(self, anatomy: BlockProfile, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._known |= {_storage(tensor) for tensor in tensors_in((*args, *kwargs.values()))}
         self._open.append(anatomy)
         self._indices.append(Counter())
@@ -148,10 +148,10 @@ class Survey(TorchDispatchMode):  # type: ignore[no-untyped-call]
         (work,) = log.rows()
         keepable = family is not None and not draws_random_numbers(func, args, kwargs)
         size = sum(made[key] for key in new)
-        block.calls.append(Call(site, size, work.flops, work.bytes, keepable, new))
+        block.calls.append(OpCall(site, size, work.flops, work.bytes, keepable, new))
 
 
-def _forbid(calls: Sequence[Call], changed: Sequence[Tensor]) -> None:
+def _forbid(calls: Sequence[OpCall], changed: Sequence[Tensor]) -> None:
     """What is changed in place later must not be kept."""
     touched = {_storage(tensor) for tensor in changed}
     for call in calls:

@@ -25,7 +25,7 @@ from trainwright.engine.chunked import WORTH_BYTES, is_worth_chunking
 from trainwright.engine.head import head_of, hf_head_of
 from trainwright.errors import DataError, RecipeError, UsageError
 from trainwright.forecast.device import fake_batch, fake_tensors
-from trainwright.forecast.step import Subject
+from trainwright.forecast.step import TracedObjects
 from trainwright.models.lora import add_lora
 from trainwright.recipe import OPTIMIZERS, Loaded
 
@@ -89,12 +89,12 @@ class Blueprint:
         least = max(LEAST, -(-2 * WORTH_BYTES // (4 * self.targets * self.classes)))
         return least, 2 * least
 
-    def subject(self, device: torch.device, *, samples: int, chunked: bool) -> Subject:
+    def subject(self, device: torch.device, *, samples: int, chunked: bool) -> TracedObjects:
         """To be called under fake tensors. ``samples`` times the same sample are the micro-batch."""
         model = self.model(device)
         loss = partial(self.loss, chunked=chunked) if self.classes is not None else self.loss
         data = fake_batch(self.train.collate([self.sample] * samples), device)
-        return Subject(model, loss, self._optimizer(model), data)
+        return TracedObjects(model, loss, self._optimizer(model), data)
 
     def model(self, device: torch.device) -> nn.Module:
         """The model as it is trained, without what is computed again. To be called under fake tensors."""

@@ -18,9 +18,9 @@ from typing import Protocol
 
 import torch
 
-from trainwright.forecast.block_profile import Anatomy, Call, Seen, Survey
-from trainwright.forecast.step import Subject
-from trainwright.plan.checkpointing import Recompute
+from trainwright.forecast.block_profile import BlockProfile, BlockSurvey, ForwardSeen, OpCall
+from trainwright.forecast.step import TracedObjects
+from trainwright.plan.checkpointing import Checkpointing
 from trainwright.plan.forecast import Trace
 
 Keep = tuple[str, ...] | None
@@ -31,7 +31,9 @@ Rungs = tuple[int, ...]
 class TraceFn(Protocol):
     """``partial(trace_step, device=..., precision=..., accumulation=...)``."""
 
-    def __call__(self, make: Callable[[torch.device], Subject], /, *, recompute: Recompute | None = None) -> Trace: ...
+    def __call__(
+        self, make: Callable[[torch.device], TracedObjects], /, *, recompute: Checkpointing | None = None
+    ) -> Trace: ...
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Speed:
     block_s: float = 6e-4
     watch_s: float = 1e-5
 
-    def seconds(self, call: Call) -> float:
+    def seconds(self, call: OpCall) -> float:
         """Of the device."""
         return max(call.flops / self.flops_per_s, call.moved / self.bytes_per_s)
 
@@ -74,7 +76,7 @@ class Level:
 class Candidate:
     """A choice whose peak was traced. ``extra_s`` is the time that it adds to each micro-batch, as estimated."""
 
-    recompute: Recompute
+    recompute: Checkpointing
     trace: Trace
     extra_s: float
     rungs: Rungs
@@ -84,7 +86,7 @@ class Candidate:
         return self.trace.peak.total
 
 
-def levels(block: Anatomy, speed: Speed) -> list[Level]:
+def levels(block: BlockProfile, speed: Speed) -> list[Level]:
     """From the least memory to the least time: what is worth most for its bytes is kept first, then all."""
     worth = [(call, speed.seconds(call)) for call in block.again if call.keepable and call.size]
     worth.sort(key=lambda pair: pair[1] / pair[0].size, reverse=True)
@@ -148,16 +150,18 @@ def _block_of(module: str, paths: Sequence[str]) -> int | None:
     return next((i for i, path in enumerate(paths) if f"{module}.".startswith(f"{path}.")), None)
 
 
-class Planner:
+class CheckpointingPlanner:
     """Plans for one model and step: ``choose`` for a budget, ``frontier`` for a picture. Nothing is traced twice.
 
     Making it costs two traces and a forward pass. Raises UsageError when the model has no blocks, or cannot be traced.
     """
 
-    def __init__(self, make: Callable[[torch.device], Subject], trace: TraceFn, speed: Speed | None = None) -> None:
-        survey = Survey(make)
+    def __init__(
+        self, make: Callable[[torch.device], TracedObjects], trace: TraceFn, speed: Speed | None = None
+    ) -> None:
+        survey = BlockSurvey(make)
         self._make, self._trace = make, trace
-        with suppress(Seen):
+        with suppress(ForwardSeen):
             trace(survey.make)
         none = trace(make)
         speed = speed or (CPU if none.device == "cpu" else GPU)
@@ -165,7 +169,7 @@ class Planner:
         self._ladders = [levels(block, speed) for block in survey.blocks]
         self._hulls = [hull(ladder) for ladder in self._ladders]
         top = tuple(len(ladder) - 1 for ladder in self._ladders)
-        self.none = Candidate(Recompute.none(len(top)), none, 0.0, top)
+        self.none = Candidate(Checkpointing.none(len(top)), none, 0.0, top)
         self._seen = {top: self.none}
         self.every = self._traced((0,) * len(top))
 
@@ -204,7 +208,7 @@ class Planner:
     def _traced(self, rungs: Rungs) -> Candidate:
         if rungs not in self._seen:
             picked = [ladder[rung] for ladder, rung in zip(self._ladders, rungs, strict=True)]
-            recompute = Recompute(tuple(level.keep for level in picked))
+            recompute = Checkpointing(tuple(level.keep for level in picked))
             trace = self._trace(self._make, recompute=recompute)
             self._seen[rungs] = Candidate(recompute, trace, sum(level.extra_s for level in picked), rungs)
         return self._seen[rungs]

@@ -26,7 +26,7 @@ Described = tuple[Any, ...]
 """An argument so that it can be compared: ``("tensor", shape, strides, dtype)``, or a value."""
 
 
-class Inside(NamedTuple):
+class KernelMemory(NamedTuple):
     """``scratch`` lives only inside the call, ``left`` is all that it leaves: its outputs, and what they hide, bytes.
 
     Where not ``sure``, the call was too large, and smaller ones of it differ in more than size.
@@ -44,7 +44,7 @@ class Rows(NamedTuple):
     flops: float
 
 
-def inside(op: Any, args: Sequence[Any], rows: Rows) -> Inside | None:
+def inside(op: Any, args: Sequence[Any], rows: Rows) -> KernelMemory | None:
     """What a call with such arguments allocates; None where that cannot be heard."""
     count = args[rows.places[0]].shape[0]
     size = sum(args[place].nbytes for place in rows.places) / max(1, count)
@@ -60,12 +60,12 @@ def inside(op: Any, args: Sequence[Any], rows: Rows) -> Inside | None:
         further = (count - most) / (most - less)
         return _summed([round(b + (b - a) * further) for a, b in zip(small, large, strict=True)])
     found = _summed(large)
-    return Inside(round(found.scratch * count / most), round(found.left * count / most), sure=False)
+    return KernelMemory(round(found.scratch * count / most), round(found.left * count / most), sure=False)
 
 
-def _summed(changes: Sequence[int]) -> Inside:
+def _summed(changes: Sequence[int]) -> KernelMemory:
     held = list(accumulate(changes, initial=0))
-    return Inside(max(held) - held[-1], held[-1])
+    return KernelMemory(max(held) - held[-1], held[-1])
 
 
 def _described(args: Sequence[Any], rows: Rows, count: int) -> Described:

@@ -52,7 +52,7 @@ def measured_cpu(machine: Machine) -> Device:
     )
 
 
-def device_at_hand(*, probe: bool = True) -> Device:
+def local_device(*, probe: bool = True) -> Device:
     """The first CUDA device by its name in the table, else the CPU. Memory is what is free now.
 
     A GPU that is not in the table is taken for the one that is nearest in memory, and says so.
@@ -87,7 +87,7 @@ def like(name: str, memory_bytes: int) -> Device:
 def named_device(name: str | None, table: dict[str, Device], memory_bytes: int | None) -> Device:
     """What --device and --memory say; None is the device at hand. Raises UsageError for an unknown name."""
     if name is None or name == "cpu":
-        device = measured_cpu(read_machine()) if name == "cpu" else device_at_hand()
+        device = measured_cpu(read_machine()) if name == "cpu" else local_device()
     else:
         device = find_device(name, table)
     return device if memory_bytes is None else device.with_memory(memory_bytes)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from trainwright.forecast.reserve import reserved_bytes
-from trainwright.forecast.tracker import Event, Piece
+from trainwright.forecast.tracker import MemoryEvent, Piece
 from trainwright.plan.forecast import KINDS, Kind, Moment
 
 
@@ -18,7 +18,7 @@ def kind_of(piece: Piece) -> Kind:
     return "activations" if of_forward and piece.died not in ("forward", "recompute") else "temporaries"
 
 
-def moments(before: Sequence[Piece], events: Sequence[Event]) -> tuple[Moment, ...]:
+def moments(before: Sequence[Piece], events: Sequence[MemoryEvent]) -> tuple[Moment, ...]:
     """What is held after each event. ``before`` is what was held when the step began."""
     held: dict[Kind, int] = dict.fromkeys(KINDS, 0)
     for piece in before:
@@ -33,13 +33,13 @@ def moments(before: Sequence[Piece], events: Sequence[Event]) -> tuple[Moment, .
     return tuple(found)
 
 
-def reserved(before: Sequence[Piece], events: Sequence[Event]) -> int:
+def reserved(before: Sequence[Piece], events: Sequence[MemoryEvent]) -> int:
     """Bytes that CUDA's caching allocator takes from the device for these events, segments and gaps included."""
     changes = (([id(p) for p in event.freed], [(id(p), p.size) for p in event.made]) for event in events)
     return reserved_bytes(((id(piece), piece.size) for piece in before), changes)
 
 
-def kept(events: Sequence[Event]) -> Mapping[str, int]:
+def kept(events: Sequence[MemoryEvent]) -> Mapping[str, int]:
     """Bytes that the first micro-batch's forward pass leaves for backward, by the module that made them."""
     sums: Counter[str] = Counter()
     for event in events:

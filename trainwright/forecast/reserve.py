@@ -19,15 +19,15 @@ SMALLEST_BLOCK = 512
 
 
 @dataclass(eq=False, slots=True)
-class Block:
+class AllocatorBlock:
     """A part of a segment; ``before`` and ``after`` are its neighbours there."""
 
     size: int
     number: int
     small: bool
     free: bool = False
-    before: Block | None = None
-    after: Block | None = None
+    before: AllocatorBlock | None = None
+    after: AllocatorBlock | None = None
 
 
 class Reserve:
@@ -35,10 +35,10 @@ class Reserve:
 
     def __init__(self) -> None:
         self.reserved = 0
-        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}  # by size, then age
+        self._free: dict[bool, list[tuple[int, int, AllocatorBlock]]] = {True: [], False: []}  # by size, then age
         self._count = 0
 
-    def allocate(self, size: int) -> Block:
+    def allocate(self, size: int) -> AllocatorBlock:
         """A block of at least ``size`` bytes, which are a multiple of 512."""
         small = size <= SMALL
         pool = self._free[small]
@@ -50,7 +50,7 @@ class Reserve:
             self._split(block, size)
         return block
 
-    def release(self, block: Block) -> None:
+    def release(self, block: AllocatorBlock) -> None:
         """Joins the block with free neighbours."""
         for other in (block.before, block.after):
             if other is not None and other.free:
@@ -60,7 +60,7 @@ class Reserve:
         block.free = True
         insort(self._free[block.small], (block.size, block.number, block))
 
-    def _segment(self, size: int, small: bool) -> Block:
+    def _segment(self, size: int, small: bool) -> AllocatorBlock:
         if small:
             whole = SMALL_SEGMENT
         else:
@@ -68,11 +68,11 @@ class Reserve:
         self.reserved += whole
         return self._block(whole, small)
 
-    def _block(self, size: int, small: bool) -> Block:
+    def _block(self, size: int, small: bool) -> AllocatorBlock:
         self._count += 1
-        return Block(size, self._count, small)
+        return AllocatorBlock(size, self._count, small)
 
-    def _split(self, block: Block, size: int) -> None:
+    def _split(self, block: AllocatorBlock, size: int) -> None:
         rest = self._block(block.size - size, block.small)
         rest.before, rest.after, rest.free = block, block.after, True
         if block.after is not None:
@@ -80,7 +80,7 @@ class Reserve:
         block.after, block.size = rest, size
         insort(self._free[block.small], (rest.size, rest.number, rest))
 
-    def _join(self, block: Block, other: Block) -> None:
+    def _join(self, block: AllocatorBlock, other: AllocatorBlock) -> None:
         block.size += other.size
         if other is block.before:
             block.before = other.before

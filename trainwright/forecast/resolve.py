@@ -15,9 +15,9 @@ from trainwright.build.assemble import Parts
 from trainwright.errors import RecipeError, UsageError
 from trainwright.forecast.blueprint import Blueprint, blueprint
 from trainwright.forecast.run_forecast import among, can_offload, planner_for, precision_on, within
-from trainwright.forecast.survey import CHECKPOINTING, Survey
+from trainwright.forecast.survey import CHECKPOINTING, LayoutSurvey
 from trainwright.plan.batch import solve_batch
-from trainwright.plan.checkpointing import Recompute, describe
+from trainwright.plan.checkpointing import Checkpointing, describe
 from trainwright.plan.choose import Choice, Option, choose, offloaded
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes
@@ -27,16 +27,16 @@ from trainwright.recipe.byte_size import parse_bytes
 
 
 @dataclass(frozen=True)
-class Settled:
+class Resolved:
     """The recipe without ``auto`` in ``batch.micro`` and ``optimizer.offload``; ``planned`` for ``build_parts`` where
     that was asked for."""
 
     loaded: Loaded
-    planned: Recompute | None = None
+    planned: Checkpointing | None = None
     notes: tuple[Note, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """What a run keeps, so that a resumed one does the same: see ``resettled``."""
+        """What a run keeps, so that a resumed one does the same: see ``resolved_before``."""
         blocks = None if self.planned is None else [None if k is None else list(k) for k in self.planned.blocks]
         recipe = self.loaded.recipe
         return {"micro": recipe.batch.micro, "recompute": blocks, "offload": recipe.optimizer.offload}
@@ -51,23 +51,23 @@ def _recomputes_by_plan(recipe: Recipe) -> bool:
     return recipe.model.activation_checkpointing not in CHECKPOINTING
 
 
-def settle(loaded: Loaded, device: Device, *, parts: Parts | None = None, ranks: int = 1) -> Settled:
+def resolve(loaded: Loaded, device: Device, *, parts: Parts | None = None, ranks: int = 1) -> Resolved:
     """Decides what the recipe leaves open, for what ``device`` has free. Costs nothing where nothing is open.
 
     Raises RecipeError for what cannot be built, UsageError when no choice fits the memory.
     """
     recipe = loaded.recipe
     if not left_open(recipe):
-        return Settled(loaded)
+        return Resolved(loaded)
     on_cpu = "cpu" in (device.kind, recipe.device)
     if on_cpu and recipe.batch.micro != "auto" and not _recomputes_by_plan(recipe):
         why = "the device's memory is the host's"
-        return Settled(_decided(loaded, offload=False), None, (Note("optimizer offload", "no", why),))
+        return Resolved(_decided(loaded, offload=False), None, (Note("optimizer offload", "no", why),))
     plan, asked = blueprint(loaded, parts), recipe.model.activation_checkpointing
     may_offload = can_offload(loaded, device) and not on_cpu
     batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation, ranks=ranks)
     budget = device if asked in (*CHECKPOINTING, "auto") else within(device, parse_bytes(asked))
-    survey = Survey(plan, device, precision_on(recipe, device))
+    survey = LayoutSurvey(plan, device, precision_on(recipe, device))
     ways = survey.ways((asked,) if asked in CHECKPOINTING else CHECKPOINTING)
     moved = offloaded(ways, device) if may_offload else []
     ways = among(recipe, ways, moved, when_unasked=False)
@@ -84,23 +84,23 @@ def settle(loaded: Loaded, device: Device, *, parts: Parts | None = None, ranks:
         planned, note = _planned(plan, survey, budget, best)
         notes.append(note)
     offload = best.way.offload is not None if recipe.optimizer.offload == "auto" else None
-    return Settled(_decided(loaded, micro=best.micro, offload=offload), planned, tuple(notes))
+    return Resolved(_decided(loaded, micro=best.micro, offload=offload), planned, tuple(notes))
 
 
-def resettled(loaded: Loaded, kept: Mapping[str, Any]) -> Settled:
-    """What ``settle`` gave, from ``Settled.to_json()``."""
+def resolved_before(loaded: Loaded, kept: Mapping[str, Any]) -> Resolved:
+    """What ``resolve`` gave, from ``Resolved.to_json()``."""
     blocks = kept.get("recompute")
-    planned = None if blocks is None else Recompute(tuple(None if keep is None else tuple(keep) for keep in blocks))
+    planned = None if blocks is None else Checkpointing(tuple(None if keep is None else tuple(keep) for keep in blocks))
     micro = kept["micro"] if loaded.recipe.batch.micro == "auto" else None
     offload = kept.get("offload", False) if loaded.recipe.optimizer.offload == "auto" else None
-    return Settled(_decided(loaded, micro=micro, offload=offload), planned)
+    return Resolved(_decided(loaded, micro=micro, offload=offload), planned)
 
 
-def _planned(plan: Blueprint, survey: Survey, budget: Device, best: Option) -> tuple[Recompute, Note]:
+def _planned(plan: Blueprint, survey: LayoutSurvey, budget: Device, best: Option) -> tuple[Checkpointing, Note]:
     """What to compute again in that micro-batch: nothing if all fits, else the planner's choice by true peaks."""
     if best.way.checkpointing == "none" or not survey.blocks:
         why = f"all activations fit: {human_bytes(best.peak_bytes)} of {human_bytes(budget.usable_bytes)} usable"
-        return Recompute.none(survey.blocks), Note("checkpointing", "none", why)
+        return Checkpointing.none(survey.blocks), Note("checkpointing", "none", why)
     spared = best.way.offload.state_bytes if best.way.offload else 0  # the planner traces it on the device
     found = planner_for(plan, budget, best).choose(budget.usable_bytes + spared)
     held, usable = human_bytes(found.peak_bytes - spared), human_bytes(budget.usable_bytes)

@@ -11,11 +11,11 @@ from trainwright.build.assemble import Parts, at_recipe
 from trainwright.engine.precision import PrecisionName
 from trainwright.errors import UsageError
 from trainwright.forecast.blueprint import Blueprint, blueprint
-from trainwright.forecast.checkpointing import Planner, Speed
+from trainwright.forecast.checkpointing import CheckpointingPlanner, Speed
 from trainwright.forecast.step import trace_step
-from trainwright.forecast.survey import CHECKPOINTING, Survey
+from trainwright.forecast.survey import CHECKPOINTING, LayoutSurvey
 from trainwright.plan.batch import solve_batch
-from trainwright.plan.choose import Choice, Option, Way, choose, offloaded, weigh
+from trainwright.plan.choose import Choice, Layout, Option, choose, offloaded, weigh
 from trainwright.plan.devices import Device
 from trainwright.plan.forecast import Trace
 from trainwright.plan.make import Note, choose_precision
@@ -58,7 +58,7 @@ def forecast(loaded: Loaded, device: Device, *, parts: Parts | None = None) -> F
     recipe, plan = loaded.recipe, blueprint(loaded, parts)
     may_offload = can_offload(loaded, device)
     batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation)
-    survey = Survey(plan, device, precision_on(recipe, device))
+    survey = LayoutSurvey(plan, device, precision_on(recipe, device))
     asked = recipe.model.activation_checkpointing
     ways = survey.ways(CHECKPOINTING)
     moved = offloaded(ways, device) if may_offload else []
@@ -97,7 +97,7 @@ def can_offload(loaded: Loaded, device: Device) -> bool:
     return not why and device.kind != "cpu"
 
 
-def among(recipe: Recipe, ways: Sequence[Way], moved: Sequence[Way], *, when_unasked: bool) -> list[Way]:
+def among(recipe: Recipe, ways: Sequence[Layout], moved: Sequence[Layout], *, when_unasked: bool) -> list[Layout]:
     """Those that a recipe allows; ``moved`` are the same with the optimizer offloaded."""
     asked = recipe.optimizer.offload
     if asked is True and moved:
@@ -149,11 +149,11 @@ def frontier(made: Forecast, loaded: Loaded, *, points: int = 5, parts: Parts | 
     ]
 
 
-def planner_for(plan: Blueprint, device: Device, option: Option) -> Planner:
+def planner_for(plan: Blueprint, device: Device, option: Option) -> CheckpointingPlanner:
     """The planner of what to compute again, for the micro-batch of an option."""
     precision = cast(PrecisionName, option.way.precision)
     rate = device.flops.get(precision, device.flops["fp32"]) * device.reach_flops
-    return Planner(
+    return CheckpointingPlanner(
         partial(plan.subject, samples=option.micro, chunked=option.way.chunked),
         partial(
             trace_step,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from trainwright.build.checkpointing import apply_recompute
+from trainwright.build.checkpointing import apply_checkpointing
 from trainwright.engine.clip import make_clip
 from trainwright.engine.loss import Loss, as_loss_fn
 from trainwright.engine.precision import Precision, PrecisionName
@@ -26,7 +26,7 @@ from trainwright.forecast.device import DeviceName, as_on_cuda, fake_tensors, fo
 from trainwright.forecast.moments import kept, moments, reserved
 from trainwright.forecast.tracker import Tracker
 from trainwright.forecast.unseen import always
-from trainwright.plan.checkpointing import Recompute
+from trainwright.plan.checkpointing import Checkpointing
 from trainwright.plan.forecast import Trace, Unseen
 from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.state.rng import preserved_rng
@@ -38,7 +38,7 @@ WHY_RESERVED = (
 
 
 @dataclass(frozen=True)
-class Subject:
+class TracedObjects:
     """What is trained, made under fake tensors on the simulated device.
 
     ``loss`` is ``(model, batch)`` or ``(output, target)``. Without an optimizer only the forward and backward passes
@@ -52,12 +52,12 @@ class Subject:
 
 
 def trace_step(
-    make: Callable[[torch.device], Subject],
+    make: Callable[[torch.device], TracedObjects],
     *,
     device: DeviceName,
     precision: PrecisionName = "fp32",
     accumulation: int = 1,
-    recompute: Recompute | None = None,
+    recompute: Checkpointing | None = None,
     clip: bool = True,
 ) -> Trace:
     """What one step in the steady state holds and computes on ``device``, which need not be there.
@@ -73,7 +73,7 @@ def trace_step(
         with torch.device(place):
             subject = make(place)
         if recompute is not None:
-            apply_recompute(subject.model, recompute)
+            apply_checkpointing(subject.model, recompute)
         optimizer = subject.optimizer or _NoUpdate(subject.model)
         if device == "cuda":
             as_on_cuda(optimizer)
@@ -142,7 +142,7 @@ def _batch(data: Any, accumulation: int) -> StepBatch:
     return StepBatch(tuple(MicroBatch(copy, np.arange(size)) for copy in copies))
 
 
-def _advance(subject: Subject, tracker: Tracker, precision: Precision, clip: bool) -> StepFn:
+def _advance(subject: TracedObjects, tracker: Tracker, precision: Precision, clip: bool) -> StepFn:
     """The engine's step, which tells the tracker where it is."""
     inner = as_loss_fn(subject.loss)
 

@@ -12,8 +12,8 @@ from trainwright.errors import UsageError
 from trainwright.forecast.blueprint import Blueprint
 from trainwright.forecast.device import fake_tensors, simulated_device
 from trainwright.forecast.step import trace_step
-from trainwright.plan.checkpointing import Recompute
-from trainwright.plan.choose import Way
+from trainwright.plan.checkpointing import Checkpointing
+from trainwright.plan.choose import Layout
 from trainwright.plan.devices import Device
 from trainwright.plan.forecast import Trace
 from trainwright.plan.scale import Scaled, tidy
@@ -24,7 +24,7 @@ CHECKPOINTING = ("none", "selective", "block")
 
 
 @dataclass(frozen=True)
-class Survey:
+class LayoutSurvey:
     """Traces a blueprint as if on ``device``. ``chunked`` is decided once, for the smallest micro-batch traced."""
 
     blueprint: Blueprint
@@ -41,22 +41,24 @@ class Survey:
             except UsageError:
                 return 0
 
-    def way(self, checkpointing: str, *, chunked: bool) -> Way:
+    def way(self, checkpointing: str, *, chunked: bool) -> Layout:
         """One way, by two traces."""
         sizes = self.blueprint.sizes(chunked=chunked)
         recompute = self.recompute(checkpointing)
         small, large = (self.trace(size, chunked=chunked, recompute=recompute) for size in sizes)
         rank = 2 * CHECKPOINTING.index(checkpointing) + chunked
         logits = 8 * self.blueprint.targets * (self.blueprint.classes or 0)
-        return Way(self.precision, checkpointing, chunked, Scaled(small, large, sizes), rank, logits)
+        return Layout(self.precision, checkpointing, chunked, Scaled(small, large, sizes), rank, logits)
 
-    def recompute(self, checkpointing: str) -> Recompute | None:
+    def recompute(self, checkpointing: str) -> Checkpointing | None:
         """A fixed policy as what it computes again."""
         if checkpointing == "none":
             return None
-        return Recompute.every(self.blocks, SELECTIVE if checkpointing == "selective" else ())
+        return Checkpointing.every(self.blocks, SELECTIVE if checkpointing == "selective" else ())
 
-    def trace(self, samples: int, *, chunked: bool, recompute: Recompute | None = None, accumulation: int = 1) -> Trace:
+    def trace(
+        self, samples: int, *, chunked: bool, recompute: Checkpointing | None = None, accumulation: int = 1
+    ) -> Trace:
         """One step of micro-batches of ``samples``, the moving average of the weights included."""
         recipe = self.blueprint.loaded.recipe
         trace = trace_step(
@@ -72,7 +74,7 @@ class Survey:
         trace = tidy(trace)
         return trace if recipe.model.ema is None else _with_more(trace, 4 * self.blueprint.counts[1])
 
-    def ways(self, checkpointing: Sequence[str]) -> list[Way]:
+    def ways(self, checkpointing: Sequence[str]) -> list[Layout]:
         """Those that a recipe leaves open. Where not even the state fits, only the one that holds least is traced."""
         chunked = self.blueprint.chunked(self.blueprint.sizes(chunked=False)[0])
         names = [name for name in checkpointing if name == "none" or self.blocks] or ["none"]

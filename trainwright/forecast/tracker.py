@@ -35,7 +35,7 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Event:
+class MemoryEvent:
     """One operator that allocated something, with what was freed since the event before."""
 
     phase: Phase
@@ -107,7 +107,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.updating = False
         self.micro = -1
         self.before: list[Piece] = []
-        self.events: list[Event] = []
+        self.events: list[MemoryEvent] = []
         self.unseen: dict[str, Unseen] = {}
         self.work = WorkLog()
         self.paths = ModulePaths(model)
@@ -175,7 +175,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _add_event(self, module: str, op: str, made: list[Piece]) -> None:
         freed, self._freed = self._freed, []
-        self.events.append(Event(self._phase, self.micro, module, op, freed, made))
+        self.events.append(MemoryEvent(self._phase, self.micro, module, op, freed, made))
 
     def _where(self) -> tuple[Phase, str]:
         if self.updating:

@@ -161,7 +161,7 @@ class Attention(nn.Module):
         return x_BTD.view(*x_BTD.shape[:2], -1, self.head_width).transpose(1, 2)
 
 
-class MLP(nn.Module):
+class FeedForward(nn.Module):
     """The position-wise network D -> F -> D."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -193,7 +193,7 @@ class Block(nn.Module):
         self.attention_norm = _norm(config)
         self.attention = Attention(config, rope)
         self.mlp_norm = _norm(config)
-        self.mlp = MLP(config)
+        self.mlp = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:

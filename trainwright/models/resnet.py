@@ -30,7 +30,7 @@ class ResNetConfig:
             raise UsageError(f"depth must be 6 n + 2; got {self.depth}", remedy=f"try {below} or {below + 6}")
 
 
-class Block(nn.Module):
+class BasicBlock(nn.Module):
     """relu(shortcut(x) + bn(conv(relu(bn(conv(x)))))). Where the sides are halved, the shortcut drops every
     second pixel and adds zero channels."""
 
@@ -63,7 +63,7 @@ class ResNet(nn.Module):
         widths = [width * 2**stage for stage in range(3) for _ in range(per_stage)]
         befores = [width, *widths[:-1]]
         self.blocks = nn.ModuleList(
-            Block(before, after, stride=1 if before == after else 2) for before, after in zip(befores, widths)
+            BasicBlock(before, after, stride=1 if before == after else 2) for before, after in zip(befores, widths)
         )
         self.head = nn.Linear(widths[-1], options.classes)
         for module in self.modules():

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from trainwright.engine.evaluate import Evaluated
+from trainwright.engine.evaluate import EvaluationResult
 from trainwright.errors import suggest
 from trainwright.state.store import Best, mend_best, read_best
 
@@ -23,7 +23,7 @@ class BestSoFar:
         self._pointed_to = mend_best(folder)
         self._hoped_for: Best | None = None
 
-    def evaluated(self, step: int, seen: Evaluated) -> Best | None:
+    def evaluated(self, step: int, seen: EvaluationResult) -> Best | None:
         """The validation after ``step``, if it is the best so far: worth a checkpoint."""
         if self._metric is None:
             return None

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from trainwright.engine.evaluate import Evaluated, evaluate
+from trainwright.engine.evaluate import EvaluationResult, evaluate
 from trainwright.engine.loss import Loss
 from trainwright.engine.precision import Precision
 from trainwright.observe.cadence import Every
@@ -17,13 +17,13 @@ from trainwright.state.ema import Ema
 from trainwright.state.train_state import TrainState
 
 
-class Told(Protocol):
+class EvaluationListener(Protocol):
     """Whoever wants to hear of an evaluation."""
 
-    def evaluated(self, step: int, seen: Evaluated) -> None: ...
+    def evaluated(self, step: int, seen: EvaluationResult) -> None: ...
 
 
-class Evaluation:
+class PeriodicEvaluation:
     """Validates when due; ``last`` is what was seen. With EMA the metric ``ema_loss`` is that of the average."""
 
     def __init__(
@@ -33,11 +33,11 @@ class Evaluation:
         every: Every,
         *,
         precision: Precision,
-        told: Sequence[Told] = (),
+        told: Sequence[EvaluationListener] = (),
     ) -> None:
         self._batches, self._loss, self._every = batches, loss, every
         self._precision, self._told = precision, told
-        self.last: Evaluated | None = None
+        self.last: EvaluationResult | None = None
 
     def due(self, state: TrainState) -> bool:
         return self._every.due(state)

@@ -12,13 +12,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from trainwright.engine.oom_report import Shortage
+from trainwright.engine.oom_report import OomReport
 from trainwright.errors import OutOfMemory, TrainwrightError
 from trainwright.observe.cadence import Every
 from trainwright.observe.journal import Journal
 from trainwright.observe.sinks import open_sinks
-from trainwright.observe.step_log import Recorder
-from trainwright.observe.telemetry import Telemetry
+from trainwright.observe.step_log import StepLog
+from trainwright.observe.telemetry import TelemetryReader
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.records import Ended, Started
 from trainwright.runlog.writer import LogWriter
@@ -46,8 +46,8 @@ class Logbook:
         self._from_step, self._folder, self._begin_s = state.step, folder.path, time.perf_counter()
         self.journal = Journal(LogWriter(folder.log), warn)
         self.sinks = open_sinks(sinks, folder.path, config, warn=warn, from_step=state.step)
-        self.recorder = Recorder(self.journal, self.sinks, every, already_skipped=state.ledger.total)
-        self.telemetry = Telemetry(self.journal, self.sinks, folder=folder.path, gpu_indices=gpu_indices)
+        self.recorder = StepLog(self.journal, self.sinks, every, already_skipped=state.ledger.total)
+        self.telemetry = TelemetryReader(self.journal, self.sinks, folder=folder.path, gpu_indices=gpu_indices)
         self.ended: Ended | None = None
 
     @property
@@ -93,7 +93,7 @@ class Logbook:
                 seconds=self.seconds,
             )
         if isinstance(error, OutOfMemory):
-            self.recorder.ran_out([each for each in error.told if isinstance(each, Shortage)])
+            self.recorder.ran_out([each for each in error.told if isinstance(each, OomReport)])
         self.journal.write(self.ended)
         for sink in self.sinks:
             sink.close(int(failed))

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from trainwright.engine.evaluate import Evaluated
+from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.step import StepResult
 from trainwright.state.train_state import TrainState
 
@@ -52,7 +52,7 @@ class Progress:
         except (OSError, SystemExit):  # whoever read the other end of the pipe is gone: no reason to stop training
             self._quiet = True
 
-    def evaluated(self, step: int, seen: Evaluated) -> None:
+    def evaluated(self, step: int, seen: EvaluationResult) -> None:
         """Shows the validation loss from now on."""
         self._val = seen.loss
         metrics = "".join(f"   {name} {value:.4g}" for name, value in seen.metrics.items())

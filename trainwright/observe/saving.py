@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 import psutil
 
-from trainwright.engine.evaluate import Evaluated
+from trainwright.engine.evaluate import EvaluationResult
 from trainwright.errors import CheckpointError, TrainwrightError
 from trainwright.observe.best import BestSoFar
 from trainwright.observe.cadence import Every
 from trainwright.runlog.storage import storage_error
-from trainwright.state.checkpoint import Snapshot, capture, commit, tensors_of
+from trainwright.state.checkpoint import CheckpointData, capture, commit, tensors_of
 from trainwright.state.manifest import step_of
 from trainwright.state.staging import Staging, num_bytes
 from trainwright.state.store import Best, Retention, prune, write_best
@@ -41,7 +41,7 @@ class SavePolicy:
     asynchronous: bool = True
 
 
-class Told(Protocol):
+class SaveListener(Protocol):
     """Whoever wants to hear what came of a save; ``path`` is relative to the run folder."""
 
     def saved(self, step: int, path: str, num_bytes: int, seconds: float, blocked_s: float) -> None: ...
@@ -75,7 +75,7 @@ class Saving:
         folder: Path,
         policy: SavePolicy,
         *,
-        told: Told,
+        told: SaveListener,
         warn: Callable[[str], None],
         papers: Mapping[str, Any] | None = None,
         before: Callable[[], None] = lambda: None,
@@ -124,7 +124,7 @@ class Saving:
             wait([future])
         self._writing = state.step, time.perf_counter() - begin_s, future
 
-    def _captured(self, state: TrainState) -> Snapshot:
+    def _captured(self, state: TrainState) -> CheckpointData:
         """A copy that was made; the live tensors where none can be made, which is said once."""
         if self._staging is None:
             return capture(state, None, self._papers)
@@ -139,7 +139,7 @@ class Saving:
             self._warn(f"checkpoints are written while training waits: no copy can be made ({_brief(error)})")
             return snapshot
 
-    def _write(self, snapshot: Snapshot, best: Best | None) -> _Done:
+    def _write(self, snapshot: CheckpointData, best: Best | None) -> _Done:
         """In the thread: commits, and only then lets older ones go."""
         begin_s, trouble = time.perf_counter(), ""
         path, written = commit(snapshot, self._folder, best)
@@ -174,7 +174,7 @@ class Saving:
         self._warn(f"step {step} is not saved: {reason}")
         self._told.not_saved(step, reason)
 
-    def evaluated(self, step: int, seen: Evaluated) -> None:
+    def evaluated(self, step: int, seen: EvaluationResult) -> None:
         """Hears of a validation: the best one so far is worth a checkpoint, or is in the one of this very step."""
         if self._writing and self._best.at(self._writing[0]):
             self._finish()  # what the next best has to beat is known when that one is on disk

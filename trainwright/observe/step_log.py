@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import psutil
 import torch
 
-from trainwright.engine.evaluate import Evaluated
-from trainwright.engine.oom_report import Shortage
+from trainwright.engine.evaluate import EvaluationResult
+from trainwright.engine.oom_report import OomReport
 from trainwright.engine.step import StepResult
 from trainwright.observe.cadence import Every
 from trainwright.observe.journal import Journal
@@ -20,7 +20,7 @@ from trainwright.runlog import records
 from trainwright.state.train_state import TrainState
 
 
-class Recorder:
+class StepLog:
     """An Observer. A step that is not due costs a hash of its sample ids (about 1 us) and no host sync.
 
     A due one reads loss, gradient norm and the ledger: one host sync on a GPU. ``step_s`` and ``wait_s`` of a
@@ -116,13 +116,13 @@ class Recorder:
             )
         self.num_skipped = len(state.ledger.entries)
 
-    def ran_out(self, shortages: Sequence[Shortage]) -> None:
+    def ran_out(self, shortages: Sequence[OomReport]) -> None:
         """One OutOfMemory record for each try that failed so."""
         for each in shortages:
             told = vars(each) | {"held": dict(each.held)}
             self._journal.write(records.OutOfMemory(time_s=self._wall_clock(), **told))
 
-    def evaluated(self, step: int, seen: Evaluated) -> None:
+    def evaluated(self, step: int, seen: EvaluationResult) -> None:
         """One Evaluated record."""
         self.last_evaluated = records.Evaluated(
             time_s=self._wall_clock(),

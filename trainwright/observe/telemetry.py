@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trainwright.state.train_state import TrainState
 
 
-class Telemetry:
+class TelemetryReader:
     """An Observer: at most every ``every_s`` seconds one Telemetry record, to the log and to the sinks.
 
     A step at which nothing is due costs one clock comparison (0.1 us), a due one about 0.15 ms for the host and

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from pydantic import TypeAdapter
 
 from trainwright.errors import UsageError, suggest
-from trainwright.plan.rules import EXPORT, VALIDATION, Difference, Kind, Verdict, classed
+from trainwright.plan.rules import EXPORT, VALIDATION, Kind, RecipeDifference, Verdict, classed
 from trainwright.recipe.outline import field_at
 from trainwright.recipe.yaml_core import core_tag
 
@@ -100,7 +100,7 @@ def compare_recipes(before: Mapping[str, Any], after: Mapping[str, Any], *, step
     in nothing that it did not know of.
     """
     return [
-        Change(path, _shown(was), _shown(now), *classed(Difference(path, was, now, before, after, step)))
+        Change(path, _shown(was), _shown(now), *classed(RecipeDifference(path, was, now, before, after, step)))
         for path, was, now in _differences(before, after)
     ]
 

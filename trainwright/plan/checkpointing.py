@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Recompute:
+class Checkpointing:
     """For each of a model's repeated blocks, in order: None keeps all of its activations.
 
     Else a tuple of operator families (``"matmul"``, ``"attention"``, ``"gelu"``, ...) whose outputs are kept while the
@@ -19,12 +19,12 @@ class Recompute:
     blocks: tuple[tuple[str, ...] | None, ...]
 
     @classmethod
-    def none(cls, count: int) -> Recompute:
+    def none(cls, count: int) -> Checkpointing:
         """Nothing is computed again."""
         return cls((None,) * count)
 
     @classmethod
-    def every(cls, count: int, keep: Sequence[str] = ()) -> Recompute:
+    def every(cls, count: int, keep: Sequence[str] = ()) -> Checkpointing:
         """Every block, but for the outputs of the families in ``keep``."""
         return cls((tuple(keep),) * count)
 
@@ -34,7 +34,7 @@ class Recompute:
         return sum(keep is not None for keep in self.blocks)
 
 
-def describe(recompute: Recompute) -> str:
+def describe(recompute: Checkpointing) -> str:
     """One line: ``4 blocks whole; 6 but for matmul 0, 1 and gelu; 2 not at all``."""
     alike = Counter(recompute.blocks)
     parts = [f"{count} {'block' if count == 1 else 'blocks'} {_but_for(keep)}" for keep, count in alike.items()]

@@ -24,7 +24,7 @@ MOST_SIZES = 40
 
 
 @dataclass(frozen=True)
-class Way:
+class Layout:
     """One way to run a model, for every size. ``checkpointing`` as the recipe says it; ``rank``: the plainest is 0.
 
     ``logits_bytes`` are those of the whole logits of a sample and their gradient in fp32; 0: no chunks are possible.
@@ -44,7 +44,7 @@ class Way:
 class Option:
     """A way in a micro-batch, on a device: what it holds at most and how long a step of the global batch takes."""
 
-    way: Way
+    way: Layout
     micro: int
     accumulation: int
     peak_bytes: int
@@ -74,7 +74,7 @@ class Choice:
         return self.best.fits
 
 
-def choose(ways: Sequence[Way], device: Device, size: int, *, micro: int | None = None) -> Choice:
+def choose(ways: Sequence[Layout], device: Device, size: int, *, micro: int | None = None) -> Choice:
     """The best way and micro-batch for ``size`` samples a step on one rank; ``micro`` where the recipe fixes it."""
     sizes = [micro] if micro is not None else micro_sizes(size)
     options = [weigh(way, device, size, each) for way in ways for each in sizes]
@@ -84,13 +84,13 @@ def choose(ways: Sequence[Way], device: Device, size: int, *, micro: int | None 
     return Choice(best, tuple(options), _notes(best, options, device, fixed=micro is not None))
 
 
-def offloaded(ways: Sequence[Way], device: Device) -> list[Way]:
+def offloaded(ways: Sequence[Layout], device: Device) -> list[Layout]:
     """The same with the optimizer in the host's memory, where there is something to move and somewhere to move it."""
     found = [(way, offload_of(way.scaled.small, device)) for way in ways]
     return [replace(way, scaled=without_optimizer(way.scaled), offload=moved) for way, moved in found if moved]
 
 
-def weigh(way: Way, device: Device, size: int, micro: int) -> Option:
+def weigh(way: Layout, device: Device, size: int, micro: int) -> Option:
     """One way in one micro-batch."""
     accumulation = -(-size // micro)
     peak = way.scaled.peak_bytes(micro, accumulation)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
-from trainwright.plan.profile import Anatomy, Part, children_of
+from trainwright.plan.profile import GraphProfile, ModuleProfile, children_of
 
 SCREEN = 32
 """Rows that are shown unless a depth is asked for."""
@@ -58,7 +58,7 @@ class Folded:
         return {"depth": self.depth, "rows": [asdict(row) for row in self.rows], "runs": [asdict(r) for r in self.runs]}
 
 
-def fold(anatomy: Anatomy, depth: int | None = None) -> Folded:
+def fold(anatomy: GraphProfile, depth: int | None = None) -> Folded:
     """Down to ``depth`` levels of modules below the model, by default the deepest that fits on a screen."""
     tree = _Tree(anatomy)
     rows = tuple(tree.rows())
@@ -73,16 +73,16 @@ def fold(anatomy: Anatomy, depth: int | None = None) -> Folded:
 class _Tree:
     """The modules of an anatomy, folded. ``names`` maps each path to the one that it is shown under."""
 
-    def __init__(self, anatomy: Anatomy) -> None:
+    def __init__(self, anatomy: GraphProfile) -> None:
         self.anatomy = anatomy
         self.children = children_of(anatomy.parts)
         self.names = {"": ""}
         self._signatures: dict[str, Any] = {}
         self._own = _by_module(anatomy)
-        self._groups: list[tuple[str, list[Part]]] = [("", [anatomy.parts[0]])]
+        self._groups: list[tuple[str, list[ModuleProfile]]] = [("", [anatomy.parts[0]])]
         self._walk([anatomy.parts[0]], "")
 
-    def _walk(self, alike: list[Part], shown: str) -> None:
+    def _walk(self, alike: list[ModuleProfile], shown: str) -> None:
         """Takes the children of ``alike``, which are equal, group by group."""
         first = alike[0]
         for group in _alike(self.children.get(first.path, []), self._signature):
@@ -99,7 +99,7 @@ class _Tree:
             self._groups.append((path, members))
             self._walk(members, path)
 
-    def _signature(self, part: Part) -> Any:
+    def _signature(self, part: ModuleProfile) -> Any:
         """Equal for modules that are made of the same, do the same and keep the same."""
         if part.path not in self._signatures:
             below = [(child.name, self._signature(child)) for child in self.children.get(part.path, [])]
@@ -130,26 +130,26 @@ class _Tree:
                 self._freed(members),
             )
 
-    def _freed(self, members: Sequence[Part]) -> int | None:
+    def _freed(self, members: Sequence[ModuleProfile]) -> int | None:
         first = members[0]
         if not first.path or not first.calls or not self.children.get(first.path):
             return None
         return sum(self.anatomy.freed_bytes(part) for part in members)
 
-    def _subtree(self, part: Part) -> Iterator[Part]:
+    def _subtree(self, part: ModuleProfile) -> Iterator[ModuleProfile]:
         yield part
         for child in self.children.get(part.path, []):
             yield from self._subtree(child)
 
 
-def _alike(children: Sequence[Part], signature: Any) -> Iterator[list[Part]]:
+def _alike(children: Sequence[ModuleProfile], signature: Any) -> Iterator[list[ModuleProfile]]:
     """Neighbours in a list of modules that are equal, together; all others alone."""
     for (_, numbered), group in groupby(children, key=lambda part: (signature(part), part.name.isdigit())):
         members = list(group)
         yield from [members] if numbered else ([part] for part in members)
 
 
-def _by_module(anatomy: Anatomy) -> dict[str, list[tuple[str, int, int]]]:
+def _by_module(anatomy: GraphProfile) -> dict[str, list[tuple[str, int, int]]]:
     """The nodes of each module itself: operator, bytes, saved tensors that are computed again."""
     found: dict[str, list[tuple[str, int, int]]] = {}
     for node, size in zip(anatomy.nodes, anatomy.fresh_bytes, strict=True):
@@ -166,7 +166,7 @@ class _Stretch:
     nodes: tuple[int, ...]
 
 
-def _runs(anatomy: Anatomy, names: dict[str, str], depth: int) -> tuple[Run, ...]:
+def _runs(anatomy: GraphProfile, names: dict[str, str], depth: int) -> tuple[Run, ...]:
     """Stretches of equal blocks as one, with the edges between them. Leaves are left out."""
     stretches = list(_stretches(anatomy, names, depth))
     numbers: dict[tuple[str, int], int] = {}
@@ -187,7 +187,7 @@ def _runs(anatomy: Anatomy, names: dict[str, str], depth: int) -> tuple[Run, ...
     return tuple(found)
 
 
-def _run(anatomy: Anatomy, alike: Sequence[_Stretch], inputs: tuple[int, ...]) -> Run:
+def _run(anatomy: GraphProfile, alike: Sequence[_Stretch], inputs: tuple[int, ...]) -> Run:
     members = [index for stretch in alike for index in stretch.nodes]
     ops = Counter(_short(anatomy.nodes[index].op) for index in alike[0].nodes)
     size = sum(anatomy.fresh_bytes[index] for index in members)
@@ -195,7 +195,7 @@ def _run(anatomy: Anatomy, alike: Sequence[_Stretch], inputs: tuple[int, ...]) -
     return Run(alike[0].name, len(alike), len(members), tuple(ops.items()), size, hidden, inputs)
 
 
-def _stretches(anatomy: Anatomy, names: dict[str, str], depth: int) -> Iterator[_Stretch]:
+def _stretches(anatomy: GraphProfile, names: dict[str, str], depth: int) -> Iterator[_Stretch]:
     inner = [(index, _cut(node.module, depth)) for index, node in enumerate(anatomy.nodes) if not node.leaf]
     turns: Counter[str] = Counter()
     for path, group in groupby(inner, key=lambda each: each[1]):

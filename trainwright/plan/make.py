@@ -26,7 +26,7 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunFacts:
     """What is known of the live objects before the run. Counts are None where a stream has no length.
 
     ``low_precision`` is what the device computes in hardware: a subset of ("tf32", "bf16", "fp16");
@@ -101,7 +101,7 @@ class Plan:
         return asdict(self)
 
 
-def make_plan(recipe: Recipe, facts: Facts, *, ranks: int = 1, kept: Kept = Kept()) -> Plan:
+def make_plan(recipe: Recipe, facts: RunFacts, *, ranks: int = 1, kept: Kept = Kept()) -> Plan:
     """Decides all that needs no rehearsal. Raises RecipeError where the recipe cannot be met by the data."""
     batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation, ranks=ranks)
     per_epoch = _steps_per_epoch(facts.train_samples, batch.size, recipe.data.drop_last)
@@ -132,7 +132,7 @@ def make_plan(recipe: Recipe, facts: Facts, *, ranks: int = 1, kept: Kept = Kept
     )
 
 
-def _extent(recipe: Recipe, facts: Facts, pace: Pace, spent: Spent) -> Extent:
+def _extent(recipe: Recipe, facts: RunFacts, pace: Pace, spent: Spent) -> Extent:
     used: dict[str, float] = {"steps": spent.step, "samples": spent.samples, "tok": spent.tokens}
     if facts.train_samples is not None and pace.steps_per_epoch is not None:
         rest = max(0, facts.train_samples - spent.position)  # of the epoch in which the batch changed
@@ -156,7 +156,7 @@ def with_rehearsal(
     plan: Plan,
     *,
     asked: str,
-    facts: Facts,
+    facts: RunFacts,
     loss: float,
     outputs: int | None,
     seconds: Mapping[tuple[PrecisionName, int], float],

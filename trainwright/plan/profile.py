@@ -16,7 +16,7 @@ Role = Literal["weights", "buffers", "inputs", "activations"]
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedTensor:
     """A tensor that is kept: its name at the node, and the number, bytes and role of its whole storage."""
 
     name: str
@@ -35,14 +35,14 @@ class Node:
 
     op: str
     module: str
-    saved: tuple[Saved, ...]
+    saved: tuple[SavedTensor, ...]
     inputs: tuple[int, ...]
     leaf: str = ""
     hidden: int = 0
 
 
 @dataclass(frozen=True)
-class Part:
+class ModuleProfile:
     """One module. Parameters and FLOPs are its own, without its children's; a tied weight counts where it comes first.
 
     ``tied`` names the weights of other modules that it uses as its own. ``given`` is what it was called with.
@@ -55,7 +55,7 @@ class Part:
     tied: tuple[str, ...] = ()
     calls: int = 0
     output: tuple[int, ...] | None = None
-    given: tuple[Saved, ...] = ()
+    given: tuple[SavedTensor, ...] = ()
     forward_flops: int = 0
     backward_flops: int = 0
 
@@ -65,13 +65,13 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class GraphProfile:
     """Modules, the root first and children behind their parent; nodes in the order of the forward pass, leaves last.
 
     ``elsewhere_bytes`` wait for the backward pass, too, and are in no saved tensor: workspaces of kernels.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[ModuleProfile, ...]
     nodes: tuple[Node, ...]
     elsewhere_bytes: int = 0
 
@@ -99,7 +99,7 @@ class Anatomy:
         """The nodes that a module and those in it made."""
         return [index for index, node in enumerate(self.nodes) if within(node.module, path)]
 
-    def freed_bytes(self, part: Part) -> int:
+    def freed_bytes(self, part: ModuleProfile) -> int:
         """What is kept less when this module is computed again in backward: all but what it was called with.
 
         Storages that nodes outside keep, too, stay. Negative when its input would be kept for this alone.
@@ -121,7 +121,7 @@ class Anatomy:
                 outside |= set(kept)
         return inside, outside
 
-    def with_trace(self, trace: Trace) -> Anatomy:
+    def with_trace(self, trace: Trace) -> GraphProfile:
         """With the FLOPs of one forward and backward pass, and what is held beside saved tensors."""
         forward: Counter[str] = Counter()
         backward: Counter[str] = Counter()
@@ -168,9 +168,9 @@ def within(path: str, above: str) -> bool:
     return not above or path == above or path.startswith(f"{above}.")
 
 
-def children_of(parts: Iterable[Part]) -> Mapping[str, list[Part]]:
+def children_of(parts: Iterable[ModuleProfile]) -> Mapping[str, list[ModuleProfile]]:
     """The children of each module, by its path."""
-    found: dict[str, list[Part]] = {}
+    found: dict[str, list[ModuleProfile]] = {}
     for part in parts:
         if part.path:
             found.setdefault(part.path.rpartition(".")[0], []).append(part)

@@ -14,7 +14,7 @@ Verdict = tuple[Kind, str]
 
 
 @dataclass(frozen=True)
-class Difference:
+class RecipeDifference:
     """A value that is another now, and both whole recipes; ``step`` is what has been reached."""
 
     path: str
@@ -25,7 +25,7 @@ class Difference:
     step: int
 
 
-def classed(found: Difference) -> Verdict:
+def classed(found: RecipeDifference) -> Verdict:
     """The class of a difference and why, by the rule with the longest path."""
     keys = found.path.split(".")
     above = (".".join(keys[:length]) for length in range(len(keys), 0, -1))
@@ -33,7 +33,7 @@ def classed(found: Difference) -> Verdict:
     return rule(found) if callable(rule) else rule
 
 
-def _until(found: Difference) -> Verdict:
+def _until(found: RecipeDifference) -> Verdict:
     was, now = Duration.parse(found.was), Duration.parse(found.now)
     if now.unit == "steps" and now.value <= found.step:
         return "fatal", f"step {found.step} is reached already: give more than {found.step}steps"
@@ -44,7 +44,7 @@ def _until(found: Difference) -> Verdict:
     return "safe", "the run goes on from where it is; the warm-up stays, and a decay of the learning rate ends later"
 
 
-def _batch(found: Difference) -> Verdict:
+def _batch(found: RecipeDifference) -> Verdict:
     was, now = _global_batch(found.before), _global_batch(found.after)
     sizes = [recipe["batch"].get("size") for recipe in (found.before, found.after)]
     if was == now or (found.path != "batch.size" and None not in sizes):
@@ -60,13 +60,13 @@ def _global_batch(recipe: Mapping[str, Any]) -> int:
     return batch.get("size") or solve_batch(None, batch.get("micro"), batch.get("accumulation")).size
 
 
-def _ema(found: Difference) -> Verdict:
+def _ema(found: RecipeDifference) -> Verdict:
     if found.was is None:
         return "safe", "the weights train as before; their average begins with what they are now"
     return "maths", "the weights train as before, but their average is dropped or goes on otherwise"
 
 
-def _moments(found: Difference) -> Verdict:
+def _moments(found: RecipeDifference) -> Verdict:
     """amsgrad keeps a moment more; head says which matrices muon keeps other moments for."""
     lacks = found.now is True if found.path.endswith("amsgrad") else found.after["optimizer"]["use"] == "muon"
     return ("fatal", f"the checkpoint lacks moments that it needs: put it back, or {EXPORT}") if lacks else _UPDATE
@@ -81,7 +81,7 @@ _FOLDER: Verdict = "safe", "the run stays in its folder"
 _KERNELS = "other kernels: last bits"
 
 # A whole section stands here only where every key that it may ever get is alike; a test asks for all the others.
-RULES: Mapping[str, Verdict | Callable[[Difference], Verdict]] = {
+RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     "name": _FOLDER,
     "folder": _FOLDER,
     "seed": ("maths", f"{_ORDER}; augmentation draws other numbers"),

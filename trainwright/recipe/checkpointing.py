@@ -17,7 +17,7 @@ NAMES = ("none", "block", "selective", "auto")
 
 
 @dataclass(frozen=True)
-class Recomputation:
+class ActivationCheckpointing:
     """Annotates a ``str``: one of ``NAMES``, or the memory that a step may take at its peak."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

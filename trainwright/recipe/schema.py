@@ -24,7 +24,7 @@ from pydantic_core import CoreSchema
 
 from trainwright.errors import Problem, RecipeError, UsageError
 from trainwright.recipe.arguments import Args
-from trainwright.recipe.checkpointing import Recomputation
+from trainwright.recipe.checkpointing import ActivationCheckpointing
 from trainwright.recipe.duration import Duration, DurationField
 from trainwright.recipe.micro_size import MicroSize
 from trainwright.recipe.names import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES
@@ -83,7 +83,7 @@ class Model(Part):
         examples=["gpt"],
     )
     freeze: Texts = Field(default=(), description="Glob patterns of parameter names that are not trained.")
-    activation_checkpointing: Annotated[str, Recomputation()] = Field(
+    activation_checkpointing: Annotated[str, ActivationCheckpointing()] = Field(
         default="none",
         description="What backward computes again instead of keeping it: nothing, each block, what is cheap "
         "(selective), what the plan chooses (auto), or what keeps the peak of a step below so much memory (12GiB).",

@@ -119,10 +119,10 @@ def muted() -> Iterator[None]:
         _muted.discard(thread)
 
 
-class Inside(threading.local):
+class CallDepth(threading.local):
     """How deep this thread is in functions that call themselves, or others that are heard too."""
 
     backward = grad = schedule = 0
 
 
-inside = Inside()
+inside = CallDepth()

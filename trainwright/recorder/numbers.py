@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.recorder.program import Segment
+from trainwright.recorder.program import RecordedStep
 from trainwright.runlog.records import Watched
 
 LATE = 2
@@ -37,7 +37,7 @@ class Numbers:
         return math.isfinite(self.norm) and all(map(math.isfinite, self.losses)) and not math.isinf(self.loss)
 
 
-def ask(segment: Segment) -> Callable[[], Numbers]:
+def ask(segment: RecordedStep) -> Callable[[], Numbers]:
     """Asks for the numbers of a segment; calling the answer reads them, and waits if it must."""
     losses = [each for each in segment.losses if each.numel() == 1]
     clips = [value["norm"] for kind, value in segment.events if kind == "clip" and value["norm"] is not None]
@@ -76,7 +76,7 @@ def late(values: Sequence[Tensor | float]) -> Callable[[], list[float]]:
     return read
 
 
-def as_record(segment: Segment, numbers: Numbers | None = None) -> Watched:
+def as_record(segment: RecordedStep, numbers: Numbers | None = None) -> Watched:
     """A segment for the log. Without its ``numbers`` they are read, for which a GPU is waited for."""
     numbers = numbers or ask(segment)()
     ids = [None if ids is None else len(ids) for ids in segment.ids]

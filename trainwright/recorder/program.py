@@ -103,7 +103,7 @@ class Multiply:
 
 
 @dataclass(slots=True)
-class Clip:
+class ClipGradients:
     """By norm or by value, at a threshold."""
 
     by: str
@@ -112,7 +112,7 @@ class Clip:
 
 
 @dataclass(slots=True)
-class Step:
+class OptimizerStep:
     """The update. ``groups`` are the hyperparameters that may change between two steps."""
 
     optimizer: int
@@ -121,11 +121,11 @@ class Step:
     closure: bool = False
 
 
-Instruction = Call | Operation | Backward | ZeroGrad | Multiply | Clip | Step
+Instruction = Call | Operation | Backward | ZeroGrad | Multiply | ClipGradients | OptimizerStep
 
 
 @dataclass(slots=True)
-class Segment:
+class RecordedStep:
     """One optimizer step as it was heard. ``ids`` are those of each batch it consumed.
 
     ``losses`` are as given to backward, without a loss scale; ``loss`` is their mean where a loop tells it.

@@ -19,11 +19,11 @@ from trainwright.recorder.listener import inside
 from trainwright.recorder.program import (
     Backward,
     Call,
-    Clip,
+    ClipGradients,
     Ids,
     Multiply,
-    Segment,
-    Step,
+    OptimizerStep,
+    RecordedStep,
     ZeroGrad,
     tensors_of,
 )
@@ -33,7 +33,7 @@ _LONGEST = 4096
 """Calls, operations, events, ... that one step may have."""
 
 
-class Recording(Listener):
+class LoopRecorder(Listener):
     """One Segment for each optimizer step. ``closed`` is called with each when it is over.
 
     A step of several optimizers that take turns (a GAN) is over when each of them has stepped. In our own loop
@@ -44,10 +44,10 @@ class Recording(Listener):
         self,
         roots: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
-        closed: Callable[[Segment], None],
+        closed: Callable[[RecordedStep], None],
         *,
-        before_update: Callable[[Segment, Optimizer], None],
-        after_update: Callable[[Segment, Optimizer], None],
+        before_update: Callable[[RecordedStep, Optimizer], None],
+        after_update: Callable[[RecordedStep, Optimizer], None],
         first_step: int = 1,
         own_loop: bool = False,
     ) -> None:
@@ -57,7 +57,7 @@ class Recording(Listener):
         self._numbers = {id(p): number for number, p in enumerate(self.parameters)}
         self.device = self.parameters[0].device if self.parameters else torch.device("cpu")
         self.tape = Tape(self.device.type)
-        self.segment = Segment(first_step)
+        self.segment = RecordedStep(first_step)
         self._own_loop = own_loop
         self.budget_bytes = math.inf  # of what one step may hold
         self.careful = False  # whether to see what the loop does to gradients by hand: costs a look at each of them
@@ -264,7 +264,7 @@ class Recording(Listener):
         self.tape.num_bytes, self.tape.failed = 0, None
         self._scales.clear()
         self._depth, self._call = 0, None
-        self.segment = Segment(self.segment.step)
+        self.segment = RecordedStep(self.segment.step)
         self.segment.events += before
 
     def on_unscale(self, scaler: GradScaler, optimizer: Optimizer) -> None:
@@ -281,7 +281,7 @@ class Recording(Listener):
 
     def on_clip(self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None) -> None:
         numbers = [self._numbers[id(p)] for p in parameters if id(p) in self._numbers]
-        self.segment.program.append(Clip(by, at, numbers))
+        self.segment.program.append(ClipGradients(by, at, numbers))
         seen = None if norm is None else norm.detach()
         self.segment.events.append(("clip", {"by": by, "at": at, "norm": seen, "parameters": len(parameters)}))
 
@@ -297,7 +297,7 @@ class Recording(Listener):
         if self._edits:  # seen once: from then on in every step, looked at or not
             self.segment.values["edited"] = True
         groups = [_hyperparameters(group) for group in optimizer.param_groups]
-        step = Step(index, groups, getattr(optimizer, "grad_scale", None))
+        step = OptimizerStep(index, groups, getattr(optimizer, "grad_scale", None))
         self.segment.lr = float(groups[0].get("lr", 0.0)) if index == 0 else self.segment.lr
         self.segment.events.append(
             ("step", {"optimizer": index, "autocast": torch.is_autocast_enabled(self.device.type)})
@@ -350,7 +350,7 @@ class Recording(Listener):
         done.ended_s = time.time()
         done.num_bytes, self.tape.num_bytes = self.tape.num_bytes, 0
         done.values["step_s"], done.values["wait_s"] = now_s - self._ended_s, self._waited_s
-        self.segment = Segment(done.step + 1)
+        self.segment = RecordedStep(done.step + 1)
         self._closed(done)
         self._ended_s, self._waited_s = time.perf_counter(), 0.0
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.recorder.calls import Ear
-from trainwright.recorder.program import Segment
+from trainwright.recorder.program import RecordedStep
 from trainwright.state.rng import RngBag
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -39,7 +39,7 @@ class Snapshot:
         return sum(t.numel() * t.element_size() for t in tensors)
 
 
-class Subject:
+class LiveObjects:
     """The live objects that a run is made of, and how their state is read."""
 
     def __init__(
@@ -79,7 +79,7 @@ class Subject:
 
 
 @torch.no_grad()
-def put_back(subject: Subject, snapshot: Snapshot) -> None:
+def put_back(subject: LiveObjects, snapshot: Snapshot) -> None:
     """Writes weights, buffers and optimizer state of ``snapshot`` into the live objects: training is there again.
 
     Hyperparameters, generators and the data go on as they are.
@@ -124,11 +124,11 @@ class Ring:
     def __init__(self, *, keep: int, budget_bytes: int) -> None:
         self.keep, self.budget_bytes = keep, budget_bytes
         self.refused_bytes = 0  # of a snapshot that was too large
-        self.segments: deque[Segment] = deque()
+        self.segments: deque[RecordedStep] = deque()
         self.snapshots: deque[Snapshot] = deque()
         self._segment_bytes = self._snapshot_bytes = 0
 
-    def add(self, segment: Segment) -> None:
+    def add(self, segment: RecordedStep) -> None:
         self.segments.append(segment)
         self._segment_bytes += segment.num_bytes
         self._shrink()
@@ -165,7 +165,7 @@ class Ring:
         older = [snapshot for snapshot in self.snapshots if snapshot.step < step]
         return older[-1] if older else None
 
-    def way_to(self, step: int) -> tuple[Snapshot, list[Segment]] | None:
+    def way_to(self, step: int) -> tuple[Snapshot, list[RecordedStep]] | None:
         """A state and all segments from it up to ``step``; None when they are gone or one cannot be run again."""
         for snapshot in reversed(self.snapshots):
             if snapshot.step <= step:

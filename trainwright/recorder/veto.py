@@ -12,7 +12,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from trainwright.engine.guard import BufferGuard
-from trainwright.recorder.program import Segment
+from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.spikes import Spikes
 
 OnNonfinite = Literal["skip", "stop", "observe"]
@@ -49,7 +49,7 @@ class Veto:
             for guard, root in zip(self._buffers, self.roots):
                 guard.keep(root)
 
-    def before_update(self, segment: Segment, optimizer: Optimizer) -> None:
+    def before_update(self, segment: RecordedStep, optimizer: Optimizer) -> None:
         owned = [p for group in optimizer.param_groups for p in group["params"]]
         grads = [p.grad for p in owned if p.grad is not None]
         norm = _norm([g for g in grads if not g.is_sparse])
@@ -82,7 +82,7 @@ class Veto:
         can = getattr(optimizer, "_step_supports_amp_scaling", False) and not hasattr(optimizer, "grad_scale")
         return self.device_type != "cpu" and norm.device.type == self.device_type and is_alone and bool(can)
 
-    def was_vetoed_on_device(self, segment: Segment, norm: float) -> bool:
+    def was_vetoed_on_device(self, segment: RecordedStep, norm: float) -> bool:
         """Whether the device has left out the update, now that its norm is known; then the segment says so."""
         if "on_device" not in segment.values or math.isfinite(norm):
             return False
@@ -96,7 +96,7 @@ class Veto:
         for p in owned:
             p.grad = None
 
-    def after_update(self, segment: Segment, optimizer: Optimizer) -> None:
+    def after_update(self, segment: RecordedStep, optimizer: Optimizer) -> None:
         if self._flag is not None:
             del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
             self._restore_buffers(self._flag)
@@ -132,7 +132,7 @@ def _norm(grads: list[Tensor]) -> Tensor:
     return norm
 
 
-def _before_clipping(segment: Segment, norm: float) -> float:
+def _before_clipping(segment: RecordedStep, norm: float) -> float:
     """What clipping that came right before the update found; else the norm itself. Only spikes are judged by it."""
     kind, clip = segment.events[-2] if len(segment.events) > 1 else ("", {})
     return float(clip["norm"]) if kind == "clip" and clip["norm"] is not None else norm

@@ -26,9 +26,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from trainwright.errors import CheckpointError, UsageError
-from trainwright.recorder.program import Call, Clip, Constant, Multiply, Segment, Step, ZeroGrad, mapped
-from trainwright.recorder.ring import Ring, Snapshot, Subject
-from trainwright.replay.replayer import Player
+from trainwright.recorder.program import (
+    Call,
+    ClipGradients,
+    Constant,
+    Multiply,
+    OptimizerStep,
+    RecordedStep,
+    ZeroGrad,
+    mapped,
+)
+from trainwright.recorder.ring import LiveObjects, Ring, Snapshot
+from trainwright.replay.replayer import Replayer
 from trainwright.replay.structure import Structure, difference
 from trainwright.replay.written import Named, Reader, Writer
 from trainwright.runlog.records import plain, strict
@@ -64,9 +73,9 @@ class Bundle:
     device: torch.device
     structure: Structure
     snapshot: Snapshot
-    way: Sequence[Segment]
+    way: Sequence[RecordedStep]
 
-    def bound(self, subject: Subject, names: Sequence[str]) -> tuple[Snapshot, list[Segment]]:
+    def bound(self, subject: LiveObjects, names: Sequence[str]) -> tuple[Snapshot, list[RecordedStep]]:
         """The state and the steps for live objects, which must be as those were that the steps were heard on.
 
         The order of ``subject.parameters`` is that of ``structure.parameters``. Raises BundleError.
@@ -86,7 +95,7 @@ class Bundle:
         way = [replace(segment, program=[bound(each) for each in segment.program]) for segment in self.way]
         return self.snapshot, way
 
-    def _require_fit(self, subject: Subject, names: Sequence[str]) -> None:
+    def _require_fit(self, subject: LiveObjects, names: Sequence[str]) -> None:
         now, then = Structure.of(subject, names), self.structure
         for what, ours, theirs in (
             ("parameter", now.parameters, then.parameters),
@@ -117,7 +126,7 @@ class Bundle:
 # writing
 
 
-def keep(folder: Path, player: Player, ring: Ring, step: int, about: Mapping[str, Any]) -> Path | None:
+def keep(folder: Path, player: Replayer, ring: Ring, step: int, about: Mapping[str, Any]) -> Path | None:
     """Writes the bundle of a step that a ring still holds; None when it does not. Raises StorageError.
 
     A step that cannot be run again is kept with its inputs and the weights nearest before it.
@@ -134,10 +143,10 @@ def keep(folder: Path, player: Player, ring: Ring, step: int, about: Mapping[str
 
 def write_bundle(
     folder: Path,
-    subject: Subject,
+    subject: LiveObjects,
     names: Sequence[str],
     snapshot: Snapshot,
-    way: Sequence[Segment],
+    way: Sequence[RecordedStep],
     about: Mapping[str, Any],
 ) -> Path:
     """``folder/step-XXXXXXXX`` of the last segment of ``way``, which begins at ``snapshot``. Returns its path.
@@ -174,7 +183,9 @@ def write_bundle(
     return target
 
 
-def _body(subject: Subject, names: Sequence[str], snapshot: Snapshot, way: Sequence[Segment]) -> dict[str, Any]:
+def _body(
+    subject: LiveObjects, names: Sequence[str], snapshot: Snapshot, way: Sequence[RecordedStep]
+) -> dict[str, Any]:
     writer = Writer({id(p): number for number, p in enumerate(subject.parameters)})
     first, last = snapshot.step, way[-1].step
     if [each.step for each in way] != list(range(first, last + 1)):
@@ -308,7 +319,7 @@ def _snapshot(reader: Reader, body: Mapping[str, Any]) -> Snapshot:
     return Snapshot(**{name: reader.value(each) for name, each in body["snapshot"].items()}, rng=rng)
 
 
-def _require_sound(structure: Structure, snapshot: Snapshot, way: Sequence[Segment]) -> None:
+def _require_sound(structure: Structure, snapshot: Snapshot, way: Sequence[RecordedStep]) -> None:
     """Raises ValueError where numbers point at nothing, or the state is not of this structure."""
     parameters, optimizers = len(structure.parameters), len(structure.optimizers)
     numbers = [n for state in snapshot.states for n in state]
@@ -319,11 +330,11 @@ def _require_sound(structure: Structure, snapshot: Snapshot, way: Sequence[Segme
             case Call(root=root, training=training):
                 if not 0 <= root < len(structure.roots) or len(training) != len(structure.modules):
                     raise ValueError("a call of a model that there is not")
-            case Step(optimizer=number):
+            case OptimizerStep(optimizer=number):
                 chosen.append(number)
             case ZeroGrad(optimizer=int() as number):
                 chosen.append(number)
-            case Clip(parameters=some) | Multiply(parameters=list() as some):
+            case ClipGradients(parameters=some) | Multiply(parameters=list() as some):
                 numbers += some
     if not all(type(n) is int and 0 <= n < parameters for n in numbers) or not all(0 <= n < optimizers for n in chosen):
         raise ValueError("a parameter or an optimizer that there is not")

@@ -17,19 +17,19 @@ from trainwright.recorder.program import (
     Autocast,
     Backward,
     Call,
-    Clip,
+    ClipGradients,
     Constant,
     Multiply,
     Operation,
-    Segment,
+    OptimizerStep,
+    RecordedStep,
     Slot,
-    Step,
     ZeroGrad,
     constants_of,
     mapped,
     tensors_of,
 )
-from trainwright.recorder.ring import Snapshot, Subject
+from trainwright.recorder.ring import LiveObjects, Snapshot
 from trainwright.replay.stage import NotReplayable as NotReplayable
 from trainwright.replay.stage import fresh, staged
 
@@ -37,7 +37,7 @@ Upto = Literal["forward", "backward", "step"]
 
 
 @dataclass(frozen=True)
-class Edit:
+class Intervention:
     """What is done otherwise than it was. Nothing by default: then the replay is the same bits."""
 
     inputs: Callable[[int, Any, Any], tuple[Any, Any]] | None = None
@@ -56,11 +56,11 @@ class Edit:
     fresh_rng: bool = False
 
 
-AS_IT_WAS = Edit()
+AS_IT_WAS = Intervention()
 
 
 @dataclass
-class Played:
+class ReplayResult:
     """What a replay gave. Tensors are copies; ``losses`` are as given to backward, without a loss scale."""
 
     losses: list[Tensor] = field(default_factory=list)
@@ -78,10 +78,10 @@ class Played:
         return float(torch.stack([each.double().cpu() for each in self.losses]).mean()) if self.losses else float("nan")
 
 
-class Player:
+class Replayer:
     """Plays segments on the live objects of a Subject while everything of theirs is set aside."""
 
-    def __init__(self, subject: Subject, names: Sequence[str]) -> None:
+    def __init__(self, subject: LiveObjects, names: Sequence[str]) -> None:
         self.subject, self.names = subject, list(names)
         self.known = frozenset(id(p) for p in subject.parameters)
 
@@ -99,7 +99,7 @@ class Player:
             return nullcontext()
         return torch.autocast(device, enabled=False, cache_enabled=False)
 
-    def play(self, segment: Segment, edit: Edit = AS_IT_WAS, *, upto: Upto = "step") -> Played:
+    def play(self, segment: RecordedStep, edit: Intervention = AS_IT_WAS, *, upto: Upto = "step") -> ReplayResult:
         """One segment, inside ``stage``. What raises in the user's code comes back as ``error``."""
         return _Performance(self, segment, edit, upto).run()
 
@@ -108,16 +108,16 @@ class Player:
 class _Performance:
     """One run of one segment."""
 
-    player: Player
-    segment: Segment
-    edit: Edit
+    player: Replayer
+    segment: RecordedStep
+    edit: Intervention
     upto: Upto
     env: dict[int, Any] = field(default_factory=dict)
-    played: Played = field(default_factory=Played)
+    played: ReplayResult = field(default_factory=ReplayResult)
     calls: int = 0
     around: ExitStack = field(default_factory=ExitStack)
 
-    def run(self) -> Played:
+    def run(self) -> ReplayResult:
         segment, parameters = self.segment, self.player.subject.parameters
         carried = segment.values.get("carried")
         for parameter, grad in zip(parameters, carried or []):
@@ -153,7 +153,7 @@ class _Performance:
                 return
             case ZeroGrad():
                 self._zero(each)
-            case Multiply() | Clip() | Step() if self.upto == "step":
+            case Multiply() | ClipGradients() | OptimizerStep() if self.upto == "step":
                 self._update(each)
 
     def _call(self, call: Call) -> None:
@@ -211,14 +211,14 @@ class _Performance:
                 parameter.grad = None
 
     @torch.no_grad()
-    def _update(self, each: Multiply | Clip | Step) -> None:
+    def _update(self, each: Multiply | ClipGradients | OptimizerStep) -> None:
         parameters = self.player.subject.parameters
-        if isinstance(each, Step):
+        if isinstance(each, OptimizerStep):
             self._step(each)
             return
         chosen = [parameters[n] for n in (each.parameters if each.parameters is not None else range(len(parameters)))]
         grads = [p.grad for p in chosen if p.grad is not None]
-        if isinstance(each, Clip):
+        if isinstance(each, ClipGradients):
             at = each.at if self.edit.clip is None else self.edit.clip
             if each.by == "norm":
                 self.played.norm_at_clip = float(clip_grad_norm_(chosen, at))
@@ -227,7 +227,7 @@ class _Performance:
         elif grads and each.factor is not None:
             torch._foreach_mul_(grads, each.factor)
 
-    def _step(self, step: Step) -> None:
+    def _step(self, step: OptimizerStep) -> None:
         if step.closure:
             raise NotReplayable("the optimizer calls a closure")
         optimizer = self.player.subject.optimizers[step.optimizer]
@@ -297,7 +297,7 @@ class _Around(TorchFunctionMode):
         return self._around(function, args, kwargs or {})
 
 
-def batch_size(segment: Segment) -> int | None:
+def batch_size(segment: RecordedStep) -> int | None:
     """The first dimension of the first tensor that a model was given."""
     for call in segment.calls:
         for constant in constants_of((call.args, call.kwargs)):
@@ -313,7 +313,7 @@ def _chosen(program: list[Any], micro: Sequence[int] | None) -> list[Any]:
     parts: list[list[Any]] = [[]]
     tail: list[Any] = []
     for each in program:
-        if isinstance(each, Multiply | Clip | Step):
+        if isinstance(each, Multiply | ClipGradients | OptimizerStep):
             tail.append(each)
             continue
         parts[-1].append(each)
@@ -325,7 +325,7 @@ def _chosen(program: list[Any], micro: Sequence[int] | None) -> list[Any]:
 
 
 @contextmanager
-def _cast(subject: Subject, name: Literal["fp32", "fp64"]) -> Iterator[None]:
+def _cast(subject: LiveObjects, name: Literal["fp32", "fp64"]) -> Iterator[None]:
     """All floating weights and buffers in another dtype. Inside ``stage`` they are copies already."""
     dtype = _DTYPES[name]
     before = [p.data for p in subject.parameters]
@@ -348,5 +348,5 @@ def _cast(subject: Subject, name: Literal["fp32", "fp64"]) -> Iterator[None]:
             module._buffers[key] = buffer
 
 
-def _weights(player: Player) -> dict[str, Tensor]:
+def _weights(player: Replayer) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in zip(player.names, player.subject.parameters)}

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.recorder.program import Call, Operation, Segment, constants_of, mapped
+from trainwright.recorder.program import Call, Operation, RecordedStep, constants_of, mapped
 from trainwright.replay.classified import CHUNKED, CLASSIFYING, classes_in
-from trainwright.replay.replayer import Edit
-from trainwright.replay.session import Bench
+from trainwright.replay.replayer import Intervention
+from trainwright.replay.session import ReplaySession
 
 AGAINST = CLASSIFYING | {
     "binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
@@ -39,7 +39,7 @@ class Samples:
     at: dict[int, tuple[int, int]]
 
 
-def judged(bench: Bench) -> list[Judged]:
+def judged(bench: ReplaySession) -> list[Judged]:
     """What the losses of the step were told, also within the model."""
     found: list[Judged] = []
 
@@ -50,18 +50,18 @@ def judged(bench: Bench) -> list[Judged]:
             found.append(Judged(name, target.detach(), classes_in(name, args, kwargs)))
         return function(*args, **kwargs)
 
-    bench.run(Edit(ops=around), upto="forward")
+    bench.run(Intervention(ops=around), upto="forward")
     return found
 
 
-def inputs_of(segment: Segment) -> list[Tensor]:
+def inputs_of(segment: RecordedStep) -> list[Tensor]:
     """What the first forward call was given, if it has a first dimension of samples."""
     call = next((each for each in segment.program if isinstance(each, Call)), None)
     tensors = [] if call is None else [c.tensor for c in constants_of((call.args, call.kwargs)) if c.is_unchanged]
     return [t for t in tensors if t.dim() and t.shape[0] == tensors[0].shape[0]]
 
 
-def classes_of(bench: Bench) -> tuple[int | None, Tensor | None]:
+def classes_of(bench: ReplaySession) -> tuple[int | None, Tensor | None]:
     """How many classes the loss tells apart, and the target of each sample if each has one."""
     for each in judged(bench):
         if each.name in CLASSIFYING and not each.target.is_floating_point():
@@ -70,7 +70,7 @@ def classes_of(bench: Bench) -> tuple[int | None, Tensor | None]:
     return None, None
 
 
-def pooled(bench: Bench, target: Tensor) -> Samples | None:
+def pooled(bench: ReplaySession, target: Tensor) -> Samples | None:
     """The samples of all recorded steps that were fed and judged like this one, each once if their ids are known.
 
     Only for steps of one forward call with one tensor as input, and a target that came from outside.
@@ -99,12 +99,12 @@ def pooled(bench: Bench, target: Tensor) -> Samples | None:
     return Samples(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]), at) if parts else None
 
 
-def _loss_constants(segment: Segment) -> list[Tensor]:
+def _loss_constants(segment: RecordedStep) -> list[Tensor]:
     operations = [each for each in segment.program if isinstance(each, Operation)]
     return [c.tensor for o in operations for c in constants_of((o.args, o.kwargs)) if not c.tensor.requires_grad]
 
 
-def _place_of(segment: Segment, target: Tensor) -> int | None:
+def _place_of(segment: RecordedStep, target: Tensor) -> int | None:
     flat = target.flatten()
     for place, tensor in enumerate(_loss_constants(segment)):
         if tensor.numel() == len(flat) and tensor.dtype == target.dtype and torch.equal(tensor.flatten(), flat):
@@ -113,7 +113,7 @@ def _place_of(segment: Segment, target: Tensor) -> int | None:
 
 
 def standardised(number: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """For ``Edit.inputs``: floating-point inputs with mean 0 and deviation 1, by column or channel of the batch."""
+    """For ``Intervention.inputs``: floating-point inputs with mean 0 and deviation 1, by column or channel."""
     return mapped(args, _standard), mapped(kwargs, _standard)
 
 

@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainwright.recorder.program import Ids, Segment, alive, constants_of
+from trainwright.recorder.program import Ids, RecordedStep, alive, constants_of
 from trainwright.recorder.ring import Ring, Snapshot
-from trainwright.replay.replayer import AS_IT_WAS, Edit, NotReplayable, Played, Player, Upto, batch_size
+from trainwright.replay.replayer import AS_IT_WAS, Intervention, NotReplayable, Replayer, ReplayResult, Upto, batch_size
 
 
-class Bench:
+class ReplaySession:
     """The step ``step`` of a ring. Whatever is done with it, the live objects are afterwards what they were.
 
     Raises NotReplayable when the step or the way to it is gone, or was never written down as a whole.
     """
 
-    def __init__(self, player: Player, ring: Ring, step: int) -> None:
+    def __init__(self, player: Replayer, ring: Ring, step: int) -> None:
         way = ring.way_to(step)
         if way is None:
             blind = next((s.blind for s in ring.segments if s.step == step and s.blind), None)
@@ -39,7 +39,7 @@ class Bench:
         return self.player.subject.optimizers
 
     @property
-    def recorded(self) -> list[Segment]:
+    def recorded(self) -> list[RecordedStep]:
         """All steps up to this one that the recorder holds."""
         return [segment for segment in self._ring.segments if segment.step <= self.step]
 
@@ -84,12 +84,14 @@ class Bench:
                 self._base, self._lead = self.player.subject.snapshot(self.step), []
         return self._base
 
-    def run(self, edit: Edit = AS_IT_WAS, *, upto: Upto = "backward") -> Played:
+    def run(self, edit: Intervention = AS_IT_WAS, *, upto: Upto = "backward") -> ReplayResult:
         """The step once more, up to its outputs and losses, its gradients, or its update."""
         with self.player.stage(self.base()):
             return self.player.play(self.segment, edit, upto=upto)
 
-    def train(self, steps: int, edit: Edit = AS_IT_WAS, *, repeat: bool = False, rounds: int = 1) -> list[float]:
+    def train(
+        self, steps: int, edit: Intervention = AS_IT_WAS, *, repeat: bool = False, rounds: int = 1
+    ) -> list[float]:
         """Losses of up to ``steps`` recorded steps in a row, run again from one state; the last is this one.
 
         ``repeat``: this step again and again instead, each on the weights that the one before left. ``rounds``: all of
@@ -109,9 +111,9 @@ class Bench:
                     break
         return losses
 
-    def _longest(self, steps: int) -> tuple[Snapshot, list[Segment]]:
+    def _longest(self, steps: int) -> tuple[Snapshot, list[RecordedStep]]:
         """The most recorded steps up to this one, at most ``steps``, that begin at a snapshot."""
-        best: tuple[Snapshot, list[Segment]] = (self.base(), [self.segment])
+        best: tuple[Snapshot, list[RecordedStep]] = (self.base(), [self.segment])
         for snapshot in self._ring.snapshots:
             way = [s for s in self._ring.segments if snapshot.step <= s.step <= self.step]
             whole = len(way) == self.step - snapshot.step + 1 and not any(s.blind for s in way)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainwright.recorder.hooks import muted
-from trainwright.recorder.ring import Snapshot, Subject
+from trainwright.recorder.ring import LiveObjects, Snapshot
 from trainwright.state.rng import preserved_rng
 
 _TORCHS_OWN = frozenset(vars(nn.Module()))
@@ -22,7 +22,7 @@ class NotReplayable(Exception):
 
 
 @contextmanager
-def staged(subject: Subject, snapshot: Snapshot) -> Iterator[None]:
+def staged(subject: LiveObjects, snapshot: Snapshot) -> Iterator[None]:
     """Inside, the live objects are in the state of ``snapshot``; afterwards they are what they were.
 
     Parameters are pointed at copies and pointed back, so no live tensor is written to.
@@ -34,7 +34,7 @@ def staged(subject: Subject, snapshot: Snapshot) -> Iterator[None]:
         yield
 
 
-def _require_same(subject: Subject, snapshot: Snapshot) -> None:
+def _require_same(subject: LiveObjects, snapshot: Snapshot) -> None:
     """What came to the model or to an optimizer later would be trained by a replay and not be put back."""
     modules = {id(m): m for root in subject.roots for m in root.modules()}
     parameters = [p for root in subject.roots for p in root.parameters()]
@@ -46,7 +46,7 @@ def _require_same(subject: Subject, snapshot: Snapshot) -> None:
         raise NotReplayable("the model has other hooks than it had in this step")
 
 
-def _set_aside(subject: Subject, undo: ExitStack) -> None:
+def _set_aside(subject: LiveObjects, undo: ExitStack) -> None:
     for parameter in subject.parameters:
         undo.callback(setattr, parameter, "grad", parameter.grad)
         undo.callback(_point, parameter, parameter.data)
@@ -64,7 +64,7 @@ def _set_aside(subject: Subject, undo: ExitStack) -> None:
             undo.callback(group.update, {k: v for k, v in group.items() if k != "params"})
 
 
-def _load(subject: Subject, snapshot: Snapshot) -> None:
+def _load(subject: LiveObjects, snapshot: Snapshot) -> None:
     for parameter, data in zip(subject.parameters, snapshot.parameters):
         parameter.data = data.clone()
     for (module, name), buffer in zip(subject.buffers(), snapshot.buffers):

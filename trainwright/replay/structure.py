@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
-from trainwright.recorder.ring import Subject
+from trainwright.recorder.ring import LiveObjects
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Structure:
     optimizers: list[tuple[str, list[list[int]]]]
 
     @classmethod
-    def of(cls, subject: Subject, names: Sequence[str]) -> Structure:
+    def of(cls, subject: LiveObjects, names: Sequence[str]) -> Structure:
         """Of live objects; ``names`` are those of ``subject.parameters``."""
         numbers = {id(p): number for number, p in enumerate(subject.parameters)}
         paths = _paths(subject.roots)

@@ -70,7 +70,7 @@ class Bad:
 
 
 @dataclass(frozen=True)
-class Seen:
+class SuspectOp:
     """One op as it was run, and its floating inputs as they were before. ``exact`` runs it again in float32.
 
     ``args`` has ranges in the place of floating tensors.
@@ -138,7 +138,7 @@ class Suspects:
         """It was written to."""
         self._ranges.pop(self._key(tensor) or 0, None)
 
-    def follow(self, seen: Seen) -> None:
+    def follow(self, seen: SuspectOp) -> None:
         """Where the op's output is non-finite, its storage is told why."""
         op = seen.op
         self._ops.append(op)
@@ -173,7 +173,7 @@ class Suspects:
 
     # Reasons
 
-    def _link(self, seen: Seen) -> None:
+    def _link(self, seen: SuspectOp) -> None:
         """Who made which storage, and, element by element, of what."""
         parents = [
             self._made_by.get(self._key(x) or 0) for x, held in seen.before if held.numel == seen.op.output.numel
@@ -197,7 +197,7 @@ class Suspects:
         self._taints[key] = _Taint(bad, masked=is_mask)
         return self._taints[key]
 
-    def _handed_on(self, seen: Seen, tainted: list[_Taint]) -> _Taint | None:
+    def _handed_on(self, seen: SuspectOp, tainted: list[_Taint]) -> _Taint | None:
         """The reason that the op was handed with its inputs; None if these were all finite."""
         if not tainted:
             return None
@@ -215,7 +215,7 @@ class Suspects:
             return _Taint(self._suspect(Bad("op", word, op, rows=self._rows_of(seen))))
         return self._carried(seen, tainted[0])
 
-    def _with_slope(self, seen: Seen, slope: _Taint) -> _Taint:
+    def _with_slope(self, seen: SuspectOp, slope: _Taint) -> _Taint:
         """The slope was infinite and now meets the gradient: if that is 0 because of a ``where``, this is the fault."""
         is_slope = seen.op.phase == "backward" and slope.bad.op.forward_op == seen.op.forward_op is not None
         hidden_by = self._hidden_by(seen) if is_slope else None
@@ -223,7 +223,7 @@ class Suspects:
             return slope
         return _Taint(replace(slope.bad, what="where_branch_backward", hidden_by=hidden_by))
 
-    def _carried(self, seen: Seen, taint: _Taint) -> _Taint:
+    def _carried(self, seen: SuspectOp, taint: _Taint) -> _Taint:
         """Infinities of a mask go on as infinities: who sums them up is remembered."""
         op, summed = seen.op, taint.summed
         if summed is None and op.name in mechanism.REDUCES and op.phase == "forward":
@@ -232,7 +232,7 @@ class Suspects:
             summed = Bad("op", word, op, rows=self._rows_of(seen))
         return replace(taint, summed=summed, log_softmax=taint.log_softmax or op.name == "log_softmax")
 
-    def _born(self, seen: Seen) -> _Taint:
+    def _born(self, seen: SuspectOp) -> _Taint:
         """Everything that the op read was finite: the reason is the op itself."""
         op, output = seen.op, seen.outputs[0]
         is_fill = op.name in mechanism.FILLS or not seen.before
@@ -254,7 +254,7 @@ class Suspects:
         bad = Bad("op", word, op, rows=self._rows_of(seen), hidden_by=hidden_by, fp32_finite=fits)
         return _Taint(self._suspect(bad), masked=is_fill and not op.output.nan)
 
-    def _hidden_by(self, seen: Seen) -> int | None:
+    def _hidden_by(self, seen: SuspectOp) -> int | None:
         """The ``where`` that had thrown away what this op is the slope of: a gradient of 0 times an infinite slope."""
         if seen.op.forward_op in self._hidden:
             return self._hidden[seen.op.forward_op]
@@ -276,7 +276,7 @@ class Suspects:
 
     # Tensors
 
-    def _rows_of(self, seen: Seen) -> tuple[int, ...] | None:
+    def _rows_of(self, seen: SuspectOp) -> tuple[int, ...] | None:
         """The samples that an op broke, by its output or else by what it was handed."""
         tensors = [seen.outputs[0], *(x for x, held in seen.before if not held.finite)]
         return next((rows for x in tensors if (rows := self._rows(x, seen.op)) is not None), None)

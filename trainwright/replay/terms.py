@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trainwright.recorder.program import Backward, Constant, Operation, Segment, Slot, mapped
+from trainwright.recorder.program import Backward, Constant, Operation, RecordedStep, Slot, mapped
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Term:
     own: float
 
 
-def terms_of(segment: Segment) -> list[Term]:
+def terms_of(segment: RecordedStep) -> list[Term]:
     """The terms of the first loss that a backward pass begins at."""
     made: dict[int, Operation] = {}
     for each in segment.program:

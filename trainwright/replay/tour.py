@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.recorder.program import tensors_of
-from trainwright.replay.replayer import Edit, Played, Upto
-from trainwright.replay.session import Bench
+from trainwright.replay.replayer import Intervention, ReplayResult, Upto
+from trainwright.replay.session import ReplaySession
 
 # A private name of torch; without it no forward call is known to be a recomputation.
 _current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)
@@ -23,7 +23,7 @@ class Tour:
     ``stack`` holds the paths of the modules that run, outermost first; it is empty in the loss.
     """
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: ReplaySession) -> None:
         self.bench = bench
         self.stack: list[str] = []
         self.names = {id(p): n for p, n in zip(bench.player.subject.parameters, bench.player.names)}
@@ -38,9 +38,9 @@ class Tour:
     def on_leave(self, path: str, module: nn.Module, output: Any, recomputed: bool) -> None:
         """A module is done."""
 
-    def go(self, upto: Upto = "backward", **edit: Any) -> Played:
+    def go(self, upto: Upto = "backward", **edit: Any) -> ReplayResult:
         """The step once more. Raises what the user's code raises."""
-        changed = Edit(ops=self._around, model=self._hooked, **edit)
+        changed = Intervention(ops=self._around, model=self._hooked, **edit)
         played = self.bench.player.play(self.bench.segment, changed, upto=upto)
         if played.error is not None:
             raise played.error

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from trainwright.replay.mechanism import Range, in_fp32, pooled
-from trainwright.replay.suspects import Bad, Op, Seen, Suspects, is_judged
+from trainwright.replay.suspects import Bad, Op, SuspectOp, Suspects, is_judged
 
 __all__ = ["Bad", "Op", "Range", "Tracing"]
 
@@ -238,7 +238,7 @@ class Tracing(TorchDispatchMode):
         )
         self.ops.append(op)
         exact = partial(lambda: None) if traits.is_random else partial(in_fp32, func, spare, kwargs)
-        self._ledger.follow(Seen(op, as_read, before, outputs, written, exact))
+        self._ledger.follow(SuspectOp(op, as_read, before, outputs, written, exact))
         if phase == "forward" and outputs[0].numel() == 1 and not self._has_backward:
             self._last = outputs[0]
         return result

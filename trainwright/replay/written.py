@@ -22,14 +22,14 @@ from trainwright.engine.chunked import chunked_cross_entropy
 from trainwright.recorder.program import (
     Backward,
     Call,
-    Clip,
+    ClipGradients,
     Constant,
     Instruction,
     Multiply,
     Operation,
-    Segment,
+    OptimizerStep,
+    RecordedStep,
     Slot,
-    Step,
     ZeroGrad,
     alive,
     tensors_of,
@@ -37,7 +37,9 @@ from trainwright.recorder.program import (
 
 ALIGNED = 64  # bytes: where torch puts a tensor; kernels of other libraries may sum otherwise at other places
 SPREAD = 4  # a view of a memory this many times larger than itself is kept as its elements alone
-_INSTRUCTIONS = {each.__name__: each for each in (Call, Operation, Backward, ZeroGrad, Multiply, Clip, Step)}
+_INSTRUCTIONS = {
+    each.__name__: each for each in (Call, Operation, Backward, ZeroGrad, Multiply, ClipGradients, OptimizerStep)
+}
 _TAKES_CODE = frozenset(
     {"apply_", "map_", "map2_", "register_hook", "register_post_accumulate_grad_hook", "set_", "module_load"}
 )
@@ -93,7 +95,7 @@ class Writer:
     numbers: Mapping[int, int]
     lost: list[str] = field(default_factory=list)
 
-    def segment(self, segment: Segment) -> dict[str, Any]:
+    def segment(self, segment: RecordedStep) -> dict[str, Any]:
         """One step."""
         if segment.blind:
             self.lost.append(segment.blind)
@@ -178,11 +180,11 @@ class Reader:
     def __init__(self, num_parameters: int, device: torch.device, *, whole: bool) -> None:
         self._num_parameters, self._device, self._whole = num_parameters, device, whole
 
-    def segment(self, kept: Mapping[str, Any]) -> Segment:
+    def segment(self, kept: Mapping[str, Any]) -> RecordedStep:
         """One step."""
         program = [self._instruction(each) for each in kept["program"]]
-        segment: Segment = self._made(
-            Segment, {k: self.value(v) for k, v in kept.items() if k != "program"} | {"program": program}
+        segment: RecordedStep = self._made(
+            RecordedStep, {k: self.value(v) for k, v in kept.items() if k != "program"} | {"program": program}
         )
         return segment
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainwright.plan.machine import Gpu
-from trainwright.report.system import THREAD_VARIABLES, Facts
+from trainwright.report.system import THREAD_VARIABLES, SystemFacts
 from trainwright.report.system import gather as gather  # so that judge(gather()) needs one import
 
 Verdict = Literal["info", "ok", "warn", "bad"]
@@ -35,7 +35,7 @@ class Line:
     remedy: str = ""
 
 
-def judge(facts: Facts) -> list[Line]:
+def judge(facts: SystemFacts) -> list[Line]:
     """Every check's lines, in reading order."""
     return [line for check in _CHECKS for line in check(facts)]
 
@@ -61,7 +61,7 @@ def render(lines: Sequence[Line]) -> str:
     return "\n".join(rows)
 
 
-def _python(facts: Facts) -> Iterator[Line]:
+def _python(facts: SystemFacts) -> Iterator[Line]:
     version = ".".join(map(str, facts.python))
     if facts.python[:2] < _PYTHON_MIN:
         yield Line("bad", "python", version, f"install Python {_dotted(_PYTHON_MIN)} or newer")
@@ -69,7 +69,7 @@ def _python(facts: Facts) -> Iterator[Line]:
         yield Line("ok", "python", version)
 
 
-def _torch(facts: Facts) -> Iterator[Line]:
+def _torch(facts: SystemFacts) -> Iterator[Line]:
     torch = facts.torch
     if torch is None:
         yield Line("bad", "torch", facts.torch_error, "install it: https://pytorch.org/get-started/locally")
@@ -84,7 +84,7 @@ def _torch(facts: Facts) -> Iterator[Line]:
         yield Line("ok", "torch", torch.version)
 
 
-def _numpy(facts: Facts) -> Iterator[Line]:
+def _numpy(facts: SystemFacts) -> Iterator[Line]:
     if facts.torch is None:
         return
     if facts.torch.numpy_error:
@@ -94,7 +94,7 @@ def _numpy(facts: Facts) -> Iterator[Line]:
         yield Line("ok", "numpy", facts.numpy or "missing")
 
 
-def _gpus(facts: Facts) -> Iterator[Line]:
+def _gpus(facts: SystemFacts) -> Iterator[Line]:
     for gpu in facts.machine.gpus:
         memory = f"{gpu.memory_bytes / _GIB:.0f} GiB"
         yield Line("info", f"gpu {gpu.index}", f"{gpu.name}, {memory}, compute {_dotted(gpu.compute_capability)}")
@@ -105,7 +105,7 @@ def _gpus(facts: Facts) -> Iterator[Line]:
         yield Line("info", "gpu", "no NVIDIA driver or GPU found")
 
 
-def _cuda(facts: Facts) -> Iterator[Line]:
+def _cuda(facts: SystemFacts) -> Iterator[Line]:
     torch, gpus = facts.torch, facts.machine.gpus
     if torch is None or torch.hip_build:
         return
@@ -142,7 +142,7 @@ def _old_driver(driver_cuda: tuple[int, int] | None, build: str, driver: str) ->
     return Line("warn", "driver", value, "kernels that are compiled at run time may fail: update the driver")
 
 
-def _architectures(facts: Facts) -> Iterator[Line]:
+def _architectures(facts: SystemFacts) -> Iterator[Line]:
     if facts.torch is None or not facts.torch.arch_list or facts.torch.hip_build:
         return
     archs = facts.torch.arch_list
@@ -180,7 +180,7 @@ def runs_on(archs: Sequence[str], capability: tuple[int, int]) -> Literal["yes",
     return "compiled" if compiled else "no"
 
 
-def _cudnn(facts: Facts) -> Iterator[Line]:
+def _cudnn(facts: SystemFacts) -> Iterator[Line]:
     if facts.torch is None or facts.torch.cuda_build is None or not facts.machine.gpus:
         return
     if facts.torch.cudnn_error:
@@ -195,7 +195,7 @@ def _cudnn(facts: Facts) -> Iterator[Line]:
         yield Line("ok", "cudnn", f"{number // 10000}.{number // 100 % 100}.{number % 100}")
 
 
-def _nccl(facts: Facts) -> Iterator[Line]:
+def _nccl(facts: SystemFacts) -> Iterator[Line]:
     torch = facts.torch
     if torch is None or torch.cuda_build is None or not facts.machine.gpus:
         return
@@ -215,7 +215,7 @@ def _nccl(facts: Facts) -> Iterator[Line]:
         yield Line("ok", "nccl", loaded)
 
 
-def _cpu(facts: Facts) -> Iterator[Line]:
+def _cpu(facts: SystemFacts) -> Iterator[Line]:
     machine = facts.machine
     yield Line("info", "cpu", f"{machine.cpu}, {machine.cores} cores ({' '.join(machine.cpu_flags) or 'plain'})")
     bf16 = {"avx512_bf16", "amx_bf16", "bf16"} & set(machine.cpu_flags)
@@ -224,7 +224,7 @@ def _cpu(facts: Facts) -> Iterator[Line]:
     yield Line("info", "memory", memory)
 
 
-def _threads(facts: Facts) -> Iterator[Line]:
+def _threads(facts: SystemFacts) -> Iterator[Line]:
     if facts.torch is None:
         return
     threads, cores = facts.torch.num_threads, facts.machine.cores
@@ -238,7 +238,7 @@ def _threads(facts: Facts) -> Iterator[Line]:
         yield Line("ok", "threads", value)
 
 
-def _shared_memory(facts: Facts) -> Iterator[Line]:
+def _shared_memory(facts: SystemFacts) -> Iterator[Line]:
     if facts.shm_bytes is None:
         return
     value = f"{facts.shm_bytes / (1 << 20):.0f} MiB"
@@ -249,7 +249,7 @@ def _shared_memory(facts: Facts) -> Iterator[Line]:
         yield Line("ok", "/dev/shm", value)
 
 
-def _open_files(facts: Facts) -> Iterator[Line]:
+def _open_files(facts: SystemFacts) -> Iterator[Line]:
     if facts.open_files is None:
         return
     soft, hard = facts.open_files
@@ -262,7 +262,7 @@ def _open_files(facts: Facts) -> Iterator[Line]:
         yield Line("ok", "open files", f"{soft} at most")
 
 
-_CHECKS: tuple[Callable[[Facts], Iterator[Line]], ...] = (
+_CHECKS: tuple[Callable[[SystemFacts], Iterator[Line]], ...] = (
     *(_python, _torch, _numpy, _gpus, _cuda, _architectures, _cudnn, _nccl),
     *(_cpu, _threads, _shared_memory, _open_files),
 )

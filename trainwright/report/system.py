@@ -37,7 +37,7 @@ class TorchFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class SystemFacts:
     """What ``judge`` looks at. None is what this system has not or does not tell."""
 
     python: tuple[int, int, int]
@@ -53,11 +53,11 @@ class Facts:
     open_files: tuple[int, int] | None = None
 
 
-def gather() -> Facts:
+def gather() -> SystemFacts:
     """The facts of this machine and environment. Imports torch (seconds), touches no GPU memory."""
     machine = read_machine()
     torch, torch_error = _gather_torch()
-    return Facts(
+    return SystemFacts(
         python=sys.version_info[:3],
         torch=torch,
         torch_error=torch_error,

@@ -39,7 +39,7 @@ _SPARE_BYTES = 2**14  # for the manifest, headers and the folder itself
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class CheckpointData:
     """A state between two steps, ready to be written. ``values`` is state.json; ``trained`` are names in ``model``."""
 
     step: int
@@ -49,7 +49,9 @@ class Snapshot:
     trained: frozenset[str]
 
 
-def capture(state: TrainState, staging: Staging | None = None, papers: Mapping[str, Any] | None = None) -> Snapshot:
+def capture(
+    state: TrainState, staging: Staging | None = None, papers: Mapping[str, Any] | None = None
+) -> CheckpointData:
     """What a checkpoint of ``state`` holds. With ``staging`` training may go on at once, else when it is written.
 
     ``papers`` is JSON about the run that is kept as it is. Raises CheckpointError for state that no file can take.
@@ -59,7 +61,7 @@ def capture(state: TrainState, staging: Staging | None = None, papers: Mapping[s
     parts = {part: {name: copy for (of, name), copy in copies.items() if of == part} for part in ("model", "rest")}
     named = unwrapped(state.model).named_parameters(remove_duplicate=False)
     trained = frozenset(plain_name(name) for name, parameter in named if parameter.requires_grad)
-    return Snapshot(state.step, parts["model"], parts["rest"], {**values, "papers": papers or {}}, trained)
+    return CheckpointData(state.step, parts["model"], parts["rest"], {**values, "papers": papers or {}}, trained)
 
 
 def tensors_of(state: TrainState) -> dict[tuple[str, str], Tensor]:
@@ -106,7 +108,7 @@ def _transient(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield plain_name(f"{path}.{name}"), buffer
 
 
-def commit(snapshot: Snapshot, folder: Path, best: Best | None = None) -> tuple[Path, int]:
+def commit(snapshot: CheckpointData, folder: Path, best: Best | None = None) -> tuple[Path, int]:
     """Writes ``folder/step-XXXXXXXX``, which says whether it is the best so far. Returns its path and its bytes.
 
     A kill at any instant leaves either the whole checkpoint or none. Raises StorageError when it cannot be
@@ -184,7 +186,7 @@ def _load_transient(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
             buffer.copy_(saved[name])
 
 
-def read_papers(path: Path) -> dict[str, Any]:
+def read_run_metadata(path: Path) -> dict[str, Any]:
     """The papers that a verified checkpoint was saved with."""
     with told_as_forged(path):
         papers = json.loads((path / "state.json").read_text())["papers"]
@@ -210,7 +212,7 @@ def misfits(state: TrainState, path: Path) -> list[str]:
     ]
 
 
-def _require_finite(snapshot: Snapshot) -> None:
+def _require_finite(snapshot: CheckpointData) -> None:
     """What is trained, averages and moments are finite; all else may hold infinities (masks do) but no NaN."""
     masks = snapshot.model.keys() - snapshot.trained
     poisoned = [name for name, each in snapshot.model.items() if not _is_finite(each, or_infinite=name in masks)]

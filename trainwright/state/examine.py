@@ -21,7 +21,7 @@ PARTS = ("model", "rest")
 
 
 @dataclass(frozen=True)
-class Examined:
+class CheckpointReport:
     """What was found in a checkpoint. A problem makes it useless, a warning does not."""
 
     path: Path
@@ -51,7 +51,7 @@ class Examined:
         }
 
 
-def examine(path: Path) -> Examined:
+def examine(path: Path) -> CheckpointReport:
     """Manifest, sizes, hashes, files that nobody listed, every tensor, every reference to one. Executes nothing.
 
     Reads each file twice: for its hash, and for values that are not finite.
@@ -61,15 +61,15 @@ def examine(path: Path) -> Examined:
         files: dict[str, Any] = manifest["files"]
         strange = [f"{each} is not in the manifest" for each in _unlisted(path, files)]
     except CheckpointError as error:
-        return Examined(path, step_of(path), problems=(error.message,))
+        return CheckpointReport(path, step_of(path), problems=(error.message,))
     try:
         verify(path)
         tensors = {part: _tensors(path / f"{part}.safetensors") for part in PARTS}
         values = {part: _decoded(path / "state.json", part, tensors[part]) for part in PARTS}
         trained = _trained(path / "state.json", values["rest"], manifest["step"])
     except CheckpointError as error:
-        return Examined(path, manifest["step"], problems=(error.message, *strange))
-    return Examined(
+        return CheckpointReport(path, manifest["step"], problems=(error.message, *strange))
+    return CheckpointReport(
         path,
         manifest["step"],
         sum(entry["bytes"] for entry in files.values()),
@@ -131,7 +131,7 @@ def _not_finite(tensors: Mapping[str, Mapping[str, Tensor]], trained: frozenset[
 
 
 @dataclass(frozen=True)
-class Difference:
+class CheckpointDifference:
     """Something that two checkpoints do not agree on, by name; ``largest`` absolute difference of two tensors."""
 
     what: str
@@ -142,13 +142,13 @@ class Difference:
         return f"{self.what} ({self.how})"
 
 
-def differences(one: Path, two: Path) -> Iterator[Difference]:
+def differences(one: Path, two: Path) -> Iterator[CheckpointDifference]:
     """Every tensor and value in which two verified checkpoints differ by a bit; not the papers, which say when."""
     for part in PARTS:
         ours, theirs = (load_file(each / f"{part}.safetensors") for each in (one, two))
         for name in sorted({*ours, *theirs}):
             if (found := _between(ours.get(name), theirs.get(name))) is not None:
-                yield Difference(f"{part} {name}", *found)
+                yield CheckpointDifference(f"{part} {name}", *found)
     ours, theirs = (json.loads((each / "state.json").read_text()) for each in (one, two))
     for name in sorted({*ours, *theirs} - {"papers"}):
         yield from _unequal(name, ours.get(name), theirs.get(name))
@@ -166,7 +166,7 @@ def _between(one: Tensor | None, two: Tensor | None) -> tuple[str, float | None]
     return f"by up to {largest:.3g}", largest
 
 
-def _unequal(path: str, one: Any, two: Any) -> Iterator[Difference]:
+def _unequal(path: str, one: Any, two: Any) -> Iterator[CheckpointDifference]:
     """Values of state.json, down to whatever is no mapping and no list; by their text, which tells 0.0 from -0.0."""
     if isinstance(one, dict) and isinstance(two, dict):
         for key in sorted({*one, *two}):
@@ -175,7 +175,7 @@ def _unequal(path: str, one: Any, two: Any) -> Iterator[Difference]:
         for i, (first, second) in enumerate(zip(one, two)):
             yield from _unequal(f"{path}.{i}", first, second)
     elif repr(one) != repr(two):
-        yield Difference(path, f"{_brief(one)} and {_brief(two)}")
+        yield CheckpointDifference(path, f"{_brief(one)} and {_brief(two)}")
 
 
 def _brief(value: Any) -> str:

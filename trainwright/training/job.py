@@ -24,17 +24,17 @@ from trainwright.build.assemble import (
 )
 from trainwright.build.assemble import prepare as prepare_parts
 from trainwright.engine.clip import make_clip
-from trainwright.engine.dry_run import Mode, rehearse
+from trainwright.engine.dry_run import Mode, dry_run
 from trainwright.engine.precision import Precision
-from trainwright.engine.step import Schedule, StepFn, make_step
+from trainwright.engine.step import ScheduleFn, StepFn, make_step
 from trainwright.engine.until import Until, for_seconds, for_steps
 from trainwright.errors import DataError, UsageError
-from trainwright.forecast.local_device import device_at_hand, nominal_cpu
-from trainwright.forecast.resolve import Settled, left_open, resettled, settle
+from trainwright.forecast.local_device import local_device, nominal_cpu
+from trainwright.forecast.resolve import Resolved, left_open, resolve, resolved_before
 from trainwright.observe.sinks import require_sinks
 from trainwright.plan.devices import Device
 from trainwright.plan.machine import Machine, read_machine
-from trainwright.plan.make import Facts, Kept, Note, Plan, candidates, make_plan, with_rehearsal
+from trainwright.plan.make import Kept, Note, Plan, RunFacts, candidates, make_plan, with_rehearsal
 from trainwright.plan.memory import memory_bytes
 from trainwright.recipe import Duration, Loaded, Recipe
 from trainwright.state.cursor import StepBatch
@@ -59,7 +59,7 @@ class Job:
     device: torch.device
     machine: Machine
     batches: Iterator[StepBatch]
-    schedule: Schedule
+    schedule: ScheduleFn
     provenance: dict[str, Any]
     accepted: list[str] = field(default_factory=list)
 
@@ -132,14 +132,14 @@ def prepare(loaded: Loaded, parts: Parts | None = None, *, earlier: Earlier | No
     return job
 
 
-def _settled(loaded: Loaded, parts: Parts | None, earlier: Earlier | None, cpu: Device | None) -> Settled:
+def _settled(loaded: Loaded, parts: Parts | None, earlier: Earlier | None, cpu: Device | None) -> Resolved:
     """The recipe with what it leaves to the plan decided: as it was for an earlier part of the run."""
     if not left_open(loaded.recipe):
-        return Settled(loaded)
+        return Resolved(loaded)
     if earlier and (kept := earlier.settled):
-        return resettled(loaded, kept)
+        return resolved_before(loaded, kept)
     with at_recipe(loaded, "model"):
-        return settle(loaded, cpu or device_at_hand(probe=False), parts=parts)
+        return resolve(loaded, cpu or local_device(probe=False), parts=parts)
 
 
 def until_of(plan: Plan) -> Until:
@@ -159,12 +159,12 @@ def _require_something_left(recipe: Recipe, plan: Plan, state: TrainState) -> No
         raise UsageError(f"the run has done what it was asked for ({done})", remedy=f"add {doubled(recipe.until)}")
 
 
-def _rehearsed(job: Job, facts: Facts, first: StepBatch, asked: str) -> Plan:
+def _rehearsed(job: Job, facts: RunFacts, first: StepBatch, asked: str) -> Plan:
     """The plan with what the first micro-batch showed: loss, time by precision and threads, activations."""
     one = replace(first, micro=(copy.deepcopy(first.micro[0]),))  # a model may write into its input
     names = candidates(asked, job.device.type, facts.low_precision)
     modes = [Mode(Precision(name, job.device.type), threads) for name in names for threads in facts.threads]
-    seen = rehearse(job.state, one, job.parts.loss, modes=modes)
+    seen = dry_run(job.state, one, job.parts.loss, modes=modes)
     plan = job.plan
     if seen.mean:
         why = "the loss returns a plain mean tensor; tw.Loss(total, weight) would count tokens exactly"

@@ -16,12 +16,12 @@ from trainwright.engine.precision import PrecisionName
 from trainwright.errors import CheckpointError
 from trainwright.plan.batch import solve_batch
 from trainwright.plan.changes import Again, Change, compare, on_command_line, require_accepted
-from trainwright.plan.make import Facts, Kept, Spent, choose_precision
+from trainwright.plan.make import Kept, RunFacts, Spent, choose_precision
 from trainwright.recipe import Recipe
 from trainwright.runlog.deaths import CRASH_LOOP, require_no_crash_loop
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.lock import RunLock
-from trainwright.state.checkpoint import load_checkpoint, misfits, read_papers
+from trainwright.state.checkpoint import load_checkpoint, misfits, read_run_metadata
 from trainwright.state.cursor import Cursor
 from trainwright.state.manifest import step_of, told_as_forged
 from trainwright.state.store import checkpoints, newest_valid, set_aside_newer
@@ -51,7 +51,7 @@ class Earlier:
         kept: Mapping[str, Any] = self.papers["plan"].get("settled", {})
         return kept
 
-    def precision(self, asked: str, facts: Facts) -> PrecisionName:
+    def precision(self, asked: str, facts: RunFacts) -> PrecisionName:
         """``auto`` means what it was found to mean when the run began."""
         if asked == "auto":
             return cast(PrecisionName, self.papers["plan"]["precision"])
@@ -120,7 +120,7 @@ def find_earlier(folder: RunFolder, lock: RunLock, accept: Sequence[str], say: C
     if path is None:
         anew = f"start it anew: {program()} train {shlex.quote(str(folder.recipe))}"
         raise CheckpointError("\n".join([*broken, f"{folder.path} has no checkpoint that verifies"]), remedy=anew)
-    papers = read_papers(path)
+    papers = read_run_metadata(path)
     live = str(papers["recipe"]["model"]["use"]).startswith(f"{LIVE}:")
     call = in_python(folder) if live else on_command_line(called(folder))
     require_no_crash_loop(folder, lock, path, accept, call)

@@ -18,7 +18,7 @@ from trainwright.engine.between import NEVER
 from trainwright.engine.loop import Observer, Outcome, run
 from trainwright.errors import StorageError, UsageError
 from trainwright.observe.cadence import Every
-from trainwright.observe.evaluation import Evaluation
+from trainwright.observe.evaluation import PeriodicEvaluation
 from trainwright.observe.heartbeat import Heartbeat
 from trainwright.observe.logbook import Logbook
 from trainwright.observe.progress import Progress
@@ -36,9 +36,9 @@ from trainwright.state.store import Retention
 from trainwright.state.train_state import TrainState
 from trainwright.training.job import Job, doubled, make_advance, prepare, until_of
 from trainwright.training.resume import Earlier, again, find_earlier
-from trainwright.training.run_metadata import keep_there, lay_down, lay_down_again, papers_of
+from trainwright.training.run_metadata import keep_there, lay_down, lay_down_again, run_metadata
 from trainwright.version import __version__
-from trainwright.watching.engine_observer import Attending
+from trainwright.watching.engine_observer import EngineObserver
 from trainwright.world.group import SOLO, World
 
 
@@ -174,7 +174,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         signals.saving_s, signals.newest = lambda: saving.last_s, lambda: str(saving.last or restored)
         evaluation = _evaluation(job, stage, logbook, saving)
         watching: tuple[Observer, ...] = (logbook.recorder, logbook.telemetry, progress)
-        makers = [Attending, *extras] if job.recipe.log.doctor else extras
+        makers = [EngineObserver, *extras] if job.recipe.log.doctor else extras
         extra = [make(job, folder, progress) for make in makers]
         advance = make_advance(job, stage.world)
         with _told_where_it_is_saved(job, folder, saving):
@@ -210,19 +210,19 @@ def _saving(job: Job, stage: Stage, logbook: Logbook) -> Saving:
         policy,
         told=logbook.recorder,
         warn=stage.progress.say,
-        papers=papers_of(job),
+        papers=run_metadata(job),
         before=keep_there(stage.folder, job, stage.progress.say),
         clock=stage.world.clock,
         free_memory=lambda: read_machine().available_bytes,  # what a container may use, not what the machine has
     )
 
 
-def _evaluation(job: Job, stage: Stage, logbook: Logbook, saving: Saving) -> Evaluation | None:
+def _evaluation(job: Job, stage: Stage, logbook: Logbook, saving: Saving) -> PeriodicEvaluation | None:
     loading = build_loading(job.parts, job.recipe, job.plan, job.device)
     validation = validation_batches(job.parts, job.recipe, loading)
     if validation is None:
         return None
-    return Evaluation(
+    return PeriodicEvaluation(
         validation,
         job.parts.loss,
         _every(job.plan.evaluate_every, job.state),
@@ -246,7 +246,7 @@ def _every(interval: Interval, since: TrainState) -> Every:
     return Every(steps=interval.steps, seconds=interval.seconds, fraction=interval.fraction, since=since)
 
 
-def _ended(outcome: Outcome, evaluation: Evaluation | None, logbook: Logbook) -> Ended:
+def _ended(outcome: Outcome, evaluation: PeriodicEvaluation | None, logbook: Logbook) -> Ended:
     seen = evaluation.last if evaluation else None
     return Ended(
         time_s=time.time(),

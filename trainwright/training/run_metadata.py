@@ -34,7 +34,7 @@ def where_from(recipe: Recipe, parts: Parts) -> dict[str, Any]:
     )
 
 
-def papers_of(job: Job) -> dict[str, Any]:
+def run_metadata(job: Job) -> dict[str, Any]:
     """What each checkpoint keeps: enough to say on a resume what is different by then."""
     return {
         "recipe": job.recipe.model_dump(mode="json"),

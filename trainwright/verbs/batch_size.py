@@ -26,7 +26,7 @@ ENOUGH_GROWTH = 0.02  # of the peak, between two sizes, to be told from noise
 
 
 @dataclass(frozen=True)
-class Tried:
+class SizeTried:
     """Some steps of one micro-batch of ``micro`` samples each, and an evaluation. ``peak_bytes`` None: it ran out."""
 
     micro: int
@@ -47,7 +47,7 @@ class Largest:
     batch: int
     capacity_bytes: int
     allowed_bytes: int
-    tried: tuple[Tried, ...]
+    tried: tuple[SizeTried, ...]
     bounded: str
 
     def to_json(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class _Search:
     def __init__(self, job: Job, capacity: int, margin: float, deadline_s: float, say: Callable[[str], None]) -> None:
         self.job, self._margin, self._deadline_s, self._say = job, margin, deadline_s, say
         self.allowed = int(capacity * (1 - margin))
-        self.tried: list[Tried] = []
+        self.tried: list[SizeTried] = []
         self.bounded = ""
         self._step = make_advance(job)
         self._last_s = 0.0  # what a sample of the last trial took
@@ -184,7 +184,7 @@ class _Search:
         (few, least), (many, most) = seen
         return few + int((self.allowed - least) * (many - few) / (most - least))
 
-    def _trial(self, size: int) -> Tried:
+    def _trial(self, size: int) -> SizeTried:
         job, device = self.job, self.job.device
         clear_grads(job.state.optimizer)
         give_back(device)
@@ -198,11 +198,11 @@ class _Search:
             try:
                 result = self._step(job.state, batch)
             except OutOfMemory:
-                return Tried(size, None, None)
+                return SizeTried(size, None, None)
             if result.shortages:
-                return Tried(size, None, None)
+                return SizeTried(size, None, None)
             float(result.loss)  # waits for the device
             step_s = time.perf_counter() - begin_s
             if number == 1 and validation is not None:
                 evaluate(job.state.model, job.parts.loss, islice(validation, 1), precision=job.precision)
-        return Tried(size, peak_bytes(device), size / step_s)
+        return SizeTried(size, peak_bytes(device), size / step_s)

@@ -17,11 +17,11 @@ from trainwright.errors import StorageError
 from trainwright.forecast.autograd import Dissection
 from trainwright.forecast.blueprint import blueprint
 from trainwright.forecast.device import DeviceName
-from trainwright.forecast.step import Subject, trace_step
+from trainwright.forecast.step import TracedObjects, trace_step
 from trainwright.plan.batch import solve_batch
 from trainwright.plan.explain import human_bytes
 from trainwright.plan.fold import Folded, fold
-from trainwright.plan.profile import Anatomy
+from trainwright.plan.profile import GraphProfile
 from trainwright.recipe import Loaded, Recipe
 from trainwright.report.graph import Headline, graph_text
 from trainwright.report.graph_svg import graph_svg
@@ -35,7 +35,7 @@ class Picture:
     """The anatomy of one micro-batch's step, and how it is shown."""
 
     headline: Headline
-    anatomy: Anatomy
+    anatomy: GraphProfile
     folded: Folded
 
     def lines(self) -> list[str]:
@@ -73,12 +73,12 @@ def picture(loaded: Loaded, *, depth: int | None = None) -> Picture:
 
 
 def dissect(
-    make: Callable[[torch.device], Subject], *, device: DeviceName = "cpu", precision: PrecisionName = "fp32"
-) -> Anatomy:
+    make: Callable[[torch.device], TracedObjects], *, device: DeviceName = "cpu", precision: PrecisionName = "fp32"
+) -> GraphProfile:
     """The anatomy of a step of what ``make(device)`` gives (a Subject), with its FLOPs. Holds no memory for it."""
     watched: list[_Watched] = []
 
-    def watch(place: torch.device) -> Subject:
+    def watch(place: torch.device) -> TracedObjects:
         subject = make(place)
         watched.append(_Watched(subject))
         return replace(subject, loss=watched[0], optimizer=None)
@@ -92,8 +92,8 @@ def dissect(
 class _Watched:
     """The loss of a subject, which takes the graph of its first call apart."""
 
-    def __init__(self, subject: Subject) -> None:
-        self.anatomy: Anatomy | None = None
+    def __init__(self, subject: TracedObjects) -> None:
+        self.anatomy: GraphProfile | None = None
         self._loss: LossFn = as_loss_fn(subject.loss)
         inner = getattr(subject.loss, "func", subject.loss)
         held = [*inner.parameters(), *inner.buffers()] if isinstance(inner, nn.Module) else []
@@ -124,7 +124,7 @@ def _samples(recipe: Recipe) -> int:
     return solve_batch(recipe.batch.size, micro, recipe.batch.accumulation).micro
 
 
-def _notes(recipe: Recipe, anatomy: Anatomy) -> list[str]:
+def _notes(recipe: Recipe, anatomy: GraphProfile) -> list[str]:
     found = []
     asked = recipe.model.activation_checkpointing
     if asked != "none":

@@ -30,7 +30,7 @@ OTHER_DISK = "make room, or set TMPDIR to a folder on another disk"
 
 
 @dataclass(frozen=True)
-class Part:
+class TrialPart:
     """What is trained: a recipe, or the rest of the run ``resume``, to its end or to the step ``end_at``.
 
     There it ends by SIGKILL once the checkpoint ``committed`` is on disk; in good order where none is named. What
@@ -62,7 +62,7 @@ class CountedTime(Solo):
 class _End:
     """An Observer that ends the run at its step: by SIGKILL once a checkpoint is committed, else in good order."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: TrialPart) -> None:
         self._at, self._committed = part.end_at or 0, part.committed
 
     def observe(self, result: StepResult, state: TrainState) -> Stop | None:
@@ -80,7 +80,7 @@ class _End:
     def close(self) -> None: ...
 
 
-def _train(part: Part) -> dict[str, Any]:
+def _train(part: TrialPart) -> dict[str, Any]:
     folder = RunFolder.open(part.resume) if part.resume else None
     if folder:
         loaded = load(folder.recipe, overrides=part.settings, environ={})
@@ -98,7 +98,7 @@ def _train(part: Part) -> dict[str, Any]:
 
 def main() -> None:
     """Trains one Part, given as JSON, and writes what came of it where the part says."""
-    part = Part(**json.loads(sys.argv[1]))
+    part = TrialPart(**json.loads(sys.argv[1]))
     try:
         outcome = _train(part)
     except Exception as error:

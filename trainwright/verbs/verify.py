@@ -22,13 +22,13 @@ from trainwright.recipe import Recipe, load
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Evaluated, Record, Started, Step
-from trainwright.state.examine import Difference, Examined, differences, examine
+from trainwright.state.examine import CheckpointDifference, CheckpointReport, differences, examine
 from trainwright.state.manifest import NAME, name_of, step_of
 from trainwright.state.store import checkpoints
-from trainwright.verbs.trial import OTHER_DISK, STEP_S, Part
+from trainwright.verbs.trial import OTHER_DISK, STEP_S, TrialPart
 
 
-def verify_checkpoint(path: Path) -> list[Examined]:
+def verify_checkpoint(path: Path) -> list[CheckpointReport]:
     """Examines a checkpoint, or each in a ``checkpoints`` folder or a run folder, the newest first.
 
     Raises UsageError for a path that is none of these.
@@ -51,7 +51,7 @@ def verify_checkpoint(path: Path) -> list[Examined]:
 
 
 @dataclass(frozen=True)
-class Trial:
+class ResumeTrial:
     """What ``verify resume`` does: 2N steps straight, and N, an end, N more with another number of workers."""
 
     recipe: Path
@@ -69,14 +69,14 @@ class Proof:
     ``cause`` of a difference is "recipe", where two straight runs differ too, or "resume".
     """
 
-    trial: Trial
+    trial: ResumeTrial
     precision: str
     tensors: int
     samples: int
     seconds: float
     upto: int = 0
     log: str | None = None
-    checkpoint: tuple[Difference, ...] = ()
+    checkpoint: tuple[CheckpointDifference, ...] = ()
     cause: str | None = None
     folder: Path | None = None
 
@@ -134,7 +134,7 @@ _CAUSES = {
 }
 
 
-def verify_resume(trial: Trial, *, keep: bool = False, say: Callable[[str], None] = lambda text: None) -> Proof:
+def verify_resume(trial: ResumeTrial, *, keep: bool = False, say: Callable[[str], None] = lambda text: None) -> Proof:
     """Runs the trial in processes of its own, in a temporary folder that stays if something differs, or ``keep``.
 
     Raises whatever a user's mistake raises in one of them, with its sentence and exit code.
@@ -154,7 +154,7 @@ def verify_resume(trial: Trial, *, keep: bool = False, say: Callable[[str], None
 class _Bench:
     """Where a trial is made: its folder, and the settings that all its parts have in common."""
 
-    trial: Trial
+    trial: ResumeTrial
     folder: Path
     say: Callable[[str], None]
     shared: list[str]
@@ -231,7 +231,7 @@ class _Bench:
         """One part in a process of its own; returns what it says of its end. Raises what it raised."""
         outcome = self.folder / f"{name}.json"
         asked = settings if "resume" in more else [*self.shared, *settings]
-        part = Part(str(self.trial.recipe), asked, str(outcome), **more)
+        part = TrialPart(str(self.trial.recipe), asked, str(outcome), **more)
         command = [sys.executable, "-m", "trainwright.verbs.trial", json.dumps(asdict(part))]
         with (self.folder / f"{name}.txt").open("w") as file:  # no pipe: workers that outlive a kill would hold it open
             done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=_environment())

@@ -9,7 +9,7 @@ from trainwright.errors import TrainwrightError
 from trainwright.observe.journal import Journal
 from trainwright.report.findings import lines_of
 from trainwright.runlog.writer import LogWriter
-from trainwright.watching.session import Attendant, Terms, enough_bytes
+from trainwright.watching.session import WatchOptions, WatchSession, enough_bytes
 
 if TYPE_CHECKING:
     from trainwright.engine.step import StepResult
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trainwright.training.job import Job
 
 
-class Attending:
+class EngineObserver:
     """An Observer that attends a run of our own engine and tells its findings at the end."""
 
     def __init__(self, job: Job, folder: RunFolder, progress: Progress) -> None:
@@ -27,11 +27,11 @@ class Attending:
         self._journal = Journal(LogWriter(folder.log), progress.say)
         state = job.state
         given = {"loaders": (), "scalers": (), "schedulers": (), "accumulation": job.plan.batch.accumulation}
-        self.attendant = Attendant(
+        self.attendant = WatchSession(
             [state.model, *([state.loss] if state.loss is not None else [])],
             [state.optimizer],
             given,
-            Terms(
+            WatchOptions(
                 "observe", budget_bytes=enough_bytes([state.model]), bundles=folder.bundles
             ),  # the engine has a guard of its own
             write=self._journal.write,

@@ -7,33 +7,33 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainwright.doctor.finding import Trial, Wish
-from trainwright.recorder.program import Backward, Constant, Segment, mapped
-from trainwright.recorder.ring import Ring, Subject
+from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
+from trainwright.recorder.program import Backward, Constant, RecordedStep, mapped
+from trainwright.recorder.ring import LiveObjects, Ring
 from trainwright.recorder.tape import Tape
 from trainwright.replay import bundle, experiments, trials
 from trainwright.replay.experiments import EXPERIMENTS
-from trainwright.replay.replayer import NotReplayable, Player
-from trainwright.replay.session import Bench
+from trainwright.replay.replayer import NotReplayable, Replayer
+from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried
 from trainwright.runlog.records import Tried
 
 
-class Examiner:
+class ExperimentRunner:
     """Looks closely at the steps of a ring."""
 
-    def __init__(self, subject: Subject, ring: Ring) -> None:
+    def __init__(self, subject: LiveObjects, ring: Ring) -> None:
         experiments.load_all()
         trials.load_all()
         self._ring = ring
-        self._player = Player(subject, names_of(subject))
+        self._player = Replayer(subject, names_of(subject))
         self._made: set[tuple[str, int]] = set()
         self._first = True
-        self._bench: Bench | None = None
+        self._bench: ReplaySession | None = None
 
-    def _bench_of(self, step: int) -> Bench:
+    def _bench_of(self, step: int) -> ReplaySession:
         if self._bench is None or self._bench.step != step:
-            self._bench = Bench(self._player, self._ring, step)
+            self._bench = ReplaySession(self._player, self._ring, step)
         return self._bench
 
     def look(self, step: int, why: str) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class Examiner:
             due, self._first = (*due, "first"), False
         return self._make([e.name for e in EXPERIMENTS.values() if e.when in due], step)
 
-    def grant(self, step: int, wishes: Iterable[Wish]) -> dict[str, Any]:
+    def grant(self, step: int, wishes: Iterable[ExperimentRequest]) -> dict[str, Any]:
         """What the doctor wished for and was not made yet."""
         told: dict[str, Any] = {}
         for wish in wishes:
@@ -64,7 +64,7 @@ class Examiner:
                 told[name] = {"blind": f"{type(error).__name__}: {str(error)[:200]}", "step": step}
         return told
 
-    def attempt(self, step: int, trial: Trial | None) -> tuple[Tried, ...]:
+    def attempt(self, step: int, trial: RemedyTrial | None) -> tuple[Tried, ...]:
         """Tries the remedy of a finding."""
         if trial is None or step == 0:
             return ()
@@ -80,7 +80,7 @@ class Examiner:
         """Writes a bundle of ``step``; None when the recorder does not hold it any more. Raises StorageError."""
         return bundle.keep(folder, self._player, self._ring, step, about)
 
-    def unfinished(self, segment: Segment, tape: Tape, error: BaseException | None) -> dict[str, Any]:
+    def unfinished(self, segment: RecordedStep, tape: Tape, error: BaseException | None) -> dict[str, Any]:
         """What is known of a step that did not end: an exception came, or the loop was over."""
         told: dict[str, Any] = {
             "error": None if error is None else f"{type(error).__name__}: {error}",
@@ -94,7 +94,7 @@ class Examiner:
             told["failed"] = {"op": name, "arguments": [_described(each) for each in found]}
         return told
 
-    def abandoned(self, segment: Segment, tape: Tape) -> dict[str, Any]:
+    def abandoned(self, segment: RecordedStep, tape: Tape) -> dict[str, Any]:
         """Where the loop was left at a loss that is not finite, before its backward pass: which op made it so."""
         loss = tape.last_scalar()
         if loss is None or math.isfinite(loss.detach()) or (slot := tape.slot_of(loss)) is None:
@@ -118,7 +118,7 @@ def _described(value: Any) -> Any:
     return told
 
 
-def names_of(subject: Subject) -> list[str]:
+def names_of(subject: LiveObjects) -> list[str]:
     """A name for each parameter: its path in its root, or that only an optimizer has it."""
     names: dict[int, str] = {}
     for number, root in enumerate(subject.roots):

@@ -13,19 +13,19 @@ from trainwright.doctor.diagnose import Diagnosis, diagnose
 from trainwright.recorder.hooks import muted
 from trainwright.recorder.numbers import Numbers, as_record
 from trainwright.recorder.probes import Probe
-from trainwright.recorder.program import Segment
+from trainwright.recorder.program import RecordedStep
 from trainwright.runlog import records
 from trainwright.runlog.records import Found, Record
-from trainwright.watching.experiments import Examiner
+from trainwright.watching.experiments import ExperimentRunner
 
-Told = dict[str, dict[str, Any]]
+Facts = dict[str, dict[str, Any]]
 """What experiments and probes gave, by name."""
 EVERY_STEP, KEPT_RECORDS, UNRECORDED = 64, 1024, 16
 ORDINARY = {"grads", "step_s", "wait_s", "on_device"}
 """What every step has to tell."""
 
 
-class Casebook:
+class FindingsLog:
     """Takes notes of every step, looks at one when asked to, and keeps the findings.
 
     ``write`` takes every record that is to be kept; ``point_at`` gives the line of the user's source that a code is
@@ -34,14 +34,14 @@ class Casebook:
 
     def __init__(
         self,
-        examiner: Examiner,
+        examiner: ExperimentRunner,
         probes: Sequence[Probe],
         write: Callable[[Record], None],
         point_at: Callable[[str], str | None],
     ) -> None:
         self._examiner, self._probes, self._write, self._point_at = examiner, probes, write, point_at
         self._records: list[Record] = []
-        self._unrecorded: deque[tuple[Segment, Numbers]] = deque()
+        self._unrecorded: deque[tuple[RecordedStep, Numbers]] = deque()
         self._found: dict[str, Found] = {}
 
     @property
@@ -54,13 +54,13 @@ class Casebook:
         """What is known by now, the first cause first."""
         return list(self._found.values())
 
-    def note(self, segment: Segment, numbers: Numbers) -> None:
+    def note(self, segment: RecordedStep, numbers: Numbers) -> None:
         """A step is over. It becomes a record when somebody looks, or later."""
         self._unrecorded.append((segment, numbers))
         if len(self._unrecorded) > UNRECORDED:
             self._record_oldest()
 
-    def look(self, step: int, why: str, limits: Told, *, finished: bool) -> None:
+    def look(self, step: int, why: str, limits: Facts, *, finished: bool) -> None:
         """Examines ``step`` and asks the doctor, who may ask for more. ``limits``: what the recorder could not do."""
         with muted():
             self._record_all()
@@ -75,9 +75,9 @@ class Casebook:
                 self.examined(step, told)
             self._conclude(step, diagnosis)
 
-    def _probed(self) -> Told:
+    def _probed(self) -> Facts:
         """What each probe has to tell; one that raises is told nothing any more."""
-        found: Told = {}
+        found: Facts = {}
         for probe in self._probes:
             try:
                 told = probe.values() if probe.failed is None else None
@@ -88,7 +88,7 @@ class Casebook:
                 found[probe.name] = told
         return found
 
-    def examined(self, step: int, told: Told) -> None:
+    def examined(self, step: int, told: Facts) -> None:
         """Writes down what experiments and probes gave, by name."""
         for name, values in told.items():
             at = values.pop("step", step)

@@ -22,17 +22,17 @@ from trainwright.recorder.hooks import calls_heard, listening
 from trainwright.recorder.listener import careful
 from trainwright.recorder.numbers import Numbers, ask, lateness
 from trainwright.recorder.probes import Probe
-from trainwright.recorder.program import Segment
-from trainwright.recorder.recording import Recording
-from trainwright.recorder.ring import Ring, Subject, put_back
+from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.recording import LoopRecorder
+from trainwright.recorder.ring import LiveObjects, Ring, put_back
 from trainwright.recorder.spikes import OnSpike, Spikes
 from trainwright.recorder.veto import OnNonfinite, Veto
 from trainwright.replay.bundle import prune
 from trainwright.report.findings import lines_of
 from trainwright.runlog import records
 from trainwright.runlog.records import Found, Record
-from trainwright.watching.experiments import Examiner
-from trainwright.watching.findings import Casebook
+from trainwright.watching.experiments import ExperimentRunner
+from trainwright.watching.findings import FindingsLog
 
 CHECKUPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48)
 """The steps that are looked at closely; from there on one in a while, as the share of time allows."""
@@ -51,7 +51,7 @@ def enough_bytes(roots: Sequence[nn.Module]) -> int:
 
 
 @dataclass(frozen=True)
-class Terms:
+class WatchOptions:
     """What a watch may do to a loop, what its recorder holds, and where bundles of incidents go (None: nowhere).
 
     ``skip`` are the samples of steps whose update is left out.
@@ -65,7 +65,7 @@ class Terms:
     skip: frozenset[frozenset[int]] = frozenset()
 
 
-class Attendant:
+class WatchSession:
     """Hears a loop, keeps its last steps, looks closely when that is due, and asks the doctor.
 
     ``write`` takes every record that is to be kept. ``own_loop_at`` is the step that our engine's loop stands at:
@@ -77,7 +77,7 @@ class Attendant:
         roots: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         given: dict[str, Any],
-        terms: Terms,
+        terms: WatchOptions,
         *,
         write: Callable[[Record], None],
         own_loop_at: int | None = None,
@@ -87,7 +87,7 @@ class Attendant:
         self.first_step = self.step = own_loop_at or 0
         self._open = ExitStack()
         self._veto: Veto
-        self.recording = Recording(
+        self.recording = LoopRecorder(
             roots,
             optimizers,
             self._closed,
@@ -102,16 +102,16 @@ class Attendant:
         spikes = None if own_loop_at is not None else Spikes(terms.on_spike)
         self._veto = Veto(roots, parameters, terms.on_nonfinite, spikes, terms.skip)
         self._ring = Ring(keep=terms.keep, budget_bytes=terms.budget_bytes)
-        self._subject = Subject(roots, optimizers, parameters)
-        self._examiner = Examiner(self._subject, self._ring)
+        self._subject = LiveObjects(roots, optimizers, parameters)
+        self._examiner = ExperimentRunner(self._subject, self._ring)
         probes.load_all()
-        watched = probes.Watched(self._subject, **given)
+        watched = probes.WatchedObjects(self._subject, **given)
         self._probes = [make(watched) for make in probes.PROBES]
-        self.casebook = Casebook(self._examiner, self._probes, write, point_at)
+        self.casebook = FindingsLog(self._examiner, self._probes, write, point_at)
         self._begin_s, self._looked_s, self._next_look_s = 0.0, 0.0, 0.0
         self._snapshot_every, self._went_back, self._looked_at = 4, -1, -16
         self._due: set[int] = set()  # steps that will be looked at
-        self._asked: deque[tuple[Segment, Callable[[], Numbers]]] = deque()
+        self._asked: deque[tuple[RecordedStep, Callable[[], Numbers]]] = deque()
         self._late = lateness(self.recording.device)
         self._hear_closed = [careful(p, "on_closed") for p in self._probes if type(p).on_closed is not Probe.on_closed]
         self._hear_read = [careful(p, "on_read") for p in self._probes if type(p).on_read is not Probe.on_read]
@@ -167,7 +167,7 @@ class Attendant:
         """Updates that were not finite and so were not made."""
         return self._veto.vetoed
 
-    def _closed(self, segment: Segment) -> None:
+    def _closed(self, segment: RecordedStep) -> None:
         self.step = segment.step
         self._ring.add(segment)
         for tell in self._hear_closed:
@@ -185,7 +185,7 @@ class Attendant:
         if bad and self._terms.on_nonfinite == "stop":
             raise NonFiniteStep(f"step {segment.step} is not finite", remedy="\n".join(lines_of(self.findings(), None)))
 
-    def _judge(self, segment: Segment, read: Callable[[], Numbers]) -> bool:
+    def _judge(self, segment: RecordedStep, read: Callable[[], Numbers]) -> bool:
         """Whether a step is bad; looks at it closely if that is due or there is reason to."""
         numbers = read()
         if self._veto.was_vetoed_on_device(segment, numbers.norm):
@@ -222,7 +222,7 @@ class Attendant:
         except StorageError as error:
             self._write(records.NotSaved(time_s=time.time(), step=step, reason=f"no bundle: {error}"))
 
-    def _tell_veto(self, segment: Segment) -> None:
+    def _tell_veto(self, segment: RecordedStep) -> None:
         """The ledger: a Skipped record for an update that was not made, or for all that were undone."""
         reason = str(segment.values["vetoed"])
         snapshot = self._ring.before(segment.step) if reason == "spike" and self._terms.on_spike == "rollback" else None

@@ -26,7 +26,7 @@ from trainwright.runlog.reader import read
 from trainwright.runlog.records import Found, Record
 from trainwright.runlog.writer import LogWriter
 from trainwright.version import __version__
-from trainwright.watching.session import KEEP, Attendant, Terms, enough_bytes
+from trainwright.watching.session import KEEP, WatchOptions, WatchSession, enough_bytes
 
 
 class Watch:
@@ -37,7 +37,7 @@ class Watch:
         roots: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         given: dict[str, Any],
-        terms: Terms,
+        terms: WatchOptions,
         *,
         folder: RunFolder | None,
         console: Console | None,
@@ -45,8 +45,8 @@ class Watch:
         self.folder, self._console = folder, console
         self._open = ExitStack()
         self._log: LogWriter | None = None
-        self._source = Source()
-        self.attendant = Attendant(roots, optimizers, given, terms, write=self._write, point_at=self._source.line_of)
+        self._source = CallerSource()
+        self.attendant = WatchSession(roots, optimizers, given, terms, write=self._write, point_at=self._source.line_of)
 
     def __enter__(self) -> Self:
         self._source.look_at(sys._getframe(1))
@@ -103,7 +103,7 @@ class Watch:
             self._log.write(record)
 
 
-class Source:
+class CallerSource:
     """The source of the function that holds the loop: read once, and only when a finding asks for a line."""
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ def watch(
         "schedulers": _listed(scheduler),
         "accumulation": chosen["accumulation"],
     }
-    terms = Terms(
+    terms = WatchOptions(
         on_nonfinite,
         chosen["on_spike"],
         int(chosen["keep"]),

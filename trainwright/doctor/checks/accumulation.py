@@ -9,7 +9,7 @@ from typing import Any
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.checks.contract import kinds, of_step
-from trainwright.doctor.finding import Finding, Trial, Wish, check, finding
+from trainwright.doctor.finding import ExperimentRequest, Finding, RemedyTrial, check, finding
 from trainwright.runlog.records import Examined
 
 
@@ -43,7 +43,7 @@ def not_normalised(case: Case) -> Iterator[Finding]:
         stage="loss",
         since_step=found[0].step,
         evidence=[("sum of the weights of the micro-batches", sum(last.values["weights"]), 1.0)],
-        trial=Trial("divided_loss", {"by": count}),
+        trial=RemedyTrial("divided_loss", {"by": count}),
         explains=("grad.clip_always_active", "opt.lr_too_high", "sched.no_warmup"),
     )
 
@@ -58,14 +58,14 @@ def _is_sum(values: dict[str, Any]) -> bool:
 
 
 @check
-def token_weighting(case: Case) -> Iterator[Finding | Wish]:
+def token_weighting(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """Means over unequal numbers of targets with equal weights, so that a target counts for more in a short one.
 
     Only where the gradient comes out otherwise; a last batch that is smaller is no news.
     """
     uneven = [exam for exam in windows(case) if _is_uneven(exam.values)][:4]
     if len(uneven) > 1 or any(len({*exam.values["counts"][:-1]}) > 1 for exam in uneven):
-        yield from (Wish("token_weights", exam.step) for exam in uneven)
+        yield from (ExperimentRequest("token_weights", exam.step) for exam in uneven)
     found = [exam for exam in case.exams("token_weights") if exam.values.get("off", 0.0) > 0.1]
     if not found:
         return

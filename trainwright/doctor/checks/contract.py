@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Finding, Trial, check, finding
+from trainwright.doctor.finding import Finding, RemedyTrial, check, finding
 from trainwright.runlog.records import Examined, Watched, Where
 
-Event = Sequence[Any]
+LoopEvent = Sequence[Any]
 
 
-def kinds(record: Watched, *wanted: str) -> list[Event]:
+def kinds(record: Watched, *wanted: str) -> list[LoopEvent]:
     """The events of these kinds, in order."""
     return [each for each in record.events if each[0] in wanted]
 
@@ -182,7 +182,7 @@ def double_owned(case: Case) -> Iterator[Finding]:
             sure=0.97,
             stage="update",
             evidence=[("steps on gradients that another optimizer had applied", seen.values["doubles"], 0)],
-            trial=Trial("one_owner"),
+            trial=RemedyTrial("one_owner"),
             explains=("opt.lr_too_high", "opt.stepped_twice"),
         )
     if seen.values["again"] >= 2:
@@ -331,7 +331,7 @@ def owners(case: Case) -> Iterator[Finding]:
             sure=0.97,
             stage="update",
             evidence=evidence,
-            trial=Trial("with_optimizer", {"names": missing}),
+            trial=RemedyTrial("with_optimizer", {"names": missing}),
             explains=("opt.params_missing", "opt.lr_too_low", "opt.zero_grad_before_step"),
         )
     else:
@@ -346,7 +346,7 @@ def owners(case: Case) -> Iterator[Finding]:
             stage="update",
             where=Where(module=missing[0].rpartition(".")[0] or None),
             evidence=evidence,
-            trial=Trial("with_optimizer", {"names": missing}),
+            trial=RemedyTrial("with_optimizer", {"names": missing}),
             explains=("opt.lr_too_low",),
         )
 
@@ -384,5 +384,5 @@ def zero_lr_group(case: Case) -> Iterator[Finding]:
                 stage="update",
                 since_step=exams[0].step,
                 evidence=[(f"lr of group {place}", 0.0, alive[0].get("lr"))],
-                trial=Trial("group_lr", {"optimizer": number, "group": place, "lr": alive[0].get("lr")}),
+                trial=RemedyTrial("group_lr", {"optimizer": number, "group": place, "lr": alive[0].get("lr")}),
             )

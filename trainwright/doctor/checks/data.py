@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Finding, Trial, Wish, check, finding
+from trainwright.doctor.finding import ExperimentRequest, Finding, RemedyTrial, check, finding
 
 LARGE, SMALL = 10.0, 0.02
 """Root mean square from which on inputs are looked at as too large, deviation below which as too small."""
@@ -37,13 +37,13 @@ def constant_input(case: Case) -> Iterator[Finding]:
         sure=0.95,
         stage="input",
         evidence=[("variance across the batch", 0.0, "> 0")],
-        trial=Trial("varied_inputs"),
+        trial=RemedyTrial("varied_inputs"),
         explains=("model.*", "grad.vanishing", "opt.lr_too_low", "data.label_*", "init.symmetric"),
     )  # fmt: skip
 
 
 @check
-def badly_scaled(case: Case) -> Iterator[Finding | Wish]:
+def badly_scaled(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """Inputs far from mean 0 and deviation 1, and a replay with such inputs does much better.
 
     Too large: the first loss is far above that of a guess, and is near it with standardised inputs; weights that are
@@ -60,7 +60,7 @@ def badly_scaled(case: Case) -> Iterator[Finding | Wish]:
         return
     trials = [e for e in case.exams("standardised") if e.step == first.step]
     if not trials:
-        yield Wish("standardised", first.step)
+        yield ExperimentRequest("standardised", first.step)
         return
     seen = trials[0].values
     if "blind" not in seen:
@@ -88,7 +88,7 @@ def _too_large(case: Case, batch: dict[str, Any], x: dict[str, Any], seen: dict[
             ("mean and deviation of the inputs", [x["mean"], x["std"]], [0, 1]),
             ("first loss, as it was and standardised", [now[0], then[0]], guess),
         ],
-        trial=Trial("standardised_inputs"),
+        trial=RemedyTrial("standardised_inputs"),
         explains=("init.too_large", "opt.lr_too_high", "grad.explod*", "grad.large*", "model.dead_relu"),
     )
 
@@ -111,7 +111,7 @@ def _too_small(case: Case, x: dict[str, Any], seen: dict[str, Any]) -> Iterator[
             ("deviation of the inputs", x["std"], 1),
             (f"fall of the loss in {len(now)} updates, as it was and standardised", [fell, would], None),
         ],
-        trial=Trial("standardised_inputs"),
+        trial=RemedyTrial("standardised_inputs"),
         explains=("opt.lr_too_low", "grad.vanishing", "init.*", "model.dead*"),
     )
 
@@ -141,12 +141,12 @@ def target_leak(case: Case) -> Iterator[Finding]:
         sure=0.9 if exact else 0.7,
         stage="input",
         evidence=[("variance of the column left within classes", leak["within"], "> 0"), ("column", leak["column"])],
-        trial=Trial("without_column", {"column": leak["column"]}),
+        trial=RemedyTrial("without_column", {"column": leak["column"]}),
     )
 
 
 @check
-def pad_in_loss(case: Case) -> Iterator[Finding | Wish]:
+def pad_in_loss(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """One id fills rows of different length up, and the loss has a gradient where targets are nothing but that id.
 
     That gradient is exactly 0 where the loss ignores it, whichever way: ignore_index, weights or a mask.
@@ -156,7 +156,7 @@ def pad_in_loss(case: Case) -> Iterator[Finding | Wish]:
         return
     asked = [e for e in case.exams("padding_in_loss") if e.step == exam.step]
     if not asked:
-        yield Wish("padding_in_loss", exam.step)
+        yield ExperimentRequest("padding_in_loss", exam.step)
         return
     seen = asked[0].values
     if "blind" in seen or seen["at_padding"] <= 1e-6 * seen["elsewhere"] or not seen["at_padding"]:
@@ -175,12 +175,12 @@ def pad_in_loss(case: Case) -> Iterator[Finding | Wish]:
             ("gradient elsewhere", seen["elsewhere"]),
             ("rows that end with it" if seen["side"] == "end" else "rows that start with it", round(seen["rows"], 2)),
         ],
-        trial=Trial("ignore_padding", {"pad": seen["id"]}),
+        trial=RemedyTrial("ignore_padding", {"pad": seen["id"]}),
     )
 
 
 @check
-def label_feature_misaligned(case: Case) -> Iterator[Finding | Wish]:
+def label_feature_misaligned(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """The loss stays where it is for whoever knows only how frequent each class is, and the data says no more.
 
     Plain learners find nothing in hundreds of samples, at least thirty for each class, while the model does
@@ -196,7 +196,7 @@ def label_feature_misaligned(case: Case) -> Iterator[Finding | Wish]:
         return
     asked = [e.values for e in case.exams("label_signal") if "blind" not in e.values]
     if not case.exams("label_signal"):
-        yield Wish("label_signal", batch.step)
+        yield ExperimentRequest("label_signal", batch.step)
     for seen in asked[-1:]:
         memorised = seen["memorised"]
         if seen["deviations"] > 2.5 or not memorised[-1] < 0.8 * memorised[0]:

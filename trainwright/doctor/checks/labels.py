@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Finding, Trial, Wish, check, finding
+from trainwright.doctor.finding import ExperimentRequest, Finding, RemedyTrial, check, finding
 from trainwright.runlog.records import Examined, Where
 
 SAME = 0.95
@@ -19,13 +19,13 @@ LOOKS = 2
 
 
 @check
-def look_at_tokens(case: Case) -> Iterator[Wish]:
+def look_at_tokens(case: Case) -> Iterator[ExperimentRequest]:
     """Where a model is given tokens and asked for classes, what it is asked for is looked at in the first steps."""
     exam = case.exam("loss")
     if exam is None or len(case.exams("tokens")) >= LOOKS or not exam.values.get("tokens"):
         return
     if any(told["op"] in ("cross_entropy", "nll_loss", "chunked_cross_entropy") for told in exam.values["given"]):
-        yield Wish("tokens", exam.step)
+        yield ExperimentRequest("tokens", exam.step)
 
 
 def _found(case: Case) -> Iterator[tuple[Examined, list[dict[str, Any]]]]:
@@ -72,7 +72,7 @@ def no_shift(case: Case) -> Iterator[Finding]:
                     ("targets that equal the next token", told["shares"]["1"], 1.0),
                     ("change of scores when only later tokens change", told["sees"], 0.0),
                 ],
-                trial=Trial("next_token"),
+                trial=RemedyTrial("next_token"),
             )
             return
 
@@ -102,7 +102,7 @@ def future_leak(case: Case) -> Iterator[Finding]:
                     ("change of earlier scores, in deviations", told["sees"], 0.0),
                     ("targets that are the next token", told["shares"]["1"], 1.0),
                 ],
-                trial=Trial("causal_mask"),
+                trial=RemedyTrial("causal_mask"),
                 explains=("data.target_leak",),
             )
             return
@@ -142,7 +142,7 @@ def eos_ignored(case: Case) -> Iterator[Finding]:
         stage="label",
         where=Where(op="cross_entropy"),
         evidence=[("ends in the inputs", ends["within"] + ends["first"]), ("ends among the targets", 0, "> 0")],
-        trial=Trial("learned_ends", {"end": ends["id"]}),
+        trial=RemedyTrial("learned_ends", {"end": ends["id"]}),
     )
 
 
@@ -216,13 +216,13 @@ def _not_between(exam: Examined, op: str, low: float, high: float) -> Finding:
         stage="label",
         where=Where(op=op),
         evidence=[("targets", [low, high], "0 to 1")],
-        trial=Trial("targets_in_range"),
+        trial=RemedyTrial("targets_in_range"),
         explains=("loss.*", "opt.*"),
     )
 
 
 @check
-def label_noise(case: Case) -> Iterator[Finding | Wish]:
+def label_noise(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """The model is as sure where a label contradicts it as where it agrees, and such labels may name any other class.
 
     Hard samples are told by both: there it is less sure, and the label is mostly its second choice. Data of another
@@ -233,7 +233,7 @@ def label_noise(case: Case) -> Iterator[Finding | Wish]:
     if exam is not None and exam.step >= 16 and (case.finished or len(case.exams("sample_labels")) < 6):
         for told in exam.values.get("given", ()):
             if 0.4 <= told.get("right", 1.0) <= 0.95 and told["sure"] >= 0.35:
-                yield Wish("sample_labels", exam.step)
+                yield ExperimentRequest("sample_labels", exam.step)
                 break
     for each in asked:
         wrong = suspects(each.values)
@@ -259,7 +259,7 @@ def label_noise(case: Case) -> Iterator[Finding | Wish]:
                 ("where it agrees", _median(each.values["sure"], right)),
                 ("loss where the label differs", _median(losses, wrong), _median(losses, right)),
             ],
-            trial=Trial("without_samples", {"ids": [ids[n] for n in chosen]}),
+            trial=RemedyTrial("without_samples", {"ids": [ids[n] for n in chosen]}),
             explains=("opt.lr_too_low",),
         )
         return

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Finding, Trial, Wish, check, finding
+from trainwright.doctor.finding import ExperimentRequest, Finding, RemedyTrial, check, finding
 from trainwright.runlog.records import Examined, Where
 
 
@@ -42,13 +42,13 @@ def dead_relu(case: Case) -> Iterator[Finding]:
         stage="forward",
         where=Where(module=path or None, op="relu"),
         evidence=[("share of dead units", seen["dead"], 0.0), ("lowest mean input", seen["furthest"], 0.0)],
-        trial=Trial("revived", {"module": path}),
+        trial=RemedyTrial("revived", {"module": path}),
         explains=("grad.vanishing", "grad.graph_cut"),
     )
 
 
 @check
-def vanishing(case: Case) -> Iterator[Finding | Wish]:
+def vanishing(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """Gradients fall from the last layer to the first by a factor for each layer, to 1e-5 and less.
 
     A slope that was not there at the start is what updates have done: rather their fault than that of the layers.
@@ -63,7 +63,7 @@ def vanishing(case: Case) -> Iterator[Finding | Wish]:
     if now.values["narrow"]:
         again = [exam for exam in case.exams("depth_in_fp32") if exam.step == now.step]
         if not again:
-            yield Wish("depth_in_fp32", now.step)
+            yield ExperimentRequest("depth_in_fp32", now.step)
             return
         if not _falls(depth := again[-1].values.get("depth", [])):
             return
@@ -81,7 +81,7 @@ def vanishing(case: Case) -> Iterator[Finding | Wish]:
         stage="backward",
         where=Where(module=depth[0][0]),
         evidence=[("gradient of the first layer over the largest", ratio, 1.0)],
-        trial=Trial("relu_for_sigmoid"),
+        trial=RemedyTrial("relu_for_sigmoid"),
     )
 
 
@@ -118,7 +118,7 @@ def bn_tiny_batch(case: Case) -> Iterator[Finding]:
         stage="forward",
         where=Where(module=path, op="batch_norm"),
         evidence=[("values for each channel", seen["values"], "32 or more")],
-        trial=Trial("group_norm"),
+        trial=RemedyTrial("group_norm"),
     )
 
 
@@ -157,12 +157,12 @@ def bn_double_update(case: Case) -> Iterator[Finding]:
         stage="buffers",
         where=Where(module=twice[0], op="batch_norm"),
         evidence=[("updates of its statistics in a step", seen["updates"], seen["calls"])],
-        trial=Trial("momentum_root", {"modules": twice}),
+        trial=RemedyTrial("momentum_root", {"modules": twice}),
     )
 
 
 @check
-def excess_dropout(case: Case) -> Iterator[Finding | Wish]:
+def excess_dropout(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """Dropout of 0.7 or more, and over several draws the same batch has a clearly lower loss without it.
 
     Not before some steps are made: nothing has been learned yet that dropout could take away.
@@ -173,7 +173,7 @@ def excess_dropout(case: Case) -> Iterator[Finding | Wish]:
     step, (path, p) = looks[-1].step, max(looks[-1].values["dropout"].items(), key=lambda item: float(item[1]))
     told = next((exam.values for exam in case.exams("dropout_gap") if exam.step == step), None)
     if told is None:
-        yield Wish("dropout_gap", step)
+        yield ExperimentRequest("dropout_gap", step)
         return
     if "with" not in told or not told["with"] * (1 - (0.04 if p >= 0.8 else 0.15)) > told["without"] >= 0:
         return
@@ -188,7 +188,7 @@ def excess_dropout(case: Case) -> Iterator[Finding | Wish]:
         stage="forward",
         where=Where(module=path or None, op="dropout"),
         evidence=[("loss with dropout", told["with"], told["without"]), ("p", p, "0.5 at most")],
-        trial=Trial("less_dropout"),
+        trial=RemedyTrial("less_dropout"),
     )
 
 
@@ -215,7 +215,7 @@ def attention_logit_growth(case: Case) -> Iterator[Finding]:
             stage="forward",
             where=Where(module=path or None, op="softmax"),
             evidence=[("largest score", way[-1], way[0]), ("evenness of the weights, 0 to 1", now["evenness"])],
-            trial=Trial("scaled_scores"),
+            trial=RemedyTrial("scaled_scores"),
             explains=("opt.lr_too_high",) if unscaled else (),
         )
         return
@@ -242,6 +242,6 @@ def router_collapse(case: Case) -> Iterator[Finding]:
             stage="forward",
             where=Where(module=path or None),
             evidence=[("experts that share the load", last[1], max(way[:3]))],
-            trial=Trial("balanced_router", {"experts": now["experts"]}),
+            trial=RemedyTrial("balanced_router", {"experts": now["experts"]}),
         )
         return

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Finding, Trial, check, finding
+from trainwright.doctor.finding import Finding, RemedyTrial, check, finding
 from trainwright.runlog.records import Tried
 
 FEW = 16
@@ -81,7 +81,7 @@ def same_order(case: Case) -> Iterator[Finding]:
         sure=0.5 if meant else 0.95,
         stage="input",
         evidence=[("equal batches in a row", seen["equal"], 0), ("sampler", seen["sampler"])],
-        trial=None if meant else Trial("mixed_samples"),
+        trial=None if meant else RemedyTrial("mixed_samples"),
     )
 
 
@@ -121,7 +121,7 @@ def train_val_overlap(case: Case) -> Iterator[Finding]:
             ("shared samples", worst["shared"], 0),
             ("evaluated samples", worst["samples"]),
         ],
-        trial=None if meant else Trial("apart_from_evaluation", {"ids": worst["ids"]}),
+        trial=None if meant else RemedyTrial("apart_from_evaluation", {"ids": worst["ids"]}),
     )
 
 
@@ -193,6 +193,6 @@ def unshuffled(case: Case) -> Iterator[Finding]:
         sure=0.9 if as_it_lies else 0.7,
         stage="input",
         evidence=[("label entropy of a batch", round(mean, 3), round(whole, 3)), ("batches looked at", len(entropies))],
-        trial=Trial("mixed_samples"),
+        trial=RemedyTrial("mixed_samples"),
         explains=("loss.*oscillat*", "opt.lr_too_high", "data.label_noise"),
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Finding, Trial, Wish, check, finding
+from trainwright.doctor.finding import ExperimentRequest, Finding, RemedyTrial, check, finding
 from trainwright.runlog.records import Examined, Watched, Where
 
 RATIO = 1000.0
@@ -44,7 +44,7 @@ def softmax_before_ce(case: Case) -> Iterator[Finding]:
             stage="loss",
             where=Where(module=told.get("made_in") or told["module"] or None, op=told["op"]),
             evidence=[("sum of each row of its input" if first == "softmax" else "input", seen, "logits")],
-            trial=Trial("scores_for_probabilities"),
+            trial=RemedyTrial("scores_for_probabilities"),
             explains=("loss.softmax_twice", "opt.lr_too_low", "opt.lr_too_high", "grad.vanishing", "data.label_*"),
         )
         return
@@ -74,7 +74,7 @@ def softmax_twice(case: Case) -> Iterator[Finding]:
             stage="loss",
             where=Where(module=told.get("made_in") or told["module"] or None, op=told["op"]),
             evidence=[("sum of each row of its input", 1.0, "scores"), ("shape", told["shape"])],
-            trial=Trial("second_softmax"),
+            trial=RemedyTrial("second_softmax"),
         )
         return
 
@@ -103,7 +103,7 @@ def nll_on_probs(case: Case) -> Iterator[Finding]:
             stage="loss",
             where=Where(module=told.get("made_in") or None, op=told["op"]),
             evidence=[("share of its input above 0", round(share, 3), 0.0)],
-            trial=Trial("scores_for_probabilities"),
+            trial=RemedyTrial("scores_for_probabilities"),
             explains=("opt.lr_too_low", "opt.lr_too_high", "loss.diverging", "grad.*"),
         )
         return
@@ -131,14 +131,14 @@ def broadcast_target(case: Case) -> Iterator[Finding]:
                 stage="loss",
                 where=Where(op=told["op"]),
                 evidence=[("terms of the loss", told["terms"], told["samples"]), ("shapes", told["shapes"])],
-                trial=Trial("same_shape"),
+                trial=RemedyTrial("same_shape"),
                 explains=("opt.lr_too_low", "opt.lr_too_high", "data.target_*", "data.label_*", "model.*", "init.*"),
             )
             return
 
 
 @check
-def wrong_sign(case: Case) -> Iterator[Finding | Wish]:
+def wrong_sign(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """What backward is given gets better where a loss gets worse that has a least value and no greatest one.
 
     It must be the only thing wanted, always, from data and not from the model's own draws (a policy), and not a game of
@@ -154,7 +154,7 @@ def wrong_sign(case: Case) -> Iterator[Finding | Wish]:
         return
     asked = [e for e in case.exams("sign") if "blind" not in e.values]
     if not asked:
-        yield Wish("sign", exams[-1].step)
+        yield ExperimentRequest("sign", exams[-1].step)
     for seen in asked[:1]:
         was, tenth, turned = (seen.values[key] for key in ("as_it_was", "tenth", "turned"))
         if min(len(was), len(tenth), len(turned)) < 2 or not (was[-1] > was[0] and turned[-1] < tenth[-1] > tenth[0]):
@@ -176,7 +176,7 @@ def wrong_sign(case: Case) -> Iterator[Finding | Wish]:
                 ("at a tenth of the learning rate", [tenth[0], tenth[-1]], "falls"),
                 ("with the sign turned", [turned[0], turned[-1]], None),
             ],
-            trial=Trial("turned_sign"),
+            trial=RemedyTrial("turned_sign"),
             explains=("opt.lr_too_*", "loss.diverging", "loss.spike", "grad.exploding", "data.*", "init.*"),
         )
 
@@ -220,7 +220,7 @@ def _dropped(watched: Watched) -> bool:
 
 
 @check
-def term_dominates(case: Case) -> Iterator[Finding | Wish]:
+def term_dominates(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """One term's gradient is a thousand times another's, in the parameters that both reach, at two early steps.
 
     Who makes a term small on purpose (a penalty) gives it a weight below 1. A small term counts only if it has none and
@@ -230,7 +230,7 @@ def term_dominates(case: Case) -> Iterator[Finding | Wish]:
     several = [e for e in case.exams("loss") if e.values.get("terms", 0) > 1 and e.step <= 8]
     asked = [e for e in case.exams("terms") if "terms" in e.values and e.step <= 8]
     if several and len(case.exams("terms")) < 2 and several[-1].step == case.last_step:
-        yield Wish("terms", several[-1].step)
+        yield ExperimentRequest("terms", several[-1].step)
     pairs = [pair for exam in asked if (pair := _unbalanced(exam.values["terms"])) is not None]
     if len(pairs) < 2 or len(pairs) < len(asked):
         return
@@ -251,7 +251,7 @@ def term_dominates(case: Case) -> Iterator[Finding | Wish]:
             (f"gradient norm of {large['name']}", large["shared"], small["shared"]),
             ("ratio", round(ratio, 1), f"< {RATIO:.0f}"),
         ],
-        trial=Trial("balanced_terms"),
+        trial=RemedyTrial("balanced_terms"),
         explains=("grad.exploding", "opt.clip_*", "opt.lr_too_*", "grad.clip*"),
     )
 

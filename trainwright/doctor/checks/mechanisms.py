@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainwright.doctor.finding import Stage, Trial
+from trainwright.doctor.finding import RemedyTrial, Stage
 from trainwright.runlog.records import Examined
 
 
@@ -47,25 +47,25 @@ class Mechanism:
             return "backward" if first["phase"] == "backward" else "update"
         return "forward" if first["module"] is not None else "loss"
 
-    def trial(self, exam: Examined, first: Mapping[str, Any]) -> Trial | None:
+    def trial(self, exam: Examined, first: Mapping[str, Any]) -> RemedyTrial | None:
         """The remedy at the op itself; else fp32 where that helps; else the step without the samples."""
         if self.guard is not None:
-            return Trial(self.guard, {"op": first["op"]} if self.guard == "guarded" else {})
+            return RemedyTrial(self.guard, {"op": first["op"]} if self.guard == "guarded" else {})
         if exam.values.get("fp32", {}).get("finite"):
-            return Trial("in_fp32")
+            return RemedyTrial("in_fp32")
         return self.without_samples(exam, first)
 
-    def without_samples(self, exam: Examined, first: Mapping[str, Any]) -> Trial | None:
+    def without_samples(self, exam: Examined, first: Mapping[str, Any]) -> RemedyTrial | None:
         if not first.get("rows"):
             return None
         several = exam.values["micro_batches"] > 1
-        return Trial(
+        return RemedyTrial(
             "without_these_samples", {"rows": first["rows"], "micro": first["micro_batch"] if several else None}
         )
 
     @staticmethod
-    def without_samples_of_buffers(first: Mapping[str, Any]) -> Trial:
-        return Trial("statistics_without_samples", {"rows": first["rows"]})
+    def without_samples_of_buffers(first: Mapping[str, Any]) -> RemedyTrial:
+        return RemedyTrial("statistics_without_samples", {"rows": first["rows"]})
 
 
 WORDS = {

@@ -7,14 +7,14 @@ from itertools import pairwise
 from typing import Any
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Finding, Wish, check, finding
+from trainwright.doctor.finding import ExperimentRequest, Finding, check, finding
 
 OLD_ENOUGH = 8
 """Steps whose losses or outputs must still be there; a loop may keep the last few."""
 
 
 @check
-def graphs_kept(case: Case) -> Iterator[Finding | Wish]:
+def graphs_kept(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """The graphs of old losses are alive long after their backward pass: something sums up losses, or lists them,
     with their history. Where the models' outputs are alive too, these hold the graphs.
     """
@@ -40,7 +40,7 @@ def graphs_kept(case: Case) -> Iterator[Finding | Wish]:
 
 
 @check
-def outputs_kept(case: Case) -> Iterator[Finding | Wish]:
+def outputs_kept(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """The models' outputs of old steps are alive, and have a graph. Detached ones are a choice."""
     told = _at_most(case, "outputs_alive")
     if not _mostly(told, "outputs_alive", "old_outputs"):
@@ -71,7 +71,7 @@ def _mostly(told: dict[str, Any], alive: str, old: str) -> bool:
 
 
 @check
-def graph_grows(case: Case) -> Iterator[Finding | Wish]:
+def graph_grows(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """The graph behind the loss has more nodes with every step, by about the same number for each: it goes back through
     all the steps before. Graphs of sequences of any length grow and shrink.
     """
@@ -98,7 +98,7 @@ def graph_grows(case: Case) -> Iterator[Finding | Wish]:
 
 
 @check
-def model_copies(case: Case) -> Iterator[Finding | Wish]:
+def model_copies(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """There are more and more models like the watched one. A few copies are usual (an average, a target, the best so
     far), and their number stays.
     """
@@ -124,7 +124,7 @@ def model_copies(case: Case) -> Iterator[Finding | Wish]:
 
 
 @check
-def copied_on_write(case: Case) -> Iterator[Finding | Wish]:
+def copied_on_write(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """Forked workers share the data until they touch it; to read a Python object is to write its reference count. So
     two things together: a dataset of very many Python objects, and workers whose own memory grows by a good part of it.
     """

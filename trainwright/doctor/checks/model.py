@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Finding, Trial, Wish, check, finding
+from trainwright.doctor.finding import ExperimentRequest, Finding, RemedyTrial, check, finding
 from trainwright.runlog.records import Where
 
 
@@ -40,7 +40,7 @@ def missing_nonlinearity(case: Case) -> Iterator[Finding]:
         stage="forward",
         where=Where(module=pair["first"].rpartition(".")[0]),
         evidence=[("pairs of linear layers in a row", len(chains), 0)],
-        trial=Trial("activation_between", {"weights": [each["first"] for each in chains]}),
+        trial=RemedyTrial("activation_between", {"weights": [each["first"] for each in chains]}),
     )
 
 
@@ -77,7 +77,7 @@ def params_not_registered(case: Case) -> Iterator[Finding]:
         stage="update",
         where=Where(module=names[0]),
         evidence=[("values that autograd reaches and parameters() does not", num, 0)],
-        trial=Trial("register"),
+        trial=RemedyTrial("register"),
     )
 
 
@@ -101,7 +101,7 @@ def nothing_trainable(case: Case) -> Iterator[Finding]:
         sure=0.9,
         stage="update",
         evidence=[("trained weights that belong to no normalisation", 0, "the head at least")],
-        trial=Trial("unfreeze"),
+        trial=RemedyTrial("unfreeze"),
     )
 
 
@@ -128,7 +128,7 @@ def graph_cut(case: Case) -> Iterator[Finding]:
         stage="backward",
         where=Where(module=cut["last"], op=cut["how"]),
         evidence=[("weights behind the cut", len(cut["behind"]), 0)],
-        trial=Trial("keep_graph", {"behind": cut["behind"]}),
+        trial=RemedyTrial("keep_graph", {"behind": cut["behind"]}),
         explains=("opt.params_not_in_optimizer", "opt.params_no_grad", "opt.unused_parameters"),
     )
 
@@ -161,7 +161,7 @@ def mixes_samples(case: Case) -> Iterator[Finding]:
         stage="forward",
         where=Where(module=shuffle["module"] if shuffle else None, op="view" if shuffle else None),
         evidence=[("change of the others' outputs, in standard deviations", told["others"], 0.0)],
-        trial=Trial("transpose_for_view") if shuffle else None,
+        trial=RemedyTrial("transpose_for_view") if shuffle else None,
     )
 
 
@@ -184,7 +184,7 @@ def positions_low_precision(case: Case) -> Iterator[Finding]:
         stage="forward",
         where=Where(module=seen["module"], op="sin", dtype=seen["dtype"]),
         evidence=[("positions with the angles of their neighbour", seen["same"], 0)],
-        trial=Trial("positions_in_fp32"),
+        trial=RemedyTrial("positions_in_fp32"),
     )
 
 
@@ -206,7 +206,7 @@ def saved_tensor_modified(case: Case) -> Iterator[Finding]:
         stage="backward",
         where=Where(module=changed[0]["module"] or None),
         evidence=[("shape of a changed tensor", str(changed[0]["shape"]), "unchanged")],
-        trial=Trial("keep_saved"),
+        trial=RemedyTrial("keep_saved"),
     )
 
 
@@ -231,12 +231,12 @@ def recompute_mismatch(case: Case) -> Iterator[Finding]:
         stage="backward",
         where=Where(module=path),
         evidence=[("first module that differs", path, "none")],
-        trial=Trial("preserve_rng"),
+        trial=RemedyTrial("preserve_rng"),
     )
 
 
 @check
-def wrong_backward(case: Case) -> Iterator[Finding | Wish]:
+def wrong_backward(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """The backward of a custom Function disagrees with a difference quotient of its forward.
 
     A forward that is the identity exists for its backward alone (gradient reversal), and one that is constant nearly
@@ -247,7 +247,7 @@ def wrong_backward(case: Case) -> Iterator[Finding | Wish]:
         return
     tested = case.exam("custom_functions")
     if tested is None:
-        yield Wish("custom_functions", exam.step)
+        yield ExperimentRequest("custom_functions", exam.step)
         return
     for each in tested.values.get("functions", ()):
         if each.get("error") is None or each["error"] < 0.02 or each["unsteady"] > 0.2 * each["error"]:
@@ -265,7 +265,7 @@ def wrong_backward(case: Case) -> Iterator[Finding | Wish]:
             stage="backward",
             where=Where(module=each["module"], op=each["function"]),
             evidence=[("relative error of its gradient", each["error"], 0.0), ("best factor", each["factor"], 1.0)],
-            trial=Trial("derived_backward", {"function": each["function"]}),
+            trial=RemedyTrial("derived_backward", {"function": each["function"]}),
         )
         return
 
@@ -292,7 +292,7 @@ def symmetric(case: Case) -> Iterator[Finding]:
         stage="forward",
         where=Where(module=names[0].rpartition(".")[0]),
         evidence=[("share of units that equal the first", alike[0]["share"], 0.0)],
-        trial=Trial("random_weights", {"weights": names}),
+        trial=RemedyTrial("random_weights", {"weights": names}),
         explains=("grad.vanishing", "data.label_feature_misaligned"),
     )
 
@@ -322,7 +322,7 @@ def too_large(case: Case) -> Iterator[Finding]:
         stage="forward",
         where=Where(module=names[0].rpartition(".")[0]),
         evidence=[("first loss", loss, chance), ("with weights of the usual size", smaller, chance)],
-        trial=Trial("smaller_weights", {"gains": told["large"]}),
+        trial=RemedyTrial("smaller_weights", {"gains": told["large"]}),
         explains=("model.attention_logit_growth", "opt.lr_too_high", "grad.exploding"),
     )
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Finding, Trial, Wish, check, finding
+from trainwright.doctor.finding import ExperimentRequest, Finding, RemedyTrial, check, finding
 from trainwright.runlog.records import Where
 
 
 @check
-def trained_in_eval_mode(case: Case) -> Iterator[Finding | Wish]:
+def trained_in_eval_mode(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """The model, or a part of it, is in eval mode in the training passes. What shows that nobody meant it: the whole
     model or a whole part went there, as ``eval()`` of a container does, and its weights are still trained. BatchNorm
     (and nothing else) in eval mode is a choice, so is one kind of leaf, or a part whose weights are frozen.
@@ -74,7 +74,7 @@ def _partly(case: Case, rows: list[dict[str, Any]], left: bool) -> Finding:
 
 
 @check
-def evaluated_in_train_mode(case: Case) -> Iterator[Finding | Wish]:
+def evaluated_in_train_mode(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """The model was run without gradients, between two steps and not on a training batch, in train mode, and never in
     eval mode. Passes without gradients that belong to each step (pseudo labels, targets) are not an evaluation.
     """
@@ -102,7 +102,7 @@ def evaluated_in_train_mode(case: Case) -> Iterator[Finding | Wish]:
 
 
 @check
-def functional_dropout(case: Case) -> Iterator[Finding | Wish]:
+def functional_dropout(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """A dropout that ran although every module was in eval mode: the function was not told of the mode. Other noise
     (a sampled latent, diffusion) is no dropout and is left alone.
     """
@@ -124,5 +124,5 @@ def functional_dropout(case: Case) -> Iterator[Finding | Wish]:
         stage="forward",
         where=Where(module=first["module"], op=first["op"]),
         evidence=[("dropout in eval mode", [f"{each['module']}: {each['op']}" for each in drops[:8]], [])],
-        trial=Trial("dropout_follows_mode"),
+        trial=RemedyTrial("dropout_follows_mode"),
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.checks.mechanisms import Mechanism, mechanism_of
-from trainwright.doctor.finding import Finding, Wish, check, finding
+from trainwright.doctor.finding import ExperimentRequest, Finding, check, finding
 from trainwright.runlog.records import Examined, Where
 from trainwright.runlog.records import Watched as Step
 
@@ -23,7 +23,7 @@ MOST_IDS = 16
 
 
 @check
-def nonfinite_step(case: Case) -> Iterator[Finding | Wish]:
+def nonfinite_step(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """One finding for each mechanism, at the step where it was first: steps on broken weights are its consequences."""
     known: dict[str, Finding] = {}
     for exam in case.exams("trace"):
@@ -142,7 +142,7 @@ def _empty_sample(exam: Examined, first: dict[str, Any], mechanism: Mechanism) -
 
 
 @check
-def poisoned_statistics(case: Case) -> Iterator[Finding | Wish]:
+def poisoned_statistics(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """A forward pass in training mode writes the running statistics whatever becomes of its loss."""
     for exam in case.exams("nonfinite"):
         if not (poisoned := exam.values.get("poisoned")):
@@ -175,7 +175,7 @@ def poisoned_statistics(case: Case) -> Iterator[Finding | Wish]:
 
 
 @check
-def clip_spreads_nan(case: Case) -> Iterator[Finding | Wish]:
+def clip_spreads_nan(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """Some gradients were non-finite before the clip, all after it: the norm is NaN, and everything is scaled by it."""
     for exam in case.exams("nonfinite"):
         live = exam.values
@@ -209,7 +209,7 @@ def clip_spreads_nan(case: Case) -> Iterator[Finding | Wish]:
 
 
 @check
-def scaler_collapse(case: Case) -> Iterator[Finding | Wish]:
+def scaler_collapse(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """Skips that do not end. Two in a row are enough where the replay shows that no scale makes the step finite."""
     run: list[Step] = []
     for step in case.watched:
@@ -256,7 +256,7 @@ def _collapse(case: Case, run: list[Step], root: Examined | None) -> Finding:
 
 
 @check
-def unexplained(case: Case) -> Iterator[Finding | Wish]:
+def unexplained(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """Non-finite as it ran, and the replay cannot say why: it is blind, or it comes out finite."""
     for exam in case.exams("nonfinite"):
         live = exam.values

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.checks.contract import kinds
-from trainwright.doctor.finding import Finding, Trial, Wish, check, finding
+from trainwright.doctor.finding import ExperimentRequest, Finding, RemedyTrial, check, finding
 from trainwright.runlog.records import Examined, Where
 
 Losses = Sequence[float]
@@ -40,14 +40,14 @@ def last_quarter(losses: Losses) -> float:
 
 
 @check
-def overshoots(case: Case) -> Iterator[Finding | Wish]:
+def overshoots(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """An update makes the loss of its own batch much worse, and so do more like it; smaller ones make it fall.
 
     The batch is the same, so neither the next one's samples nor noise explain it.
     """
     exams = [e for e in single(case) if _worse(e.values)][:3]
     for exam in exams:
-        yield Wish("smaller_steps", exam.step)
+        yield ExperimentRequest("smaller_steps", exam.step)
     if recovered(case) or warm(case) is not None:
         return
     for exam in exams:
@@ -78,13 +78,13 @@ def _too_high(case: Case, exam: Examined, factor: float) -> Finding:
         sure=0.85 if normal else 0.5,
         stage="update",
         evidence=[("update / weights", values["ratio"], "below 0.1"), ("lr at which it falls", factor)],
-        trial=Trial("other_lr", {"factor": factor}),
+        trial=RemedyTrial("other_lr", {"factor": factor}),
         explains=("opt.weight_decay_too_high", "grad.exploding"),
     )
 
 
 @check
-def no_progress(case: Case) -> Iterator[Finding | Wish]:
+def no_progress(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """The first steps lead nowhere, though updates are large: the same steps again at a tenth, and with a warm-up.
 
     Noise does not explain the difference, as the batches are the same. A warm-up that helps ends at the whole
@@ -96,7 +96,7 @@ def no_progress(case: Case) -> Iterator[Finding | Wish]:
         low = min((mean(losses[i : i + 4]) for i in range(max(1, len(losses) - 3))), default=0.0)
         nowhere = mean(losses[-4:]) > min(losses[0] - 0.1 * abs(losses[0]), low + 0.1 * abs(low))
         if nowhere and max(e.values["ratio"] for e in single(case) if e.step <= exam.step) > 0.02:
-            yield Wish("along_the_way", exam.step)
+            yield ExperimentRequest("along_the_way", exam.step)
     if not told or recovered(case):
         return
     if (way := warm(case)) is not None:
@@ -150,7 +150,7 @@ def _no_warmup(exam: Examined) -> Finding:
             (f"loss with a warm-up of {steps} steps", last_quarter(ramped), last_quarter(was)),
             ("loss at a tenth of it", last_quarter(exam.values["tenth"])),
         ],
-        trial=Trial("warm_up", {}),
+        trial=RemedyTrial("warm_up", {}),
         explains=("opt.lr_too_high", "model.attention_logit_growth", "grad.vanishing"),
     )
 
@@ -170,12 +170,12 @@ def _on_the_way(case: Case, exam: Examined) -> Finding:
         stage="update",
         since_step=exam.values["first"],
         evidence=[("loss at a tenth of the learning rate, same steps", last_quarter(tenth), last_quarter(was))],
-        trial=Trial("other_lr", {"factor": 0.1, "recorded": True}),
+        trial=RemedyTrial("other_lr", {"factor": 0.1, "recorded": True}),
     )
 
 
 @check
-def lr_too_low(case: Case) -> Iterator[Finding | Wish]:
+def lr_too_low(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """Gradients are as they should be, updates are not there; with updates a thousand times as large the loss falls.
 
     A warm-up that has just begun and a schedule that is at its end have had, or will have, larger ones.
@@ -189,7 +189,7 @@ def lr_too_low(case: Case) -> Iterator[Finding | Wish]:
     clipped = (values["norm_at_clip"] or 0.0) > 100 * values["grad_norm"]
     if clipped or pull < 1e-3:
         return
-    yield Wish("larger_lr", exams[1].step)
+    yield ExperimentRequest("larger_lr", exams[1].step)
     told = case.about("larger_lr")
     was = told.get("as_it_was") or [1.0]
     better = [factor for factor, losses in told.get("larger") or () if _falls(losses)]
@@ -207,7 +207,7 @@ def lr_too_low(case: Case) -> Iterator[Finding | Wish]:
                 ("update / weights", values["ratio"], "1e-4 .. 1e-2"),
                 ("norm of gradients", values["grad_norm"]),
             ],
-            trial=Trial("other_lr", {"factor": better[-1]}),
+            trial=RemedyTrial("other_lr", {"factor": better[-1]}),
             explains=("sched.*", "init.*", "model.*"),
         )
 
@@ -224,13 +224,13 @@ def _rises(case: Case) -> bool:
 
 
 @check
-def decay_too_high(case: Case) -> Iterator[Finding | Wish]:
+def decay_too_high(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """Weight decay is the larger part of the update, or of the gradient, and without it the same steps lead further."""
     exams = [e for e in single(case) if e.step in (16, 32)]
     for exam in exams:
         losses = [r.loss for r in case.watched if r.step <= exam.step]
         if _decays(exam.values) and mean(losses[-4:]) > losses[0] - 0.25 * abs(losses[0]):
-            yield Wish("decay", exam.step)
+            yield ExperimentRequest("decay", exam.step)
     for exam in case.exams("decay"):
         was, without = exam.values.get("as_it_was") or [], exam.values.get("without") or []
         if len(was) < 12 or len(without) != len(was):
@@ -253,7 +253,7 @@ def decay_too_high(case: Case) -> Iterator[Finding | Wish]:
                     ("norm of the weights", update["weight_norm"], first),
                     ("share of the update", exam.values["share"]),
                 ],
-                trial=Trial("weight_decay", {"to": 0.01}),
+                trial=RemedyTrial("weight_decay", {"to": 0.01}),
                 explains=("opt.lr_too_low", "model.*"),
             )
             return
@@ -268,14 +268,14 @@ def _decays(values: dict[str, Any]) -> bool:
 
 
 @check
-def clip_always_active(case: Case) -> Iterator[Finding | Wish]:
+def clip_always_active(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """Every step is clipped a hundredfold, and it is the clip that keeps the loss where it is."""
     clips = [(r.step, c["norm"] / c["at"]) for r in case.watched for _, c in kinds(r, "clip") if c["norm"] and c["at"]]
     if len(clips) < 4 or not all(math.isfinite(ratio) and ratio > 100 for _, ratio in clips):
         return
     exams = [e for e in single(case) if e.step >= 4]
     if exams:
-        yield Wish("without_clip", exams[0].step)
+        yield ExperimentRequest("without_clip", exams[0].step)
     told = case.about("without_clip")
     was, at_one = told.get("as_it_was") or [1.0], told.get("at_one") or [1.0]
     if _falls(at_one) and was[0] - was[-1] < 0.1 * (at_one[0] - at_one[-1]):
@@ -291,19 +291,19 @@ def clip_always_active(case: Case) -> Iterator[Finding | Wish]:
             stage="clip",
             since_step=clips[0][0],
             evidence=[("norm / threshold", typical, "around 1"), ("loss after 8 updates", was[-1], at_one[-1])],
-            trial=Trial("clip_at", {"at": 1.0}),
+            trial=RemedyTrial("clip_at", {"at": 1.0}),
             explains=("opt.lr_too_low",),
         )
 
 
 @check
-def exploding(case: Case) -> Iterator[Finding | Wish]:
+def exploding(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """Gradients grow by a factor with every step back through time, to many times what they were at the end.
 
     A learning rate that is too high has normal gradients at first; these are large before any update.
     """
     for exam in [e for e in case.exams("update") if _pulls(e.values)][:2]:
-        yield Wish("through_time", exam.step)
+        yield ExperimentRequest("through_time", exam.step)
     for exam in case.exams("through_time"):
         grown = [c for c in exam.values.get("chains") or () if c["factor"] > 1.02 and c["fit"] < -0.8]
         worst = max(grown, key=lambda c: c["factor"] ** c["length"], default=None)
@@ -322,7 +322,7 @@ def exploding(case: Case) -> Iterator[Finding | Wish]:
             stage="backward",
             where=Where(module=largest.rpartition(".")[0] or None if largest else None),
             evidence=[("gradient at the first use / at the last", worst["first"] / max(worst["last"], 1e-30), 1.0)],
-            trial=Trial("clip_at", {"at": 1.0}),
+            trial=RemedyTrial("clip_at", {"at": 1.0}),
             explains=("opt.lr_too_high", "sched.no_warmup", "init.*"),
         )
         return

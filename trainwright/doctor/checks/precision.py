@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Finding, Trial, Wish, check, finding
+from trainwright.doctor.finding import ExperimentRequest, Finding, RemedyTrial, check, finding
 from trainwright.runlog.records import Examined, Where
 
 
@@ -23,19 +23,19 @@ def _outcome(case: Case, experiment: str) -> Examined | None:
 
 
 @check
-def what_16_bits_lose(case: Case) -> Iterator[Finding | Wish]:
+def what_16_bits_lose(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """Wishes for the shadow in float32 where 16-bit numbers are in play at all."""
     told = case.about("formats")
     if told.get("values") and _is_due(case, "fp32_shadow"):
-        yield Wish("fp32_shadow")
+        yield ExperimentRequest("fp32_shadow")
     if told.get("weights") and _is_due(case, "updates_kept"):
-        yield Wish("updates_kept")
+        yield ExperimentRequest("updates_kept")
     if told.get("weights") and told["backwards"] > 1 and _is_due(case, "summed_in_16_bit"):
-        yield Wish("summed_in_16_bit")
+        yield ExperimentRequest("summed_in_16_bit")
 
 
 @check
-def gradients_underflow(case: Case) -> Iterator[Finding | Wish]:
+def gradients_underflow(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """fp16 gradients that become 0, or nearly, for want of a loss scale: they come back when the replay scales the
     loss. Gradients that vanish in the model stay as small in float32, and so are not missed there.
     """
@@ -63,13 +63,13 @@ def gradients_underflow(case: Case) -> Iterator[Finding | Wish]:
             ("share of gradient elements that only float32 keeps", round(told["lost"], 4), round(scaled["lost"], 4)),
             ("distance from the float32 gradients", told["gradient_error"], scaled["gradient_error"]),
         ],
-        trial=Trial("loss_scale"),
+        trial=RemedyTrial("loss_scale"),
         explains=("opt.lr_too_low", "grad.vanishing"),
     )
 
 
 @check
-def values_underflow(case: Case) -> Iterator[Finding | Wish]:
+def values_underflow(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """An fp16 operation all of whose results are 0 while none of that is so in float32: what it computes has no effect
     any more. Single values that vanish beside larger ones (the tail of a softmax) are no loss.
     """
@@ -90,12 +90,12 @@ def values_underflow(case: Case) -> Iterator[Finding | Wish]:
         stage="forward" if first["module"] is not None else "loss",
         where=Where(module=first["module"], op=first["op"], dtype="float16"),
         evidence=[("largest value in float32", first["largest"], ">= 6e-8"), ("operations emptied", len(emptied), 0)],
-        trial=Trial("everything_in_fp32"),
+        trial=RemedyTrial("everything_in_fp32"),
     )
 
 
 @check
-def loss_cancels(case: Case) -> Iterator[Finding | Wish]:
+def loss_cancels(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """With only the loss in float32, from the same outputs of the same models, the gradients are others: the loss
     subtracts numbers that 16 bits have made equal. Rounding alone, in a loss or in a whole bf16 model, moves gradients
     by a percent or two.
@@ -120,12 +120,12 @@ def loss_cancels(case: Case) -> Iterator[Finding | Wish]:
             ("distance of the gradients from those of a float32 loss", told["by_loss"], "< 0.02"),
             ("loss", told["loss"], told["loss_in_fp32"]),
         ],
-        trial=Trial("loss_in_fp32"),
+        trial=RemedyTrial("loss_in_fp32"),
     )
 
 
 @check
-def updates_are_lost(case: Case) -> Iterator[Finding | Wish]:
+def updates_are_lost(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """16-bit weights that an update leaves as they were although they have gradients, at the learning rate the run is
     meant to have (a schedule that is at 0 moves nothing in any format), and nothing else keeps what was lost: no
     float32 copy, no rest of the rounding, no stochastic rounding.
@@ -149,13 +149,13 @@ def updates_are_lost(case: Case) -> Iterator[Finding | Wish]:
         sure=0.95,
         stage="update",
         evidence=[("share of weights that an update does not change", round(still, 4), "< 0.2")],
-        trial=Trial("fp32_weights"),
+        trial=RemedyTrial("fp32_weights"),
         explains=("opt.lr_too_low",),
     )
 
 
 @check
-def sums_lose(case: Case) -> Iterator[Finding | Wish]:
+def sums_lose(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """Gradients of micro-batches that add up in 16 bit are further from their true sum than one rounding puts them: a
     small addend no longer changes a large sum. A few micro-batches lose little more than one does.
     """
@@ -173,12 +173,12 @@ def sums_lose(case: Case) -> Iterator[Finding | Wish]:
         sure=0.9,
         stage="backward",
         evidence=[("distance from the float32 sum", told["off"], told["rounded_once"])],
-        trial=Trial("sum_in_fp32"),
+        trial=RemedyTrial("sum_in_fp32"),
     )
 
 
 @check
-def autocast_keeps_old_weights(case: Case) -> Iterator[Finding | Wish]:
+def autocast_keeps_old_weights(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """Autocast is on at the update, and the live loss is exactly that of older weights: the 16-bit copies that autocast
     made stay until it is left. Where it is left in each step, the loss is that of the weights of the step.
     """
@@ -203,4 +203,4 @@ def autocast_keeps_old_weights(case: Case) -> Iterator[Finding | Wish]:
     steps = [each for each in case.watched if again is not None and each.step == again.step]
     under = any(kind == "step" and value.get("autocast") for each in steps for kind, value in each.events)
     if again is not None and under and again.values.get("same_losses") is False:
-        yield Wish("stale_weights", again.step)
+        yield ExperimentRequest("stale_weights", again.step)

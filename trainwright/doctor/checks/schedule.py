@@ -8,14 +8,14 @@ from itertools import pairwise
 from typing import Any
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Finding, Trial, Wish, check, finding
+from trainwright.doctor.finding import ExperimentRequest, Finding, RemedyTrial, check, finding
 
 LOW = 1e-3
 """Of the highest learning rate: below this share next to nothing is learned."""
 
 
 @check
-def counted_in_the_wrong_unit(case: Case) -> Iterator[Finding | Wish]:
+def counted_in_the_wrong_unit(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """A schedule made for one unit and stepped by another is over too early.
 
     Three ways to see it: it is stepped with every optimizer step and its own numbers say that all it has to give is
@@ -127,14 +127,14 @@ def _mismatch(case: Case, told: dict[str, Any], **said: Any) -> Finding:
         "sched.unit_mismatch",
         severity,
         step,
-        trial=Trial("another_rate", {"lr": told["peak"]}),
+        trial=RemedyTrial("another_rate", {"lr": told["peak"]}),
         explains=("opt.lr_too_low", "sched.cosine_climbs"),
         **said,
     )
 
 
 @check
-def stepped_for_each_process(case: Case) -> Iterator[Finding | Wish]:
+def stepped_for_each_process(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """Several scheduler steps in a row, the same number after each optimizer step: as when each of several processes
     counts for all. Steps after each micro-batch are not in a row, and schedulers that are chained are several objects.
     """
@@ -154,7 +154,7 @@ def stepped_for_each_process(case: Case) -> Iterator[Finding | Wish]:
             remedy=f"call scheduler.step() once for an optimizer step, or make its lengths {times} times as long",
             sure=0.95,
             evidence=[("scheduler steps in a row after each optimizer step", times, 1)],
-            trial=Trial("another_rate", {"lr": told["peak"]}),
+            trial=RemedyTrial("another_rate", {"lr": told["peak"]}),
             explains=("sched.unit_mismatch", "opt.lr_too_low"),
         )
 
@@ -171,7 +171,7 @@ def _whole(scheduler: dict[str, Any]) -> list[list[int]]:
 
 
 @check
-def cosine_climbs(case: Case) -> Iterator[Finding | Wish]:
+def cosine_climbs(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """A cosine that was stepped past its end climbs back to its peak. Restarts that are declared (warm restarts,
     one-cycle, cyclic) jump or rise by their class; one written by hand is taken for this only while it climbs as it
     fell: slowly out of a flat bottom.
@@ -197,7 +197,7 @@ def cosine_climbs(case: Case) -> Iterator[Finding | Wish]:
             sure=0.95 if past else 0.7,
             since_step=int(lrs[-1][0]) if past else None,
             evidence=[("scheduler steps", past[0]["last_epoch"] if past else None, f"<= {length}")],
-            trial=Trial("another_rate", {"lr": max(min(lr for _, lr in lrs), 0.01 * told["peak"])}),
+            trial=RemedyTrial("another_rate", {"lr": max(min(lr for _, lr in lrs), 0.01 * told["peak"])}),
         )
 
 
@@ -214,7 +214,7 @@ def _mirrored(lrs: list[list[float]]) -> bool:
 
 
 @check
-def never_stepped(case: Case) -> Iterator[Finding | Wish]:
+def never_stepped(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """A scheduler that exists and is never stepped. With a warm-up from 0 nothing is ever learned, which shows in the
     second step; a warm-up that is stepped has risen by then. Without one it is only said when the run is over.
     """
@@ -243,13 +243,13 @@ def never_stepped(case: Case) -> Iterator[Finding | Wish]:
         sure=0.95,
         since_step=1,
         evidence=[("scheduler steps", 0, told["steps"]), ("learning rate", told["lrs"][-1][1], base)],
-        trial=Trial("another_rate", {"lr": base or 1e-3}),
+        trial=RemedyTrial("another_rate", {"lr": base or 1e-3}),
         explains=("opt.*", "grad.*", "init.*", "sched.unit_mismatch"),
     )
 
 
 @check
-def plateau_the_wrong_way(case: Case) -> Iterator[Finding | Wish]:
+def plateau_the_wrong_way(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """ReduceLROnPlateau cuts the learning rate while its metric gets better: ``mode`` says the opposite of what the
     metric means. Told by the metric itself: in one direction all the way while the training loss falls; a metric that
     is stuck, or gets worse while the training loss falls (overfitting), moves otherwise.
@@ -278,7 +278,7 @@ def plateau_the_wrong_way(case: Case) -> Iterator[Finding | Wish]:
             remedy=f'mode="{right}"',
             sure=0.9,
             evidence=[("mode", part["mode"], right), ("training loss meanwhile", [losses[0], losses[-1]], "rising")],
-            trial=Trial("another_rate", {"lr": told["peak"]}),
+            trial=RemedyTrial("another_rate", {"lr": told["peak"]}),
             explains=("opt.lr_too_low",),
         )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Finding, Wish, check, finding
+from trainwright.doctor.finding import ExperimentRequest, Finding, check, finding
 from trainwright.runlog.records import OutOfMemory, Telemetry, Where
 
 OFTEN = 0.25
@@ -17,7 +17,7 @@ IN_A_ROW = 3
 
 
 @check
-def ran_out(case: Case) -> Iterator[Finding | Wish]:
+def ran_out(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """A try of a step ran out. The run went on with smaller micro-batches, or gave up."""
     tries = [record for record in case.records if isinstance(record, OutOfMemory)]
     if not tries:
@@ -97,7 +97,7 @@ class _Flushed:
 
 
 @check
-def thrashing(case: Case) -> Iterator[Finding | Wish]:
+def thrashing(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """In several readings in a row the allocator had flushed its cache in a good part of the steps before.
 
     Some flushes are usual: in the first steps, at an evaluation, where a step runs out of memory and is tried again.

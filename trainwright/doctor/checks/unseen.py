@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sized
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Finding, Wish, check, finding
+from trainwright.doctor.finding import ExperimentRequest, Finding, check, finding
 
 _NO_STEP = {
     "": "neither the model nor the optimizer that were given was used, or not in the thread of the watch",
@@ -20,7 +20,7 @@ _NO_STEP = {
 
 
 @check
-def unseen(case: Case) -> Iterator[Finding | Wish]:
+def unseen(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """Facts about the recorder, no fault of the loop: so it is never more than an info.
 
     Where steps were seen it waits for three of them, and speaks of what holds for at least half of the last eight.

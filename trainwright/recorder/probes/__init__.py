@@ -10,15 +10,15 @@ from typing import Any
 
 from trainwright.recorder.hooks import Listener
 from trainwright.recorder.numbers import Numbers
-from trainwright.recorder.program import Segment
-from trainwright.recorder.ring import Subject
+from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.ring import LiveObjects
 
 
 @dataclass(frozen=True)
-class Watched:
+class WatchedObjects:
     """What a watch was given."""
 
-    subject: Subject
+    subject: LiveObjects
     loaders: tuple[Any, ...] = ()
     scalers: tuple[Any, ...] = ()
     schedulers: tuple[Any, ...] = ()
@@ -33,10 +33,10 @@ class Probe(Listener):
     urgent = False
     """Set by a probe that has heard what should not wait for the next checkup. Unset when it is asked."""
 
-    def on_closed(self, segment: Segment) -> None:
+    def on_closed(self, segment: RecordedStep) -> None:
         """A step is over; on a GPU its numbers may not be there yet."""
 
-    def on_read(self, segment: Segment, numbers: Numbers) -> None:
+    def on_read(self, segment: RecordedStep, numbers: Numbers) -> None:
         """The numbers of a step are known: at once, or of a GPU some steps later."""
 
     def values(self) -> dict[str, Any] | None:
@@ -44,10 +44,10 @@ class Probe(Listener):
         return None
 
 
-PROBES: list[Callable[[Watched], Probe]] = []
+PROBES: list[Callable[[WatchedObjects], Probe]] = []
 
 
-def probe(make: Callable[[Watched], Probe]) -> Callable[[Watched], Probe]:
+def probe(make: Callable[[WatchedObjects], Probe]) -> Callable[[WatchedObjects], Probe]:
     """Registers a class or function that makes a Probe for what is watched."""
     PROBES.append(make)
     return make

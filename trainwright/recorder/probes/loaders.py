@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from trainwright.recorder.datasets import base_of, draws, leaves_of, peek
-from trainwright.recorder.probes import Probe, Watched, probe
-from trainwright.recorder.program import Call, Operation, Segment, constants_of
+from trainwright.recorder.probes import Probe, WatchedObjects, probe
+from trainwright.recorder.program import Call, Operation, RecordedStep, constants_of
 
 MARKS, SPREAD, LABELLED, PEEKED = 4096, 1 << 16, 64, 64
 """Batches of an epoch whose order is remembered, samples of a data set that are, batches whose labels are, and samples
@@ -86,7 +86,7 @@ class Loaders(Probe):
 
     name = "loaders"
 
-    def __init__(self, watched: Watched) -> None:
+    def __init__(self, watched: WatchedObjects) -> None:
         self._roots = watched.subject.roots
         self._sources: dict[int, _Source] = {}
         self._num_loaders = 0
@@ -151,7 +151,7 @@ class Loaders(Probe):
             each.epoch.trained += 1
             self._training = each.epoch
 
-    def on_closed(self, segment: Segment) -> None:
+    def on_closed(self, segment: RecordedStep) -> None:
         self._steps += 1
         pending, self._pending = self._pending, []
         with_labels = [each for each in pending if each.leaves and not each.evaluating]
@@ -211,7 +211,7 @@ class Loaders(Probe):
         told |= {"step": self._steps, "whole": epoch is not self._epoch}
         self._repeats = [*[each for each in self._repeats if each["whole"]][-7:], told]
 
-    def _find_labels(self, segment: Segment, batch: _Pending) -> None:
+    def _find_labels(self, segment: RecordedStep, batch: _Pending) -> None:
         """The column of a batch that the loss is given as target; sample ids and features are not."""
         targets = [t.flatten() for t in _targets(segment)]
         for column, leaf in enumerate(batch.leaves):
@@ -306,7 +306,7 @@ class Loaders(Probe):
         }
 
 
-def _targets(segment: Segment) -> list[Tensor]:
+def _targets(segment: RecordedStep) -> list[Tensor]:
     """Tensors that reach the loss, or a model beside its input, from outside."""
     found = []
     for each in segment.program:

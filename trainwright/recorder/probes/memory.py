@@ -12,8 +12,8 @@ from typing import Any, cast
 import psutil
 from torch import Tensor, nn
 
-from trainwright.recorder.probes import Probe, Watched, probe
-from trainwright.recorder.program import Segment, tensors_of
+from trainwright.recorder.probes import Probe, WatchedObjects, probe
+from trainwright.recorder.program import RecordedStep, tensors_of
 
 REMEMBERED = 64
 YOUNG = 3  # steps for which a loop may well keep its last losses
@@ -31,7 +31,7 @@ class Memory(Probe):
 
     name = "memory"
 
-    def __init__(self, watched: Watched) -> None:
+    def __init__(self, watched: WatchedObjects) -> None:
         self._roots = watched.subject.roots
         self._losses: deque[tuple[int, weakref.ref[Tensor], weakref.ref[_Mark]]] = deque(maxlen=REMEMBERED)
         self._outputs: deque[tuple[int, weakref.ref[Tensor]]] = deque(maxlen=REMEMBERED)
@@ -72,7 +72,7 @@ class Memory(Probe):
             self._counted_at = max(self._steps + 1, self._steps * 5 // 4)
             self._nodes.append([self._steps + 1, _count(node), int(bool(how.get("retain_graph")))])
 
-    def on_closed(self, segment: Segment) -> None:
+    def on_closed(self, segment: RecordedStep) -> None:
         self._steps, self._depth = segment.step, 0
         self._rests = segment.step > REMEMBERED and segment.step % 4 > 0
 

@@ -8,20 +8,20 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.recorder.calls import Ear
-from trainwright.recorder.probes import Probe, Watched, probe
-from trainwright.recorder.program import Segment
+from trainwright.recorder.probes import Probe, WatchedObjects, probe
+from trainwright.recorder.program import RecordedStep
 
 SAMPLED = 512
 """Values of each weight that are remembered."""
 
 
 @probe
-class Loaded(Probe):
+class LoadedWeights(Probe):
     """Compares weights right after ``load_state_dict`` with those of the first forward call; then it is done."""
 
     name = "loaded"
 
-    def __init__(self, watched: Watched) -> None:
+    def __init__(self, watched: WatchedObjects) -> None:
         self._roots = watched.subject.roots
         self._loaded: dict[str, Tensor] = {}
         self._told: dict[str, Any] | None = None
@@ -48,7 +48,7 @@ class Loaded(Probe):
             "share": sum(sizes[name] for name in gone) / max(1, sum(sizes.values())),
         }
 
-    def on_closed(self, segment: Segment) -> None:
+    def on_closed(self, segment: RecordedStep) -> None:
         if self._waits:
             self._stop()
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
-from trainwright.recorder.probes import Probe, Watched, probe
-from trainwright.recorder.program import Segment
+from trainwright.recorder.probes import Probe, WatchedObjects, probe
+from trainwright.recorder.program import RecordedStep
 
 EARLY = 4
 """Steps before which it is not known whether a pass without gradients belongs to every step."""
@@ -22,7 +22,7 @@ class Modes(Probe):
 
     name = "modes"
 
-    def __init__(self, watched: Watched) -> None:
+    def __init__(self, watched: WatchedObjects) -> None:
         self._roots, self._modules = watched.subject.roots, watched.subject.modules
         self._names = _names(self._roots)
         self._depends = [n for n, module in enumerate(self._modules) if depends_on_mode(module)]
@@ -51,7 +51,7 @@ class Modes(Probe):
     def on_output(self, root: nn.Module, output: Any) -> None:
         self._depth = max(0, self._depth - 1)
 
-    def on_closed(self, segment: Segment) -> None:
+    def on_closed(self, segment: RecordedStep) -> None:
         self._steps, self._depth, self._fetched = segment.step, 0, None
         self._note_evaluation()
         calls = segment.calls

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.recorder.numbers import Numbers
-from trainwright.recorder.probes import Probe, Watched, probe
-from trainwright.recorder.program import Constant, Segment, mapped
+from trainwright.recorder.probes import Probe, WatchedObjects, probe
+from trainwright.recorder.program import Constant, RecordedStep, mapped
 
 LIMIT = 64
 """Names that are told."""
@@ -26,7 +26,7 @@ class NonFinite(Probe):
 
     name = "nonfinite"
 
-    def __init__(self, watched: Watched) -> None:
+    def __init__(self, watched: WatchedObjects) -> None:
         subject = watched.subject
         self._parameters = {id(p): p for p in subject.parameters}
         self._names = {
@@ -50,10 +50,10 @@ class NonFinite(Probe):
         if self._before_clip is None and on_cpu and norm is not None and not math.isfinite(norm):
             self._before_clip = self._bad_gradients()
 
-    def on_closed(self, segment: Segment) -> None:
+    def on_closed(self, segment: RecordedStep) -> None:
         self._newest = segment.step
 
-    def on_read(self, segment: Segment, numbers: Numbers) -> None:
+    def on_read(self, segment: RecordedStep, numbers: Numbers) -> None:
         before_clip, self._before_clip = self._before_clip, None
         vetoed = segment.values.get("vetoed") in ("gradients", "update")
         is_bad = before_clip is not None or vetoed or not numbers.are_finite
@@ -80,7 +80,7 @@ class NonFinite(Probe):
             return {"poisoned": poisoned}
         return told
 
-    def _has_loose_forward(self, segment: Segment) -> bool:
+    def _has_loose_forward(self, segment: RecordedStep) -> bool:
         trained = sum(kind == "forward" and value[1] for kind, value in segment.events)
         return bool(self._statistics) and trained > sum(kind == "backward" for kind, _ in segment.events)
 
@@ -114,7 +114,7 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(values.isfinite().all())
 
 
-def _bad_inputs(segment: Segment) -> list[dict[str, Any]]:
+def _bad_inputs(segment: RecordedStep) -> list[dict[str, Any]]:
     """Of each tensor that a model was given and that is not finite: the call, and the samples in it."""
     found: list[dict[str, Any]] = []
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from trainwright.recorder.probes import Probe, Watched, probe
-from trainwright.recorder.program import Segment
+from trainwright.recorder.probes import Probe, WatchedObjects, probe
+from trainwright.recorder.program import RecordedStep
 
 SAMPLE = 16
 """Elements of a weight that are compared to tell whether it has moved."""
@@ -25,7 +25,7 @@ class Contract(Probe):
 
     name = "contract"
 
-    def __init__(self, watched: Watched) -> None:
+    def __init__(self, watched: WatchedObjects) -> None:
         self._roots, self._optimizers = watched.subject.roots, watched.subject.optimizers
         self._parameters = watched.subject.parameters
         self._declared = watched.accumulation
@@ -40,7 +40,7 @@ class Contract(Probe):
         self._num_scaled_clips = self._num_clips = 0
         self._split = 0
         self._windows: list[list[int]] = []
-        self._last: Segment | None = None
+        self._last: RecordedStep | None = None
         self._at_first = {id(p): _sample(p) for p in self._parameters[:64]}
         self._seen: dict[int, Tensor] = {}
         self._known_missing: list[str] = []
@@ -108,7 +108,7 @@ class Contract(Probe):
             }
         return [(other, shared) for other, shared in self._sharing.get(id(optimizer), ()) if shared]
 
-    def on_closed(self, segment: Segment) -> None:
+    def on_closed(self, segment: RecordedStep) -> None:
         if self._split:
             self._windows = [*self._windows[-31:], [segment.step, self._split, self._since]]
         self._since = self._split = 0
@@ -175,7 +175,7 @@ class Contract(Probe):
         sizes = {name: p.numel() for name, p in _named(self._roots).items() if p.requires_grad}
         return sum(sizes[name] for name in missing) / max(1, sum(sizes.values()))
 
-    def _carried(self, segment: Segment) -> list[float]:
+    def _carried(self, segment: RecordedStep) -> list[float]:
         """For each optimizer the norm of the gradients that were there before the first backward pass of the step."""
         by_id = {id(p): g for p, g in zip(self._parameters, segment.values.get("carried") or ()) if g is not None}
         norms = []

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import lr_scheduler
 
-from trainwright.recorder.probes import Probe, Watched, probe
-from trainwright.recorder.program import Segment
+from trainwright.recorder.probes import Probe, WatchedObjects, probe
+from trainwright.recorder.program import RecordedStep
 
 KEPT = 64
 FACTS = (
@@ -40,12 +40,12 @@ class _Heard:
 
 
 @probe
-class Schedule(Probe):
+class ScheduleProbe(Probe):
     """Also hears schedulers that were not given to the watch. ``urgent``: a cosine has begun to climb, or lr fell."""
 
     name = "schedule"
 
-    def __init__(self, watched: Watched) -> None:
+    def __init__(self, watched: WatchedObjects) -> None:
         self._optimizers = watched.subject.optimizers
         self._heard = {id(s): _Heard(s, True, 0) for s in watched.schedulers if _is_ours(s, self._optimizers)}
         self._steps = self._backwards = self._epochs = 0
@@ -88,7 +88,7 @@ class Schedule(Probe):
         self._window_losses.clear()
         return sum(float(each) for each in losses) / len(losses) if losses else math.nan
 
-    def on_closed(self, segment: Segment) -> None:
+    def on_closed(self, segment: RecordedStep) -> None:
         self._steps += 1
         for heard in self._heard.values():
             heard.close(self._backwards)

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trainwright.replay.session import Bench
+from trainwright.replay.session import ReplaySession
 
 When = Literal["checkup", "first", "incident", "asked"]
-Run = Callable[[Bench], dict[str, Any]]
+Run = Callable[[ReplaySession], dict[str, Any]]
 
 
 @dataclass(frozen=True)

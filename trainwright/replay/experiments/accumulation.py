@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainwright.recorder.program import Backward, Call, Constant, Operation, Step, ZeroGrad, constants_of
+from trainwright.recorder.program import Backward, Call, Constant, Operation, OptimizerStep, ZeroGrad, constants_of
 from trainwright.replay.classified import classified
 from trainwright.replay.experiments import experiment
 from trainwright.replay.experiments.optim import norm_of
-from trainwright.replay.replayer import Edit
-from trainwright.replay.session import Bench
+from trainwright.replay.replayer import Intervention
+from trainwright.replay.session import ReplaySession
 
 AT_MOST = 16
 """Micro-batches that are run one by one."""
@@ -73,17 +73,17 @@ class _Means:
 
 
 @experiment("accumulation", when="checkup")
-def accumulation(bench: Bench) -> dict[str, Any]:
+def accumulation(bench: ReplaySession) -> dict[str, Any]:
     """For a step of several backward passes: whether each has a batch of its own, its weight, and its count."""
     backwards = [each for each in bench.segment.program if isinstance(each, Backward)]
     told: dict[str, Any] = {"backwards": len(backwards)}
     calls = bench.segment.calls
     if len(backwards) < 2 or len(calls) != len(backwards) or len({call.root for call in calls}) > 1:
         return told
-    if any(isinstance(each, Step) for part in list(_parts(bench))[1:] for each in part):
+    if any(isinstance(each, OptimizerStep) for part in list(_parts(bench))[1:] for each in part):
         return told  # an update lies between them
     means = _Means()
-    played = bench.run(Edit(inputs=means.called, ops=means.around), upto="step")
+    played = bench.run(Intervention(inputs=means.called, ops=means.around), upto="step")
     told["distinct"] = _distinct(bench)
     told["losses"] = [float(each) for each in played.losses]
     told["weights"], told["counts"] = [], []
@@ -99,7 +99,7 @@ def accumulation(bench: Bench) -> dict[str, Any]:
     return told
 
 
-def _parts(bench: Bench) -> Iterator[list[Any]]:
+def _parts(bench: ReplaySession) -> Iterator[list[Any]]:
     """The program from backward pass to backward pass."""
     part: list[Any] = []
     for each in bench.segment.program:
@@ -109,7 +109,7 @@ def _parts(bench: Bench) -> Iterator[list[Any]]:
             part = []
 
 
-def _distinct(bench: Bench) -> bool:
+def _distinct(bench: ReplaySession) -> bool:
     """Whether no two micro-batches share a batch: by the ids of the loader, else by the tensors they are made of."""
     ids = bench.ids
     parts = list(_parts(bench))
@@ -127,17 +127,17 @@ def _distinct(bench: Bench) -> bool:
     return True
 
 
-def _batch(each: Call | Operation, bench: Bench) -> list[Constant]:
+def _batch(each: Call | Operation, bench: ReplaySession) -> list[Constant]:
     """The tensors that have as many rows as the batch."""
     found = [c for c in constants_of((each.args, each.kwargs)) if not isinstance(c.tensor, nn.Parameter)]
     return [c for c in found if c.tensor.dim() and c.tensor.shape[0] == bench.size]
 
 
-def _functions(bench: Bench) -> list[list[str]]:
+def _functions(bench: ReplaySession) -> list[list[str]]:
     return [[each.name for each in part if isinstance(each, Operation)] for part in _parts(bench)]
 
 
-def _discarded(bench: Bench) -> int:
+def _discarded(bench: ReplaySession) -> int:
     """Backward passes whose gradients are dropped before the update."""
     lost = since = 0
     for each in bench.segment.program:
@@ -149,7 +149,7 @@ def _discarded(bench: Bench) -> int:
 
 
 @experiment("token_weights", when="asked")
-def token_weights(bench: Bench) -> dict[str, Any]:
+def token_weights(bench: ReplaySession) -> dict[str, Any]:
     """The gradient of the step against that of the same micro-batches, each weighed by how much it counts."""
     counts = accumulation(bench).get("counts") or []
     if not 2 <= len(counts) <= AT_MOST or any(not count for count in counts):
@@ -159,7 +159,7 @@ def token_weights(bench: Bench) -> dict[str, Any]:
     by_count: dict[str, Any] = {}
     losses = []
     for number, part in enumerate(share):
-        played = bench.run(Edit(micro=[number]))
+        played = bench.run(Intervention(micro=[number]))
         losses.append(played.loss)
         for name, grad in played.grads.items():
             if grad is not None:

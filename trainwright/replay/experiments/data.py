@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from trainwright.recorder.program import tensors_of
 from trainwright.replay.experiments import experiment
-from trainwright.replay.replayer import Edit, NotReplayable
+from trainwright.replay.replayer import Intervention, NotReplayable
 from trainwright.replay.samples import (
     classes_of,
     inputs_of,
@@ -21,7 +21,7 @@ from trainwright.replay.samples import (
     pooled,
     standardised,
 )
-from trainwright.replay.session import Bench
+from trainwright.replay.session import ReplaySession
 
 MOST_ROWS, MOST_COLUMNS, MOST_JUDGED = 256, 16384, 1024
 TAIL = 2
@@ -29,7 +29,7 @@ TAIL = 2
 
 
 @experiment("batch", when="checkup")
-def batch(bench: Bench) -> dict[str, Any]:
+def batch(bench: ReplaySession) -> dict[str, Any]:
     """The spread of what the model was given, the classes, and columns that say the class all by themselves."""
     inputs = inputs_of(bench.segment)
     told: dict[str, Any] = {"inputs": [_spread(x) for x in inputs], "pad": None, "leaks": []}
@@ -48,7 +48,7 @@ def batch(bench: Bench) -> dict[str, Any]:
     return told
 
 
-def _about_targets(bench: Bench, x: Tensor, target: Tensor) -> dict[str, Any]:
+def _about_targets(bench: ReplaySession, x: Tensor, target: Tensor) -> dict[str, Any]:
     samples = pooled(bench, target) if len(target) < MOST_ROWS else None
     x, y = (x, target.flatten()) if samples is None else (samples.x, samples.y)
     told: dict[str, Any] = {"samples": len(y)}
@@ -135,7 +135,7 @@ def padding(ids: Tensor) -> dict[str, Any] | None:
 
 
 @experiment("padding_in_loss", when="asked")
-def padding_in_loss(bench: Bench) -> dict[str, Any]:
+def padding_in_loss(bench: ReplaySession) -> dict[str, Any]:
     """The gradient of the loss at outputs deep within the padding: exactly 0 where the loss leaves it out.
 
     An output is deep within it if its own place and both places beside it are padding: however targets are shifted.
@@ -162,7 +162,7 @@ def padding_in_loss(bench: Bench) -> dict[str, Any]:
         for handle in handles:
             handle.remove()
 
-    bench.run(Edit(model=hooked))
+    bench.run(Intervention(model=hooked))
     grads = [tensor.grad for tensor in kept if tensor.grad is not None]
     if not grads or not bool(deep.any()):
         raise NotReplayable("the model has no output for each place, or no row has enough padding")
@@ -171,14 +171,14 @@ def padding_in_loss(bench: Bench) -> dict[str, Any]:
 
 
 @experiment("standardised", when="asked")
-def standardised_inputs(bench: Bench) -> dict[str, Any]:
+def standardised_inputs(bench: ReplaySession) -> dict[str, Any]:
     """The loss of this step, and after a few updates on it alone: as it was, and with inputs of mean 0, deviation 1."""
-    as_it_was, with_it = bench.train(12, repeat=True), bench.train(12, Edit(inputs=standardised), repeat=True)
+    as_it_was, with_it = bench.train(12, repeat=True), bench.train(12, Intervention(inputs=standardised), repeat=True)
     return {"as_it_was": as_it_was, "standardised": with_it}
 
 
 @experiment("label_signal", when="asked")
-def label_signal(bench: Bench) -> dict[str, Any]:
+def label_signal(bench: ReplaySession) -> dict[str, Any]:
     """Whether inputs say anything about labels: plain learners, judged on recorded samples that they did not see.
 
     ``memorised``: the losses of the model when it is given this batch again and again. ``deviations``: by how much the

@@ -13,7 +13,7 @@ from torch.autograd import Function
 
 from trainwright.recorder.program import tensors_of
 from trainwright.replay.experiments import experiment
-from trainwright.replay.session import Bench
+from trainwright.replay.session import ReplaySession
 from trainwright.replay.tour import Tour, nodes_of
 
 DIRECTIONS = 4
@@ -23,7 +23,7 @@ MANY = 1 << 20  # elements: of larger arguments a test would take long
 class _Functions(Tour):
     """The custom Functions in the graph behind the outputs."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: ReplaySession) -> None:
         super().__init__(bench)
         self.classes: dict[type[Function], None] = {}
 
@@ -36,7 +36,7 @@ class _Functions(Tour):
                 self.classes[made_by] = None
 
 
-def custom_functions(bench: Bench) -> list[type[Function]]:
+def custom_functions(bench: ReplaySession) -> list[type[Function]]:
     """Those that the step uses. Called within ``bench.live()``."""
     tour = _Functions(bench)
     tour.go(upto="forward")
@@ -63,7 +63,7 @@ def replaced(owner: type, name: str, new: Any) -> Iterator[None]:
 
 
 @experiment("custom_functions", when="asked")
-def check_functions(bench: Bench) -> dict[str, Any]:
+def check_functions(bench: ReplaySession) -> dict[str, Any]:
     """For each: how far its backward is from the numbers, and the best factor between the two."""
     told: list[dict[str, Any]] = []
     with bench.live():

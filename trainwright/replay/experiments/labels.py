@@ -12,8 +12,8 @@ from torch import Tensor
 from trainwright.recorder.program import mapped
 from trainwright.replay.classified import Classified, classified
 from trainwright.replay.experiments import experiment
-from trainwright.replay.replayer import Edit, NotReplayable
-from trainwright.replay.session import Bench
+from trainwright.replay.replayer import Intervention, NotReplayable
+from trainwright.replay.session import ReplaySession
 from trainwright.replay.tour import Tour
 
 OFFSETS = (-1, 0, 1, 2, 3)
@@ -22,7 +22,7 @@ OFFSETS = (-1, 0, 1, 2, 3)
 class _Asked(Tour):
     """Collects the cross-entropies of a step and what the models returned."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: ReplaySession) -> None:
         super().__init__(bench)
         self.asked: list[Classified] = []
 
@@ -79,12 +79,12 @@ def _looked_up(known: Tensor, rows: Tensor) -> Tensor | None:
     return found if torch.equal(known[found], rows) else None
 
 
-def token_inputs(bench: Bench) -> list[Tensor]:
+def token_inputs(bench: ReplaySession) -> list[Tensor]:
     found = {id(x): x for x in bench.inputs if not x.is_floating_point() and x.dtype != torch.bool}
     return [x for x in found.values() if x.dim() == 2 and x.shape[1] > 2 and int(x.max() - x.min()) > 1]
 
 
-def _replayed(bench: Bench, **edit: Any) -> tuple[list[Classified], list[Tensor]]:
+def _replayed(bench: ReplaySession, **edit: Any) -> tuple[list[Classified], list[Tensor]]:
     tour = _Asked(bench)
     with bench.live():
         played = tour.go("forward", **edit)
@@ -94,7 +94,7 @@ def _replayed(bench: Bench, **edit: Any) -> tuple[list[Classified], list[Tensor]
 
 
 @experiment("tokens", when="asked")
-def tokens(bench: Bench) -> dict[str, Any]:
+def tokens(bench: ReplaySession) -> dict[str, Any]:
     """For each input of tokens, and each cross-entropy: which token of the input is asked for, and what gives it away.
 
     ``shares``: how many targets are the token so many places further on. ``sees``: how far scores change when only
@@ -116,7 +116,7 @@ def tokens(bench: Bench) -> dict[str, Any]:
     return {"found": found}
 
 
-def _sees(bench: Bench, placed: Placed, which: int) -> dict[str, Any]:
+def _sees(bench: ReplaySession, placed: Placed, which: int) -> dict[str, Any]:
     """Other tokens from a place on, three quarters through the row: what is predicted before it, and counts."""
     ids, length = placed.ids, placed.ids.shape[1]
     column = placed.at % length
@@ -140,7 +140,7 @@ def _sees(bench: Bench, placed: Placed, which: int) -> dict[str, Any]:
 
 
 def others_from(ids: Tensor, start: int) -> Callable[[int, Any, Any], tuple[Any, Any]]:
-    """For ``Edit.inputs``: the tokens from ``start`` on are others."""
+    """For ``Intervention.inputs``: the tokens from ``start`` on are others."""
     low, high = int(ids.min()), int(ids.max())
     other = ids.clone()
     other[:, start:] = low + (ids[:, start:] - low + 1 + (high - low) // 2) % (high - low + 1)
@@ -151,7 +151,7 @@ def others_from(ids: Tensor, start: int) -> Callable[[int, Any, Any], tuple[Any,
     return lambda call, args, kwargs: (mapped(args, change), mapped(kwargs, change))
 
 
-def _ends(bench: Bench, placed: Placed) -> dict[str, Any] | None:
+def _ends(bench: ReplaySession, placed: Placed) -> dict[str, Any] | None:
     """The id that rows are filled up with, and where it is more than that: its place counts for something.
 
     ``within``: it comes after a token that is a target, and other tokens follow. ``attended``: it is the first of the
@@ -183,7 +183,7 @@ def _ends(bench: Bench, placed: Placed) -> dict[str, Any] | None:
 
 
 @experiment("sample_labels", when="asked")
-def sample_labels(bench: Bench) -> dict[str, Any]:
+def sample_labels(bench: ReplaySession) -> dict[str, Any]:
     """Each sample of the recorded steps when it was last fed: what the model believed of it, before that update.
 
     ``rank``: the place of its label among the classes; ``sure``: the probability of the class that the model names.
@@ -198,7 +198,7 @@ def sample_labels(bench: Bench) -> dict[str, Any]:
             classes.append(one.classes)
         return function(*args, **kwargs)
 
-    steps = len(bench.train(32, Edit(ops=around)))
+    steps = len(bench.train(32, Intervention(ops=around)))
     batches = [ids for segment in bench.recorded[-steps:] for ids in segment.ids]
     if len(seen) != len(batches) or any(ids is None or len(ids) != len(each[0]) for ids, each in zip(batches, seen)):
         raise NotReplayable("the ids of the samples are not known, or not each has one label")

@@ -14,8 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from trainwright.recorder.program import tensors_of
 from trainwright.replay.classified import classes_in
 from trainwright.replay.experiments import experiment
-from trainwright.replay.replayer import Edit, Played
-from trainwright.replay.session import Bench
+from trainwright.replay.replayer import Intervention, ReplayResult
+from trainwright.replay.session import ReplaySession
 from trainwright.replay.tour import Tour
 
 RELUS = {"relu", "relu_", "threshold", "threshold_", "relu6"}
@@ -30,7 +30,7 @@ STRONG = 0.7  # a dropout below is nobody's fault
 class _Look(Tour):
     """One pass through the layers."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: ReplaySession) -> None:
         super().__init__(bench)
         self.relus: dict[str, dict[str, Any]] = {}
         self.attention: dict[str, dict[str, Any]] = {}
@@ -206,7 +206,7 @@ def _floats_with_graph(result: Any) -> list[Tensor]:
 
 
 @experiment("layers", when="checkup")
-def layers(bench: Bench) -> dict[str, Any]:
+def layers(bench: ReplaySession) -> dict[str, Any]:
     """One replay, and what each layer did in it."""
     look = _Look(bench)
     with bench.live():
@@ -230,24 +230,24 @@ def layers(bench: Bench) -> dict[str, Any]:
 
 
 @experiment("dropout_gap", when="asked")
-def dropout_gap(bench: Bench) -> dict[str, Any]:
+def dropout_gap(bench: ReplaySession) -> dict[str, Any]:
     """The loss of the step's batch without strong dropout, and its mean over several draws of it."""
     losses = []
     with bench.live():
         for seed in range(8):
             torch.manual_seed(seed)
-            losses.append(bench.player.play(bench.segment, Edit(fresh_rng=True), upto="forward").loss)
-    without = bench.run(Edit(ops=_undropped), upto="forward").loss
+            losses.append(bench.player.play(bench.segment, Intervention(fresh_rng=True), upto="forward").loss)
+    without = bench.run(Intervention(ops=_undropped), upto="forward").loss
     return {"with": sum(losses) / len(losses), "without": without}
 
 
-def _updates(bench: Bench) -> dict[str, int]:
+def _updates(bench: ReplaySession) -> dict[str, int]:
     """How often the statistics of each BatchNorm were moved."""
     norms = {path: m for path, m in bench.modules.items() if isinstance(m, _BatchNorm)}
     return {path: int(m.num_batches_tracked) for path, m in norms.items() if m.num_batches_tracked is not None}
 
 
-def _is_narrow(bench: Bench) -> bool:
+def _is_narrow(bench: ReplaySession) -> bool:
     return any(p.dtype in (torch.float16, torch.bfloat16) for p in bench.player.subject.parameters)
 
 
@@ -258,7 +258,7 @@ def _undropped(function: Any, args: Any, kwargs: Any) -> Any:
     return args[0] if isinstance(p, float) and p >= STRONG else function(*args, **kwargs)
 
 
-def _depth(bench: Bench, order: list[str], played: Played) -> list[list[Any]]:
+def _depth(bench: ReplaySession, order: list[str], played: ReplayResult) -> list[list[Any]]:
     """The root mean square of the gradient of every weight matrix, in the order in which they were used."""
     told = []
     modules = bench.modules
@@ -277,7 +277,7 @@ def _is_table(module: nn.Module) -> bool:
 
 
 @experiment("depth_in_fp32", when="asked")
-def depth_in_fp32(bench: Bench) -> dict[str, Any]:
+def depth_in_fp32(bench: ReplaySession) -> dict[str, Any]:
     """The gradients over the depth once more, with nothing in 16 bit."""
     look = _Look(bench)
     with bench.live():
@@ -288,7 +288,7 @@ def depth_in_fp32(bench: Bench) -> dict[str, Any]:
 class _Outputs(Tour):
     """The outputs of the roots, with their graph, and the widths of cross-entropies."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: ReplaySession) -> None:
         super().__init__(bench)
         self.made: list[Tensor] = []
         self.classes: list[int] = []
@@ -303,7 +303,7 @@ class _Outputs(Tour):
 
 
 @experiment("twins", when="first")
-def twins(bench: Bench) -> dict[str, Any]:
+def twins(bench: ReplaySession) -> dict[str, Any]:
     """Units with equal weights that also get equal gradients, whatever the loss: they can never become different.
 
     The gradient is that of a random weighing of the outputs. One of cross-entropy would not do: behind equal columns
@@ -341,7 +341,7 @@ def _alike(weight: Tensor, grad: Tensor) -> float:
 
 
 @experiment("initial", when="first")
-def initial(bench: Bench) -> dict[str, Any]:
+def initial(bench: ReplaySession) -> dict[str, Any]:
     """The first loss against chance, and what it is with weights of the usual size."""
     outputs = _Outputs(bench)
     with bench.live():
@@ -354,11 +354,13 @@ def initial(bench: Bench) -> dict[str, Any]:
         "classes": outputs.classes[:1],
         "input_size": max((float(x.pow(2).mean().sqrt()) for x in inputs), default=None),
         "large": large,
-        "rescaled": bench.run(Edit(model=lambda: smaller(bench, large)), upto="forward").loss if large else None,
+        "rescaled": bench.run(Intervention(model=lambda: smaller(bench, large)), upto="forward").loss
+        if large
+        else None,
     }
 
 
-def _gains(bench: Bench) -> dict[str, float]:
+def _gains(bench: ReplaySession) -> dict[str, float]:
     """The size of every weight that multiplies, times the root of its fan-in: about 1 where signals keep their size."""
     names = {id(p): n for n, p in zip(bench.player.names, bench.player.subject.parameters)}
     told = {}
@@ -371,7 +373,7 @@ def _gains(bench: Bench) -> dict[str, float]:
 
 
 @contextmanager
-def smaller(bench: Bench, gains: dict[str, float]) -> Iterator[None]:
+def smaller(bench: ReplaySession, gains: dict[str, float]) -> Iterator[None]:
     """These weights are divided by their gain. The stage of the replay puts them back."""
     with torch.no_grad():
         for name, parameter in zip(bench.player.names, bench.player.subject.parameters):

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainwright.recorder.program import Backward, Operation, Segment, Slot
+from trainwright.recorder.program import Backward, Operation, RecordedStep, Slot
 from trainwright.replay.classified import CHUNKED, CLASSIFYING, Classified, classified
 from trainwright.replay.experiments import experiment
-from trainwright.replay.replayer import Edit, NotReplayable
-from trainwright.replay.session import Bench
+from trainwright.replay.replayer import Intervention, NotReplayable
+from trainwright.replay.session import ReplaySession
 from trainwright.replay.terms import Term, terms_of
 from trainwright.replay.tour import Tour
 
@@ -63,7 +63,7 @@ def class_dim(name: str, x: Tensor, args: Any, kwargs: Any) -> int:
 class _Losses(Tour):
     """Writes down what loss functions are given, and the gradient of the loss at what they return."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: ReplaySession) -> None:
         super().__init__(bench)
         self.given: list[dict[str, Any]] = []
         self.outer: list[dict[str, Any]] = []
@@ -223,7 +223,7 @@ def _made_by(x: Tensor, names: tuple[str, ...]) -> Any:
 
 
 @experiment("loss", when="checkup")
-def loss(bench: Bench) -> dict[str, Any]:
+def loss(bench: ReplaySession) -> dict[str, Any]:
     """The losses and softmaxes of the step with what each was given, shapes that broadcast, the terms."""
     tour = _Losses(bench)
     with bench.live():
@@ -247,7 +247,7 @@ def _is_tokens(x: Tensor) -> bool:
 class _Values(Tour):
     """Follows what the loss is made of through a training: each value as it would be without a sign turned."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: ReplaySession) -> None:
         super().__init__(bench)
         self.values: list[float] = []
 
@@ -264,7 +264,7 @@ class _Values(Tour):
         result.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
-def followed(bench: Bench, steps: int, **edit: Any) -> list[float]:
+def followed(bench: ReplaySession, steps: int, **edit: Any) -> list[float]:
     """The standard loss itself over updates on this batch alone, whatever sign backward was given."""
     tour = _Values(bench)
     with bench.live():
@@ -274,7 +274,7 @@ def followed(bench: Bench, steps: int, **edit: Any) -> list[float]:
 
 
 @experiment("sign", when="asked")
-def sign(bench: Bench) -> dict[str, Any]:
+def sign(bench: ReplaySession) -> dict[str, Any]:
     """The standard loss itself over a few updates on this batch: as it was, with a tenth of the rate, sign turned."""
     return {
         "as_it_was": followed(bench, 4),
@@ -284,7 +284,7 @@ def sign(bench: Bench) -> dict[str, Any]:
 
 
 @experiment("terms", when="asked")
-def terms(bench: Bench) -> dict[str, Any]:
+def terms(bench: ReplaySession) -> dict[str, Any]:
     """The terms whose sum the loss is: the weight of each, and the norm of its gradient with that weight.
 
     ``shared`` is the norm over the parameters that every term reaches. In fp32: a term that is small without the loss
@@ -296,7 +296,7 @@ def terms(bench: Bench) -> dict[str, Any]:
     grads = []
     with bench.live():
         for term in found:
-            played = bench.player.play(alone(bench.segment, term), Edit(dtype="fp32"), upto="backward")
+            played = bench.player.play(alone(bench.segment, term), Intervention(dtype="fp32"), upto="backward")
             if played.error is not None:
                 raise played.error
             grads.append((float(played.losses[-1]), played.grads))
@@ -313,7 +313,7 @@ def terms(bench: Bench) -> dict[str, Any]:
     return {"terms": told, "shared": len(common)}
 
 
-def alone(segment: Segment, term: Term) -> Segment:
+def alone(segment: RecordedStep, term: Term) -> RecordedStep:
     """The step with one term as its loss, up to the first backward pass."""
     end = next(n for n, each in enumerate(segment.program) if isinstance(each, Backward))
     backward = segment.program[end]

@@ -13,8 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from trainwright.recorder.program import tensors_of
 from trainwright.replay.experiments import experiment
 from trainwright.replay.experiments.layers import MAPS
-from trainwright.replay.replayer import Edit
-from trainwright.replay.session import Bench
+from trainwright.replay.replayer import Intervention
+from trainwright.replay.session import ReplaySession
 from trainwright.replay.tour import Tour, checksum, leaves_of, nodes_of
 
 _MOVES = {"view", "reshape", "flatten", "unflatten", "contiguous", "permute", "transpose", "squeeze", "unsqueeze"}
@@ -29,7 +29,7 @@ FEW_ROWS = 256  # positions up to here are exact in every 16-bit type
 class _Survey(Tour):
     """What one forward and backward pass shows of the wiring."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: ReplaySession) -> None:
         super().__init__(bench)
         self._from: dict[int, str] = {}  # a tensor that a linear map made, and nothing but moves came after
         self._shapes: dict[str, list[int]] = {}
@@ -146,7 +146,7 @@ def aliased(angles: Tensor) -> tuple[int, int]:
 
 
 @experiment("structure", when="first")
-def structure(bench: Bench) -> dict[str, Any]:
+def structure(bench: ReplaySession) -> dict[str, Any]:
     """What is trained, what the graph reaches, and which layers follow each other with nothing between them."""
     survey = _Survey(bench)
     with bench.live():
@@ -168,7 +168,7 @@ def structure(bench: Bench) -> dict[str, Any]:
     }
 
 
-def _counted(bench: Bench, trained: set[str]) -> dict[str, Any]:
+def _counted(bench: ReplaySession, trained: set[str]) -> dict[str, Any]:
     """How many weights are trained, and whether they are those of normalisations alone."""
     of_norms: set[int] = set()
     for module in bench.modules.values():
@@ -183,7 +183,7 @@ def _counted(bench: Bench, trained: set[str]) -> dict[str, Any]:
     }
 
 
-def _unregistered(bench: Bench, leaves: dict[int, Tensor]) -> dict[str, Tensor]:
+def _unregistered(bench: ReplaySession, leaves: dict[int, Tensor]) -> dict[str, Tensor]:
     """Leaves of the graph that are no model's parameters but that a module holds in a list, a dict or an attribute."""
     known = {id(p) for p in bench.player.subject.parameters} | {id(x) for x in bench.inputs}
     strange = {key: leaf for key, leaf in leaves.items() if key not in known}
@@ -198,7 +198,7 @@ def _unregistered(bench: Bench, leaves: dict[int, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def strangers(bench: Bench) -> dict[str, Tensor]:
+def strangers(bench: ReplaySession) -> dict[str, Tensor]:
     """The same by a replay, for who wants to train them."""
     survey = _Survey(bench)
     with bench.live():
@@ -219,7 +219,7 @@ def _held(value: Any, depth: int = 4) -> Iterator[Tensor]:
 
 
 @experiment("isolation", when="first")
-def isolation(bench: Bench) -> dict[str, Any]:
+def isolation(bench: ReplaySession) -> dict[str, Any]:
     """Whether the outputs for a sample change when another one does, with dropout off and BatchNorm on its own."""
     size = bench.size
     if size is None or size < 3 or _needs_batch(bench):
@@ -227,16 +227,16 @@ def isolation(bench: Bench) -> dict[str, Any]:
     if any(list(x.shape).count(size) > 1 for x in bench.inputs):  # a graph or a mask says who belongs to whom
         return {"asked": False}
     counts = [len(ids) for ids in bench.ids if ids]
-    one = bench.run(Edit(mode="eval"), upto="forward")
+    one = bench.run(Intervention(mode="eval"), upto="forward")
     for changed in (size // 2, 0):
-        other = bench.run(Edit(mode="eval", inputs=_swapped(size, changed)), upto="forward")
+        other = bench.run(Intervention(mode="eval", inputs=_swapped(size, changed)), upto="forward")
         moved, watched = _moved(one.outputs, other.outputs, size, changed)
         if watched and moved["own"] > 0:
             return {"asked": True, "size": size, "is_batch": size in counts, "changed": changed, **moved}
     return {"asked": False}
 
 
-def _needs_batch(bench: Bench) -> bool:
+def _needs_batch(bench: ReplaySession) -> bool:
     """A BatchNorm that has no statistics of its own uses the batch's, always."""
     return any(isinstance(m, _BatchNorm) and m.running_mean is None for m in bench.modules.values())
 
@@ -275,7 +275,7 @@ def _moved(ones: list[Any], others: list[Any], size: int, changed: int) -> tuple
 class _Ledger(Tour):
     """Checksums of what the graph saves, and of what every module is given and gives."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: ReplaySession) -> None:
         super().__init__(bench)
         self.modified: list[tuple[str, list[int], Tensor]] = []
         self._first: dict[str, list[Tensor]] = {}
@@ -320,7 +320,7 @@ def _differ(one: Tensor, other: Tensor) -> Tensor:
 
 
 @experiment("integrity", when="first")
-def integrity(bench: Bench) -> dict[str, Any]:
+def integrity(bench: ReplaySession) -> dict[str, Any]:
     """Whether the backward pass reads what the forward pass had left for it, and recomputes what was."""
     with bench.live():
         ledger = _Ledger(bench)

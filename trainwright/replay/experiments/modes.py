@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from trainwright.replay.experiments import experiment
-from trainwright.replay.replayer import Edit
-from trainwright.replay.session import Bench
+from trainwright.replay.replayer import Intervention
+from trainwright.replay.session import ReplaySession
 
 DROPS = frozenset(
     {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"}
@@ -21,7 +21,7 @@ DRAWS = frozenset({"bernoulli", "bernoulli_"})
 class Modules:
     """Inside ``following()``: the dotted path of the module that runs, None outside of all."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: ReplaySession) -> None:
         self._modules = bench.modules
         self._stack: list[str] = []
 
@@ -61,7 +61,7 @@ def drop_rate(name: str, args: Any, kwargs: Any) -> float:
 
 
 @experiment("in_eval_mode", when="first")
-def in_eval_mode(bench: Bench) -> dict[str, Any]:
+def in_eval_mode(bench: ReplaySession) -> dict[str, Any]:
     """Functions that drop values at random in the models although every module is in eval mode."""
     modules = Modules(bench)
     found: dict[tuple[str | None, str], dict[str, Any]] = {}
@@ -72,5 +72,5 @@ def in_eval_mode(bench: Bench) -> dict[str, Any]:
             found.setdefault((modules.now, name), {"module": modules.now, "op": name, "p": rate})
         return function(*args, **kwargs)
 
-    bench.run(Edit(mode="eval", ops=around, model=modules.following), upto="forward")
+    bench.run(Intervention(mode="eval", ops=around, model=modules.following), upto="forward")
     return {"drops": list(found.values())}

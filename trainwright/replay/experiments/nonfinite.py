@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from trainwright.recorder.program import Backward, Call, Constant, Operation, Segment, mapped
+from trainwright.recorder.program import Backward, Call, Constant, Operation, RecordedStep, mapped
 from trainwright.replay.bisect import guilty
 from trainwright.replay.experiments import experiment
 from trainwright.replay.mechanism import Range
-from trainwright.replay.replayer import Edit, NotReplayable, Played
-from trainwright.replay.session import Bench
+from trainwright.replay.replayer import Intervention, NotReplayable, ReplayResult
+from trainwright.replay.session import ReplaySession
 from trainwright.replay.suspects import Bad, Op
 from trainwright.replay.trace import Tracing
 
@@ -32,12 +32,12 @@ WHOLE = {"multi_head_attention_forward", "scaled_dot_product_attention"}
 
 
 @experiment("trace", when="incident")
-def trace(bench: Bench) -> dict[str, Any]:
+def trace(bench: ReplaySession) -> dict[str, Any]:
     """The first op that did harm; or how the step comes out now, if it is finite when it is run again."""
     scale = loss_scale(bench.segment)
     told: dict[str, Any] = {"scale": scale, "micro_batches": num_backward(bench.segment)}
     is_skip = scale != 1.0 and all(math.isfinite(each) for each in bench.segment.losses)
-    if is_skip and is_finite(bench.run(Edit(loss_scale=1 / scale))):
+    if is_skip and is_finite(bench.run(Intervention(loss_scale=1 / scale))):
         return told | {"finite_without_scale": True}
     seen, played = traced(bench)
     told |= {"losses": [float(each) for each in played.losses], "error": _words(played.error)}
@@ -47,11 +47,11 @@ def trace(bench: Bench) -> dict[str, Any]:
     told["first"] = _told(bench, seen, seen.first_bad)
     told["first"] |= _samples(bench, seen.first_bad)
     if seen.first_bad.kind == "op" and seen.first_bad.op.phase != "update" and _is_narrow(bench):
-        told["fp32"] = _outcome(bench.run(Edit(dtype="fp32", loss_scale=1 / scale)))
+        told["fp32"] = _outcome(bench.run(Intervention(dtype="fp32", loss_scale=1 / scale)))
     return told
 
 
-def traced(bench: Bench) -> tuple[Tracing, Played]:
+def traced(bench: ReplaySession) -> tuple[Tracing, ReplayResult]:
     """The step once more, without a loss scale, with every op seen, and its update also where it was vetoed."""
     roots = {str(number): root for number, root in enumerate(bench.roots)}
     scale = loss_scale(bench.segment)
@@ -59,28 +59,28 @@ def traced(bench: Bench) -> tuple[Tracing, Played]:
     with bench.live():
         seen = Tracing(roots)
         with seen:
-            edit = Edit(loss_scale=1 / scale, ops=seen.within)
+            edit = Intervention(loss_scale=1 / scale, ops=seen.within)
             played = bench.player.play(quiet, edit, upto="step" if scale == 1.0 else "backward")
     return seen, played
 
 
-def loss_scale(segment: Segment) -> float:
+def loss_scale(segment: RecordedStep) -> float:
     """The factor of a gradient scaler, 1 without one."""
     scales = {each.scale for each in segment.program if isinstance(each, Backward)}
     return scales.pop() if len(scales) == 1 else 1.0
 
 
-def num_backward(segment: Segment) -> int:
+def num_backward(segment: RecordedStep) -> int:
     return sum(isinstance(each, Backward) for each in segment.program)
 
 
-def is_finite(played: Played) -> bool:
+def is_finite(played: ReplayResult) -> bool:
     """Whether losses and gradients are numbers."""
     grads = [g for g in played.grads.values() if g is not None]
     return played.error is None and all(bool(t.isfinite().all()) for t in (*played.losses, *grads))
 
 
-def _outcome(played: Played) -> dict[str, Any]:
+def _outcome(played: ReplayResult) -> dict[str, Any]:
     return {
         "losses": [float(each) for each in played.losses],
         "finite": is_finite(played),
@@ -92,7 +92,7 @@ def _words(error: Exception | None) -> str | None:
     return None if error is None else f"{type(error).__name__}: {error}"
 
 
-def _is_narrow(bench: Bench) -> bool:
+def _is_narrow(bench: ReplaySession) -> bool:
     """Whether 16-bit numbers are used: by autocast or by the weights."""
     autocast = any(each.autocast[0] for each in bench.segment.program if isinstance(each, Call | Operation))
     return autocast or any(p.dtype in (torch.float16, torch.bfloat16) for p in bench.player.subject.parameters)
@@ -101,7 +101,7 @@ def _is_narrow(bench: Bench) -> bool:
 # What is told of it
 
 
-def _told(bench: Bench, seen: Tracing, bad: Bad) -> dict[str, Any]:
+def _told(bench: ReplaySession, seen: Tracing, bad: Bad) -> dict[str, Any]:
     op = seen.ops[bad.op.forward_op] if bad.op.phase == "backward" and bad.op.forward_op is not None else bad.op
     hidden_by = None if bad.hidden_by is None else _called(seen.ops[bad.hidden_by])
     group = bench.optimizers[0].param_groups[0]
@@ -142,7 +142,7 @@ def _dtype(bad: Bad) -> str:
     return bad.op.output.dtype if bad.kind == "op" else bad.op.dtype
 
 
-def _class_of(bench: Bench, path: str | None) -> str | None:
+def _class_of(bench: ReplaySession, path: str | None) -> str | None:
     module = None if path is None else bench.modules.get(path)
     return None if module is None else type(module).__name__
 
@@ -163,7 +163,7 @@ def _range(held: Range) -> dict[str, Any]:
 # Which samples
 
 
-def _samples(bench: Bench, bad: Bad) -> dict[str, Any]:
+def _samples(bench: ReplaySession, bad: Bad) -> dict[str, Any]:
     """The rows that break the step alone, and their ids where the batch they are of is known."""
     ids = _ids_of(bench, bad.op.call)
     if bad.op.phase == "update" or bad.kind in ("weight", "state", "gradient"):
@@ -178,7 +178,7 @@ def _samples(bench: Bench, bad: Bad) -> dict[str, Any]:
     return {"rows": rows, "ids": known, "empty": _empty(bench, bad.op.call, rows)}
 
 
-def _empty(bench: Bench, call: int, rows: Sequence[int]) -> float | None:
+def _empty(bench: ReplaySession, call: int, rows: Sequence[int]) -> float | None:
     """The value that fills an input of just these samples from end to end, as padding does; None if there is none."""
     found: list[float] = []
 
@@ -193,13 +193,13 @@ def _empty(bench: Bench, call: int, rows: Sequence[int]) -> float | None:
     return found[0] if found else None
 
 
-def _ids_of(bench: Bench, call: int) -> tuple[int, ...] | None:
+def _ids_of(bench: ReplaySession, call: int) -> tuple[int, ...] | None:
     calls = bench.segment.calls
     batch = calls[call].batch if call < len(calls) else -1
     return bench.ids[batch] if 0 <= batch < len(bench.ids) else None
 
 
-def _guilty_rows(bench: Bench, bad: Bad) -> list[int] | None:
+def _guilty_rows(bench: ReplaySession, bad: Bad) -> list[int] | None:
     """Confirmed by running the step with them alone; None where that cannot be done or too many are."""
     size = bench.size
     if not size:
@@ -220,10 +220,10 @@ def _guilty_rows(bench: Bench, bad: Bad) -> list[int] | None:
     return found if 0 < len(found) < MANY and len(found) < size else None
 
 
-def breaks(bench: Bench, bad: Bad, rows: Sequence[int]) -> bool:
+def breaks(bench: ReplaySession, bad: Bad, rows: Sequence[int]) -> bool:
     """Whether the step is non-finite again with these rows of its micro-batch alone."""
     micro = [bad.op.micro_batch] if num_backward(bench.segment) > 1 else None
-    edit = Edit(rows=list(rows), micro=micro, loss_scale=1 / loss_scale(bench.segment))
+    edit = Intervention(rows=list(rows), micro=micro, loss_scale=1 / loss_scale(bench.segment))
     with bench.live():
         upto: Any = "forward" if bad.reached in ("loss", "buffer") else "backward"
         played = bench.player.play(bench.segment, edit, upto=upto)

@@ -9,22 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.recorder.program import Step
+from trainwright.recorder.program import OptimizerStep
 from trainwright.replay.experiments import experiment
-from trainwright.replay.replayer import Edit
-from trainwright.replay.session import Bench
+from trainwright.replay.replayer import Intervention
+from trainwright.replay.session import ReplaySession
 
 WAY = 32
 """At most so many recorded steps are run again with another learning rate."""
 
 
 @experiment("update", when="checkup")
-def update(bench: Bench) -> dict[str, Any]:
+def update(bench: ReplaySession) -> dict[str, Any]:
     """How far the update moves the weights, and the loss of the step's batch before and after it."""
     with bench.live():
         played = bench.player.play(bench.segment, upto="step")
         after = bench.player.play(bench.segment, upto="forward")
-    steps = [each for each in bench.segment.program if isinstance(each, Step)]
+    steps = [each for each in bench.segment.program if isinstance(each, OptimizerStep)]
     moved = [name for name in played.after if not torch.equal(played.after[name], played.before[name])]
     owned = [name for name, grad in played.grads.items() if grad is not None]
     change = {name: played.after[name] - played.before[name] for name in moved}
@@ -63,27 +63,27 @@ def _rms(inputs: list[Tensor]) -> float | None:
 
 
 @experiment("smaller_steps", when="asked")
-def smaller_steps(bench: Bench) -> dict[str, Any]:
+def smaller_steps(bench: ReplaySession) -> dict[str, Any]:
     """The loss of this step's batch in eight updates on it alone, and the first smaller rate at which it falls."""
     as_it_was = bench.train(8, repeat=True)
     for factor in (0.1, 0.01, 0.001):
-        losses = bench.train(8, Edit(lr=factor), repeat=True)
+        losses = bench.train(8, Intervention(lr=factor), repeat=True)
         if math.isfinite(losses[-1]) and max(losses) <= losses[0] + 1e-3 * abs(losses[0]) and losses[-1] < losses[0]:
             return {"as_it_was": as_it_was, "falls": factor, "smaller": losses}
     return {"as_it_was": as_it_was, "falls": None}
 
 
 @experiment("larger_lr", when="asked")
-def larger_lr(bench: Bench) -> dict[str, Any]:
+def larger_lr(bench: ReplaySession) -> dict[str, Any]:
     """The loss of this step's batch in four updates on it alone, with the learning rate and with larger ones."""
     return {
         "as_it_was": bench.train(4, repeat=True),
-        "larger": [[factor, bench.train(4, Edit(lr=factor), repeat=True)] for factor in (1e2, 1e4, 1e6)],
+        "larger": [[factor, bench.train(4, Intervention(lr=factor), repeat=True)] for factor in (1e2, 1e4, 1e6)],
     }
 
 
 @experiment("along_the_way", when="asked")
-def along_the_way(bench: Bench) -> dict[str, Any]:
+def along_the_way(bench: ReplaySession) -> dict[str, Any]:
     """The recorded steps up to this one again: as they were, with a tenth of the learning rate, with a warm-up.
 
     A few steps are gone through twice. The warm-up takes half of the way, so that the other half has the whole rate.
@@ -95,13 +95,13 @@ def along_the_way(bench: Bench) -> dict[str, Any]:
         "first": bench.step - length + 1,
         "length": length,
         "as_it_was": as_it_was,
-        "tenth": bench.train(WAY, Edit(lr=0.1), rounds=rounds),
+        "tenth": bench.train(WAY, Intervention(lr=0.1), rounds=rounds),
         "warm": bench.train(WAY, ramp(length, rounds), rounds=rounds),
         "warm_steps": length * rounds // 2,
     }
 
 
-def ramp(length: int, rounds: int) -> Edit:
+def ramp(length: int, rounds: int) -> Intervention:
     """A linear warm-up over half of ``rounds`` times ``length`` steps."""
     seen: list[int] = []
 
@@ -110,19 +110,19 @@ def ramp(length: int, rounds: int) -> Edit:
             seen.append(step)
         return {"lr": group["lr"] * min(1.0, len(seen) / max(1, length * rounds // 2))}
 
-    return Edit(group=rising)
+    return Intervention(group=rising)
 
 
 @experiment("without_clip", when="asked")
-def without_clip(bench: Bench) -> dict[str, Any]:
+def without_clip(bench: ReplaySession) -> dict[str, Any]:
     """The loss of this step's batch in eight updates on it alone: clipped as it was, and at a norm of 1."""
-    return {"as_it_was": bench.train(8, repeat=True), "at_one": bench.train(8, Edit(clip=1.0), repeat=True)}
+    return {"as_it_was": bench.train(8, repeat=True), "at_one": bench.train(8, Intervention(clip=1.0), repeat=True)}
 
 
 @experiment("decay", when="asked")
-def decay(bench: Bench) -> dict[str, Any]:
+def decay(bench: ReplaySession) -> dict[str, Any]:
     """The update and the recorded steps again without weight decay."""
-    none = Edit(group=lambda step, group: {"weight_decay": 0.0} if "weight_decay" in group else {})
+    none = Intervention(group=lambda step, group: {"weight_decay": 0.0} if "weight_decay" in group else {})
     as_it_was, without = bench.run(upto="step"), bench.run(none, upto="step")
     names = [name for name, grad in as_it_was.grads.items() if grad is not None]
     whole = {name: as_it_was.after[name] - as_it_was.before[name] for name in names}

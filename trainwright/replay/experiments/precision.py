@@ -12,8 +12,8 @@ from torch import Tensor
 from trainwright.recorder.program import mapped, tensors_of
 from trainwright.replay.experiments import experiment
 from trainwright.replay.experiments.modes import Modules
-from trainwright.replay.replayer import Edit, Played
-from trainwright.replay.session import Bench
+from trainwright.replay.replayer import Intervention, ReplayResult
+from trainwright.replay.session import ReplaySession
 
 LOW = (torch.float16, torch.bfloat16)
 CASTS = frozenset({"half", "bfloat16", "to", "type", "type_as"})
@@ -41,7 +41,7 @@ MASTERLESS = frozenset(
 
 
 @experiment("formats", when="first")
-def formats(bench: Bench) -> dict[str, Any]:
+def formats(bench: ReplaySession) -> dict[str, Any]:
     """Which 16-bit formats the weights have, and what the functions of models and loss give."""
     seen: set[torch.dtype] = set()
 
@@ -50,7 +50,7 @@ def formats(bench: Bench) -> dict[str, Any]:
         seen.update(t.dtype for t in _results(result))
         return result
 
-    bench.run(Edit(ops=around), upto="forward")
+    bench.run(Intervention(ops=around), upto="forward")
     weights = {p.dtype for o in bench.optimizers for g in o.param_groups for p in g["params"]}
     return {
         "values": sorted(_name(dtype) for dtype in seen.intersection(LOW)),
@@ -70,7 +70,7 @@ def _results(result: Any) -> list[Tensor]:
     return [each for each in result if isinstance(each, Tensor)] if isinstance(result, list | tuple) else []
 
 
-def _some(bench: Bench, most: int) -> range | None:
+def _some(bench: ReplaySession, most: int) -> range | None:
     """The first micro-batches of a step of many; None for all."""
     return range(most) if len(bench.segment.losses) > most else None
 
@@ -92,18 +92,18 @@ def _up(value: Any) -> Any:
 
 
 @experiment("fp32_shadow", when="asked")
-def fp32_shadow(bench: Bench) -> dict[str, Any]:
+def fp32_shadow(bench: ReplaySession) -> dict[str, Any]:
     """The gradients of the step, of the same step in float32, and of one with only its loss in float32."""
     operations, micro = _Operations(bench), _some(bench, SHADOWED)
     following = operations.modules.following
-    low = bench.run(Edit(ops=operations.keep, model=following, micro=micro))
-    exact = bench.run(Edit(dtype="fp32", ops=operations.compare, model=following, micro=micro))
+    low = bench.run(Intervention(ops=operations.keep, model=following, micro=micro))
+    exact = bench.run(Intervention(dtype="fp32", ops=operations.compare, model=following, micro=micro))
     modules = Modules(bench)
 
     def only_outside(function: Any, args: Any, kwargs: Any) -> Any:
         return function(*args, **kwargs) if modules.now is not None else in_fp32(function, args, kwargs)
 
-    loss_only = bench.run(Edit(ops=only_outside, model=modules.following, micro=micro))
+    loss_only = bench.run(Intervention(ops=only_outside, model=modules.following, micro=micro))
     failed = next((p.error for p in (low, exact, loss_only) if p.error is not None), None)
     return {
         "error": None if failed is None else f"{type(failed).__name__}: {failed}",
@@ -119,11 +119,11 @@ def fp32_shadow(bench: Bench) -> dict[str, Any]:
     }
 
 
-def _scaled(bench: Bench, exact: Played) -> dict[str, Any]:
+def _scaled(bench: ReplaySession, exact: ReplayResult) -> dict[str, Any]:
     """The same with the loss times the largest of a few powers of two for which the gradients are still finite."""
     for power in (16, 12, 8):
         scale = 2.0**power
-        scaled = bench.run(Edit(loss_scale=scale, micro=_some(bench, SHADOWED)))
+        scaled = bench.run(Intervention(loss_scale=scale, micro=_some(bench, SHADOWED)))
         for name, grad in scaled.grads.items():
             scaled.grads[name] = None if grad is None else grad.float() / scale
         if (error := _distance(scaled, exact)) is not None:
@@ -131,7 +131,7 @@ def _scaled(bench: Bench, exact: Played) -> dict[str, Any]:
     return {}
 
 
-def _lost(low: Played, exact: Played) -> dict[str, float]:
+def _lost(low: ReplayResult, exact: ReplayResult) -> dict[str, float]:
     """Of the gradient elements that are not 0 in float32: the share that is exactly 0; and of their norm."""
     lost = total = 0
     weight = whole = 0.0
@@ -145,7 +145,7 @@ def _lost(low: Played, exact: Played) -> dict[str, float]:
     return {"lost": lost / max(1, total), "lost_norm": (weight / whole) ** 0.5 if whole else 0.0}
 
 
-def _distance(one: Played, other: Played) -> float | None:
+def _distance(one: ReplayResult, other: ReplayResult) -> float | None:
     """Between two gradients, as a share of the second; None where one is not finite or there is none."""
     apart = whole = 0.0
     for name, true in other.grads.items():
@@ -161,7 +161,7 @@ def _distance(one: Played, other: Played) -> float | None:
 class _Operations:
     """Keeps what 16-bit operations gave, and compares it with what they give in float32."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: ReplaySession) -> None:
         self.modules = Modules(bench)
         self._kept: list[tuple[str, Tensor | None]] = []
         self._num_bytes = self._index = 0
@@ -197,7 +197,7 @@ def _is_emptied(kept: Tensor, true: Tensor) -> bool:
 
 
 @experiment("updates_kept", when="asked")
-def updates_kept(bench: Bench) -> dict[str, Any]:
+def updates_kept(bench: ReplaySession) -> dict[str, Any]:
     """Of 16-bit weights with a gradient: the share that an update leaves as they were, and whether something else
     keeps what was lost: a copy in float32, the rest of the rounding, chance."""
     if "vetoed" in bench.segment.values:  # there was no update
@@ -209,7 +209,7 @@ def updates_kept(bench: Bench) -> dict[str, Any]:
         return {}
 
     with bench.live():
-        played = bench.player.play(bench.segment, Edit(group=before), upto="step")
+        played = bench.player.play(bench.segment, Intervention(group=before), upto="step")
         drawn = any(not torch.equal(a, b) for a, b in zip(generators, _generators(bench)))
     owned = {id(p) for o in bench.optimizers for g in o.param_groups for p in g["params"]}
     moved = still = 0
@@ -222,12 +222,12 @@ def updates_kept(bench: Bench) -> dict[str, Any]:
     return {"still": still / max(1, still + moved), "elements": still + moved, "kept_elsewhere": elsewhere}
 
 
-def _generators(bench: Bench) -> list[Tensor]:
+def _generators(bench: ReplaySession) -> list[Tensor]:
     device = next((p.device for p in bench.player.subject.parameters), torch.device("cpu"))
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
-def _other_state(bench: Bench) -> bool:
+def _other_state(bench: ReplaySession) -> bool:
     return any(
         isinstance(value, Tensor) and value.shape == p.shape and p.dim() > 0 and key not in MASTERLESS
         for o in bench.optimizers
@@ -237,7 +237,7 @@ def _other_state(bench: Bench) -> bool:
 
 
 @experiment("summed_in_16_bit", when="asked")
-def summed_in_16_bit(bench: Bench) -> dict[str, Any]:
+def summed_in_16_bit(bench: ReplaySession) -> dict[str, Any]:
     """The gradients of the micro-batches as they add up in 16 bit, against their sum in float32 rounded once."""
     sums: dict[str, Tensor] = {}
     named = dict(zip(bench.player.names, bench.player.subject.parameters))
@@ -256,9 +256,9 @@ def summed_in_16_bit(bench: Bench) -> dict[str, Any]:
                 handle.remove()
 
     micro = _some(bench, SUMMED)
-    bench.run(Edit(model=summing, micro=micro))
+    bench.run(Intervention(model=summing, micro=micro))
     apart = once = whole = 0.0
-    for name, seen in bench.run(Edit(micro=micro)).grads.items():
+    for name, seen in bench.run(Intervention(micro=micro)).grads.items():
         true = sums.get(name)
         if true is not None and seen is not None:
             apart += float((seen.double() - true.double()).square().sum())
@@ -278,7 +278,7 @@ def _adds(name: str, sums: dict[str, Tensor]) -> Callable[[Tensor], None]:
 
 
 @experiment("stale_weights", when="asked")
-def stale_weights(bench: Bench) -> dict[str, Any]:
+def stale_weights(bench: ReplaySession) -> dict[str, Any]:
     """Whether the live loss is that of older weights: of the state before an earlier step, and not of this one's."""
     then = [float(each) for each in bench.segment.losses]
     now = [float(each) for each in bench.run(upto="forward").losses]

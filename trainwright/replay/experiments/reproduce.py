@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from trainwright.replay.experiments import experiment
-from trainwright.replay.replayer import Edit
-from trainwright.replay.session import Bench
+from trainwright.replay.replayer import Intervention
+from trainwright.replay.session import ReplaySession
 
 
 @experiment("again", when="checkup")
-def again(bench: Bench) -> dict[str, Any]:
+def again(bench: ReplaySession) -> dict[str, Any]:
     """The loss and the gradients as they were, against those of a replay, and of a second one."""
     one = bench.run(upto="step")
     two = bench.run(upto="step")
@@ -45,7 +45,7 @@ def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 @experiment("smaller_lr", when="asked")
-def smaller_lr(bench: Bench) -> dict[str, Any]:
+def smaller_lr(bench: ReplaySession) -> dict[str, Any]:
     """The loss of this step's batch after eight updates on it alone, with the learning rate and with a tenth."""
-    as_it_was, tenth = bench.train(8, repeat=True), bench.train(8, Edit(lr=0.1), repeat=True)
+    as_it_was, tenth = bench.train(8, repeat=True), bench.train(8, Intervention(lr=0.1), repeat=True)
     return {"as_it_was": as_it_was, "tenth": tenth}

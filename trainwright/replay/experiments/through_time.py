@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.replay.experiments import experiment
-from trainwright.replay.replayer import Edit
-from trainwright.replay.session import Bench
+from trainwright.replay.replayer import Intervention
+from trainwright.replay.session import ReplaySession
 
 RECURRENT = ("rnn_tanh", "rnn_relu", "lstm", "gru")
 BATCH_FIRST = 8
@@ -60,10 +60,10 @@ class _Times:
 
 
 @experiment("through_time", when="asked")
-def through_time(bench: Bench) -> dict[str, Any]:
+def through_time(bench: ReplaySession) -> dict[str, Any]:
     """For each chain its length, and by what the gradient grows with every step back in time."""
     times = _Times()
-    played = bench.run(Edit(inputs=times.called, ops=times.around))
+    played = bench.run(Intervention(inputs=times.called, ops=times.around))
     chains = [[float(n) for n in grad.flatten(1).norm(dim=1)] for grad in times.inside]
     chains += [[float(n) for n in norms if n is not None] for norms in times.uses.values()]
     told = [_trend(chain) for chain in chains if len(chain) >= LEAST]

@@ -7,7 +7,7 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainwright.replay.session import Bench
+from trainwright.replay.session import ReplaySession
 
 Try = Callable[..., str]
 """``(bench, **args)`` -> what came of it, in words with numbers."""
@@ -31,7 +31,7 @@ def trial(name: str) -> Callable[[Try], Try]:
     return register
 
 
-def attempt(name: str, bench: Bench, args: Mapping[str, Any]) -> str:
+def attempt(name: str, bench: ReplaySession, args: Mapping[str, Any]) -> str:
     """What came of a trial. Raises NotTried."""
     if name not in TRIALS:
         raise NotTried(f"there is no trial {name!r}")

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from trainwright.recorder.program import mapped
 from trainwright.replay.classified import classified
-from trainwright.replay.replayer import AS_IT_WAS, Edit
+from trainwright.replay.replayer import AS_IT_WAS, Intervention
 from trainwright.replay.samples import classes_of, pooled, standardised
-from trainwright.replay.session import Bench
+from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried, trial
 
 STEPS = 12
@@ -22,19 +22,19 @@ def _course(losses: Sequence[float]) -> str:
     return f"{losses[0]:.4g} -> {losses[-1]:.4g}"
 
 
-def _compared(bench: Bench, what: str, edit: Edit) -> str:
+def _compared(bench: ReplaySession, what: str, edit: Intervention) -> str:
     as_it_was, then = bench.train(STEPS, repeat=True), bench.train(STEPS, edit, repeat=True)
     return f"loss of this batch in {STEPS} updates on it {what}: {_course(then)}; as it was: {_course(as_it_was)}"
 
 
 @trial("standardised_inputs")
-def standardised_inputs(bench: Bench) -> str:
+def standardised_inputs(bench: ReplaySession) -> str:
     """Inputs of mean 0 and deviation 1."""
-    return _compared(bench, "with standardised inputs", Edit(inputs=standardised))
+    return _compared(bench, "with standardised inputs", Intervention(inputs=standardised))
 
 
 @trial("varied_inputs")
-def varied_inputs(bench: Bench) -> str:
+def varied_inputs(bench: ReplaySession) -> str:
     """Other inputs for each sample, drawn at random: shows that model and loss are all right."""
     drawn: dict[int, Tensor] = {}
     generator = torch.Generator().manual_seed(0)
@@ -46,12 +46,12 @@ def varied_inputs(bench: Bench) -> str:
             drawn[leaf.data_ptr()] = torch.randn(leaf.shape, generator=generator).to(leaf)
         return drawn[leaf.data_ptr()]
 
-    edit = Edit(inputs=lambda call, args, kwargs: (mapped(args, draw), mapped(kwargs, draw)))
+    edit = Intervention(inputs=lambda call, args, kwargs: (mapped(args, draw), mapped(kwargs, draw)))
     return _compared(bench, "with inputs that differ between samples (random)", edit)
 
 
 @trial("without_column")
-def without_column(bench: Bench, column: int) -> str:
+def without_column(bench: ReplaySession, column: int) -> str:
     """Zeros in one column of the input."""
 
     def blank(leaf: Any) -> Any:
@@ -61,12 +61,12 @@ def without_column(bench: Bench, column: int) -> str:
         flat[:, column] = 0
         return flat.view(leaf.shape)
 
-    edit = Edit(inputs=lambda call, args, kwargs: (mapped(args, blank), mapped(kwargs, blank)))
+    edit = Intervention(inputs=lambda call, args, kwargs: (mapped(args, blank), mapped(kwargs, blank)))
     return _compared(bench, f"without column {column}", edit)
 
 
 @trial("ignore_padding")
-def ignore_padding(bench: Bench, pad: int) -> str:
+def ignore_padding(bench: ReplaySession, pad: int) -> str:
     """``ignore_index`` in the loss; judged by the loss of the targets that are no padding."""
     known: list[list[float]] = [[], []]
 
@@ -84,7 +84,7 @@ def ignore_padding(bench: Bench, pad: int) -> str:
         return around
 
     for which in (0, 1):
-        bench.train(STEPS, Edit(ops=ignoring(which)), repeat=True)
+        bench.train(STEPS, Intervention(ops=ignoring(which)), repeat=True)
     if not known[1]:
         raise NotTried("the loss is not a cross-entropy")
     return (
@@ -94,7 +94,7 @@ def ignore_padding(bench: Bench, pad: int) -> str:
 
 
 @trial("mixed_samples")
-def mixed_samples(bench: Bench) -> str:
+def mixed_samples(bench: ReplaySession) -> str:
     """The recorded samples in another order, in the same steps."""
     target = classes_of(bench)[1]
     samples = None if target is None else pooled(bench, target)
@@ -110,7 +110,7 @@ def mixed_samples(bench: Bench) -> str:
         chosen = samples.x[rows] if leaf.shape[1:] == samples.x.shape[1:] and leaf.dtype == samples.x.dtype else None
         return chosen if chosen is not None else samples.y[rows].view(leaf.shape)
 
-    edit = Edit(
+    edit = Intervention(
         inputs=lambda call, args, kwargs: (mapped(args, other), mapped(kwargs, other)),
         constants=lambda tensor: other(tensor),
     )
@@ -125,7 +125,7 @@ def _told(losses: Sequence[float]) -> str:
 
 
 @trial("apart_from_evaluation")
-def apart_from_evaluation(bench: Bench, ids: Sequence[int]) -> str:
+def apart_from_evaluation(bench: ReplaySession, ids: Sequence[int]) -> str:
     """The recorded step without the samples that the evaluation shares; judged by the loss of those samples."""
     size, own = bench.size or 0, bench.ids[0] if bench.ids else None
     if own is None or len(own) != size or len(bench.ids) != 1:
@@ -135,11 +135,11 @@ def apart_from_evaluation(bench: Bench, ids: Sequence[int]) -> str:
     if not shared or not kept:
         raise NotTried("this step has none of the shared samples, or nothing else")
     results = []
-    for edit in (AS_IT_WAS, Edit(rows=kept)):
+    for edit in (AS_IT_WAS, Intervention(rows=kept)):
         with bench.live():
             for _ in range(STEPS):
                 bench.player.play(bench.segment, edit)
-            results.append(bench.player.play(bench.segment, Edit(rows=shared), upto="forward").loss)
+            results.append(bench.player.play(bench.segment, Intervention(rows=shared), upto="forward").loss)
     return (
         f"after {STEPS} updates without the {len(shared)} shared samples of this batch their loss is {results[1]:.4g}; "
         f"trained on them: {results[0]:.4g}"

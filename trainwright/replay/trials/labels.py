@@ -12,13 +12,13 @@ from torch.overrides import TorchFunctionMode
 from trainwright.recorder.program import mapped
 from trainwright.replay.classified import Classified, classified
 from trainwright.replay.experiments.labels import Placed, place, token_inputs, tokens
-from trainwright.replay.replayer import Edit
-from trainwright.replay.session import Bench
+from trainwright.replay.replayer import Intervention
+from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried, trial
 from trainwright.replay.trials.loss import STEPS, said
 
 
-def _retargeted(bench: Bench, placed: Placed, other: Tensor, judged: Tensor, told: tuple[str, str]) -> str:
+def _retargeted(bench: ReplaySession, placed: Placed, other: Tensor, judged: Tensor, told: tuple[str, str]) -> str:
     """Trains with other targets (-1: none) and as it was; judged by the cross-entropy of some of them.
 
     ``told``: what was done, and the name of the measure.
@@ -36,11 +36,11 @@ def _retargeted(bench: Bench, placed: Placed, other: Tensor, judged: Tensor, tol
         return run
 
     for change in measured:
-        bench.train(STEPS, Edit(ops=around(change)), repeat=True)
+        bench.train(STEPS, Intervention(ops=around(change)), repeat=True)
     return said(told[0], told[1], *measured.values())
 
 
-def _places(bench: Bench) -> Placed:
+def _places(bench: ReplaySession) -> Placed:
     """Of the first loss that asks for tokens of an input."""
     found: list[Classified] = []
 
@@ -49,7 +49,7 @@ def _places(bench: Bench) -> Placed:
             found.append(one)
         return function(*args, **kwargs)
 
-    played = bench.run(Edit(ops=around), upto="forward")
+    played = bench.run(Intervention(ops=around), upto="forward")
     outputs: list[Tensor] = []
     mapped(played.outputs, lambda leaf: outputs.append(leaf) if isinstance(leaf, Tensor) else None)
     for ids in token_inputs(bench):
@@ -68,7 +68,7 @@ def _next(placed: Placed) -> Tensor:
 
 
 @trial("next_token")
-def next_token(bench: Bench) -> str:
+def next_token(bench: ReplaySession) -> str:
     """Targets that are the next token."""
     placed = _places(bench)
     following = _next(placed)
@@ -77,7 +77,7 @@ def next_token(bench: Bench) -> str:
 
 
 @trial("learned_ends")
-def learned_ends(bench: Bench, end: int) -> str:
+def learned_ends(bench: ReplaySession, end: int) -> str:
     """The token that ends a text is a target too where it follows one; judged by the cross-entropy of those."""
     placed = _places(bench)
     target = placed.asked.target
@@ -114,7 +114,7 @@ class _Causal(TorchFunctionMode):
 
 
 @trial("causal_mask")
-def causal_mask(bench: Bench) -> str:
+def causal_mask(bench: ReplaySession) -> str:
     """A causal mask in every attention of a row to itself; judged by whether later tokens are still seen."""
 
     def sees() -> float:
@@ -133,7 +133,7 @@ def causal_mask(bench: Bench) -> str:
 
 
 @trial("without_samples")
-def without_samples(bench: Bench, ids: Sequence[int]) -> str:
+def without_samples(bench: ReplaySession, ids: Sequence[int]) -> str:
     """Without the samples whose labels are doubted; judged by the loss of the others in this batch."""
     known, doubted = bench.ids[0] if bench.ids else None, set(ids)
     if known is None or len(known) != bench.size or len(bench.segment.calls) != 1:
@@ -149,8 +149,8 @@ def without_samples(bench: Bench, ids: Sequence[int]) -> str:
             measured.append(one.loss(torch.tensor(chosen, device=one.target.device), one.target))
         return function(*args, **kwargs)
 
-    bench.train(STEPS, Edit(ops=around), repeat=True)
+    bench.train(STEPS, Intervention(ops=around), repeat=True)
     was, measured[:] = list(measured), []
-    bench.train(STEPS, Edit(ops=around, rows=rows), repeat=True)
+    bench.train(STEPS, Intervention(ops=around, rows=rows), repeat=True)
     left_out = len(known) - len(rows)
     return said(f"without {left_out} doubted labels", f"loss of the other {len(rows)}", was, list(measured))

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainwright.replay.experiments.layers import DROPOUTS
-from trainwright.replay.replayer import Edit
-from trainwright.replay.session import Bench
+from trainwright.replay.replayer import Intervention
+from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import trial
 from trainwright.replay.trials.model import compared, named, once, redrawn, with_ops
 
 
 @trial("revived")
-def revived(bench: Bench, *, module: str) -> str:
+def revived(bench: ReplaySession, *, module: str) -> str:
     """Biases that outweigh their weights are set to 0; without such, the ReLU becomes leaky."""
     layers = [
         m
@@ -34,7 +34,7 @@ def revived(bench: Bench, *, module: str) -> str:
             layer.bias.data[outweighed(layer)] = 0.0  # type: ignore[union-attr]
 
     if any(bool(outweighed(layer).any()) for layer in layers):
-        return "bias 0: " + compared(bench, Edit(model=once(change)))
+        return "bias 0: " + compared(bench, Intervention(model=once(change)))
 
     def leaky(name: str, function: Any, args: Any, kwargs: Any) -> Any:
         return F.leaky_relu(args[0], 0.01) if name in ("relu", "relu_") else function(*args, **kwargs)
@@ -43,7 +43,7 @@ def revived(bench: Bench, *, module: str) -> str:
 
 
 @trial("relu_for_sigmoid")
-def relu_for_sigmoid(bench: Bench) -> str:
+def relu_for_sigmoid(bench: ReplaySession) -> str:
     """ReLU for every sigmoid and tanh, with weights drawn for it."""
     matrices = [m.weight for m in bench.modules.values() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d)]
 
@@ -57,14 +57,14 @@ def relu_for_sigmoid(bench: Bench) -> str:
             redrawn(weight)
         matrices[-1].data.mul_(0.1)
 
-    was = _slope(bench, Edit(), matrices)
-    now = _slope(bench, Edit(ops=ops, model=once(draw)), matrices)
+    was = _slope(bench, Intervention(), matrices)
+    now = _slope(bench, Intervention(ops=ops, model=once(draw)), matrices)
     better = "" if now > 100 * was else "no better: "
-    told = compared(bench, Edit(ops=ops, model=once(draw)))
+    told = compared(bench, Intervention(ops=ops, model=once(draw)))
     return f"{better}the first layer's gradient is {now:.1e} of the largest, as it was {was:.1e}; {told}"
 
 
-def _slope(bench: Bench, edit: Edit, matrices: Sequence[Tensor]) -> float:
+def _slope(bench: ReplaySession, edit: Intervention, matrices: Sequence[Tensor]) -> float:
     names = {id(p): name for name, p in named(bench).items()}
     grads = bench.run(edit).grads
     sizes = [float(g.norm()) for w in matrices if (g := grads.get(names.get(id(w), ""))) is not None]
@@ -72,7 +72,7 @@ def _slope(bench: Bench, edit: Edit, matrices: Sequence[Tensor]) -> float:
 
 
 @trial("group_norm")
-def group_norm(bench: Bench) -> str:
+def group_norm(bench: ReplaySession) -> str:
     """GroupNorm in the place of BatchNorm."""
 
     def change(name: str, function: Any, args: Any, kwargs: Any) -> Any:
@@ -87,7 +87,7 @@ def group_norm(bench: Bench) -> str:
 
 
 @trial("momentum_root")
-def momentum_root(bench: Bench, *, modules: Sequence[str]) -> str:
+def momentum_root(bench: ReplaySession, *, modules: Sequence[str]) -> str:
     """The momentum of these BatchNorms is such that two updates move the statistics as one did."""
     chosen = [bench.modules[path] for path in modules]
     moved = []
@@ -103,7 +103,7 @@ def momentum_root(bench: Bench, *, modules: Sequence[str]) -> str:
 
 
 @trial("less_dropout")
-def less_dropout(bench: Bench) -> str:
+def less_dropout(bench: ReplaySession) -> str:
     """Dropout of 0.2 for all that is stronger than a half. Every update draws anew."""
 
     def ops(function: Any, args: Any, kwargs: Any) -> Any:
@@ -112,7 +112,7 @@ def less_dropout(bench: Bench) -> str:
             return function(*args, **kwargs)
         return function(args[0], 0.2, *args[2:], **{k: v for k, v in kwargs.items() if k != "p"})
 
-    was, now = (bench.train(16, Edit(ops=each, fresh_rng=True), repeat=True) for each in (None, ops))
+    was, now = (bench.train(16, Intervention(ops=each, fresh_rng=True), repeat=True) for each in (None, ops))
     ends = [sum(losses[-4:]) / 4 for losses in (was, now)]
     better = "" if ends[1] < ends[0] else "no better: "
     ways = [f"{losses[0]:.4g} -> {end:.4g}" for losses, end in zip((was, now), ends)]
@@ -120,7 +120,7 @@ def less_dropout(bench: Bench) -> str:
 
 
 @trial("scaled_scores")
-def scaled_scores(bench: Bench) -> str:
+def scaled_scores(bench: ReplaySession) -> str:
     """Attention scores are held within 30 by a tanh."""
 
     def change(name: str, function: Any, args: Any, kwargs: Any) -> Any:
@@ -134,7 +134,7 @@ def scaled_scores(bench: Bench) -> str:
 
 
 @trial("balanced_router")
-def balanced_router(bench: Bench, *, experts: int) -> str:
+def balanced_router(bench: ReplaySession, *, experts: int) -> str:
     """What all samples have in common is taken from the router's scores, so that no expert is preferred by all."""
 
     def change(name: str, function: Any, args: Any, kwargs: Any) -> Any:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.recorder.program import Call, Operation, Segment, Slot
+from trainwright.recorder.program import Call, Operation, RecordedStep, Slot
 from trainwright.replay.experiments.loss import PAIRED, class_dim, followed, is_simplex, terms
-from trainwright.replay.replayer import AS_IT_WAS, Edit
-from trainwright.replay.session import Bench
+from trainwright.replay.replayer import AS_IT_WAS, Intervention
+from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried, trial
 
 STEPS = 8
@@ -30,12 +30,12 @@ def said(what: str, name: str, was: list[float], now: list[float]) -> str:
     )
 
 
-def _trained(bench: Bench, around: Around) -> None:
-    bench.train(STEPS, Edit(ops=around), repeat=True)
+def _trained(bench: ReplaySession, around: Around) -> None:
+    bench.train(STEPS, Intervention(ops=around), repeat=True)
 
 
 @trial("scores_for_probabilities")
-def scores_for_probabilities(bench: Bench) -> str:
+def scores_for_probabilities(bench: ReplaySession) -> str:
     """The logarithm of the probabilities: the loss is then that of the scores before the softmax, to the bit nearly.
 
     Judged by minus the logarithm of the target's probability, which means the same in both.
@@ -79,7 +79,7 @@ def _scores(name: str, x: Tensor, args: Any, kwargs: Any) -> Tensor | None:
 
 
 @trial("second_softmax")
-def second_softmax(bench: Bench) -> str:
+def second_softmax(bench: ReplaySession) -> str:
     """The gradient that the second softmax sends to the scores under the first, with probabilities and with scores."""
     norms: dict[bool, list[float]] = {False: [], True: []}
 
@@ -104,7 +104,7 @@ def second_softmax(bench: Bench) -> str:
         return run
 
     for change in norms:
-        bench.run(Edit(ops=around(change)))
+        bench.run(Intervention(ops=around(change)))
     was, now = norms[False], norms[True]
     if not was or not now:
         raise NotTried("no second softmax was met")
@@ -115,7 +115,7 @@ def second_softmax(bench: Bench) -> str:
 
 
 @trial("same_shape")
-def same_shape(bench: Bench) -> str:
+def same_shape(bench: ReplaySession) -> str:
     """The target in the shape of the prediction, or the other way round; judged by the loss of matching pairs."""
     measured: dict[bool, list[float]] = {False: [], True: []}
 
@@ -145,14 +145,14 @@ def _would_broadcast(one: Tensor, other: Tensor) -> bool:
 
 
 @trial("turned_sign")
-def turned_sign(bench: Bench) -> str:
+def turned_sign(bench: ReplaySession) -> str:
     """The gradient the other way; judged by the loss itself, not by what backward was given."""
     was, now = followed(bench, STEPS), followed(bench, STEPS, sign=-1.0)
     return said("with the sign turned", "the loss", was, now)
 
 
 @trial("targets_in_range")
-def targets_in_range(bench: Bench) -> str:
+def targets_in_range(bench: ReplaySession) -> str:
     """Targets scaled to 0 to 1."""
 
     def scaled(function: Any, args: Any, kwargs: Any) -> Any:
@@ -163,7 +163,7 @@ def targets_in_range(bench: Bench) -> str:
             args = ()
         return function(*args, **kwargs)
 
-    was, now = bench.train(STEPS, repeat=True), bench.train(STEPS, Edit(ops=scaled), repeat=True)
+    was, now = bench.train(STEPS, repeat=True), bench.train(STEPS, Intervention(ops=scaled), repeat=True)
     steady = "" if 0 <= now[-1] < now[0] else "no better: "
     return (
         f"{steady}loss {now[0]:.4g} -> {now[-1]:.4g} with targets from 0 to 1; as it was {was[0]:.4g} -> {was[-1]:.4g}"
@@ -171,7 +171,7 @@ def targets_in_range(bench: Bench) -> str:
 
 
 @trial("balanced_terms")
-def balanced_terms(bench: Bench) -> str:
+def balanced_terms(bench: ReplaySession) -> str:
     """The weight of the largest term such that its gradient is of the size of the smallest's; judged by the latter."""
     told = terms(bench)["terms"]
     large = max(told, key=lambda term: term["shared"])
@@ -187,7 +187,7 @@ def balanced_terms(bench: Bench) -> str:
     return said(f"with {factor:.2g} of the weight of {large['name']}", small["name"], was, now)
 
 
-def _with_weight(bench: Bench, slot: int, watched: int, factor: float) -> list[float]:
+def _with_weight(bench: ReplaySession, slot: int, watched: int, factor: float) -> list[float]:
     """The value of one term over updates in which another has ``factor`` times its weight."""
     values: list[float] = []
 
@@ -203,7 +203,7 @@ def _with_weight(bench: Bench, slot: int, watched: int, factor: float) -> list[f
         program.append(each)
         made = each.outputs if isinstance(each, Operation | Call) else []
         program += [look] * (watched in made) + [weigh] * (slot in made and factor != 1.0)
-    segment: Segment = replace(bench.segment, program=program)
+    segment: RecordedStep = replace(bench.segment, program=program)
     with bench.live():
         for _ in range(STEPS):
             bench.player.play(segment, AS_IT_WAS)

@@ -18,15 +18,15 @@ from trainwright.recorder.program import tensors_of
 from trainwright.replay.experiments.derivatives import custom_functions, has_context, replaced
 from trainwright.replay.experiments.layers import smaller
 from trainwright.replay.experiments.model import FEW_ROWS, aliased, strangers
-from trainwright.replay.replayer import Edit
-from trainwright.replay.session import Bench
+from trainwright.replay.replayer import Intervention
+from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried, trial
 
 STEPS = 8
 _NARROW = (torch.float16, torch.bfloat16)
 
 
-def compared(bench: Bench, edit: Edit, most: int = STEPS) -> str:
+def compared(bench: ReplaySession, edit: Intervention, most: int = STEPS) -> str:
     """The loss over some updates on this batch alone, changed and as it was.
 
     ``most`` updates where they take a second, at least a few.
@@ -44,15 +44,15 @@ def compared(bench: Bench, edit: Edit, most: int = STEPS) -> str:
     )
 
 
-def with_ops(bench: Bench, change: Callable[[str, Any, Any, Any], Any], most: int = STEPS) -> str:
+def with_ops(bench: ReplaySession, change: Callable[[str, Any, Any, Any], Any], most: int = STEPS) -> str:
     def ops(function: Any, args: Any, kwargs: Any) -> Any:
         return change(getattr(function, "__name__", "?"), function, args, kwargs)
 
-    return compared(bench, Edit(ops=ops), most)
+    return compared(bench, Intervention(ops=ops), most)
 
 
 def once(change: Callable[[], None]) -> Callable[[], Any]:
-    """A context for ``Edit.model`` that changes the weights before the first of several updates."""
+    """A context for ``Intervention.model`` that changes the weights before the first of several updates."""
     done: list[bool] = []
 
     @contextmanager
@@ -66,12 +66,12 @@ def once(change: Callable[[], None]) -> Callable[[], Any]:
     return around
 
 
-def named(bench: Bench) -> dict[str, Tensor]:
+def named(bench: ReplaySession) -> dict[str, Tensor]:
     return dict(zip(bench.player.names, bench.player.subject.parameters))
 
 
 @trial("activation_between")
-def activation_between(bench: Bench, *, weights: Sequence[str]) -> str:
+def activation_between(bench: ReplaySession, *, weights: Sequence[str]) -> str:
     """A ReLU after each of these linear layers."""
     wanted = {id(named(bench)[name]) for name in weights}
 
@@ -82,7 +82,7 @@ def activation_between(bench: Bench, *, weights: Sequence[str]) -> str:
     return with_ops(bench, change, 128)  # what depth is good for shows late
 
 
-def _trained_too(bench: Bench, extra: list[Tensor]) -> str:
+def _trained_too(bench: ReplaySession, extra: list[Tensor]) -> str:
     """These tensors are trained as well, by an optimizer like the first."""
     was = bench.train(STEPS, repeat=True)
     optimizer = bench.optimizers[0]
@@ -114,7 +114,7 @@ def _trained_too(bench: Bench, extra: list[Tensor]) -> str:
             also.step()
             also.zero_grad()
 
-        now = bench.train(STEPS, Edit(model=around), repeat=True)
+        now = bench.train(STEPS, Intervention(model=around), repeat=True)
     finally:
         for p, data, grad, asked in kept:
             p.grad = None
@@ -131,7 +131,7 @@ def _take(grads: dict[Tensor, Tensor], parameter: Tensor) -> None:
 
 
 @trial("register")
-def register(bench: Bench) -> str:
+def register(bench: ReplaySession) -> str:
     """Layers that are in no ``parameters()`` are trained as well."""
     found = list(strangers(bench).values())
     if not found:
@@ -140,13 +140,13 @@ def register(bench: Bench) -> str:
 
 
 @trial("unfreeze")
-def unfreeze(bench: Bench) -> str:
+def unfreeze(bench: ReplaySession) -> str:
     """All weights that are frozen are trained."""
     return _trained_too(bench, [p for p in bench.player.subject.parameters if not p.requires_grad])
 
 
 @trial("keep_graph")
-def keep_graph(bench: Bench, *, behind: Sequence[str]) -> str:
+def keep_graph(bench: ReplaySession, *, behind: Sequence[str]) -> str:
     """No tensor of the forward pass is detached."""
 
     def change(name: str, function: Any, args: Any, kwargs: Any) -> Any:
@@ -160,7 +160,7 @@ def keep_graph(bench: Bench, *, behind: Sequence[str]) -> str:
 
 
 @trial("transpose_for_view")
-def transpose_for_view(bench: Bench) -> str:
+def transpose_for_view(bench: ReplaySession) -> str:
     """A permute, of as few dimensions as will do, wherever a view gives the same sizes in another order."""
 
     def change(name: str, function: Any, args: Any, kwargs: Any) -> Any:
@@ -176,14 +176,14 @@ def transpose_for_view(bench: Bench) -> str:
     def ops(function: Any, args: Any, kwargs: Any) -> Any:
         return change(getattr(function, "__name__", "?"), function, args, kwargs)
 
-    edit = Edit(ops=ops)
-    was, now = _leak(bench, Edit()), _leak(bench, edit)
+    edit = Intervention(ops=ops)
+    was, now = _leak(bench, Intervention()), _leak(bench, edit)
     if now >= was:
         raise NotTried("samples are still mixed")
     return f"others' outputs change by {now:.2g}, as it was by {was:.2g} standard deviations; {compared(bench, edit)}"
 
 
-def _leak(bench: Bench, edit: Edit) -> float:
+def _leak(bench: ReplaySession, edit: Intervention) -> float:
     """How much the other samples' outputs move when the first is replaced by the second."""
     size = bench.size or 1
 
@@ -195,13 +195,15 @@ def _leak(bench: Bench, edit: Edit) -> float:
     def inputs(number: int, args: Any, kwargs: Any) -> Any:
         return tuple(map(swap, args)), {k: swap(v) for k, v in kwargs.items()}
 
-    one = tensors_of(bench.run(Edit(ops=edit.ops, mode="eval"), upto="forward").outputs)[0].double()
-    other = tensors_of(bench.run(Edit(ops=edit.ops, mode="eval", inputs=inputs), upto="forward").outputs)[0].double()
+    one = tensors_of(bench.run(Intervention(ops=edit.ops, mode="eval"), upto="forward").outputs)[0].double()
+    other = tensors_of(bench.run(Intervention(ops=edit.ops, mode="eval", inputs=inputs), upto="forward").outputs)[
+        0
+    ].double()
     return float((one - other)[1:].abs().max() / (one.std() + 1e-12))
 
 
 @trial("positions_in_fp32")
-def positions_in_fp32(bench: Bench) -> str:
+def positions_in_fp32(bench: ReplaySession) -> str:
     """Whole numbers above 256 are not rounded to 16 bit."""
     num = 0
 
@@ -231,7 +233,7 @@ def positions_in_fp32(bench: Bench) -> str:
         return change(name, function, args, kwargs)
 
     alike: list[int] = []
-    bench.run(Edit(ops=ops), upto="forward")
+    bench.run(Intervention(ops=ops), upto="forward")
     if num == 0:
         raise NotTried("where they are rounded is not to be seen from outside")
     return f"{num} roundings left out: {max(alike, default=0)} positions have the angles of their neighbour"
@@ -245,13 +247,15 @@ def _are_positions(x: Tensor) -> bool:
 
 
 @trial("keep_saved")
-def keep_saved(bench: Bench) -> str:
+def keep_saved(bench: ReplaySession) -> str:
     """What the graph saves is copied, so that a later write does not reach it."""
-    edit = Edit(model=lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t))
+    edit = Intervention(
+        model=lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t)
+    )
     return f"{_turned(bench, edit)}; {compared(bench, edit)}"
 
 
-def _turned(bench: Bench, edit: Edit) -> str:
+def _turned(bench: ReplaySession, edit: Intervention) -> str:
     """How far the gradient is from what it was."""
     was, now = bench.run(), bench.run(edit)
     pairs = [(a.double(), b) for name, a in was.grads.items() if a is not None and (b := now.grads[name]) is not None]
@@ -261,7 +265,7 @@ def _turned(bench: Bench, edit: Edit) -> str:
 
 
 @trial("preserve_rng")
-def preserve_rng(bench: Bench) -> str:
+def preserve_rng(bench: ReplaySession) -> str:
     """Every checkpoint puts the random generators back before it computes again."""
     name = "_checkpoint_without_reentrant_generator"
     original = getattr(checkpointing, name, None)
@@ -279,12 +283,12 @@ def preserve_rng(bench: Bench) -> str:
         finally:
             setattr(checkpointing, name, original)
 
-    edit = Edit(model=around)
+    edit = Intervention(model=around)
     return f"{_turned(bench, edit)}; {compared(bench, edit)}"
 
 
 @trial("derived_backward")
-def derived_backward(bench: Bench, *, function: str) -> str:
+def derived_backward(bench: ReplaySession, *, function: str) -> str:
     """Autograd differentiates the forward of a custom Function."""
     with bench.live():
         found = [each for each in custom_functions(bench) if each.__name__ == function]
@@ -314,7 +318,7 @@ def derived_backward(bench: Bench, *, function: str) -> str:
             undo.enter_context(replaced(found[0], "backward", backward))
             yield
 
-    edit = Edit(model=around)
+    edit = Intervention(model=around)
     return f"{_turned(bench, edit)}; {compared(bench, edit)}"
 
 
@@ -327,7 +331,7 @@ class _Nothing:
 
 
 @trial("random_weights")
-def random_weights(bench: Bench, *, weights: Sequence[str]) -> str:
+def random_weights(bench: ReplaySession, *, weights: Sequence[str]) -> str:
     """Kaiming weights for these layers."""
     known = named(bench)
 
@@ -335,7 +339,7 @@ def random_weights(bench: Bench, *, weights: Sequence[str]) -> str:
         for name in weights:
             redrawn(known[name])
 
-    return compared(bench, Edit(model=once(draw)))
+    return compared(bench, Intervention(model=once(draw)))
 
 
 def redrawn(weight: Tensor) -> None:
@@ -346,11 +350,11 @@ def redrawn(weight: Tensor) -> None:
 
 
 @trial("smaller_weights")
-def smaller_weights(bench: Bench, *, gains: dict[str, float]) -> str:
+def smaller_weights(bench: ReplaySession, *, gains: dict[str, float]) -> str:
     """Weights divided by what they are too large by."""
 
     def change() -> None:
         with smaller(bench, gains):
             pass
 
-    return compared(bench, Edit(model=once(change)))
+    return compared(bench, Intervention(model=once(change)))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from trainwright.replay.experiments.nonfinite import is_finite, loss_scale, num_backward
-from trainwright.replay.replayer import Edit, Played
-from trainwright.replay.session import Bench
+from trainwright.replay.replayer import Intervention, ReplayResult
+from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried, trial
 
 EPS = 1e-6
@@ -21,7 +21,7 @@ ALIKE = {"truediv": "div", "rtruediv": "div", "divide": "div", "true_divide": "d
 
 
 @trial("without_these_samples")
-def without_samples(bench: Bench, rows: Sequence[int], micro: int | None = None) -> str:
+def without_samples(bench: ReplaySession, rows: Sequence[int], micro: int | None = None) -> str:
     """The micro-batch without these samples."""
     edit = _without(bench, rows, micro)
     named = _ids(bench, rows, micro)
@@ -29,10 +29,10 @@ def without_samples(bench: Bench, rows: Sequence[int], micro: int | None = None)
 
 
 @trial("statistics_without_samples")
-def statistics_without_samples(bench: Bench, rows: Sequence[int]) -> str:
+def statistics_without_samples(bench: ReplaySession, rows: Sequence[int]) -> str:
     """What becomes of the running statistics."""
     found = {}
-    for name, edit in (("as it was", Edit()), ("without", _without(bench, rows, None))):
+    for name, edit in (("as it was", Intervention()), ("without", _without(bench, rows, None))):
         with bench.live():
             bench.player.play(bench.segment, edit, upto="forward")
             held = [module._buffers[key] for module, key in bench.player.subject.buffers()]
@@ -41,13 +41,13 @@ def statistics_without_samples(bench: Bench, rows: Sequence[int]) -> str:
 
 
 @trial("in_fp32")
-def in_fp32(bench: Bench) -> str:
+def in_fp32(bench: ReplaySession) -> str:
     """The whole step, without autocast."""
-    return "in fp32: " + _compared(bench, Edit(dtype="fp32"))
+    return "in fp32: " + _compared(bench, Intervention(dtype="fp32"))
 
 
 @trial("guarded")
-def guarded(bench: Bench, op: str) -> str:
+def guarded(bench: ReplaySession, op: str) -> str:
     """The input of every call of ``op`` is kept where it has a value and a slope."""
     if op not in _GUARDS:
         raise NotTried(f"there is no guard for {op}")
@@ -61,14 +61,14 @@ def guarded(bench: Bench, op: str) -> str:
             args = guard(name, args)
         return function(*args, **kwargs)
 
-    told = f"with {words}: " + _compared(bench, Edit(ops=around))
+    told = f"with {words}: " + _compared(bench, Intervention(ops=around))
     if not met:
         raise NotTried(f"{op} is called inside of another function")
     return told
 
 
 @trial("finite_mask")
-def finite_mask(bench: Bench) -> str:
+def finite_mask(bench: ReplaySession) -> str:
     """Infinities and overflowing constants of masks become finite large negative numbers."""
 
     def around(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -79,11 +79,11 @@ def finite_mask(bench: Bench) -> str:
             args = [args[0].clamp(min=LOW), *args[1:]]
         return function(*args, **kwargs)
 
-    return "with a finite mask value: " + _compared(bench, Edit(ops=around))
+    return "with a finite mask value: " + _compared(bench, Intervention(ops=around))
 
 
 @trial("valid_targets")
-def valid_targets(bench: Bench) -> str:
+def valid_targets(bench: ReplaySession) -> str:
     """The sum of the losses over max(1, number of valid targets)."""
 
     def around(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -94,11 +94,11 @@ def valid_targets(bench: Bench) -> str:
         valid = (target != kwargs.get("ignore_index", -100)).sum()
         return function(*args, **{**kwargs, "reduction": "sum"}) / valid.clamp(min=1)
 
-    return "divided by max(1, valid targets): " + _compared(bench, Edit(ops=around))
+    return "divided by max(1, valid targets): " + _compared(bench, Intervention(ops=around))
 
 
 @trial("zero_infinity")
-def zero_infinity(bench: Bench) -> str:
+def zero_infinity(bench: ReplaySession) -> str:
     """``ctc_loss(zero_infinity=True)``."""
 
     def around(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -106,15 +106,15 @@ def zero_infinity(bench: Bench) -> str:
             args, kwargs = args[:6], {**kwargs, "zero_infinity": True}
         return function(*args, **kwargs)
 
-    return "with zero_infinity=True: " + _compared(bench, Edit(ops=around))
+    return "with zero_infinity=True: " + _compared(bench, Intervention(ops=around))
 
 
 @trial("larger_eps")
-def larger_eps(bench: Bench, eps: float = 1e-4) -> str:
+def larger_eps(bench: ReplaySession, eps: float = 1e-4) -> str:
     """The update with an ``eps`` that 16 bits hold."""
     quiet = replace(bench.segment, values={k: v for k, v in bench.segment.values.items() if k != "vetoed"})
     lost = []
-    for edit in (Edit(), Edit(group=lambda step, group: {"eps": eps} if "eps" in group else {})):
+    for edit in (Intervention(), Intervention(group=lambda step, group: {"eps": eps} if "eps" in group else {})):
         with bench.live():
             after = bench.player.play(quiet, edit, upto="step").after
         lost.append(sum(int((~w.isfinite()).sum()) for w in after.values()))
@@ -174,32 +174,34 @@ def _raised(value: Any) -> Any:
 # What came of it
 
 
-def _without(bench: Bench, rows: Sequence[int], micro: int | None) -> Edit:
+def _without(bench: ReplaySession, rows: Sequence[int], micro: int | None) -> Intervention:
     if bench.size is None:
         raise NotTried("it is not known how many samples a batch has")
     others = [row for row in range(bench.size) if row not in set(rows)]
     if not others:
         raise NotTried("nothing would be left of the batch")
-    return Edit(rows=others, micro=None if micro is None else [micro])
+    return Intervention(rows=others, micro=None if micro is None else [micro])
 
 
-def _ids(bench: Bench, rows: Sequence[int], micro: int | None) -> str:
+def _ids(bench: ReplaySession, rows: Sequence[int], micro: int | None) -> str:
     ids = bench.ids[micro or 0] if len(bench.ids) > (micro or 0) else None
     if ids is None or len(ids) != bench.size:
         return f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))} of the batch"
     return f"sample{'s' * (len(rows) > 1)} {', '.join(str(ids[row]) for row in rows)}"
 
 
-def _compared(bench: Bench, edit: Edit, micro: int | None = None) -> str:
+def _compared(bench: ReplaySession, edit: Intervention, micro: int | None = None) -> str:
     scale = 1 / loss_scale(bench.segment)
-    was = bench.run(Edit(loss_scale=scale, micro=None if micro is None or num_backward(bench.segment) < 2 else [micro]))
+    was = bench.run(
+        Intervention(loss_scale=scale, micro=None if micro is None or num_backward(bench.segment) < 2 else [micro])
+    )
     now = bench.run(replace(edit, loss_scale=scale))
     if now.error is not None and was.error is None:
         raise NotTried(str(now.error).partition("\n")[0])
     return f"{_words(now)}; as it was: {_words(was)}"
 
 
-def _words(played: Played) -> str:
+def _words(played: ReplayResult) -> str:
     if played.error is not None:
         return f"{type(played.error).__name__}: {played.error}"
     told = f"loss {played.loss:.4g}, gradient norm {played.grad_norm:.4g}"

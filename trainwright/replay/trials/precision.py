@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from trainwright.replay.experiments.precision import fp32_shadow, summed_in_16_bit, updates_kept
-from trainwright.replay.replayer import Edit
-from trainwright.replay.session import Bench
+from trainwright.replay.replayer import Intervention
+from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried, trial
 
 
 @trial("loss_scale")
-def loss_scale(bench: Bench) -> str:
+def loss_scale(bench: ReplaySession) -> str:
     """The loss times a power of two, and the gradients divided by it."""
     told = fp32_shadow(bench)
     scaled = told["scaled"]
@@ -28,14 +28,14 @@ def loss_scale(bench: Bench) -> str:
 
 
 @trial("everything_in_fp32")
-def everything_in_fp32(bench: Bench) -> str:
+def everything_in_fp32(bench: ReplaySession) -> str:
     """The step with every 16-bit value in float32."""
     told = fp32_shadow(bench)
     return f"in float32: loss {told['loss_fp32']:.6g}; as it was: {told['loss']:.6g}"
 
 
 @trial("loss_in_fp32")
-def loss_in_fp32(bench: Bench) -> str:
+def loss_in_fp32(bench: ReplaySession) -> str:
     """Only what comes after the models in float32."""
     told = fp32_shadow(bench)
     if told["by_loss"] is None:
@@ -47,7 +47,7 @@ def loss_in_fp32(bench: Bench) -> str:
 
 
 @trial("fp32_weights")
-def fp32_weights(bench: Bench) -> str:
+def fp32_weights(bench: ReplaySession) -> str:
     """The update on weights, and with a state, in float32."""
 
     @contextmanager
@@ -57,7 +57,7 @@ def fp32_weights(bench: Bench) -> str:
                 own.update({k: v.float() for k, v in own.items() if isinstance(v, Tensor) and v.is_floating_point()})
         yield
 
-    played = bench.run(Edit(dtype="fp32", model=states_in_fp32), upto="step")
+    played = bench.run(Intervention(dtype="fp32", model=states_in_fp32), upto="step")
     if played.error is not None:
         raise NotTried(str(played.error))
     same = [(played.after[n] == played.before[n])[g != 0] for n, g in played.grads.items() if g is not None]
@@ -67,7 +67,7 @@ def fp32_weights(bench: Bench) -> str:
 
 
 @trial("sum_in_fp32")
-def sum_in_fp32(bench: Bench) -> str:
+def sum_in_fp32(bench: ReplaySession) -> str:
     """The gradients of the micro-batches added up in float32 and rounded once."""
     told = summed_in_16_bit(bench)
     if told["off"] is None:

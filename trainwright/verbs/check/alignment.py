@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainwright.verbs.check.data import majority, not_comparable
-from trainwright.verbs.check.samples import Samples, thinned
+from trainwright.verbs.check.samples import DatasetSample, thinned
 from trainwright.verbs.check.verdict import Verdict
 
 NEIGHBOURS = 5
@@ -24,7 +24,7 @@ CLEAR = 0.2
 """By how much neighbours must do better with other labels."""
 
 
-def alignment(train: Samples, val: Samples | None) -> tuple[Verdict, bool] | None:
+def alignment(train: DatasetSample, val: DatasetSample | None) -> tuple[Verdict, bool] | None:
     """The verdict, and whether inputs are known to tell of labels; None where there are no classes to look at."""
     train = thinned(train, MOST)
     told = _read(train)
@@ -47,7 +47,7 @@ def alignment(train: Samples, val: Samples | None) -> tuple[Verdict, bool] | Non
     return Verdict("cannot tell", "alignment", f"{said}: inputs alone do not tell"), False
 
 
-def contradictions(train: Samples) -> Iterator[Verdict]:
+def contradictions(train: DatasetSample) -> Iterator[Verdict]:
     """Equal inputs whose labels differ."""
     if train.labels() is None or not_comparable(train):
         return
@@ -84,7 +84,7 @@ def _destroyed(said: str, there: float) -> Verdict:
     )
 
 
-def _read(samples: Samples) -> tuple[NDArray[np.float64], NDArray[np.int64]] | None:
+def _read(samples: DatasetSample) -> tuple[NDArray[np.float64], NDArray[np.int64]] | None:
     x, y = samples.features(), samples.labels()
     if x is None or y is None or len(y) < LEAST or len(np.unique(y)) < 2 or not np.isfinite(x).all():
         return None
@@ -111,7 +111,7 @@ def _accuracy(near: NDArray[np.int64], y: NDArray[np.int64]) -> float:
     return float((votes.argmax(1) == codes).mean())
 
 
-def _shifted(train: Samples, near: NDArray[np.int64], y: NDArray[np.int64], shift: int) -> float | None:
+def _shifted(train: DatasetSample, near: NDArray[np.int64], y: NDArray[np.int64], shift: int) -> float | None:
     """The accuracy if each sample had the label of the one ``shift`` places on, over those where that was read."""
     place = {item.id: n for n, item in enumerate(train.items)}
     other = np.array([place.get(item.id + shift, -1) for item in train.items])

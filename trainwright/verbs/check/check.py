@@ -17,7 +17,7 @@ from trainwright.build.data import Loading, StepBatches
 from trainwright.build.model import count_parameters
 from trainwright.engine.lr_range import LrRange
 from trainwright.errors import DataError, MissingExtra, RecipeError, TrainwrightError
-from trainwright.forecast.resolve import settle
+from trainwright.forecast.resolve import resolve
 from trainwright.plan.batch import solve_batch
 from trainwright.plan.machine import read_machine
 from trainwright.recipe import Loaded
@@ -26,11 +26,11 @@ from trainwright.training.job import Job, prepare
 from trainwright.training.run import process_settings
 from trainwright.verbs.check import data, first, learning, resources
 from trainwright.verbs.check.alignment import alignment, contradictions
-from trainwright.verbs.check.bench import Bench, untouched
+from trainwright.verbs.check.sandbox import Sandbox, untouched
 from trainwright.verbs.check.first import First, first_batch
 from trainwright.verbs.check.learning import Heart
 from trainwright.verbs.check.resources import memory_at_hand
-from trainwright.verbs.check.samples import Samples, read
+from trainwright.verbs.check.samples import DatasetSample, read
 from trainwright.verbs.check.smoke import STEPS, Smoke, afterwards, diagnosed, smoke, trained
 from trainwright.verbs.check.verdict import Checkup, Verdict
 from trainwright.world import choose_device
@@ -59,8 +59,8 @@ class _Look:
     device: torch.device
     budget: Budget
     checkup: Checkup
-    train: Samples = field(default_factory=lambda: Samples(None))
-    val: Samples | None = None
+    train: DatasetSample = field(default_factory=lambda: DatasetSample(None))
+    val: DatasetSample | None = None
     aligned: bool = False
     open_question: Verdict | None = None
     """What the samples alone do not tell, and the smoke run may."""
@@ -138,7 +138,7 @@ def _built(look: _Look) -> tuple[Parts, int]:
             raise _Over
         model, notes = build_model(loaded, train)
         parts = Parts(model, train, val, build_loss(loaded), notes)
-        settled = settle(loaded, resources.device_of(look.device), parts=parts)
+        settled = resolve(loaded, resources.device_of(look.device), parts=parts)
         look.loaded = settled.loaded
         parts = assemble.prepare(parts, settled.loaded, look.device, settled.planned)
     except (_Over, TrainwrightError):
@@ -205,7 +205,7 @@ def _first(look: _Look, parts: Parts) -> None:
 
 def _trained(look: _Look, job: Job) -> None:
     """The parts that train, the quickest first."""
-    budget, bench, seen = look.budget, Bench(job), look.seen
+    budget, bench, seen = look.budget, Sandbox(job), look.seen
     assert seen is not None
     torch.set_num_threads(job.plan.threads)
     bench.keep(budget.read_s)
@@ -234,7 +234,7 @@ def _num_steps(job: Job, step_s: float) -> float:
     return job.plan.extent.steps or (job.plan.extent.seconds or 0.0) / step_s
 
 
-def _by_heart(look: _Look, bench: Bench, found: LrRange | None) -> Heart:
+def _by_heart(look: _Look, bench: Sandbox, found: LrRange | None) -> Heart:
     """At the likeliest rate, and where that is not good enough at another."""
     tried: list[Heart] = []
     for lr in learning.plausible(found, bench.job.plan.lr):
@@ -244,7 +244,7 @@ def _by_heart(look: _Look, bench: Bench, found: LrRange | None) -> Heart:
     return max(tried, key=lambda heart: heart.fell)
 
 
-def _vary(train: Samples) -> bool:
+def _vary(train: DatasetSample) -> bool:
     return len({item.mark for item in train.items[:64]}) > 1
 
 

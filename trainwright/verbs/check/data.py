@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainwright.verbs.check.samples import Samples
+from trainwright.verbs.check.samples import DatasetSample
 from trainwright.verbs.check.verdict import Verdict
 
 IGNORE = -100
@@ -21,7 +21,7 @@ OVERLAP, ALL = 0.01, 0.5
 """Share of the validation samples that are in the training set too: of concern, and of all."""
 
 
-def readable(train: Samples) -> Iterator[Verdict]:
+def readable(train: DatasetSample) -> Iterator[Verdict]:
     """What a sample is, and whether all that were tried can be read."""
     if train.size is None:
         yield Verdict("cannot tell", "samples", "a stream: its samples are looked at only in the steps below")
@@ -46,7 +46,7 @@ def _shown(x: torch.Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')}{tuple(x.shape)}"
 
 
-def finite(train: Samples) -> Iterator[Verdict]:
+def finite(train: DatasetSample) -> Iterator[Verdict]:
     """NaN or infinity in inputs or targets, with the samples."""
     bad = [item.id for item in train.items if any(x is not None and _is_bad(x) for x in (*item.inputs, item.target))]
     if bad:
@@ -65,7 +65,7 @@ def _is_bad(x: torch.Tensor) -> bool:
     return bool(x.isnan().any() or x.isposinf().any()) if x.is_floating_point() else False
 
 
-def scale(train: Samples, *, normalised_inside: bool) -> Iterator[Verdict]:
+def scale(train: DatasetSample, *, normalised_inside: bool) -> Iterator[Verdict]:
     """Whether inputs vary, and are near mean 0 and deviation 1. ``normalised_inside``: the model begins with a norm."""
     x = train.features()
     if x is None or len(x) < 4 or not np.isfinite(x).all():
@@ -100,12 +100,12 @@ def scale(train: Samples, *, normalised_inside: bool) -> Iterator[Verdict]:
         yield Verdict("ok", "inputs", said)
 
 
-def _targets_vary(train: Samples) -> bool:
+def _targets_vary(train: DatasetSample) -> bool:
     targets = [item.target for item in train.items if item.target is not None]
     return any(t.shape != targets[0].shape or not torch.equal(t, targets[0]) for t in targets)
 
 
-def labels(train: Samples, classes: int | None, ignored: int = IGNORE) -> Iterator[Verdict]:
+def labels(train: DatasetSample, classes: int | None, ignored: int = IGNORE) -> Iterator[Verdict]:
     """Range and balance. ``classes`` and ``ignored``: outputs of the model and ignore_index in its cross-entropy."""
     seen = train.labels()
     if seen is None:
@@ -139,7 +139,7 @@ def labels(train: Samples, classes: int | None, ignored: int = IGNORE) -> Iterat
         yield Verdict("ok", "labels", said)
 
 
-def _dense_targets(train: Samples, classes: int | None, ignored: int) -> Iterator[Verdict]:
+def _dense_targets(train: DatasetSample, classes: int | None, ignored: int) -> Iterator[Verdict]:
     """A class for each token or pixel."""
     whole = [(item.id, item.target) for item in train.items if item.target is not None]
     if classes is None or not whole or any(y.dtype != torch.int64 or y.numel() < 2 for _, y in whole):
@@ -154,7 +154,7 @@ def _dense_targets(train: Samples, classes: int | None, ignored: int) -> Iterato
     yield Verdict("ok", "labels", f"{sum(y.numel() for _, y in whole):,} targets lie within 0 to {classes - 1}")
 
 
-def ids_fit(train: Samples, rows: int | None) -> Iterator[Verdict]:
+def ids_fit(train: DatasetSample, rows: int | None) -> Iterator[Verdict]:
     """Whether the table that the model looks its first input up in has a row for each id."""
     if rows is None or not train.tokens:
         return
@@ -168,7 +168,7 @@ def ids_fit(train: Samples, rows: int | None) -> Iterator[Verdict]:
     yield Verdict("ok", "inputs", f"all ids lie within the {rows:,} rows of the embedding")
 
 
-def _real_targets(train: Samples) -> Iterator[Verdict]:
+def _real_targets(train: DatasetSample) -> Iterator[Verdict]:
     y = train.numbers()
     if y is None or not np.isfinite(y).all():
         return
@@ -183,7 +183,7 @@ def _real_targets(train: Samples) -> Iterator[Verdict]:
         yield Verdict("ok", "targets", said)
 
 
-def repeated(train: Samples) -> Iterator[Verdict]:
+def repeated(train: DatasetSample) -> Iterator[Verdict]:
     """Samples that are in the training set more than once."""
     if len(train.items) < 8 or not_comparable(train):
         return
@@ -203,7 +203,7 @@ def repeated(train: Samples) -> Iterator[Verdict]:
         yield Verdict("ok", "duplicates", f"{twice} among {len(train.items):,} samples")
 
 
-def not_comparable(samples: Samples) -> str:
+def not_comparable(samples: DatasetSample) -> str:
     """Why equal inputs would mean nothing, "" where they do."""
     first = samples.items[0].inputs if samples.items else ()
     if samples.random:
@@ -217,7 +217,7 @@ def not_comparable(samples: Samples) -> str:
     return "" if size else "inputs are no tensors"
 
 
-def overlap(train: Samples, val: Samples | None) -> Iterator[Verdict]:
+def overlap(train: DatasetSample, val: DatasetSample | None) -> Iterator[Verdict]:
     """Validation samples that are trained on."""
     if val is None:
         remedy = "hold some samples out and name them in data.val: learning by heart is not seen otherwise"
@@ -236,7 +236,7 @@ def overlap(train: Samples, val: Samples | None) -> Iterator[Verdict]:
     yield _overlap(train, val)
 
 
-def _overlap(train: Samples, val: Samples) -> Verdict:
+def _overlap(train: DatasetSample, val: DatasetSample) -> Verdict:
     """The share is taken over what was read of the training set: a part finds a part of what is in both."""
     known = {item.mark: item.id for item in train.items}
     both = [item for item in val.items if item.mark in known]
@@ -259,7 +259,9 @@ def _overlap(train: Samples, val: Samples) -> Verdict:
     return Verdict("ok", "validation", f"{len(val.items):,} of {val.size:,} samples read, {len(both)} also in training")
 
 
-def batch_fits(train: Samples, size: int, micro: int, *, drop_last: bool, has_batch_norm: bool) -> Iterator[Verdict]:
+def batch_fits(
+    train: DatasetSample, size: int, micro: int, *, drop_last: bool, has_batch_norm: bool
+) -> Iterator[Verdict]:
     """Whether the dataset fills a batch, and what its last one would be."""
     if train.size is None:
         return

@@ -16,7 +16,7 @@ from trainwright.engine.loss import Loss, as_loss_fn, call_loss
 from trainwright.errors import TrainwrightError
 from trainwright.replay.classified import CHUNKED, Classified, classified
 from trainwright.state.cursor import MicroBatch
-from trainwright.verbs.check.samples import Samples
+from trainwright.verbs.check.samples import DatasetSample
 from trainwright.verbs.check.verdict import Verdict
 
 CLASSES = ("cross_entropy", "nll_loss")
@@ -236,7 +236,7 @@ def initial_loss(seen: First) -> Iterator[Verdict]:
         yield Verdict("ok", "initial loss", said)
 
 
-def right_loss(seen: First, train: Samples) -> Iterator[Verdict]:
+def right_loss(seen: First, train: DatasetSample) -> Iterator[Verdict]:
     """Whether the loss is made for what it is given."""
     given = seen.scored
     if given is None or seen.error:

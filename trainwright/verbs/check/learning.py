@@ -19,7 +19,7 @@ from trainwright.engine.step import make_step
 from trainwright.engine.until import for_steps
 from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.state.train_state import TrainState
-from trainwright.verbs.check.bench import Bench, within
+from trainwright.verbs.check.sandbox import Sandbox, within
 from trainwright.verbs.check.first import Tap
 from trainwright.verbs.check.verdict import Verdict
 
@@ -34,7 +34,7 @@ TOO_HIGH, SLOWLY, FALL = 10.0, 5.0, 0.05
 """Rate over the one at which the loss explodes; rates of all steps over the one that helps; fall that is clear."""
 
 
-def range_test(bench: Bench, *, budget_s: float, step_s: float) -> LrRange | None:
+def range_test(bench: Sandbox, *, budget_s: float, step_s: float) -> LrRange | None:
     """Smith's test on the first batches; None where there is no time for steps enough."""
     count = min(RANGE_STEPS, int(budget_s / max(step_s, 1e-9)))
     if count < LEAST_STEPS or not bench.kept:
@@ -65,7 +65,7 @@ def falls_from(found: LrRange) -> float | None:
     return found.lrs[place]
 
 
-def first_update(bench: Bench) -> float:
+def first_update(bench: Sandbox) -> float:
     """How far one update at the peak rate moves the weights: norm of the change over norm of the weights."""
     job, clip = bench.job, bench.job.recipe.optimizer.clip
     advance = make_step(job.parts.loss, precision=job.precision, clip=make_clip(clip.by, clip.at))
@@ -139,7 +139,7 @@ class Heart:
         return (self.first - self.best) / max(abs(self.first), 1e-12)
 
 
-def learn_by_heart(bench: Bench, *, lr: float, budget_s: float) -> Heart:
+def learn_by_heart(bench: Sandbox, *, lr: float, budget_s: float) -> Heart:
     """Trains on a few samples of the first micro-batch at a constant rate, dropout off."""
     told, micro = Heart(lr=lr), fewer(bench.kept[0].micro[0], BY_HEART)
     batch = StepBatch((micro,))
@@ -213,7 +213,7 @@ def _cut(data: Any, count: int) -> Any:
     return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
 
 
-def _looked_at(bench: Bench, model: nn.Module, micro: MicroBatch) -> tuple[bool, tuple[str, ...]]:
+def _looked_at(bench: Sandbox, model: nn.Module, micro: MicroBatch) -> tuple[bool, tuple[str, ...]]:
     """(every prediction is the same, names of layers of ReLU all of whose units are 0 for every sample)."""
     tap, dead = Tap(), list[str]()
 

@@ -11,7 +11,7 @@ import torch
 from trainwright.build.assemble import Parts, build_model
 from trainwright.build.data import Unwrapped
 from trainwright.build.model import count_parameters
-from trainwright.forecast.local_device import device_at_hand, nominal_cpu
+from trainwright.forecast.local_device import local_device, nominal_cpu
 from trainwright.forecast.run_forecast import forecast
 from trainwright.plan.devices import Device
 from trainwright.plan.machine import Machine, read_machine
@@ -19,8 +19,8 @@ from trainwright.plan.memory import memory_bytes
 from trainwright.recipe import Loaded
 from trainwright.state.rng import preserved_rng
 from trainwright.training.job import Job
-from trainwright.verbs.check.bench import Bench
-from trainwright.verbs.check.samples import Samples
+from trainwright.verbs.check.sandbox import Sandbox
+from trainwright.verbs.check.samples import DatasetSample
 from trainwright.verbs.check.verdict import Verdict
 
 NEARLY = 0.8
@@ -53,7 +53,7 @@ def sized(loaded: Loaded, train: Unwrapped, at_hand: int) -> Iterator[Verdict]:
 
 def device_of(device: torch.device) -> Device:
     """The device at hand as the planner knows it."""
-    return device_at_hand(probe=False) if device.type == "cuda" else nominal_cpu(read_machine())
+    return local_device(probe=False) if device.type == "cuda" else nominal_cpu(read_machine())
 
 
 def foreseen(loaded: Loaded, parts: Parts, device: torch.device) -> Iterator[Verdict]:
@@ -106,7 +106,7 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.3g} GiB" if size >= 2**28 else f"{size / 2**20:.3g} MiB"
 
 
-def speed(bench: Bench, train: Samples, step_s: float) -> Iterator[Verdict]:
+def speed(bench: Sandbox, train: DatasetSample, step_s: float) -> Iterator[Verdict]:
     """Reading a batch against computing with it. Workers read while the step computes."""
     job = bench.job
     workers = job.recipe.data.workers

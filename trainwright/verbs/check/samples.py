@@ -37,7 +37,7 @@ class Item:
 
 
 @dataclass
-class Samples:
+class DatasetSample:
     """What was read of a dataset of ``size`` samples (None: a stream) in ``seconds``, of reading alone.
 
     ``failed`` is the first sample that could not be read, and why. ``random``: reading a sample twice gives two things.
@@ -88,15 +88,15 @@ class Samples:
         return np.stack(rows)
 
 
-def read(data: Unwrapped, *, most: int, budget_s: float, seed: int = 0) -> Samples:
+def read(data: Unwrapped, *, most: int, budget_s: float, seed: int = 0) -> DatasetSample:
     """Blocks of neighbours from all over the dataset, at most ``most`` samples; random numbers are put back.
 
     Of a stream nothing is read: that would use its first samples up.
     """
     dataset = data.dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        return Samples(None)
-    read_ = Samples(len(dataset))
+        return DatasetSample(None)
+    read_ = DatasetSample(len(dataset))
     with preserved_rng():
         seed_all(seed)
         begin_s, size = time.perf_counter(), 0
@@ -113,7 +113,7 @@ def read(data: Unwrapped, *, most: int, budget_s: float, seed: int = 0) -> Sampl
     return read_
 
 
-def thinned(samples: Samples, most: int) -> Samples:
+def thinned(samples: DatasetSample, most: int) -> DatasetSample:
     """At most so many of them, in whole blocks from all over."""
     blocks: dict[int, list[Item]] = {}
     for item in samples.items:
@@ -123,7 +123,7 @@ def thinned(samples: Samples, most: int) -> Samples:
     return replace(samples, items=items[:most])
 
 
-def _read_one(dataset: Any, position: int, into: Samples) -> bool:
+def _read_one(dataset: Any, position: int, into: DatasetSample) -> bool:
     try:
         inputs, target = _parts(dataset[position])
     except Exception as error:

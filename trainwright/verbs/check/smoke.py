@@ -25,9 +25,9 @@ from trainwright.state.checkpoint import load_checkpoint, save_checkpoint
 from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState
 from trainwright.training.job import make_advance, until_of
-from trainwright.verbs.check.bench import Bench, within
+from trainwright.verbs.check.sandbox import Sandbox, within
 from trainwright.verbs.check.verdict import Verdict
-from trainwright.watching.engine_observer import Attending
+from trainwright.watching.engine_observer import EngineObserver
 
 STEPS = 100
 LOOKS = 40
@@ -60,14 +60,14 @@ class Smoke:
         return statistics.median(self.losses[:few]), statistics.median(self.losses[-few:])
 
 
-def smoke(bench: Bench, *, budget_s: float, step_s: float) -> Smoke:
+def smoke(bench: Sandbox, *, budget_s: float, step_s: float) -> Smoke:
     """Runs, evaluates and saves in a temporary folder. The doctor attends where there is time for that."""
     told, quiet = Smoke(), Progress(Console(file=io.StringIO()), quiet=True)
     begin_s = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="trainwright-check-") as place, bench.fresh() as state:
         job = replace(bench.job, state=state)
         told.attended = LOOKS * step_s < budget_s
-        attending = Attending(job, RunFolder.create(place, "smoke"), quiet) if told.attended else None
+        attending = EngineObserver(job, RunFolder.create(place, "smoke"), quiet) if told.attended else None
         advance = make_advance(bench.job)
         try:
             for result in steps(state, _some(bench, budget_s), advance, until=until_of(bench.job.plan)):
@@ -90,12 +90,12 @@ def smoke(bench: Bench, *, budget_s: float, step_s: float) -> Smoke:
     return told
 
 
-def _some(bench: Bench, budget_s: float) -> Iterator[StepBatch]:
+def _some(bench: Sandbox, budget_s: float) -> Iterator[StepBatch]:
     """The batches that there is time for. The schedule runs as in the whole run."""
     return islice(within(bench.stream(), budget_s), STEPS)
 
 
-def _length(bench: Bench) -> int:
+def _length(bench: Sandbox) -> int:
     dataset = bench.job.parts.train.dataset
     return len(dataset) if hasattr(dataset, "__len__") else 2**62
 
@@ -106,7 +106,7 @@ def _said(error: Exception) -> tuple[str, str]:
     return f"{type(error).__name__}: {error}".splitlines()[0], "run the step by hand"
 
 
-def _evaluate(bench: Bench, state: TrainState, told: Smoke, budget_s: float) -> None:
+def _evaluate(bench: Sandbox, state: TrainState, told: Smoke, budget_s: float) -> None:
     job = bench.job
     loading = build_loading(job.parts, job.recipe, job.plan, job.device)
     batches = validation_batches(job.parts, job.recipe, loading)

@@ -13,10 +13,10 @@ from trainwright.doctor.finding import finding
 from trainwright.recorder.hooks import muted
 from trainwright.runlog.records import Examined, Found, Record
 from trainwright.verbs.replay.result import Rerun
-from trainwright.watching.experiments import Examiner
+from trainwright.watching.experiments import ExperimentRunner
 
 
-def look_closely(done: Rerun, examiner: Examiner, known: Iterable[Record]) -> None:
+def look_closely(done: Rerun, examiner: ExperimentRunner, known: Iterable[Record]) -> None:
     """Every experiment of an incident and a checkup, and those that the doctor wishes for; then its findings."""
     done.records = list(known)
 

@@ -20,18 +20,18 @@ from trainwright.errors import CheckpointError, UsageError
 from trainwright.recipe import load
 from trainwright.recorder.hooks import listening
 from trainwright.recorder.numbers import as_record
-from trainwright.recorder.recording import Recording
-from trainwright.recorder.ring import Ring, Subject
+from trainwright.recorder.recording import LoopRecorder
+from trainwright.recorder.ring import LiveObjects, Ring
 from trainwright.recorder.veto import Veto
 from trainwright.replay import bundle as bundles
 from trainwright.replay.bundle import BundleError
-from trainwright.replay.replayer import NotReplayable, Player
-from trainwright.replay.session import Bench
+from trainwright.replay.replayer import NotReplayable, Replayer
+from trainwright.replay.session import ReplaySession
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.lock import RunLock
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Ended, Examined, Record, Started, Step, Watched
-from trainwright.state.checkpoint import read_papers
+from trainwright.state.checkpoint import read_run_metadata
 from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.state.manifest import step_of, verify
 from trainwright.state.store import checkpoints
@@ -41,7 +41,7 @@ from trainwright.training.run import process_settings
 from trainwright.verbs.replay.closely import look_closely
 from trainwright.verbs.replay.result import Compared, Rerun, Say
 from trainwright.verbs.replay.watched import UNBOUNDED, compared
-from trainwright.watching.experiments import Examiner, names_of
+from trainwright.watching.experiments import ExperimentRunner, names_of
 
 HISTORY = 8  # steps before the one in question that are written down too: remedies are tried on several in a row
 
@@ -145,7 +145,9 @@ def _job(origin: Origin, folder: RunFolder, lock: RunLock, done: Rerun) -> Job:
     for file in origin.checkpoint.iterdir():
         _link(file, held / file.name)
     again = f"trainwright replay {origin.source}"
-    earlier = Earlier(folder, lock, held, read_papers(held), ("all",), done.notes.append, lambda paths, undo=(): again)
+    earlier = Earlier(
+        folder, lock, held, read_run_metadata(held), ("all",), done.notes.append, lambda paths, undo=(): again
+    )
     return prepare(load(origin.recipe, overrides=quiet, environ={}), earlier=earlier)
 
 
@@ -186,7 +188,9 @@ def _compare_trained(done: Rerun, origin: Origin, begin: int, live: _Live) -> No
     if not any(each.what in ("loss", "error") for each in done.compared):
         done.notes.append(f"the log has no record of step {done.step}: it is compared with a second run of it")
         try:
-            played = Bench(Player(live.subject, names_of(live.subject)), live.ring, done.step).run(upto="step")
+            played = ReplaySession(Replayer(live.subject, names_of(live.subject)), live.ring, done.step).run(
+                upto="step"
+            )
             done.compared += compared(live.ring.segments[-1], played, live.subject)
         except NotReplayable as error:
             done.notes.append(f"a second run was not possible: {error}")
@@ -201,7 +205,7 @@ class _Live:
         self.first = max(state.step + 1, step - HISTORY)
         self.roots = [state.model, *([state.loss] if state.loss is not None else [])]
         self.ring = Ring(keep=HISTORY + 1, budget_bytes=UNBOUNDED)
-        self.recording = Recording(
+        self.recording = LoopRecorder(
             self.roots,
             [state.optimizer],
             self.ring.add,
@@ -211,8 +215,8 @@ class _Live:
             own_loop=True,
         )
         self._veto = Veto(self.roots, self.recording.parameters, "observe")
-        self.subject = Subject(self.roots, [state.optimizer], self.recording.parameters)
-        self.examiner = Examiner(self.subject, self.ring)
+        self.subject = LiveObjects(self.roots, [state.optimizer], self.recording.parameters)
+        self.examiner = ExperimentRunner(self.subject, self.ring)
         self.results: dict[int, StepResult] = {}
         self.error: str | None = None
         self.unfinished: dict[str, Any] | None = None

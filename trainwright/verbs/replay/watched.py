@@ -16,15 +16,15 @@ from torch.optim import Optimizer
 
 from trainwright.errors import UsageError
 from trainwright.recorder.numbers import as_record
-from trainwright.recorder.program import Segment
-from trainwright.recorder.ring import Ring, Subject
+from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.ring import LiveObjects, Ring
 from trainwright.replay.bundle import Bundle, BundleError
-from trainwright.replay.replayer import NotReplayable, Played, Player
-from trainwright.replay.session import Bench
+from trainwright.replay.replayer import NotReplayable, Replayer, ReplayResult
+from trainwright.replay.session import ReplaySession
 from trainwright.runlog.records import Record
 from trainwright.verbs.replay.closely import look_closely
 from trainwright.verbs.replay.result import Compared, Rerun, Say
-from trainwright.watching.experiments import Examiner, names_of
+from trainwright.watching.experiments import ExperimentRunner, names_of
 
 UNBOUNDED = 2**62  # bytes: what a bundle holds was small enough once
 
@@ -55,18 +55,18 @@ def rerun_watched(bundle: Bundle, step: int, model: str | None, say: Say) -> Rer
     segment = way[steps.index(step)]
     _notes_on(bundle, segment, done)
     try:
-        played = Bench(Player(subject, names_of(subject)), ring, step).run(upto="step")
+        played = ReplaySession(Replayer(subject, names_of(subject)), ring, step).run(upto="step")
     except NotReplayable as error:
         done.blind = str(error)
         return done
     done.error = None if played.error is None else f"{type(played.error).__name__}: {played.error}"
     done.compared = list(compared(segment, played, subject))
     known: list[Record] = [as_record(each) for each in way if each.step <= step]
-    look_closely(done, Examiner(subject, ring), known)
+    look_closely(done, ExperimentRunner(subject, ring), known)
     return done
 
 
-def _notes_on(bundle: Bundle, segment: Segment, done: Rerun) -> None:
+def _notes_on(bundle: Bundle, segment: RecordedStep, done: Rerun) -> None:
     if segment.values.get("grafted"):
         done.notes.append("a part of the loss has a graph that was not seen: its gradients are not in the replay")
     if torch.__version__ != bundle.recorded_by:
@@ -75,7 +75,7 @@ def _notes_on(bundle: Bundle, segment: Segment, done: Rerun) -> None:
         done.notes.append(f"it was recorded on {bundle.recorded_on}, and this is {bundle.device.type}")
 
 
-def compared(segment: Segment, played: Played, subject: Subject) -> Iterator[Compared]:
+def compared(segment: RecordedStep, played: ReplayResult, subject: LiveObjects) -> Iterator[Compared]:
     """Losses, and the norm that clipping saw, else that of all gradients at the update."""
     yield Compared("losses", [float(each) for each in segment.losses], [float(each) for each in played.losses])
     clips = [value for kind, value in segment.events if kind == "clip" and value["by"] == "norm"]
@@ -88,7 +88,7 @@ def compared(segment: Segment, played: Played, subject: Subject) -> Iterator[Com
         yield Compared("gradient norm", float(segment.grad_norm), float(get_total_norm(grads)) if grads else 0.0)
 
 
-def _built(model: str, bundle: Bundle) -> Subject:
+def _built(model: str, bundle: Bundle) -> LiveObjects:
     """What the user's function builds, in the order of the bundle; optimizers are made anew where it gives none."""
     made = _call(model)
     pair = isinstance(made, tuple) and len(made) == 2 and not isinstance(made[1], nn.Module)
@@ -98,13 +98,13 @@ def _built(model: str, bundle: Bundle) -> Subject:
         root.to(bundle.device)
     only = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     parameters = list({id(p): p for p in [*(p for root in roots for p in root.parameters()), *only]}.values())
-    named = dict(zip(names_of(Subject(roots, optimizers, parameters)), parameters))
+    named = dict(zip(names_of(LiveObjects(roots, optimizers, parameters)), parameters))
     if named.keys() == set(bundle.structure.parameters):
         parameters = [named[name] for name in bundle.structure.parameters]
         for parameter, trained in zip(parameters, bundle.structure.trained):
             parameter.requires_grad_(trained)
         optimizers = optimizers or _anew(bundle, parameters)
-    return Subject(roots, optimizers, parameters)
+    return LiveObjects(roots, optimizers, parameters)
 
 
 def _anew(bundle: Bundle, parameters: Sequence[nn.Parameter]) -> list[Optimizer]:

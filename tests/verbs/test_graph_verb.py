@@ -14,22 +14,22 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
-from trainwright.build.checkpointing import apply_recompute, find_blocks
+from trainwright.build.checkpointing import apply_checkpointing, find_blocks
 from trainwright.cli import app
 from trainwright.forecast.autograd import Dissection
 from trainwright.forecast.device import fake_batch, fake_tensors
-from trainwright.forecast.step import Subject, trace_step
+from trainwright.forecast.step import TracedObjects, trace_step
 from trainwright.models.gpt import gpt
 from trainwright.models.lora import add_lora
 from trainwright.models.lstm import lstm
 from trainwright.models.resnet import resnet
-from trainwright.plan.checkpointing import Recompute
+from trainwright.plan.checkpointing import Checkpointing
 from trainwright.plan.fold import fold
-from trainwright.plan.profile import Anatomy
+from trainwright.plan.profile import GraphProfile
 from trainwright.recipe import load
 from trainwright.verbs.graph import dissect, picture
 
-RECIPES = Path(__file__).parent.parent / "recipes"
+RECIPES = Path(__file__).parents[2] / "recipes"
 Case = tuple[nn.Module, Any, Callable[..., Tensor]]
 
 
@@ -108,7 +108,7 @@ def loss_of(model: nn.Module, data: Any, loss: Callable[..., Tensor]) -> Tensor:
     return loss(model(*inputs), target)
 
 
-def read(name: str) -> tuple[Anatomy, Tensor, nn.Module, Any, int]:
+def read(name: str) -> tuple[GraphProfile, Tensor, nn.Module, Any, int]:
     """The anatomy of a real step; and what an independent count of saved storages gives."""
     model, data, loss = case(name)
     known = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers(), *data)}
@@ -129,7 +129,7 @@ def read(name: str) -> tuple[Anatomy, Tensor, nn.Module, Any, int]:
     return anatomy, out, model, data, size
 
 
-def names_of(anatomy: Anatomy) -> list[str]:
+def names_of(anatomy: GraphProfile) -> list[str]:
     """Operators, where reshape has one name for what it does with and without values."""
     return [node.op.replace("ReshapeAlias", "View") for node in anatomy.nodes]
 
@@ -165,10 +165,10 @@ def test_nodes_edges_and_bytes_are_those_of_the_real_graph(name: str) -> None:
 def test_a_fake_step_has_the_same_graph(name: str) -> None:
     real, *_ = read(name)
 
-    def make(place: torch.device) -> Subject:
+    def make(place: torch.device) -> TracedObjects:
         model, data, loss = case(name)
         given = (lambda model, batch: loss(model, batch)) if loss.__name__ == "loss" else loss
-        return Subject(model, given, None, fake_batch(data, place))
+        return TracedObjects(model, given, None, fake_batch(data, place))
 
     fake = dissect(make)
     assert names_of(fake) == names_of(real)
@@ -244,11 +244,11 @@ def test_shared_storages_count_once() -> None:
 def test_a_checkpoint_frees_what_is_promised(name: str) -> None:
     """Against the kept bytes of a traced step in which that block is computed again."""
 
-    def kept(recompute: Recompute | None) -> int:
-        def make(place: torch.device) -> Subject:
+    def kept(recompute: Checkpointing | None) -> int:
+        def make(place: torch.device) -> TracedObjects:
             model, data, loss = case(name)
             given = (lambda model, batch: loss(model, batch)) if loss.__name__ == "loss" else loss
-            return Subject(model, given, None, fake_batch(data, place))
+            return TracedObjects(model, given, None, fake_batch(data, place))
 
         return sum(trace_step(make, device="cpu", recompute=recompute).kept.values())
 
@@ -261,7 +261,7 @@ def test_a_checkpoint_frees_what_is_promised(name: str) -> None:
         keep: list[tuple[str, ...] | None] = [None] * len(blocks)
         keep[index] = ()
         part = next(part for part in anatomy.parts if part.path == paths[id(blocks[index])])
-        freed = whole - kept(Recompute(tuple(keep)))
+        freed = whole - kept(Checkpointing(tuple(keep)))
         assert freed == pytest.approx(anatomy.freed_bytes(part), abs=buffers)
         assert anatomy.freed_bytes(part) > 1000
 
@@ -295,7 +295,7 @@ def test_what_is_checkpointed_already_is_not_counted_and_not_computed_again() ->
 def test_under_fake_tensors_a_checkpointed_gpt_is_read_the_same() -> None:
     with fake_tensors():
         model, data, _ = of_text(small_gpt())
-        apply_recompute(model, Recompute.every(4))
+        apply_checkpointing(model, Checkpointing.every(4))
         dissection = Dissection(model)
         anatomy = dissection.read(over_ids(model(data[0]), data[1]), data)
         dissection.close()

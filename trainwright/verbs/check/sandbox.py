@@ -48,7 +48,7 @@ def _has_storage(tensor: Tensor) -> bool:
 
 
 @dataclass
-class Bench:
+class Sandbox:
     """A planned job and its first batches. ``load_s`` are the seconds that reading each took."""
 
     job: Job
