@@ -162,6 +162,7 @@ def test_a_checkpoint_of_an_earlier_version_lacks_keys() -> None:
     for section, key in (("model", "compile"), ("checkpoint", "every"), ("schedule", "warmup"), ("data", "quarantine")):
         del before[section][key]
     del before["log"], before["model"]["lora"]["alpha"], before["optimizer"]["groups"][0]["lr_scale"]
+    del before["spikes"]
     assert compare_recipes(before, after, step=STEP) == []
     after["model"]["lora"]["alpha"] = 32.0
     assert str(between(before, after)).startswith("model.lora.alpha: 16.0 -> 32.0 (changes the maths)")
@@ -237,6 +238,21 @@ def test_weights_that_do_not_fit_are_fatal_for_what_built_them() -> None:
     assert edited.why.startswith(f"{'; '.join(many[:3])} and 2 more: put it back")
     found = compare(papers(), papers(**OTHER_DATA), step=STEP, misfits=many)
     assert [(each.path, each.kind) for each in found] == [("model", "fatal"), ("data.train", "maths")]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kinds"),
+    [
+        ("policy: warn", "policy: off", {"safe"}),
+        ("policy: off, factor: 8.0", "policy: warn, factor: 3.0", {"safe"}),
+        ("policy: skip", "policy: warn", {"maths"}),
+        ("policy: skip", "policy: 'mine:policy'", {"maths"}),
+        ("policy: rollback", "policy: rollback, factor: 3.0", {"maths"}),
+    ],
+)
+def test_a_spike_policy_that_changes_updates_changes_the_maths(before: str, after: str, kinds: set[str]) -> None:
+    was, now = (recipe(f"spikes={{{spikes}}}") for spikes in (before, after))
+    assert {each.kind for each in compare_recipes(was, now, step=STEP)} == kinds
 
 
 def test_the_gravest_comes_first() -> None:

@@ -53,6 +53,7 @@ FULL: dict[str, Any] = {
         "lr_rule": {"rule": "sqrt", "base_batch": 256},
     },
     "schedule": {"use": "wsd", "warmup": "0.1ep", "floor": 0.1},
+    "spikes": {"policy": "off", "factor": 4},
     "evaluation": {"every": "100steps", "batches": 5, "batch": 64},
     "checkpoint": {"every": None, "keep": 1},
     "log": {"every": "1.5min", "sinks": ["tensorboard", "wandb"]},

@@ -72,6 +72,14 @@ def _moments(found: RecipeDifference) -> Verdict:
     return ("fatal", f"the checkpoint lacks moments that it needs: put it back, or {EXPORT}") if lacks else _UPDATE
 
 
+def _spikes(found: RecipeDifference) -> Verdict:
+    """warn and off leave every update as it is; under them the factor decides only what is reported."""
+    policies = {(recipe.get("spikes") or {}).get("policy", "warn") for recipe in (found.before, found.after)}
+    if policies <= {"warn", "off"}:
+        return "safe", "spikes are reported or not; every update is the same"
+    return "maths", "other updates are left out when the gradient spikes"
+
+
 VALIDATION: Verdict = "safe", "it is not trained on; its losses, and the best of them, do not compare with those before"
 EXPORT = "export the weights and start a new run from them"
 _UPDATE: Verdict = "maths", "from here on the weights are updated otherwise"
@@ -121,6 +129,8 @@ RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     "optimizer.lr_rule": _UPDATE,
     "optimizer.offload": ("safe", "the same update elsewhere: last bits"),
     "schedule": ("maths", "the learning rate follows another curve"),
+    "spikes.policy": _spikes,
+    "spikes.factor": _spikes,
     "evaluation": ("safe", "evaluation leaves no trace in the training"),
     "checkpoint": ("safe", "saving leaves no trace in the training"),
     "log": ("safe", "logging leaves no trace in the training"),

@@ -3,7 +3,7 @@
 from trainwright.recipe.duration import Duration, Unit
 from trainwright.recipe.editor import json_schema
 from trainwright.recipe.load import Loaded, dump, from_mapping, load
-from trainwright.recipe.names import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES, SINKS
+from trainwright.recipe.names import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES, SINKS, SPIKE_POLICIES
 from trainwright.recipe.schema import (
     Batch,
     Checkpoint,
@@ -18,10 +18,11 @@ from trainwright.recipe.schema import (
     Model,
     Objective,
     Optimizer,
-    Part,
     Recipe,
     Schedule,
+    SpikeHandling,
 )
+from trainwright.recipe.section import Part
 from trainwright.recipe.source import Source, problem
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "OPTIMIZERS",
     "SCHEDULES",
     "SINKS",
+    "SPIKE_POLICIES",
     "Batch",
     "Checkpoint",
     "Clip",
@@ -50,6 +52,7 @@ __all__ = [
     "Recipe",
     "Schedule",
     "Source",
+    "SpikeHandling",
     "Unit",
     "dump",
     "from_mapping",

@@ -11,7 +11,8 @@ from pydantic.fields import FieldInfo
 
 from trainwright.errors import Problem, RecipeError, UsageError
 from trainwright.recipe.outline import choices, field_at, is_index, is_list, section_at
-from trainwright.recipe.schema import Part, Recipe, Section
+from trainwright.recipe.schema import Recipe
+from trainwright.recipe.section import Part, Section
 from trainwright.recipe.showing import readable, shown
 from trainwright.recipe.source import Source
 from trainwright.recipe.suggest import closest_choice, for_unknown_key

@@ -32,3 +32,4 @@ LOSSES: dict[str, str] = {
 OPTIMIZERS: tuple[str, ...] = ("sgd", "adam", "adamw", "adafactor", "muon", "lamb", "lars")
 SCHEDULES: tuple[str, ...] = ("constant", "cosine", "restarts", "polynomial", "linear", "step", "wsd")
 SINKS: tuple[str, ...] = ("tensorboard", "wandb")
+SPIKE_POLICIES: tuple[str, ...] = ("warn", "skip", "rollback", "off")

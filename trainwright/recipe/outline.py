@@ -7,7 +7,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from trainwright.recipe.schema import Recipe, Section
+from trainwright.recipe.schema import Recipe
+from trainwright.recipe.section import Section
 
 
 def section_at(keys: Sequence[str]) -> type[Section] | None:

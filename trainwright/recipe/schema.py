@@ -9,61 +9,18 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    GetJsonSchemaHandler,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from trainwright.errors import Problem, RecipeError, UsageError
-from trainwright.recipe.arguments import Args
 from trainwright.recipe.checkpointing import ActivationCheckpointing
-from trainwright.recipe.duration import Duration, DurationField
+from trainwright.recipe.duration import Duration
 from trainwright.recipe.micro_size import MicroSize
-from trainwright.recipe.names import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES
+from trainwright.recipe.names import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES, SPIKE_POLICIES
+from trainwright.recipe.section import Count, Part, SampleId, Section, Text, Texts, Warmup
 from trainwright.recipe.short_name import ShortName
 from trainwright.recipe.showing import LARGEST_INT
 
 DEFAULT_BATCH_SIZE = 32
-
-Count = Annotated[int, Field(gt=0, le=LARGEST_INT)]
-SampleId = Annotated[int, Field(ge=0, le=LARGEST_INT)]
-Text = Annotated[str, Field(min_length=1)]
-Texts = Annotated[tuple[Text, ...], Field(strict=False)]  # not strict: YAML has lists and no tuples
-Warmup = Annotated[Duration, DurationField(allow_zero=True)]
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, no unknown keys, no silent conversion (``"8"`` is not ``8``)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class Part(Section):
-    """Something built by calling a factory. The bare name ``gpt`` is short for ``{use: gpt}``."""
-
-    use: Annotated[str, ShortName("part", ())] = Field(description="A short name, or package.module:callable.")
-    args: Args = Field(default_factory=dict, description="Keyword arguments for what `use` names.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bare_name(cls, value: Any) -> Any:
-        return {"use": value} if isinstance(value, str) else value
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        mapping = handler.resolve_ref_schema(handler(core_schema))
-        return {
-            "anyOf": [mapping["properties"]["use"], mapping],
-            "description": mapping.get("description", ""),
-        }
 
 
 class Lora(Section):
@@ -270,6 +227,20 @@ class Schedule(Part):
     floor: float = Field(default=0.0, ge=0, le=1, description="Share of the peak learning rate at the end.")
 
 
+class SpikeHandling(Section):
+    """What happens when the gradient norm rises far above its usual size."""
+
+    policy: Annotated[str, ShortName("spike policy", SPIKE_POLICIES)] = Field(
+        default="warn",
+        description="warn: a finding and nothing else; skip: leave the update out; rollback: go back to the last state "
+        "in memory and leave the batches since then out; off: do not look; or package.module:callable.",
+        examples=["skip"],
+    )
+    factor: float = Field(
+        default=8.0, gt=1, description="A gradient norm above this many times its running median is a spike."
+    )
+
+
 class Evaluation(Section):
     """Validation during the run."""
 
@@ -367,6 +338,7 @@ class Recipe(Section):
     batch: Batch = Field(default_factory=Batch, description="How many samples make a step.")
     optimizer: Optimizer = Field(default_factory=Optimizer, description="How gradients change the weights.")
     schedule: Schedule = Field(default_factory=Schedule, description="The learning rate over the run.")
+    spikes: SpikeHandling = Field(default_factory=SpikeHandling, description="What happens at a spike of the gradient.")
     evaluation: Evaluation = Field(default_factory=Evaluation, description="Validation during the run.")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="Saving during the run.")
     log: Log = Field(default_factory=Log, description="The log of the run.")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainwright.recipe.outline import keys_named, section_at
-from trainwright.recipe.schema import Part
+from trainwright.recipe.section import Part
 from trainwright.recipe.showing import shown
 
 # Names that other training systems give to what a recipe has.
