@@ -40,7 +40,7 @@ from trainwright.recorder.ring import LiveObjects, Ring, Snapshot
 from trainwright.replay.replayer import Replayer
 from trainwright.replay.structure import Structure, difference
 from trainwright.replay.written import Named, Reader, Writer
-from trainwright.runlog.records import plain, strict
+from trainwright.runlog.json_values import plain, strict
 from trainwright.runlog.storage import storage_error
 from trainwright.state.codec import decode, encode
 from trainwright.state.manifest import fsync, name_of, step_of, verify, write_manifest

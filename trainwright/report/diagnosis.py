@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import diagnose
 from trainwright.report.findings import lines_of
 from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.json_values import JsonValue, strict
 from trainwright.runlog.reader import read
-from trainwright.runlog.records import Ended, Examined, Found, Record, Started, Watched, strict
+from trainwright.runlog.records import Ended, Examined, Found, Record, Started, Watched
 
 CRITICAL = 3
 
@@ -46,7 +46,7 @@ class Report:
             )
         return [head, *told]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, JsonValue]:
         """What ``--json`` prints."""
         return {
             "run": str(self.run),

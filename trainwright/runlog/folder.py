@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.errors import UsageError
-from trainwright.runlog.records import strict
+from trainwright.runlog.json_values import strict
 from trainwright.runlog.storage import storage_error
 
 _SIGNS = ("log.jsonl", "recipe.yaml", "plan.json")  # any of these makes a folder a run folder

@@ -11,20 +11,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
+
+from trainwright.runlog.json_values import NOT_IN_JSON, Event, Facts, plain, strict
 
 FORMAT_VERSION = 1  # of the run folder as a whole
 
-Events = typing.Annotated[Sequence[tuple[str, Any]], "plain"]
-Values = typing.Annotated[dict[str, Any], "plain"]
-"""JSON of any nesting; numbers that are not in JSON come back as their names, see ``plain``."""
+Events = typing.Annotated[Sequence[Event], "plain"]
+Values = typing.Annotated[Facts, "plain"]
+"""JSON of any nesting, read back by ``plain``: the strings that stand for NaN and infinity become floats again."""
 
-_NOT_IN_JSON = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+T = TypeVar("T")
+
+_Decoder = Callable[[object], object]
+"""Reads one JSON value as the type of a field. Raises ValueError where it is of another type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +266,7 @@ class Unknown(Record):
     """A kind that this version does not know. ``fields`` is the whole line but ``kind`` and ``time_s``."""
 
     kind: str
-    fields: dict[str, Any]
+    fields: Facts
 
 
 KINDS: Mapping[str, type[Record]] = {
@@ -310,31 +314,7 @@ def from_json(line: str) -> Record:
     return Unknown(kind=kind, time_s=_float(fields.pop("time_s", "NaN")), fields=fields)
 
 
-def strict(value: Any) -> Any:
-    """``value`` as strict JSON can hold it: NaN and infinity spelled out, dataclasses as dicts."""
-    if dataclasses.is_dataclass(value):
-        return strict(vars(value))
-    if isinstance(value, Mapping):
-        return {strict(key): strict(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [strict(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
-
-
-def plain(value: Any) -> Any:
-    """The inverse of ``strict`` for values of any nesting: NaN and infinity are numbers again."""
-    if isinstance(value, str):
-        return _NOT_IN_JSON.get(value, value)
-    if isinstance(value, list):
-        return [plain(item) for item in value]
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return value
-
-
-def _fields_of(value: object) -> dict[str, Any]:
+def _fields_of(value: object) -> dict[str, object]:
     """For the encoder. Dataclasses only: a tensor has a ``__dict__`` too, and would be logged as ``{}``."""
     if dataclasses.is_dataclass(value):
         return vars(value)
@@ -356,18 +336,18 @@ def _construct(cls: type, fields: object) -> object:
 
 
 @functools.cache
-def _decoders(cls: type) -> dict[str, Callable[[Any], Any]]:
+def _decoders(cls: type) -> dict[str, _Decoder]:
     hints = typing.get_type_hints(cls, include_extras=True)
     return {f.name: _decoder(hints[f.name]) for f in dataclasses.fields(cls)}
 
 
-def _decoder(hint: Any) -> Callable[[Any], Any]:
+def _decoder(hint: object) -> _Decoder:
     """How to read JSON as ``hint``: one of the few types that records are made of."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return plain
     if origin is types.UnionType and str in args and float in args:
-        return lambda value: _NOT_IN_JSON.get(value, value) if isinstance(value, str) else value
+        return lambda value: NOT_IN_JSON.get(value, value) if isinstance(value, str) else value
     if origin is types.UnionType:
         inner = _decoder(args[0])
         return lambda value: None if value is None else inner(value)
@@ -381,18 +361,18 @@ def _decoder(hint: Any) -> Callable[[Any], Any]:
         return functools.partial(_construct, typing.cast(type, hint))
     if hint is float:
         return _float
-    return functools.partial(_of, hint)
+    return functools.partial(_of, typing.cast(type, hint))
 
 
-def _float(value: Any) -> float:
+def _float(value: object) -> float:
     if isinstance(value, str):
-        if value not in _NOT_IN_JSON:
+        if value not in NOT_IN_JSON:
             raise ValueError(f"not a number: {value!r}")
-        return _NOT_IN_JSON[value]
+        return NOT_IN_JSON[value]
     return float(_of(int, value) if not isinstance(value, float) else value)
 
 
-def _of(wanted: type, value: Any) -> Any:
+def _of(wanted: type[T], value: object) -> T:
     if type(value) is not wanted:
         raise ValueError(f"expected {wanted.__name__}, not {value!r}")
     return value

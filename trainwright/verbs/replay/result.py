@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from trainwright.report.findings import lines_of
-from trainwright.runlog.records import Examined, Found, Record, Replayed, strict
+from trainwright.runlog.json_values import JsonValue, strict
+from trainwright.runlog.records import Examined, Found, Record, Replayed
 
 Say = Callable[[str], None]
 """Takes a line for the user."""
@@ -20,8 +20,8 @@ class Compared:
     """One number of the step as it was recorded, and as it came out now."""
 
     what: str
-    then: Any
-    now: Any
+    then: object
+    now: object
 
     @property
     def equal(self) -> bool:
@@ -79,9 +79,9 @@ class Rerun:
         notes = [f"note: {each}" for each in self.notes]
         return [f"step {self.step} of {self.source}: {self.outcome}", *raised, *notes, *lines_of(self.findings, None)]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, JsonValue]:
         """What ``--json`` prints."""
-        told: dict[str, Any] = strict(
+        return strict(
             {
                 "step": self.step,
                 "source": str(self.source),
@@ -94,4 +94,3 @@ class Rerun:
                 "examined": [each for each in self.records if isinstance(each, Examined)],
             }
         )
-        return told
