@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainwright.engine.losses import cross_entropy, language_model
-from trainwright.forecast.step import TracedObjects
+from trainwright.forecast.traced_step import TracedObjects
 from trainwright.models.gpt import gpt
 from trainwright.models.hf import hf_model
 from trainwright.models.lora import add_lora

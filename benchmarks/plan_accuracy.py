@@ -2,12 +2,12 @@
 
     python benchmarks/plan_accuracy.py [--quick] [--only gpt] [--held-out]
 
-The prediction is `simulate.step.trace_step`: fake tensors, nothing allocated. It is made after the measurement, from
-the same function that builds model, loss, optimizer and batch. The measurement knows nothing of it: on the CPU torch's
-allocator reports every allocation and release to the profiler from before the model is built, and the peak is the
-largest running sum within the second step; on a GPU it is ``max_memory_allocated``. ``resident`` is the largest memory
-of the process as the operating system saw it, over that before the model was built: with what libraries allocate past
-torch's allocator, what malloc keeps, and the profiler's own records.
+The prediction is `forecast.traced_step.trace_step`: fake tensors, nothing allocated. It is made after the measurement,
+from the same function that builds model, loss, optimizer and batch. The measurement knows nothing of it: on the CPU
+torch's allocator reports every allocation and release to the profiler from before the model is built, and the peak is
+the largest running sum within the second step; on a GPU it is ``max_memory_allocated``. ``resident`` is the largest
+memory of the process as the operating system saw it, over that before the model was built: with what libraries allocate
+past torch's allocator, what malloc keeps, and the profiler's own records.
 
 ``--held-out`` takes the models of ``held_out.py`` instead, by which no rule of the simulator was written.
 One JSON line per case: value is predicted / measured. The last lines are the largest difference per model.
@@ -36,7 +36,7 @@ from trainwright.engine.clip import make_clip
 from trainwright.engine.losses import cross_entropy, language_model
 from trainwright.engine.precision import Precision
 from trainwright.engine.step import make_step
-from trainwright.forecast.step import TracedObjects, trace_step
+from trainwright.forecast.traced_step import TracedObjects, trace_step
 from trainwright.models.gpt import gpt
 from trainwright.models.hf import hf_model
 from trainwright.models.lora import add_lora

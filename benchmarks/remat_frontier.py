@@ -28,8 +28,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from trainwright.build.checkpointing import SELECTIVE, apply_checkpointing
 from trainwright.engine.losses import language_model
 from trainwright.engine.step import make_step
-from trainwright.forecast.checkpointing import Candidate, CheckpointingPlanner
-from trainwright.forecast.step import TracedObjects, trace_step
+from trainwright.forecast.checkpointing_planner import Candidate, CheckpointingPlanner
+from trainwright.forecast.traced_step import TracedObjects, trace_step
 from trainwright.models.gpt import gpt
 from trainwright.plan.checkpointing import Checkpointing, describe
 from trainwright.state.cursor import MicroBatch, StepBatch

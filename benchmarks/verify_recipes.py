@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from trainwright.errors import TrainwrightError
-from trainwright.verbs.verify import verify_resume
+from trainwright.verbs.verify.resume import verify_resume
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "training"))
 from test_verify_recipes import PRECISIONS, SMALL, WORKERS, small_trial

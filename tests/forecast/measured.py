@@ -13,7 +13,7 @@ from trainwright.build.checkpointing import apply_checkpointing
 from trainwright.engine.clip import make_clip
 from trainwright.engine.precision import Precision, PrecisionName
 from trainwright.engine.step import make_step
-from trainwright.forecast.step import TracedObjects
+from trainwright.forecast.traced_step import TracedObjects
 from trainwright.plan.checkpointing import Checkpointing
 from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.state.train_state import TrainState

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from trainwright.engine.losses import cross_entropy, language_model
 from trainwright.errors import UsageError
 from trainwright.forecast.block_profile import BlockProfile, BlockSurvey, ForwardSeen, OpCall
-from trainwright.forecast.checkpointing import CheckpointingPlanner, Level, Speed, hull, levels, profile
-from trainwright.forecast.step import TracedObjects, trace_step
+from trainwright.forecast.checkpointing_planner import CheckpointingPlanner, Level, Speed, hull, levels, profile
+from trainwright.forecast.traced_step import TracedObjects, trace_step
 from trainwright.models.gpt import gpt
 from trainwright.models.hf import hf_model
 from trainwright.models.mlp import mlp
 from trainwright.models.resnet import resnet
 from trainwright.plan.checkpointing import Checkpointing
-from trainwright.plan.forecast import Moment, Trace
+from trainwright.plan.trace import Moment, Trace
 
 TRACE = partial(trace_step, device="cpu")
 FAST_HOST = Speed(1e11, 1e10, overlaps=False, call_s=0.0, block_s=0.0, watch_s=0.0)

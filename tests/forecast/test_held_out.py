@@ -13,10 +13,10 @@ import torch
 from measured import measured_peak
 from torch import nn
 
-from trainwright.forecast import inside
-from trainwright.forecast.device import fake_tensors
-from trainwright.forecast.inside import Rows
-from trainwright.forecast.step import trace_step
+from trainwright.forecast import kernel_memory
+from trainwright.forecast.fake_tensors import fake_tensors
+from trainwright.forecast.kernel_memory import Rows
+from trainwright.forecast.traced_step import trace_step
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "held_out.py"
 
@@ -57,19 +57,19 @@ def test_a_call_that_is_large_is_made_with_fewer_rows(monkeypatch: pytest.Monkey
     x, weight = torch.zeros(24, 37, 20, 20), torch.zeros(45, 37, 3, 3)
     args = (x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     op, rows = torch.ops.aten.convolution.default, Rows((0,), 1e6)
-    whole = inside.inside(op, args, rows)
+    whole = kernel_memory.inside(op, args, rows)
     assert whole is not None and whole.left == 4 * 24 * 45 * 400
     assert whole.scratch > x.nbytes  # channels are padded
-    monkeypatch.setattr(inside, "MOST_FLOPS", 8e6)
-    assert inside.inside(op, args, rows) == whole
+    monkeypatch.setattr(kernel_memory, "MOST_FLOPS", 8e6)
+    assert kernel_memory.inside(op, args, rows) == whole
 
 
 def test_somebody_else_may_listen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then a bound is told in place of what was heard."""
-    monkeypatch.setattr(inside, "_listened", lambda call: None)
-    inside._heard.cache_clear()
+    monkeypatch.setattr(kernel_memory, "_listened", lambda call: None)
+    kernel_memory._heard.cache_clear()
     trace = trace_step(MODELS["conv_dilated"], device="cpu")
-    inside._heard.cache_clear()
+    kernel_memory._heard.cache_clear()
     (told,) = [each for each in trace.unseen if each.op == "convolution_backward"]
     assert told.bound_bytes and "cannot be seen" in told.why
 

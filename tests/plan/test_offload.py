@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.traces import GIB, scaled
-from trainwright.plan.choose import Layout, choose, offloaded, weigh
 from trainwright.plan.devices import Device, parse_devices
+from trainwright.plan.layout import Layout, choose, offloaded, weigh
 from trainwright.plan.offload import offload_of, why_not_offloaded
 from trainwright.recipe import OPTIMIZERS
 

@@ -12,7 +12,7 @@ import pytest
 from test_runs import SMALL
 
 from trainwright.verbs.demo import recipe_folder
-from trainwright.verbs.verify import ResumeTrial, verify_resume
+from trainwright.verbs.verify.resume import ResumeTrial, verify_resume
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 WORKERS = ((2, 3), (0, 0))

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from trainwright.build.checkpointing import apply_checkpointing, find_blocks
 from trainwright.cli import app
-from trainwright.forecast.autograd import Dissection
-from trainwright.forecast.device import fake_batch, fake_tensors
-from trainwright.forecast.step import TracedObjects, trace_step
+from trainwright.forecast.fake_tensors import fake_batch, fake_tensors
+from trainwright.forecast.graph_profiler import Dissection
+from trainwright.forecast.traced_step import TracedObjects, trace_step
 from trainwright.models.gpt import gpt
 from trainwright.models.lora import add_lora
 from trainwright.models.lstm import lstm

@@ -84,7 +84,7 @@ def verify_checkpoint(
     as_json: Json = False,
 ) -> None:
     """Check every file, hash, tensor and value of checkpoints."""
-    from trainwright.verbs.verify import verify_checkpoint as verify
+    from trainwright.verbs.verify.resume import verify_checkpoint as verify
 
     found, say = verify(path), say_to(as_json)
     for each in found:
@@ -107,8 +107,8 @@ def verify_resume(
     as_json: Json = False,
 ) -> None:
     """Prove on a recipe that a killed and resumed run is the same bits as one that was not."""
-    from trainwright.verbs.verify import ResumeTrial
-    from trainwright.verbs.verify import verify_resume as verify
+    from trainwright.verbs.verify.resume import ResumeTrial
+    from trainwright.verbs.verify.resume import verify_resume as verify
 
     say, trial = say_to(as_json), ResumeTrial(recipe, steps, workers, then_workers, tuple(settings or ()), kill)
     proof = verify(trial, keep=keep, say=say)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainwright.build.checkpointing import find_blocks
 from trainwright.build.selective import draws_random_numbers, family_of, written
 from trainwright.engine.loss import Loss, as_loss_fn
-from trainwright.forecast.step import TracedObjects
+from trainwright.forecast.traced_step import TracedObjects
 from trainwright.forecast.work import WorkLog, tensors_in
 
 

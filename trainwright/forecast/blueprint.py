@@ -24,8 +24,8 @@ from trainwright.build.resolve import find
 from trainwright.engine.chunked import WORTH_BYTES, is_worth_chunking
 from trainwright.engine.head import head_of, hf_head_of
 from trainwright.errors import DataError, RecipeError, UsageError
-from trainwright.forecast.device import fake_batch, fake_tensors
-from trainwright.forecast.step import TracedObjects
+from trainwright.forecast.fake_tensors import fake_batch, fake_tensors
+from trainwright.forecast.traced_step import TracedObjects
 from trainwright.models.lora import add_lora
 from trainwright.recipe import OPTIMIZERS, Loaded
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from trainwright.forecast.reserve import reserved_bytes
+from trainwright.forecast.caching_allocator import reserved_bytes
 from trainwright.forecast.tracker import MemoryEvent, Piece
-from trainwright.plan.forecast import KINDS, Kind, Moment
+from trainwright.plan.trace import KINDS, Kind, Moment
 
 
 def kind_of(piece: Piece) -> Kind:

@@ -14,13 +14,13 @@ from typing import Any
 from trainwright.build.assemble import Parts
 from trainwright.errors import RecipeError, UsageError
 from trainwright.forecast.blueprint import Blueprint, blueprint
+from trainwright.forecast.layouts import CHECKPOINTING, LayoutSurvey
 from trainwright.forecast.run_forecast import among, can_offload, planner_for, precision_on, within
-from trainwright.forecast.survey import CHECKPOINTING, LayoutSurvey
 from trainwright.plan.batch import solve_batch
 from trainwright.plan.checkpointing import Checkpointing, describe
-from trainwright.plan.choose import Choice, Option, choose, offloaded
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes
+from trainwright.plan.layout import Choice, Option, choose, offloaded
 from trainwright.plan.make import Note
 from trainwright.recipe import Loaded, Recipe
 from trainwright.recipe.byte_size import parse_bytes

@@ -11,16 +11,16 @@ from trainwright.build.assemble import Parts, at_recipe
 from trainwright.engine.precision import PrecisionName
 from trainwright.errors import UsageError
 from trainwright.forecast.blueprint import Blueprint, blueprint
-from trainwright.forecast.checkpointing import CheckpointingPlanner, Speed
-from trainwright.forecast.step import trace_step
-from trainwright.forecast.survey import CHECKPOINTING, LayoutSurvey
+from trainwright.forecast.checkpointing_planner import CheckpointingPlanner, Speed
+from trainwright.forecast.layouts import CHECKPOINTING, LayoutSurvey
+from trainwright.forecast.traced_step import trace_step
 from trainwright.plan.batch import solve_batch
-from trainwright.plan.choose import Choice, Layout, Option, choose, offloaded, weigh
 from trainwright.plan.devices import Device
-from trainwright.plan.forecast import Trace
+from trainwright.plan.layout import Choice, Layout, Option, choose, offloaded, weigh
 from trainwright.plan.make import Note, choose_precision
-from trainwright.plan.nearest import Held, Remedy, remedies
 from trainwright.plan.offload import offload_of, why_not_offloaded
+from trainwright.plan.remedies import Held, Remedy, remedies
+from trainwright.plan.trace import Trace
 from trainwright.recipe import Loaded, Recipe
 from trainwright.recipe.byte_size import parse_bytes
 

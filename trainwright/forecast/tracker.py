@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainwright.forecast.device import DeviceName, current_node, forget_casts, in_backward, next_sequence_number
-from trainwright.forecast.unseen import hidden
-from trainwright.forecast.values import without_values
+from trainwright.forecast.data_dependent import without_values
+from trainwright.forecast.fake_tensors import DeviceName, current_node, forget_casts, in_backward, next_sequence_number
+from trainwright.forecast.hidden_memory import hidden
 from trainwright.forecast.work import WorkLog, tensors_in
-from trainwright.plan.forecast import Kind, Phase, Unseen
+from trainwright.plan.trace import Kind, Phase, Unseen
 
 BLOCK_BYTES: dict[DeviceName, int] = {"cpu": 1, "cuda": 512}
 """What the allocator rounds sizes up to."""

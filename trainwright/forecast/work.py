@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from trainwright.forecast import lstm
-from trainwright.plan.forecast import Phase, Work
+from trainwright.forecast import simulated_lstm
+from trainwright.plan.trace import Phase, Work
 
 aten = torch.ops.aten
 
@@ -66,8 +66,8 @@ OWN: dict[Any, Callable[..., int]] = {
 
 
 OWN_BY_NAME: dict[str, Callable[..., int]] = {
-    f"{lstm.NAMESPACE}::lstm": lstm.forward_flops,
-    f"{lstm.NAMESPACE}::lstm_backward": lstm.backward_flops,
+    f"{simulated_lstm.NAMESPACE}::lstm": simulated_lstm.forward_flops,
+    f"{simulated_lstm.NAMESPACE}::lstm_backward": simulated_lstm.backward_flops,
 }
 """Of operators that are registered only when they are needed."""
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainwright.plan.devices import Device
-from trainwright.plan.forecast import Trace
 from trainwright.plan.scale import Scaled
+from trainwright.plan.trace import Trace
 
 HOST_FLOPS = 1e12
 """What the host computes in an update: some 32 cores as they usually are."""

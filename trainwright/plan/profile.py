@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from trainwright.plan.forecast import Trace
+from trainwright.plan.trace import Trace
 
 LOSS = "(loss)"
 """Stands for a module: what is computed behind the model."""

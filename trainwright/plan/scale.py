@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
-from trainwright.plan.forecast import KINDS, Kind, Moment, Phase, Trace, Work
+from trainwright.plan.trace import KINDS, Kind, Moment, Phase, Trace, Work
 
 PASSES: tuple[Phase, ...] = ("forward", "recompute", "backward")
 Line = tuple[float, float]

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from xml.sax.saxutils import escape
 
-from trainwright.plan.choose import Option
 from trainwright.plan.devices import CUDA_CONTEXT_BYTES, FRAGMENTATION, Device
 from trainwright.plan.explain import human_bytes, human_seconds
-from trainwright.plan.forecast import KINDS, Kind, Moment, Trace
+from trainwright.plan.layout import Option
+from trainwright.plan.trace import KINDS, Kind, Moment, Trace
 from trainwright.report.chart import INK
 
 SIGNS: Mapping[Kind, str] = {

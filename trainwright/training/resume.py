@@ -15,8 +15,8 @@ from trainwright.build.assemble import LIVE
 from trainwright.engine.precision import PrecisionName
 from trainwright.errors import CheckpointError
 from trainwright.plan.batch import solve_batch
-from trainwright.plan.changes import Again, Change, compare, on_command_line, require_accepted
 from trainwright.plan.make import Kept, RunFacts, Spent, choose_precision
+from trainwright.plan.resume_changes import Again, Change, compare, on_command_line, require_accepted
 from trainwright.recipe import Recipe
 from trainwright.runlog.deaths import CRASH_LOOP, require_no_crash_loop
 from trainwright.runlog.folder import RunFolder

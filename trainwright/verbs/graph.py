@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from trainwright.engine.loss import Loss, LossFn, as_loss_fn
 from trainwright.engine.precision import PrecisionName
 from trainwright.errors import StorageError
-from trainwright.forecast.autograd import Dissection
 from trainwright.forecast.blueprint import blueprint
-from trainwright.forecast.device import DeviceName
-from trainwright.forecast.step import TracedObjects, trace_step
+from trainwright.forecast.fake_tensors import DeviceName
+from trainwright.forecast.graph_profiler import Dissection
+from trainwright.forecast.traced_step import TracedObjects, trace_step
 from trainwright.plan.batch import solve_batch
 from trainwright.plan.explain import human_bytes
 from trainwright.plan.fold import Folded, fold

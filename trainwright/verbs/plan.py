@@ -11,9 +11,9 @@ from typing import Any
 from trainwright.errors import StorageError
 from trainwright.forecast.local_device import named_device
 from trainwright.forecast.run_forecast import Forecast, Point, forecast, frontier
-from trainwright.plan.choose import Option
 from trainwright.plan.devices import FRAGMENTATION, known_devices, load_devices
 from trainwright.plan.explain import human_bytes, human_seconds
+from trainwright.plan.layout import Option
 from trainwright.recipe import Loaded
 from trainwright.recipe.byte_size import parse_bytes
 from trainwright.report.chart import Series, line_chart_text

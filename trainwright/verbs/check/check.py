@@ -24,13 +24,21 @@ from trainwright.recipe import Loaded
 from trainwright.state.rng import preserved_rng, seed_all
 from trainwright.training.job import Job, prepare
 from trainwright.training.run import process_settings
-from trainwright.verbs.check import data, first, learning, resources
+from trainwright.verbs.check import data, learning, resources
 from trainwright.verbs.check.alignment import alignment, contradictions
-from trainwright.verbs.check.sandbox import Sandbox, untouched
-from trainwright.verbs.check.first import First, first_batch
+from trainwright.verbs.check.first_batch import (
+    First,
+    first_batch,
+    fits,
+    gradients,
+    ignored_by,
+    initial_loss,
+    right_loss,
+)
 from trainwright.verbs.check.learning import Heart
 from trainwright.verbs.check.resources import memory_at_hand
 from trainwright.verbs.check.samples import DatasetSample, read
+from trainwright.verbs.check.sandbox import Sandbox, untouched
 from trainwright.verbs.check.smoke import STEPS, Smoke, afterwards, diagnosed, smoke, trained
 from trainwright.verbs.check.verdict import Checkup, Verdict
 from trainwright.world import choose_device
@@ -197,10 +205,10 @@ def _first(look: _Look, parts: Parts) -> None:
         look.seen = seen = first_batch(parts, step.micro[0])
     look.tell(data.scale(look.train, normalised_inside=seen.begins_with_norm))
     look.tell(data.ids_fit(look.train, seen.rows))
-    look.tell(data.labels(look.train, seen.classes, first.ignored_by(seen)))
-    for verdicts in (first.fits, first.initial_loss, first.gradients):
+    look.tell(data.labels(look.train, seen.classes, ignored_by(seen)))
+    for verdicts in (fits, initial_loss, gradients):
         look.tell(verdicts(seen))
-    look.tell(first.right_loss(seen, look.train))
+    look.tell(right_loss(seen, look.train))
 
 
 def _trained(look: _Look, job: Job) -> None:

@@ -19,8 +19,8 @@ from trainwright.engine.step import make_step
 from trainwright.engine.until import for_steps
 from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.state.train_state import TrainState
+from trainwright.verbs.check.first_batch import Tap
 from trainwright.verbs.check.sandbox import Sandbox, within
-from trainwright.verbs.check.first import Tap
 from trainwright.verbs.check.verdict import Verdict
 
 LOWEST, HIGHEST = 1e-6, 10.0

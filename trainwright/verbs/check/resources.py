@@ -19,8 +19,8 @@ from trainwright.plan.memory import memory_bytes
 from trainwright.recipe import Loaded
 from trainwright.state.rng import preserved_rng
 from trainwright.training.job import Job
-from trainwright.verbs.check.sandbox import Sandbox
 from trainwright.verbs.check.samples import DatasetSample
+from trainwright.verbs.check.sandbox import Sandbox
 from trainwright.verbs.check.verdict import Verdict
 
 NEARLY = 0.8

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from test_step import make_gpt
+from test_traced_step import make_gpt
 
-from trainwright.forecast.reserve import MIB, Reserve, reserved_bytes
-from trainwright.forecast.step import trace_step
+from trainwright.forecast.caching_allocator import MIB, Reserve, reserved_bytes
+from trainwright.forecast.traced_step import trace_step
 
 
 def test_small_blocks_share_a_segment_of_2_mib() -> None:

@@ -10,13 +10,13 @@ from trainwright.build.checkpointing import SELECTIVE, find_blocks
 from trainwright.engine.precision import PrecisionName
 from trainwright.errors import UsageError
 from trainwright.forecast.blueprint import Blueprint
-from trainwright.forecast.device import fake_tensors, simulated_device
-from trainwright.forecast.step import trace_step
+from trainwright.forecast.fake_tensors import fake_tensors, simulated_device
+from trainwright.forecast.traced_step import trace_step
 from trainwright.plan.checkpointing import Checkpointing
-from trainwright.plan.choose import Layout
 from trainwright.plan.devices import Device
-from trainwright.plan.forecast import Trace
+from trainwright.plan.layout import Layout
 from trainwright.plan.scale import Scaled, tidy
+from trainwright.plan.trace import Trace
 
 NO_GRADIENT = "look for .detach(), .item() or no_grad between the model and the loss"
 CHECKPOINTING = ("none", "selective", "block")

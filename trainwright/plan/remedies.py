@@ -12,8 +12,8 @@ from typing import Literal
 
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes, human_seconds
-from trainwright.plan.forecast import Kind
 from trainwright.plan.offload import Offload
+from trainwright.plan.trace import Kind
 
 Means = Literal["here", "elsewhere", "absent"]
 """In the box; by a package of others through the recipe, not tested here; not in this version."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainwright.forecast.device import without_fake_tensors
+from trainwright.forecast.fake_tensors import without_fake_tensors
 
 MOST_FLOPS = 2e9
 MOST_BYTES = 2**27

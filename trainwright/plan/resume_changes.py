@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from pydantic import TypeAdapter
 
 from trainwright.errors import UsageError, suggest
-from trainwright.plan.rules import EXPORT, VALIDATION, Kind, RecipeDifference, Verdict, classed
+from trainwright.plan.resume_rules import EXPORT, VALIDATION, Kind, RecipeDifference, Verdict, classed
 from trainwright.recipe.outline import field_at
 from trainwright.recipe.yaml_core import core_tag
 

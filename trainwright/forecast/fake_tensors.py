@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from trainwright.errors import UsageError, require_choice
-from trainwright.forecast.cuda import CASTS, stand_in
+from trainwright.forecast.simulated_cuda import CASTS, stand_in
 
 DeviceName = Literal["cpu", "cuda"]
 UNTRACEABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)

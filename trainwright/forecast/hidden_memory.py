@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainwright.forecast import lstm
-from trainwright.forecast.device import DeviceName
-from trainwright.forecast.inside import Rows, flops_of_a_row, inside
+from trainwright.forecast import simulated_lstm
+from trainwright.forecast.fake_tensors import DeviceName
+from trainwright.forecast.kernel_memory import Rows, flops_of_a_row, inside
 from trainwright.forecast.work import nbytes, tensors_in
-from trainwright.plan.forecast import Unseen
+from trainwright.plan.trace import Unseen
 
 aten = torch.ops.aten
 
@@ -145,7 +145,7 @@ CPU: dict[Any, Rule] = {
     ),
 }
 CUDA: dict[Any, Rule] = {aten.convolution: _cudnn_convolution, aten.convolution_backward: _cudnn_convolution}
-CUDA_BY_NAME: dict[str, Rule] = {f"{lstm.NAMESPACE}::lstm": _cudnn_lstm}
+CUDA_BY_NAME: dict[str, Rule] = {f"{simulated_lstm.NAMESPACE}::lstm": _cudnn_lstm}
 RULES: dict[DeviceName, dict[Any, Rule]] = {"cpu": CPU, "cuda": CUDA}
 CUDA_ALWAYS = (
     Unseen("cublas", "", "workspace of the matrix library, made at its first call and kept (32 MiB on Hopper)", 2**25),

@@ -19,9 +19,9 @@ from typing import Protocol
 import torch
 
 from trainwright.forecast.block_profile import BlockProfile, BlockSurvey, ForwardSeen, OpCall
-from trainwright.forecast.step import TracedObjects
+from trainwright.forecast.traced_step import TracedObjects
 from trainwright.plan.checkpointing import Checkpointing
-from trainwright.plan.forecast import Trace
+from trainwright.plan.trace import Trace
 
 Keep = tuple[str, ...] | None
 Rungs = tuple[int, ...]

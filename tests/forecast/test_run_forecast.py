@@ -20,14 +20,14 @@ from trainwright.build.optim.offload import Offloaded
 from trainwright.cli import app
 from trainwright.errors import RecipeError, UsageError
 from trainwright.forecast.blueprint import blueprint, twin
-from trainwright.forecast.device import fake_tensors
+from trainwright.forecast.fake_tensors import fake_tensors
+from trainwright.forecast.layouts import LayoutSurvey
 from trainwright.forecast.local_device import like, nominal_cpu
 from trainwright.forecast.resolve import resolve, resolved_before
 from trainwright.forecast.run_forecast import forecast
-from trainwright.forecast.step import TracedObjects, trace_step
-from trainwright.forecast.survey import LayoutSurvey
-from trainwright.plan.choose import offloaded as offloaded_ways
+from trainwright.forecast.traced_step import TracedObjects, trace_step
 from trainwright.plan.devices import Device, find_device, known_devices
+from trainwright.plan.layout import offloaded as offloaded_ways
 from trainwright.plan.machine import read_machine
 from trainwright.recipe import Loaded, from_mapping, load
 from trainwright.training.job import make_advance, prepare

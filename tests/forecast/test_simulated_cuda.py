@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_step import Make, make_bert, make_gpt, make_linear, make_lora, make_lstm, make_resnet
+from test_traced_step import Make, make_bert, make_gpt, make_linear, make_lora, make_lstm, make_resnet
 from torch import Tensor, nn
 
 from trainwright.engine.precision import PrecisionName
-from trainwright.forecast.step import TracedObjects, trace_step
+from trainwright.forecast.traced_step import TracedObjects, trace_step
 from trainwright.plan.checkpointing import Checkpointing
-from trainwright.plan.forecast import Trace
+from trainwright.plan.trace import Trace
 
 on_cuda = partial(trace_step, device="cuda")
 

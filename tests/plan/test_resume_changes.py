@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from trainwright.errors import UsageError
-from trainwright.plan.changes import (
+from trainwright.plan.resume_changes import (
     Change,
     compare,
     compare_provenance,
@@ -20,7 +20,7 @@ from trainwright.plan.changes import (
     on_command_line,
     require_accepted,
 )
-from trainwright.plan.rules import RULES, UNKNOWN
+from trainwright.plan.resume_rules import RULES, UNKNOWN
 from trainwright.recipe import from_mapping
 from trainwright.recipe.outline import section_at
 from trainwright.runlog.provenance import modules_of
@@ -136,7 +136,7 @@ ALIKE = (
 @pytest.mark.parametrize("path", [*leaves()])
 def test_every_key_is_classed_on_purpose(path: str) -> None:
     assert path in RULES or any(path.startswith(f"{section}.") and section in RULES for section in ALIKE), (
-        f"{path} is new: say in plan/rules.py what it means to change it on resume"
+        f"{path} is new: say in plan/resume_rules.py what it means to change it on resume"
     )
 
 

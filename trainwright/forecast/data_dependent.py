@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.forecast.device import UNTRACEABLE, untraceable
+from trainwright.forecast.fake_tensors import UNTRACEABLE, untraceable
 
 aten = torch.ops.aten
 

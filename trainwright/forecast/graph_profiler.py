@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from trainwright.forecast.device import next_sequence_number
+from trainwright.forecast.fake_tensors import next_sequence_number
 from trainwright.forecast.tracker import ModulePaths
 from trainwright.plan.profile import LOSS, GraphProfile, ModuleProfile, Node, Role, SavedTensor
 

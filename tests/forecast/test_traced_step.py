@@ -18,7 +18,7 @@ from trainwright.build.optim.choose import make_optimizer
 from trainwright.engine.losses import cross_entropy, language_model
 from trainwright.engine.precision import PrecisionName
 from trainwright.errors import UsageError
-from trainwright.forecast.step import TracedObjects, trace_step
+from trainwright.forecast.traced_step import TracedObjects, trace_step
 from trainwright.models.gpt import gpt
 from trainwright.models.lora import add_lora
 from trainwright.models.lstm import lstm

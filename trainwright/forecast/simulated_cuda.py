@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import backend_registration
 
 from trainwright.errors import UsageError
-from trainwright.forecast import lstm
+from trainwright.forecast import simulated_lstm
 
 NAME = "simulated_cuda"
 aten = torch.ops.aten
@@ -121,7 +121,7 @@ def _register() -> None:
         ("rms_norm", _rms_norm),
     ):
         library.impl(name, kernel, "AutogradPrivateUse1")  # type: ignore[no-untyped-call]
-    _LIBRARIES.extend((anything, library, *lstm.define("PrivateUse1")))
+    _LIBRARIES.extend((anything, library, *simulated_lstm.define("PrivateUse1")))
 
 
 def _register_cast(library: torch.library.Library, name: str, cast: Callable[[Tensor], Tensor]) -> None:

@@ -22,12 +22,12 @@ from trainwright.engine.loss import Loss, as_loss_fn
 from trainwright.engine.precision import Precision, PrecisionName
 from trainwright.engine.step import StepFn, make_step
 from trainwright.errors import UsageError
-from trainwright.forecast.device import DeviceName, as_on_cuda, fake_tensors, forget_casts, simulated_device
+from trainwright.forecast.fake_tensors import DeviceName, as_on_cuda, fake_tensors, forget_casts, simulated_device
+from trainwright.forecast.hidden_memory import always
 from trainwright.forecast.moments import kept, moments, reserved
 from trainwright.forecast.tracker import Tracker
-from trainwright.forecast.unseen import always
 from trainwright.plan.checkpointing import Checkpointing
-from trainwright.plan.forecast import Trace, Unseen
+from trainwright.plan.trace import Trace, Unseen
 from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.state.rng import preserved_rng
 from trainwright.state.train_state import TrainState
@@ -64,7 +64,7 @@ def trace_step(
 
     ``make`` is called under fake tensors, so it may build a model of any size; tensors that it makes lie on the device
     that it is given. One step is taken; the optimizer's state that it makes counts as there before. The process is left
-    as it was (random numbers, default dtype, autocast), but for the stand-in for CUDA: see ``simulate.cuda``.
+    as it was (random numbers, default dtype, autocast), but for the stand-in for CUDA: see ``simulated_cuda``.
 
     Raises UsageError for a step that cannot be simulated, say as shapes depend on values, and whatever ``make`` raises.
     """

@@ -25,7 +25,7 @@ from trainwright.runlog.records import Evaluated, Record, Started, Step
 from trainwright.state.examine import CheckpointDifference, CheckpointReport, differences, examine
 from trainwright.state.manifest import NAME, name_of, step_of
 from trainwright.state.store import checkpoints
-from trainwright.verbs.trial import OTHER_DISK, STEP_S, TrialPart
+from trainwright.verbs.verify.trial import OTHER_DISK, STEP_S, TrialPart
 
 
 def verify_checkpoint(path: Path) -> list[CheckpointReport]:
@@ -232,7 +232,7 @@ class _Bench:
         outcome = self.folder / f"{name}.json"
         asked = settings if "resume" in more else [*self.shared, *settings]
         part = TrialPart(str(self.trial.recipe), asked, str(outcome), **more)
-        command = [sys.executable, "-m", "trainwright.verbs.trial", json.dumps(asdict(part))]
+        command = [sys.executable, "-m", "trainwright.verbs.verify.trial", json.dumps(asdict(part))]
         with (self.folder / f"{name}.txt").open("w") as file:  # no pipe: workers that outlive a kill would hold it open
             done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=_environment())
         if part.committed and done.returncode == -signal.SIGKILL and Path(part.committed).is_dir():
