@@ -10,6 +10,8 @@ import pytest
 HOUSE = Path(__file__).parent.parent / "trainwright"
 FILES = sorted(HOUSE.rglob("*.py"))
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+PUBLIC = {"fit", "watch"}
+"""Spell out every option with its type, however many there are."""
 
 
 def functions(path: Path) -> list[Function]:
@@ -33,7 +35,7 @@ def test_a_file_fits_in_mind(path: Path) -> None:
         arguments = function.args
         count = len(arguments.posonlyargs + arguments.args + arguments.kwonlyargs)
         own = arguments.args[0].arg in ("self", "cls") if arguments.args else False
-        assert count - own <= 8, f"{function.name} has {count - own} parameters"
+        assert count - own <= 8 or function.name in PUBLIC, f"{function.name} has {count - own} parameters"
 
 
 def test_nine_functions_in_ten_are_short() -> None:

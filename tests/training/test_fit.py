@@ -120,8 +120,8 @@ def test_resume_in_python_is_the_same_bits() -> None:
 def test_mistakes_name_their_remedy() -> None:
     with pytest.raises(UsageError, match="Module"):
         tw.fit({}, data(), nn.CrossEntropyLoss())  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="learning_rate"):
-        tw.fit(net(), data(), nn.CrossEntropyLoss(), learning_rate=1)
+    with pytest.raises(TypeError, match="learning_rate"):
+        tw.fit(net(), data(), nn.CrossEntropyLoss(), learning_rate=1)  # type: ignore[call-arg]
     with pytest.raises(UsageError, match="no dataset"):
         tw.fit(net(), 7, nn.CrossEntropyLoss())
     with pytest.raises(RecipeError, match="until"):

@@ -1,10 +1,10 @@
-"""The Python face: train a module of one's own in three lines."""
+"""``tw.fit``: trains a module that the caller made, on data that the caller has."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
@@ -20,55 +20,7 @@ from trainwright.training.run import Result, train
 if TYPE_CHECKING:
     from trainwright.engine.loop import Observer
 
-
-def fit(
-    model: nn.Module,
-    data: Any,
-    loss: Callable[..., Any],
-    *,
-    val: Any = None,
-    settings: Mapping[str, Any] | None = None,
-    resume: str | Path | None = None,
-    observers: Sequence[Observer] = (),
-    **short: Any,
-) -> Result:
-    """Trains ``model`` in place and writes a run folder.
-
-    ``data`` and ``val`` are datasets, DataLoaders, or tuples of tensors (or NumPy arrays) of one length; a
-    DataLoader's batch size, shuffling, workers and collate function are taken over; that of ``val`` says
-    ``evaluation.batch``. ``loss`` is ``loss(output, target)``, such as ``nn.CrossEntropyLoss()``, or
-    ``loss(model, batch)`` (its first parameter is named ``model``) that returns a mean, or a
-    ``tw.Loss(total, weight)`` for exact weighting.
-
-    ``short`` are the settings most asked for: ``until`` ("5ep", "1000steps", "60s"), ``lr``, ``batch``,
-    ``accumulation``, ``optimizer``, ``schedule``, ``warmup``, ``precision``, ``seed``, ``name``, ``quiet``.
-    ``settings`` takes any path of a recipe: ``{"optimizer.clip.at": 0.5}``, or nested mappings of them.
-    ``resume`` is the folder of an earlier run of the same call, ``accept`` the differences to it that are wanted
-    (a path or several: ``accept="optimizer.lr"``).
-
-    Raises UsageError or RecipeError for what cannot be, each with its remedy.
-    """
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"fit: the model is a {type(model).__name__}", remedy="give an nn.Module")
-    require_ready(model)
-    require_callable(loss)
-    quiet = bool(short.pop("quiet", False))
-    accept = _several(short.pop("accept", ()))
-    train_data, val_data = unwrap(data), None if val is None else unwrap(val)
-    mapping = _described(model, train_data, val_data, loss)
-    loaded = from_mapping(mapping, overrides=_asked({} if settings is None else settings, _paths(short)), name="tw.fit")
-    folder = None if resume is None else RunFolder.open(resume)
-    return train(
-        loaded,
-        parts=Parts(model, train_data, val_data, loss),
-        resume=folder,
-        accept=accept,
-        quiet=quiet,
-        extras=[lambda *_, each=each: each for each in observers],
-    )
-
-
-_SHORT = {
+SHORT_NAMES = {
     "until": "until",
     "lr": "optimizer.lr",
     "batch": "batch.size",
@@ -80,72 +32,154 @@ _SHORT = {
     "seed": "seed",
     "name": "name",
 }
+"""Arguments of ``fit`` that set one key of the recipe, and that key."""
+
+LIVE_SECTIONS = (("model",), ("loss",), ("data", "train"), ("data", "val"))
+"""Sections of the recipe that ``fit`` is given as objects."""
 
 
-def _several(accept: Any) -> tuple[str, ...]:
-    return (accept,) if isinstance(accept, str) else tuple(accept)
+def fit(
+    model: nn.Module,
+    data: object,
+    loss: Callable[..., object],
+    *,
+    val: object = None,
+    until: str | None = None,
+    lr: float | None = None,
+    batch: int | None = None,
+    accumulation: int | None = None,
+    optimizer: str | None = None,
+    schedule: str | None = None,
+    warmup: str | None = None,
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] | None = None,
+    seed: int | None = None,
+    name: str | None = None,
+    settings: Mapping[str, object] | None = None,
+    resume: str | Path | None = None,
+    accept: str | Sequence[str] = (),
+    observers: Sequence[Observer] = (),
+    quiet: bool = False,
+) -> Result:
+    """Trains ``model`` in place and writes a run folder.
+
+    Every argument that is None keeps the default of a recipe (``trainwright schema`` prints them all).
+
+    Args:
+        model: What is trained.
+        data: A Dataset, a DataLoader, or a tuple of tensors (or NumPy arrays) of the same length. The batch size,
+            shuffling, workers and collate function of a DataLoader are kept.
+        loss: ``loss(output, target)``, such as ``nn.CrossEntropyLoss()``, or ``loss(model, batch)`` (the first
+            parameter is named ``model``), which returns a mean or, for exact weighting, a ``tw.Loss(total, weight)``.
+        val: The validation set, in any form that ``data`` may have. The batch size of a DataLoader is used for
+            evaluation.
+        until: The length of the run: ``"5ep"``, ``"1000steps"``, ``"60s"``, ``"5Mtok"``.
+        lr: Peak learning rate.
+        batch: Samples per optimizer step.
+        accumulation: Micro-batches per optimizer step.
+        optimizer: A name such as ``"adamw"``, or ``"package.module:callable"``.
+        schedule: A name such as ``"cosine"``, or ``"package.module:callable"``.
+        warmup: The length of the linear warm-up: ``"100steps"``, ``"0.05run"``.
+        precision: Arithmetic of the forward and backward pass.
+        seed: Seed of all random numbers.
+        name: Name of the run and of its folder.
+        settings: Any other key of a recipe, by its path: ``{"optimizer.clip.at": 0.5}``, or nested mappings.
+        resume: The folder of an earlier run of the same call, which is continued.
+        accept: The paths of differences to that earlier run that are wanted: ``"optimizer.lr"``, or several.
+        observers: Objects whose ``observe(result, state)`` is called after each step.
+        quiet: Prints nothing.
+
+    Raises UsageError or RecipeError for a setting that cannot be used; each error names its remedy.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"fit: the model is a {type(model).__name__}", remedy="give an nn.Module")
+    require_ready(model)
+    require_callable(loss)
+    options = {
+        "until": until,
+        "lr": lr,
+        "batch": batch,
+        "accumulation": accumulation,
+        "optimizer": optimizer,
+        "schedule": schedule,
+        "warmup": warmup,
+        "precision": precision,
+        "seed": seed,
+        "name": name,
+    }
+    by_path = {SHORT_NAMES[key]: value for key, value in options.items() if value is not None}
+    train_data, val_data = unwrap(data), None if val is None else unwrap(val)
+    loaded = from_mapping(
+        _recipe_of(model, train_data, val_data, loss),
+        overrides=_overrides({} if settings is None else settings, by_path),
+        name="tw.fit",
+    )
+    return train(
+        loaded,
+        parts=Parts(model, train_data, val_data, loss),
+        resume=None if resume is None else RunFolder.open(resume),
+        accept=(accept,) if isinstance(accept, str) else tuple(accept),
+        quiet=quiet,
+        extras=[lambda *_, each=each: each for each in observers],
+    )
 
 
-def _paths(short: Mapping[str, Any]) -> dict[str, Any]:
-    unknown = [name for name in short if name not in _SHORT]
-    if unknown:
-        raise UsageError(
-            f"fit has no argument {unknown[0]!r}",
-            remedy=f"it has {', '.join(_SHORT)}; anything else goes into settings={{'optimizer.clip.at': 0.5}}",
-        )
-    return {_SHORT[name]: value for name, value in short.items()}
+def _overrides(settings: Mapping[str, object], by_path: Mapping[str, object]) -> list[tuple[str, object]]:
+    """Returns paths with their values, a section before the keys inside it.
 
-
-_LIVE = (("model",), ("loss",), ("data", "train"), ("data", "val"))
-
-
-def _asked(settings: Mapping[str, Any], short: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Paths and values, a whole section before its keys; raises UsageError for what fit was handed already."""
+    Raises UsageError where ``settings`` repeats an argument of ``fit`` or describes an object that it was given.
+    """
     if not isinstance(settings, Mapping):
         raise UsageError(
             f"settings is a {type(settings).__name__}", remedy="give a mapping: settings={'optimizer.clip.at': 0.5}"
         )
-    asked = sorted(_flat(settings), key=lambda each: str(each[0]).count("."))
-    for path, _ in asked:
-        keys = tuple(str(path).split("."))
-        for twice in short:
-            if keys[: len(under := twice.split("."))] == tuple(under):
-                name = next(name for name, known in _SHORT.items() if known == twice)
-                raise UsageError(f"{twice} is given twice: as {name}= and in settings", remedy="keep one of them")
-        for root in _LIVE:
-            if keys[: len(root)] == root and (keys == root or keys[len(root)] in ("use", "args")):
-                raise UsageError(
-                    f"settings has {path}, but fit was handed the {root[-1]} itself",
-                    remedy=f"leave {path} out and make the object that you hand over with what it needs",
-                )
-    return [*asked, *short.items()]
+    overrides = sorted(_flattened(settings), key=lambda override: str(override[0]).count("."))
+    for path, _ in overrides:
+        _require_new(str(path), by_path)
+    return [*overrides, *by_path.items()]
 
 
-def _flat(settings: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
-    """Nested mappings as dotted paths, down to ``args``, which is a value of its own."""
+def _require_new(path: str, by_path: Mapping[str, object]) -> None:
+    """Raises UsageError where a path of ``settings`` says what another argument of ``fit`` says already."""
+    keys = tuple(path.split("."))
+    for set_already in by_path:
+        if keys[: len(section := tuple(set_already.split(".")))] == section:
+            argument = next(name for name, known in SHORT_NAMES.items() if known == set_already)
+            raise UsageError(f"{set_already} is given twice: as {argument}= and in settings", remedy="keep one of them")
+    for section in LIVE_SECTIONS:
+        if keys[: len(section)] == section and (keys == section or keys[len(section)] in ("use", "args")):
+            raise UsageError(
+                f"settings has {path}, but fit was handed the {section[-1]} itself",
+                remedy=f"leave {path} out and make the object that you hand over with what it needs",
+            )
+
+
+def _flattened(settings: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """Yields nested mappings as dotted paths. ``args`` is a value of its own and stays whole."""
     for path, value in settings.items():
-        inner = isinstance(path, str) and path.rpartition(".")[2] != "args" and isinstance(value, Mapping)
-        yield from _flat({f"{path}.{key}": each for key, each in value.items()}) if inner else [(path, value)]
+        if isinstance(path, str) and path.rpartition(".")[2] != "args" and isinstance(value, Mapping):
+            yield from _flattened({f"{path}.{key}": inner for key, inner in value.items()})
+        else:
+            yield path, value
 
 
-def _described(model: nn.Module, data: Unwrapped, val: Unwrapped | None, loss: Callable[..., Any]) -> dict[str, Any]:
-    """A recipe for what was handed over, and what a DataLoader says; such a run resumes from Python only."""
-    said = {"shuffle": data.shuffle, "drop_last": data.drop_last, "workers": data.workers}
-    named: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
-    named["train"] = {"use": _name(data.dataset)}
+def _recipe_of(
+    model: nn.Module, data: Unwrapped, val: Unwrapped | None, loss: Callable[..., object]
+) -> dict[str, object]:
+    """Returns a recipe that names the given objects. Such a run can be resumed from Python only."""
+    from_loader = {"shuffle": data.shuffle, "drop_last": data.drop_last, "workers": data.workers}
+    section: dict[str, object] = {key: value for key, value in from_loader.items() if value is not None}
+    section["train"] = {"use": _live_name(data.dataset)}
     if val is not None:
-        named["val"] = {"use": _name(val.dataset)}
-    batch = {} if data.batch_size is None else {"size": data.batch_size}
-    evaluation = {} if val is None or val.batch_size is None else {"batch": val.batch_size}
+        section["val"] = {"use": _live_name(val.dataset)}
     return {
-        "model": {"use": _name(model)},
-        "data": named,
-        "loss": {"use": _name(loss)},
-        "batch": batch,
-        "evaluation": evaluation,
+        "model": {"use": _live_name(model)},
+        "data": section,
+        "loss": {"use": _live_name(loss)},
+        "batch": {} if data.batch_size is None else {"size": data.batch_size},
+        "evaluation": {} if val is None or val.batch_size is None else {"batch": val.batch_size},
     }
 
 
-def _name(thing: Any) -> str:
+def _live_name(thing: object) -> str:
     name = getattr(thing, "__name__", type(thing).__name__)
     return f"{LIVE}:{name if name.isidentifier() else type(thing).__name__}"

@@ -1,0 +1,84 @@
+"""pyproject.toml declares what the code imports, and nothing else."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+MODULES = {"pyyaml": "yaml", "nvidia-ml-py": "pynvml", "scikit-learn": "sklearn", "liger-kernel": "liger_kernel"}
+"""Distributions whose module has another name."""
+IMPORTERS = {"import_module", "find_spec", "required", "importorskip"}
+"""Functions that are given the name of a module."""
+TOOLS = {
+    "mypy": ("scripts/check", "bin/mypy"),
+    "ruff": ("scripts/check", "bin/ruff"),
+    "pytest-xdist": ("scripts/test", "-n auto"),
+    "pytest-timeout": ("pyproject.toml", "\ntimeout ="),
+    "types-pyyaml": ("trainwright/recipe/yaml_core.py", "yaml"),
+    "types-psutil": ("trainwright/plan/machine.py", "psutil"),
+}
+"""Tools that nothing imports: a file that uses each, and what shows it there."""
+
+
+def distributions(requirements: list[str]) -> set[str]:
+    names = (re.match(r"[A-Za-z0-9._-]+", requirement) for requirement in requirements)
+    return {name[0].lower() for name in names if name} - {"trainwright"}
+
+
+def module_of(distribution: str) -> str:
+    return MODULES.get(distribution, distribution)
+
+
+def modules_named(path: Path) -> Iterator[str]:
+    """Yields the full name of every module that a file imports, by a statement or by one of IMPORTERS."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if function in IMPORTERS:
+                yield str(node.args[0].value)
+
+
+@cache
+def imported(*folders: str) -> set[str]:
+    names = {name for folder in folders for path in (ROOT / folder).rglob("*.py") for name in modules_named(path)}
+    wrapped = {"tensorboard"} if any(name.startswith("torch.utils.tensorboard") for name in names) else set()
+    return {name.split(".")[0] for name in names} | wrapped
+
+
+def test_what_is_declared_is_imported() -> None:
+    extras: dict[str, list[str]] = PROJECT["optional-dependencies"]
+    for_users = [*PROJECT["dependencies"], *(each for name in extras if name != "dev" for each in extras[name])]
+    unused = {name for name in distributions(for_users) if module_of(name) not in imported("trainwright")}
+    assert not unused, "nothing in trainwright/ imports these"
+    in_tests = imported("tests", "benchmarks")
+    for name in distributions(extras["dev"]):
+        if name in TOOLS:
+            file, shown_by = TOOLS[name]
+            assert shown_by in (ROOT / file).read_text(), name
+        else:
+            assert module_of(name) in in_tests, f"no test imports {name}"
+
+
+def test_what_is_imported_is_declared() -> None:
+    extras = [each for requirements in PROJECT["optional-dependencies"].values() for each in requirements]
+    declared = {module_of(name) for name in distributions([*PROJECT["dependencies"], *extras])}
+    foreign = imported("trainwright") - set(sys.stdlib_module_names) - {"trainwright"}
+    foreign.discard("pydantic_core")  # a part of pydantic, of its exact version
+    assert foreign <= declared, "pyproject.toml does not declare these"
+
+
+def test_constraints_pin_what_is_declared() -> None:
+    pinned = distributions((ROOT / "constraints.txt").read_text().splitlines())
+    needed = distributions([*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]])
+    assert needed <= pinned
