@@ -21,6 +21,7 @@ from trainwright.state.manifest import step_of
 from trainwright.state.staging import Staging, num_bytes
 from trainwright.state.store import Best, Retention, prune, write_best
 from trainwright.state.train_state import TrainState
+from trainwright.world.threads import single_threaded
 
 MOST_OF_FREE_MEMORY = 0.8
 
@@ -84,7 +85,7 @@ class Saving:
     ) -> None:
         self._folder, self._policy, self._told, self._warn = folder, policy, told, warn
         self._papers, self._before, self._clock, self._free_memory = papers, before, clock, free_memory
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=single_threaded)
         self._looked = False
         self._staging: Staging | None = None
         self._reserving: Future[None] | None = None

@@ -1,0 +1,103 @@
+"""A thread of ours has no pool of OpenMP threads: counted, not timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from trainwright.observe.saving import SavePolicy, Saving
+from trainwright.state.train_state import TrainState
+from trainwright.world import threads
+from trainwright.world.threads import single_threaded
+
+T = TypeVar("T")
+POOL = 3
+LARGE = 1_000_000  # elements; torch splits an operation from 32,768 on
+
+
+def num_threads() -> int:
+    return int(psutil.Process().num_threads())
+
+
+def fill() -> None:
+    torch.empty(LARGE).zero_()
+
+
+def in_thread(*calls: Callable[[], T]) -> T:
+    """Calls each in turn in one thread of its own, whose pool ends with it; returns what the last one returned."""
+    torch.set_num_threads(POOL)
+    with ThreadPoolExecutor(1) as thread:
+        return [thread.submit(call).result() for call in calls][-1]
+
+
+needs_libgomp = pytest.mark.skipif("openmp" not in torch.__config__.parallel_info().lower(), reason="no OpenMP")
+
+
+@needs_libgomp
+def test_a_thread_that_says_so_starts_no_pool() -> None:
+    before = num_threads()
+    plain = in_thread(fill, num_threads)
+    time.sleep(0.05)  # the pool ends just after its thread
+    alone = in_thread(single_threaded, fill, num_threads)
+    assert (plain - before, alone - before) == (POOL, 1)
+
+
+@needs_libgomp
+def test_other_threads_keep_their_pools() -> None:
+    in_thread(single_threaded, fill)
+    assert torch.get_num_threads() == POOL
+    assert in_thread(torch.get_num_threads) == POOL
+
+
+@pytest.mark.parametrize("layout", ["another folder", "no OpenMP"])
+def test_where_there_is_no_openmp_nothing_is_done(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = tmp_path / "__init__.py" if layout == "another folder" else Path(torch.__file__)
+    monkeypatch.setattr(threads.torch, "__file__", str(where))
+    if layout == "no OpenMP":
+        monkeypatch.setattr(threads.ctypes, "CDLL", lambda name: object())
+    threads._omp_set_num_threads.cache_clear()
+    try:
+        assert in_thread(single_threaded, lambda: torch.ones(2).sum().item()) == 2
+        assert threads._omp_set_num_threads() is None
+    finally:
+        threads._omp_set_num_threads.cache_clear()
+
+
+class Listener:
+    saves = 0
+
+    def saved(self, step: int, path: str, num_bytes: int, seconds: float, blocked_s: float) -> None:
+        self.saves += 1
+
+    def not_saved(self, step: int, reason: str) -> None:
+        raise AssertionError(reason)
+
+
+@needs_libgomp
+def test_the_thread_that_writes_checkpoints_starts_no_pool(tmp_path: Path) -> None:
+    model = nn.Linear(1000, LARGE // 1000)
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), step=1)
+
+    def save() -> int:
+        fill()  # the pool of training
+        before, listener = num_threads(), Listener()
+        saving = Saving(tmp_path, SavePolicy(), told=listener, warn=print)
+        saving.due(state)  # makes the buffers, in the thread
+        saving(state)
+        end_s = time.monotonic() + 60
+        while not listener.saves and time.monotonic() < end_s:
+            saving.due(state)
+        added = num_threads() - before
+        saving.close()
+        assert listener.saves == 1
+        return added
+
+    assert in_thread(save) == 1
