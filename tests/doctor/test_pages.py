@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from trainwright.doctor.checks.mechanisms import WORDS
 from trainwright.doctor.pages import FOLDER, SECTIONS, codes, page, title
 from trainwright.errors import UsageError
 
@@ -25,43 +29,69 @@ def zoo_labels() -> set[str]:
     return {ast.literal_eval(label) for call in faults for label in call.args[1:]}
 
 
-def found_codes() -> set[str]:
-    """The codes that checks of the doctor name, wherever they are written in full as `finding("code", ...)`."""
-    trees = [ast.parse(path.read_text(), str(path)) for path in (ROOT / "trainwright" / "doctor").rglob("*.py")]
-    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args]
-    named = [call.args[0] for call in calls if isinstance(call.func, ast.Name) and call.func.id == "finding"]
-    return {each.value for each in named if isinstance(each, ast.Constant)}
+@cache
+def calls() -> list[ast.Call]:
+    """Every call that the source of the package makes."""
+    trees = [ast.parse(path.read_text(), str(path)) for path in (ROOT / "trainwright").rglob("*.py")]
+    return [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
 
 
-@pytest.mark.parametrize("code", codes())
-def test_a_page_is_whole_and_short(code: str) -> None:
+def calls_of(*names: str) -> list[ast.Call]:
+    """Every call of a function of these names in the package."""
+    return [call for call in calls() if isinstance(call.func, ast.Name) and call.func.id in names]
+
+
+def first_arguments(*names: str) -> list[ast.expr]:
+    """The first argument of each such call, whether by position or as ``code=``."""
+    named = [[each.value for each in call.keywords if each.arg == "code"] for call in calls_of(*names)]
+    return [(call.args[:1] or codes)[0] for call, codes in zip(calls_of(*names), named) if call.args or codes]
+
+
+def emitted_codes() -> set[str]:
+    """The code of every ``finding("code", ...)``, and of every Mechanism, which ``finding(mechanism.code)`` emits."""
+    codes = [*first_arguments("finding"), *first_arguments("Mechanism")]
+    return {each.value for each in codes if isinstance(each, ast.Constant)}
+
+
+def explained() -> set[str]:
+    """The patterns of ``explains=(...)``, and the codes that a Mechanism brings."""
+    named = [each.value for call in calls_of("finding") for each in call.keywords if each.arg == "explains"]
+    nodes = [node for value in named for node in ast.walk(value) if isinstance(node, ast.Constant)]
+    brought = {code for word in WORDS.values() for code in word.brings}
+    return {str(node.value) for node in nodes} | brought
+
+
+def wrong_with(code: str) -> Iterator[str]:
+    """What is not as it should be in the page of a code."""
     text = page(code)
-    assert CODE.fullmatch(code)
-    assert text.splitlines()[0] == f"## {code}"
-    assert len(text.splitlines()) <= 30
-    assert max(map(len, text.splitlines())) <= 120
     sections = re.findall(r"^\*\*(.+?)\.\*\* ?(.*)$", text, flags=re.MULTILINE)
     names = [name for name, _ in sections]
-    assert names in (list(SECTIONS), list(SECTIONS[:-1]))
-    assert all(rest for name, rest in sections if name != "Remedies")
-    assert re.search(r"^\*\*Remedies\.\*\*\n- \S", text, flags=re.MULTILINE)
-    assert text.count("`") % 2 == 0
+    for rule, holds in {
+        "the code is well formed": CODE.fullmatch(code),
+        "the heading is the code": text.splitlines()[0] == f"## {code}",
+        "it has at most 30 lines": len(text.splitlines()) <= 30,
+        "lines have at most 120 characters": max(map(len, text.splitlines())) <= 120,
+        "the sections are those of every page": names in (list(SECTIONS), list(SECTIONS[:-1])),
+        "no section is empty": all(rest for name, rest in sections if name != "Remedies"),
+        "remedies are a list": re.search(r"^\*\*Remedies\.\*\*\n- \S", text, flags=re.MULTILINE),
+        "every backtick is closed": text.count("`") % 2 == 0,
+        "the title is one sentence": title(code).endswith(".") and 20 <= len(title(code)) <= 120,
+        "the title is plain": "\n" not in title(code) and "**" not in title(code),
+    }.items():
+        if not holds:
+            yield f"{code}: not so: {rule}"
 
 
-@pytest.mark.parametrize("code", codes())
-def test_a_title_is_one_sentence(code: str) -> None:
-    assert title(code).endswith(".")
-    assert 20 <= len(title(code)) <= 120
-    assert "\n" not in title(code) and "**" not in title(code)
+def test_every_page_is_whole_and_short() -> None:
+    assert [problem for code in codes() for problem in wrong_with(code)] == []
 
 
-@pytest.mark.parametrize("code", codes())
-def test_a_page_refers_to_pages_that_exist(code: str) -> None:
+def test_every_page_refers_to_pages_that_exist() -> None:
     groups = {each.partition(".")[0] for each in codes()}
-    spans = re.findall(r"`([^`]+)`", page(code))
-    meant = [each for each in spans if CODE.fullmatch(each) and each.partition(".")[0] in groups]
-    assert set(meant) <= set(codes())
-    assert {each[:-2] for each in spans if each.endswith(".*")} <= groups
+    spans = {code: re.findall(r"`([^`]+)`", page(code)) for code in codes()}
+    meant = {(code, each) for code in spans for each in spans[code] if CODE.fullmatch(each)}
+    assert {(code, each) for code, each in meant if each.partition(".")[0] in groups and each not in codes()} == set()
+    assert {each[:-2] for code in spans for each in spans[code] if each.endswith(".*")} <= groups
 
 
 def test_a_page_lies_in_the_file_of_its_group() -> None:
@@ -77,8 +107,25 @@ def test_every_label_of_the_zoo_has_a_page() -> None:
     assert zoo_labels() - set(codes()) == set()
 
 
-def test_every_code_of_a_check_has_a_page() -> None:
-    assert found_codes() - set(codes()) == set()
+def test_a_page_exists_exactly_when_something_emits_its_code() -> None:
+    assert set(codes()) == emitted_codes()
+
+
+def test_the_code_of_a_finding_is_written_out_or_that_of_a_mechanism() -> None:
+    """Otherwise the set of emitted codes could not be read from the source."""
+    assert {type(each) for each in first_arguments("Mechanism")} == {ast.Constant}
+    computed = [each for each in first_arguments("finding", "Found") if not isinstance(each, ast.Constant)]
+    assert sorted(ast.unparse(each) for each in computed) == ["code", "mechanism.code"]
+
+
+def test_every_verdict_of_check_names_a_code_with_a_page() -> None:
+    named = [each.value for call in calls_of("Verdict") for each in call.keywords if each.arg == "code"]
+    assert {each.value for each in named if isinstance(each, ast.Constant)} - set(codes()) == set()
+
+
+def test_whatever_a_finding_explains_can_be_emitted() -> None:
+    assert len(explained()) > 30
+    assert [each for each in sorted(explained()) if not fnmatch.filter(codes(), each)] == []
 
 
 @pytest.mark.parametrize("group", ["num.", "num"])

@@ -458,12 +458,6 @@ CASES: list[tuple[str, str, str]] = [  # code, faulty, healthy
         with_line(LOOP, "opt = ", "model = model.to(device)"),
     ),
     ("grad.clip_empty_iterable", edit(EMPTY, ("[p for p in m.parameters()]", f"m.parameters()  {MARK}")), EMPTY),
-    ("perf.debug_mode_on", f"torch.autograd.set_detect_anomaly(True)  {MARK}\n" + LOOP, LOOP),
-    (
-        "perf.debug_mode_on",
-        f"with torch.autograd.detect_anomaly():  {MARK}\n    loss.backward()",
-        "torch.autograd.set_detect_anomaly(False)",
-    ),
 ]
 
 
@@ -485,7 +479,6 @@ def test_points_at_the_fault_and_at_nothing_healthy(code: str, faulty: str, heal
     assert pointer is not None
     assert pointer.line == marked(faulty)
     assert pointer.text == faulty.splitlines()[pointer.line - 1].strip()
-    assert pointer.why
     assert point_at(code, healthy) is None
 
 

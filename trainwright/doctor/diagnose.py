@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from trainwright.doctor import checks as _all_checks  # noqa: F401  registers them
+from trainwright.doctor.call_lines import calls_at, line_for
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import CHECKS, STAGES, Check, ExperimentRequest, Finding, finding
 
@@ -15,27 +16,31 @@ _SEVERITIES = ("critical", "warning", "info")
 
 
 class Diagnosis(NamedTuple):
-    """Findings, the first cause first, and what would tell more."""
+    """Findings, the first cause first, and the experiments that would tell more."""
 
     findings: tuple[Finding, ...]
-    wishes: tuple[ExperimentRequest, ...]
+    requests: tuple[ExperimentRequest, ...]
 
 
 def diagnose(case: Case) -> Diagnosis:
-    """Asks every check. A finding that explains others takes them in as its consequences."""
+    """Runs every check. A finding that explains others takes them in as its consequences.
+
+    Of several findings with the same code the surest stays.
+    """
     findings: dict[str, Finding] = {}
-    wishes: dict[ExperimentRequest, None] = {}
+    requests: dict[ExperimentRequest, None] = {}
     for check in CHECKS:
-        for said in _said(check, case):
-            if isinstance(said, ExperimentRequest):
-                wishes[said] = None
-            elif (known := findings.get(said.found.code)) is None or said.found.sure > known.found.sure:
-                findings[said.found.code] = said
-    return Diagnosis(tuple(_in_order(_folded(findings.values()))), tuple(wishes))
+        for result in _results(check, case):
+            if isinstance(result, ExperimentRequest):
+                requests[result] = None
+            elif (known := findings.get(result.found.code)) is None or result.found.sure > known.found.sure:
+                findings[result.found.code] = result
+    ordered = sorted(_folded(findings.values()), key=_rank)
+    return Diagnosis(tuple(_with_line(case, each) for each in ordered), tuple(requests))
 
 
-def _said(check: Check, case: Case) -> Sequence[Finding | ExperimentRequest]:
-    """What a check says. Its own mistake is told and is not the loop's: nobody's run ends by it."""
+def _results(check: Check, case: Case) -> Sequence[Finding | ExperimentRequest]:
+    """What a check yields. An exception of its own becomes an info finding: it must not end anybody's training."""
     try:
         return list(check(case))
     except Exception as error:
@@ -59,8 +64,8 @@ def _folded(findings: Iterable[Finding]) -> list[Finding]:
             continue
         taken = [other for other in left if other is not cause and _explains(cause, other)]
         if taken:
-            told = (*cause.found.consequences, *(f"{other.found.code}: {other.found.symptom}" for other in taken))
-            whole = dataclasses.replace(cause, found=dataclasses.replace(cause.found, consequences=told))
+            consequences = (*cause.found.consequences, *(f"{each.found.code}: {each.found.symptom}" for each in taken))
+            whole = dataclasses.replace(cause, found=dataclasses.replace(cause.found, consequences=consequences))
             left = [whole if each is cause else each for each in left if each not in taken]
     return left
 
@@ -69,11 +74,17 @@ def _explains(cause: Finding, other: Finding) -> bool:
     return any(fnmatch.fnmatchcase(other.found.code, pattern) for pattern in cause.explains)
 
 
-def _in_order(findings: Iterable[Finding]) -> list[Finding]:
-    return sorted(findings, key=_rank)
-
-
 def _rank(finding: Finding) -> tuple[int, float, int]:
-    """Severity first, then how sure it is in three classes, then where in a step it lies."""
+    """Severity first, then how sure it is in steps of a tenth, then where in a step it lies."""
     found = finding.found
     return (_SEVERITIES.index(found.severity), -round(found.sure, 1), STAGES.index(finding.stage))
+
+
+def _with_line(case: Case, finding: Finding) -> Finding:
+    """Points a finding at the call that it is about, where the recorder saw which line made that call."""
+    found = finding.found
+    line = line_for(found.code, calls_at(case, found.step)) if found.where.source is None else None
+    if line is None:
+        return finding
+    where = dataclasses.replace(found.where, source=line)
+    return dataclasses.replace(finding, found=dataclasses.replace(found, where=where))

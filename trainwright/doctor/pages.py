@@ -13,7 +13,7 @@ from pathlib import Path
 from trainwright.errors import UsageError, suggest
 
 FOLDER = Path(__file__).parent / "pages"
-SECTIONS = ("What", "Why it matters", "Told apart from", "Remedies", "Sources")
+SECTIONS = ("What", "Why it matters", "Look-alikes", "Remedies", "Sources")
 """In the order of a page; ``Sources`` is left out where there is none to name."""
 
 

@@ -34,11 +34,10 @@ FRESH = re.compile(r"init|reset|normal_|uniform_|constant_|zeros?_|ones_")
 
 @dataclass(frozen=True)
 class Pointer:
-    """A line of the user's source, counted as in their file, and why it is shown."""
+    """A line of the user's source, counted as in their file, and its text."""
 
     line: int
     text: str
-    why: str
 
 
 Check = Callable[[LoopSource], Iterable[Place]]
@@ -272,11 +271,6 @@ def _model_copies(s: LoopSource) -> Iterator[Place]:
             yield e.node
 
 
-def _debug_mode(s: LoopSource) -> Iterator[Place]:
-    for call in calls(s.tree, "set_detect_anomaly", "detect_anomaly"):
-        yield from [] if "False" in ast.unparse(call) else [call]
-
-
 def _graph_in_sum(s: LoopSource) -> Iterator[Place]:
     return _kept(s, losses=True)
 
@@ -285,44 +279,35 @@ def _outputs_in_list(s: LoopSource) -> Iterator[Place]:
     return _kept(s, losses=False)
 
 
-CHECKS: dict[str, tuple[Check, str]] = {
-    "opt.missing_zero_grad": (
-        _missing_zero_grad,
-        "adds to the gradients of the step before: no zero_grad() recurs here",
-    ),
-    "opt.zero_grad_before_step": (_zero_grad_before_step, "throws away the gradients that the step below should use"),
-    "opt.step_never_called": (_step_never_called, "no step() of the optimizer uses these gradients"),
-    "grad.clip_before_unscale": (_clip_before_unscale, "clips gradients that still carry the loss scale"),
-    "grad.clip_no_effect": (_clip_no_effect, "stands where no step() uses the clipped gradients"),
-    "accum.not_normalised": (_not_normalised, "adds up a window of micro-batches without dividing by their number"),
-    "accum.grads_discarded": (_grads_discarded, "runs at every micro-batch, so only the last one of a window counts"),
-    "accum.leftover_window": (
-        _leftover_window,
-        "leaves the last micro-batches without a step when they fill no window",
-    ),
-    "grad.graph_cut_at_loss": (_cut_at_loss, "the gradient of the loss ends here"),
-    "grad.graph_cut": (_cut_in_model, "the gradient ends here, before the layers below"),
-    "loss.softmax_before_ce": (_softmax_into("cross_entropy", "CrossEntropyLoss"), "cross-entropy takes logits"),
-    "loss.nll_on_probs": (_softmax_into("nll_loss", "NLLLoss"), "nll_loss takes log-probabilities: log_softmax"),
-    "loss.wrong_sign": (_wrong_sign, "turns descent on the loss into ascent"),
-    "mode.eval_during_training": (_eval_during_training, "no train() brings the model back before it trains on"),
-    "mode.train_during_eval": (_train_during_eval, "the model has not been put into eval() for this"),
-    "mode.functional_dropout": (_functional_dropout, "drops in eval mode, too: it is not told self.training"),
-    "sched.unit_mismatch": (_unit_mismatch, "steps the schedule at every batch"),
-    "sched.never_stepped": (_never_stepped, "nothing steps this schedule"),
-    "prec.autocast_stale_cache": (
-        _autocast,
-        "keeps low-precision copies of the weights for all steps of the loop in it",
-    ),
-    "mem.graph_retained_by_scalar": (_graph_in_sum, "keeps the graph of every step alive"),
-    "mem.outputs_accumulated": (_outputs_in_list, "keeps every output, with its graph"),
-    "mem.model_copies": (_model_copies, "keeps one more copy of the model each time"),
-    "data.same_order_every_epoch": (_same_order, "starts the same random numbers again in every epoch"),
-    "ckpt.reinitialised": (_reinitialised, "initialises what was loaded above"),
-    "opt.stale_params": (_stale_params, "the optimizer was built before, on other parameters"),
-    "grad.clip_empty_iterable": (_empty_iterable, "a generator is empty after its first use: list(...)"),
-    "perf.debug_mode_on": (_debug_mode, "checks every backward op, at a multiple of the time"),
+CHECKS: dict[str, Check] = {
+    "opt.missing_zero_grad": _missing_zero_grad,
+    "opt.zero_grad_before_step": _zero_grad_before_step,
+    "opt.step_never_called": _step_never_called,
+    "grad.clip_before_unscale": _clip_before_unscale,
+    "grad.clip_no_effect": _clip_no_effect,
+    "accum.not_normalised": _not_normalised,
+    "accum.grads_discarded": _grads_discarded,
+    "accum.leftover_window": _leftover_window,
+    "grad.graph_cut_at_loss": _cut_at_loss,
+    "grad.graph_cut": _cut_in_model,
+    "loss.softmax_before_ce": _softmax_into("cross_entropy", "CrossEntropyLoss"),
+    "loss.nll_on_probs": _softmax_into("nll_loss", "NLLLoss"),
+    "loss.wrong_sign": _wrong_sign,
+    "mode.eval_during_training": _eval_during_training,
+    "mode.train_during_eval": _train_during_eval,
+    "mode.functional_dropout": _functional_dropout,
+    "sched.unit_mismatch": _unit_mismatch,
+    "sched.never_stepped": _never_stepped,
+    "prec.autocast_stale_cache": _autocast,
+    "mem.graph_retained_by_scalar": _graph_in_sum,
+    "mem.outputs_accumulated": _outputs_in_list,
+    "mem.model_copies": _model_copies,
+    "data.same_order_every_epoch": _same_order,
+    "ckpt.reinitialised": _reinitialised,
+    "opt.stale_params": _stale_params,
+    "grad.clip_empty_iterable": _empty_iterable,
 }
+"""By the code of the finding: the places in the source that fit it."""
 
 
 def point_at(code: str, source: str, *, first_line: int = 1) -> Pointer | None:
@@ -333,15 +318,14 @@ def point_at(code: str, source: str, *, first_line: int = 1) -> Pointer | None:
     tree = _parsed(source)
     if code not in CHECKS or tree is None:
         return None
-    check, why = CHECKS[code]
     try:
-        lines = {_line(node) for node in check(LoopSource(tree))}
+        lines = {_line(node) for node in CHECKS[code](LoopSource(tree))}
     except RecursionError:  # an expression nested a thousand deep
         return None
     if len(lines) != 1:
         return None
     line = lines.pop()
-    return Pointer(first_line + line - 1, re.split(r"\r\n|\r|\n", source)[line - 1].strip(), why)
+    return Pointer(first_line + line - 1, re.split(r"\r\n|\r|\n", source)[line - 1].strip())
 
 
 def _parsed(source: str) -> ast.Module | None:

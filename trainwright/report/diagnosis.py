@@ -70,7 +70,7 @@ def diagnosis_of(folder: RunFolder) -> Report:
     return Report(
         folder.path,
         tuple(findings),
-        tuple(wish.experiment for wish in diagnosis.wishes),
+        tuple(wish.experiment for wish in diagnosis.requests),
         len([record for record in records if isinstance(record, Watched)]),
         max(steps, default=0),
         f"{ends[-1].ending} {ends[-1].reason}".strip() if ends else None,

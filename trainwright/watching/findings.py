@@ -69,7 +69,7 @@ class FindingsLog:
             self.examined(step, self._examiner.look(step, why))
             for _ in range(4):
                 diagnosis = diagnose(Case(self._records, finished=finished))
-                told = self._examiner.grant(step, diagnosis.wishes)
+                told = self._examiner.grant(step, diagnosis.requests)
                 if not told:
                     break
                 self.examined(step, told)

@@ -100,7 +100,7 @@ def zero_grad_before_step(case: Case) -> Iterator[Finding]:
             ("order", " ".join(str(each[0]) for each in kinds(bad[-1], "backward", "zero_grad", "step"))),
             ("parameters with a gradient at the step", str(bad[-1].values.get("grads"))),
         ],
-        explains=("opt.*", "grad.*", "model.*", "label.*", "loss.*", "init.*"),
+        explains=("opt.*", "grad.*", "model.*", "loss.*", "init.*"),
     )
 
 

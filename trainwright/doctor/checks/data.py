@@ -89,7 +89,7 @@ def _too_large(case: Case, batch: dict[str, Any], x: dict[str, Any], seen: dict[
             ("first loss, as it was and standardised", [now[0], then[0]], guess),
         ],
         trial=RemedyTrial("standardised_inputs"),
-        explains=("init.too_large", "opt.lr_too_high", "grad.explod*", "grad.large*", "model.dead_relu"),
+        explains=("init.too_large", "opt.lr_too_high", "grad.exploding", "model.dead_relu"),
     )
 
 

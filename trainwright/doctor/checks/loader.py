@@ -42,7 +42,7 @@ def empty_loader(case: Case) -> Iterator[Finding]:
                 ("samples", loader["samples"]),
                 ("drop_last", loader["drop_last"]),
             ],
-            explains=("opt.step_never_called", "opt.never_stepped", "loop.*"),
+            explains=("opt.step_never_called", "loop.*"),
         )
         return
 
@@ -194,5 +194,5 @@ def unshuffled(case: Case) -> Iterator[Finding]:
         stage="input",
         evidence=[("label entropy of a batch", round(mean, 3), round(whole, 3)), ("batches looked at", len(entropies))],
         trial=RemedyTrial("mixed_samples"),
-        explains=("loss.*oscillat*", "opt.lr_too_high", "data.label_noise"),
+        explains=("opt.lr_too_high", "data.label_noise"),
     )

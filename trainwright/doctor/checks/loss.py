@@ -104,7 +104,7 @@ def nll_on_probs(case: Case) -> Iterator[Finding]:
             where=Where(module=told.get("made_in") or None, op=told["op"]),
             evidence=[("share of its input above 0", round(share, 3), 0.0)],
             trial=RemedyTrial("scores_for_probabilities"),
-            explains=("opt.lr_too_low", "opt.lr_too_high", "loss.diverging", "grad.*"),
+            explains=("opt.lr_too_low", "opt.lr_too_high", "grad.*"),
         )
         return
 
@@ -177,7 +177,7 @@ def wrong_sign(case: Case) -> Iterator[Finding | ExperimentRequest]:
                 ("with the sign turned", [turned[0], turned[-1]], None),
             ],
             trial=RemedyTrial("turned_sign"),
-            explains=("opt.lr_too_*", "loss.diverging", "loss.spike", "grad.exploding", "data.*", "init.*"),
+            explains=("opt.lr_too_*", "grad.exploding", "data.*", "init.*"),
         )
 
 
@@ -252,7 +252,7 @@ def term_dominates(case: Case) -> Iterator[Finding | ExperimentRequest]:
             ("ratio", round(ratio, 1), f"< {RATIO:.0f}"),
         ],
         trial=RemedyTrial("balanced_terms"),
-        explains=("grad.exploding", "opt.clip_*", "opt.lr_too_*", "grad.clip*"),
+        explains=("grad.exploding", "opt.lr_too_*", "grad.clip*"),
     )
 
 

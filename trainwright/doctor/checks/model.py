@@ -129,7 +129,6 @@ def graph_cut(case: Case) -> Iterator[Finding]:
         where=Where(module=cut["last"], op=cut["how"]),
         evidence=[("weights behind the cut", len(cut["behind"]), 0)],
         trial=RemedyTrial("keep_graph", {"behind": cut["behind"]}),
-        explains=("opt.params_not_in_optimizer", "opt.params_no_grad", "opt.unused_parameters"),
     )
 
 

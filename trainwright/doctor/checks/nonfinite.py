@@ -61,7 +61,7 @@ def _found(case: Case, exam: Examined, first: dict[str, Any], mechanism: Mechani
         where=_where(exam, first, ids),
         evidence=_evidence(exam, first),
         trial=mechanism.trial(exam, first),
-        explains=("loss.spike", "loss.diverging", "num.nonfinite", "hw.*", *mechanism.brings),
+        explains=("num.nonfinite", "hw.*", *mechanism.brings),
     )
 
 

@@ -30,7 +30,7 @@ def look_closely(done: Rerun, examiner: ExperimentRunner, known: Iterable[Record
             note(examiner.look(done.step, why))
         for _ in range(4):
             diagnosis = diagnose(Case(done.records))
-            told = examiner.grant(done.step, diagnosis.wishes)
+            told = examiner.grant(done.step, diagnosis.requests)
             if not told:
                 break
             note(told)
