@@ -1,6 +1,6 @@
 """How long training stands still for a checkpoint: ours, torch.save and torch.distributed.checkpoint.
 
-    python benchmarks/checkpoint_stall.py [--quick] [--rounds 5] [--saves 3]     # TMPDIR says on which disk
+    python -m benchmarks.checkpoint_stall [--quick] [--rounds 5] [--saves 3]     # TMPDIR says on which disk
 
 GPT-2 of 124M parameters with the moments of AdamW: 1.49 GB. Each engine has a process of its own in each round, and
 the rounds begin with another engine each time. In a process, the first save is ``cold``: the engine has made no copy
@@ -40,11 +40,11 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from figures import arguments, figure, ratios, seconds_of
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from benchmarks.figures import arguments, figure, ratios, seconds_of
 from trainwright.models.gpt import gpt, gpt2
 from trainwright.observe.saving import SavePolicy, Saving
 from trainwright.state.train_state import TrainState
@@ -286,8 +286,12 @@ def measured(name: str, given: argparse.Namespace) -> dict[str, float | None] | 
     """By a fresh process in an empty folder; None where the engine fails here, and says so."""
     with tempfile.TemporaryDirectory(prefix=f"stall-{name}-") as folder:
         how = f"{name!r}, {folder!r}, {given.saves}, {given.quick}, {given.threads}"
-        command = [sys.executable, "-c", f"import checkpoint_stall; checkpoint_stall.measure_here({how})"]
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+        command = [
+            sys.executable,
+            "-c",
+            f"from benchmarks import checkpoint_stall; checkpoint_stall.measure_here({how})",
+        ]
+        done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
     if done.returncode:
         print(f"{name} failed ({done.returncode}): {done.stderr.strip()[-2000:]}", file=sys.stderr, flush=True)
         return None

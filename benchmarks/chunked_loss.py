@@ -1,6 +1,6 @@
 """The loss in chunks against the plain one: peak memory, gradients, time. Below 1 is better than the plain loss.
 
-    python benchmarks/chunked_loss.py [--quick]
+    python -m benchmarks.chunked_loss [--quick]
 
 Both get the same hidden states and the same head, and go forward and backward; the plain one is what the loss
 ``language_model`` does without chunks. Peak memory is that of the allocator, from the ``[memory]`` events of torch's
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from figures import arguments, figure, interleaved, ratios, seconds_of
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.figures import arguments, figure, interleaved, ratios, seconds_of
 from trainwright.engine.chunked import chunked_cross_entropy
 from trainwright.engine.losses import language_model
 from trainwright.models.gpt import gpt

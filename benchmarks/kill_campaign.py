@@ -1,6 +1,6 @@
 """Kills a training at random instants, resumes it, and compares it with one that nobody killed.
 
-    python benchmarks/kill_campaign.py [--kills 300] [--seed 0] [--workers 1] [--jobs 1] [--fork] [--verbose]
+    python -m benchmarks.kill_campaign [--kills 300] [--seed 0] [--workers 1] [--jobs 1] [--fork] [--verbose]
 
 A small model is trained twice from one recipe: once to its end, with every checkpoint kept, and then again and
 again under SIGKILL, saving after each step and resuming after each death. After every kill all that is committed
@@ -34,8 +34,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from killable import Place, Running, end_orphans, watched
-
+from benchmarks.killable import Place, Running, end_orphans, watched
 from trainwright.errors import CheckpointError
 from trainwright.runlog import reader
 from trainwright.runlog.records import Evaluated, Saved, Step

@@ -95,7 +95,6 @@ def _become_trainwright(arguments: list[str], folder: Path, said: Path) -> None:
         os.dup2(to, 1)
         os.dup2(to, 2)
         os.chdir(folder)
-        sys.path.insert(0, str(folder))
         sys.argv = ["trainwright", *arguments]
         multiprocessing.set_start_method(None, force=True)  # the platform's own, not that of the pool we came from
         from trainwright.cli import app

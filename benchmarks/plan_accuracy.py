@@ -1,6 +1,6 @@
 """Predicted against measured peak memory of one optimizer step, each case in a fresh process.
 
-    python benchmarks/plan_accuracy.py [--quick] [--only gpt] [--held-out]
+    python -m benchmarks.plan_accuracy [--quick] [--only gpt] [--held-out]
 
 The prediction is `forecast.traced_step.trace_step`: fake tensors, nothing allocated. It is made after the measurement,
 from the same function that builds model, loss, optimizer and batch. The measurement knows nothing of it: on the CPU
@@ -24,13 +24,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import held_out
 import psutil
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks import held_out
 from trainwright.build.checkpointing import apply_checkpointing
 from trainwright.engine.clip import make_clip
 from trainwright.engine.losses import cross_entropy, language_model

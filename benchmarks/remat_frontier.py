@@ -1,6 +1,6 @@
 """Peak memory and time of activation checkpointing on a 12-layer GPT: by block, by op, by torch's budget, planned.
 
-    python benchmarks/remat_frontier.py [--quick] [--rounds 7] [--rows 4] [--compiled 1]
+    python -m benchmarks.remat_frontier [--quick] [--rounds 7] [--rows 4] [--compiled 1]
 
 A peak is the largest running sum of the allocator's events (torch's profiler) within one step, above what is held
 between two steps without gradients. ``activations`` are those at the peak of the simulated plain step. Times are whole
@@ -19,12 +19,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import figures
 import torch
-from plan_accuracy import SECOND, peak_of
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks import figures
+from benchmarks.plan_accuracy import SECOND, peak_of
 from trainwright.build.checkpointing import SELECTIVE, apply_checkpointing
 from trainwright.engine.losses import language_model
 from trainwright.engine.step import make_step

@@ -1,6 +1,6 @@
 """What starting costs: the import, ``--help``, and the first step of a run. Whole processes on the wall clock.
 
-    python benchmarks/startup.py [--quick]
+    python -m benchmarks.startup [--quick]
 
 ``import`` and ``help`` are told against a bare ``python -c pass``; ``first_step`` is the time from the start of
 the process to the end of its first optimizer step, against a plain torch script that trains the same model on the
@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from figures import arguments, figure, interleaved, ratios, seconds_of
+from benchmarks.figures import arguments, figure, interleaved, ratios, seconds_of
 
 TINY = """
 import torch

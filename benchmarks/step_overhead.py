@@ -1,6 +1,6 @@
 """A step of our engine against a hand-written loop: ratio of wall times, below 1 is faster.
 
-    python benchmarks/step_overhead.py [--quick]
+    python -m benchmarks.step_overhead [--quick]
 
 The plain loop is what one writes first: torch's AdamW with its default settings, clip_grad_norm_, LambdaLR, and
 no logging at all. Ours is ``engine.loop.run`` with every observer of a real run: the log is written each 10
@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from figures import arguments, figure, interleaved, ratios, seconds_of
 from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.figures import arguments, figure, interleaved, ratios, seconds_of
 from trainwright.build.data import Loading, StepBatches
 from trainwright.build.optim.choose import make_optimizer
 from trainwright.build.schedule import make_schedule

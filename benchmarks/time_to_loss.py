@@ -1,6 +1,6 @@
 """Seconds of training to a validation loss: the demo recipe against a plain loop in nanoGPT's manner.
 
-    python benchmarks/time_to_loss.py [--quick] [--seconds 60] [--pairs 1]
+    python -m benchmarks.time_to_loss [--quick] [--seconds 60] [--pairs 1]
 
 The plain loop (nanogpt.py) trains for ``--seconds`` and reaches the loss L. Then ``recipes/demo.yaml`` is trained
 with rising budgets until its loss is at most L; ``same_loss`` is the time it trained over the time that the plain
@@ -21,14 +21,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import nanogpt
 import numpy as np
 import torch
 import torch.nn.functional as F
-from figures import arguments, figure
-from nanogpt import BLOCK
 from torch import nn
 
+from benchmarks import nanogpt
+from benchmarks.figures import arguments, figure
+from benchmarks.nanogpt import BLOCK
 from trainwright.data.text import CharText, python_topics
 from trainwright.engine.step import StepResult
 from trainwright.observe.progress import Progress
@@ -112,9 +112,9 @@ def train_here(side: str, budget_s: float, seed: int, threads: int) -> None:
 
 def trained(side: str, budget_s: float, *, seed: int, threads: int) -> Trained:
     """Trains in a fresh process and waits for it."""
-    code = f"import time_to_loss; time_to_loss.train_here({side!r}, {budget_s!r}, {seed}, {threads})"
+    code = f"from benchmarks import time_to_loss; time_to_loss.train_here({side!r}, {budget_s!r}, {seed}, {threads})"
     command = [sys.executable, "-c", code]
-    told = subprocess.run(command, cwd=Path(__file__).parent, check=True, stdout=subprocess.PIPE, text=True).stdout
+    told = subprocess.run(command, cwd=Path(__file__).parents[1], check=True, stdout=subprocess.PIPE, text=True).stdout
     seen = Trained(*json.loads(told.splitlines()[-1]))
     print(f"{side:5} {seen.seconds:6.2f} s  {seen.steps:5} steps  loss {seen.loss:.4f}", file=sys.stderr, flush=True)
     return seen

@@ -1,6 +1,6 @@
 """Each recipe in the box, killed and resumed: the same bits, in each precision, with and without worker processes?
 
-    python benchmarks/verify_recipes.py [--quick] [--steps 6] [--only gpt-tiny.yaml]
+    python -m benchmarks.verify_recipes [--quick] [--steps 6] [--only gpt-tiny.yaml]
 
 One JSON line for each combination: recipe, precision, workers before and after, equal, seconds, and what differs or
 why it cannot be tried (equal: null). It ends with 1 unless all are equal. Recipes are taken in the small forms of the
@@ -14,15 +14,12 @@ import itertools
 import json
 import os
 import sys
-from pathlib import Path
 
 import torch
 
+from tests.training.small_recipes import PRECISIONS, SMALL, WORKERS, small_trial
 from trainwright.errors import TrainwrightError
 from trainwright.verbs.verify.resume import verify_resume
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "training"))
-from test_verify_recipes import PRECISIONS, SMALL, WORKERS, small_trial
 
 
 def verified(name: str, precision: str, workers: tuple[int, int], steps: int) -> bool:

@@ -1,6 +1,6 @@
 """What ``tw.watch`` costs: time of a step with it against the same plain PyTorch loop without it, interleaved.
 
-    python benchmarks/watch_overhead.py [--quick]
+    python -m benchmarks.watch_overhead [--quick]
 
 Two loops: an MLP of about half a millisecond and a GPT (4 blocks of 128, 12 x 64 tokens). Ratios are medians over
 pairs of runs in one process, after the first 64 steps: in these the watch looks closely more often, once in a run, and
@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from figures import arguments, figure, interleaved, ratios
 from torch import Tensor, nn
 
 import trainwright as tw
+from benchmarks.figures import arguments, figure, interleaved, ratios
 from trainwright.models.gpt import gpt as gpt_model
 
 

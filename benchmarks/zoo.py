@@ -1,6 +1,6 @@
 """The doctor's marks: every fault and healthy run of the zoo under ``tw.watch``, by group.
 
-    python benchmarks/zoo.py [--group D|L|M|I|O|G|P|S|A|T|K|H] [--only D01,L05] [--seeds 5] [--jobs 2] [--json] [--show]
+    python -m benchmarks.zoo [--group D|L|M|I|O|G|P|S|A|T|K|H] [--only D01,L05] [--seeds 5] [--jobs 2] [--json] [--show]
 
 Recall: an alarm (warning or worse) once the fault is active and none before. top-1, top-3: the place of the right
 diagnosis. location: module, op, micro-batch and sample ids exact, for non-finite faults. in time: within the delay of
@@ -18,12 +18,12 @@ import multiprocessing
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+if not __package__:
+    sys.exit("run it as a module, python -m benchmarks.zoo: run by its path it hides the package zoo")
 
-from tests.zoo import judge
+from zoo import judge
 
 
 def main() -> None:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-
 
 def figures(bench: str, *options: str) -> list[dict[str, Any]]:
     """What a quick run prints. One thread: two that spin for each other crawl beside other work."""
-    command = [sys.executable, str(BENCHMARKS / f"{bench}.py"), "--quick", "--threads", "1", *options]
+    command = [sys.executable, "-m", f"benchmarks.{bench}", "--quick", "--threads", "1", *options]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
 import subprocess
@@ -14,18 +13,16 @@ from typing import Any
 
 import pytest
 
+from benchmarks import kill_campaign
 from trainwright.state.manifest import verify, write_manifest
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 STEPS = 12
 pytestmark = pytest.mark.slow
 
 
 def test_twenty_kills_lose_nothing() -> None:
     options = ["--kills", "20", "--seed", "7", "--steps", "60", "--jobs", "2", "--fork"]
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "kill_campaign.py"), *options], capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-m", "benchmarks.kill_campaign", *options], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen["kills"] == 20 and seen["runs"] >= 2 and seen["resumes"] > 10, seen
@@ -39,11 +36,10 @@ def test_twenty_kills_lose_nothing() -> None:
 
 @pytest.fixture(scope="module")
 def campaign() -> Iterator[Any]:
-    """The benchmark as a module."""
+    """The benchmark as a module; its processes take one thread each."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
         patch.setenv("OMP_NUM_THREADS", "1")
-        yield importlib.import_module("kill_campaign")
+        yield kill_campaign
 
 
 @pytest.fixture(scope="module")

@@ -83,7 +83,7 @@ def test_rooms_that_load_without_torch(path: Path) -> None:
 
 
 def test_the_table_finds_a_breach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("test_rooms.HOUSE", tmp_path)
+    monkeypatch.setattr(f"{__name__}.HOUSE", tmp_path)
     (tmp_path / "engine").mkdir()
     breach = tmp_path / "engine" / "step.py"
     breach.write_text("def f():\n    from trainwright.recipe import load\n")

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from optim_net import DECAY, LR, STEPS, assert_near, fill_grads, net, train
-from optim_net import one_thread as one_thread
 from torch import Tensor, nn
 
+from tests.build.optim_net import DECAY, LR, STEPS, assert_near, fill_grads, net, train
 from trainwright.build.optim import Lamb, Lars, Muon, make_optimizer, muon_groups
 from trainwright.build.optim.muon import orthogonalize
 from trainwright.errors import UsageError

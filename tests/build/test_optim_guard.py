@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from optim_net import DECAY, LR, STEPS, assert_near, fill_grads, net, train
-from optim_net import one_thread as one_thread
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tests.build.optim_net import DECAY, LR, STEPS, assert_near, fill_grads, net, train
 from trainwright.build.optim import Lamb, Lars, make_optimizer
 from trainwright.errors import UsageError
 

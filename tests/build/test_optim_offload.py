@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from optim_net import DECAY, LR, STEPS, Net, net
-from optim_net import one_thread as one_thread
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from tests.build.optim_net import DECAY, LR, STEPS, Net, net
 from trainwright.build.optim import GroupRule, make_optimizer, offloaded
 from trainwright.build.optim import offload as room
 from trainwright.build.optim.offload import MASTER

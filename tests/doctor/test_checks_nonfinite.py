@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import trainwright as tw
-from tests.zoo.host import cnn, images, loader, mlp, table
 from trainwright.doctor.case import Case
 from trainwright.doctor.checks import mechanisms, nonfinite
 from trainwright.doctor.finding import Check, Finding
 from trainwright.doctor.pages import codes as pages
 from trainwright.runlog.records import Examined, Found, Record, Watched
+from zoo.host import cnn, images, loader, mlp, table
 
 HELD = {"dtype": "float32", "shape": [4, 3], "min": 0.0, "max": 1.0, "absmax": 1.0, "nan": 0, "inf": 0, "zeros": 1}
 FIRST = {

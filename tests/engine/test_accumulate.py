@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from plain import assert_same_bits, bits, cut, gradients, one_micro, relative_error
 from torch import Tensor, nn
 
+from tests.engine.plain import assert_same_bits, bits, cut, gradients, one_micro, relative_error
 from trainwright.engine.clip import ClipName, make_clip
 from trainwright.engine.loss import Loss
 from trainwright.engine.losses import language_model

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from plain import bits, cut, gradients, relative_error, train
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
+from tests.engine.plain import bits, cut, gradients, relative_error, train
 from trainwright.engine import chunked
 from trainwright.engine.chunked import chunked_cross_entropy, is_worth_chunking
 from trainwright.engine.head import head_of, hf_head_of

@@ -7,11 +7,11 @@ import math
 
 import pytest
 import torch
-from plain import cut
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from torch.optim import SGD
 
+from tests.engine.plain import cut
 from trainwright.engine.clip import make_clip
 from trainwright.engine.precision import Precision
 from trainwright.engine.step import make_step

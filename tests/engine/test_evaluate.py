@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from plain import assert_same_bits, bits, cut
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from tests.engine.plain import assert_same_bits, bits, cut
 from trainwright.engine.dry_run import Mode, dry_run
 from trainwright.engine.evaluate import evaluate
 from trainwright.engine.loss import Loss

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from plain import assert_same_bits, bits, cut, train
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import SGD
 
+from tests.engine.plain import assert_same_bits, bits, cut, train
 from trainwright.models.gpt import gpt
 
 Batch = tuple[Tensor, Tensor]

@@ -9,11 +9,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from plain import assert_same_bits, bits, cut
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from tests.engine.plain import assert_same_bits, bits, cut
 from trainwright.build.optim import Lamb, Lars, Muon
 from trainwright.engine.clip import make_clip
 from trainwright.engine.evaluate import evaluate

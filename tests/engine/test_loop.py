@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plain import cut
 from torch import nn
 from torch.optim import SGD
 
+from tests.engine.plain import cut
 from trainwright.engine.loop import Outcome, Stop, run, steps
 from trainwright.engine.step import StepFn, StepResult, make_step
 from trainwright.engine.until import for_seconds, for_steps

@@ -7,10 +7,10 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from plain import cut, gradients
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from tests.engine.plain import cut, gradients
 from trainwright.engine.loss import Loss, as_loss_fn, takes_model
 from trainwright.engine.losses import cross_entropy, hf_causal_lm, language_model, mse
 from trainwright.engine.step import make_step

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from plain import cut
 from torch import nn
 from torch.optim import SGD
 
+from tests.engine.plain import cut
 from trainwright.engine.lr_range import lr_range, suggest
 from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState

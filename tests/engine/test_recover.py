@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from plain import assert_same_bits, bits, cut, one_micro
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.engine.plain import assert_same_bits, bits, cut, one_micro
 from trainwright.engine.cut import cut as cut_batch
 from trainwright.engine.cut import cut_micro
 from trainwright.engine.dry_run import Mode, dry_run

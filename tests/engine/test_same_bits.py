@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.nn.functional as F
-from plain import assert_same_bits, bits, cut, train
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from tests.engine.plain import assert_same_bits, bits, cut, train
 from trainwright.engine.clip import make_clip
 from trainwright.engine.loss import Loss
 from trainwright.engine.precision import FP32, Precision

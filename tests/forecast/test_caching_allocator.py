@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from test_traced_step import make_gpt
-
+from tests.forecast.models import make_gpt
 from trainwright.forecast.caching_allocator import MIB, Reserve, reserved_bytes
 from trainwright.forecast.traced_step import trace_step
 

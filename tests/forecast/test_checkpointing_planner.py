@@ -6,9 +6,9 @@ from functools import cache, partial
 
 import pytest
 import torch
-from measured import measured_peak
 from torch import Tensor, nn
 
+from tests.forecast.measured import measured_peak
 from trainwright.engine.losses import cross_entropy, language_model
 from trainwright.errors import UsageError
 from trainwright.forecast.block_profile import BlockProfile, BlockSurvey, ForwardSeen, OpCall

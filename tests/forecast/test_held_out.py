@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
-from measured import measured_peak
 from torch import nn
 
+from benchmarks.held_out import MODELS
+from tests.forecast.measured import measured_peak
 from trainwright.forecast import kernel_memory
 from trainwright.forecast.fake_tensors import fake_tensors
 from trainwright.forecast.kernel_memory import Rows
 from trainwright.forecast.traced_step import trace_step
 
-FILE = Path(__file__).parents[2] / "benchmarks" / "held_out.py"
-
-
-def _loaded() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("held_out", FILE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-MODELS = _loaded().MODELS
 HELD_OUT = (
     "conv5x5_odd conv_groups conv3x3_one_row depthwise_separable conv1d transposed_stride2 unet vit t5 "
     "lstm_time_first lstm_bidirectional_layers2 lstm_no_bias_odd lstm_projected gru gpt_dropout_qk_norm gpt_lora_query"

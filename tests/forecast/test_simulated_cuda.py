@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_traced_step import Make, make_bert, make_gpt, make_linear, make_lora, make_lstm, make_resnet
 from torch import Tensor, nn
 
+from tests.forecast.models import Make, make_bert, make_gpt, make_linear, make_lora, make_lstm, make_resnet
 from trainwright.engine.precision import PrecisionName
 from trainwright.forecast.traced_step import TracedObjects, trace_step
 from trainwright.plan.checkpointing import Checkpointing

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import trainwright as tw
+from tests.replay.nets import KINDS, build
 from trainwright.doctor.pages import page as explain
 from trainwright.errors import UsageError
 from trainwright.recorder.program import Operation
@@ -31,42 +31,7 @@ from trainwright.verbs.replay import rerun
 
 ROOT = Path(__file__).parent.parent.parent
 STEPS = 12
-KINDS = ["plain-fp32", "norm-fp32", "norm-bf16", "lstm-fp32", "again-fp32", "again-fp16", "norm-fp16", "sliced-fp32"]
-
-
-class Lstm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head, self.calls = nn.LSTM(4, 8, 2, dropout=0.2, batch_first=True), nn.Linear(8, 3), 0
-
-    def forward(self, x: torch.Tensor) -> Any:
-        self.calls += 1
-        return self.head(self.lstm(x.view(-1, 3, 4))[0][:, -1] * (1 + 0.1 * self.calls))
-
-
-class Again(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside, self.head = nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Dropout(0.2)), nn.Linear(24, 3)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.head(checkpoint(self.inside, x, use_reentrant=False))
-
-
-def build(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Also called in the other process, by ``built_*`` in a file that the test writes."""
-    name = kind.split("-")[0]
-    model: nn.Module
-    if name == "lstm":
-        model = Lstm()
-    elif name == "again":
-        model = Again()
-    else:
-        norm = nn.BatchNorm1d(24) if name == "norm" else nn.Identity()
-        model = nn.Sequential(nn.Linear(12, 24), norm, nn.GELU(), nn.Dropout(0.2), nn.Linear(24, 3))
-    decay = [p for p in model.parameters() if p.dim() > 1]
-    rest = [p for p in model.parameters() if p.dim() < 2]
-    return model, torch.optim.AdamW([{"params": rest, "weight_decay": 0.0}, {"params": decay}], lr=0.01)
+MADE = "from tests.replay.nets import build\n\ndef made():\n    return build('norm-fp32')\n"
 
 
 def train(kind: str, folder: Path, wanted: Iterator[int] | list[int]) -> dict[int, tuple[Path, dict[str, Any]]]:
@@ -106,9 +71,9 @@ import torch
 from safetensors.torch import save_file
 from trainwright.watching.experiments import names_of
 from trainwright.recorder.ring import Ring
-from trainwright.replay.session import Bench
+from trainwright.replay.session import ReplaySession
 from trainwright.replay.bundle import read_bundle
-from trainwright.replay.replayer import Player
+from trainwright.replay.replayer import Replayer
 from trainwright.verbs.replay import rerun, watched
 torch.manual_seed(99)
 torch.randn(7)
@@ -123,7 +88,7 @@ for model, path, after in zip(sys.argv[1::3], sys.argv[2::3], sys.argv[3::3]):
     ring.add_snapshot(snapshot)
     for each in way:
         ring.add(each)
-    played = Bench(Player(subject, names_of(subject)), ring, bundle.step).run(upto="step")
+    played = ReplaySession(Replayer(subject, names_of(subject)), ring, bundle.step).run(upto="step")
     save_file(played.after, after)
 print(json.dumps(told))
 """
@@ -137,7 +102,7 @@ def replayed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Kept, 
     """Of each kind what was trained here, what another process says of it, and where that left its weights."""
     folder, arguments, kept = tmp_path_factory.mktemp("kinds"), list[str](), dict[str, Kept]()
     (folder / "mine.py").write_text(
-        "from test_bundle import KINDS, build\n\nfor kind in KINDS:\n"
+        "from tests.replay.nets import KINDS, build\n\nfor kind in KINDS:\n"
         "    globals()[kind.replace('-', '_')] = lambda kind=kind: build(kind)\n"
     )
     for kind in KINDS:
@@ -145,7 +110,7 @@ def replayed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Kept, 
         for step, (path, _) in kept[kind].items():
             model, after = f"{folder / 'mine.py'}:{kind.replace('-', '_')}", folder / kind / f"{step}.safetensors"
             arguments += [model, str(path), str(after)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", ANOTHER, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240)
     assert done.returncode == 0, done.stderr
@@ -168,7 +133,7 @@ def test_any_of_the_last_steps_is_the_same_bits_in_another_process(kind: str, re
 def test_an_optimizer_of_torch_is_made_anew(tmp_path: Path) -> None:
     path, _ = train("norm-fp32", tmp_path / "bundles", [9])[9]
     (tmp_path / "mine.py").write_text(
-        "from test_bundle import build\n\ndef made():\n    return build('norm-fp32')[0]\n"
+        "from tests.replay.nets import build\n\ndef made():\n    return build('norm-fp32')[0]\n"
     )
     done = rerun(path, model=f"{tmp_path / 'mine.py'}:made")
     assert done.same_bits and done.replayed.same_bits and done.step == 9, done.lines()
@@ -188,7 +153,9 @@ def test_an_optimizer_of_torch_is_made_anew(tmp_path: Path) -> None:
 )
 def test_another_model_is_refused(tmp_path: Path, change: str, said: str) -> None:
     path, _ = train("norm-fp32", tmp_path / "bundles", [5])[5]
-    (tmp_path / "mine.py").write_text(f"import torch\nfrom test_bundle import build\n\ndef made():\n    {change}\n")
+    (tmp_path / "mine.py").write_text(
+        f"import torch\nfrom tests.replay.nets import build\n\ndef made():\n    {change}\n"
+    )
     with pytest.raises(UsageError, match=said) as caught:
         rerun(path, model=f"{tmp_path / 'mine.py'}:made")
     assert caught.value.remedy and caught.value.exit_code == 2
@@ -262,13 +229,17 @@ def test_a_forged_bundle_is_refused(whole: Path, tmp_path: Path, name: str) -> N
 @pytest.mark.parametrize("name", ["forward", "_parameters", "_modules"])
 def test_an_attribute_takes_the_place_of_no_code(whole: Path, tmp_path: Path, name: str) -> None:
     path = forged(whole, tmp_path, lambda told: told["body"]["snapshot"]["attributes"][1].append([name, 3]))
-    (tmp_path / "mine.py").write_text("from test_bundle import build\n\ndef made():\n    return build('norm-fp32')\n")
+    (tmp_path / "mine.py").write_text(
+        "from tests.replay.nets import build\n\ndef made():\n    return build('norm-fp32')\n"
+    )
     with pytest.raises(BundleError, match=f"Sequential.{name} is a|Linear.{name} is a"):
         rerun(path, model=f"{tmp_path / 'mine.py'}:made")
 
 
 def test_other_bits_are_a_finding(whole: Path, tmp_path: Path) -> None:
-    text = "from test_bundle import build\n\ndef made():\n    m, o = build('norm-fp32'); m[3].p = 0.5; return m, o\n"
+    text = (
+        "from tests.replay.nets import build\n\ndef made():\n    m, o = build('norm-fp32'); m[3].p = 0.5; return m, o\n"
+    )
     (tmp_path / "mine.py").write_text(text)
     done = rerun(whole, model=f"{tmp_path / 'mine.py'}:made")
     assert done.exit_code == 1 and not done.replayed.same_bits and "losses was" in done.outcome
@@ -309,7 +280,9 @@ def test_tensors_of_other_shapes_are_refused(whole: Path, tmp_path: Path) -> Non
     tensors = load_file(path / "tensors.safetensors")
     save_file({name: each.flatten()[:1].clone() for name, each in tensors.items()}, path / "tensors.safetensors")
     write_manifest(path, 6)
-    (tmp_path / "mine.py").write_text("from test_bundle import build\n\ndef made():\n    return build('norm-fp32')\n")
+    (tmp_path / "mine.py").write_text(
+        "from tests.replay.nets import build\n\ndef made():\n    return build('norm-fp32')\n"
+    )
     with pytest.raises(BundleError):
         rerun(path, model=f"{tmp_path / 'mine.py'}:made")
 
@@ -409,7 +382,9 @@ def test_a_bundle_of_a_crash_loop_is_not_replaced(tmp_path: Path) -> None:
 
 def test_a_watched_run_is_replayed_from_its_bundles(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text("")
-    (tmp_path / "mine.py").write_text("from test_bundle import build\n\ndef made():\n    return build('norm-fp32')\n")
+    (tmp_path / "mine.py").write_text(
+        "from tests.replay.nets import build\n\ndef made():\n    return build('norm-fp32')\n"
+    )
     train("norm-fp32", tmp_path / "bundles", [4, 10])
     done = rerun(tmp_path, 10, model=f"{tmp_path / 'mine.py'}:made")
     assert done.same_bits and done.source.name == "step-00000010"

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.zoo.host import Attention, cnn, mlp
 from trainwright.replay.trace import Bad, Tracing
+from zoo.host import Attention, cnn, mlp
 
 INF = float("inf")
 

@@ -7,81 +7,19 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
-from trainwright.cli import app
+from tests.training.processes import RECIPE, SLOWLY, invoke, start, wait_for_step
+from tests.training.small_recipes import SMALL
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Ended, Evaluated, Saved, Skipped, Started, Step
 from trainwright.state.store import checkpoints, newest_valid
 from trainwright.verbs.demo import recipe_folder
-
-SLOWLY = """\
-import time
-import numpy as np, random, torch
-
-class Slow(torch.utils.data.Dataset):
-    def __len__(self):
-        return 96
-
-    def __getitem__(self, index):
-        time.sleep(0.002)
-        x = torch.linspace(0, index, 12) / 96 + 0.1 * torch.randn(12) + 0.1 * np.random.randn() + 0.1 * random.random()
-        return x.float(), index % 3
-"""
-RECIPE = """\
-name: slow
-until: 60steps
-model:
-  use: mlp
-  args: {sizes: [12, 24, 3], dropout: 0.2}
-data:
-  train: {use: "slowly:Slow"}
-  workers: WORKERS
-batch: {size: 8, micro: 4}
-checkpoint: {every: 20steps}
-log: {every: 5steps}
-"""
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    sys.modules.pop("slowly", None)
-    (tmp_path / "slowly.py").write_text(SLOWLY)
-    (tmp_path / "slow.yaml").write_text(RECIPE.replace("WORKERS", "0"))
-    return tmp_path
-
-
-def start(*arguments: str, cwd: Path, group: bool = False, prefix: Sequence[str] = ()) -> subprocess.Popen[str]:
-    command = [*prefix, sys.executable, "-m", "trainwright", *arguments]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command, cwd=cwd, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=group
-    )
-
-
-def wait_for_step(log: Path, step: int, *, patience_s: float = 120.0) -> None:
-    end_s = time.monotonic() + patience_s
-    while time.monotonic() < end_s:
-        if log.exists() and any(isinstance(r, Step) and r.step >= step for r in read(log).records):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"{log} never saw step {step}")
-
-
-def invoke(*arguments: str) -> tuple[int, str]:
-    done = CliRunner().invoke(app, list(arguments))
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return done.exit_code, done.output
 
 
 def test_a_run_folder_has_its_papers(folder: Path) -> None:
@@ -341,39 +279,6 @@ def test_the_demo_reaches_a_verdict(folder: Path) -> None:
     assert [line.split()[0] for line in lines[-3:]] == ["run", "reached", "next"]
     evaluated = [r for r in read(folder / "runs/demo/log.jsonl").records if isinstance(r, Evaluated)]
     assert evaluated[-1].loss == result["val_loss"]
-
-
-SMALL = {
-    "demo.yaml": ["evaluation.batches=1"],
-    "demo-digits.yaml": [],
-    "gpt-tiny.yaml": ["evaluation.batches=1"],
-    "resnet-digits.yaml": ["evaluation.batches=1"],
-    "lstm-text.yaml": ["evaluation.batches=1"],
-    "gpt-lora.yaml": ["evaluation.batches=1"],
-    "hf-lora.yaml": ["evaluation.batches=1"],
-    "gpt2-124m.yaml": [
-        "batch.size=2",
-        "batch.micro=1",
-        "model.args.layers=2",
-        "model.args.heads=2",
-        "model.args.d_model=64",
-        "model.args.block_size=32",
-        "data.train.args.block_size=32",
-        "data.val.args.block_size=32",
-        "evaluation.batches=1",
-        "precision=fp32",
-    ],
-    "llama-7b.yaml": [
-        "batch.size=2",
-        "model.args.layers=2",
-        "model.args.heads=2",
-        "model.args.d_model=32",
-        "model.args.block_size=64",
-        "data.train.args.block_size=64",
-        "data.val.args.block_size=64",
-        "evaluation.batches=1",
-    ],
-}
 
 
 def test_every_recipe_in_the_box_is_tried() -> None:

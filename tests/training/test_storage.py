@@ -13,14 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_runs import folder, invoke, start, wait_for_step
 
 import trainwright as tw
+from tests.training.processes import invoke, start, wait_for_step
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Started
 from trainwright.state.store import newest_valid
 
-__all__ = ["folder"]
 pytestmark = pytest.mark.slow
 
 LONG = ["--set", "until=5000steps", "--set", "checkpoint.every=5steps"]

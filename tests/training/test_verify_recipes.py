@@ -9,20 +9,11 @@ import itertools
 from pathlib import Path
 
 import pytest
-from test_runs import SMALL
 
-from trainwright.verbs.demo import recipe_folder
-from trainwright.verbs.verify.resume import ResumeTrial, verify_resume
+from tests.training.small_recipes import PRECISIONS, SMALL, WORKERS, small_trial
+from trainwright.verbs.verify.resume import verify_resume
 
-PRECISIONS = ("fp32", "bf16", "fp16")
-WORKERS = ((2, 3), (0, 0))
-SMALLER = {"gpt2-124m.yaml": ["model.args.d_model=192", "model.args.vocab_size=2048"]}  # its checkpoints are written
 TURNS = list(zip(SMALL, itertools.cycle((precision, each) for each in WORKERS for precision in PRECISIONS)))
-
-
-def small_trial(name: str, precision: str, workers: tuple[int, int], steps: int) -> ResumeTrial:
-    settings = ("evaluation.batch=4", *SMALL[name], *SMALLER.get(name, ()), f"precision={precision}")
-    return ResumeTrial(recipe_folder() / name, steps, *workers, settings)
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def train(steps: int, bad: dict[int, float], **how: object) -> tuple[list[Tensor
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attend, "lateness", lambda device: 2)
+    monkeypatch.setattr(session, "lateness", lambda device: 2)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def told(watch: tw.watch) -> list[tuple[int, float, float]]:
 
 def test_late_numbers_are_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     _, watch = train(12, {})
-    monkeypatch.setattr(attend, "lateness", lambda device: 2)
+    monkeypatch.setattr(session, "lateness", lambda device: 2)
     _, later = train(12, {})
     assert told(watch) == told(later) and [step for step, *_ in told(later)] == list(range(1, 13))
 

@@ -25,8 +25,9 @@ SAMPLE_TOKENS = 160
 
 def recipe_folder() -> Path:
     """Where the recipes in the box lie: inside an installed package, beside a checkout."""
-    inside = Path(__file__).parent / "recipes"
-    return inside if inside.is_dir() else Path(__file__).parent.parent / "recipes"
+    package = Path(__file__).parents[1]
+    inside = package / "recipes"
+    return inside if inside.is_dir() else package.parent / "recipes"
 
 
 def demo(task: str, *, budget: str, settings: list[str], console: Console | None = None, quiet: bool = False) -> Result:

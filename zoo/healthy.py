@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, OneC
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Subset
 
-from tests.zoo.host import Rows, TinyGPT, Watch, cnn, healthy, images, loader, mlp, next_token_loss, sequences, table
-from tests.zoo.optim import says
+from zoo.host import Rows, TinyGPT, Watch, cnn, healthy, images, loader, mlp, next_token_loss, sequences, table
+from zoo.optim import says
 
 Loss = Callable[[Any, Tensor], Tensor]
 

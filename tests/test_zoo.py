@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.zoo import judge
+from zoo import judge
 
 ENTRIES = judge.load()
 

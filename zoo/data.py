@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from tests.zoo.host import Rows, TinyGPT, Watch, cnn, fault, images, loader, mlp, sequences, table
+from zoo.host import Rows, TinyGPT, Watch, cnn, fault, images, loader, mlp, sequences, table
 
 
 def one_of_batch(step: int, x: Tensor, y: Tensor, seed: int) -> int:

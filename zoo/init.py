@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.zoo.host import TinyGPT, Watch, fault, loader, mlp, sequences, table
-from tests.zoo.model import predict_next, train
+from zoo.host import TinyGPT, Watch, fault, loader, mlp, sequences, table
+from zoo.model import predict_next, train
 
 
 @fault("I01", "init.symmetric", delay="S")

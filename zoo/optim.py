@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.zoo.host import Watch, fault, images, loader, mlp, table
+from zoo.host import Watch, fault, images, loader, mlp, table
 
 
 @fault("O01", "opt.lr_too_high", delay="D")

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from tests.zoo.host import TinyGPT, Watch, cnn, fault, images, loader, mlp, next_token_loss, sequences, table
+from zoo.host import TinyGPT, Watch, cnn, fault, images, loader, mlp, next_token_loss, sequences, table
 
 Step = Callable[[nn.Module, Tensor, Tensor], Tensor]
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.zoo.data import one_of_batch
-from tests.zoo.host import TinyGPT, Watch, fault, images, loader, mlp, next_token_loss, sequences, table
+from zoo.data import one_of_batch
+from zoo.host import TinyGPT, Watch, fault, images, loader, mlp, next_token_loss, sequences, table
 
 
 @fault("L01", "loss.softmax_before_ce", delay="S")

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
-from tests.zoo.host import Watch, fault, loader, mlp, table
-from tests.zoo.model import train
+from zoo.host import Watch, fault, loader, mlp, table
+from zoo.model import train
 
 
 class LastState(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.zoo.host import TinyGPT, Watch, fault, loader, mlp, next_token_loss, sequences, table
+from zoo.host import TinyGPT, Watch, fault, loader, mlp, next_token_loss, sequences, table
 
 
 class GatedFeedForward(nn.Module):

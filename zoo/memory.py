@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from tests.zoo.host import Watch, fault, loader, mlp, table
+from zoo.host import Watch, fault, loader, mlp, table
 
 
 class Deep(nn.Module):

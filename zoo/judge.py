@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 import trainwright as tw
-from tests import zoo
-from tests.zoo.host import ENTRIES, Entry
+import zoo
 from trainwright.runlog.records import Watched
+from zoo.host import ENTRIES, Entry
 
 LATEST = {"N": 0, "S": 1, "B": 50, "P": 20, "M": 200}
 """How many steps after it became active a fault of a class may be found."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.zoo.host import Watch, fault, loader, table
+from zoo.host import Watch, fault, loader, table
 
 
 def normed(features: int = 20, classes: int = 10, width: int = 64) -> nn.Sequential:

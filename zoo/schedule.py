@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau, StepLR
 
-from tests.zoo.host import Attention, Watch, fault, loader, mlp, next_token_loss, sequences, table
+from zoo.host import Attention, Watch, fault, loader, mlp, next_token_loss, sequences, table
 
 
 @fault("S01", "sched.unit_mismatch", delay="S", active=11)

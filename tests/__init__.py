@@ -1,0 +1,1 @@
+"""The tests mirror the rooms of the house; modules beside them that hold no tests are shared by several."""
