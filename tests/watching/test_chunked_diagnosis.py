@@ -20,7 +20,7 @@ from trainwright.engine.losses import language_model
 from trainwright.errors import DataError
 from trainwright.models.gpt import gpt
 from trainwright.replay import classified
-from trainwright.verbs.check.first import Tap
+from trainwright.verbs.check.first_batch import Tap
 
 VOCABULARY, LENGTH = 33, 16
 
