@@ -11,8 +11,9 @@ import torch
 from torch.optim import SGD
 from torch.optim import lr_scheduler as torch_schedulers
 
-from trainwright.build.schedule import SCHEDULES, make_schedule
+from trainwright.build.schedule import make_schedule
 from trainwright.errors import UsageError
+from trainwright.recipe import SCHEDULES
 
 TOTAL = 60
 Scheduler = torch_schedulers.LRScheduler

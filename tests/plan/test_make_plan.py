@@ -202,7 +202,7 @@ def test_the_preflight_says_what_a_person_needs() -> None:
         loss=2.31,
         outputs=10,
         seconds={("fp32", 2): 0.02, ("bf16", 2): 0.01, ("fp32", 1): 0.03, ("bf16", 1): 0.019},
-        memory_bytes=memory_bytes("adamw", parameters=5000, trainable=5000, activations=1 << 20),
+        memory_bytes=memory_bytes("adamw", {}, parameters=5000, trainable=5000, activations=1 << 20),
     )
     assert plan.expected_loss == math.log(10)
     said = "\n".join(preflight(plan))
@@ -228,9 +228,9 @@ def test_threads_that_wait_for_each_other_are_not_used() -> None:
 
 
 def test_memory_by_optimizer() -> None:
-    adamw = memory_bytes("adamw", parameters=100, trainable=60, activations=7)
+    adamw = memory_bytes("adamw", {}, parameters=100, trainable=60, activations=7)
     assert adamw == {"weights": 400, "gradients": 240, "optimizer": 480, "activations": 7}
-    assert memory_bytes("sgd", parameters=100, trainable=60, activations=7)["optimizer"] == 240
+    assert memory_bytes("sgd", {}, parameters=100, trainable=60, activations=7)["optimizer"] == 240
 
 
 def test_units_for_people() -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
+import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol
 
 from trainwright.errors import MissingExtra, Problem, RecipeError, UsageError
+from trainwright.recipe import SINKS, Row
 
 
 class RecipePlaces(Protocol):
@@ -20,12 +23,26 @@ class RecipePlaces(Protocol):
     def where(self, path: str) -> str: ...
 
 
-def find(use: str, names: Mapping[str, str], path: str, source: RecipePlaces) -> Callable[..., Any]:
+def imported(factory: str) -> Callable[..., Any]:
+    """The callable that a row of the catalog names as ``package.module:callable``."""
+    return pkgutil.resolve_name(factory)  # type: ignore[no-any-return]
+
+
+def sink_factories(names: Sequence[str]) -> dict[str, Callable[..., Any]]:
+    """The factories of these sinks, by name. Raises MissingExtra for a tracker whose package is not installed."""
+    rows = [SINKS[name] for name in dict.fromkeys(names)]
+    for row in rows:
+        if importlib.util.find_spec(row.extra) is None:
+            raise MissingExtra(row.extra, extra=row.extra, needed_for=f"the sink {row.name!r}")
+    return {row.name: imported(row.factory) for row in rows}
+
+
+def find(use: str, names: Mapping[str, Row], path: str, source: RecipePlaces) -> Callable[..., Any]:
     """The callable of that short name or ``package.module:callable``. Nothing is called.
 
     The current folder counts as a place to import from. Raises RecipeError with the rule and the remedy.
     """
-    target = names.get(use, use)
+    target = names[use].factory if use in names else use
     module_name, _, attribute = target.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -53,7 +70,7 @@ def find(use: str, names: Mapping[str, str], path: str, source: RecipePlaces) ->
     return found  # type: ignore[no-any-return]
 
 
-def make(use: str, args: Mapping[str, Any], names: Mapping[str, str], path: str, source: RecipePlaces) -> Any:
+def make(use: str, args: Mapping[str, Any], names: Mapping[str, Row], path: str, source: RecipePlaces) -> Any:
     """Finds the callable and calls it with ``args``. Raises RecipeError for whatever goes wrong in it."""
     factory = find(use, names, path, source)
     at = f"{path}.args" if args else f"{path}.use"

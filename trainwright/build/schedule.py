@@ -24,7 +24,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from trainwright.build.resolve import imported
 from trainwright.errors import UsageError, require_choice, suggest
+from trainwright.recipe import SCHEDULES
 
 ScheduleFn = Callable[[int, float], float]
 Span = int | float
@@ -231,17 +233,6 @@ def _require_factor(name: str, value: object) -> None:
     _require(ok, f"{name} must be a factor in (0, 1]; got {value!r}", f"try {name}=0.5")
 
 
-SCHEDULES: Mapping[str, type[ConstantSchedule]] = {
-    "constant": ConstantSchedule,
-    "cosine": Cosine,
-    "restarts": Restarts,
-    "linear": Linear,
-    "polynomial": Polynomial,
-    "step": StepDecay,
-    "wsd": WSD,
-}
-
-
 def make_schedule(
     name: str,
     *,
@@ -250,14 +241,15 @@ def make_schedule(
     floor: float = 0.0,
     args: Mapping[str, Any] | None = None,
 ) -> ScheduleFn:
-    """The schedule ``name`` of ``SCHEDULES``; ``args`` are its further fields (``warmup_floor``, ``power`` ...).
+    """The schedule ``name`` of the catalog; ``args`` are its further fields (``warmup_floor``, ``power`` ...).
 
     Raises UsageError for an unknown name or argument and for a value out of range.
     """
     require_choice("schedule", name, SCHEDULES)
-    kind = SCHEDULES[name]
-    accepted = [each for each in inspect.signature(kind).parameters if each not in ("total", "warmup", "floor")]
+    factory = imported(SCHEDULES[name].factory)
+    accepted = [each for each in inspect.signature(factory).parameters if each not in ("total", "warmup", "floor")]
     for arg in args or {}:
         if arg not in accepted:
             raise UsageError(f"the schedule {name!r} has no argument {arg!r}", remedy=suggest(arg, accepted))
-    return kind(total=total, warmup=warmup, floor=floor, **(args or {}))
+    schedule: ScheduleFn = factory(total=total, warmup=warmup, floor=floor, **(args or {}))
+    return schedule

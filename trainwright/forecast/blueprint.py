@@ -25,13 +25,13 @@ from trainwright.engine.chunked import WORTH_BYTES, is_worth_chunking
 from trainwright.engine.head import head_of, hf_head_of
 from trainwright.errors import DataError, RecipeError, UsageError
 from trainwright.forecast.fake_tensors import fake_batch, fake_tensors
+from trainwright.forecast.missing_kernels import register_missing_kernels
 from trainwright.forecast.traced_step import TracedObjects
 from trainwright.models.lora import add_lora
-from trainwright.recipe import OPTIMIZERS, Loaded
+from trainwright.recipe import OPTIMIZERS, Loaded, optimizer_row
 
 LOOKED_AT = 16
 """Samples of which the largest is planned with, where they differ in size."""
-FUSED = ("sgd", "adam", "adamw")
 MADE_REALLY = (
     "give lazy modules (nn.LazyLinear) their shapes, and let __init__ read no values of tensors; or try sizes out: "
     "`trainwright batch-size RECIPE`"
@@ -125,8 +125,9 @@ class Blueprint:
         ask = self.loaded.recipe.optimizer
         factory: Any = ask.use if ask.use in OPTIMIZERS else find(ask.use, {}, "optimizer", self.loaded.source)
         args = dict(ask.args)
-        if ask.use in FUSED and not {"fused", "foreach", "dampening", "capturable"} & set(args):
+        if optimizer_row(ask.use).fused and not {"fused", "foreach", "dampening", "capturable"} & set(args):
             args["fused"] = True  # as on a GPU; make_optimizer does not know the simulated one
+        register_missing_kernels()
         with at_recipe(self.loaded, "optimizer"):
             return make_optimizer(
                 factory,

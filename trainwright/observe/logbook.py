@@ -16,7 +16,7 @@ from trainwright.engine.oom_report import OomReport
 from trainwright.errors import OutOfMemory, TrainwrightError
 from trainwright.observe.cadence import Every
 from trainwright.observe.journal import Journal
-from trainwright.observe.sinks import open_sinks
+from trainwright.observe.sinks import SinkFactory, open_sinks
 from trainwright.observe.step_log import StepLog
 from trainwright.observe.telemetry import TelemetryReader
 from trainwright.runlog.folder import RunFolder
@@ -37,7 +37,7 @@ class Logbook:
         folder: RunFolder,
         every: Every,
         *,
-        sinks: Sequence[str],
+        sinks: Mapping[str, SinkFactory],
         config: Mapping[str, Any],
         state: TrainState,
         gpu_indices: Sequence[int],

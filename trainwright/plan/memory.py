@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-# float32 values that each optimizer keeps for a trainable weight; Adafactor's factors are negligible.
-STATE_PER_WEIGHT: Mapping[str, int] = {"sgd": 1, "adam": 2, "adamw": 2, "lamb": 2, "lars": 1, "muon": 1, "adafactor": 0}
+from trainwright.recipe import optimizer_row
+
 BYTES = 4
 
 
 def memory_bytes(
-    optimizer: str, *, parameters: int, trainable: int, activations: int, offloaded: bool = False
+    optimizer: str,
+    args: Mapping[str, object],
+    *,
+    parameters: int,
+    trainable: int,
+    activations: int,
+    offloaded: bool = False,
 ) -> dict[str, int]:
-    """By kind, for one rank in fp32 master weights. ``activations`` is measured on one micro-batch.
+    """Bytes by kind for one rank with fp32 weights. ``activations`` are those measured on one micro-batch.
 
-    What is ``offloaded`` is not on the device. An optimizer of the user's own is taken to keep two values a weight, as
-    Adam does. Temporaries of kernels, the batch itself and the framework are not in it.
+    An ``offloaded`` optimizer keeps nothing on the device. An optimizer of the user's own counts as AdamW. Temporaries
+    of kernels, the batch itself and the framework are left out.
     """
+    state = 0 if offloaded else optimizer_row(optimizer).values_per_weight(args)
     return {
         "weights": parameters * BYTES,
         "gradients": trainable * BYTES,
-        "optimizer": 0 if offloaded else trainable * BYTES * STATE_PER_WEIGHT.get(optimizer, 2),
+        "optimizer": trainable * BYTES * state,
         "activations": activations,
     }

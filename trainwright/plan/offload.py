@@ -4,28 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from trainwright.plan.devices import Device
 from trainwright.plan.scale import Scaled
 from trainwright.plan.trace import Trace
+from trainwright.recipe import optimizer_row
 
 HOST_FLOPS = 1e12
 """What the host computes in an update: some 32 cores as they usually are."""
 HOST_SHARE = 0.9
 """Of the host's free memory that may be taken."""
-_WITHOUT_MOMENTUM = "without momentum it keeps nothing that could be moved"
 
 
-def why_not_offloaded(use: str, args: Mapping[str, Any]) -> str:
-    """Why it makes no sense for this optimizer; "" where it does."""
-    if use == "adafactor":
-        return "its factored moments are next to nothing, so moving them frees nothing"
-    if use == "muon":
-        return "its matrix products would run on the host, hundreds of times slower than on a GPU"
-    if use in ("sgd", "lars") and not args.get("momentum", 0.9):
-        return _WITHOUT_MOMENTUM
-    return ""
+def why_not_offloaded(use: str, args: Mapping[str, object]) -> str:
+    """Why offload makes no sense for this optimizer with these arguments; "" where it does."""
+    row = optimizer_row(use)
+    if row.why_not_offloaded or row.values_per_weight(args):
+        return row.why_not_offloaded
+    without = f"without {row.needs_for_state} " if row.needs_for_state else ""
+    return f"{without}it keeps nothing that could be moved"
 
 
 @dataclass(frozen=True)

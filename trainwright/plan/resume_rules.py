@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from trainwright.plan.batch import solve_batch
-from trainwright.recipe import Duration
+from trainwright.recipe import Duration, optimizer_row
 
 Kind = Literal["safe", "maths", "fatal"]
 Verdict = tuple[Kind, str]
@@ -66,10 +66,15 @@ def _ema(found: RecipeDifference) -> Verdict:
     return "maths", "the weights train as before, but their average is dropped or goes on otherwise"
 
 
-def _moments(found: RecipeDifference) -> Verdict:
-    """amsgrad keeps a moment more; head says which matrices muon keeps other moments for."""
-    lacks = found.now is True if found.path.endswith("amsgrad") else found.after["optimizer"]["use"] == "muon"
-    return ("fatal", f"the checkpoint lacks moments that it needs: put it back, or {EXPORT}") if lacks else _UPDATE
+def _argument(found: RecipeDifference) -> Verdict:
+    """By the row of the optimizer: which implementation runs, whether the checkpoint lacks state, or the update."""
+    name = found.path.removeprefix("optimizer.args.").split(".")[0]
+    row = optimizer_row(found.after["optimizer"]["use"])
+    if name in ("fused", "foreach"):
+        return "safe", _KERNELS
+    if (name in row.adds_state and found.now is True) or name in row.splits_state:
+        return "fatal", f"the checkpoint lacks moments that it needs: put it back, or {EXPORT}"
+    return _UPDATE
 
 
 def _spikes(found: RecipeDifference) -> Verdict:
@@ -116,11 +121,7 @@ RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     "loss": ("maths", "something else is minimised"),
     "batch": _batch,
     "optimizer.use": ("fatal", f"the moments of one optimizer mean nothing to another: put it back, or {EXPORT}"),
-    "optimizer.args": _UPDATE,
-    "optimizer.args.amsgrad": _moments,
-    "optimizer.args.head": _moments,
-    "optimizer.args.fused": ("safe", _KERNELS),
-    "optimizer.args.foreach": ("safe", _KERNELS),
+    "optimizer.args": _argument,
     "optimizer.lr": ("maths", "steps of another size; the schedule goes on where it is"),
     "optimizer.weight_decay": _UPDATE,
     "optimizer.decay_norms_and_biases": _UPDATE,

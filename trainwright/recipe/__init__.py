@@ -1,9 +1,21 @@
 """What the user asks for: a recipe, checked as a whole before anything runs. No torch in this room."""
 
+from trainwright.recipe.catalog import (
+    DATASETS,
+    LOSSES,
+    MODELS,
+    OPTIMIZERS,
+    SCHEDULES,
+    SINKS,
+    SPIKE_POLICIES,
+    OptimizerRow,
+    Row,
+    SinkRow,
+    optimizer_row,
+)
 from trainwright.recipe.duration import Duration, Unit
 from trainwright.recipe.editor import json_schema
 from trainwright.recipe.load import Loaded, dump, from_mapping, load
-from trainwright.recipe.names import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES, SINKS, SPIKE_POLICIES
 from trainwright.recipe.schema import (
     Batch,
     Checkpoint,
@@ -48,9 +60,12 @@ __all__ = [
     "Model",
     "Objective",
     "Optimizer",
+    "OptimizerRow",
     "Part",
     "Recipe",
+    "Row",
     "Schedule",
+    "SinkRow",
     "Source",
     "SpikeHandling",
     "Unit",
@@ -58,5 +73,6 @@ __all__ = [
     "from_mapping",
     "json_schema",
     "load",
+    "optimizer_row",
     "problem",
 ]

@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from trainwright.errors import Problem, RecipeError, UsageError
+from trainwright.recipe.catalog import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES, SINKS, SPIKE_POLICIES
 from trainwright.recipe.checkpointing import ActivationCheckpointing
 from trainwright.recipe.duration import Duration
 from trainwright.recipe.micro_size import MicroSize
-from trainwright.recipe.names import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES, SPIKE_POLICIES
 from trainwright.recipe.section import Count, Part, SampleId, Section, Text, Texts, Warmup
 from trainwright.recipe.short_name import ShortName
 from trainwright.recipe.showing import LARGEST_INT
@@ -35,7 +35,7 @@ class Lora(Section):
 class Model(Part):
     """What is trained."""
 
-    use: Annotated[str, ShortName("model", tuple(MODELS))] = Field(
+    use: Annotated[str, ShortName("model", MODELS)] = Field(
         description="A model in the box, or package.module:callable that returns an nn.Module.",
         examples=["gpt"],
     )
@@ -56,7 +56,7 @@ class Model(Part):
 class Dataset(Part):
     """A dataset."""
 
-    use: Annotated[str, ShortName("dataset", tuple(DATASETS))] = Field(
+    use: Annotated[str, ShortName("dataset", DATASETS)] = Field(
         description="A dataset in the box, or package.module:callable that returns one.", examples=["digits"]
     )
 
@@ -84,7 +84,7 @@ class Data(Section):
 class Objective(Part):
     """The loss that is minimised."""
 
-    use: Annotated[str, ShortName("loss", tuple(LOSSES))] = Field(
+    use: Annotated[str, ShortName("loss", LOSSES)] = Field(
         default="cross_entropy",
         description="A loss in the box, or package.module:callable.",
         examples=["mse"],
@@ -294,7 +294,7 @@ class Log(Section):
     """The log of the run, and trackers that get a copy."""
 
     every: Duration = Field(default=Duration(10, "steps"), description="How often a step is logged.")
-    sinks: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False)] = Field(
+    sinks: Annotated[tuple[Annotated[str, ShortName("sink", SINKS, own=False)], ...], Field(strict=False)] = Field(
         default=(), description="Trackers besides the run folder."
     )
     doctor: bool = Field(default=True, description="Watch every step, and diagnose what goes wrong on a replay.")

@@ -29,7 +29,7 @@ class Section(BaseModel):
 class Part(Section):
     """Something built by calling a factory. The bare name ``gpt`` is short for ``{use: gpt}``."""
 
-    use: Annotated[str, ShortName("part", ())] = Field(description="A short name, or package.module:callable.")
+    use: Annotated[str, ShortName("part", {})] = Field(description="A short name, or package.module:callable.")
     args: Args = Field(default_factory=dict, description="Keyword arguments for what `use` names.")
 
     @model_validator(mode="before")

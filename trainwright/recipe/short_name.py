@@ -1,41 +1,56 @@
-"""The type of ``use:``: a short name of its kind, or ``package.module:callable``."""
+"""The type of ``use:`` and the like: a name from the catalog, or ``package.module:callable``."""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from trainwright.errors import UsageError
+from trainwright.recipe.catalog import Row
 from trainwright.recipe.showing import readable
 
 _DOTTED = "package.module:callable"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ShortName:
-    """Annotates a ``str``. ``kind`` is for messages, ``names`` are the short names."""
+    """Annotates a ``str``. ``kind`` is for messages, ``names`` are the names, read at each check.
+
+    ``own``: whether a callable of the user's own may be named instead.
+    """
 
     kind: str
-    names: tuple[str, ...]
+    names: Mapping[str, Row] | Collection[str]
+    own: bool = True
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self.checked, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         reference = {"type": "string", "pattern": "^[^\\s:]+:[^\\s:]+$"}
-        return {"anyOf": [{"enum": list(self.names)}, reference]} if self.names else reference
+        listed: JsonSchemaValue = {"enum": list(self.names)}
+        if isinstance(self.names, Mapping):  # VS Code shows these beside the values
+            listed["enumDescriptions"] = [row.doc for row in self.names.values()]
+        if not self.own:
+            return listed
+        return {"anyOf": [listed, reference]} if self.names else reference
 
     def checked(self, text: str) -> str:
         """``text`` if it is one of the names or a reference; raises UsageError with a remedy."""
-        if text in self.names or is_reference(text):
+        if text in self.names or (self.own and is_reference(text)):
             return text
-        known = f"a known {self.kind} ({', '.join(self.names)}) or {_DOTTED}" if self.names else _DOTTED
-        raise UsageError(f"must be {known}", remedy=self._remedy(text))
+        raise UsageError(f"must be {self._rule()}", remedy=self._remedy(text))
+
+    def _rule(self) -> str:
+        listed = ", ".join(self.names)
+        if not self.own:
+            return f"one of {listed}"
+        return f"a known {self.kind} ({listed}) or {_DOTTED}" if self.names else _DOTTED
 
     def _remedy(self, text: str) -> str:
         module, colon, name = text.partition(":")
@@ -46,7 +61,7 @@ class ShortName:
         if close and not colon:
             return f"did you mean {close[0]}?"
         module, dot, name = text.rpartition(".")
-        if dot and not colon and is_reference(f"{module}:{name}"):
+        if self.own and dot and not colon and is_reference(f"{module}:{name}"):
             return f"did you mean {module}:{name}? (a colon before the callable)"
         return f"write one of {', '.join(self.names)}" if self.names else f"write {_DOTTED}"
 

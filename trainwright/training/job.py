@@ -23,6 +23,7 @@ from trainwright.build.assemble import (
     training_batches,
 )
 from trainwright.build.assemble import prepare as prepare_parts
+from trainwright.build.resolve import sink_factories
 from trainwright.engine.clip import make_clip
 from trainwright.engine.dry_run import Mode, dry_run
 from trainwright.engine.precision import Precision
@@ -31,7 +32,6 @@ from trainwright.engine.until import Until, for_seconds, for_steps
 from trainwright.errors import DataError, UsageError
 from trainwright.forecast.local_device import local_device, nominal_cpu
 from trainwright.forecast.resolve import Resolved, left_open, resolve, resolved_before
-from trainwright.observe.sinks import require_sinks
 from trainwright.plan.devices import Device
 from trainwright.plan.machine import Machine, read_machine
 from trainwright.plan.make import Kept, Note, Plan, RunFacts, candidates, make_plan, with_rehearsal
@@ -108,7 +108,7 @@ def prepare(loaded: Loaded, parts: Parts | None = None, *, earlier: Earlier | No
     plan = replace(plan, settled=settled.to_json(), notes=(*settled.notes, *plan.notes))
     state, schedule = build_state(parts, loaded, plan), build_schedule(loaded, plan)
     state.loss = parts.loss if isinstance(parts.loss, nn.Module) else None
-    require_sinks(recipe.log.sinks)
+    sink_factories(recipe.log.sinks)  # a package that is missing is said before the first step
     provenance = where_from(recipe, parts)
     seed_all(recipe.seed)  # training draws the same numbers whatever was done to get here
     precision: str = recipe.precision
@@ -178,6 +178,7 @@ def _rehearsed(job: Job, facts: RunFacts, first: StepBatch, asked: str) -> Plan:
         seconds={mode: seconds * len(first.micro) for mode, seconds in seen.seconds.items()},
         memory_bytes=memory_bytes(
             job.recipe.optimizer.use,
+            job.recipe.optimizer.args,
             parameters=facts.parameters,
             trainable=facts.trainable,
             activations=seen.activation_bytes,

@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 
 from trainwright.build.assemble import Parts, build_loading, validation_batches
+from trainwright.build.resolve import sink_factories
 from trainwright.engine.between import NEVER
 from trainwright.engine.loop import Observer, Outcome, run
 from trainwright.errors import StorageError, UsageError
@@ -160,7 +161,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
     logbook = Logbook(
         folder,
         _every(plan.log_every, state),
-        sinks=job.recipe.log.sinks,
+        sinks=sink_factories(job.recipe.log.sinks),
         config=job.recipe.model_dump(mode="json"),
         state=state,
         gpu_indices=[gpu.index for gpu in job.machine.gpus] if job.device.type == "cuda" else [],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainwright.build.optim.choose import OPTIMIZERS, make_optimizer, with_momentum_buffers
+from trainwright.build.optim.choose import make_optimizer, with_momentum_buffers
 from trainwright.build.optim.groups import GroupRule, param_groups
 from trainwright.build.optim.guarded import GuardedOptimizer
 from trainwright.build.optim.lamb import Lamb
@@ -11,7 +11,6 @@ from trainwright.build.optim.muon import Muon, muon_groups
 from trainwright.build.optim.offload import offloaded
 
 __all__ = [
-    "OPTIMIZERS",
     "GroupRule",
     "GuardedOptimizer",
     "Lamb",

@@ -11,29 +11,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainwright.build.optim.groups import GroupRule, param_groups
-from trainwright.build.optim.lamb import Lamb
-from trainwright.build.optim.lars import Lars
-from trainwright.build.optim.muon import Muon, muon_groups
+from trainwright.build.optim.groups import GroupRule, GroupSettings, param_groups
 from trainwright.build.optim.offload import offloaded
+from trainwright.build.resolve import imported
 from trainwright.errors import UsageError, require_choice, suggest
 from trainwright.plan.offload import why_not_offloaded
+from trainwright.recipe import OPTIMIZERS
 
 Factory = Callable[..., Optimizer]
 
-OPTIMIZERS: Mapping[str, Factory] = {
-    "sgd": torch.optim.SGD,
-    "adam": torch.optim.Adam,  # its weight decay is L2, added to the gradient; adamw's is decoupled
-    "adamw": torch.optim.AdamW,
-    "adafactor": torch.optim.Adafactor,  # its lr bounds the relative step; embeddings and head are factored too
-    "muon": Muon,
-    "lamb": Lamb,
-    "lars": Lars,
-}
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {"sgd": {"momentum": 0.9}}
-_HAS_FUSED = ("sgd", "adam", "adamw")
 _NOT_OURS_TO_GIVE = ("params", "lr", "weight_decay", "differentiable")
-_MUON_ADAMW = {"adamw_lr": "lr", "adamw_betas": "betas", "adamw_eps": "eps"}
 
 
 def make_optimizer(
@@ -60,7 +47,7 @@ def make_optimizer(
     one that gains nothing by it.
     """
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in (args or {}).items()}
-    shared: dict[str, Any] = {
+    shared: GroupSettings = {
         "lr": lr,
         "weight_decay": weight_decay,
         "decay_norms_and_biases": decay_norms_and_biases,
@@ -72,18 +59,17 @@ def make_optimizer(
     _require_known(name, given)
     if offload and (why := why_not_offloaded(name, given)):
         raise UsageError(f"{name} cannot be offloaded: {why}", remedy="set offload to false, or choose adamw")
-    if name == "muon":
-        groups = muon_groups(model, **shared, **_take_muon_options(given, lr))
-    else:
-        groups = param_groups(model, **shared)
-    given = {**_DEFAULTS.get(name, {}), **_implementation(name, model, given), **given}
-    return _call(OPTIMIZERS[name], groups, lr, given, offload=offload)
+    row = OPTIMIZERS[name]
+    groups = imported(row.groups)(model, given, **shared) if row.groups else param_groups(model, **shared)
+    given = {**row.defaults, **_implementation(name, model, given), **given}
+    return _call(imported(row.factory), groups, lr, given, offload=offload)
 
 
 def accepted_args(name: str) -> list[str]:
     """What ``args`` may hold for the optimizer ``name``."""
-    accepted = [each for each in inspect.signature(OPTIMIZERS[name]).parameters if each not in _NOT_OURS_TO_GIVE]
-    return accepted + ["head", *_MUON_ADAMW] if name == "muon" else accepted
+    row = OPTIMIZERS[name]
+    accepted = inspect.signature(imported(row.factory)).parameters
+    return [*(each for each in accepted if each not in _NOT_OURS_TO_GIVE), *row.group_args]
 
 
 def _require_known(name: str, given: Mapping[str, Any]) -> None:
@@ -99,14 +85,6 @@ def _require_known(name: str, given: Mapping[str, Any]) -> None:
             raise UsageError(f"the optimizer {name!r} has no argument {arg!r}", remedy=near + known)
 
 
-def _take_muon_options(given: dict[str, Any], lr: float) -> dict[str, Any]:
-    """Moves what belongs to the groups out of ``given``."""
-    adamw = {ours: given.pop(theirs) for theirs, ours in _MUON_ADAMW.items() if theirs in given}
-    if given.get("adjust_lr") == "match_rms_adamw":
-        adamw.setdefault("lr", lr)
-    return {"head": given.pop("head", None), "adamw": adamw}
-
-
 def _implementation(name: str, model: nn.Module, given: Mapping[str, Any]) -> dict[str, bool]:
     """``fused`` where it can be: median ms of step() alone, 2 Zen 4 cores, torch 2.13, loop / foreach / fused.
 
@@ -114,7 +92,7 @@ def _implementation(name: str, model: nn.Module, given: Mapping[str, Any]) -> di
     SGD:   MLP 0.086 / 0.089 / 0.063; GPT 1.01 / 0.94 / 0.67; 30 x 1M 12.6 / 19.1 / 11.6.
     The whole training step followed suit, alone, on one thread, and beside busy processes.
     """
-    if name not in _HAS_FUSED or "fused" in given or "foreach" in given:
+    if not OPTIMIZERS[name].fused or "fused" in given or "foreach" in given:
         return {}
     # torch's fused SGD starts its buffers from uninitialised memory, see with_momentum_buffers
     dampened = bool(given.get("dampening"))

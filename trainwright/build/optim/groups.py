@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -27,6 +27,15 @@ class GroupRule:
     lr: float | None = None
     lr_scale: float = 1.0
     weight_decay: float | None = None
+
+
+class GroupSettings(TypedDict):
+    """What every maker of parameter groups is told; see ``param_groups``."""
+
+    lr: float
+    weight_decay: float
+    decay_norms_and_biases: bool
+    rules: Sequence[GroupRule]
 
 
 @dataclass(frozen=True)

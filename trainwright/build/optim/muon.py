@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from trainwright.build.optim.groups import GroupRule, Role, matches, norm_parameters, param_groups
+from trainwright.build.optim.groups import GroupRule, GroupSettings, Role, matches, norm_parameters, param_groups
 from trainwright.build.optim.guarded import (
     Group,
     GuardedOptimizer,
@@ -218,6 +218,18 @@ def muon_groups(
         role_of=lambda parameter: to_muon if is_hidden(parameter) else to_adamw,
     )
     return sorted(groups, key=lambda group: bool(group["algorithm"] != "muon"))
+
+
+def groups_of_recipe(model: nn.Module, args: dict[str, Any], **shared: Unpack[GroupSettings]) -> list[Group]:
+    """``muon_groups`` by the arguments of a recipe, of which those that the groups take are removed from ``args``.
+
+    ``adjust_lr="match_rms_adamw"`` is made for one learning rate, so ``adamw_lr`` is ``lr`` then.
+    """
+    names = {"adamw_lr": "lr", "adamw_betas": "betas", "adamw_eps": "eps"}
+    adamw = {names[arg]: args.pop(arg) for arg in names if arg in args}
+    if args.get("adjust_lr") == "match_rms_adamw":
+        adamw.setdefault("lr", shared["lr"])
+    return muon_groups(model, **shared, head=args.pop("head", None), adamw=adamw)
 
 
 def _hidden(model: nn.Module, head: str | None) -> Callable[[nn.Parameter], bool]:

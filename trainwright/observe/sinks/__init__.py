@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from trainwright.errors import MissingExtra, TrainwrightError, UsageError
+from trainwright.errors import TrainwrightError
 
 
 class Sink(Protocol):
-    """Where numbers go beside log.jsonl."""
+    """A tracker that gets what log.jsonl gets."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
 
     def text(self, step: int, name: str, text: str) -> None: ...
 
     def close(self, exit_code: int) -> None:
-        """Flush what is still on its way. ``exit_code`` is the run's."""
+        """Flushes what has not been written. ``exit_code`` is the run's."""
+
+
+class SinkFactory(Protocol):
+    """Opens a sink. ``config`` is the recipe as plain values, ``from_step`` the step that the run resumes from."""
+
+    def __call__(self, folder: Path, config: Mapping[str, object], *, from_step: int) -> Sink: ...
 
 
 class Guarded:
-    """A sink that may fail: at the first exception it warns with the reason and is silent from then on."""
+    """A sink that may fail: at the first exception it warns with the reason and is not called again."""
 
     def __init__(self, name: str, sink: Sink, warn: Callable[[str], None]) -> None:
         self._name, self._sink, self._warn = name, sink, warn
@@ -49,37 +53,23 @@ class Guarded:
             self._warn(_gone(self._name, error))
 
 
-def require_sinks(names: Sequence[str]) -> None:
-    """Raises MissingExtra for a tracker whose package is not installed: better now than after the first steps."""
-    for name in names:
-        if name in ("tensorboard", "wandb") and importlib.util.find_spec(name) is None:
-            raise MissingExtra(name, extra=name, needed_for=f"the sink {name!r}")
-
-
 def open_sinks(
-    names: Sequence[str],
+    factories: Mapping[str, SinkFactory],
     folder: Path,
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     warn: Callable[[str], None],
     *,
     from_step: int = 0,
 ) -> list[Sink]:
-    """Open the named sinks, each guarded.
+    """Opens a sink from each factory, by name, and guards it.
 
-    ``folder`` is the run folder, ``config`` the recipe as plain values, ``from_step`` the step that the run
-    resumes from. Raises UsageError for an unknown name, MissingExtra for a package that is not installed. A sink
-    that cannot open for another reason (no network, no login) is warned about and left out.
+    Raises MissingExtra for a package that is not installed. A sink that cannot open for another reason (no network,
+    no login) is warned about and left out.
     """
-    openers = {"tensorboard": _tensorboard, "wandb": _wandb}
-    for name in names:
-        if name not in openers:
-            close = difflib.get_close_matches(name, openers, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"choose from: {', '.join(openers)}"
-            raise UsageError(f"there is no sink {name!r}", remedy=hint)
     sinks: list[Sink] = []
-    for name in dict.fromkeys(names):
+    for name, factory in factories.items():
         try:
-            sinks.append(Guarded(name, openers[name](folder, config, from_step), warn))
+            sinks.append(Guarded(name, factory(folder, config, from_step=from_step), warn))
         except TrainwrightError:
             raise
         except Exception as error:  # see Guarded
@@ -90,15 +80,3 @@ def open_sinks(
 def _gone(name: str, error: Exception) -> str:
     reason = " ".join(str(error).split()) or "no reason given"
     return f"{name} gets nothing more of this run, log.jsonl has it all: {type(error).__name__}: {reason}"
-
-
-def _tensorboard(folder: Path, config: Mapping[str, Any], from_step: int) -> Sink:
-    from trainwright.observe.sinks.tensorboard import TensorBoard
-
-    return TensorBoard(folder, config, from_step=from_step)
-
-
-def _wandb(folder: Path, config: Mapping[str, Any], from_step: int) -> Sink:
-    from trainwright.observe.sinks.wandb import WeightsAndBiases
-
-    return WeightsAndBiases(folder, config)

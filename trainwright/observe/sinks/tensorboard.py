@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from trainwright.errors import MissingExtra
 
@@ -13,7 +12,7 @@ from trainwright.errors import MissingExtra
 class TensorBoard:
     """A Sink. TensorBoard hides what an earlier process wrote after ``from_step``: a resume repeats those steps."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], *, from_step: int = 0) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, object], *, from_step: int = 0) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:

@@ -9,7 +9,6 @@ import html
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from trainwright.errors import MissingExtra
 
@@ -17,7 +16,7 @@ from trainwright.errors import MissingExtra
 class WeightsAndBiases:
     """A Sink. ``wandb sync <run folder>/wandb/offline-run-*`` uploads an offline run later."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, object], *, from_step: int = 0) -> None:
         try:
             import wandb
         except ImportError as error:

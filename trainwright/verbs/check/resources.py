@@ -46,7 +46,9 @@ def sized(loaded: Loaded, train: Unwrapped, at_hand: int) -> Iterator[Verdict]:
     if not total:
         return
     few = recipe.model.lora is not None or recipe.model.freeze
-    sizes = memory_bytes(recipe.optimizer.use, parameters=total, trainable=0 if few else trainable, activations=0)
+    trainable = 0 if few else trainable
+    optimizer = recipe.optimizer
+    sizes = memory_bytes(optimizer.use, optimizer.args, parameters=total, trainable=trainable, activations=0)
     if (need := sum(sizes.values())) > at_hand:
         yield _too_much(f"{total:,} parameters need", sizes, need, at_hand)
 

@@ -1,0 +1,193 @@
+"""What ships in the box: one row for each model, dataset, loss, optimizer, schedule and sink that a recipe may name.
+
+A row names its factory as ``package.module:callable`` and nothing is imported here, so a recipe can be checked on a
+machine without torch. To add one: a row here, the factory in its room, a test. The schema, "did you mean", the memory
+arithmetic, offload, the rules of resume and docs/catalog.md follow from the rows, or a test holds them equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+
+@dataclass(frozen=True)
+class Row:
+    """``name`` is what a recipe says, ``factory`` is ``package.module:callable``, ``doc`` one sentence for people."""
+
+    name: str
+    factory: str
+    doc: str
+
+
+@dataclass(frozen=True)
+class SinkRow(Row):
+    """A tracker. ``extra`` is the extra of this package that installs it, and the package that it imports."""
+
+    extra: str
+
+
+@dataclass(frozen=True)
+class OptimizerRow(Row):
+    """What the recipe, the plan and the build know of an optimizer without importing it."""
+
+    state_per_weight: int
+    """Values kept for each trained weight, in the dtype of the weight."""
+    decoupled: bool
+    """Whether weight decay stays out of the moments, as in AdamW; False: it is added to the gradient (L2)."""
+    fused: bool = False
+    """Whether torch has a fused implementation, chosen by ``fused=True``."""
+    defaults: Mapping[str, float] = field(default_factory=dict)
+    """Arguments that differ from the factory's own defaults."""
+    needs_for_state: str = ""
+    """The argument without which it keeps no state: momentum."""
+    adds_state: tuple[str, ...] = ()
+    """Arguments that, when true, keep one more value for each weight."""
+    splits_state: tuple[str, ...] = ()
+    """Arguments that decide which weights keep which state."""
+    groups: str = ""
+    """Makes the parameter groups, where the usual ones do not serve: see ``build.optim.choose``."""
+    group_args: tuple[str, ...] = ()
+    """Arguments that ``groups`` takes, and the factory does not."""
+    why_not_offloaded: str = ""
+    """Why its state should not move to the host's memory; "" where it may."""
+
+    def values_per_weight(self, args: Mapping[str, object]) -> int:
+        """``state_per_weight`` with these arguments."""
+        if self.needs_for_state and not args.get(self.needs_for_state, True):
+            return 0
+        return self.state_per_weight + sum(bool(args.get(name)) for name in self.adds_state)
+
+
+R = TypeVar("R", bound=Row)
+
+
+def _by_name(*rows: R) -> dict[str, R]:
+    return {row.name: row for row in rows}
+
+
+MODELS = _by_name(
+    Row("gpt", "trainwright.models.gpt:gpt", "A decoder-only transformer of any size."),
+    Row("gpt2", "trainwright.models.gpt:gpt2", "GPT-2 in its four published sizes."),
+    Row("resnet", "trainwright.models.resnet:resnet", "A ResNet for small images."),
+    Row("lstm", "trainwright.models.lstm:lstm", "An LSTM language model."),
+    Row("mlp", "trainwright.models.mlp:mlp", "Linear layers with an activation between them."),
+    Row("hf", "trainwright.models.hf:hf_model", "A model of the transformers library."),
+)
+
+DATASETS = _by_name(
+    Row("python-topics", "trainwright.data.text:python_topics", "Characters of Python's help topics."),
+    Row("stdlib-source", "trainwright.data.text:stdlib_source", "Characters of the source of Python's library."),
+    Row("text-file", "trainwright.data.text:text_file", "Characters of a text file."),
+    Row("digits", "trainwright.data.digits:digits", "1,797 images of handwritten digits, 8 x 8."),
+)
+
+LOSSES = _by_name(
+    Row("cross_entropy", "trainwright.engine.losses:cross_entropy", "Cross-entropy of class logits."),
+    Row("language_model", "trainwright.engine.losses:language_model", "Cross-entropy of the next token."),
+    Row("mse", "trainwright.engine.losses:mse", "Mean squared error."),
+    Row("hf_causal_lm", "trainwright.engine.losses:hf_causal_lm", "Next token, for a model of transformers."),
+)
+
+OPTIMIZERS = _by_name(
+    OptimizerRow(
+        "sgd",
+        "torch.optim:SGD",
+        "Stochastic gradient descent with momentum 0.9.",
+        state_per_weight=1,
+        decoupled=False,
+        fused=True,
+        defaults={"momentum": 0.9},
+        needs_for_state="momentum",
+    ),
+    OptimizerRow(
+        "adam",
+        "torch.optim:Adam",
+        "Adam; its weight decay is L2.",
+        state_per_weight=2,
+        decoupled=False,
+        fused=True,
+        adds_state=("amsgrad",),
+    ),
+    OptimizerRow(
+        "adamw",
+        "torch.optim:AdamW",
+        "Adam with decoupled weight decay.",
+        state_per_weight=2,
+        decoupled=True,
+        fused=True,
+        adds_state=("amsgrad",),
+    ),
+    OptimizerRow(
+        "adafactor",
+        "torch.optim:Adafactor",
+        "Adam's second moment as a row and a column; lr bounds the relative step.",
+        state_per_weight=0,
+        decoupled=True,
+        why_not_offloaded="its factored moments are next to nothing, so moving them frees nothing",
+    ),
+    OptimizerRow(
+        "muon",
+        "trainwright.build.optim.muon:Muon",
+        "Momentum with orthogonalised updates for hidden matrices, AdamW for all else.",
+        state_per_weight=1,
+        decoupled=True,
+        splits_state=("head",),
+        groups="trainwright.build.optim.muon:groups_of_recipe",
+        group_args=("head", "adamw_lr", "adamw_betas", "adamw_eps"),
+        why_not_offloaded="its matrix products would run on the host, hundreds of times slower than on a GPU",
+    ),
+    OptimizerRow(
+        "lamb",
+        "trainwright.build.optim.lamb:Lamb",
+        "Adam whose update of each matrix is scaled to the norm of the matrix, for very large batches.",
+        state_per_weight=2,
+        decoupled=True,
+    ),
+    OptimizerRow(
+        "lars",
+        "trainwright.build.optim.lars:Lars",
+        "Momentum whose learning rate per layer follows the norm of the weights, for very large batches.",
+        state_per_weight=1,
+        decoupled=False,
+        needs_for_state="momentum",
+    ),
+)
+
+USERS_OPTIMIZER = OptimizerRow(
+    "", "", "An optimizer of the user's own.", state_per_weight=2, decoupled=True, adds_state=("amsgrad",)
+)
+"""What is assumed of ``package.module:callable``: that it keeps what AdamW keeps."""
+
+SCHEDULES = _by_name(
+    Row("constant", "trainwright.build.schedule:ConstantSchedule", "The peak learning rate to the end."),
+    Row("cosine", "trainwright.build.schedule:Cosine", "Half a cosine from the peak to the floor."),
+    Row("restarts", "trainwright.build.schedule:Restarts", "Cosines from the peak, again and again."),
+    Row("polynomial", "trainwright.build.schedule:Polynomial", "A power of the share of the run that is left."),
+    Row("linear", "trainwright.build.schedule:Linear", "A straight line from the peak to the floor."),
+    Row("step", "trainwright.build.schedule:StepDecay", "Multiplied by gamma after each equal span."),
+    Row("wsd", "trainwright.build.schedule:WSD", "Warm-up, the peak for most of the run, a decay at its end."),
+)
+
+SINKS = _by_name(
+    SinkRow(
+        "tensorboard",
+        "trainwright.observe.sinks.tensorboard:TensorBoard",
+        "Event files in the run folder.",
+        extra="tensorboard",
+    ),
+    SinkRow(
+        "wandb",
+        "trainwright.observe.sinks.wandb:WeightsAndBiases",
+        "Weights & Biases, offline unless WANDB_MODE says otherwise.",
+        extra="wandb",
+    ),
+)
+
+SPIKE_POLICIES: tuple[str, ...] = ("warn", "skip", "rollback", "off")
+
+
+def optimizer_row(use: str) -> OptimizerRow:
+    """The row of an optimizer in the box; ``USERS_OPTIMIZER`` for any other."""
+    return OPTIMIZERS.get(use, USERS_OPTIMIZER)
