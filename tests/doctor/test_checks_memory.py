@@ -47,11 +47,11 @@ def test_a_cache_that_is_flushed_in_each_step() -> None:
     assert "expandable_segments:True" in said.found.remedy
 
 
-def test_memory_in_pieces_is_put_together_first() -> None:
+def test_fragmented_memory_is_defragmented_first() -> None:
     (said,) = found(*readings([0, 20, 40, 60], allocated=50 * GIB))
     assert said.found.remedy.startswith("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
     assert "max_split_size_mb" in said.found.remedy
-    assert "in pieces" in said.found.cause
+    assert "fragmentation" in said.found.cause
 
 
 def test_steps_of_half_a_minute_have_a_reading_each() -> None:

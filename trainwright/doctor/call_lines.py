@@ -27,7 +27,7 @@ def calls_at(case: Case, step: int) -> Sequence[CallLine]:
     """The calls of ``step`` as far as they were recorded: of that step or the nearest before it, else after it."""
     recorded = [(each.step, each.values["lines"]) for each in case.watched if each.values.get("lines")]
     before = [lines for at, lines in recorded if at <= step]
-    nearest = before[-1:] or [lines for _, lines in recorded[:1]] or [case.about("unfinished").get("lines") or ()]
+    nearest = before[-1:] or [lines for _, lines in recorded[:1]] or [case.facts("unfinished").get("lines") or ()]
     calls: Sequence[CallLine] = nearest[0]
     return calls
 

@@ -1,16 +1,16 @@
-"""All that is known of a run, read from its records."""
+"""Everything that is known of a run, read from its records."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
+from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Examined, Record, Watched
 
 
 class Case:
-    """The records of one run, oldest first. ``finished``: nothing more will come, so that what never was can be said.
+    """The records of one run, oldest first. ``finished``: no more will come, so a check may say what never happened.
 
     Of a long run not every step is among ``watched``.
     """
@@ -20,31 +20,32 @@ class Case:
 
     @cached_property
     def watched(self) -> list[Watched]:
+        """The recorded steps, oldest first."""
         return [record for record in self.records if isinstance(record, Watched)]
 
     @cached_property
-    def _examined(self) -> dict[str, list[Examined]]:
-        found: dict[str, list[Examined]] = {}
+    def _outcomes(self) -> dict[str, list[Examined]]:
+        by_experiment: dict[str, list[Examined]] = {}
         for record in self.records:
             if isinstance(record, Examined):
-                found.setdefault(record.experiment, []).append(record)
-        return found
+                by_experiment.setdefault(record.experiment, []).append(record)
+        return by_experiment
 
-    def exams(self, experiment: str) -> list[Examined]:
+    def outcomes(self, experiment: str) -> list[Examined]:
         """Every outcome of an experiment, oldest first."""
-        return self._examined.get(experiment, [])
+        return self._outcomes.get(experiment, [])
 
-    def exam(self, experiment: str) -> Examined | None:
-        """The newest outcome of an experiment, None where it was not made."""
-        return self.exams(experiment)[-1] if self.exams(experiment) else None
+    def newest(self, experiment: str) -> Examined | None:
+        """The newest outcome of an experiment; None if it was never run."""
+        return self.outcomes(experiment)[-1] if self.outcomes(experiment) else None
 
-    def about(self, experiment: str) -> dict[str, Any]:
-        """The values of the newest outcome; none where it was not made."""
-        newest = self.exam(experiment)
+    def facts(self, experiment: str) -> Facts:
+        """The values of the newest outcome; empty if the experiment was never run."""
+        newest = self.newest(experiment)
         return dict(newest.values) if newest else {}
 
     @property
     def last_step(self) -> int:
-        """The newest step that is known of, 0 before the first."""
-        newest = [outcomes[-1].step for outcomes in self._examined.values()]
+        """The newest step with a record, 0 before the first."""
+        newest = [outcomes[-1].step for outcomes in self._outcomes.values()]
         return max([record.step for record in self.watched[-1:]] + newest, default=0)

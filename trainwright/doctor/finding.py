@@ -1,12 +1,13 @@
-"""What a check says: a finding with the trial of its remedy, or the wish for an experiment that would tell."""
+"""What a check yields: a finding with the trial of its remedy, or a request for an experiment that would tell more."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal, TypeAlias, TypedDict, Unpack
 
 from trainwright.doctor.case import Case
+from trainwright.runlog.json_values import JsonValue
 from trainwright.runlog.records import Evidence, Found, Where
 
 Severity = Literal["critical", "warning", "info"]
@@ -14,18 +15,24 @@ Stage = Literal["input", "label", "forward", "loss", "backward", "clip", "update
 STAGES: tuple[Stage, ...] = ("input", "label", "forward", "loss", "backward", "clip", "update", "buffers", "loop")
 """In the order in which a step passes them: what goes wrong first causes what goes wrong later."""
 
+Measured: TypeAlias = tuple[str, JsonValue] | tuple[str, JsonValue, JsonValue]
+"""A line of evidence: what was measured, what was seen, and what would be expected (left out where nothing is)."""
+
 
 @dataclass(frozen=True)
 class RemedyTrial:
-    """A remedy in a form that a replay can try: a name that ``replay.trials`` knows, and what it takes."""
+    """A remedy in a form that a replay can try: its name in ``replay.trials``, and the arguments of that trial."""
 
     name: str
-    args: Mapping[str, Any] = field(default_factory=dict)
+    args: Mapping[str, JsonValue] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A record to be written, and what is needed to order it, to fold others into it and to try its remedy."""
+    """A record to be written, and what is needed to order it, to fold others into it and to try its remedy.
+
+    ``explains`` are patterns (as of ``fnmatch``) of the codes of its consequences.
+    """
 
     found: Found
     stage: Stage = "loop"
@@ -35,10 +42,20 @@ class Finding:
 
 @dataclass(frozen=True)
 class ExperimentRequest:
-    """The experiment that would tell, on the newest recorded step or on ``step``."""
+    """The experiment that would tell more, on recorded step ``step`` (None: the newest one)."""
 
     experiment: str
     step: int | None = None
+
+
+class Details(TypedDict, total=False):
+    """What only some findings have. ``since_step`` is the first step that shows the fault."""
+
+    where: Where
+    evidence: Iterable[Measured]
+    since_step: int | None
+    trial: RemedyTrial | None
+    explains: Iterable[str]
 
 
 def finding(
@@ -51,13 +68,9 @@ def finding(
     remedy: str,
     sure: float,
     stage: Stage = "loop",
-    **more: Any,
+    **details: Unpack[Details],
 ) -> Finding:
-    """A Finding. ``more``: where (Where), evidence (tuples: measure, seen, expected), since_step, trial, explains."""
-    evidence = tuple(
-        Evidence(measure=str(each[0]), seen=each[1], expected=_third(each)) for each in more.pop("evidence", ())
-    )
-    trial, explains = more.pop("trial", None), tuple(more.pop("explains", ()))
+    """A Finding of its record. ``sure`` is between 0 and 1."""
     found = Found(
         time_s=0.0,
         code=code,
@@ -67,16 +80,21 @@ def finding(
         cause=cause,
         remedy=remedy,
         sure=sure,
-        evidence=evidence,
-        since_step=more.pop("since_step", None),
-        where=more.pop("where", Where()),
+        evidence=tuple(map(_evidence, details.get("evidence", ()))),
+        since_step=details.get("since_step"),
+        where=details.get("where", Where()),
     )
-    assert not more, f"finding() has no {sorted(more)}"
-    return Finding(found, stage, trial, explains)
+    return Finding(found, stage, details.get("trial"), tuple(details.get("explains", ())))
 
 
-def _third(each: Sequence[Any]) -> Any:
-    return each[2] if len(each) > 2 else None
+def _evidence(row: Measured) -> Evidence:
+    return Evidence(measure=row[0], seen=row[1], expected=row[2] if len(row) == 3 else None)
+
+
+def listed(names: Sequence[str], limit: int = 3) -> str:
+    """The first ``limit`` names, and how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 Check = Callable[[Case], Iterator[Finding | ExperimentRequest]]

@@ -17,10 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from trainwright.runlog.json_values import NOT_IN_JSON, Event, Facts, plain, strict
+from trainwright.runlog.json_values import NOT_IN_JSON, Event, Facts, JsonValue, plain, strict
 
 FORMAT_VERSION = 1  # of the run folder as a whole
 
+PlainValue = typing.Annotated[JsonValue, "plain"]
 Events = typing.Annotated[Sequence[Event], "plain"]
 Values = typing.Annotated[Facts, "plain"]
 """JSON of any nesting, read back by ``plain``: the strings that stand for NaN and infinity become floats again."""
@@ -198,8 +199,8 @@ class Evidence:
     """One measurement that supports a finding."""
 
     measure: str
-    seen: float | str | None
-    expected: float | str | None = None
+    seen: PlainValue
+    expected: PlainValue = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,8 +347,6 @@ def _decoder(hint: object) -> _Decoder:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return plain
-    if origin is types.UnionType and str in args and float in args:
-        return lambda value: NOT_IN_JSON.get(value, value) if isinstance(value, str) else value
     if origin is types.UnionType:
         inner = _decoder(args[0])
         return lambda value: None if value is None else inner(value)

@@ -5,28 +5,29 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from statistics import variance
-from typing import Any
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.checks.contract import kinds, of_step
 from trainwright.doctor.finding import ExperimentRequest, Finding, RemedyTrial, check, finding
+from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Examined
 
 
 def windows(case: Case) -> list[Examined]:
-    """Looks at steps whose backward passes have a batch each, all through the same functions.
+    """The outcomes for steps whose backward passes have a batch each, all through the same functions.
 
-    Two losses on one batch, real and false pictures of one critic, or an attack before the step are none.
+    Several losses on one batch, the real and the fake images of a GAN, or an adversarial attack before the step are
+    not micro-batches.
     """
-    return [e for e in case.exams("accumulation") if e.values.get("distinct") and e.values.get("same_functions")]
+    return [e for e in case.outcomes("accumulation") if e.values.get("distinct") and e.values.get("same_functions")]
 
 
 @check
 def not_normalised(case: Case) -> Iterator[Finding]:
     """Each micro-batch has the weight of a whole batch: the gradient is a sum of means.
 
-    The weights are derivatives of what was given to backward() by the mean it is made of. Gradients that the loop
-    divides by itself show in the norm at the step, which is then not that of the replay.
+    A weight is the derivative of the argument of backward() with respect to the mean loss. A loop that divides the
+    gradients by hand is told by their norm at the step, which then differs from that of the replay.
     """
     found = [exam for exam in windows(case) if _is_sum(exam.values)]
     if not found:
@@ -48,7 +49,7 @@ def not_normalised(case: Case) -> Iterator[Finding]:
     )
 
 
-def _is_sum(values: dict[str, Any]) -> bool:
+def _is_sum(values: Facts) -> bool:
     weights = values.get("weights") or [None]
     if any(each is None for each in weights) or values.get("discarded"):
         return False
@@ -59,14 +60,14 @@ def _is_sum(values: dict[str, Any]) -> bool:
 
 @check
 def token_weighting(case: Case) -> Iterator[Finding | ExperimentRequest]:
-    """Means over unequal numbers of targets with equal weights, so that a target counts for more in a short one.
+    """Micro-batches of unequal numbers of targets have equal weights, so a target in a short one counts for more.
 
-    Only where the gradient comes out otherwise; a last batch that is smaller is no news.
+    Reported only where the gradient differs from that of the whole batch. A smaller last micro-batch is usual.
     """
     uneven = [exam for exam in windows(case) if _is_uneven(exam.values)][:4]
     if len(uneven) > 1 or any(len({*exam.values["counts"][:-1]}) > 1 for exam in uneven):
         yield from (ExperimentRequest("token_weights", exam.step) for exam in uneven)
-    found = [exam for exam in case.exams("token_weights") if exam.values.get("off", 0.0) > 0.1]
+    found = [exam for exam in case.outcomes("token_weights") if exam.values.get("off", 0.0) > 0.1]
     if not found:
         return
     last = found[-1]
@@ -88,10 +89,10 @@ def token_weighting(case: Case) -> Iterator[Finding | ExperimentRequest]:
     )
 
 
-def _is_uneven(values: dict[str, Any]) -> bool:
-    """Equal weights for counts that differ by more than if targets were left out one by one at random.
+def _is_uneven(values: Facts) -> bool:
+    """Whether weights are equal while the counts of targets differ by more than masking at random would make them.
 
-    Those have a variance below their mean (binomial), and weigh alike in the long run. Lengths do not.
+    Counts under random masking are binomial: their variance is below their mean. Those of sequence lengths are not.
     """
     counts, weights = values.get("counts") or [None], values.get("weights") or [None]
     if len(counts) < 2 or any(not each for each in (*counts, *weights)):
@@ -102,7 +103,7 @@ def _is_uneven(values: dict[str, Any]) -> bool:
 
 @check
 def grads_discarded(case: Case) -> Iterator[Finding]:
-    """Gradients of micro-batches with a batch of their own are dropped before the step, in step after step."""
+    """In most steps the gradients of some micro-batches are dropped before the update."""
     found = [exam for exam in windows(case) if exam.values.get("discarded")]
     if len(found) < 2 or 2 * len(found) < len(windows(case)):
         return
@@ -125,13 +126,13 @@ def grads_discarded(case: Case) -> Iterator[Finding]:
 
 @check
 def leftover_window(case: Case) -> Iterator[Finding]:
-    """A window that began in the last epoch was not closed with it, and a whole one came on top.
+    """A window that was incomplete at the end of an epoch stayed open, and a whole window was added to it.
 
-    Windows that run across epochs on purpose have the usual length in all.
+    A window that runs across epochs on purpose has the usual length in all.
     """
     counts = {record.step: len(kinds(record, "backward")) for record in case.watched}
     usual, times = Counter(counts.values()).most_common(1)[0] if counts else (1, 0)
-    for step, before, total in case.about("contract").get("split_windows") or ():
+    for step, before, total in case.facts("contract").get("split_windows") or ():
         if usual < 2 or times < 3 or total != usual + before or before >= usual:
             continue
         record = of_step(case, step)
@@ -140,7 +141,7 @@ def leftover_window(case: Case) -> Iterator[Finding]:
             "warning",
             step,
             symptom=f"the update of step {step} has {total} micro-batches in it, not {usual}",
-            cause=f"the last {before} of the epoch before were never stepped on, and their gradients stayed",
+            cause=f"no step followed the last {before} micro-batches of the epoch before, and their gradients stayed",
             remedy="step at the end of an epoch too (divided by what the window has), or drop what is left over",
             sure=0.95,
             stage="backward",

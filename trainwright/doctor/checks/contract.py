@@ -1,49 +1,48 @@
-"""The contract of a step: zero_grad, backward, unscale, clip, step, each once and in an order that has an effect."""
+"""The contract of a step: zero_grad, backward, unscale, clip and step, each once and in an order in which it works."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Finding, RemedyTrial, check, finding
+from trainwright.doctor.finding import Finding, Measured, RemedyTrial, Severity, check, finding, listed
+from trainwright.runlog.json_values import Event
 from trainwright.runlog.records import Examined, Watched, Where
 
-LoopEvent = Sequence[Any]
 
-
-def kinds(record: Watched, *wanted: str) -> list[LoopEvent]:
+def kinds(record: Watched, *wanted: str) -> list[Event]:
     """The events of these kinds, in order."""
     return [each for each in record.events if each[0] in wanted]
 
 
 def has_closure(record: Watched) -> bool:
-    """The optimizer called the loop back: what lies between its events is its own affair."""
+    """Whether the optimizer called a closure: it then decides itself in which order the events come."""
     return "closure" in str(record.values.get("blind", ""))
 
 
 def of_step(case: Case, step: int) -> Watched | None:
+    """The newest record of a step; None where it has none."""
     return next((record for record in reversed(case.watched) if record.step == step), None)
 
 
 @check
 def missing_zero_grad(case: Case) -> Iterator[Finding]:
-    """Old gradients are there when a step begins, and nobody drops them before they are in the update.
+    """Gradients are there when a step begins, and no zero_grad() drops them before the update uses them.
 
-    In a GAN the generator's loss leaves gradients in the critic; that is no fault while the critic's optimizer drops
-    them before its own step. A declared accumulation may keep them for its window.
+    In a GAN the generator's loss leaves gradients in the critic: no fault while the critic's optimizer drops them
+    before its own step. Declared gradient accumulation may keep them for its window.
     """
-    kept: dict[int, list[Examined]] = {}
-    for exam in case.exams("contract"):
+    carried: dict[int, list[Examined]] = {}
+    for exam in case.outcomes("contract"):
         record = of_step(case, exam.step)
         if record is None or has_closure(record) or record is case.watched[0]:
             continue
         for number, norm in enumerate(exam.values.get("carried") or ()):
             if norm > 1e-12 * max(record.grad_norm, 1e-30) and _keeps(record, number):
-                kept.setdefault(number, []).append(exam)
-    declared = case.about("contract").get("accumulation") or 1
-    for number, exams in kept.items():
+                carried.setdefault(number, []).append(exam)
+    declared = case.facts("contract").get("accumulation") or 1
+    for number, exams in carried.items():
         if len(exams) < 2 or (declared > 1 and any(kinds(r, "zero_grad") for r in case.watched)):
             continue
         first, last = exams[0], exams[-1]
@@ -55,7 +54,7 @@ def missing_zero_grad(case: Case) -> Iterator[Finding]:
             last.step,
             symptom="the gradients of earlier steps are in this update too"
             + (f", in those of optimizer {number}" if several else ""),
-            cause="nothing drops the gradients between two steps, so every backward pass adds to the sum of all before",
+            cause="no zero_grad() comes between two steps, so every backward pass adds to the sum of all before it",
             remedy=f"call zero_grad() of optimizer {number} before backward()"
             if several
             else "call zero_grad() in every step, before backward()",
@@ -71,7 +70,7 @@ def missing_zero_grad(case: Case) -> Iterator[Finding]:
 
 
 def _keeps(record: Watched, number: int) -> bool:
-    """Whether the optimizer steps, and nobody drops its gradients between the begin of the record and that."""
+    """Whether the optimizer steps with no zero_grad() of its own between the begin of the record and that step."""
     for kind, value in record.events:
         if kind == "step" and value["optimizer"] == number:
             return True
@@ -82,7 +81,7 @@ def _keeps(record: Watched, number: int) -> bool:
 
 @check
 def zero_grad_before_step(case: Case) -> Iterator[Finding]:
-    """Between the last backward pass and the step the gradients were dropped, so that the step found none."""
+    """Gradients were dropped between the last backward pass and the step, so the step found none."""
     bad = [record for record in case.watched if not has_closure(record) and _dropped_before_step(record)]
     if not bad or 2 * len(bad) < len(case.watched):
         return
@@ -121,12 +120,12 @@ def _dropped_before_step(record: Watched) -> bool:
 
 @check
 def step_never_called(case: Case) -> Iterator[Finding]:
-    """Backward passes and no step by any optimizer, named or not, while the weights stay what they were."""
-    seen, unfinished = case.about("contract"), case.about("unfinished")
-    backwards = seen.get("backwards", 0)
+    """Backward passes ran, no optimizer stepped (given to the watch or not), and no weight changed."""
+    facts, unfinished = case.facts("contract"), case.facts("unfinished")
+    backwards = facts.get("backwards", 0)
     if case.watched or not case.finished or (unfinished.get("error") and backwards < 8):
         return
-    if backwards < 3 or seen.get("moved") or seen.get("steps_heard"):
+    if backwards < 3 or facts.get("moved") or facts.get("steps_heard"):
         return
     yield finding(
         "opt.step_never_called",
@@ -144,13 +143,16 @@ def step_never_called(case: Case) -> Iterator[Finding]:
 
 @check
 def one_never_steps(case: Case) -> Iterator[Finding]:
-    """One of several optimizers never steps, though its parameters get gradients; a turn may be long, so late."""
-    about = case.about("contract").get("optimizers") or []
-    if len(about) < 2 or not case.watched or not (case.finished and len(case.watched) >= 20):
+    """One of several optimizers never steps though its parameters get gradients.
+
+    Optimizers may take long turns, so this is reported only at the end of a run of 20 steps or more.
+    """
+    optimizers = case.facts("contract").get("optimizers") or []
+    if len(optimizers) < 2 or not case.watched or not (case.finished and len(case.watched) >= 20):
         return
     stepped = {value["optimizer"] for record in case.watched for _, value in kinds(record, "step", "scaler_skipped")
                if isinstance(value, dict)}  # fmt: skip
-    for number, optimizer in enumerate(about):
+    for number, optimizer in enumerate(optimizers):
         if number in stepped or not any(group["with_grad"] for group in optimizer["groups"]):
             continue
         yield finding(
@@ -167,70 +169,70 @@ def one_never_steps(case: Case) -> Iterator[Finding]:
 
 @check
 def double_owned(case: Case) -> Iterator[Finding]:
-    """The same gradients are applied twice. An optimizer that calls another inside its step (SAM) does not count."""
-    seen = case.exam("contract")
-    if seen is None:
+    """The same gradients are applied twice. An optimizer that calls another one inside its step (SAM) is no fault."""
+    exam = case.newest("contract")
+    if exam is None:
         return
-    if seen.values["doubles"] >= min(2, max(1, len(case.watched))):
+    if exam.values["doubles"] >= min(2, max(1, len(case.watched))):
         yield finding(
             "opt.double_owned",
             "critical",
-            seen.step,
+            exam.step,
             symptom="weights are updated twice with the gradients of one backward pass",
             cause="two optimizers hold the same parameters and both step",
             remedy="give every parameter to one optimizer",
             sure=0.97,
             stage="update",
-            evidence=[("steps on gradients that another optimizer had applied", seen.values["doubles"], 0)],
+            evidence=[("steps on gradients that another optimizer had applied", exam.values["doubles"], 0)],
             trial=RemedyTrial("one_owner"),
             explains=("opt.lr_too_high", "opt.stepped_twice"),
         )
-    if seen.values["again"] >= 2:
+    if exam.values["again"] >= 2:
         yield finding(
             "opt.stepped_twice",
             "critical",
-            seen.step,
+            exam.step,
             symptom="weights are updated twice with the gradients of one backward pass",
             cause="an optimizer steps twice for each backward pass",
             remedy="call step() once, through the scaler if there is one",
             sure=0.95,
             stage="update",
-            evidence=[("steps without a backward pass since the one before", seen.values["again"], 0)],
+            evidence=[("steps without a backward pass since the one before", exam.values["again"], 0)],
             explains=("opt.lr_too_high",),
         )
 
 
 @check
 def clip_before_unscale(case: Case) -> Iterator[Finding]:
-    """Clipped while the gradients still had the loss scale in them, at a threshold that does not have it."""
-    seen = case.exam("contract")
-    if seen is None or not seen.values.get("scaled_clip"):
+    """Gradients were clipped while they still had the loss scale in them, at a threshold without it."""
+    exam = case.newest("contract")
+    if exam is None or not exam.values.get("scaled_clip"):
         return
-    at, norm, scale = seen.values["scaled_clip"]
-    if scale < 64 or at > 0.02 * scale:  # a threshold times the scale is right
+    at, norm, scale = exam.values["scaled_clip"]
+    if scale < 64 or at > 0.02 * scale:  # the threshold was multiplied by the scale, which is right
         return
     true = None if norm is None or not math.isfinite(norm) else norm / scale
     yield finding(
         "grad.clip_before_unscale",
         "critical",
-        seen.step,
+        exam.step,
         symptom=f"gradients are clipped to {at:g} while they are {scale:g} times too large, then divided by {scale:g}",
         cause="clip is called before scaler.unscale_(optimizer)",
         remedy="call scaler.unscale_(optimizer) right before the clip",
         sure=0.97,
         stage="clip",
-        evidence=[("norm that the clip saw", norm, true), ("loss scale", scale), ("clips like this", _scaled(seen))],
+        evidence=[
+            ("norm before the clip", norm, true),
+            ("loss scale", scale),
+            ("clips like this", f"{exam.values['scaled_clips']} of {exam.values['clips']}"),
+        ],
         explains=("opt.lr_too_low", "grad.clip_always_active", "grad.vanish*"),
     )
 
 
-def _scaled(seen: Examined) -> str:
-    return f"{seen.values['scaled_clips']} of {seen.values['clips']}"
-
-
 @check
 def clip_no_effect(case: Case) -> Iterator[Finding]:
-    """Every clip comes when its gradients are already applied, or not there yet; and they are above the threshold."""
+    """Every clip comes after its gradients were applied, or before they are there; and they exceed the threshold."""
     idle: list[tuple[Watched, float]] = []
     for record in case.watched:
         clips = [value for _, value in kinds(record, "clip")]
@@ -248,7 +250,7 @@ def clip_no_effect(case: Case) -> Iterator[Finding]:
         "warning",
         record.step,
         symptom=f"updates are made with gradients of norm {record.grad_norm:.3g}, though they are clipped at {at:g}",
-        cause="the clip comes behind step(), or before backward(): it changes gradients that nobody uses",
+        cause="the clip comes after step(), or before backward(): it changes gradients that no update uses",
         remedy="clip between backward() and step()",
         sure=0.95,
         stage="clip",
@@ -261,7 +263,7 @@ def clip_no_effect(case: Case) -> Iterator[Finding]:
 
 
 def _clips_in_time(record: Watched) -> bool:
-    """Whether a clip lies after a backward pass and right before a step, with gradients to change."""
+    """Whether a clip comes between a backward pass and the step, with gradients to change."""
     clipped = had_backward = False
     for kind, value in record.events:
         if kind == "backward":
@@ -278,7 +280,7 @@ def _clips_in_time(record: Watched) -> bool:
 
 @check
 def clip_empty_iterable(case: Case) -> Iterator[Finding]:
-    """A clip of no parameters at all: an iterator that was used up before."""
+    """A clip got no parameters at all: an iterator that was used up before."""
     empty = [
         (record, clip)
         for record in case.watched
@@ -291,8 +293,8 @@ def clip_empty_iterable(case: Case) -> Iterator[Finding]:
             "grad.clip_empty_iterable",
             "warning",
             record.step,
-            symptom="clipping says a norm of 0 and changes nothing",
-            cause="it is given no parameters: an iterator (filter, map, parameters()) can be walked only once",
+            symptom="clipping reports a norm of 0 and changes nothing",
+            cause="it gets no parameters: an iterator (filter, map, parameters()) can be walked only once",
             remedy="make a list of the parameters, or call model.parameters() again for the clip",
             sure=0.98,
             stage="clip",
@@ -303,19 +305,19 @@ def clip_empty_iterable(case: Case) -> Iterator[Finding]:
 
 @check
 def owners(case: Case) -> Iterator[Finding]:
-    """Parameters that get gradients, that no optimizer has, and that nothing else moves either.
+    """Parameters get gradients, no optimizer holds them, and nothing else changes them.
 
-    When an optimizer holds as good as none of the model's, it was made for other tensors: a copy, an earlier model.
+    An optimizer that holds tensors which are not in the model was made for others: for a copy or an earlier model.
     """
-    seen = case.exam("contract")
-    if seen is None or not seen.values.get("missing") or not case.watched:
+    exam = case.newest("contract")
+    if exam is None or not exam.values.get("missing") or not case.watched:
         return
-    missing, share = seen.values["missing"], seen.values["missing_share"]
-    stale = sum(optimizer["stale"] for optimizer in seen.values["optimizers"])
-    owned = sum(optimizer["parameters"] for optimizer in seen.values["optimizers"])
-    severity: Any = "critical" if share > 0.3 else "warning"
-    evidence = [
-        ("parameters with a gradient that no optimizer has", len(missing), 0),
+    names, share = exam.values["missing"], exam.values["missing_share"]
+    stale = sum(optimizer["stale"] for optimizer in exam.values["optimizers"])
+    owned = sum(optimizer["parameters"] for optimizer in exam.values["optimizers"])
+    severity: Severity = "critical" if share > 0.3 else "warning"
+    evidence: list[Measured] = [
+        ("parameters with a gradient that no optimizer has", len(names), 0),
         ("their share of the weights", share),
         ("tensors of the optimizer that are not in the model", stale, 0),
     ]
@@ -323,45 +325,41 @@ def owners(case: Case) -> Iterator[Finding]:
         yield finding(
             "opt.stale_params",
             severity,
-            seen.step,
-            symptom=f"{len(missing)} parameters get gradients and do not change",
+            exam.step,
+            symptom=f"{len(names)} parameters get gradients and do not change",
             cause=f"{stale} of the optimizer's {owned} tensors are not in the model: it was made before the model was "
             "copied, rebuilt or changed",
-            remedy="make the optimizer after the model is what it will be, from model.parameters()",
+            remedy="make the optimizer from model.parameters() once the model is final",
             sure=0.97,
             stage="update",
             evidence=evidence,
-            trial=RemedyTrial("with_optimizer", {"names": missing}),
+            trial=RemedyTrial("with_optimizer", {"names": names}),
             explains=("opt.params_missing", "opt.lr_too_low", "opt.zero_grad_before_step"),
         )
     else:
         yield finding(
             "opt.params_missing",
             severity,
-            seen.step,
-            symptom=f"{len(missing)} parameters get gradients and do not change: {_some(missing)}",
-            cause="no optimizer has them",
-            remedy="give them to the optimizer, or set requires_grad to False if they are to stay",
+            exam.step,
+            symptom=f"{len(names)} parameters get gradients and do not change: {listed(names, 4)}",
+            cause="no optimizer holds them",
+            remedy="give them to the optimizer, or set requires_grad to False if they are not to be trained",
             sure=0.95,
             stage="update",
-            where=Where(module=missing[0].rpartition(".")[0] or None),
+            where=Where(module=names[0].rpartition(".")[0] or None),
             evidence=evidence,
-            trial=RemedyTrial("with_optimizer", {"names": missing}),
+            trial=RemedyTrial("with_optimizer", {"names": names}),
             explains=("opt.lr_too_low",),
         )
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
 @check
 def zero_lr_group(case: Case) -> Iterator[Finding]:
-    """A group with gradients has a learning rate of 0 in step after step, while another has not.
+    """A parameter group with gradients keeps a learning rate of 0 while another group's is above 0.
 
-    A schedule that may still raise it has a base (``initial_lr``) above 0: then it is no fault before the end.
+    A schedule that may still raise it has a base (``initial_lr``) above 0: that is no fault before the end.
     """
-    exams = case.exams("contract")[-2:]
+    exams = case.outcomes("contract")[-2:]
     if len(exams) < 2 or not case.watched:
         return
     for number, optimizer in enumerate(exams[-1].values["optimizers"]):
@@ -379,7 +377,7 @@ def zero_lr_group(case: Case) -> Iterator[Finding]:
                 exams[-1].step,
                 symptom=f"{group['parameters']} parameters get gradients and do not change",
                 cause=f"their group, number {place}, has a learning rate of 0",
-                remedy="give the group a learning rate, or set requires_grad to False if it is to stay",
+                remedy="give the group a learning rate, or set requires_grad to False if it is not to be trained",
                 sure=0.95,
                 stage="update",
                 since_step=exams[0].step,

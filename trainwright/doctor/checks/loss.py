@@ -1,48 +1,48 @@
-"""Checks of the loss: what it is given, which way it pulls, whether it reaches the model, and which term rules it."""
+"""Checks of the loss: its arguments, its sign, whether its gradient reaches the model, and the balance of its terms."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import ExperimentRequest, Finding, RemedyTrial, check, finding
+from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Examined, Watched, Where
 
 RATIO = 1000.0
-"""Between the gradients of two terms, from which on the smaller one is as good as not there."""
+"""Between the gradients of two terms: above it the smaller one has practically no effect."""
 
 
-def _given(case: Case) -> Iterator[tuple[Examined, dict[str, Any]]]:
-    """Every loss or softmax of every examined step, with the exam it is from."""
-    for exam in case.exams("loss"):
-        for told in exam.values.get("given", ()):
-            yield exam, told
+def _used(case: Case) -> Iterator[tuple[Examined, Facts]]:
+    """Every call of a loss function or a softmax in every examined step, with the outcome it is from."""
+    for exam in case.outcomes("loss"):
+        for used in exam.values.get("given", ()):
+            yield exam, used
 
 
 @check
 def softmax_before_ce(case: Case) -> Iterator[Finding]:
-    """cross_entropy takes a softmax itself, and every row it is given is one already: none negative, the sum is 1.
+    """cross_entropy applies a softmax itself, and every row of its input is one already: none negative, the sum is 1.
 
-    Logits that happen to be positive do not sum to 1 in each row; log-probabilities, for which a second log_softmax
-    changes nothing, are negative. A sigmoid before a loss with logits is the same, told by the graph.
+    Logits that happen to be positive do not sum to 1 in each row; log-probabilities, which a second log_softmax leaves
+    as they are, are negative. A sigmoid before a loss with logits is the same fault, known from the autograd graph.
     """
-    for exam, told in _given(case):
-        twice = told["op"] in ("cross_entropy", "log_softmax") and told.get("simplex") and told.get("wants") == 1
-        if not twice and not told.get("squashed"):
+    for exam, used in _used(case):
+        twice = used["op"] in ("cross_entropy", "log_softmax") and used.get("simplex") and used.get("wants") == 1
+        if not twice and not used.get("squashed"):
             continue
-        first = "sigmoid" if told.get("squashed") else "softmax"
-        seen = "probabilities between 0 and 1" if told.get("squashed") else "rows that sum to 1, none negative"
+        first = "sigmoid" if used.get("squashed") else "softmax"
+        seen = "probabilities between 0 and 1" if used.get("squashed") else "rows that sum to 1, none negative"
         yield finding(
             "loss.softmax_before_ce",
             "critical",
             exam.step,
-            symptom=f"{told['op']} is given probabilities: {seen}",
-            cause=f"the {first}{_in(told)} comes before {told['op']}, which takes logits and applies its own",
-            remedy=f"leave the {first} out of the model in training and give {told['op']} the scores before it",
+            symptom=f"the input of {used['op']} is probabilities: {seen}",
+            cause=f"the {first}{_in(used)} comes before {used['op']}, which takes logits and applies its own",
+            remedy=f"leave the {first} out of the model in training and pass its input (the logits) to {used['op']}",
             sure=0.97,
             stage="loss",
-            where=Where(module=told.get("made_in") or told["module"] or None, op=told["op"]),
+            where=Where(module=used.get("made_in") or used["module"] or None, op=used["op"]),
             evidence=[("sum of each row of its input" if first == "softmax" else "input", seen, "logits")],
             trial=RemedyTrial("scores_for_probabilities"),
             explains=("loss.softmax_twice", "opt.lr_too_low", "opt.lr_too_high", "grad.vanishing", "data.label_*"),
@@ -50,30 +50,30 @@ def softmax_before_ce(case: Case) -> Iterator[Finding]:
         return
 
 
-def _in(told: dict[str, Any]) -> str:
-    return f" in {told['made_in']}" if told.get("made_in") else ""
+def _in(used: Facts) -> str:
+    return f" in {used['made_in']}" if used.get("made_in") else ""
 
 
 @check
 def softmax_twice(case: Case) -> Iterator[Finding]:
-    """A softmax of what is already a softmax is nearly flat, wherever it is: probabilities differ by 1 at most."""
-    for exam, told in _given(case):
-        if told["op"] == "cross_entropy" or not told.get("simplex") or "softmax" not in told["op"]:
+    """A softmax is applied to a softmax: the result is nearly uniform, as probabilities differ by 1 at most."""
+    for exam, used in _used(case):
+        if used["op"] == "cross_entropy" or not used.get("simplex") or "softmax" not in used["op"]:
             continue
-        if told["op"] == "log_softmax" and told.get("wants") == 1:
+        if used["op"] == "log_softmax" and used.get("wants") == 1:
             continue  # a likelihood: softmax_before_ce
-        place = "in the loss" if not told["module"] else f"in {told['module']}"
+        place = "in the loss" if not used["module"] else f"in {used['module']}"
         yield finding(
             "loss.softmax_twice",
             "warning",
             exam.step,
-            symptom=f"a {told['op']} {place} is given probabilities, so what it returns is nearly uniform",
-            cause=f"a softmax{_in(told)} has already been applied to the scores: the second one flattens them",
-            remedy="give the second softmax the scores before the first, or leave it out",
+            symptom=f"the input of a {used['op']} {place} is probabilities, so its output is nearly uniform",
+            cause=f"a softmax{_in(used)} has already been applied to the logits: the second one flattens them",
+            remedy="pass the logits to the second softmax, or leave it out",
             sure=0.9,
             stage="loss",
-            where=Where(module=told.get("made_in") or told["module"] or None, op=told["op"]),
-            evidence=[("sum of each row of its input", 1.0, "scores"), ("shape", told["shape"])],
+            where=Where(module=used.get("made_in") or used["module"] or None, op=used["op"]),
+            evidence=[("sum of each row of its input", 1.0, "scores"), ("shape", used["shape"])],
             trial=RemedyTrial("second_softmax"),
         )
         return
@@ -81,27 +81,27 @@ def softmax_twice(case: Case) -> Iterator[Finding]:
 
 @check
 def nll_on_probs(case: Case) -> Iterator[Finding]:
-    """nll_loss and kl_div take logarithms of probabilities, which are never above 0; these are.
+    """nll_loss and kl_div take log-probabilities, which are never above 0, and their input is above 0.
 
-    A density may well be above 1 and its logarithm above 0, but nobody gives a density to a loss over classes; one that
-    weighs log-probabilities (focal) stays below 0.
+    The logarithm of a density may be above 0, but a loss over classes takes no density; a weighted log-probability
+    (focal loss) stays below 0.
     """
-    for exam, told in _given(case):
-        probs = told["op"] in ("nll_loss", "kl_div") and told.get("simplex")
-        if not probs and told.get("above_0", 0.0) < 0.1:
+    for exam, used in _used(case):
+        probs = used["op"] in ("nll_loss", "kl_div") and used.get("simplex")
+        if not probs and used.get("above_0", 0.0) < 0.1:
             continue
-        what = "probabilities" if probs else "scores"
-        share = told.get("above_0", 1.0)
+        what = "probabilities" if probs else "logits"
+        share = used.get("above_0", 1.0)
         yield finding(
             "loss.nll_on_probs",
             "critical",
             exam.step,
-            symptom=f"{told['op']} is given {what} instead of log-probabilities: {share:.0%} of its input is above 0",
-            cause=f"log_softmax is missing between the scores and {told['op']}",
+            symptom=f"the input of {used['op']} is {what}, not log-probabilities: {share:.0%} of it is above 0",
+            cause=f"log_softmax is missing between the logits and {used['op']}",
             remedy="cross_entropy(logits, target), or log_softmax before nll_loss",
             sure=0.97,
             stage="loss",
-            where=Where(module=told.get("made_in") or None, op=told["op"]),
+            where=Where(module=used.get("made_in") or None, op=used["op"]),
             evidence=[("share of its input above 0", round(share, 3), 0.0)],
             trial=RemedyTrial("scores_for_probabilities"),
             explains=("opt.lr_too_low", "opt.lr_too_high", "grad.*"),
@@ -111,26 +111,26 @@ def nll_on_probs(case: Case) -> Iterator[Finding]:
 
 @check
 def broadcast_target(case: Case) -> Iterator[Finding]:
-    """A column of predictions against a row of as many targets: each is held against all.
+    """A column of predictions meets a row of as many targets: broadcasting compares each prediction with all targets.
 
-    Pairs of samples on purpose (ranking, contrast) are made with an explicit new dimension, or from one tensor on both
-    sides; here one side comes from outside, and the shapes differ in the number of dimensions alone.
+    Pairs of samples on purpose (ranking, contrastive losses) are made with an explicit new dimension, or from one
+    tensor on both sides. Here one side is not of the model, and the shapes differ only in the number of dimensions.
     """
-    for exam in case.exams("loss"):
-        for told in exam.values.get("outer", ())[:1]:
-            shapes = " and ".join(str(tuple(shape)) for shape in told["shapes"])
+    for exam in case.outcomes("loss"):
+        for outer in exam.values.get("outer", ())[:1]:
+            shapes = " and ".join(str(tuple(shape)) for shape in outer["shapes"])
             yield finding(
                 "loss.broadcast_target",
                 "critical",
                 exam.step,
-                symptom=f"{told['op']} of shapes {shapes} gives {told['terms']} terms for {told['samples']} samples",
-                cause="prediction and target differ by a dimension and broadcast: each prediction is drawn to every "
-                "target, and the best it can learn is their mean",
+                symptom=f"{outer['op']} of shapes {shapes} gives {outer['terms']} terms for {outer['samples']} samples",
+                cause="prediction and target differ by a dimension and broadcast: each prediction is compared with "
+                "every target, and the best it can learn is their mean",
                 remedy="make the shapes the same: prediction.squeeze(1), or target.unsqueeze(1)",
                 sure=0.97,
                 stage="loss",
-                where=Where(op=told["op"]),
-                evidence=[("terms of the loss", told["terms"], told["samples"]), ("shapes", told["shapes"])],
+                where=Where(op=outer["op"]),
+                evidence=[("terms of the loss", outer["terms"], outer["samples"]), ("shapes", outer["shapes"])],
                 trial=RemedyTrial("same_shape"),
                 explains=("opt.lr_too_low", "opt.lr_too_high", "data.target_*", "data.label_*", "model.*", "init.*"),
             )
@@ -139,40 +139,43 @@ def broadcast_target(case: Case) -> Iterator[Finding]:
 
 @check
 def wrong_sign(case: Case) -> Iterator[Finding | ExperimentRequest]:
-    """What backward is given gets better where a loss gets worse that has a least value and no greatest one.
+    """The argument of backward falls where a loss that is bounded below, and not above, rises.
 
-    It must be the only thing wanted, always, from data and not from the model's own draws (a policy), and not a game of
-    two models. Then a few updates on one batch must make that loss rise, also at a tenth of the rate, and rise less or
-    fall with the sign turned. At a tenth, a rate that is too high does no harm; the negative loss of a density falls.
+    That must hold for every loss of every examined step, on data and not on samples of the model's own (a policy), and
+    not in a game of two models. Then a few updates on one batch must make that loss rise, also at a tenth of the
+    learning rate, and rise less or fall with the sign turned. A learning rate that is too high does no harm at a tenth;
+    the negative log-likelihood of a density may be negative, but it falls.
     """
-    exams = [e for e in case.exams("loss") if any(g.get("wants") for g in e.values.get("given", ()))]
+    exams = [e for e in case.outcomes("loss") if any(g.get("wants") for g in e.values.get("given", ()))]
     for exam in exams:
         wants = {g["wants"] for g in exam.values["given"] if g.get("wants")}
         if wants != {-1} or exam.values["rivals"] or exam.values["drawn"]:
             return
     if not exams:
         return
-    asked = [e for e in case.exams("sign") if "blind" not in e.values]
-    if not asked:
+    outcomes = [e for e in case.outcomes("sign") if "blind" not in e.values]
+    if not outcomes:
         yield ExperimentRequest("sign", exams[-1].step)
-    for seen in asked[:1]:
-        was, tenth, turned = (seen.values[key] for key in ("as_it_was", "tenth", "turned"))
-        if min(len(was), len(tenth), len(turned)) < 2 or not (was[-1] > was[0] and turned[-1] < tenth[-1] > tenth[0]):
+    for outcome in outcomes[:1]:
+        recorded, tenth, turned = (outcome.values[key] for key in ("as_it_was", "tenth", "turned"))
+        if min(len(recorded), len(tenth), len(turned)) < 2 or not (
+            recorded[-1] > recorded[0] and turned[-1] < tenth[-1] > tenth[0]
+        ):
             return
         op = next(g["op"] for g in exams[0].values["given"] if g.get("wants"))
         op = "negative log-likelihood" if op == "log_softmax" else op
         yield finding(
             "loss.wrong_sign",
             "critical",
-            seen.step,
-            symptom=f"every update makes {op} larger: {was[0]:.4g} -> {was[-1]:.4g} in {len(was) - 1} on one batch",
-            cause=f"backward is given {op} with its sign turned, so it is maximised",
+            outcome.step,
+            symptom=f"every update makes {op} larger: {recorded[0]:.4g} -> {recorded[-1]:.4g} on one batch",
+            cause=f"backward() is called on {op} with its sign turned, so it is maximised",
             remedy="drop the minus in front of the loss",
             sure=0.97,
             stage="loss",
             where=Where(op=op),
             evidence=[
-                (f"{op} over updates", [was[0], was[-1]], "falls"),
+                (f"{op} over updates", [recorded[0], recorded[-1]], "falls"),
                 ("at a tenth of the learning rate", [tenth[0], tenth[-1]], "falls"),
                 ("with the sign turned", [turned[0], turned[-1]], None),
             ],
@@ -183,13 +186,13 @@ def wrong_sign(case: Case) -> Iterator[Finding | ExperimentRequest]:
 
 @check
 def graph_cut_at_loss(case: Case) -> Iterator[Finding]:
-    """After backward no parameter has a gradient, none was dropped since, and the loss leads to none of the model's.
+    """After backward no parameter has a gradient, none was dropped since, and the graph of the loss reaches none.
 
-    The last is known where backward ran from a tensor without a history, or from one that was not made of what the
-    model returned, or where a replay gives no parameter a gradient. An optimizer of another model's parameters has none
-    either, and the replay tells.
+    The last is known where backward ran from a tensor without a graph, or from one that does not depend on the model's
+    outputs, or where a replay gives no parameter a gradient. With an optimizer of another model's parameters there are
+    no gradients either; the replay tells the two apart.
     """
-    unreached = {e.step for e in case.exams("loss") if e.values.get("reached") == 0}
+    unreached = {e.step for e in case.outcomes("loss") if e.values.get("reached") == 0}
     for watched in case.watched:
         backward = [value for kind, value in watched.events if kind == "backward"]
         reached, owned = watched.values.get("grads", (1, 1))
@@ -202,9 +205,9 @@ def graph_cut_at_loss(case: Case) -> Iterator[Finding]:
             "critical",
             watched.step,
             symptom=f"after backward none of the {owned} parameters has a gradient",
-            cause="the loss leads to no parameter: it was made anew from a number, or of detached outputs",
+            cause="the graph of the loss reaches no parameter: it was made from a number, or from detached outputs",
             remedy="keep the tensors that the model and the loss function return: no .item(), .detach(), .data or "
-            "torch.tensor(...) on the way to backward",
+            "torch.tensor(...) on the way to backward()",
             sure=0.98 if cut else 0.9,
             stage="loss",
             evidence=[("parameters with a gradient", reached, owned)],
@@ -223,27 +226,27 @@ def _dropped(watched: Watched) -> bool:
 def term_dominates(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """One term's gradient is a thousand times another's, in the parameters that both reach, at two early steps.
 
-    Who makes a term small on purpose (a penalty) gives it a weight below 1. A small term counts only if it has none and
-    is a loss against targets, not something the model made with a weight inside, or a divergence that begins at 0.
-    Early, because a term that is solved rightly has no gradient.
+    A term that is small on purpose (a penalty) has a weight below 1. A small term counts only if it has no such weight
+    and compares with targets: a penalty may carry a weight inside, and a divergence begins at 0. Only early steps
+    count, because a term that has been learned rightly has no gradient.
     """
-    several = [e for e in case.exams("loss") if e.values.get("terms", 0) > 1 and e.step <= 8]
-    asked = [e for e in case.exams("terms") if "terms" in e.values and e.step <= 8]
-    if several and len(case.exams("terms")) < 2 and several[-1].step == case.last_step:
+    several = [e for e in case.outcomes("loss") if e.values.get("terms", 0) > 1 and e.step <= 8]
+    outcomes = [e for e in case.outcomes("terms") if "terms" in e.values and e.step <= 8]
+    if several and len(case.outcomes("terms")) < 2 and several[-1].step == case.last_step:
         yield ExperimentRequest("terms", several[-1].step)
-    pairs = [pair for exam in asked if (pair := _unbalanced(exam.values["terms"])) is not None]
-    if len(pairs) < 2 or len(pairs) < len(asked):
+    pairs = [pair for exam in outcomes if (pair := _unbalanced(exam.values["terms"])) is not None]
+    if len(pairs) < 2 or len(pairs) < len(outcomes):
         return
     large, small = pairs[-1]
     ratio = large["shared"] / small["shared"]
     yield finding(
         "loss.term_dominates",
         "warning",
-        asked[-1].step,
+        outcomes[-1].step,
         symptom=f"the gradient of {large['name']} is {ratio:.0f} times that of {small['name']} in weights of both",
-        cause=f"{large['name']} counts {abs(large['weight'] / small['weight']):.4g} times as much as {small['name']}; "
-        f"a clipped or adaptive update has no room left for the other",
-        remedy=f"weigh {large['name']} so that both gradients are of one size: by {1 / ratio:.2g} of its weight",
+        cause=f"{large['name']} weighs {abs(large['weight'] / small['weight']):.4g} times as much as {small['name']}; "
+        f"a clipped or adaptive update leaves the other no effect",
+        remedy=f"multiply the weight of {large['name']} by {1 / ratio:.2g}, so that both gradients are of one size",
         sure=0.9,
         stage="loss",
         where=Where(op=large["name"]),
@@ -266,11 +269,11 @@ _AGAINST_TARGETS = (
     "of gather",
     "of getitem",
 )
-"""Ends of the names of terms that compare with something: standard losses, and those that are written by hand."""
+"""How the names of terms end that compare with targets: standard losses, and losses that are written by hand."""
 
 
-def _unbalanced(terms: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The largest term and the smallest of those that were not made small by their weight."""
+def _unbalanced(terms: list[Facts]) -> tuple[Facts, Facts] | None:
+    """The largest term and the smallest of those that no weight makes small; None where they are balanced."""
     large = max(terms, key=lambda term: term["shared"])
     whole = [t for t in terms if t is not large and 0.5 <= abs(t["own"]) <= abs(large["own"]) and t["shared"] > 0]
     small = [t for t in whole if t["name"].endswith(_AGAINST_TARGETS)]

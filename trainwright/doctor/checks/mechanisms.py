@@ -1,35 +1,36 @@
-"""What each word of the tracer means: its code, its cause in words, its remedy, and how that is tried."""
+"""The mechanisms by which a step stops being finite: code, cause in words, remedy, and the trial of the remedy."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from trainwright.doctor.finding import RemedyTrial, Stage
+from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Examined
 
 
 @dataclass(frozen=True)
 class Mechanism:
-    """``says`` is a format string of the trace's values; ``guard`` the trial of the remedy at the op itself.
+    """How an operation stops being finite. ``template`` formats the cause from the values of the trace.
 
-    ``brings`` are codes that follow in later steps: numbers that nearly overflowed do so elsewhere.
+    ``guard`` is the trial of the remedy at the op itself.
     """
 
     code: str
-    says: str
+    template: str
     remedy: str
     guard: str | None = None
 
     @property
     def brings(self) -> tuple[str, ...]:
+        """Codes that follow in later steps: numbers that nearly overflowed do so elsewhere."""
         return ("num.overflow", "num.invalid") if self.code in ("num.exp_overflow", "prec.fp16_overflow") else ()
 
-    def cause(self, first: Mapping[str, Any]) -> str:
+    def cause(self, first: Facts) -> str:
+        """The cause in words; ``first`` is what the trace found first."""
         inputs = [*first["forward_inputs"], {"absmax": 0.0, "zeros": 0, "min": 0.0, "max": 0.0}]
         place = f" in {first['module']}" if first["module"] else " in the loss" if first["phase"] != "update" else ""
-        return self.says.format(
+        return self.template.format(
             **{k: v for k, v in first.items() if k not in ("inputs", "module")},
             place=place,
             largest=max(held["absmax"] for held in inputs),
@@ -37,8 +38,8 @@ class Mechanism:
             lowest=min(held["min"] for held in inputs),
         )
 
-    def stage(self, first: Mapping[str, Any]) -> Stage:
-        """Where in a step it lies."""
+    def stage(self, first: Facts) -> Stage:
+        """The stage of the step in which it happened."""
         if first["kind"] == "input":
             return "input"
         if first["kind"] == "target":
@@ -47,15 +48,15 @@ class Mechanism:
             return "backward" if first["phase"] == "backward" else "update"
         return "forward" if first["module"] is not None else "loss"
 
-    def trial(self, exam: Examined, first: Mapping[str, Any]) -> RemedyTrial | None:
-        """The remedy at the op itself; else fp32 where that helps; else the step without the samples."""
+    def trial(self, exam: Examined, first: Facts) -> RemedyTrial | None:
+        """The remedy at the op itself; else fp32, where the step is finite in it; else the step without the samples."""
         if self.guard is not None:
             return RemedyTrial(self.guard, {"op": first["op"]} if self.guard == "guarded" else {})
         if exam.values.get("fp32", {}).get("finite"):
             return RemedyTrial("in_fp32")
         return self.without_samples(exam, first)
 
-    def without_samples(self, exam: Examined, first: Mapping[str, Any]) -> RemedyTrial | None:
+    def without_samples(self, exam: Examined, first: Facts) -> RemedyTrial | None:
         if not first.get("rows"):
             return None
         several = exam.values["micro_batches"] > 1
@@ -64,7 +65,7 @@ class Mechanism:
         )
 
     @staticmethod
-    def without_samples_of_buffers(first: Mapping[str, Any]) -> RemedyTrial:
+    def without_samples_of_buffers(first: Facts) -> RemedyTrial:
         return RemedyTrial("statistics_without_samples", {"rows": first["rows"]})
 
 
@@ -82,7 +83,7 @@ WORDS = {
         "guarded",
     ),
     "mean_of_empty": Mechanism(
-        "num.div_by_zero", "{op}{place} is taken of nothing: 0 / 0", "leave empty selections out"
+        "num.div_by_zero", "{op}{place} is taken of an empty tensor: 0 / 0", "leave empty selections out"
     ),
     "std_of_one": Mechanism(
         "num.div_by_zero", "{op}{place} is taken of a single value: 0 / 0", "unbiased=False, or drop batches of one"
@@ -94,35 +95,38 @@ WORDS = {
         "num.invalid", "{op}{place} has a negative base and a fractional power", "clamp the base"
     ),
     "out_of_domain": Mechanism(
-        "num.invalid", "{op}{place} has no value at {lowest:.4g}..{highest:.4g}", "clamp its input", "guarded"
+        "num.invalid", "{op}{place} is not defined at {lowest:.4g}..{highest:.4g}", "clamp its input", "guarded"
     ),
     "sqrt_at_zero_backward": Mechanism(
         "num.sqrt_grad_at_zero",
-        "{op}{place} is taken of 0: the value is 0, its slope is infinite, and 0 times that is NaN",
+        "{op}{place} is taken of 0: the value is 0, its derivative is infinite, and 0 times that is NaN",
         "an eps under the root, or torch.linalg.norm, whose gradient at 0 is 0",
         "guarded",
     ),
     "domain_edge_backward": Mechanism(
-        "num.invalid", "{op}{place} is finite at the edge of its domain, its slope is not", "clamp its input", "guarded"
+        "num.invalid",
+        "{op}{place} is finite at the edge of its domain, its derivative is not",
+        "clamp its input",
+        "guarded",
     ),
     "where_branch_backward": Mechanism(
         "num.where_branch_grad",
-        "{hidden_by} throws away what {op}{place} gives there, but not its slope: 0 times infinity going back",
-        "make the input safe before {op} (a second where, or clamp), not its outcome after it",
+        "{hidden_by} discards what {op}{place} gives there, but not its derivative: 0 times infinity in backward",
+        "make the input safe before {op} (a second where, or clamp), not its output after it",
         "guarded",
     ),
     "exp_overflow": Mechanism(
         "num.exp_overflow",
-        "{op}{place} of {highest:.4g} is more than {dtype} holds",
-        "clamp its input, or softplus",
+        "{op}{place} of {highest:.4g} is more than {dtype} can represent",
+        "clamp its input, or use softplus",
         "guarded",
     ),
     "overflow": Mechanism(
         "num.overflow",
-        "{op}{place} gives more than {dtype} holds (inputs up to {largest:.4g})",
+        "{op}{place} gives more than {dtype} can represent (inputs up to {largest:.4g})",
         "look at what feeds it; clamp",
     ),
-    "invalid": Mechanism("num.invalid", "{op}{place} has no value for what it was given", "look at its inputs"),
+    "invalid": Mechanism("num.invalid", "{op}{place} is not defined for its inputs", "look at its inputs"),
     "softmax_all_masked": Mechanism(
         "num.softmax_all_masked",
         "every entry of a row of {op}{place} is -inf: 0 / 0",
@@ -130,11 +134,11 @@ WORDS = {
         "finite_mask",
     ),
     "inf_in_softmax": Mechanism(
-        "num.overflow", "{op}{place} is given +inf: inf / inf", "look at what overflowed before it"
+        "num.overflow", "an input of {op}{place} is +inf: inf / inf", "look at what overflowed before it"
     ),
     "zero_times_inf": Mechanism(
         "num.invalid",
-        "{op}{place} multiplies 0 by an infinity that was put there on purpose",
+        "{op}{place} multiplies 0 by the infinity of a mask",
         "a finite mask value",
         "finite_mask",
     ),
@@ -154,11 +158,11 @@ WORDS = {
         "finite_mask",
     ),
     "inf_in_loss": Mechanism(
-        "num.log_of_zero", "an infinity of a mask is added up by {op}{place}", "a finite mask value", "finite_mask"
+        "num.log_of_zero", "{op}{place} adds up the infinity of a mask", "a finite mask value", "finite_mask"
     ),
     "fp16_overflow": Mechanism(
         "prec.fp16_overflow",
-        "{op}{place} gives more than 65504, which is all that {dtype} holds; in fp32 the step is finite",
+        "{op}{place} gives more than 65504, the largest number of {dtype}; in fp32 the step is finite",
         "bfloat16, or this op in fp32",
         "in_fp32",
     ),
@@ -176,19 +180,17 @@ WORDS = {
     ),
     "ctc_infeasible": Mechanism(
         "loss.ctc_infeasible",
-        "a target is longer than its input can hold: no alignment exists",
+        "a target is too long for its input: no alignment exists",
         "zero_infinity=True, or filter such samples",
         "zero_infinity",
     ),
     "nan_written": Mechanism("num.nonfinite", "{op}{place} writes NaN", "look at that line"),
-    "inf_written": Mechanism(
-        "num.nonfinite", "{op}{place} writes infinities that are added up later", "a finite value"
-    ),
+    "inf_written": Mechanism("num.nonfinite", "{op}{place} writes infinities that are summed later", "a finite value"),
 }
 
 _INPUT = Mechanism(
     "data.nonfinite_input",
-    "what the model is given is {what} before its first op",
+    "the input of the model is {what}",
     "drop or impute these samples where the data is read",
 )
 _TARGET = Mechanism(
@@ -198,7 +200,7 @@ _TARGET = Mechanism(
 )
 _NARROW_EXP = Mechanism(
     "prec.fp16_overflow",
-    "{op}{place} of {highest:.4g} is more than {dtype} holds; in fp32 it is finite",
+    "{op}{place} of {highest:.4g} is more than {dtype} can represent; in fp32 it is finite",
     "this op in fp32, or bfloat16",
     "in_fp32",
 )
@@ -209,10 +211,12 @@ _EPS = Mechanism(
     "larger_eps",
 )
 _STATISTICS = Mechanism("model.bn_stats_poisoned", "the running statistics {name} are {what}", "reset them")
-_OUTSIDE = Mechanism("num.nonfinite", "{kind} {name} was {what} before the step", "look at where it was last written")
+_OUTSIDE = Mechanism(
+    "num.nonfinite", "{kind} {name} was {what} before the step", "look for the code that last wrote it"
+)
 
 
-def mechanism_of(first: Mapping[str, Any]) -> Mechanism:
+def mechanism_of(first: Facts) -> Mechanism:
     """The mechanism of what the trace found first."""
     if first["kind"] != "op":
         if first["kind"] == "buffer" and ".running_" in f".{first['name']}":

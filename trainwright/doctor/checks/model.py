@@ -1,4 +1,4 @@
-"""Checks of how a model is built, wired and initialised: what one look at its first steps shows."""
+"""Checks of how a model is built and initialised, from its first steps."""
 
 from __future__ import annotations
 
@@ -6,23 +6,18 @@ import math
 from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import ExperimentRequest, Finding, RemedyTrial, check, finding
+from trainwright.doctor.finding import ExperimentRequest, Finding, RemedyTrial, check, finding, listed
 from trainwright.runlog.records import Where
-
-
-def _first(names: list[str], limit: int = 3) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
 
 
 @check
 def missing_nonlinearity(case: Case) -> Iterator[Finding]:
-    """The very output of one linear layer enters another, and no one else uses it.
+    """The output of one linear layer is the input of another, with nothing between them and no other use.
 
-    A narrow middle (fewer outputs than both ends) is a factorisation and has a purpose; depthwise convolutions and
-    frozen layers are no such pair, and neither are factors of a kernel: 1 x k after k x 1.
+    A narrow middle (fewer outputs than both ends) is a factorisation on purpose; so are depthwise convolutions, frozen
+    layers and factors of a kernel (1 x k after k x 1).
     """
-    exam = case.exam("structure")
+    exam = case.newest("structure")
     if exam is None:
         return
     chains = [each for each in exam.values.get("chains", ()) if _adds_nothing(*each["of"])]
@@ -33,8 +28,8 @@ def missing_nonlinearity(case: Case) -> Iterator[Finding]:
         "model.missing_nonlinearity",
         "warning",
         exam.step,
-        symptom=f"{pair['second']} takes the very output of {pair['first']}",
-        cause="with nothing between them, two linear layers are one: the depth is paid for and gives nothing",
+        symptom=f"the input of {pair['second']} is the output of {pair['first']}, unchanged",
+        cause="with nothing between them, two linear layers are equivalent to one: the depth adds nothing",
         remedy="put an activation (ReLU, GELU) between them",
         sure=0.9,
         stage="forward",
@@ -45,7 +40,7 @@ def missing_nonlinearity(case: Case) -> Iterator[Finding]:
 
 
 def _adds_nothing(first: list[int], second: list[int]) -> bool:
-    """``[outputs, inputs, *kernel]`` of both."""
+    """Whether two linear layers are equivalent to one; both are given as ``[outputs, inputs, *kernel]``."""
     wide = first[0] >= min(first[1], second[0])
     pointwise = all(size == 1 for size in first[2:]) and all(size == 1 for size in second[2:])
     square = all(len(set(each[2:])) <= 1 for each in (first, second))
@@ -56,9 +51,9 @@ def _adds_nothing(first: list[int], second: list[int]) -> bool:
 def params_not_registered(case: Case) -> Iterator[Finding]:
     """Autograd reaches tensors that a module holds in a list, a dict or an attribute, and ``parameters()`` does not.
 
-    Inputs that ask for a gradient, and the weights of other models, are held by no watched module.
+    Inputs that require a gradient, and the weights of other models, are held by no watched module.
     """
-    exam = case.exam("structure")
+    exam = case.newest("structure")
     held = exam.values.get("unregistered", []) if exam else []
     if exam is None or not held:
         return
@@ -68,7 +63,7 @@ def params_not_registered(case: Case) -> Iterator[Finding]:
         "opt.params_not_registered",
         "critical",
         exam.step,
-        symptom=f"{len(held)} tensors in {_first(names)} get gradients but are no parameters of the model",
+        symptom=f"{len(held)} tensors in {listed(names)} get gradients but are not parameters of the model",
         cause="layers in a Python list, dict or plain attribute are not registered: no optimizer, no .to(device), no "
         "checkpoint sees them",
         remedy="nn.ModuleList, nn.ModuleDict or nn.ParameterList in place of the list; nn.Parameter for a tensor; then "
@@ -83,19 +78,19 @@ def params_not_registered(case: Case) -> Iterator[Finding]:
 
 @check
 def nothing_trainable(case: Case) -> Iterator[Finding]:
-    """Only the scales and shifts of normalisations are trained while everything else is frozen."""
-    exam = case.exam("structure")
+    """No weight is trained, or only the scales and shifts of normalisations; everything else is frozen."""
+    exam = case.newest("structure")
     if exam is None or "trained" not in exam.values:
         return
-    told = exam.values
-    if told["trained_beside_norms"] or not told["frozen_beside_norms"]:
+    facts = exam.values
+    if facts["trained_beside_norms"] or not facts["frozen_beside_norms"]:
         return
-    what = "the scales and shifts of normalisations" if told["trained"] else "nothing"
+    what = "the scales and shifts of normalisations" if facts["trained"] else "nothing"
     yield finding(
         "opt.nothing_trainable",
         "warning",
         exam.step,
-        symptom=f"{what} can be trained; {told['frozen_beside_norms']} other weights are frozen",
+        symptom=f"{what} can be trained; {facts['frozen_beside_norms']} other weights are frozen",
         cause="requires_grad is False for every weight that could learn the task",
         remedy="requires_grad_(True) for the layers that are to learn, at least the head; then make the optimizer",
         sure=0.9,
@@ -107,23 +102,23 @@ def nothing_trainable(case: Case) -> Iterator[Finding]:
 
 @check
 def graph_cut(case: Case) -> Iterator[Finding]:
-    """A tensor loses its graph on the way, and below it lie weights of the optimizer that no gradient reaches.
+    """A tensor inside the model loses its graph, and the optimizer holds weights below it that no gradient reaches.
 
-    A detach for a target or a log cuts off nothing that has no other way to the loss. A head that was not used gets no
-    gradient either, but there nothing was cut.
+    A detach for a target or a log leaves another path to the loss. A head that is not used gets no gradient either, but
+    nothing was cut there.
     """
-    exam = case.exam("structure")
+    exam = case.newest("structure")
     cuts = exam.values.get("cuts", []) if exam else []
     if exam is None or not cuts:
         return
     cut = cuts[0]
     yield finding(
         "grad.graph_cut",
-        "critical" if 2 * len(cut["behind"]) >= case.about("structure")["trained"] else "warning",
+        "critical" if 2 * len(cut["behind"]) >= case.facts("structure")["trained"] else "warning",
         exam.step,
-        symptom=f"{len(cut['behind'])} weights that the optimizer holds get no gradient: {_first(cut['behind'])}",
+        symptom=f"{len(cut['behind'])} weights that the optimizer holds get no gradient: {listed(cut['behind'])}",
         cause=f"{cut['how']} in {cut['in'] or 'the model'} ends the graph above {cut['last'] or 'them'}",
-        remedy=f"remove the {cut['how']}, or do not give these weights to the optimizer if they are meant to stay",
+        remedy=f"remove the {cut['how']}, or leave these weights out of the optimizer if they are not to be trained",
         sure=0.95,
         stage="backward",
         where=Where(module=cut["last"], op=cut["how"]),
@@ -136,15 +131,15 @@ def graph_cut(case: Case) -> Iterator[Finding]:
 def mixes_samples(case: Case) -> Iterator[Finding]:
     """In eval mode the outputs for other samples change when one sample is replaced.
 
-    Direct evidence where a view turned the sizes around. Otherwise it counts only where the loader says what a sample
-    is: the nodes of one graph, or time steps, may well depend on each other.
+    That is certain where a view swapped dimensions. Otherwise it counts only where the loader tells what a sample is:
+    the nodes of one graph, or time steps, may well depend on each other.
     """
-    exam = case.exam("isolation")
+    exam = case.newest("isolation")
     if exam is None or exam.values.get("others", 0.0) <= 1e-3:
         return
-    told = exam.values
-    shuffles = [s for s in case.about("structure").get("shuffles", []) if told["size"] in (s["from"][0], s["to"][0])]
-    if not shuffles and not told["is_batch"]:
+    facts = exam.values
+    shuffles = [s for s in case.facts("structure").get("shuffles", []) if facts["size"] in (s["from"][0], s["to"][0])]
+    if not shuffles and not facts["is_batch"]:
         return
     shuffle = shuffles[0] if shuffles else None
     how = f"a view of {shuffle['from']} as {shuffle['to']} in {shuffle['module'] or 'the model'}" if shuffle else None
@@ -152,45 +147,45 @@ def mixes_samples(case: Case) -> Iterator[Finding]:
         "model.mixes_samples",
         "critical" if shuffle else "warning",
         exam.step,
-        symptom=f"with sample {told['changed']} of a batch replaced, the outputs for {told['samples']} others change",
+        symptom=f"with sample {facts['changed']} of a batch replaced, the outputs for {facts['samples']} others change",
         cause=f"{how or 'an operation'} puts values of one sample into others",
         remedy="transpose or permute in place of view and reshape; softmax, mean and norm over a dimension of the "
-        "sample, not of the batch",
+        "sample, not over the batch",
         sure=0.95 if shuffle else 0.7,
         stage="forward",
         where=Where(module=shuffle["module"] if shuffle else None, op="view" if shuffle else None),
-        evidence=[("change of the others' outputs, in standard deviations", told["others"], 0.0)],
+        evidence=[("change of the others' outputs, in standard deviations", facts["others"], 0.0)],
         trial=RemedyTrial("transpose_for_view") if shuffle else None,
     )
 
 
 @check
 def positions_low_precision(case: Case) -> Iterator[Finding]:
-    """Neighbouring positions have the very same angles: they were rounded to 16 bit before the sine was taken."""
-    exam = case.exam("structure")
+    """Neighbouring positions have equal angles: they were rounded to 16 bit before the sine was taken."""
+    exam = case.newest("structure")
     aliases = exam.values.get("aliases", []) if exam else []
     if exam is None or not aliases:
         return
-    seen = aliases[0]
+    alias = aliases[0]
     yield finding(
         "prec.positions_low_precision",
         "warning",
         exam.step,
-        symptom=f"{seen['same']} of {seen['far']} positions above 256 have the angles of their neighbour",
+        symptom=f"{alias['same']} of {alias['far']} positions above 256 have the same angles as their neighbour",
         cause="positions or angles pass through a 16-bit type, which cannot tell whole numbers above 256 apart (bf16)",
         remedy="positions and angles in float32, outside of autocast; cast the sine and cosine afterwards",
         sure=0.95,
         stage="forward",
-        where=Where(module=seen["module"], op="sin", dtype=seen["dtype"]),
-        evidence=[("positions with the angles of their neighbour", seen["same"], 0)],
+        where=Where(module=alias["module"], op="sin", dtype=alias["dtype"]),
+        evidence=[("positions with the angles of their neighbour", alias["same"], 0)],
         trial=RemedyTrial("positions_in_fp32"),
     )
 
 
 @check
 def saved_tensor_modified(case: Case) -> Iterator[Finding]:
-    """A tensor that the graph saved in the forward pass holds something else when the backward pass reads it."""
-    exam = case.exam("integrity")
+    """A tensor that was saved for backward has other values when the backward pass reads it."""
+    exam = case.newest("integrity")
     changed = exam.values.get("modified", []) if exam else []
     if exam is None or not changed:
         return
@@ -199,7 +194,7 @@ def saved_tensor_modified(case: Case) -> Iterator[Finding]:
         "critical",
         exam.step,
         symptom=f"{len(changed)} tensors saved for the backward pass were changed before it read them",
-        cause=f"something writes into a tensor of {changed[0]['module'] or 'the model'} past autograd: .data, numpy",
+        cause=f"something writes to a tensor of {changed[0]['module'] or 'the model'} behind autograd: .data, numpy",
         remedy="work on a clone, or out of place: x = x * mask in place of x.data.mul_(mask)",
         sure=0.98,
         stage="backward",
@@ -211,8 +206,8 @@ def saved_tensor_modified(case: Case) -> Iterator[Finding]:
 
 @check
 def recompute_mismatch(case: Case) -> Iterator[Finding]:
-    """A module that is run again in the backward pass gives something else there than in the forward pass."""
-    exam = case.exam("integrity")
+    """Under activation checkpointing a module gives other values in the backward pass than in the forward pass."""
+    exam = case.newest("integrity")
     path = exam.values.get("differs") if exam else None
     if exam is None or path is None:
         return
@@ -221,10 +216,10 @@ def recompute_mismatch(case: Case) -> Iterator[Finding]:
         "grad.recompute_mismatch",
         "critical",
         exam.step,
-        symptom=f"{path} ({kind}), computed again in the backward pass, gives other values than in the forward pass",
-        cause="the checkpointed part draws random numbers and the generator is not put back for the recomputation"
+        symptom=f"{path} ({kind}), checkpointed, gives other values in the backward pass than in the forward pass",
+        cause="the checkpointed part draws random numbers, and the random state is not restored for the backward pass"
         if "ropout" in kind
-        else "the checkpointed part is not the same function twice: random numbers, or a state that the forward moves",
+        else "the checkpointed part does not repeat itself: it draws random numbers, or its forward changes a state",
         remedy="checkpoint(..., preserve_rng_state=True), which is the default",
         sure=0.97,
         stage="backward",
@@ -238,13 +233,13 @@ def recompute_mismatch(case: Case) -> Iterator[Finding]:
 def wrong_backward(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """The backward of a custom Function disagrees with a difference quotient of its forward.
 
-    A forward that is the identity exists for its backward alone (gradient reversal), and one that is constant nearly
-    everywhere (rounding, a step) has a surrogate on purpose: both disagree by design.
+    Two kinds disagree by design: a forward that is the identity (gradient reversal), and one that is constant nearly
+    everywhere (rounding, a step function) with a surrogate gradient.
     """
-    exam = case.exam("structure")
+    exam = case.newest("structure")
     if exam is None or not exam.values.get("custom"):
         return
-    tested = case.exam("custom_functions")
+    tested = case.newest("custom_functions")
     if tested is None:
         yield ExperimentRequest("custom_functions", exam.step)
         return
@@ -259,7 +254,7 @@ def wrong_backward(case: Case) -> Iterator[Finding | ExperimentRequest]:
             tested.step,
             symptom=f"the backward of {each['function']} is off by {each['error']:.0%} from a difference quotient",
             cause="it is not the derivative of its forward" + (", which is the identity" if each["identity"] else ""),
-            remedy="torch.autograd.gradcheck in a test; leave it out and let autograd differentiate the forward",
+            remedy="test it with torch.autograd.gradcheck, or leave it out and let autograd differentiate the forward",
             sure=0.5 if each["identity"] else 0.97,
             stage="backward",
             where=Where(module=each["module"], op=each["function"]),
@@ -271,11 +266,11 @@ def wrong_backward(case: Case) -> Iterator[Finding | ExperimentRequest]:
 
 @check
 def symmetric(case: Case) -> Iterator[Finding]:
-    """Units have equal weights and get equal gradients whatever the loss.
+    """Units have equal weights and get equal gradients for any loss.
 
-    Zeros alone are no fault: those of an adapter or of a last layer get gradients that differ from row to row.
+    Weights of 0 alone are no fault: those of an adapter or a last layer get gradients that differ from row to row.
     """
-    exam = case.exam("twins")
+    exam = case.newest("twins")
     alike = [each for each in exam.values.get("alike", []) if each["share"] >= 0.5] if exam else []
     if exam is None or not alike:
         return
@@ -284,8 +279,8 @@ def symmetric(case: Case) -> Iterator[Finding]:
         "init.symmetric",
         "critical",
         exam.step,
-        symptom=f"the units of {_first(names)} have equal weights and get equal gradients",
-        cause="they were initialised with a constant: all units of a layer stay one unit for ever",
+        symptom=f"the units of {listed(names)} have equal weights and get equal gradients",
+        cause="they were initialised with a constant: all units of a layer stay equal for ever",
         remedy="random weights: nn.init.kaiming_uniform_ or xavier_uniform_; only biases may be constant",
         sure=0.95,
         stage="forward",
@@ -298,38 +293,38 @@ def symmetric(case: Case) -> Iterator[Finding]:
 
 @check
 def too_large(case: Case) -> Iterator[Finding]:
-    """The first loss is far above chance, inputs are normal, and weights of the usual size bring it there."""
-    exam = case.exam("initial")
+    """The first loss is far above chance with inputs of normal size, and near chance with weights of the usual size."""
+    exam = case.newest("initial")
     if exam is None or exam.step > 4 or not exam.values.get("large"):
         return
-    told = exam.values
-    loss, smaller, size = told["loss"], told["rescaled"], told["input_size"]
+    facts = exam.values
+    loss, smaller, size = facts["loss"], facts["rescaled"], facts["input_size"]
     if not math.isfinite(loss) or smaller is None or (size is not None and size > 10):
         return
-    chance = math.log(told["classes"][0]) if told["classes"] and told["classes"][0] > 1 else None
+    chance = math.log(facts["classes"][0]) if facts["classes"] and facts["classes"][0] > 1 else None
     if chance is None or loss < 1.5 * chance + 0.5 or smaller > chance + 0.3 * (loss - chance):
         return
-    names = sorted(told["large"], key=told["large"].__getitem__, reverse=True)
+    names = sorted(facts["large"], key=facts["large"].__getitem__, reverse=True)
     yield finding(
         "init.too_large",
         "critical" if loss > 3 * chance else "warning",
         exam.step,
         symptom=f"the first loss is {loss:.3g}, chance is {chance:.3g}",
-        cause=f"weights are up to {told['large'][names[0]]:.1f} times the size that keeps signals: {_first(names)}",
+        cause=f"weights are up to {facts['large'][names[0]]:.1f} times the usual size: {listed(names)}",
         remedy="Xavier or Kaiming initialisation, or normal_(0, 0.02) as GPT does",
         sure=0.9,
         stage="forward",
         where=Where(module=names[0].rpartition(".")[0]),
         evidence=[("first loss", loss, chance), ("with weights of the usual size", smaller, chance)],
-        trial=RemedyTrial("smaller_weights", {"gains": told["large"]}),
+        trial=RemedyTrial("smaller_weights", {"gains": facts["large"]}),
         explains=("model.attention_logit_growth", "opt.lr_too_high", "grad.exploding"),
     )
 
 
 @check
 def reinitialised(case: Case) -> Iterator[Finding]:
-    """Weights were loaded, and nearly all are others when the first batch comes. A new head alone is a fine-tune."""
-    exam = case.exam("loaded")
+    """Weights were loaded, and nearly all have changed when the first batch comes. A new head alone is a fine-tune."""
+    exam = case.newest("loaded")
     if exam is None or exam.values["share"] < 0.8:
         return
     gone = exam.values["gone"]
@@ -337,7 +332,7 @@ def reinitialised(case: Case) -> Iterator[Finding]:
         "ckpt.reinitialised",
         "critical",
         exam.step,
-        symptom=f"{len(gone)} of {exam.values['weights']} loaded weights are gone before the first step",
+        symptom=f"{len(gone)} of {exam.values['weights']} loaded weights were overwritten before the first step",
         cause="the model was initialised after load_state_dict: it starts from scratch",
         remedy="initialise first, load_state_dict last",
         sure=0.97,

@@ -1,26 +1,26 @@
-"""The size of updates: a learning rate too high or too low, no warm-up, decay, a clip that leaves nothing, chains."""
+"""Checks of the size of updates: learning rate, warm-up, weight decay, clipping, exploding gradients."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.checks.contract import kinds
 from trainwright.doctor.finding import ExperimentRequest, Finding, RemedyTrial, check, finding
+from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Examined, Where
 
 Losses = Sequence[float]
 
 
 def single(case: Case) -> list[Examined]:
-    """Looks at updates by one optimizer: of players against each other none has a loss that must fall."""
-    return [e for e in case.exams("update") if e.values.get("optimizers") == 1 and "ratio" in e.values]
+    """The outcomes for updates by a single optimizer: in a game of several (a GAN) no loss has to fall."""
+    return [e for e in case.outcomes("update") if e.values.get("optimizers") == 1 and "ratio" in e.values]
 
 
 def recovered(case: Case) -> bool:
-    """The run has got over it: the loss is well below where it began, and not on its way up."""
+    """Whether the run has recovered: the loss is well below its first value, and near its lowest."""
     losses = [record.loss for record in case.watched]
     if len(losses) < 12:
         return False
@@ -30,20 +30,21 @@ def recovered(case: Case) -> bool:
 
 
 def mean(losses: Losses) -> float:
-    """NaN counts as infinitely bad."""
+    """The mean of losses; infinity where one is NaN."""
     total = sum(losses) / max(1, len(losses))
     return math.inf if math.isnan(total) else total
 
 
 def last_quarter(losses: Losses) -> float:
+    """The mean of the last quarter of losses."""
     return mean(losses[-max(1, len(losses) // 4) :])
 
 
 @check
 def overshoots(case: Case) -> Iterator[Finding | ExperimentRequest]:
-    """An update makes the loss of its own batch much worse, and so do more like it; smaller ones make it fall.
+    """An update raises the loss of its own batch by far, and so do more updates like it; smaller ones make it fall.
 
-    The batch is the same, so neither the next one's samples nor noise explain it.
+    All are on the same batch, so neither other samples nor noise explain it.
     """
     exams = [e for e in single(case) if _worse(e.values)][:3]
     for exam in exams:
@@ -51,13 +52,13 @@ def overshoots(case: Case) -> Iterator[Finding | ExperimentRequest]:
     if recovered(case) or warm(case) is not None:
         return
     for exam in exams:
-        told = next((e.values for e in case.exams("smaller_steps") if e.step == exam.step), None)
-        if told and told.get("falls") is not None and last_quarter(told["as_it_was"]) > exam.values["loss"]:
-            yield _too_high(case, exam, told["falls"])
+        facts = next((e.values for e in case.outcomes("smaller_steps") if e.step == exam.step), None)
+        if facts and facts.get("falls") is not None and last_quarter(facts["as_it_was"]) > exam.values["loss"]:
+            yield _too_high(case, exam, facts["falls"])
             return
 
 
-def _worse(values: dict[str, Any]) -> bool:
+def _worse(values: Facts) -> bool:
     before, after = values["loss"], values["after"]
     worse = not math.isfinite(after) or after > before + 0.5 * abs(before)
     return math.isfinite(before) and values["ratio"] > 0 and worse
@@ -85,27 +86,27 @@ def _too_high(case: Case, exam: Examined, factor: float) -> Finding:
 
 @check
 def no_progress(case: Case) -> Iterator[Finding | ExperimentRequest]:
-    """The first steps lead nowhere, though updates are large: the same steps again at a tenth, and with a warm-up.
+    """The first steps make no progress with large updates, and the same steps at a tenth or with a warm-up do.
 
-    Noise does not explain the difference, as the batches are the same. A warm-up that helps ends at the whole
-    learning rate, so that this is not too high in itself.
+    The batches are the same, so noise does not explain the difference. A warm-up that helps ends at the full learning
+    rate, which is then not too high in itself.
     """
-    told = [e for e in case.exams("along_the_way") if _lost_way(e.values)]
-    for exam in [e for e in single(case) if e.step in (12, 16, 32) and not told]:
+    facts = [e for e in case.outcomes("along_the_way") if _lost_way(e.values)]
+    for exam in [e for e in single(case) if e.step in (12, 16, 32) and not facts]:
         losses = [r.loss for r in case.watched if r.step <= exam.step]
         low = min((mean(losses[i : i + 4]) for i in range(max(1, len(losses) - 3))), default=0.0)
         nowhere = mean(losses[-4:]) > min(losses[0] - 0.1 * abs(losses[0]), low + 0.1 * abs(low))
         if nowhere and max(e.values["ratio"] for e in single(case) if e.step <= exam.step) > 0.02:
             yield ExperimentRequest("along_the_way", exam.step)
-    if not told or recovered(case):
+    if not facts or recovered(case):
         return
-    if (way := warm(case)) is not None:
-        yield _no_warmup(way)
+    if (lost := warm(case)) is not None:
+        yield _no_warmup(lost)
     else:
-        yield _on_the_way(case, told[-1])
+        yield _on_the_way(case, facts[-1])
 
 
-def _lost_way(values: dict[str, Any]) -> bool:
+def _lost_way(values: Facts) -> bool:
     """The recorded losses rise, or hardly fall, and at a tenth of the learning rate they fall in the same steps."""
     was, tenth = values.get("as_it_was") or [], values.get("tenth") or []
     if len(was) < 12 or len(tenth) != len(was) or not all(map(math.isfinite, tenth)):
@@ -121,8 +122,8 @@ def _lost_way(values: dict[str, Any]) -> bool:
 
 
 def warm(case: Case) -> Examined | None:
-    """The look that shows that a warm-up is what is missing, None if there is none."""
-    for exam in reversed(case.exams("along_the_way")):
+    """The newest outcome that shows that a warm-up is missing; None if there is none."""
+    for exam in reversed(case.outcomes("along_the_way")):
         if not _lost_way(exam.values):
             continue
         was, tenth, ramped = (exam.values[name] for name in ("as_it_was", "tenth", "warm"))
@@ -139,9 +140,9 @@ def _no_warmup(exam: Examined) -> Finding:
         "sched.no_warmup",
         "warning",
         exam.step,
-        symptom=f"the first {exam.values['length']} steps at the whole learning rate lead nowhere: loss {was[0]:.3g}"
-        f" -> {last_quarter(was):.3g}",
-        cause="the learning rate is not too high as such, but from the first step on it is",
+        symptom=f"the first {exam.values['length']} steps at the full learning rate make no progress: loss "
+        f"{was[0]:.3g} -> {last_quarter(was):.3g}",
+        cause="the learning rate is right for later steps and too high for the first ones",
         remedy="let the learning rate rise from near 0 in the first steps (a warm-up), or use a pre-norm model",
         sure=0.8,
         stage="update",
@@ -163,7 +164,7 @@ def _on_the_way(case: Case, exam: Examined) -> Finding:
         "warning",
         exam.step,
         symptom=f"the loss does not keep falling: {min(was):.3g} at best, then {last_quarter(was):.3g}",
-        cause=f"the learning rate of {lr:g} is too high: the same steps at a tenth of it lead to "
+        cause=f"the learning rate of {lr:g} is too high: at a tenth of it the same steps reach "
         f"{last_quarter(tenth):.3g}",
         remedy=f"a learning rate of {0.1 * lr:g}",
         sure=0.8,
@@ -176,9 +177,9 @@ def _on_the_way(case: Case, exam: Examined) -> Finding:
 
 @check
 def lr_too_low(case: Case) -> Iterator[Finding | ExperimentRequest]:
-    """Gradients are as they should be, updates are not there; with updates a thousand times as large the loss falls.
+    """Gradients are normal and updates negligible; with updates a thousand times as large the loss falls.
 
-    A warm-up that has just begun and a schedule that is at its end have had, or will have, larger ones.
+    At the beginning of a warm-up and at the end of a schedule small updates are usual.
     """
     exams = [e for e in single(case) if e.values["lr"] and max(e.values["lr"]) > 0.0]
     if len(exams) < 2 or any(not e.values["ratio"] < 2e-6 for e in exams) or _rises(case):
@@ -190,15 +191,15 @@ def lr_too_low(case: Case) -> Iterator[Finding | ExperimentRequest]:
     if clipped or pull < 1e-3:
         return
     yield ExperimentRequest("larger_lr", exams[1].step)
-    told = case.about("larger_lr")
-    was = told.get("as_it_was") or [1.0]
-    better = [factor for factor, losses in told.get("larger") or () if _falls(losses)]
+    facts = case.facts("larger_lr")
+    was = facts.get("as_it_was") or [1.0]
+    better = [factor for factor, losses in facts.get("larger") or () if _falls(losses)]
     if better and abs(was[-1] - was[0]) < 1e-4 * abs(was[0]):
         yield finding(
             "opt.lr_too_low",
             "critical",
             exams[1].step,
-            symptom=f"an update changes the weights by {values['ratio']:.1g} of what they are, and the loss not at all",
+            symptom=f"an update changes the weights by {values['ratio']:.1g} of their size, and the loss not at all",
             cause=f"the learning rate of {max(values['lr']):g} is too low; gradients are normal",
             remedy="a learning rate thousands of times as large",
             sure=0.93,
@@ -217,21 +218,21 @@ def _falls(losses: Losses) -> bool:
 
 
 def _rises(case: Case) -> bool:
-    """Whether the learning rate is on its way up, or has a schedule whose base is higher."""
+    """Whether the learning rate is rising, or has a schedule whose base is more than 3 times as high."""
     rates = [record.lr for record in case.watched]
-    groups = [g for o in case.about("contract").get("optimizers") or () for g in o["groups"]]
+    groups = [g for o in case.facts("contract").get("optimizers") or () for g in o["groups"]]
     return rates[-1] > 1.0001 * rates[0] or any(g.get("initial_lr", 0.0) > 3 * g.get("lr", 0.0) for g in groups)
 
 
 @check
 def decay_too_high(case: Case) -> Iterator[Finding | ExperimentRequest]:
-    """Weight decay is the larger part of the update, or of the gradient, and without it the same steps lead further."""
+    """Weight decay is a large part of the update, or of the gradient, and without it the same steps learn far more."""
     exams = [e for e in single(case) if e.step in (16, 32)]
     for exam in exams:
         losses = [r.loss for r in case.watched if r.step <= exam.step]
         if _decays(exam.values) and mean(losses[-4:]) > losses[0] - 0.25 * abs(losses[0]):
             yield ExperimentRequest("decay", exam.step)
-    for exam in case.exams("decay"):
+    for exam in case.outcomes("decay"):
         was, without = exam.values.get("as_it_was") or [], exam.values.get("without") or []
         if len(was) < 12 or len(without) != len(was):
             continue
@@ -244,7 +245,7 @@ def decay_too_high(case: Case) -> Iterator[Finding | ExperimentRequest]:
                 "warning",
                 exam.step,
                 symptom=f"the weights shrink and the loss falls by {fallen:.2g} in {len(was)} steps",
-                cause=f"a weight decay of {max(update['weight_decay']):g} pulls harder than the loss does",
+                cause=f"a weight decay of {max(update['weight_decay']):g} changes the weights more than the loss does",
                 remedy="a weight decay of 0.01 to 0.1",
                 sure=0.85,
                 stage="update",
@@ -259,8 +260,10 @@ def decay_too_high(case: Case) -> Iterator[Finding | ExperimentRequest]:
             return
 
 
-def _decays(values: dict[str, Any]) -> bool:
-    """Decoupled it shrinks the weights by lr times decay in a step; coupled it is part of the gradient."""
+def _decays(values: Facts) -> bool:
+    """Whether weight decay is strong: decoupled, by what it shrinks the weights in a step (lr times decay); coupled, as
+    a part of the gradient.
+    """
     decay, lr = max(values["weight_decay"], default=0.0), max(values["lr"], default=0.0)
     if values["decoupled"]:
         return bool(decay * lr > 2e-3)
@@ -269,15 +272,15 @@ def _decays(values: dict[str, Any]) -> bool:
 
 @check
 def clip_always_active(case: Case) -> Iterator[Finding | ExperimentRequest]:
-    """Every step is clipped a hundredfold, and it is the clip that keeps the loss where it is."""
+    """Every clip makes the gradients over a hundred times smaller, and without it the loss falls."""
     clips = [(r.step, c["norm"] / c["at"]) for r in case.watched for _, c in kinds(r, "clip") if c["norm"] and c["at"]]
     if len(clips) < 4 or not all(math.isfinite(ratio) and ratio > 100 for _, ratio in clips):
         return
     exams = [e for e in single(case) if e.step >= 4]
     if exams:
         yield ExperimentRequest("without_clip", exams[0].step)
-    told = case.about("without_clip")
-    was, at_one = told.get("as_it_was") or [1.0], told.get("at_one") or [1.0]
+    facts = case.facts("without_clip")
+    was, at_one = facts.get("as_it_was") or [1.0], facts.get("at_one") or [1.0]
     if _falls(at_one) and was[0] - was[-1] < 0.1 * (at_one[0] - at_one[-1]):
         typical = sorted(ratio for _, ratio in clips)[len(clips) // 2]
         yield finding(
@@ -298,13 +301,13 @@ def clip_always_active(case: Case) -> Iterator[Finding | ExperimentRequest]:
 
 @check
 def exploding(case: Case) -> Iterator[Finding | ExperimentRequest]:
-    """Gradients grow by a factor with every step back through time, to many times what they were at the end.
+    """Gradients grow by a factor with every step back through time, to many times their size at the last step.
 
-    A learning rate that is too high has normal gradients at first; these are large before any update.
+    With a learning rate that is too high the first gradients are normal; here they are large before any update.
     """
-    for exam in [e for e in case.exams("update") if _pulls(e.values)][:2]:
+    for exam in [e for e in case.outcomes("update") if _pulls(e.values)][:2]:
         yield ExperimentRequest("through_time", exam.step)
-    for exam in case.exams("through_time"):
+    for exam in case.outcomes("through_time"):
         grown = [c for c in exam.values.get("chains") or () if c["factor"] > 1.02 and c["fit"] < -0.8]
         worst = max(grown, key=lambda c: c["factor"] ** c["length"], default=None)
         if worst is None or worst["factor"] ** (worst["length"] - 1) < 50:
@@ -315,8 +318,8 @@ def exploding(case: Case) -> Iterator[Finding | ExperimentRequest]:
             "critical",
             exam.step,
             symptom=f"the norm of gradients is {exam.values['grad_norm']:.3g}",
-            cause=f"on its way back through {worst['length']} uses of the same weights the gradient grows by "
-            f"{worst['factor']:.3g} with each",
+            cause=f"back through {worst['length']} uses of the same weights the gradient grows by a factor of "
+            f"{worst['factor']:.3g} at each",
             remedy="clip the gradients, and start from recurrent weights of spectral norm 1 (orthogonal)",
             sure=0.92,
             stage="backward",
@@ -328,8 +331,8 @@ def exploding(case: Case) -> Iterator[Finding | ExperimentRequest]:
         return
 
 
-def _pulls(values: dict[str, Any]) -> bool:
-    """Whether the loss would change by many times itself if the weights changed by a hundredth."""
+def _pulls(values: Facts) -> bool:
+    """Whether a change of the weights by a hundredth would change the loss by more than 3 times its value."""
     if "grad_norm" not in values:
         return False
     return bool(values["grad_norm"] * values["weight_norm"] > 300 * max(abs(values["loss"]), 1e-6))

@@ -1,4 +1,4 @@
-"""Memory that ran out or nearly does: what held it, and what would free most of it."""
+"""Checks of memory that ran out, or nearly does: what held it, and what would free most of it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from trainwright.doctor.finding import ExperimentRequest, Finding, check, findin
 from trainwright.runlog.records import OutOfMemory, Telemetry, Where
 
 OFTEN = 0.25
-"""Flushes of the allocator's cache in a step, from which on it is not one odd batch."""
+"""Flushes of the allocator's cache in a step: fewer may come from a single large batch."""
 IN_A_ROW = 3
-"""Readings, each with that many flushes since the one before."""
+"""How many consecutive readings must each show that many flushes since the one before."""
 
 
 @check
 def ran_out(case: Case) -> Iterator[Finding | ExperimentRequest]:
-    """A try of a step ran out. The run went on with smaller micro-batches, or gave up."""
+    """An attempt at a step ran out of memory. The run went on with smaller micro-batches, or gave up."""
     tries = [record for record in case.records if isinstance(record, OutOfMemory)]
     if not tries:
         return
@@ -34,7 +34,7 @@ def ran_out(case: Case) -> Iterator[Finding | ExperimentRequest]:
         since_step=first.step,
         symptom=f"step {last.step} ran out of memory ({last.phase}{where}) with {last.micro} samples at a time, {then}",
         cause=(
-            "what is held between steps grows, so that ever smaller micro-batches run out: something is not let go of"
+            "the memory held between steps grows, so ever smaller micro-batches run out: something is not released"
             if leaks
             else f"of {_gib(last.in_use_bytes)} in use, {_held(last)}"
         ),
@@ -44,7 +44,7 @@ def ran_out(case: Case) -> Iterator[Finding | ExperimentRequest]:
         where=Where(module=last.module or None),
         evidence=[
             ("bytes in use when it ran out", last.in_use_bytes, f"at most {last.capacity_bytes}"),
-            ("bytes that letting go of the try freed: activations, temporaries", last.given_back_bytes),
+            ("bytes that were freed when the attempt was given up: activations, temporaries", last.given_back_bytes),
             *((f"bytes of {kind}", held) for kind, held in last.held.items() if held),
             ("steps that ran out", len({each.step for each in tries}), 0),
         ],
@@ -52,7 +52,7 @@ def ran_out(case: Case) -> Iterator[Finding | ExperimentRequest]:
 
 
 def _grows(tries: list[OutOfMemory]) -> bool:
-    """Three steps ran out, each with smaller micro-batches than the one before, and none had less left over."""
+    """Whether three steps ran out, and the memory left over after each grew, by a tenth in all."""
     last_of_step = list({each.step: each for each in tries}.values())
     left = [each.in_use_bytes - each.given_back_bytes for each in last_of_step]
     return len(left) >= 3 and left == sorted(left) and left[-1] > 1.1 * left[0]
@@ -65,14 +65,14 @@ def _held(seen: OutOfMemory) -> str:
 
 
 def _remedies(seen: OutOfMemory, leaks: bool) -> Iterator[str]:
-    """What would free most first; each with the most that it can free."""
+    """What would free memory, each with the most that it can free, the largest first."""
     if leaks:
         yield "look for what grows: losses, outputs or batches that are kept without detach()"
     activations, optimizer = seen.given_back_bytes, seen.held.get("optimizer", 0)
     if seen.reserved_bytes and seen.reserved_bytes > 1.2 * seen.in_use_bytes:
         waste = seen.reserved_bytes - seen.in_use_bytes
         yield f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: {_gib(waste)} are reserved in pieces too small to use"
-    ways = [
+    remedies = [
         (activations, f"model.activation_checkpointing: block frees most of {_gib(activations)} of activations"),
         (activations // 2, f"precision: bf16 frees up to half of them, {_gib(activations // 2)}"),
         (optimizer // 2, f"optimizer.use: sgd or adafactor frees {_gib(optimizer // 2)} or more"),
@@ -80,14 +80,14 @@ def _remedies(seen: OutOfMemory, leaks: bool) -> Iterator[str]:
     ]
     if seen.phase == "loss":
         yield "loss.chunked: true, so that the logits never exist as a whole"
-    yield from (said for num_bytes, said in sorted(ways, reverse=True) if num_bytes > 0.02 * seen.in_use_bytes)
+    yield from (remedy for num_bytes, remedy in sorted(remedies, reverse=True) if num_bytes > 0.02 * seen.in_use_bytes)
     if seen.next_micro is not None:
         yield f"batch.micro: {seen.next_micro} from the start, which `trainwright batch-size` finds with a margin"
 
 
 @dataclass(frozen=True)
 class _Flushed:
-    """Between two readings of the allocator of one device, by their steps."""
+    """What happened between two readings of the allocator of one device, at steps ``begin`` and ``end``."""
 
     begin: int
     end: int
@@ -98,9 +98,9 @@ class _Flushed:
 
 @check
 def thrashing(case: Case) -> Iterator[Finding | ExperimentRequest]:
-    """In several readings in a row the allocator had flushed its cache in a good part of the steps before.
+    """In several readings in a row the allocator has flushed its cache in many of the steps before.
 
-    Some flushes are usual: in the first steps, at an evaluation, where a step runs out of memory and is tried again.
+    Some flushes are usual: in the first steps, at an evaluation, when a step runs out of memory and is repeated.
     """
     names = {name for each in case.records if isinstance(each, Telemetry) for name in each.values}
     rows = [row for name in names if name.endswith("/allocator_retries") for row in _rows(case, name)]
@@ -111,8 +111,8 @@ def thrashing(case: Case) -> Iterator[Finding | ExperimentRequest]:
     count, steps = sum(each.count for each in row), last.end - begin
     is_in_pieces = last.reserved_bytes > 1.2 * last.allocated_bytes > 0
     pieces = [
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or max_split_size_mb:512 where that is not to be had",
-        "samples of like length or padded to a few lengths, so that blocks fit again",
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or max_split_size_mb:512 where that is not supported",
+        "samples of similar length, or padded to a few lengths, so that blocks can be reused",
     ]
     yield finding(
         "mem.thrashing",
@@ -121,9 +121,9 @@ def thrashing(case: Case) -> Iterator[Finding | ExperimentRequest]:
         since_step=begin + 1,
         symptom=f"the allocator flushed its cache {count:.0f} times in steps {begin + 1} to {last.end}, "
         f"{count / steps:.2g} times a step",
-        cause="the device's memory is all but full"
-        + (", with free blocks in pieces that nothing fits into" if is_in_pieces else "")
-        + ": to make one block the allocator waits for the device, gives all cached ones back and asks for them anew",
+        cause="the device's memory is nearly full"
+        + (", and its free blocks are too small (fragmentation)" if is_in_pieces else "")
+        + ": for one allocation the allocator waits for the device, frees all cached blocks and allocates them again",
         remedy="; ".join(
             [*(pieces if is_in_pieces else ()), "a smaller batch.micro", *(() if is_in_pieces else pieces[:1])]
         ),
@@ -139,7 +139,7 @@ def thrashing(case: Case) -> Iterator[Finding | ExperimentRequest]:
 
 
 def _rows(case: Case, name: str) -> Iterator[list[_Flushed]]:
-    """Readings of a counter that come one after the other, each with many flushes since the one before."""
+    """Runs of consecutive readings of a counter, each with many flushes since the one before."""
     own = name.removesuffix("allocator_retries")
     read = [each for each in case.records if isinstance(each, Telemetry) and name in each.values]
     row: list[_Flushed] = []
