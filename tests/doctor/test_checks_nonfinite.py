@@ -100,7 +100,7 @@ class TestGradients:
 
     def test_a_blind_step_says_what_would_tell(self) -> None:
         (found,) = said(nonfinite.unexplained, live(num_gradients=1, gradients=["a.b"]), exam("trace", blind="why"))
-        assert found.code == "num.nonfinite" and "why" in found.cause and "what would tell" in found.remedy
+        assert found.code == "num.nonfinite" and "why" in found.cause and "to find out" in found.remedy
         bad = {"call": 0, "rows": [1], "ids": [9], "nan": 1, "inf": 0, "dtype": "float32"}
         (found,) = said(nonfinite.unexplained, live(inputs=[bad]), exam("trace", blind="why"))
         assert (found.code, found.where.sample_ids) == ("data.nonfinite_input", (9,))

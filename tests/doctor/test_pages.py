@@ -23,7 +23,7 @@ CODE = re.compile(r"[a-z]+\.[a-z][a-z0-9_]*")
 
 def zoo_labels() -> set[str]:
     """The labels of all `fault("D01", "data.nonfinite_input", ...)` of the zoo, without running it."""
-    trees = [ast.parse(path.read_text(), str(path)) for path in (ROOT / "tests" / "zoo").glob("*.py")]
+    trees = [ast.parse(path.read_text(), str(path)) for path in (ROOT / "zoo").glob("*.py")]
     calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
     faults = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "fault"]
     return {ast.literal_eval(label) for call in faults for label in call.args[1:]}

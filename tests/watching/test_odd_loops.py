@@ -414,7 +414,7 @@ def test_gradients_without_any_loss_that_is_heard() -> None:
                 optimizer.step()
         return weights(model)
 
-    assert "no loss was heard" in said(both(loop, on_nonfinite="stop"))
+    assert "no loss was seen" in said(both(loop, on_nonfinite="stop"))
 
 
 def test_gradients_are_edited_by_hand() -> None:

@@ -10,9 +10,9 @@ from trainwright.doctor.case import Case
 from trainwright.doctor.finding import ExperimentRequest, Finding, check, finding
 
 _NO_STEP = {
-    "": "neither the model nor the optimizer that the watch was given was used, or not in its thread",
+    "": "neither the model nor the optimizer that the watch was given was used, or not in the thread of the watch",
     "other_step": "an optimizer stepped that the watch was not given, and the one that it was given never did",
-    "forward": "the model was called, and neither backward() nor a step of the optimizer was seen",
+    "forward": "the model was called, and neither backward nor a step of the optimizer was seen",
     "autograd_grad": "gradients were computed by torch.autograd.grad, and the optimizer never stepped",
     "backward": "backward() was seen, and no step of the optimizer",
 }
