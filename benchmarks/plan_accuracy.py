@@ -163,7 +163,7 @@ def peak_of(profiled: profile) -> int:
 def predict(make: Make, case: Case, device: str) -> dict[str, Any]:
     model, precision, accumulation, recomputed = case
     again = Checkpointing.every(BLOCKS[model]) if recomputed else None
-    trace = trace_step(make, device=device, precision=precision, accumulation=accumulation, recompute=again)
+    trace = trace_step(make, device=device, precision=precision, accumulation=accumulation, checkpointing=again)
     at = [trace.peak.phase, trace.peak.module, trace.peak.op]
     unseen = [[row.op, row.bound_bytes] for row in trace.unseen]
     return {"predicted": trace.peak.total, "at": at, "held": dict(trace.peak.held), "unseen": unseen}

@@ -65,9 +65,9 @@ class Bench:
         ids = torch.zeros(self.rows, self.shape["block_size"], dtype=torch.int64)
         return TracedObjects(model, language_model, torch.optim.AdamW(model.parameters()), (ids, ids.clone()))
 
-    def plain_or(self, recompute: Checkpointing) -> Callable[[], TrainState]:
+    def plain_or(self, checkpointing: Checkpointing) -> Callable[[], TrainState]:
         def ready() -> TrainState:
-            apply_checkpointing(self.model, recompute)
+            apply_checkpointing(self.model, checkpointing)
             return self.state
 
         return ready
@@ -113,7 +113,9 @@ def planned(bench: Bench) -> dict[str, Candidate]:
     figures.figure(BENCH, "planning", [time.perf_counter() - began], unit="s", against="two budgets")
     figures.figure(BENCH, "activations", [plain.held["activations"] / MIB], unit="MiB", against="simulated plain step")
     for name in ("at_every_block", "at_half"):
-        print(f'{{"bench": "{BENCH}", "case": "{name}", "choice": "{describe(chosen[name].recompute)}"}}', flush=True)
+        print(
+            f'{{"bench": "{BENCH}", "case": "{name}", "choice": "{describe(chosen[name].checkpointing)}"}}', flush=True
+        )
     return chosen
 
 
@@ -132,7 +134,7 @@ def main() -> None:
     given = figures.arguments(__doc__, rounds=(7, 1), rows=(4, 2), compiled=(0, 0))
     torch.set_num_threads(1)
     bench = Bench(given.quick, given.rows)
-    ready = {name: bench.plain_or(candidate.recompute) for name, candidate in planned(bench).items()}
+    ready = {name: bench.plain_or(candidate.checkpointing) for name, candidate in planned(bench).items()}
     ready["selective"] = bench.plain_or(Checkpointing.every(12, SELECTIVE))
     report(bench, ready, "plain", given.rounds)
     if given.compiled:

@@ -26,14 +26,14 @@ def measured_peak(
     *,
     precision: PrecisionName = "fp32",
     accumulation: int = 1,
-    recompute: Checkpointing | None = None,
+    checkpointing: Checkpointing | None = None,
 ) -> int:
     """Bytes: the largest running sum of the allocator's events in the second step, all of the model's included."""
     gc.collect()  # else what an earlier test left may be freed within, and counts against this one
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         subject = make(torch.device("cpu"))
-        if recompute is not None:
-            apply_checkpointing(subject.model, recompute)
+        if checkpointing is not None:
+            apply_checkpointing(subject.model, checkpointing)
         assert subject.optimizer is not None
         state = TrainState(subject.model, subject.optimizer)
         copies = [subject.micro, *(tuple(t.clone() for t in subject.micro) for _ in range(accumulation - 1))]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 from tests.forecast.models import make_gpt
-from trainwright.forecast.caching_allocator import MIB, Reserve, reserved_bytes
+from trainwright.forecast.caching_allocator import MIB, CachingAllocator, reserved_bytes
 from trainwright.forecast.traced_step import trace_step
 
 
 def test_small_blocks_share_a_segment_of_2_mib() -> None:
-    reserve = Reserve()
+    reserve = CachingAllocator()
     for _ in range(4):
         reserve.allocate(MIB // 2)
     assert reserve.reserved == 2 * MIB
@@ -19,7 +19,7 @@ def test_small_blocks_share_a_segment_of_2_mib() -> None:
 
 
 def test_middle_sizes_share_20_mib_and_large_ones_are_rounded_to_2() -> None:
-    reserve = Reserve()
+    reserve = CachingAllocator()
     for _ in range(4):
         reserve.allocate(5 * MIB)
     assert reserve.reserved == 20 * MIB
@@ -28,7 +28,7 @@ def test_middle_sizes_share_20_mib_and_large_ones_are_rounded_to_2() -> None:
 
 
 def test_what_is_freed_is_taken_again_and_neighbours_grow_together() -> None:
-    reserve = Reserve()
+    reserve = CachingAllocator()
     blocks = [reserve.allocate(5 * MIB) for _ in range(4)]
     for block in (blocks[1], blocks[3], blocks[2]):
         reserve.release(block)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from tests.forecast.measured import measured_peak
 from trainwright.engine.losses import cross_entropy, language_model
 from trainwright.errors import UsageError
-from trainwright.forecast.block_profile import BlockProfile, BlockSurvey, ForwardSeen, OpCall
-from trainwright.forecast.checkpointing_planner import CheckpointingPlanner, Level, Speed, hull, levels, profile
+from trainwright.forecast.block_profile import BlockOp, BlockProfile, BlockSurvey, ForwardSeen
+from trainwright.forecast.checkpointing_planner import CheckpointingPlanner, Level, Speed, hull, levels, peaks_by_block
 from trainwright.forecast.traced_step import TracedObjects, trace_step
 from trainwright.models.gpt import gpt
 from trainwright.models.hf import hf_model
@@ -77,7 +77,7 @@ def test_the_peak_that_the_allocator_sees_is_within_the_budget(name: str, share:
     chosen = plans.choose(budget)
     assert 0 < chosen.extra_s < plans.every.extra_s
     assert chosen.peak_bytes <= budget
-    measured = measured_peak(MAKERS[name], recompute=chosen.recompute)
+    measured = measured_peak(MAKERS[name], checkpointing=chosen.checkpointing)
     assert measured == pytest.approx(chosen.peak_bytes, rel=0.02)
     assert measured <= budget + 9 * 6000  # each block's state of the CPU's generator is no fake tensor
     assert chosen.peak_bytes - low > 0.5 * (budget - low)  # most of what there was is used
@@ -93,10 +93,10 @@ def test_at_the_peak_of_every_block_it_takes_less_time(name: str) -> None:
 
 def test_the_ends() -> None:
     plans = planner("gpt")
-    assert plans.choose(plans.none.peak_bytes).recompute == Checkpointing.none(6)
+    assert plans.choose(plans.none.peak_bytes).checkpointing == Checkpointing.none(6)
     assert plans.choose(1) is plans.every  # too little for any: the nearest
-    assert plans.every.recompute == Checkpointing.every(6)
-    assert plans.choose(2**40).recompute == Checkpointing.none(6)
+    assert plans.every.checkpointing == Checkpointing.every(6)
+    assert plans.choose(2**40).checkpointing == Checkpointing.none(6)
 
 
 def test_the_frontier_falls() -> None:
@@ -114,7 +114,7 @@ def test_accumulation_and_precision_are_part_of_the_trace() -> None:
     )
     budget = (plans.every.peak_bytes + plans.none.peak_bytes) // 2
     chosen = plans.choose(budget)
-    measured = measured_peak(make_gpt, precision="bf16", accumulation=2, recompute=chosen.recompute)
+    measured = measured_peak(make_gpt, precision="bf16", accumulation=2, checkpointing=chosen.checkpointing)
     packed = 2**17  # by oneDNN, for products of 16 bits of these shapes: named as not seen
     assert measured <= budget * 1.001 + packed
 
@@ -122,7 +122,7 @@ def test_accumulation_and_precision_are_part_of_the_trace() -> None:
 def test_where_the_host_is_the_slow_part_whole_blocks_are_computed_again() -> None:
     plans = CheckpointingPlanner(make_gpt, TRACE, Speed(1e15, 1e14, overlaps=True))
     chosen = plans.choose((plans.every.peak_bytes + plans.none.peak_bytes) // 2)
-    assert set(chosen.recompute.blocks) == {None, ()}
+    assert set(chosen.checkpointing.blocks) == {None, ()}
 
 
 def test_a_model_without_blocks() -> None:
@@ -145,11 +145,11 @@ def test_what_a_block_computes_and_backward_needs() -> None:
     survey = surveyed()
     assert survey.paths == [f"blocks.{index}" for index in range(6)]
     block, unit = survey.blocks[2], 8 * 64 * 64 * 4  # bytes of B x T x D
-    sites = {call.site: call for call in block.calls}
+    sites = {call.site: call for call in block.ops}
     assert [site for site in sites if site.startswith("matmul")] == [f"matmul:{index}" for index in range(6)]
-    assert sites["matmul:4"].size == 4 * unit
+    assert sites["matmul:4"].num_bytes == 4 * unit
     assert sites["matmul:4"].flops == 2 * 4 * 64 * 64 * 8 * 64
-    needed = {call.site for call in block.again}
+    needed = {call.site for call in block.computed_again}
     assert "gelu:0" in needed
     assert "matmul:5" not in needed  # the last: no operator behind it needs its output
     log_sum_exp, statistics = 8 * 2 * 64 * 4, 4 * 8 * 64 * 4
@@ -157,8 +157,8 @@ def test_what_a_block_computes_and_backward_needs() -> None:
     assert sum(block.whole.values()) == 15 * unit + log_sum_exp + statistics
 
 
-def call(site: str, size: int, flops: int, keepable: bool = True) -> OpCall:
-    return OpCall(site, size, flops, 0, keepable, frozenset())
+def call(site: str, size: int, flops: int, keepable: bool = True) -> BlockOp:
+    return BlockOp(site, size, flops, 0, keepable, frozenset())
 
 
 def test_levels_keep_what_is_worth_most_for_its_bytes() -> None:
@@ -185,14 +185,14 @@ def test_the_profile_of_a_step() -> None:
         moment("forward", "blocks.10", 5),
         moment("forward", "head", 9),
         moment("backward", "head", 11),
-        moment("recompute", "blocks.10.mlp", 14),
+        moment("checkpointing", "blocks.10.mlp", 14),
         moment("backward", "", 20),
-        moment("recompute", "blocks.1.mlp", 8),
+        moment("checkpointing", "blocks.1.mlp", 8),
         moment("backward", "blocks.1", 10),
         moment("backward", "tokens", 3),
         moment("update", "", 50),
     )
-    assert profile(Trace("cpu", moments, {}, ()), ["blocks.1", "blocks.10"]) == [10, 20, 11]
+    assert peaks_by_block(Trace("cpu", moments, {}, ()), ["blocks.1", "blocks.10"]) == [10, 20, 11]
 
 
 @pytest.mark.parametrize("name", MAKERS)

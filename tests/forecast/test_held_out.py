@@ -41,21 +41,21 @@ def test_a_call_that_is_large_is_made_with_fewer_rows(monkeypatch: pytest.Monkey
     x, weight = torch.zeros(24, 37, 20, 20), torch.zeros(45, 37, 3, 3)
     args = (x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     op, rows = torch.ops.aten.convolution.default, Rows((0,), 1e6)
-    whole = kernel_memory.inside(op, args, rows)
+    whole = kernel_memory.measure_kernel_memory(op, args, rows)
     assert whole is not None and whole.left == 4 * 24 * 45 * 400
     assert whole.scratch > x.nbytes  # channels are padded
     monkeypatch.setattr(kernel_memory, "MOST_FLOPS", 8e6)
-    assert kernel_memory.inside(op, args, rows) == whole
+    assert kernel_memory.measure_kernel_memory(op, args, rows) == whole
 
 
-def test_somebody_else_may_listen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then a bound is told in place of what was heard."""
-    monkeypatch.setattr(kernel_memory, "_listened", lambda call: None)
-    kernel_memory._heard.cache_clear()
+def test_another_profiler_may_be_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the trace names a bound instead of the measured size."""
+    monkeypatch.setattr(kernel_memory, "_recorded", lambda call: None)
+    kernel_memory._allocations.cache_clear()
     trace = trace_step(MODELS["conv_dilated"], device="cpu")
-    kernel_memory._heard.cache_clear()
-    (told,) = [each for each in trace.unseen if each.op == "convolution_backward"]
-    assert told.bound_bytes and "cannot be seen" in told.why
+    kernel_memory._allocations.cache_clear()
+    (row,) = [each for each in trace.unseen if each.op == "convolution_backward"]
+    assert row.bound_bytes and "cannot be seen" in row.why
 
 
 def test_views_of_a_copied_parameter_are_of_its_memory() -> None:

@@ -19,15 +19,15 @@ from trainwright.build.optim import offloaded
 from trainwright.build.optim.offload import Offloaded
 from trainwright.cli import app
 from trainwright.errors import RecipeError, UsageError
-from trainwright.forecast.blueprint import blueprint, twin
+from trainwright.forecast.blueprint import fake_copy, make_blueprint
 from trainwright.forecast.fake_tensors import fake_tensors
 from trainwright.forecast.layouts import LayoutSurvey
-from trainwright.forecast.local_device import like, nominal_cpu
+from trainwright.forecast.local_device import nominal_cpu, table_row
 from trainwright.forecast.resolve import resolve, resolved_before
 from trainwright.forecast.run_forecast import forecast
 from trainwright.forecast.traced_step import TracedObjects, trace_step
 from trainwright.plan.devices import Device, find_device, known_devices
-from trainwright.plan.layout import offloaded as offloaded_ways
+from trainwright.plan.layout import offloaded as offloaded_layouts
 from trainwright.plan.machine import read_machine
 from trainwright.recipe import Loaded, from_mapping, load
 from trainwright.training.job import make_advance, prepare
@@ -50,13 +50,13 @@ def gpt(*settings: str) -> Loaded:
 @pytest.mark.parametrize(("kind", "precision"), [("cpu", "fp32"), ("cuda", "bf16")])
 def test_what_is_scaled_is_what_is_traced(kind: str, precision: str, checkpointing: str) -> None:
     device = cpu(GIB) if kind == "cpu" else find_device("h100-80gb", known_devices())
-    survey = LayoutSurvey(blueprint(gpt()), device, precision)  # type: ignore[arg-type]
-    way = survey.way(checkpointing, chunked=False)
-    recompute = survey.recompute(checkpointing)
-    traced = survey.trace(12, chunked=False, recompute=recompute, accumulation=3)
-    assert way.scaled.aligned
-    assert way.scaled.peak_bytes(12, 3) == pytest.approx(traced.peak.total, rel=2e-3)
-    assert way.scaled.at(12, 3).flops == traced.flops
+    survey = LayoutSurvey(make_blueprint(gpt()), device, precision)  # type: ignore[arg-type]
+    layout = survey.layout(checkpointing, chunked=False)
+    checkpointing = survey.checkpointing(checkpointing)
+    traced = survey.trace(12, chunked=False, checkpointing=checkpointing, accumulation=3)
+    assert layout.scaled.aligned
+    assert layout.scaled.peak_bytes(12, 3) == pytest.approx(traced.peak.total, rel=2e-3)
+    assert layout.scaled.at(12, 3).flops == traced.flops
 
 
 @pytest.mark.parametrize("name", ["resnet-digits", "lstm-text", "gpt-lora", "demo-digits"])
@@ -87,7 +87,7 @@ def test_where_nothing_fits_other_training_is_proposed_and_not_silently_taken() 
 
 
 def test_the_average_of_the_weights_is_counted() -> None:
-    plain, average = (LayoutSurvey(blueprint(gpt(*ask)), cpu(GIB), "fp32") for ask in ([], ["model.ema=0.99"]))
+    plain, average = (LayoutSurvey(make_blueprint(gpt(*ask)), cpu(GIB), "fp32") for ask in ([], ["model.ema=0.99"]))
     more = average.trace(2, chunked=False).peak.total - plain.trace(2, chunked=False).peak.total
     assert more == 4 * plain.blueprint.counts[1]
 
@@ -95,11 +95,11 @@ def test_the_average_of_the_weights_is_counted() -> None:
 def test_a_loss_in_chunks_is_scaled_from_whole_chunks() -> None:
     small = ["model.args.layers=1", "model.args.block_size=256", "data.train.args.block_size=256"]
     loaded = load(RECIPES / "gpt2-124m.yaml", overrides=small, environ={})
-    survey = LayoutSurvey(blueprint(loaded), find_device("h100-80gb", known_devices()), "bf16")
+    survey = LayoutSurvey(make_blueprint(loaded), find_device("h100-80gb", known_devices()), "bf16")
     assert (survey.blueprint.chunked(1), survey.blueprint.chunked(4)) == (False, True)
-    way, traced = survey.way("none", chunked=True), survey.trace(64, chunked=True)
-    assert traced.peak.total <= way.scaled.peak_bytes(64, 1) <= 1.1 * traced.peak.total
-    assert way.scaled.at(64, 1).flops == pytest.approx(traced.flops, rel=1e-3)
+    layout, traced = survey.layout("none", chunked=True), survey.trace(64, chunked=True)
+    assert traced.peak.total <= layout.scaled.peak_bytes(64, 1) <= 1.1 * traced.peak.total
+    assert layout.scaled.at(64, 1).flops == pytest.approx(traced.flops, rel=1e-3)
 
 
 def test_planning_leaves_the_process_as_it_was() -> None:
@@ -110,7 +110,7 @@ def test_planning_leaves_the_process_as_it_was() -> None:
 
 
 def test_nothing_is_traced_where_nothing_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainwright.forecast.resolve.blueprint", None)
+    monkeypatch.setattr("trainwright.forecast.resolve.make_blueprint", None)
     loaded = gpt("batch.micro=8", "model.activation_checkpointing=block")
     assert resolve(loaded, cpu(GIB)).loaded is loaded
 
@@ -131,8 +131,8 @@ def test_a_budget_in_bytes_is_kept_by_the_true_peak() -> None:
     settled = resolve(loaded, cpu(GIB))
     assert settled.planned is not None
     assert 0 < settled.planned.count <= 4
-    survey = LayoutSurvey(blueprint(loaded), cpu(GIB), "fp32")
-    traced = survey.trace(24, chunked=False, recompute=settled.planned, accumulation=2)
+    survey = LayoutSurvey(make_blueprint(loaded), cpu(GIB), "fp32")
+    traced = survey.trace(24, chunked=False, checkpointing=settled.planned, accumulation=2)
     assert traced.peak.total <= 26 * MIB < survey.trace(24, chunked=False).peak.total
 
 
@@ -145,7 +145,7 @@ def test_a_model_handed_over_in_python_is_planned_as_a_copy() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 10))
     model[0].weight.requires_grad_(False)
     with fake_tensors():
-        copied = twin(model, torch.device("cpu"))
+        copied = fake_copy(model, torch.device("cpu"))
         assert [p.requires_grad for p in copied.parameters()] == [p.requires_grad for p in model.parameters()]
     data = unwrap((torch.zeros(64, 64), torch.zeros(64, dtype=torch.int64)))
     mapping = {"model": "live:model", "data": {"train": "live:train"}, "batch": {"size": 64, "micro": "auto"}}
@@ -160,11 +160,11 @@ def test_a_model_handed_over_in_python_is_planned_as_a_copy() -> None:
 )
 def test_a_gpu_is_known_by_its_name(name: str, expected: str) -> None:
     row = find_device(expected, known_devices())
-    assert like(name, row.memory_bytes) == row
+    assert table_row(name, row.memory_bytes) == row
 
 
 def test_a_gpu_that_is_not_in_the_table_says_so() -> None:
-    made = like("Frobnicator 9000", 24 * GIB)
+    made = table_row("Frobnicator 9000", 24 * GIB)
     assert (made.name, made.memory_bytes) == ("Frobnicator 9000", 24 * GIB)
     assert "not in the table" in made.source
 
@@ -183,13 +183,13 @@ def test_two_billion_parameters(memory: str, moved: bool) -> None:
     made = forecast(two_billion(), find_device("h100-80gb", known_devices()).with_memory(parse_bytes(memory)))
     assert 2.0e9 < made.parameters < 2.2e9
     assert made.choice.fits
-    way = made.choice.best.way
-    state = way.scaled.small.resident
-    on_host = way.offload.state_bytes if way.offload else 0
+    layout = made.choice.best.layout
+    state = layout.scaled.small.resident
+    on_host = layout.offload.state_bytes if layout.offload else 0
     assert (on_host > 0) is moved
     held = state["weights"] + state["gradients"] + state.get("optimizer", 0) + on_host
     assert held == pytest.approx(16 * made.parameters, rel=1e-3)
-    assert way.precision == "bf16"
+    assert layout.precision == "bf16"
     assert 0.2 < made.choice.best.time.mfu < 0.6
 
 
@@ -197,7 +197,7 @@ def test_two_billion_parameters(memory: str, moved: bool) -> None:
 def test_two_billion_parameters_where_not_even_that_fits() -> None:
     made = forecast(two_billion(), find_device("h100-80gb", known_devices()).with_memory(19 * GIB))
     assert not made.choice.fits
-    assert made.choice.best.way.offload is None
+    assert made.choice.best.layout.offload is None
     assert "optimizer offload" in {each.name for each in made.remedies if each.means == "here" and not each.fits}
     assert {each.name for each in made.remedies if each.means == "here" and each.fits} == {"LoRA"}
 
@@ -242,8 +242,8 @@ def shallow(*settings: str) -> Loaded:
 def tight() -> Device:
     """A GPU that takes gpt-tiny's weights and gradients, but not AdamW's moments beside them."""
     options = forecast(shallow("batch.micro=1"), a100(GIB)).choice.options
-    least = min(option.peak_bytes for option in options if option.way.offload is None)
-    moved = min(option.peak_bytes for option in options if option.way.offload is not None)
+    least = min(option.peak_bytes for option in options if option.layout.offload is None)
+    moved = min(option.peak_bytes for option in options if option.layout.offload is not None)
     assert moved < least
     return a100(int(((moved + least) / 2 + (600 << 20)) / 0.95))
 
@@ -258,7 +258,7 @@ def test_the_optimizer_goes_to_the_host_where_nothing_else_fits(tight: Device) -
     assert again.written.peak_bytes == made.choice.best.peak_bytes
     assert again.trace.peak.total == again.written.peak_bytes
     assert forecast(shallow(*made.settings[:-1], "optimizer.offload=auto"), tight).written.fits
-    assert forecast(shallow("optimizer.offload=true"), a100(2 * GIB)).written.way.offload is not None
+    assert forecast(shallow("optimizer.offload=true"), a100(2 * GIB)).written.layout.offload is not None
 
 
 @pytest.mark.parametrize("asked", ["auto", "true", "false"])
@@ -284,7 +284,7 @@ def test_offload_beside_what_else_the_plan_decides(tight: Device) -> None:
 
 
 def test_on_a_cpu_there_is_nothing_to_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainwright.forecast.resolve.blueprint", None)
+    monkeypatch.setattr("trainwright.forecast.resolve.make_blueprint", None)
     found = resolve(shallow("optimizer.offload=auto"), cpu(MIB))
     assert found.loaded.recipe.optimizer.offload is False
     assert "is the host's" in found.notes[0].why
@@ -299,18 +299,18 @@ def test_offload_that_gains_nothing_is_refused_with_its_place() -> None:
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_the_arithmetic_of_offload_is_that_of_a_trace(accumulation: int) -> None:
-    survey = LayoutSurvey(blueprint(shallow()), find_device("h100-80gb", known_devices()), "bf16")
-    [way] = offloaded_ways([survey.way("none", chunked=False)], survey.device)
+    survey = LayoutSurvey(make_blueprint(shallow()), find_device("h100-80gb", known_devices()), "bf16")
+    [layout] = offloaded_layouts([survey.layout("none", chunked=False)], survey.device)
 
     def make(device: torch.device) -> TracedObjects:
-        made = survey.blueprint.subject(device, samples=12, chunked=False)
+        made = survey.blueprint.traced_objects(device, samples=12, chunked=False)
         assert made.optimizer is not None
         weights = [p for group in made.optimizer.param_groups for p in group["params"]]
         return replace(made, optimizer=offloaded(torch.optim.AdamW)(weights))
 
     traced = trace_step(make, device="cuda", precision="bf16", accumulation=accumulation)
     held = [m.total - m.held.get("optimizer", 0) for m in traced.moments if m.phase != "update"]
-    assert max(held) == pytest.approx(way.scaled.peak_bytes(12, accumulation), rel=2e-3)
+    assert max(held) == pytest.approx(layout.scaled.peak_bytes(12, accumulation), rel=2e-3)
 
 
 def test_a_run_with_it_is_the_same_bits_on_a_cpu() -> None:

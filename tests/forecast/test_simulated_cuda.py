@@ -94,7 +94,7 @@ def test_optimizers_of_torch_update_all_parameters_at_once() -> None:
 
 def test_recomputation_lowers_the_peak_as_on_the_cpu() -> None:
     every = Checkpointing.every(3)
-    assert on_cuda(make_gpt, recompute=every).peak.total < on_cuda(make_gpt).peak.total
+    assert on_cuda(make_gpt, checkpointing=every).peak.total < on_cuda(make_gpt).peak.total
 
 
 def test_the_process_trains_as_before() -> None:

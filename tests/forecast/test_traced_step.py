@@ -53,12 +53,12 @@ def test_the_state_of_any_optimizer_is_there_before_the_step(optimizer: str) -> 
 
 @pytest.mark.parametrize("keep", [(), ("matmul",)], ids=["whole", "matmul"])
 def test_the_peak_with_recomputation_is_that_of_a_real_step(keep: tuple[str, ...]) -> None:
-    recompute = Checkpointing.every(3, keep)
-    real = measured_peak(make_gpt, recompute=recompute)
-    trace = trace_step(make_gpt, device="cpu", recompute=recompute)
+    checkpointing = Checkpointing.every(3, keep)
+    real = measured_peak(make_gpt, checkpointing=checkpointing)
+    trace = trace_step(make_gpt, device="cpu", checkpointing=checkpointing)
     assert trace.peak.total == pytest.approx(real, rel=0.01)
     assert trace.peak.total < trace_step(make_gpt, device="cpu").peak.total
-    assert any(moment.phase == "recompute" for moment in trace.moments)
+    assert any(moment.phase == "checkpointing" for moment in trace.moments)
 
 
 def test_bytes_by_kind_are_those_of_arithmetic() -> None:

@@ -20,7 +20,7 @@ BLOCK = Layout("bf16", "block", False, scaled(kept=0.5, again=True), rank=4)
 def test_the_plainest_that_fits_is_taken() -> None:
     choice = choose([NONE, BLOCK], DEVICE, 64)
     assert choice.fits
-    assert choice.best.way is NONE
+    assert choice.best.layout is NONE
     assert choice.best.micro * choice.best.accumulation == 64
     assert choice.best.peak_bytes <= DEVICE.usable_bytes
 
@@ -30,7 +30,7 @@ def test_recomputing_is_taken_where_nothing_else_fits() -> None:
     assert not weigh(NONE, small, 64, 1).fits
     choice = choose([NONE, BLOCK], small, 64)
     assert choice.fits
-    assert choice.best.way is BLOCK
+    assert choice.best.layout is BLOCK
 
 
 def test_a_larger_micro_batch_is_not_taken_where_it_is_not_faster() -> None:
@@ -51,14 +51,14 @@ def test_launches_make_micro_batches_larger() -> None:
 
 def test_the_recipes_own_micro_batch_is_kept() -> None:
     choice = choose([NONE, BLOCK], DEVICE, 64, micro=32)
-    assert (choice.best.micro, choice.best.way) == (32, BLOCK)
+    assert (choice.best.micro, choice.best.layout) == (32, BLOCK)
     assert {option.micro for option in choice.options} == {32}
 
 
 def test_where_nothing_fits_the_one_that_holds_least_is_named() -> None:
     choice = choose([NONE, BLOCK], DEVICE.with_memory(16 * GIB), 64)
     assert not choice.fits
-    assert (choice.best.micro, choice.best.way) == (1, BLOCK)
+    assert (choice.best.micro, choice.best.layout) == (1, BLOCK)
     assert "more than" in choice.notes[0].why
 
 

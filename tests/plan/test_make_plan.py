@@ -20,7 +20,7 @@ from trainwright.plan.make import (
     choose_precision,
     choose_threads,
     make_plan,
-    with_rehearsal,
+    with_dry_run,
 )
 from trainwright.plan.memory import memory_bytes
 from trainwright.recipe import Duration, Recipe, from_mapping
@@ -195,9 +195,9 @@ def test_precision(asked: str, device: str, has: tuple[str, ...], seconds: dict[
 
 
 def test_the_preflight_says_what_a_person_needs() -> None:
-    plan = with_rehearsal(
+    plan = with_dry_run(
         make_plan(recipe(until="100steps"), FACTS),
-        asked="auto",
+        precision="auto",
         facts=FACTS,
         loss=2.31,
         outputs=10,

@@ -38,10 +38,10 @@ def test_the_device_holds_so_much_less_and_waits_so_much_longer() -> None:
 
 
 def test_it_is_taken_only_where_nothing_else_fits() -> None:
-    ways = [NONE, BLOCK, *offloaded([NONE, BLOCK], DEVICE)]
-    roomy, small = choose(ways, DEVICE, 64), choose(ways, SMALL, 64)
-    assert roomy.best.way.offload is None
-    assert small.best.way.offload is not None
+    layouts = [NONE, BLOCK, *offloaded([NONE, BLOCK], DEVICE)]
+    roomy, small = choose(layouts, DEVICE, 64), choose(layouts, SMALL, 64)
+    assert roomy.best.layout.offload is None
+    assert small.best.layout.offload is not None
     assert small.fits
     said = [{note.topic: note for note in each.notes}["optimizer offload"] for each in (roomy, small)]
     assert [note.choice for note in said] == ["no", "yes"]
@@ -54,16 +54,16 @@ def test_it_is_taken_only_where_nothing_else_fits() -> None:
 def test_what_does_not_fit_either_way_is_told_as_it_stands() -> None:
     choice = choose([NONE, BLOCK, *offloaded([NONE, BLOCK], DEVICE)], DEVICE.with_memory(8 * GIB), 64)
     assert not choice.fits
-    assert choice.best.way is BLOCK
+    assert choice.best.layout is BLOCK
 
 
 def test_the_hosts_memory_is_looked_at_where_it_is_known() -> None:
     poor = replace(SMALL, host_memory_bytes=26 * GIB)
-    ways = offloaded([BLOCK], poor)
-    choice = choose(ways, poor, 64, micro=1)
+    layouts = offloaded([BLOCK], poor)
+    choice = choose(layouts, poor, 64, micro=1)
     assert not choice.fits
     assert "where 26 GiB are free" in choice.notes[-1].why
-    assert choose(ways, replace(poor, host_memory_bytes=27 * GIB), 64, micro=1).fits
+    assert choose(layouts, replace(poor, host_memory_bytes=27 * GIB), 64, micro=1).fits
 
 
 def test_there_must_be_something_to_move_and_somewhere_to_move_it() -> None:

@@ -55,7 +55,7 @@ def provenance(**known: Any) -> dict[str, Any]:
     }
 
 
-def papers(*settings: str, **known: Any) -> dict[str, Any]:
+def run_metadata(*settings: str, **known: Any) -> dict[str, Any]:
     return {"recipe": recipe(*settings), "provenance": provenance(**known)}
 
 
@@ -97,7 +97,7 @@ def rows() -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row['path']} {row['was']} {row['now']} {row['how']}")
 def test_a_row_of_the_table(row: dict[str, str]) -> None:
-    path, before, after = row["path"], papers(**ONCE.get(row["how"], {})), papers(**FOUND[row["how"]])
+    path, before, after = row["path"], run_metadata(**ONCE.get(row["how"], {})), run_metadata(**FOUND[row["how"]])
     if path.startswith("packages."):
         for side, version in ((before, row["was"]), (after, row["now"])):
             side["provenance"]["packages"] = with_package(path.removeprefix("packages."), version)
@@ -115,8 +115,8 @@ def test_the_table_is_long_enough() -> None:
 
 
 def test_nothing_changed() -> None:
-    assert compare(papers(), papers(), step=STEP) == []
-    assert compare(papers(), papers(hostname="node-1", platform="another kernel"), step=STEP) == []
+    assert compare(run_metadata(), run_metadata(), step=STEP) == []
+    assert compare(run_metadata(), run_metadata(hostname="node-1", platform="another kernel"), step=STEP) == []
 
 
 def leaves(above: tuple[str, ...] = ()) -> Iterator[str]:
@@ -230,13 +230,13 @@ def test_an_average_that_is_begun_loses_nothing() -> None:
 
 def test_weights_that_do_not_fit_are_fatal_for_what_built_them() -> None:
     many = [f"layers.{i}.weight is not in the checkpoint" for i in range(5)]
-    asked = papers("model.args.width=128", "model.compile=true", "optimizer.lr=0.1")
-    kinds = {each.path: each.kind for each in compare(papers(), asked, step=STEP, misfits=many)}
+    asked = run_metadata("model.args.width=128", "model.compile=true", "optimizer.lr=0.1")
+    kinds = {each.path: each.kind for each in compare(run_metadata(), asked, step=STEP, misfits=many)}
     assert kinds == {"model.args.width": "fatal", "optimizer.lr": "maths", "model.compile": "safe"}
-    edited = only(compare(papers(), papers(sources={"mynets": HASH["b"]}), step=STEP, misfits=many))
+    edited = only(compare(run_metadata(), run_metadata(sources={"mynets": HASH["b"]}), step=STEP, misfits=many))
     assert (edited.path, edited.kind) == ("code", "fatal")
     assert edited.why.startswith(f"{'; '.join(many[:3])} and 2 more: put it back")
-    found = compare(papers(), papers(**OTHER_DATA), step=STEP, misfits=many)
+    found = compare(run_metadata(), run_metadata(**OTHER_DATA), step=STEP, misfits=many)
     assert [(each.path, each.kind) for each in found] == [("model", "fatal"), ("data.train", "maths")]
 
 
@@ -256,13 +256,22 @@ def test_a_spike_policy_that_changes_updates_changes_the_maths(before: str, afte
 
 
 def test_the_gravest_comes_first() -> None:
-    asked = papers("log.every=1steps", "seed=7", "optimizer.use=sgd", "name=other", python="3.12.1")
-    assert [each.kind for each in compare(papers(), asked, step=STEP)] == ["fatal", "maths", "safe", "safe", "safe"]
+    asked = run_metadata("log.every=1steps", "seed=7", "optimizer.use=sgd", "name=other", python="3.12.1")
+    assert [each.kind for each in compare(run_metadata(), asked, step=STEP)] == [
+        "fatal",
+        "maths",
+        "safe",
+        "safe",
+        "safe",
+    ]
 
 
 @pytest.mark.parametrize("print_", [None, "sha256:aa (the type only: this dataset cannot be read without using it up)"])
 def test_a_fingerprint_that_says_too_little(print_: str | None) -> None:
-    before, after = papers(data={"train": print_}), papers("data.train.args.path=b.txt", data={"train": print_})
+    before, after = (
+        run_metadata(data={"train": print_}),
+        run_metadata("data.train.args.path=b.txt", data={"train": print_}),
+    )
     found = compare(before, after, step=STEP)
     assert [(each.path, each.kind) for each in found] == [("data.train.args.path", "maths"), ("data.train", "safe")]
     told = only(compare(before, before, step=STEP))
@@ -346,86 +355,92 @@ def test_a_file_that_was_edited_in_truth(tmp_path: Path, monkeypatch: pytest.Mon
     assert (change.path, change.kind, change.why) == ("code", "maths", "the source of nets_to_edit differs")
 
 
-AGAIN = "trainwright resume runs/my-run"
+COMMAND = "trainwright resume runs/my-run"
 
 
-def refusal(changes: list[Change], *accept: str, again: str = AGAIN) -> UsageError:
+def refusal(changes: list[Change], *accept: str, command: str = COMMAND) -> UsageError:
     with pytest.raises(UsageError) as caught:
-        require_accepted(changes, accept, again=on_command_line(again))
+        require_accepted(changes, accept, command=on_command_line(command))
     return caught.value
 
 
-def asked(*settings: str) -> list[Change]:
-    return compare(papers(), papers(*settings), step=STEP)
+def changes_by(*settings: str) -> list[Change]:
+    return compare(run_metadata(), run_metadata(*settings), step=STEP)
 
 
 def test_what_is_safe_needs_no_word() -> None:
-    assert require_accepted(asked("until=2000steps", "log.every=1steps"), [], again=on_command_line(AGAIN)) == []
+    assert (
+        require_accepted(changes_by("until=2000steps", "log.every=1steps"), [], command=on_command_line(COMMAND)) == []
+    )
 
 
 @pytest.mark.parametrize(
     "accept", [["optimizer.lr", "seed"], ["optimizer", "seed"], ["all"], ["seed", "optimizer", "name"]]
 )
 def test_what_is_accepted_is_returned(accept: list[str]) -> None:
-    changes = asked("optimizer.lr=0.0003", "seed=7", "log.every=1steps")
-    assert {each.path for each in require_accepted(changes, accept, again=on_command_line(AGAIN))} == {
+    changes = changes_by("optimizer.lr=0.0003", "seed=7", "log.every=1steps")
+    assert {each.path for each in require_accepted(changes, accept, command=on_command_line(COMMAND))} == {
         "optimizer.lr",
         "seed",
     }
 
 
 def test_the_example_of_the_page() -> None:
-    error = refusal(asked("optimizer.lr=0.0003", "seed=7"), again=f"{AGAIN} --set optimizer.lr=3e-4 --set seed=7")
+    error = refusal(
+        changes_by("optimizer.lr=0.0003", "seed=7"), command=f"{COMMAND} --set optimizer.lr=3e-4 --set seed=7"
+    )
     assert f"error: {error}" in DOCS.read_text()
 
 
 def test_the_command_accepts_all_that_is_left_and_what_was_accepted() -> None:
-    changes = asked("optimizer.lr=0.0003", "optimizer.clip.at=0.5", "loss.use=mse", "model.args={a b: 1}")
+    changes = changes_by("optimizer.lr=0.0003", "optimizer.clip.at=0.5", "loss.use=mse", "model.args={a b: 1}")
     error = refusal(changes, "optimizer", "name")
     assert error.remedy.endswith(
-        f"{AGAIN} --accept optimizer --accept name --accept 'model.args.a b' --accept loss.use"
+        f"{COMMAND} --accept optimizer --accept name --accept 'model.args.a b' --accept loss.use"
     )
     assert "optimizer.lr" not in error.message
 
 
 def test_a_path_that_covers_another_is_enough() -> None:
-    changes = compare(papers(), papers("data.train.args.path=b.txt", **OTHER_DATA), step=STEP)
-    assert refusal(changes).remedy.endswith(f"{AGAIN} --accept data.train")
-    assert len(require_accepted(changes, ["data.train"], again=on_command_line(AGAIN))) == 2
+    changes = compare(run_metadata(), run_metadata("data.train.args.path=b.txt", **OTHER_DATA), step=STEP)
+    assert refusal(changes).remedy.endswith(f"{COMMAND} --accept data.train")
+    assert len(require_accepted(changes, ["data.train"], command=on_command_line(COMMAND))) == 2
 
 
 def test_a_half_of_a_name_covers_nothing() -> None:
     assert (
         "optimizer.lr_rule.rule"
-        in refusal(asked("optimizer.lr_rule={rule: linear, base_batch: 8}"), "optimizer.lr").message
+        in refusal(changes_by("optimizer.lr_rule={rule: linear, base_batch: 8}"), "optimizer.lr").message
     )
 
 
 def test_what_is_fatal_cannot_be_accepted() -> None:
-    error = refusal(asked("optimizer.use=sgd", "seed=7", "until=300steps"), "all")
+    error = refusal(changes_by("optimizer.use=sgd", "seed=7", "until=300steps"), "all")
     assert error.message.count("(fatal)") == 2
     assert "seed" not in error.message
-    assert error.remedy == f"undo what is fatal, then: {AGAIN} --accept all"
+    assert error.remedy == f"undo what is fatal, then: {COMMAND} --accept all"
 
 
 def test_the_command_leaves_out_what_is_fatal() -> None:
     sets = ["--set until=300steps", "--set=optimizer=sgd", "--set seed=7", "--set 'model.args.a b=1'", "--accept name"]
-    error = refusal(asked("optimizer.use=sgd", "seed=7", "until=300steps"), "name", again=" ".join([AGAIN, *sets]))
-    assert error.remedy.endswith(f"{AGAIN} --set seed=7 --set 'model.args.a b=1' --accept name --accept seed")
-    shapes = compare(papers("model.lora=null"), papers("model.lora.rank=8"), step=STEP, misfits=MISFITS)
-    assert refusal(shapes, again=f"{AGAIN} --set model.lora.rank=8").remedy.endswith(f"then: {AGAIN}")
-    data = compare(papers(), papers("model.freeze=[a]"), step=STEP, misfits=MISFITS)
-    assert "--set 'model.freeze=[a]' --accept" in refusal(data, again=f"{AGAIN} --set 'model.freeze=[a]'").remedy
+    error = refusal(
+        changes_by("optimizer.use=sgd", "seed=7", "until=300steps"), "name", command=" ".join([COMMAND, *sets])
+    )
+    assert error.remedy.endswith(f"{COMMAND} --set seed=7 --set 'model.args.a b=1' --accept name --accept seed")
+    shapes = compare(run_metadata("model.lora=null"), run_metadata("model.lora.rank=8"), step=STEP, misfits=MISFITS)
+    assert refusal(shapes, command=f"{COMMAND} --set model.lora.rank=8").remedy.endswith(f"then: {COMMAND}")
+    data = compare(run_metadata(), run_metadata("model.freeze=[a]"), step=STEP, misfits=MISFITS)
+    assert "--set 'model.freeze=[a]' --accept" in refusal(data, command=f"{COMMAND} --set 'model.freeze=[a]'").remedy
 
 
 def test_a_requeued_job_may_keep_its_command() -> None:
     for path in ("optimizer.lr", "model.args.width", "optimizer.groups.0.lr", "code", "packages.torch", "data.train"):
-        assert require_accepted([], [path], again=on_command_line(AGAIN)) == []
+        assert require_accepted([], [path], command=on_command_line(COMMAND)) == []
 
 
 def test_a_path_that_does_not_exist_is_told() -> None:
-    error = refusal(asked("optimizer.lr=0.0003"), "optimiser.lr")
+    error = refusal(changes_by("optimizer.lr=0.0003"), "optimiser.lr")
     assert "--accept optimiser.lr: there is no such path; did you mean 'optimizer.lr'?" in error.message
-    assert error.remedy == f"undo them, or accept them: {AGAIN} --accept optimizer.lr"
+    assert error.remedy == f"undo them, or accept them: {COMMAND} --accept optimizer.lr"
     alone = refusal([], "lr", "seed")
-    assert (alone.message.count("--accept"), alone.remedy) == (1, f"leave out what is no path: {AGAIN} --accept seed")
+    assert (alone.message.count("--accept"), alone.remedy) == (1, f"leave out what is no path: {COMMAND} --accept seed")

@@ -46,7 +46,7 @@ def test_mfu_counts_what_the_model_needs_only() -> None:
     plain, again = trace(2, flops=10**13), trace(2, again=True, flops=10**13)
     one, two = step_time(plain, DEVICE, "bf16"), step_time(again, DEVICE, "bf16")
     assert two.flops == pytest.approx(4 / 3 * one.flops)
-    assert two.recomputed_flops == one.flops / 3
+    assert two.checkpointing_flops == one.flops / 3
     assert two.mfu < one.mfu < 1.0
     assert one.mfu == pytest.approx(one.flops / one.step_s / 1e14)
 

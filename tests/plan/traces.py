@@ -30,7 +30,7 @@ def trace(samples: int, *, state: float = 8.0, kept: float = 1.0, again: bool = 
         Work("update", "", "_fused_adamw_", "float32", 1, 0, round(7 * state * GIB / 2)),
     ]
     if again:
-        work.append(Work("recompute", "blocks.0", "mm", "bfloat16", 10, flops * samples, 10**8 * samples))
+        work.append(Work("checkpointing", "blocks.0", "mm", "bfloat16", 10, flops * samples, 10**8 * samples))
     return Trace("cuda", moments, {"blocks.0": round(acts * GIB)}, tuple(work))
 
 

@@ -31,9 +31,9 @@ def anatomy(blocks: int, *, bytes_of_last: int = 4000) -> GraphProfile:
     for index in range(blocks):
         path, entry = f"blocks.{index}", len(nodes) - 1
         size = bytes_of_last if index == blocks - 1 else 4000
-        given = (SavedTensor("", 10 * entry, 4000, "activations"),)
+        inputs = (SavedTensor("", 10 * entry, 4000, "activations"),)
         parts += [
-            ModuleProfile(path, "Block", 0, 0, calls=1, given=given),
+            ModuleProfile(path, "Block", 0, 0, calls=1, inputs=inputs),
             ModuleProfile(f"{path}.inner", "Linear", 100, 90, calls=1),
         ]
         nodes += [

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from trainwright.build.checkpointing import apply_checkpointing, find_blocks
 from trainwright.cli import app
 from trainwright.forecast.fake_tensors import fake_batch, fake_tensors
-from trainwright.forecast.graph_profiler import Dissection
+from trainwright.forecast.graph_profiler import GraphProfiler
 from trainwright.forecast.traced_step import TracedObjects, trace_step
 from trainwright.models.gpt import gpt
 from trainwright.models.lora import add_lora
@@ -27,7 +27,7 @@ from trainwright.plan.checkpointing import Checkpointing
 from trainwright.plan.fold import fold
 from trainwright.plan.profile import GraphProfile
 from trainwright.recipe import load
-from trainwright.verbs.graph import dissect, picture
+from trainwright.verbs.graph import draw_graph, profile_graph
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 Case = tuple[nn.Module, Any, Callable[..., Tensor]]
@@ -109,7 +109,7 @@ def loss_of(model: nn.Module, data: Any, loss: Callable[..., Tensor]) -> Tensor:
 
 
 def read(name: str) -> tuple[GraphProfile, Tensor, nn.Module, Any, int]:
-    """The anatomy of a real step; and what an independent count of saved storages gives."""
+    """The profile of a real step; and what an independent count of saved storages gives."""
     model, data, loss = case(name)
     known = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers(), *data)}
     kept: dict[int, Tensor] = {}
@@ -122,21 +122,21 @@ def read(name: str) -> tuple[GraphProfile, Tensor, nn.Module, Any, int]:
         loss_of(model, data, loss)
     size = sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in known)
     kept.clear()
-    dissection = Dissection(model)
+    profiler = GraphProfiler(model)
     out = loss_of(model, data, loss)
-    anatomy = dissection.read(out, data)
-    dissection.close()
-    return anatomy, out, model, data, size
+    profile = profiler.read(out, data)
+    profiler.close()
+    return profile, out, model, data, size
 
 
-def names_of(anatomy: GraphProfile) -> list[str]:
+def names_of(profile: GraphProfile) -> list[str]:
     """Operators, where reshape has one name for what it does with and without values."""
-    return [node.op.replace("ReshapeAlias", "View") for node in anatomy.nodes]
+    return [node.op.replace("ReshapeAlias", "View") for node in profile.nodes]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nodes_edges_and_bytes_are_those_of_the_real_graph(name: str) -> None:
-    anatomy, loss, model, _, size = read(name)
+    profile, loss, model, _, size = read(name)
     seen: dict[Any, None] = {}
     waiting = [loss.grad_fn]
     while waiting:
@@ -149,14 +149,14 @@ def test_nodes_edges_and_bytes_are_those_of_the_real_graph(name: str) -> None:
     leaves = {id(n.variable) for n in seen if hasattr(n, "variable")}
     trained = {name for name, p in model.named_parameters() if id(p) in leaves}
 
-    assert sorted(node.op for node in anatomy.nodes if not node.leaf) == sorted(inner)
-    assert {node.leaf for node in anatomy.nodes if node.leaf} == trained
+    assert sorted(node.op for node in profile.nodes if not node.leaf) == sorted(inner)
+    assert {node.leaf for node in profile.nodes if node.leaf} == trained
     tails = {"AccumulateGrad": "torch::autograd::AccumulateGrad"}
-    ours = [(n.op, anatomy.nodes[i].op) for n in anatomy.nodes for i in n.inputs]
+    ours = [(n.op, profile.nodes[i].op) for n in profile.nodes for i in n.inputs]
     assert sorted((a, tails.get(b, b)) for a, b in ours) == edges
-    saved = {each.storage: each for node in anatomy.nodes for each in node.saved if each.role == "activations"}
+    saved = {each.storage: each for node in profile.nodes for each in node.saved if each.role == "activations"}
     numbers = sum(each.bytes for each in saved.values() if each.bytes == 8)  # `x * 2.0`: torch shows no hook the 2.0
-    assert anatomy.saved_bytes - numbers == size > 0
+    assert profile.saved_bytes - numbers == size > 0
     loss.backward()  # type: ignore[no-untyped-call]  # what was read is still whole
     assert all(p.grad is not None for p in model.parameters() if id(p) in leaves)
 
@@ -170,7 +170,7 @@ def test_a_fake_step_has_the_same_graph(name: str) -> None:
         given = (lambda model, batch: loss(model, batch)) if loss.__name__ == "loss" else loss
         return TracedObjects(model, given, None, fake_batch(data, place))
 
-    fake = dissect(make)
+    fake = profile_graph(make)
     assert names_of(fake) == names_of(real)
     assert [node.inputs for node in fake.nodes] == [node.inputs for node in real.nodes]
     assert [node.module for node in fake.nodes] == [node.module for node in real.nodes]
@@ -186,15 +186,15 @@ def test_a_fake_step_has_the_same_graph(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_folded_rows_add_up_to_the_unfolded_model(name: str) -> None:
-    anatomy, _, model, *_ = read(name)
-    tree = fold(anatomy, depth=99)
+    profile, _, model, *_ = read(name)
+    tree = fold(profile, depth=99)
     root = tree.rows[0]
     assert root.parameters == sum(p.numel() for p in model.parameters())
     assert root.trainable == sum(p.numel() for p in model.parameters() if p.requires_grad)
     for depth in range(1, tree.depth + 1):
-        cut = fold(anatomy, depth=depth)
-        assert sum(run.saved_bytes for run in cut.runs) == root.saved_bytes == anatomy.saved_bytes
-        assert sum(run.nodes for run in cut.runs) == sum(not node.leaf for node in anatomy.nodes)
+        cut = fold(profile, depth=depth)
+        assert sum(run.saved_bytes for run in cut.runs) == root.saved_bytes == profile.saved_bytes
+        assert sum(run.nodes for run in cut.runs) == sum(not node.leaf for node in profile.nodes)
         assert cut.rows[0] == root
     for index, row in enumerate(tree.rows):
         later = tree.rows[index + 1 :]
@@ -220,11 +220,11 @@ def test_a_first_block_that_keeps_less_stands_alone() -> None:
 
 def test_tied_weights_count_once_and_are_named() -> None:
     model = small_gpt()
-    dissection = Dissection(model)
+    profiler = GraphProfiler(model)
     _, data, _ = of_text(model)
-    anatomy = dissection.read(over_ids(model(data[0]), data[1]), data)
-    dissection.close()
-    head = next(part for part in anatomy.parts if part.path == "head")
+    profile = profiler.read(over_ids(model(data[0]), data[1]), data)
+    profiler.close()
+    head = next(part for part in profile.parts if part.path == "head")
     assert head.parameters == 0 and head.tied == ("tokens.weight",)
 
 
@@ -232,27 +232,27 @@ def test_shared_storages_count_once() -> None:
     """x is saved by both products; its square root keeps its own result, which the view of it shares."""
     x = torch.rand(100, requires_grad=True)
     model = nn.Identity()
-    dissection = Dissection(model)
+    profiler = GraphProfiler(model)
     y = model(x).exp()  # keeps y
     loss = (y * y.view(10, 10).view(100)).sum()  # keeps y twice
-    anatomy = dissection.read(loss, ())
-    assert sum(len(node.saved) for node in anatomy.nodes) == 3
-    assert anatomy.saved_bytes == 400
+    profile = profiler.read(loss, ())
+    assert sum(len(node.saved) for node in profile.nodes) == 3
+    assert profile.saved_bytes == 400
 
 
 @pytest.mark.parametrize("name", ["gpt", "gpt-modern", "resnet", "hf-bert"])
 def test_a_checkpoint_frees_what_is_promised(name: str) -> None:
     """Against the kept bytes of a traced step in which that block is computed again."""
 
-    def kept(recompute: Checkpointing | None) -> int:
+    def kept(checkpointing: Checkpointing | None) -> int:
         def make(place: torch.device) -> TracedObjects:
             model, data, loss = case(name)
             given = (lambda model, batch: loss(model, batch)) if loss.__name__ == "loss" else loss
             return TracedObjects(model, given, None, fake_batch(data, place))
 
-        return sum(trace_step(make, device="cpu", recompute=recompute).kept.values())
+        return sum(trace_step(make, device="cpu", checkpointing=checkpointing).kept.values())
 
-    anatomy, _, model, *_ = read(name)
+    profile, _, model, *_ = read(name)
     blocks = find_blocks(model)
     paths = {id(module): path for path, module in model.named_modules()}
     whole = kept(None)
@@ -260,10 +260,10 @@ def test_a_checkpoint_frees_what_is_promised(name: str) -> None:
     for index in (1, len(blocks) - 1):
         keep: list[tuple[str, ...] | None] = [None] * len(blocks)
         keep[index] = ()
-        part = next(part for part in anatomy.parts if part.path == paths[id(blocks[index])])
+        part = next(part for part in profile.parts if part.path == paths[id(blocks[index])])
         freed = whole - kept(Checkpointing(tuple(keep)))
-        assert freed == pytest.approx(anatomy.freed_bytes(part), abs=buffers)
-        assert anatomy.freed_bytes(part) > 1000
+        assert freed == pytest.approx(profile.freed_bytes(part), abs=buffers)
+        assert profile.freed_bytes(part) > 1000
 
 
 def test_what_is_checkpointed_already_is_not_counted_and_not_computed_again() -> None:
@@ -284,29 +284,29 @@ def test_what_is_checkpointed_already_is_not_counted_and_not_computed_again() ->
             return self.inner(x)
 
     model, x = Model(), torch.rand(4, 8, requires_grad=True)
-    dissection = Dissection(model)
-    anatomy = dissection.read(model(x).sum(), (x,))
-    dissection.close()
+    profiler = GraphProfiler(model)
+    profile = profiler.read(model(x).sum(), (x,))
+    profiler.close()
     assert model.calls == 1
-    assert sum(node.hidden for node in anatomy.nodes) >= 2
-    assert anatomy.saved_bytes == 4 * 8 * 4  # the result of exp, no more
+    assert sum(node.hidden for node in profile.nodes) >= 2
+    assert profile.saved_bytes == 4 * 8 * 4  # the result of exp, no more
 
 
 def test_under_fake_tensors_a_checkpointed_gpt_is_read_the_same() -> None:
     with fake_tensors():
         model, data, _ = of_text(small_gpt())
         apply_checkpointing(model, Checkpointing.every(4))
-        dissection = Dissection(model)
-        anatomy = dissection.read(over_ids(model(data[0]), data[1]), data)
-        dissection.close()
+        profiler = GraphProfiler(model)
+        profile = profiler.read(over_ids(model(data[0]), data[1]), data)
+        profiler.close()
     plain, *_ = read("gpt")
-    assert sum(node.hidden for node in anatomy.nodes) > 0
-    assert anatomy.saved_bytes < plain.saved_bytes / 2
+    assert sum(node.hidden for node in profile.nodes) > 0
+    assert profile.saved_bytes < plain.saved_bytes / 2
 
 
 def test_a_gpt_of_twelve_layers_is_readable_on_one_screen() -> None:
     loaded = load(RECIPES / "gpt2-124m.yaml", overrides=["batch.micro=1", "data.train.args.block_size=64"])
-    drawn = picture(loaded)
+    drawn = draw_graph(loaded)
     lines = drawn.lines()
     assert len(lines) <= 50 and max(map(len, lines)) <= 120
     assert any("0-11 x 12" in line for line in lines)
@@ -321,7 +321,7 @@ def test_more_than_fits_into_memory_can_be_drawn() -> None:
         RECIPES / "gpt-tiny.yaml",
         overrides=[f"model.args={{{', '.join(sets)}}}", "batch.size=1", "batch.micro=1"],
     )
-    drawn = picture(loaded)
+    drawn = draw_graph(loaded)
     assert drawn.headline.parameters > 50e9
     assert any("0-3 x 4" in line for line in drawn.lines())
 

@@ -71,14 +71,14 @@ def graph(
     from trainwright.recipe import load
 
     loaded = load(recipe, overrides=settings or [])
-    from trainwright.verbs.graph import picture, write
+    from trainwright.verbs.graph import draw_graph, write_svg
 
     say = say_to(as_json)
     with prints_aside(as_json):
-        drawn = picture(loaded, depth=depth)
+        drawn = draw_graph(loaded, depth=depth)
     say("\n".join(drawn.lines()))
     if svg is not None:
-        write(drawn, svg)
+        write_svg(drawn, svg)
         say(f"picture: {svg}")
     if as_json:
         print(json.dumps(drawn.to_json()))

@@ -1,4 +1,4 @@
-"""What the blocks of a model compute in a forward pass, and which of it backward needs: found under fake tensors."""
+"""What each block of a model computes in a forward pass, and what of it backward needs, under fake tensors."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from trainwright.build.checkpointing import find_blocks
 from trainwright.build.selective import draws_random_numbers, family_of, written
 from trainwright.engine.loss import Loss, as_loss_fn
+from trainwright.forecast.operator_call import OpArgs, OperatorCall, OpKwargs, OpResult, tensors_in
 from trainwright.forecast.traced_step import TracedObjects
-from trainwright.forecast.work import WorkLog, tensors_in
+from trainwright.forecast.work import WorkLog
 
 
 @dataclass(slots=True)
-class OpCall:
-    """One operator that makes new tensors: ``size`` bytes. ``site`` is how a Recompute names it."""
+class BlockOp:
+    """One call of an operator that makes new tensors of ``num_bytes``. ``site`` is its name in a Checkpointing."""
 
     site: str
-    size: int
+    num_bytes: int
     flops: int
     moved: int
     keepable: bool
@@ -36,29 +39,30 @@ class OpCall:
 class BlockProfile:
     """The forward pass of one block.
 
-    ``whole`` are the bytes that backward needs without recomputation, by storage; of ``calls``, the first
-    ``needed`` are computed again when nothing is kept: what comes after them, backward does not need. ``ops`` counts
+    ``whole`` are the bytes that backward needs without activation checkpointing, by storage. With it, when no output
+    is kept, backward computes the first ``needed`` of ``ops`` again and needs none of the rest. ``num_calls`` counts
     views too.
     """
 
-    calls: list[OpCall] = field(default_factory=list)
+    ops: list[BlockOp] = field(default_factory=list)
     needed: int = 0
-    ops: int = 0
+    num_calls: int = 0
     whole: dict[int, int] = field(default_factory=dict)
 
     @property
-    def again(self) -> list[OpCall]:
-        return self.calls[: self.needed]
+    def computed_again(self) -> list[BlockOp]:
+        """What backward computes again when no output is kept."""
+        return self.ops[: self.needed]
 
 
 class ForwardSeen(Exception):
-    """Ends the step of a survey: of it, only the first forward pass is of use."""
+    """Ends the step of a BlockSurvey after its first forward pass; the rest is of no use."""
 
 
 class BlockSurvey(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches the first forward pass of what ``make`` makes, which fills ``blocks`` and their ``paths``.
+    """Watches the first forward pass of the objects of ``make``; it fills ``blocks`` and their ``paths``.
 
-    Its loss then raises ``ForwardSeen``: what is watched is held longer, so the step would not be the plain one.
+    The loss then raises ``ForwardSeen``: watching holds tensors longer, so the step would not be the plain one.
     """
 
     def __init__(self, make: Callable[[torch.device], TracedObjects]) -> None:
@@ -68,20 +72,20 @@ class BlockSurvey(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._make = make
         self._open: list[BlockProfile] = []
         self._indices: list[Counter[str]] = []
-        self._known: set[int] = set()  # storages that are held anyhow
-        self._alive: list[Any] = []  # so that no storage gets the number of another
+        self._known: set[int] = set()  # storages that are held with and without checkpointing
+        self._alive: list[torch.UntypedStorage] = []  # so that no storage gets the number of another
 
     def make(self, device: torch.device) -> TracedObjects:
-        """The subject, whose loss tells the survey of its first call, and ends there."""
-        subject = self._make(device)
-        inner = as_loss_fn(subject.loss)
+        """The objects, with a loss that is watched at its first call and ends the step."""
+        objects = self._make(device)
+        inner = as_loss_fn(objects.loss)
 
         def loss(model: nn.Module, batch: Any) -> Loss | Tensor:
             with self._watching(model):
                 inner(model, batch)
             raise ForwardSeen
 
-        return replace(subject, loss=loss)
+        return replace(objects, loss=loss)
 
     @contextmanager
     def _watching(self, model: nn.Module) -> Iterator[None]:
@@ -90,9 +94,9 @@ class BlockSurvey(TorchDispatchMode):  # type: ignore[no-untyped-call]
         names = {id(module): path for path, module in model.named_modules()}
         self.paths = [names[id(block)] for block in blocks]
         self._known = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        handles: list[Any] = []
-        for block, anatomy in zip(blocks, self.blocks, strict=True):
-            enter = partial(self._enter, anatomy)
+        handles: list[RemovableHandle] = []
+        for block, profile in zip(blocks, self.blocks, strict=True):
+            enter = partial(self._enter, profile)
             handles.append(block.register_forward_pre_hook(enter, with_kwargs=True))
             handles.append(block.register_forward_hook(self._leave, always_call=True))
         try:
@@ -103,9 +107,9 @@ class BlockSurvey(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 handle.remove()
             self._alive.clear()
 
-    def _enter(self, anatomy: BlockProfile, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(self, profile: BlockProfile, _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         self._known |= {_storage(tensor) for tensor in tensors_in((*args, *kwargs.values()))}
-        self._open.append(anatomy)
+        self._open.append(profile)
         self._indices.append(Counter())
 
     def _leave(self, *_: object) -> None:
@@ -115,48 +119,50 @@ class BlockSurvey(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _saved(self, tensor: Tensor) -> Tensor:
         if self._open:
             block = self._open[-1]
-            block.needed = len(block.calls)
+            block.needed = len(block.ops)
             if (key := _storage(tensor)) not in self._known:
                 block.whole[key] = tensor.untyped_storage().nbytes()
         return tensor
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: OpArgs = (), kwargs: OpKwargs | None = None
+    ) -> OpResult:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if self._open:
-            self._note(func, args, kwargs, out)
-        return out
+            self._record(OperatorCall(func, args, kwargs, result))
+        return result
 
-    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        block, family = self._open[-1], family_of(func)
-        block.ops += 1
+    def _record(self, call: OperatorCall) -> None:
+        block, family = self._open[-1], family_of(call.op)
+        block.num_calls += 1
         site = ""
         if family is not None:
             site = f"{family}:{self._indices[-1][family]}"
             self._indices[-1][family] += 1
-        if func._schema.is_mutable:
-            _forbid(block.calls, written(func, args))
-        outputs = list(tensors_in((out,)))
-        before = {_storage(tensor) for tensor in tensors_in((*args, *kwargs.values()))}
+        if call.is_mutable:
+            _forbid_keeping(block.ops, written(call.op, call.args))
+        outputs = list(call.outputs())
+        before = {_storage(tensor) for tensor in call.inputs()}
         made = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in outputs}
         new = frozenset(made.keys() - before)
-        if not new and not func._schema.is_mutable:
+        if not new and not call.is_mutable:
             return  # a view
         self._alive += [tensor.untyped_storage() for tensor in outputs]
         log = WorkLog()
-        log.add("forward", "", func, args, kwargs, out)
+        log.add("forward", "", call)
         (work,) = log.rows()
-        keepable = family is not None and not draws_random_numbers(func, args, kwargs)
+        keepable = family is not None and not draws_random_numbers(call.op, call.args, call.kwargs)
         size = sum(made[key] for key in new)
-        block.calls.append(OpCall(site, size, work.flops, work.bytes, keepable, new))
+        block.ops.append(BlockOp(site, size, work.flops, work.bytes, keepable, new))
 
 
-def _forbid(calls: Sequence[OpCall], changed: Sequence[Tensor]) -> None:
-    """What is changed in place later must not be kept."""
+def _forbid_keeping(ops: Sequence[BlockOp], changed: Sequence[Tensor]) -> None:
+    """Outputs that a later operator changes in place must not be kept."""
     touched = {_storage(tensor) for tensor in changed}
-    for call in calls:
-        if call.storages & touched:
-            call.keepable = False
+    for op in ops:
+        if op.storages & touched:
+            op.keepable = False
 
 
 def _storage(tensor: Tensor) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
-from torch.utils.data import IterableDataset
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import Dataset, IterableDataset
 
 from trainwright.build.assemble import Parts, at_recipe, build_dataset, build_loss, build_model
 from trainwright.build.data import Unwrapped
@@ -23,6 +23,7 @@ from trainwright.build.optim.groups import GroupRule
 from trainwright.build.resolve import find
 from trainwright.engine.chunked import WORTH_BYTES, is_worth_chunking
 from trainwright.engine.head import head_of, hf_head_of
+from trainwright.engine.loss import Loss
 from trainwright.errors import DataError, RecipeError, UsageError
 from trainwright.forecast.fake_tensors import fake_batch, fake_tensors
 from trainwright.forecast.missing_kernels import register_missing_kernels
@@ -30,13 +31,13 @@ from trainwright.forecast.traced_step import TracedObjects
 from trainwright.models.lora import add_lora
 from trainwright.recipe import OPTIMIZERS, Loaded, optimizer_row
 
-LOOKED_AT = 16
-"""Samples of which the largest is planned with, where they differ in size."""
-MADE_REALLY = (
+SAMPLES_READ = 16
+"""Samples that are read; where they differ in size, the largest is planned with."""
+NEEDS_MEMORY = (
     "give lazy modules (nn.LazyLinear) their shapes, and let __init__ read no values of tensors; or try sizes out: "
     "`trainwright batch-size RECIPE`"
 )
-LEAST = 2
+LEAST_SAMPLES = 2
 """Samples of the smaller of two traces: with one, some copies become views."""
 
 
@@ -46,13 +47,13 @@ class Blueprint:
 
     loaded: Loaded
     train: Unwrapped
-    loss: Callable[..., Any]
-    sample: Any
+    loss: Callable[..., Loss | Tensor]
+    sample: object
     live: nn.Module | None = None
 
     @cached_property
     def counts(self) -> tuple[int, int]:
-        """Parameters, and those of them that are trained."""
+        """The number of parameters, and of those that are trained."""
         with fake_tensors():
             model = self.model(torch.device("cpu"))
             sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
@@ -60,7 +61,7 @@ class Blueprint:
 
     @cached_property
     def classes(self) -> int | None:
-        """Rows of the head where the loss can be made in chunks, else None."""
+        """Rows of the output head where the loss can be computed in chunks, else None."""
         target = getattr(self.loss, "func", self.loss)
         if "chunked" not in inspect.signature(target).parameters:
             return None
@@ -70,36 +71,39 @@ class Blueprint:
         return None if head is None else len(head.weight)
 
     def chunked(self, samples: int) -> bool:
-        """What ``loss.chunked`` comes to in micro-batches of so many samples."""
-        asked = self.loaded.recipe.loss.chunked
-        if self.classes is None or asked is False:
+        """Whether ``loss.chunked`` of the recipe means chunks for micro-batches of so many samples."""
+        setting = self.loaded.recipe.loss.chunked
+        if self.classes is None or setting is False:
             return False
-        return asked is True or is_worth_chunking(samples * self.targets, self.classes)
+        return setting is True or is_worth_chunking(samples * self.targets, self.classes)
 
     @property
     def targets(self) -> int:
         """Targets of one sample, such as its tokens."""
-        tensors = [leaf for leaf in tree_flatten(self.sample)[0] if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in tree_leaves(self.sample) if isinstance(leaf, Tensor)]
         return tensors[-1].numel() if tensors else 1
 
     def sizes(self, *, chunked: bool) -> tuple[int, int]:
-        """Samples of the two traces. In chunks: so many that each chunk is as large as chunks get."""
+        """Samples of the two traces. In chunks: so many that each chunk has its full size."""
         if not chunked or self.classes is None:
-            return LEAST, 2 * LEAST
-        least = max(LEAST, -(-2 * WORTH_BYTES // (4 * self.targets * self.classes)))
+            return LEAST_SAMPLES, 2 * LEAST_SAMPLES
+        least = max(LEAST_SAMPLES, -(-2 * WORTH_BYTES // (4 * self.targets * self.classes)))
         return least, 2 * least
 
-    def subject(self, device: torch.device, *, samples: int, chunked: bool) -> TracedObjects:
-        """To be called under fake tensors. ``samples`` times the same sample are the micro-batch."""
+    def traced_objects(self, device: torch.device, *, samples: int, chunked: bool) -> TracedObjects:
+        """The objects of one step; its micro-batch is ``samples`` times the same sample.
+
+        To be called under fake tensors.
+        """
         model = self.model(device)
         loss = partial(self.loss, chunked=chunked) if self.classes is not None else self.loss
         data = fake_batch(self.train.collate([self.sample] * samples), device)
         return TracedObjects(model, loss, self._optimizer(model), data)
 
     def model(self, device: torch.device) -> nn.Module:
-        """The model as it is trained, without what is computed again. To be called under fake tensors."""
+        """The model as it is trained, before activation checkpointing. To be called under fake tensors."""
         recipe = self.loaded.recipe
-        model = self._built() if self.live is None else twin(self.live, device)
+        model = self._built() if self.live is None else fake_copy(self.live, device)
         if recipe.model.lora is not None:
             with at_recipe(self.loaded, "model.lora"):
                 model = add_lora(model, **recipe.model.lora.model_dump())
@@ -109,75 +113,78 @@ class Blueprint:
         return model.train()
 
     def _built(self) -> nn.Module:
-        """Raises UsageError for a model that can be built, but not so."""
+        """Raises UsageError for a model that can be built, but not under fake tensors."""
         try:
             model = build_model(self.loaded, self.train)[0]
         except RecipeError as error:
             if "Fake" not in str(error):
                 raise
             why = error.problems[0].rule
-            raise UsageError(f"the model cannot be made without its memory: {why}", remedy=MADE_REALLY) from None
+            raise UsageError(f"the model cannot be made without its memory: {why}", remedy=NEEDS_MEMORY) from None
         with at_recipe(self.loaded, "model.use"):
             require_ready(model)
         return model
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        ask = self.loaded.recipe.optimizer
-        factory: Any = ask.use if ask.use in OPTIMIZERS else find(ask.use, {}, "optimizer", self.loaded.source)
-        args = dict(ask.args)
-        if optimizer_row(ask.use).fused and not {"fused", "foreach", "dampening", "capturable"} & set(args):
+        section = self.loaded.recipe.optimizer
+        factory: Any = section.use  # a short name, or the callable that a path names
+        if section.use not in OPTIMIZERS:
+            factory = find(section.use, {}, "optimizer", self.loaded.source)
+        args = dict(section.args)
+        if optimizer_row(section.use).fused and not {"fused", "foreach", "dampening", "capturable"} & set(args):
             args["fused"] = True  # as on a GPU; make_optimizer does not know the simulated one
         register_missing_kernels()
         with at_recipe(self.loaded, "optimizer"):
             return make_optimizer(
                 factory,
                 model,
-                lr=ask.lr,
-                weight_decay=ask.weight_decay,
-                decay_norms_and_biases=ask.decay_norms_and_biases,
-                rules=[GroupRule(**group.model_dump()) for group in ask.groups],
+                lr=section.lr,
+                weight_decay=section.weight_decay,
+                decay_norms_and_biases=section.decay_norms_and_biases,
+                rules=[GroupRule(**group.model_dump()) for group in section.groups],
                 args=args,
             )
 
 
-def blueprint(loaded: Loaded, parts: Parts | None = None) -> Blueprint:
-    """Reads samples of the training set. ``parts`` are those that were handed over in Python.
+def make_blueprint(loaded: Loaded, parts: Parts | None = None) -> Blueprint:
+    """Reads samples of the training set. ``parts`` are live objects that were handed over in Python.
 
     Raises RecipeError for what cannot be built, DataError when no sample can be read.
     """
     if parts is not None:
-        return Blueprint(loaded, parts.train, parts.loss, _largest(parts.train), parts.model)
+        return Blueprint(loaded, parts.train, parts.loss, _largest_sample(parts.train), parts.model)
     train = build_dataset(loaded, "train")
-    return Blueprint(loaded, train, build_loss(loaded), _largest(train))
+    return Blueprint(loaded, train, build_loss(loaded), _largest_sample(train))
 
 
-def twin(model: nn.Module, device: torch.device) -> nn.Module:
+def fake_copy(model: nn.Module, device: torch.device) -> nn.Module:
     """A copy whose parameters and buffers are fake tensors on ``device``; to be called under fake tensors."""
-    made: dict[int, Any] = {}
+    copies: dict[int, Tensor] = {}
     for parameter in model.parameters():
         fake = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
-        made[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+        copies[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
-        made[id(buffer)] = torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype, device=device)
-    return copy.deepcopy(model, made)
+        copies[id(buffer)] = torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype, device=device)
+    return copy.deepcopy(model, copies)
 
 
-def _largest(train: Unwrapped) -> Any:
+def _largest_sample(train: Unwrapped) -> object:
     """Of the first samples that can be read the one with most values."""
-    found: list[tuple[int, int, Any]] = []
-    for sample in _first(train.dataset):
-        leaves = tree_flatten(sample)[0]
+    found: list[tuple[int, int, object]] = []
+    for sample in _first_samples(train.dataset):
+        leaves = tree_leaves(sample)
         found.append((sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)), len(found), sample))
     if not found:
         raise DataError("no sample of the training set can be read", remedy="open one with dataset[0]")
     return max(found, key=lambda each: (each[0], -each[1]))[2]
 
 
-def _first(dataset: Any) -> Any:
+def _first_samples(dataset: Dataset[object]) -> Iterator[object]:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         yield from islice(iter(dataset), 1)
         return
-    for index in range(min(LOOKED_AT, len(dataset))):
+    assert isinstance(dataset, Sized)
+    for index in range(min(SAMPLES_READ, len(dataset))):
         try:
             yield dataset[index]
         except Exception:  # it may be in quarantine; a run names it

@@ -1,8 +1,8 @@
-"""What CUDA's caching allocator takes from the device for the blocks that it hands out: whole segments, kept for ever.
+"""A simulation of CUDA's caching allocator: the segments that it takes from the device and never gives back.
 
 The rules are those of torch's ``c10/cuda/CUDACachingAllocator.cpp`` with its default settings: sizes up to 1 MiB come
 from segments of 2 MiB; up to 10 MiB from those of 20 MiB; larger ones get a segment of their own, rounded up to 2 MiB.
-The smallest free block that fits is taken and split when enough is left; neighbours that are free grow together.
+The smallest free block that fits is taken, and split when enough is left; free neighbours are merged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SMALLEST_BLOCK = 512
 
 @dataclass(eq=False, slots=True)
 class AllocatorBlock:
-    """A part of a segment; ``before`` and ``after`` are its neighbours there."""
+    """A part of a segment; ``before`` and ``after`` are its neighbours in the segment."""
 
     size: int
     number: int
@@ -30,8 +30,8 @@ class AllocatorBlock:
     after: AllocatorBlock | None = None
 
 
-class Reserve:
-    """Takes and gives blocks. ``reserved`` is what the segments hold, bytes."""
+class CachingAllocator:
+    """Allocates and releases blocks. ``reserved`` are the bytes of all segments."""
 
     def __init__(self) -> None:
         self.reserved = 0
@@ -39,7 +39,7 @@ class Reserve:
         self._count = 0
 
     def allocate(self, size: int) -> AllocatorBlock:
-        """A block of at least ``size`` bytes, which are a multiple of 512."""
+        """A block of at least ``size`` bytes, a multiple of 512."""
         small = size <= SMALL
         pool = self._free[small]
         place = bisect_left(pool, (size, -1))
@@ -51,7 +51,7 @@ class Reserve:
         return block
 
     def release(self, block: AllocatorBlock) -> None:
-        """Joins the block with free neighbours."""
+        """Frees the block and merges it with free neighbours."""
         for other in (block.before, block.after):
             if other is not None and other.free:
                 pool = self._free[other.small]
@@ -95,15 +95,15 @@ class Reserve:
 def reserved_bytes(
     before: Iterable[tuple[int, int]], changes: Iterable[tuple[list[int], list[tuple[int, int]]]]
 ) -> int:
-    """What is reserved after a step. Pieces are (name, bytes); a change is the names freed, then the pieces made."""
-    reserve, held = Reserve(), {}
-    for name, size in before:
-        held[name] = reserve.allocate(size)
+    """Bytes reserved after a step. A storage is (number, bytes); a change is the numbers freed, then what is made."""
+    allocator, held = CachingAllocator(), {}
+    for number, size in before:
+        held[number] = allocator.allocate(size)
     for freed, made in changes:
-        for name in freed:
-            if name in held:
-                reserve.release(held.pop(name))
-        for name, size in made:
+        for number in freed:
+            if number in held:
+                allocator.release(held.pop(number))
+        for number, size in made:
             if size:
-                held[name] = reserve.allocate(size)
-    return reserve.reserved
+                held[number] = allocator.allocate(size)
+    return allocator.reserved

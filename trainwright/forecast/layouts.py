@@ -1,4 +1,4 @@
-"""The ways to run a model, each traced in two small micro-batches. Composition."""
+"""The layouts of a recipe on a device, each traced in two small micro-batches, from which every other size follows."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from trainwright.plan.scale import Scaled, tidy
 from trainwright.plan.trace import Trace
 
 NO_GRADIENT = "look for .detach(), .item() or no_grad between the model and the loss"
-CHECKPOINTING = ("none", "selective", "block")
-"""From the plainest on: what is computed again of every block."""
+POLICIES = ("none", "selective", "block")
+"""Fixed policies of activation checkpointing, each with less memory and more time than the one before."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class LayoutSurvey:
 
     @cached_property
     def blocks(self) -> int:
-        """Blocks that can be computed again; 0 without any."""
+        """Blocks that activation checkpointing can be applied to; 0 without any."""
         with fake_tensors():
             place = simulated_device(self.device.kind)
             try:
@@ -41,52 +41,52 @@ class LayoutSurvey:
             except UsageError:
                 return 0
 
-    def way(self, checkpointing: str, *, chunked: bool) -> Layout:
-        """One way, by two traces."""
+    def layout(self, policy: str, *, chunked: bool) -> Layout:
+        """The layout with one of ``POLICIES``. Costs two traces."""
         sizes = self.blueprint.sizes(chunked=chunked)
-        recompute = self.recompute(checkpointing)
-        small, large = (self.trace(size, chunked=chunked, recompute=recompute) for size in sizes)
-        rank = 2 * CHECKPOINTING.index(checkpointing) + chunked
+        checkpointing = self.checkpointing(policy)
+        small, large = (self.trace(size, chunked=chunked, checkpointing=checkpointing) for size in sizes)
+        rank = 2 * POLICIES.index(policy) + chunked
         logits = 8 * self.blueprint.targets * (self.blueprint.classes or 0)
-        return Layout(self.precision, checkpointing, chunked, Scaled(small, large, sizes), rank, logits)
+        return Layout(self.precision, policy, chunked, Scaled(small, large, sizes), rank, logits)
 
-    def recompute(self, checkpointing: str) -> Checkpointing | None:
-        """A fixed policy as what it computes again."""
-        if checkpointing == "none":
+    def checkpointing(self, policy: str) -> Checkpointing | None:
+        """What one of ``POLICIES`` does to each block."""
+        if policy == "none":
             return None
-        return Checkpointing.every(self.blocks, SELECTIVE if checkpointing == "selective" else ())
+        return Checkpointing.every(self.blocks, SELECTIVE if policy == "selective" else ())
 
     def trace(
-        self, samples: int, *, chunked: bool, recompute: Checkpointing | None = None, accumulation: int = 1
+        self, samples: int, *, chunked: bool, checkpointing: Checkpointing | None = None, accumulation: int = 1
     ) -> Trace:
-        """One step of micro-batches of ``samples``, the moving average of the weights included."""
+        """One step of micro-batches of ``samples``, with the moving average of the weights if there is one."""
         recipe = self.blueprint.loaded.recipe
         trace = trace_step(
-            partial(self.blueprint.subject, samples=samples, chunked=chunked),
+            partial(self.blueprint.traced_objects, samples=samples, chunked=chunked),
             device=self.device.kind,
             precision=self.precision,
             accumulation=accumulation,
-            recompute=recompute,
+            checkpointing=checkpointing,
             clip=recipe.optimizer.clip.by != "none",
         )
         if not any(moment.held.get("gradients") for moment in trace.moments):
             raise UsageError("no parameter got a gradient: the loss does not depend on the model", remedy=NO_GRADIENT)
         trace = tidy(trace)
-        return trace if recipe.model.ema is None else _with_more(trace, 4 * self.blueprint.counts[1])
+        return trace if recipe.model.ema is None else _with_more_weights(trace, 4 * self.blueprint.counts[1])
 
-    def ways(self, checkpointing: Sequence[str]) -> list[Layout]:
-        """Those that a recipe leaves open. Where not even the state fits, only the one that holds least is traced."""
+    def layouts(self, policies: Sequence[str]) -> list[Layout]:
+        """The layout of each policy. Where not even the state fits, only the one with least memory is traced."""
         chunked = self.blueprint.chunked(self.blueprint.sizes(chunked=False)[0])
-        names = [name for name in checkpointing if name == "none" or self.blocks] or ["none"]
-        least = self.way(names[-1], chunked=chunked)
+        policies = [policy for policy in policies if policy == "none" or self.blocks] or ["none"]
+        least = self.layout(policies[-1], chunked=chunked)
         if sum(least.scaled.small.resident.values()) > self.device.usable_bytes:
             return [least]
-        return [*(self.way(name, chunked=chunked) for name in names[:-1]), least]
+        return [*(self.layout(policy, chunked=chunked) for policy in policies[:-1]), least]
 
 
-def _with_more(trace: Trace, size: int) -> Trace:
-    """``size`` bytes of weights more at every moment."""
+def _with_more_weights(trace: Trace, num_bytes: int) -> Trace:
+    """The trace with so many bytes of weights more at every moment."""
     moments = [
-        replace(each, held={**each.held, "weights": each.held.get("weights", 0) + size}) for each in trace.moments
+        replace(each, held={**each.held, "weights": each.held.get("weights", 0) + num_bytes}) for each in trace.moments
     ]
     return replace(trace, moments=tuple(moments))

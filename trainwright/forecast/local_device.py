@@ -1,4 +1,4 @@
-"""The device at hand, described as those of the table are."""
+"""The local device in the terms of the device table: a CPU as measured here, a GPU by its row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PROBE_S = 0.05
 
 
 def nominal_cpu(machine: Machine) -> Device:
-    """A CPU by what its cores usually do: for decisions that must come out the same each time."""
+    """A CPU by nominal figures of its cores: for decisions that must be the same each time."""
     bf16 = {"avx512_bf16", "amx_bf16", "bf16"} & set(machine.cpu_flags)
     flops = {"fp32": 40e9 * machine.cores, **({"bf16": 80e9 * machine.cores} if bf16 else {})}
     return Device(
@@ -31,7 +31,7 @@ def nominal_cpu(machine: Machine) -> Device:
 
 
 def measured_cpu(machine: Machine) -> Device:
-    """This CPU by a probe of a quarter of a second: what matrix products and copies reach here, now."""
+    """This CPU by a probe of a quarter of a second: the rates that matrix products and copies reach now."""
     flops = {"fp32": _matmul_flops(torch.float32)}
     if {"avx512_bf16", "amx_bf16", "bf16"} & set(machine.cpu_flags):
         flops["bf16"] = _matmul_flops(torch.bfloat16)
@@ -53,19 +53,19 @@ def measured_cpu(machine: Machine) -> Device:
 
 
 def local_device(*, probe: bool = True) -> Device:
-    """The first CUDA device by its name in the table, else the CPU. Memory is what is free now.
+    """The first CUDA device by its row in the table, else the CPU. Its memory is what is free now.
 
-    A GPU that is not in the table is taken for the one that is nearest in memory, and says so.
+    A GPU that is not in the table gets the figures of the row nearest in memory; ``source`` then says so.
     """
     if not torch.cuda.is_available():
         machine = read_machine()
         return measured_cpu(machine) if probe else nominal_cpu(machine)
     name = torch.cuda.get_device_name(0)
     free, total = torch.cuda.mem_get_info(0)
-    return replace(like(name, total).with_memory(free), host_memory_bytes=read_machine().available_bytes)
+    return replace(table_row(name, total).with_memory(free), host_memory_bytes=read_machine().available_bytes)
 
 
-def like(name: str, memory_bytes: int) -> Device:
+def table_row(name: str, memory_bytes: int) -> Device:
     """The row of the table for a GPU that the driver calls ``name``."""
     words = name.lower().replace("-", " ").replace("rtx ", "rtx").split()
     table = known_devices().values()
@@ -85,7 +85,7 @@ def like(name: str, memory_bytes: int) -> Device:
 
 
 def named_device(name: str | None, table: dict[str, Device], memory_bytes: int | None) -> Device:
-    """What --device and --memory say; None is the device at hand. Raises UsageError for an unknown name."""
+    """The device of --device and --memory; None is the local one. Raises UsageError for an unknown name."""
     if name is None or name == "cpu":
         device = measured_cpu(read_machine()) if name == "cpu" else local_device()
     else:
@@ -99,7 +99,7 @@ def _matmul_flops(dtype: torch.dtype) -> float:
 
 
 def _seconds(action: Callable[[], object]) -> float:
-    """The least time of a call, after one to warm up."""
+    """The least time of one call, after a first to warm up."""
     action()
     best, end = float("inf"), time.perf_counter() + _PROBE_S
     while time.perf_counter() < end:

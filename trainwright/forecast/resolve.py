@@ -1,21 +1,20 @@
-"""What a recipe leaves to the plan, decided before a run is built: the micro-batch, what is computed again, and where
-the optimizer's state is.
+"""Decides what a recipe leaves open before a run is built: micro-batch, activation checkpointing, optimizer offload.
 
-A pure function of the recipe, the samples and the device that it is given: a run keeps what was decided, or gives the
-same device again. Composition.
+The decision is a function of the recipe, the samples and the device that is passed in, so that the same device gives
+the same decision. A run stores it (``Resolved.to_json``), and a resumed run reads it back (``resolved_before``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from trainwright.build.assemble import Parts
 from trainwright.errors import RecipeError, UsageError
-from trainwright.forecast.blueprint import Blueprint, blueprint
-from trainwright.forecast.layouts import CHECKPOINTING, LayoutSurvey
-from trainwright.forecast.run_forecast import among, can_offload, planner_for, precision_on, within
+from trainwright.forecast.blueprint import Blueprint, make_blueprint
+from trainwright.forecast.layouts import POLICIES, LayoutSurvey
+from trainwright.forecast.run_forecast import can_offload, planner_for, precision_on, with_budget, with_offload
 from trainwright.plan.batch import solve_batch
 from trainwright.plan.checkpointing import Checkpointing, describe
 from trainwright.plan.devices import Device
@@ -28,15 +27,17 @@ from trainwright.recipe.byte_size import parse_bytes
 
 @dataclass(frozen=True)
 class Resolved:
-    """The recipe without ``auto`` in ``batch.micro`` and ``optimizer.offload``; ``planned`` for ``build_parts`` where
-    that was asked for."""
+    """The recipe without ``auto`` in ``batch.micro`` and ``optimizer.offload``.
+
+    ``planned`` is the activation checkpointing for ``build_parts``, None where the recipe names a fixed policy.
+    """
 
     loaded: Loaded
     planned: Checkpointing | None = None
     notes: tuple[Note, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """What a run keeps, so that a resumed one does the same: see ``resolved_before``."""
+    def to_json(self) -> dict[str, object]:
+        """For plan.json, so that a resumed run does the same. Its key ``recompute`` is activation checkpointing."""
         blocks = None if self.planned is None else [None if k is None else list(k) for k in self.planned.blocks]
         recipe = self.loaded.recipe
         return {"micro": recipe.batch.micro, "recompute": blocks, "offload": recipe.optimizer.offload}
@@ -44,15 +45,15 @@ class Resolved:
 
 def left_open(recipe: Recipe) -> bool:
     """Whether the recipe leaves anything to the plan that must be decided before the model is built."""
-    return "auto" in (recipe.batch.micro, recipe.optimizer.offload) or _recomputes_by_plan(recipe)
+    return "auto" in (recipe.batch.micro, recipe.optimizer.offload) or _is_checkpointing_planned(recipe)
 
 
-def _recomputes_by_plan(recipe: Recipe) -> bool:
-    return recipe.model.activation_checkpointing not in CHECKPOINTING
+def _is_checkpointing_planned(recipe: Recipe) -> bool:
+    return recipe.model.activation_checkpointing not in POLICIES
 
 
 def resolve(loaded: Loaded, device: Device, *, parts: Parts | None = None, ranks: int = 1) -> Resolved:
-    """Decides what the recipe leaves open, for what ``device`` has free. Costs nothing where nothing is open.
+    """Decides what the recipe leaves open, for the free memory of ``device``. Costs nothing where nothing is open.
 
     Raises RecipeError for what cannot be built, UsageError when no choice fits the memory.
     """
@@ -60,58 +61,61 @@ def resolve(loaded: Loaded, device: Device, *, parts: Parts | None = None, ranks
     if not left_open(recipe):
         return Resolved(loaded)
     on_cpu = "cpu" in (device.kind, recipe.device)
-    if on_cpu and recipe.batch.micro != "auto" and not _recomputes_by_plan(recipe):
+    if on_cpu and recipe.batch.micro != "auto" and not _is_checkpointing_planned(recipe):
         why = "the device's memory is the host's"
         return Resolved(_decided(loaded, offload=False), None, (Note("optimizer offload", "no", why),))
-    plan, asked = blueprint(loaded, parts), recipe.model.activation_checkpointing
+    blueprint, setting = make_blueprint(loaded, parts), recipe.model.activation_checkpointing
     may_offload = can_offload(loaded, device) and not on_cpu
     batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation, ranks=ranks)
-    budget = device if asked in (*CHECKPOINTING, "auto") else within(device, parse_bytes(asked))
-    survey = LayoutSurvey(plan, device, precision_on(recipe, device))
-    ways = survey.ways((asked,) if asked in CHECKPOINTING else CHECKPOINTING)
-    moved = offloaded(ways, device) if may_offload else []
-    ways = among(recipe, ways, moved, when_unasked=False)
+    budget = device if setting in (*POLICIES, "auto") else with_budget(device, parse_bytes(setting))
+    survey = LayoutSurvey(blueprint, device, precision_on(recipe, device))
+    layouts = survey.layouts((setting,) if setting in POLICIES else POLICIES)
+    moved = offloaded(layouts, device) if may_offload else []
+    layouts = with_offload(recipe, layouts, moved, by_default=False)
     fixed = None if recipe.batch.micro == "auto" else batch.micro
-    per_rank = -(-batch.size // ranks)
-    choice = choose(ways, budget, per_rank, micro=fixed)
+    choice = choose(layouts, budget, -(-batch.size // ranks), micro=fixed)
     if not choice.fits:
         raise _too_large(choice, budget)
-    best, notes = choice.best, [choice.notes[0]] if fixed is None else []
-    if recipe.optimizer.offload == "auto":
-        notes += [note for note in choice.notes if note.topic == "optimizer offload"]
-    planned = None
-    if asked not in CHECKPOINTING:
-        planned, note = _planned(plan, survey, budget, best)
+    best, planned, notes = choice.best, None, _notes(recipe, choice.notes)
+    if setting not in POLICIES:
+        planned, note = _planned(blueprint, survey, budget, best)
         notes.append(note)
-    offload = best.way.offload is not None if recipe.optimizer.offload == "auto" else None
+    offload = best.layout.offload is not None if recipe.optimizer.offload == "auto" else None
     return Resolved(_decided(loaded, micro=best.micro, offload=offload), planned, tuple(notes))
 
 
-def resolved_before(loaded: Loaded, kept: Mapping[str, Any]) -> Resolved:
-    """What ``resolve`` gave, from ``Resolved.to_json()``."""
-    blocks = kept.get("recompute")
+def _notes(recipe: Recipe, notes: Sequence[Note]) -> list[Note]:
+    """The notes of a choice on what the recipe leaves open."""
+    topics = {"micro-batch": recipe.batch.micro, "optimizer offload": recipe.optimizer.offload}
+    return [note for note in notes if topics.get(note.topic) == "auto"]
+
+
+def resolved_before(loaded: Loaded, stored: Mapping[str, Any]) -> Resolved:
+    """The decision that was stored by ``Resolved.to_json``."""
+    blocks = stored.get("recompute")
     planned = None if blocks is None else Checkpointing(tuple(None if keep is None else tuple(keep) for keep in blocks))
-    micro = kept["micro"] if loaded.recipe.batch.micro == "auto" else None
-    offload = kept.get("offload", False) if loaded.recipe.optimizer.offload == "auto" else None
+    micro = stored["micro"] if loaded.recipe.batch.micro == "auto" else None
+    offload = stored.get("offload", False) if loaded.recipe.optimizer.offload == "auto" else None
     return Resolved(_decided(loaded, micro=micro, offload=offload), planned)
 
 
-def _planned(plan: Blueprint, survey: LayoutSurvey, budget: Device, best: Option) -> tuple[Checkpointing, Note]:
-    """What to compute again in that micro-batch: nothing if all fits, else the planner's choice by true peaks."""
-    if best.way.checkpointing == "none" or not survey.blocks:
+def _planned(blueprint: Blueprint, survey: LayoutSurvey, budget: Device, best: Option) -> tuple[Checkpointing, Note]:
+    """Activation checkpointing for that micro-batch: none if all fits, else the planner's choice by traced peaks."""
+    if best.layout.checkpointing == "none" or not survey.blocks:
         why = f"all activations fit: {human_bytes(best.peak_bytes)} of {human_bytes(budget.usable_bytes)} usable"
         return Checkpointing.none(survey.blocks), Note("checkpointing", "none", why)
-    spared = best.way.offload.state_bytes if best.way.offload else 0  # the planner traces it on the device
-    found = planner_for(plan, budget, best).choose(budget.usable_bytes + spared)
+    # The planner traces the optimizer's state on the device, even where it will be offloaded.
+    spared = best.layout.offload.state_bytes if best.layout.offload else 0
+    found = planner_for(blueprint, budget, best).choose(budget.usable_bytes + spared)
     held, usable = human_bytes(found.peak_bytes - spared), human_bytes(budget.usable_bytes)
-    why = f"{describe(found.recompute)}; {held} of {usable} usable"
-    return found.recompute, Note("checkpointing", f"{found.recompute.count} blocks", why)
+    why = f"{describe(found.checkpointing)}; {held} of {usable} usable"
+    return found.checkpointing, Note("checkpointing", f"{found.checkpointing.count} blocks", why)
 
 
 def _decided(loaded: Loaded, *, micro: int | None = None, offload: bool | None = None) -> Loaded:
-    """The recipe with these in the place of what it says; None leaves it."""
+    """The recipe with these values in place of its own; None leaves its own."""
     recipe = loaded.recipe
-    changed: dict[str, Any] = {}
+    changed: dict[str, object] = {}
     if micro is not None:
         changed["batch"] = recipe.batch.model_copy(update={"micro": micro})
     if offload is not None:
@@ -122,7 +126,7 @@ def _decided(loaded: Loaded, *, micro: int | None = None, offload: bool | None =
 def _too_large(choice: Choice, device: Device) -> UsageError | RecipeError:
     best = choice.best
     return UsageError(
-        f"no micro-batch fits: with {best.way.checkpointing} checkpointing and {best.micro} samples a step holds "
+        f"no micro-batch fits: with {best.layout.checkpointing} checkpointing and {best.micro} samples a step holds "
         f"{human_bytes(best.peak_bytes)}, and {human_bytes(device.usable_bytes)} are usable",
         remedy="`trainwright plan RECIPE` lists what would make it fit",
     )

@@ -1,21 +1,23 @@
-"""What a run of a recipe would hold and take on a device, and how it is best laid out there. Composition."""
+"""The forecast of a recipe on a device: what a step holds, how long it takes, and which layout is best."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
 from trainwright.build.assemble import Parts, at_recipe
 from trainwright.engine.precision import PrecisionName
 from trainwright.errors import UsageError
-from trainwright.forecast.blueprint import Blueprint, blueprint
+from trainwright.forecast.blueprint import Blueprint, make_blueprint
 from trainwright.forecast.checkpointing_planner import CheckpointingPlanner, Speed
-from trainwright.forecast.layouts import CHECKPOINTING, LayoutSurvey
+from trainwright.forecast.layouts import POLICIES, LayoutSurvey
 from trainwright.forecast.traced_step import trace_step
 from trainwright.plan.batch import solve_batch
+from trainwright.plan.checkpointing import describe
 from trainwright.plan.devices import Device
+from trainwright.plan.explain import human_bytes
 from trainwright.plan.layout import Choice, Layout, Option, choose, offloaded, weigh
 from trainwright.plan.make import Note, choose_precision
 from trainwright.plan.offload import offload_of, why_not_offloaded
@@ -27,9 +29,9 @@ from trainwright.recipe.byte_size import parse_bytes
 
 @dataclass(frozen=True)
 class Forecast:
-    """``written`` is the recipe as it stands; ``choice`` the best layout of the same training.
+    """``written`` is the recipe as it stands; ``choice`` is the best layout of the same training.
 
-    ``trace`` is of ``written`` where it fits, else of the choice. ``settings`` lead from the recipe to the choice.
+    ``trace`` is that of ``shown``. ``settings`` are the ``--set`` that lead from the recipe to the choice.
     """
 
     name: str
@@ -46,32 +48,33 @@ class Forecast:
 
     @property
     def shown(self) -> Option:
-        """What ``trace`` is of."""
+        """``written`` where it fits, else the best of ``choice``."""
         return self.written if self.written.fits else self.choice.best
 
 
 def forecast(loaded: Loaded, device: Device, *, parts: Parts | None = None) -> Forecast:
-    """Traces the ways to run a recipe, without the device and without the memory.
+    """Traces the layouts that a recipe allows, without the device and without the memory.
 
     Raises RecipeError for what cannot be built, UsageError for a model whose step cannot be traced.
     """
-    recipe, plan = loaded.recipe, blueprint(loaded, parts)
+    recipe, blueprint = loaded.recipe, make_blueprint(loaded, parts)
     may_offload = can_offload(loaded, device)
     batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation)
-    survey = LayoutSurvey(plan, device, precision_on(recipe, device))
-    asked = recipe.model.activation_checkpointing
-    ways = survey.ways(CHECKPOINTING)
-    moved = offloaded(ways, device) if may_offload else []
-    budget = device if asked in (*CHECKPOINTING, "auto") else within(device, parse_bytes(asked))
-    choice = choose(among(recipe, ways, moved, when_unasked=True), budget, batch.size)
-    here = among(recipe, ways, moved, when_unasked=False)
-    name = asked if any(way.checkpointing == asked for way in here) else choice.best.way.checkpointing
-    each = [weigh(way, device, batch.size, batch.micro) for way in here if way.checkpointing == name]
-    written = next((option for option in each if option.fits), each[0])
+    survey = LayoutSurvey(blueprint, device, precision_on(recipe, device))
+    setting = recipe.model.activation_checkpointing
+    layouts = survey.layouts(POLICIES)
+    moved = offloaded(layouts, device) if may_offload else []
+    budget = device if setting in (*POLICIES, "auto") else with_budget(device, parse_bytes(setting))
+    choice = choose(with_offload(recipe, layouts, moved, by_default=True), budget, batch.size)
+    allowed = with_offload(recipe, layouts, moved, by_default=False)
+    policies = {layout.checkpointing for layout in allowed}
+    policy = setting if setting in policies else choice.best.layout.checkpointing
+    options = [weigh(layout, device, batch.size, batch.micro) for layout in allowed if layout.checkpointing == policy]
+    written = next((option for option in options if option.fits), options[0])
     if recipe.batch.micro == "auto":
         written = choice.best
     shown = written if written.fits else choice.best
-    parameters, trainable = plan.counts
+    parameters, trainable = blueprint.counts
     return Forecast(
         name=recipe.name,
         device=device,
@@ -80,33 +83,38 @@ def forecast(loaded: Loaded, device: Device, *, parts: Parts | None = None) -> F
         trainable=trainable,
         written=written,
         choice=choice,
-        trace=shown.way.scaled.at(shown.micro, shown.accumulation),
-        remedies=() if choice.fits else remedies(_held(plan, choice.best, device), device),
+        trace=shown.layout.scaled.at(shown.micro, shown.accumulation),
+        remedies=() if choice.fits else remedies(_held(blueprint, choice.best, device), device),
         settings=settings(recipe, choice.best) if choice.fits else (),
-        notes=(*choice.notes, *_beside(recipe, choice.best)),
+        notes=(*choice.notes, *_other_memory(recipe, choice.best)),
     )
 
 
 def can_offload(loaded: Loaded, device: Device) -> bool:
-    """Whether the optimizer may go to the host's memory. Raises RecipeError where it may not and is asked to."""
-    ask = loaded.recipe.optimizer
-    why = why_not_offloaded(ask.use, ask.args)
-    if why and ask.offload is True:
+    """Whether the optimizer may be offloaded. Raises RecipeError where it may not and the recipe says so."""
+    section = loaded.recipe.optimizer
+    why = why_not_offloaded(section.use, section.args)
+    if why and section.offload is True:
         with at_recipe(loaded, "optimizer.offload"):
-            raise UsageError(f"{ask.use} cannot be offloaded: {why}", remedy="set it to false, or choose adamw")
+            raise UsageError(f"{section.use} cannot be offloaded: {why}", remedy="set it to false, or choose adamw")
     return not why and device.kind != "cpu"
 
 
-def among(recipe: Recipe, ways: Sequence[Layout], moved: Sequence[Layout], *, when_unasked: bool) -> list[Layout]:
-    """Those that a recipe allows; ``moved`` are the same with the optimizer offloaded."""
-    asked = recipe.optimizer.offload
-    if asked is True and moved:
+def with_offload(
+    recipe: Recipe, layouts: Sequence[Layout], moved: Sequence[Layout], *, by_default: bool
+) -> list[Layout]:
+    """The layouts that ``optimizer.offload`` of the recipe allows; ``moved`` are the same with it.
+
+    ``by_default``: offload is allowed where the recipe says nothing, too.
+    """
+    setting = recipe.optimizer.offload
+    if setting is True and moved:
         return list(moved)
-    return [*ways, *(moved if when_unasked or asked == "auto" else ())]
+    return [*layouts, *(moved if by_default or setting == "auto" else ())]
 
 
 def precision_on(recipe: Recipe, device: Device) -> PrecisionName:
-    """What the recipe computes in there; on a CPU ``auto`` is fp32, as the rehearsal of a run may decide otherwise."""
+    """The recipe's precision on the device. On a CPU ``auto`` is fp32 here; the dry run of a run may choose another."""
     if device.kind == "cpu":
         return "fp32" if recipe.precision in ("auto", "tf32") else cast(PrecisionName, recipe.precision)
     return choose_precision(recipe.precision, device.kind, device.precisions, {})[0]
@@ -119,63 +127,61 @@ def settings(recipe: Recipe, best: Option) -> tuple[str, ...]:
     if recipe.batch.micro == "auto" or best.micro != batch.micro:
         found += [f"batch.size={batch.size}", f"batch.micro={best.micro}"]
         found += ["batch.accumulation=null"] if recipe.batch.accumulation is not None else []
-    if best.way.checkpointing != recipe.model.activation_checkpointing:
-        found.append(f"model.activation_checkpointing={best.way.checkpointing}")
-    if best.way.offload and recipe.optimizer.offload is False:
+    if best.layout.checkpointing != recipe.model.activation_checkpointing:
+        found.append(f"model.activation_checkpointing={best.layout.checkpointing}")
+    if best.layout.offload and recipe.optimizer.offload is False:
         found.append("optimizer.offload=true")
     return tuple(found)
 
 
 @dataclass(frozen=True)
 class Point:
-    """Peak bytes and seconds of a step with some of it computed again; ``what`` in words."""
+    """Peak bytes and seconds of a step with some activation checkpointing, which ``what`` describes."""
 
     peak_bytes: int
     step_s: float
     what: str
 
 
-def frontier(made: Forecast, loaded: Loaded, *, points: int = 5, parts: Parts | None = None) -> list[Point]:
-    """Memory against time in the micro-batch that ``made`` shows: the planner's choices between all and nothing."""
-    from trainwright.plan.checkpointing import describe
-
-    option, plan = made.shown, blueprint(loaded, parts)
-    planner = planner_for(plan, made.device, option)
-    base = weigh(replace(option.way, scaled=option.way.scaled), made.device, made.size, option.micro)
-    without = base.step_s - base.time.by_phase.get("recompute", 0.0)
+def frontier(forecast: Forecast, loaded: Loaded, *, points: int = 5, parts: Parts | None = None) -> list[Point]:
+    """Memory against time of the planner's choices, from checkpointing every block to none, for ``forecast.shown``."""
+    option, blueprint = forecast.shown, make_blueprint(loaded, parts)
+    planner = planner_for(blueprint, forecast.device, option)
+    base = weigh(option.layout, forecast.device, forecast.size, option.micro)
+    without = base.step_s - base.time.by_phase.get("checkpointing", 0.0)
     return [
-        Point(each.peak_bytes, without + each.extra_s * option.accumulation, describe(each.recompute))
+        Point(each.peak_bytes, without + each.extra_s * option.accumulation, describe(each.checkpointing))
         for each in planner.frontier(points)
     ]
 
 
-def planner_for(plan: Blueprint, device: Device, option: Option) -> CheckpointingPlanner:
-    """The planner of what to compute again, for the micro-batch of an option."""
-    precision = cast(PrecisionName, option.way.precision)
+def planner_for(blueprint: Blueprint, device: Device, option: Option) -> CheckpointingPlanner:
+    """The planner of activation checkpointing for the micro-batch of an option."""
+    precision = cast(PrecisionName, option.layout.precision)
     rate = device.flops.get(precision, device.flops["fp32"]) * device.reach_flops
     return CheckpointingPlanner(
-        partial(plan.subject, samples=option.micro, chunked=option.way.chunked),
+        partial(blueprint.traced_objects, samples=option.micro, chunked=option.layout.chunked),
         partial(
             trace_step,
             device=device.kind,
             precision=precision,
             accumulation=min(option.accumulation, 2),
-            clip=plan.loaded.recipe.optimizer.clip.by != "none",
+            clip=blueprint.loaded.recipe.optimizer.clip.by != "none",
         ),
         Speed(rate, device.bandwidth * device.reach_bandwidth, overlaps=device.kind == "cuda"),
     )
 
 
-def within(device: Device, budget_bytes: int) -> Device:
-    """The device as if a step could take so much of it."""
+def with_budget(device: Device, budget_bytes: int) -> Device:
+    """The device with so little memory that a step can use ``budget_bytes`` of it."""
     share = device.usable_bytes / device.memory_bytes
     return device.with_memory(min(device.memory_bytes, int(budget_bytes / share)))
 
 
-def _held(plan: Blueprint, option: Option, device: Device) -> Held:
-    trace = option.way.scaled.at(option.micro, option.accumulation)
-    parameters, trainable = plan.counts
-    recipe = plan.loaded.recipe
+def _held(blueprint: Blueprint, option: Option, device: Device) -> Held:
+    trace = option.layout.scaled.at(option.micro, option.accumulation)
+    parameters, trainable = blueprint.counts
+    recipe = blueprint.loaded.recipe
     return Held(
         peak_bytes=option.peak_bytes,
         kinds=trace.peak.held,
@@ -183,18 +189,16 @@ def _held(plan: Blueprint, option: Option, device: Device) -> Held:
         parameters=parameters,
         trainable=trainable,
         has_lora=recipe.model.lora is not None,
-        cast_bytes=2 * trainable if option.way.precision in ("bf16", "fp16") else 0,
-        offload=offload_of(option.way.scaled.small, device) if can_offload(plan.loaded, device) else None,
+        cast_bytes=2 * trainable if option.layout.precision in ("bf16", "fp16") else 0,
+        offload=offload_of(option.layout.scaled.small, device) if can_offload(blueprint.loaded, device) else None,
     )
 
 
-def _beside(recipe: Recipe, best: Option) -> list[Note]:
-    """What else takes memory and is no tensor of the step."""
-    from trainwright.plan.explain import human_bytes
-
+def _other_memory(recipe: Recipe, best: Option) -> list[Note]:
+    """Notes on what takes memory beside the tensors of the step."""
     found = []
-    held = best.way.scaled.small.resident
-    moved = best.way.offload.state_bytes if best.way.offload else 0
+    held = best.layout.scaled.small.resident
+    moved = best.layout.offload.state_bytes if best.layout.offload else 0
     state = held.get("weights", 0) + held.get("optimizer", 0) + moved
     if recipe.checkpoint.asynchronous:
         why = f"checkpoint.asynchronous keeps {human_bytes(state)} in the host's memory while a checkpoint is written"

@@ -1,15 +1,14 @@
-"""A stand-in for a CUDA device on machines without one: operators choose the kernels and precisions that CUDA would.
+"""A simulated CUDA device for machines without one: operators choose the kernels and precisions that CUDA would.
 
-Fake ``cuda`` tensors abort the process without a GPU: the autograd engine asks for the device. So a backend of
-Python's own (PrivateUse1) stands for it. It has no kernels: only shapes are computed. Sources: torch's
+Fake ``cuda`` tensors abort the process without a GPU, because the autograd engine asks for the device. So a backend
+written in Python (PrivateUse1) takes its place. It has no kernels: only shapes are computed. Sources: torch's
 ``aten/src/ATen/autocast_mode.h`` (the lists), ``native/transformers/cuda/sdp_utils.cpp``, ``native/Dropout.cpp``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch.utils import backend_registration
 
 from trainwright.errors import UsageError
 from trainwright.forecast import simulated_lstm
+from trainwright.forecast.operator_call import OpResult
 
 NAME = "simulated_cuda"
 aten = torch.ops.aten
@@ -32,19 +32,21 @@ FULL_PRECISION = (
     "multi_margin_loss binary_cross_entropy_with_logits dist cdist renorm logsumexp prod prod.dim_int softmax.int "
     "log_softmax.int cumprod cumsum sum sum.dim_IntList norm.Scalar norm.ScalarOpt_dim"
 )
-LARGEST_HEAD = 256  # of the fused attention kernels
+LARGEST_HEAD = 256  # dimension of a head that the fused attention kernels accept
 
 
-class Casts:
-    """Weights in low precision, as autocast keeps them until the forward pass is over."""
+class CastCache:
+    """Weights in low precision, which autocast keeps until the forward pass is over."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def clear(self) -> None:
+        """Drops the copies that nothing else holds."""
         self._kept.clear()
 
     def low(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """``tensor`` in ``dtype``; of a weight the copy that is kept."""
         if tensor.dtype is dtype or not _can_cast(tensor):
             return tensor
         keep = tensor.is_leaf and tensor.requires_grad and tensor.dtype is torch.float32
@@ -55,7 +57,7 @@ class Casts:
         return self._kept[id(tensor)][1]
 
 
-CASTS = Casts()
+CASTS = CastCache()
 
 
 def _can_cast(tensor: Tensor) -> bool:
@@ -63,23 +65,23 @@ def _can_cast(tensor: Tensor) -> bool:
 
 
 class _Backend(backend_registration._DummyBackendModule):
-    """What torch asks a backend for: autocast's dtypes, random numbers, and being chosen."""
+    """What torch calls on a backend: autocast's dtypes, random state, and whether it is available."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
 
-    def get_rng_state(self, device: Any = None) -> Tensor:
+    def get_rng_state(self, device: object = None) -> Tensor:
         return torch.zeros(16, dtype=torch.uint8, device="cpu")
 
-    def set_rng_state(self, state: Tensor, device: Any = None) -> None: ...
+    def set_rng_state(self, state: Tensor, device: object = None) -> None: ...
 
     def manual_seed(self, seed: int) -> None: ...
 
-    def device(self, index: Any) -> Any:
+    def device(self, index: object) -> AbstractContextManager[None]:
         return nullcontext()
 
     def is_available(self) -> bool:
-        return False  # no one else shall choose it
+        return False  # so that no other code chooses it
 
 
 class _Hook(backend_registration._DummyPrivateUse1Hook):
@@ -90,10 +92,10 @@ class _Hook(backend_registration._DummyPrivateUse1Hook):
 _LIBRARIES: list[torch.library.Library] = []
 
 
-def stand_in() -> torch.device:
-    """The device, registered with torch at the first call, for the rest of the process.
+def register_simulated_cuda() -> torch.device:
+    """The simulated device, registered with torch at the first call, for the rest of the process.
 
-    Raises UsageError where another backend has taken the only place for one.
+    Raises UsageError where another backend has taken the only place that torch has for one.
     """
     if not _LIBRARIES:
         taken = torch._C._get_privateuse1_backend_name()
@@ -131,7 +133,7 @@ def _register_cast(library: torch.library.Library, name: str, cast: Callable[[Te
         return  # this version of torch has no such operator
     op = getattr(packet, overload or "default")
 
-    def kernel(*args: Any, **kwargs: Any) -> Any:
+    def kernel(*args: object, **kwargs: object) -> OpResult:
         with _without_autocast():
             return op(*_cast_all(cast, args), **{name: _cast_one(cast, value) for name, value in kwargs.items()})
 
@@ -146,11 +148,11 @@ def _without_autocast() -> Iterator[None]:
         yield
 
 
-def _cast_all(cast: Callable[[Tensor], Tensor], values: Any) -> list[Any]:
+def _cast_all(cast: Callable[[Tensor], Tensor], values: Iterable[object]) -> list[object]:
     return [_cast_one(cast, value) for value in values]
 
 
-def _cast_one(cast: Callable[[Tensor], Tensor], value: Any) -> Any:
+def _cast_one(cast: Callable[[Tensor], Tensor], value: object) -> object:
     if isinstance(value, Tensor):
         return cast(value)
     if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
@@ -177,7 +179,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Flash for 16 bits without a mask, memory-efficient else, as CUDA chooses; math where neither can."""
+    """The kernel that CUDA chooses: flash for 16 bits without a mask, else memory-efficient; math where neither can."""
     if query.dim() != 4 or query.shape[-1] > LARGEST_HEAD or query.dtype is torch.float64:
         options = {"scale": scale, "enable_gqa": enable_gqa}
         return _first(
@@ -189,9 +191,9 @@ def _attention(
         groups = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
     bias = None if attn_mask is None else _bias(attn_mask, query, key)
-    needs = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    given = (query, key, value, bias, needs, dropout_p, is_causal)
-    return _first(aten._scaled_dot_product_efficient_attention(*given, scale=scale))
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    inputs = (query, key, value, bias, needs_grad, dropout_p, is_causal)
+    return _first(aten._scaled_dot_product_efficient_attention(*inputs, scale=scale))
 
 
 def _first(outputs: Sequence[Tensor]) -> Tensor:
@@ -199,7 +201,7 @@ def _first(outputs: Sequence[Tensor]) -> Tensor:
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """A mask as numbers to add, its last dimension in memory padded to a multiple of 16."""
+    """A mask as numbers to add to the scores; its last dimension in memory is padded to a multiple of 16."""
     if mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
     if missing := -mask.shape[-1] % 16:

@@ -1,6 +1,6 @@
 """cuDNN's LSTM in shapes: one operator for all layers and positions, with its reserve for the backward pass.
 
-Without it an LSTM on the stand-in would fall apart into the operators of each position. Shapes: T positions, B rows,
+Without it an LSTM on the simulated device would become the operators of each position. Shapes: T positions, B rows,
 D input width, H hidden width; with ``batch_first`` B and T change places.
 """
 
@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 RESERVE = 8
 """Numbers that the reserve has for each position, row, hidden unit and direction of a layer: four gates, the cell, its
-tanh, the hidden state, and the mask of dropout. cuDNN does not say; its own sizes were not compared with this."""
+tanh, the hidden state, and the mask of dropout. cuDNN does not document it; this was not compared with its sizes."""
 NAMESPACE = "trainwright_simulated"
+Outputs = tuple[Tensor, Tensor, Tensor]
+"""The output of every position, the last hidden state, the last cell."""
 
 
 def define(device_key: str) -> list[torch.library.Library]:
-    """Registers the operators, and uses them for ``aten::lstm`` of the device, as long as what is returned lives."""
+    """Registers the operators and uses them for ``aten::lstm`` on the device, while the returned libraries live."""
     library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
     library.define(  # type: ignore[no-untyped-call]
         "lstm(Tensor x, Tensor h, Tensor c, Tensor[] weights, int layers, bool bidirectional, bool batch_first) "
@@ -36,12 +38,16 @@ def define(device_key: str) -> list[torch.library.Library]:
     return [library, over]
 
 
-def forward_flops(x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor], *args: Any, **kwargs: Any) -> int:
+def forward_flops(x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor], *args: object, **kwargs: object) -> int:
+    """FLOPs of the forward pass: each position with each matrix of weights."""
     positions = prod(x.shape[:-1])
     return 2 * positions * sum(weight.numel() for weight in weights if weight.dim() == 2)
 
 
-def backward_flops(grad: Tensor, x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor], *a: Any, **k: Any) -> int:
+def backward_flops(
+    grad: Tensor, x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor], *args: object, **kwargs: object
+) -> int:
+    """FLOPs of the backward pass: twice those of the forward pass."""
     return 2 * forward_flops(x, h, c, weights)
 
 
@@ -60,14 +66,16 @@ def _backward(grad: Tensor, x: Tensor, h: Tensor, c: Tensor, weights: list[Tenso
 
 class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, h: Tensor, c: Tensor, how: tuple[int, bool, bool], *weights: Tensor) -> Any:
-        out, h_last, c_last, reserve = getattr(torch.ops, NAMESPACE).lstm(x, h, c, list(weights), *how)
+    def forward(
+        ctx: FunctionCtx, x: Tensor, h: Tensor, c: Tensor, options: tuple[int, bool, bool], *weights: Tensor
+    ) -> Outputs:
+        out, h_last, c_last, reserve = getattr(torch.ops, NAMESPACE).lstm(x, h, c, list(weights), *options)
         ctx.save_for_backward(x, h, c, reserve, out, *weights)
         return out, h_last, c_last
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        x, h, c, reserve, out, *weights = ctx.saved_tensors
+    def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, h, c, reserve, out, *weights = ctx.saved_tensors  # type: ignore[attr-defined]
         grad = grads[0] if grads[0] is not None else torch.zeros_like(out)
         found = getattr(torch.ops, NAMESPACE).lstm_backward(grad, x, h, c, weights, reserve)
         return (*found[:3], None, *found[3:])
@@ -75,8 +83,8 @@ class _Function(torch.autograd.Function):
 
 def _lstm(
     x: Tensor, state: list[Tensor], weights: list[Tensor], has_biases: bool, layers: int, dropout: float, *flags: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Outputs:
     """``aten::lstm.input``, whose last arguments are train, bidirectional and batch_first."""
-    how = (layers, *flags[1:])
-    out, h_last, c_last = _Function.apply(x, *state, how, *weights)  # type: ignore[no-untyped-call]
+    options = (layers, *flags[1:])
+    out, h_last, c_last = _Function.apply(x, *state, options, *weights)  # type: ignore[no-untyped-call]
     return out, h_last, c_last

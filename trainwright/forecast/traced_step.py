@@ -1,4 +1,4 @@
-"""One optimizer step of our own engine under fake tensors, and what it held and did: a Trace."""
+"""Takes one optimizer step of our own engine under fake tensors, and returns what it held and computed: a Trace."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from trainwright.engine.loss import Loss, as_loss_fn
 from trainwright.engine.precision import Precision, PrecisionName
 from trainwright.engine.step import StepFn, make_step
 from trainwright.errors import UsageError
-from trainwright.forecast.fake_tensors import DeviceName, as_on_cuda, fake_tensors, forget_casts, simulated_device
-from trainwright.forecast.hidden_memory import always
-from trainwright.forecast.moments import kept, moments, reserved
+from trainwright.forecast.fake_tensors import DeviceName, fake_tensors, forget_casts, simulated_device, use_foreach
+from trainwright.forecast.hidden_memory import hidden_in_every_step
+from trainwright.forecast.moments import kept_for_backward, moments, reserved
 from trainwright.forecast.tracker import Tracker
 from trainwright.plan.checkpointing import Checkpointing
 from trainwright.plan.trace import Trace, Unseen
@@ -39,10 +39,10 @@ WHY_RESERVED = (
 
 @dataclass(frozen=True)
 class TracedObjects:
-    """What is trained, made under fake tensors on the simulated device.
+    """Model, loss, optimizer and one micro-batch, made under fake tensors on the simulated device.
 
     ``loss`` is ``(model, batch)`` or ``(output, target)``. Without an optimizer only the forward and backward passes
-    are reported. ``micro`` is the data of one micro-batch; its first tensor's first dimension counts samples.
+    are traced. ``micro`` is the data of one micro-batch; its first tensor's first dimension counts samples.
     """
 
     model: nn.Module
@@ -57,131 +57,136 @@ def trace_step(
     device: DeviceName,
     precision: PrecisionName = "fp32",
     accumulation: int = 1,
-    recompute: Checkpointing | None = None,
+    checkpointing: Checkpointing | None = None,
     clip: bool = True,
 ) -> Trace:
-    """What one step in the steady state holds and computes on ``device``, which need not be there.
+    """What one step in the steady state holds and computes on ``device``, which need not be present.
 
-    ``make`` is called under fake tensors, so it may build a model of any size; tensors that it makes lie on the device
-    that it is given. One step is taken; the optimizer's state that it makes counts as there before. The process is left
-    as it was (random numbers, default dtype, autocast), but for the stand-in for CUDA: see ``simulated_cuda``.
+    ``make`` is called under fake tensors, so it may build a model of any size, on the device that it gets. One step is
+    taken; the optimizer's state that it makes counts as held before. The state of the process (random numbers, default
+    dtype, autocast) is restored, except for the simulated CUDA device, which stays registered: see ``simulated_cuda``.
 
-    Raises UsageError for a step that cannot be simulated, say as shapes depend on values, and whatever ``make`` raises.
+    Raises UsageError for a step that cannot be simulated, such as one whose shapes depend on values, and whatever
+    ``make`` raises.
     """
     place = simulated_device(device)
-    with _undisturbed(), fake_tensors():
+    with _restored_process(), fake_tensors():
         with torch.device(place):
-            subject = make(place)
-        if recompute is not None:
-            apply_checkpointing(subject.model, recompute)
-        optimizer = subject.optimizer or _NoUpdate(subject.model)
+            objects = make(place)
+        if checkpointing is not None:
+            apply_checkpointing(objects.model, checkpointing)
+        optimizer = objects.optimizer or _NoUpdate(objects.model)
         if device == "cuda":
-            as_on_cuda(optimizer)
-        tracker = Tracker(subject.model, device)
-        how = Precision(precision, place.type)
-        own = subject.loss if isinstance(subject.loss, nn.Module) else None
-        state = TrainState(subject.model, optimizer, scaler=how.scaler(place), loss=own)
-        batch = _batch(subject.micro, accumulation)
-        advance = _advance(subject, tracker, how, clip)
+            use_foreach(optimizer)
+        tracker = Tracker(objects.model, device)
+        numbers = Precision(precision, place.type)
+        loss_module = objects.loss if isinstance(objects.loss, nn.Module) else None
+        state = TrainState(objects.model, optimizer, scaler=numbers.scaler(place), loss=loss_module)
+        batch = _batch(objects.micro, accumulation)
+        advance = _advance(objects, tracker, numbers, clip)
         with tracker, ExitStack() as hooks:
             hooks.callback(tracker.paths.close)
             hooks.callback(forget_casts)
-            _hold(tracker, state, batch)
-            _watch_gradients(hooks, tracker, subject.model)
+            _set_kinds(tracker, state, batch)
+            _set_kind_of_gradients(hooks, tracker, objects.model)
             tracker.record()
-            with _failures_in_words():
+            with _as_usage_error():
                 advance(state, batch)
             tracker.end()
-            tracker.as_if_before("optimizer", _state_tensors(optimizer))
+            tracker.move_before("optimizer", _state_tensors(optimizer))
     held = moments(tracker.before, tracker.events)
-    unseen = [*tracker.unseen.values(), *always(device)]
+    unseen = [*tracker.unseen.values(), *hidden_in_every_step(device)]
     if device == "cuda":
         gaps = reserved(tracker.before, tracker.events) - max(moment.total for moment in held)
         unseen.append(Unseen("reserved", "", WHY_RESERVED, gaps))
-    return Trace(device, held, kept(tracker.events), tracker.work.rows(), tuple(unseen))
+    return Trace(device, held, kept_for_backward(tracker.events), tracker.work.rows(), tuple(unseen))
 
 
 @contextmanager
-def _failures_in_words() -> Iterator[None]:
-    """torch's own error is kept as the cause: the real step may fail like this, too, or only the simulated one."""
+def _as_usage_error() -> Iterator[None]:
+    """Raises torch's errors as UsageError, with the first as cause: the real step may fail like this, too."""
     try:
         yield
     except RuntimeError as error:
         what = (str(error).strip().splitlines() or [type(error).__name__])[0]
         remedy = "try one real step: if it works, this model can only be measured on the device, not simulated"
-        raise UsageError(f"the step cannot be simulated: {what}{_theirs(error)}", remedy=remedy) from error
+        raise UsageError(f"the step cannot be simulated: {what}{_user_frame(error)}", remedy=remedy) from error
 
 
-def _theirs(error: Exception) -> str:
-    """` at FILE:LINE` of the user's code that the error came through last; "" where there is none."""
+def _user_frame(error: Exception) -> str:
+    """`` at FILE:LINE`` of the innermost frame in the user's code; "" where there is none."""
     ours, installed = Path(__file__).parent.parent, Path(torch.__file__).parent
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
-    theirs = [f for f in frames if not {ours, installed} & set(Path(f.filename).parents)]
-    return f" at {theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
+    users = [f for f in frames if not {ours, installed} & set(Path(f.filename).parents)]
+    return f" at {users[-1].filename}:{users[-1].lineno}" if users else ""
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Also: the backward pass stays on this thread, where the tracker is; torch does not log what fails."""
+def _restored_process() -> Iterator[None]:
+    """Restores random state, default dtype and the grad mode.
+
+    Inside, the backward pass runs on this thread, where the tracker is, and torch does not log operators that fail.
+    """
     dtype = torch.get_default_dtype()
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    silent, log.disabled = log.disabled, True
+    was_disabled, log.disabled = log.disabled, True
     with preserved_rng(), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
         try:
             yield
         finally:
             torch.set_default_dtype(dtype)
-            log.disabled = silent
+            log.disabled = was_disabled
 
 
 def _batch(data: Any, accumulation: int) -> StepBatch:
-    """The same micro-batch many times, each with memory of its own."""
+    """The same micro-batch ``accumulation`` times, each with its own memory."""
     first = next((leaf for leaf in tree_flatten(data)[0] if isinstance(leaf, Tensor)), None)
     size = first.shape[0] if first is not None and first.dim() else 1
     copies = [data] + [tree_map_only(Tensor, torch.clone, data) for _ in range(accumulation - 1)]
     return StepBatch(tuple(MicroBatch(copy, np.arange(size)) for copy in copies))
 
 
-def _advance(subject: TracedObjects, tracker: Tracker, precision: Precision, clip: bool) -> StepFn:
-    """The engine's step, which tells the tracker where it is."""
-    inner = as_loss_fn(subject.loss)
+def _advance(objects: TracedObjects, tracker: Tracker, precision: Precision, clip: bool) -> StepFn:
+    """The engine's step, with a loss and a probe that tell the tracker which phase begins."""
+    inner = as_loss_fn(objects.loss)
 
     def loss(model: nn.Module, batch: Any) -> Loss | Tensor:
-        tracker.forward()
+        tracker.begin_micro_batch()
         return inner(model, batch)
 
-    def update_begins(state: TrainState) -> dict[str, Tensor]:
-        if subject.optimizer is None:
+    def begin_update(state: TrainState) -> dict[str, Tensor]:
+        if objects.optimizer is None:
             tracker.end()
-        tracker.update()
+        tracker.begin_update()
         return {}
 
-    return make_step(loss, precision=precision, clip=make_clip("norm" if clip else "none"), probes=[update_begins])
+    return make_step(loss, precision=precision, clip=make_clip("norm" if clip else "none"), probes=[begin_update])
 
 
-def _hold(tracker: Tracker, state: TrainState, batch: StepBatch) -> None:
-    """Says what everything is for that lives between two steps."""
-    tracker.hold("weights", state.model.parameters())
-    tracker.hold("buffers", state.model.buffers())
+def _set_kinds(tracker: Tracker, state: TrainState, batch: StepBatch) -> None:
+    """Tells the tracker the kind of everything that is held between two steps."""
+    tracker.set_kind("weights", state.model.parameters())
+    tracker.set_kind("buffers", state.model.buffers())
     if state.loss is not None:
-        tracker.hold("weights", state.loss.parameters())
-        tracker.hold("buffers", state.loss.buffers())
-    tracker.hold("inputs", (leaf for micro in batch.micro for leaf in tree_flatten(micro.data)[0]))
-    tracker.hold("optimizer", _state_tensors(state.optimizer))
+        tracker.set_kind("weights", state.loss.parameters())
+        tracker.set_kind("buffers", state.loss.buffers())
+    tracker.set_kind("inputs", (leaf for micro in batch.micro for leaf in tree_flatten(micro.data)[0]))
+    tracker.set_kind("optimizer", _state_tensors(state.optimizer))
 
 
-def _state_tensors(optimizer: Optimizer) -> list[Any]:
-    return tree_flatten([dict(each) for each in optimizer.state.values()])[0]
+def _state_tensors(optimizer: Optimizer) -> list[object]:
+    leaves: list[object] = tree_flatten([dict(each) for each in optimizer.state.values()])[0]
+    return leaves
 
 
-def _watch_gradients(hooks: ExitStack, tracker: Tracker, model: nn.Module) -> None:
-    def noted(parameter: Tensor) -> None:
+def _set_kind_of_gradients(hooks: ExitStack, tracker: Tracker, model: nn.Module) -> None:
+    def accumulated(parameter: Tensor) -> None:
         if parameter.grad is not None:
-            tracker.hold("gradients", (parameter.grad,))
+            tracker.set_kind("gradients", (parameter.grad,))
 
     for parameter in model.parameters():
         if parameter.requires_grad:
-            handle = parameter.register_post_accumulate_grad_hook(noted)  # type: ignore[no-untyped-call]
+            handle = parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
             hooks.callback(handle.remove)
 
 
@@ -191,4 +196,4 @@ class _NoUpdate(Optimizer):
     def __init__(self, model: nn.Module) -> None:
         super().__init__([p for p in model.parameters() if p.requires_grad], {"lr": 0.0})
 
-    def step(self, closure: Any = None) -> None: ...  # type: ignore[override]
+    def step(self, closure: object = None) -> None: ...  # type: ignore[override]

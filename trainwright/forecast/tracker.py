@@ -1,4 +1,4 @@
-"""Follows every operator of a step under fake tensors: which storages live when, and for what."""
+"""Follows every operator of a step under fake tensors: when each storage is made and freed, and what it is for."""
 
 from __future__ import annotations
 
@@ -7,53 +7,55 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
-from trainwright.forecast.data_dependent import without_values
+from trainwright.forecast.data_dependent import call_without_values
 from trainwright.forecast.fake_tensors import DeviceName, current_node, forget_casts, in_backward, next_sequence_number
-from trainwright.forecast.hidden_memory import hidden
-from trainwright.forecast.work import WorkLog, tensors_in
+from trainwright.forecast.hidden_memory import hidden_memory
+from trainwright.forecast.operator_call import OpArgs, OperatorCall, OpKwargs, OpResult, tensors_in
+from trainwright.forecast.work import WorkLog
 from trainwright.plan.trace import Kind, Phase, Unseen
 
 BLOCK_BYTES: dict[DeviceName, int] = {"cpu": 1, "cuda": 512}
-"""What the allocator rounds sizes up to."""
+"""The multiple to which the allocator rounds sizes up."""
 
 
 @dataclass(eq=False, slots=True)
-class Piece:
-    """One storage. ``kind`` is None until it is known what it was for; ``born`` and ``died`` are phases."""
+class TrackedStorage:
+    """One storage. ``kind`` is None until its use is known; ``made_in`` and ``freed_in`` are phases."""
 
-    size: int
+    num_bytes: int
     kind: Kind | None
-    born: Phase
+    made_in: Phase
     module: str
-    died: Phase | None = None
+    freed_in: Phase | None = None
 
 
 @dataclass(slots=True)
 class MemoryEvent:
-    """One operator that allocated something, with what was freed since the event before."""
+    """One operator that allocated memory, and the storages freed since the previous event."""
 
     phase: Phase
     micro: int
     module: str
     op: str
-    freed: list[Piece]
-    made: list[Piece]
+    freed: list[TrackedStorage]
+    made: list[TrackedStorage]
 
 
 class ModulePaths:
-    """The path of the module that is computing: by hooks forward, by the number of its autograd node backward."""
+    """The path of the module that is running: from hooks in forward, from the autograd node's number in backward."""
 
     def __init__(self, model: nn.Module) -> None:
         self.stack = [""]
         self._numbers: list[int] = [0]  # from this autograd node on ...
         self._paths: list[str] = [""]  # ... nodes are of this module
-        self.handles: list[Any] = []
+        self.handles: list[RemovableHandle] = []
         named: dict[nn.Module, list[str]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             named.setdefault(module, []).append(path)
@@ -62,7 +64,7 @@ class ModulePaths:
             self.handles.append(module.register_forward_hook(self._leave, always_call=True))
 
     def _enter(self, paths: list[str], *_: object) -> None:
-        """Of a module that several others share, the path is that under its caller."""
+        """A module that several others share gets its path below the caller."""
         above = self.stack[-1] and f"{self.stack[-1]}."
         self.stack.append(next((path for path in paths if path.startswith(above)), paths[0]))
         self._mark()
@@ -80,24 +82,25 @@ class ModulePaths:
             self._paths.append(self.stack[-1])
 
     def backward(self) -> str:
-        """The module that made the node whose gradient is being computed."""
+        """The path of the module that made the autograd node that is running."""
         node = current_node()
         return self.of(node._sequence_nr()) if node is not None else ""
 
     def of(self, number: int) -> str:
-        """The module that made the autograd node of this number."""
+        """The path of the module that made the autograd node with this sequence number."""
         return self._paths[bisect_right(self._numbers, number) - 1]
 
     def close(self) -> None:
+        """Removes the hooks."""
         for handle in self.handles:
             handle.remove()
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode to push above FakeTensorMode. Records while ``recording``; answers always what needs values.
+    """A dispatch mode for use above FakeTensorMode. Operators that need values always get an answer from it.
 
-    ``phase`` and ``micro`` are what the caller says; the backward pass is found out, and so is what is
-    computed again in it.
+    Events are recorded between ``record`` and ``end``. The caller says when a micro-batch and when the update begins;
+    the tracker itself sees the backward pass, and the forward passes that activation checkpointing repeats in it.
     """
 
     def __init__(self, model: nn.Module, device: DeviceName) -> None:
@@ -106,126 +109,129 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recording = False
         self.updating = False
         self.micro = -1
-        self.before: list[Piece] = []
+        self.before: list[TrackedStorage] = []
         self.events: list[MemoryEvent] = []
         self.unseen: dict[str, Unseen] = {}
         self.work = WorkLog()
         self.paths = ModulePaths(model)
         self._block = BLOCK_BYTES[device]
-        self._live: dict[int, Piece] = {}
-        self._refs: dict[int, weakref.ref[Any]] = {}
-        self._freed: list[Piece] = []
+        self._live: dict[int, TrackedStorage] = {}
+        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._freed: list[TrackedStorage] = []
         self._phase: Phase = "forward"
 
-    def hold(self, kind: Kind, tensors: Iterable[Any]) -> None:
-        """Says what the storages of these tensors are for, known already or not; what is no tensor is left out."""
+    def set_kind(self, kind: Kind, tensors: Iterable[object]) -> None:
+        """Says what the storages of these tensors are for, unless that is known; skips what is not a tensor."""
         for tensor in tensors_in(tensors):
-            piece = self._piece(tensor)
-            if piece.kind is None:
-                piece.kind = kind
+            storage = self._storage(tensor)
+            if storage.kind is None:
+                storage.kind = kind
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: OpArgs = (), kwargs: OpKwargs | None = None
+    ) -> OpResult:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # only asks for a property
+        if func.namespace == "prim":  # only reads a property
             return func(*args, **kwargs)
         phase, module = self._where()
         if phase != self._phase and phase == "backward":
             forget_casts()
-        out = without_values(func, args, kwargs)
+        result = call_without_values(func, args, kwargs)
         self._phase = phase
         if self.recording:
-            self._record(func, args, kwargs, out, module)
-        return out
+            self._record(OperatorCall(func, args, kwargs, result), module)
+        return result
 
-    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, module: str) -> None:
+    def _record(self, call: OperatorCall, module: str) -> None:
         phase = self._phase
         made = []
-        for tensor in tensors_in((out,)):
+        for tensor in call.outputs():
             if tensor.untyped_storage()._cdata not in self._live:
-                made.append(self._piece(tensor, phase, module))
+                made.append(self._storage(tensor, phase, module))
         if made and self.micro < 0:  # the engine's copies of buffers, before the first forward pass
-            self.hold("buffers", (out,))
-        if made or func._schema.is_mutable:
-            self.work.add(phase, module, func, args, kwargs, out)
-        op = func._schema.name.split("::")[-1]
-        scratch = self._hidden(func, args, out, made, op)
+            self.set_kind("buffers", (call.result,))
+        if made or call.is_mutable:
+            self.work.add(phase, module, call)
+        scratch = self._hidden(call, made)
         if made or self._freed:
-            self._add_event(module, op, made + scratch)
+            self._add_event(module, call.name, made + scratch)
             self._freed += scratch
 
-    def _hidden(self, func: Any, args: tuple[Any, ...], out: Any, made: list[Piece], op: str) -> list[Piece]:
-        """What lives only inside the call, as a piece; a workspace that it leaves is added to its last output."""
-        extra = hidden(self.device, func, args, out) if made else None
+    def _hidden(self, call: OperatorCall, made: list[TrackedStorage]) -> list[TrackedStorage]:
+        """The memory inside the call, as one storage; a workspace that it leaves is added to its last output."""
+        extra = hidden_memory(self.device, call) if made else None
         if extra is None:
             return []
         module = made[0].module
-        made[-1].size += extra.workspace
+        made[-1].num_bytes += extra.workspace
         if extra.why:
-            self._note_unseen(Unseen(op, module, extra.why, extra.bound))
-        phase = made[0].born
-        return [Piece(extra.scratch, "temporaries", phase, module, phase)] if extra.scratch else []
+            self._note_unseen(Unseen(call.name, module, extra.why, extra.bound))
+        phase = made[0].made_in
+        return [TrackedStorage(extra.scratch, "temporaries", phase, module, phase)] if extra.scratch else []
 
     def _note_unseen(self, found: Unseen) -> None:
-        """One row for an operator: the largest bound, and no module where there are several."""
+        """Keeps one row for each operator: the largest bound, and no module where there are several."""
         before = self.unseen.get(found.op, found)
         unknown = before.bound_bytes is None or found.bound_bytes is None
         bound = None if unknown else max(before.bound_bytes or 0, found.bound_bytes or 0)
         module = found.module if found.module == before.module else ""
         self.unseen[found.op] = Unseen(found.op, module, found.why, bound)
 
-    def _add_event(self, module: str, op: str, made: list[Piece]) -> None:
+    def _add_event(self, module: str, op: str, made: list[TrackedStorage]) -> None:
         freed, self._freed = self._freed, []
         self.events.append(MemoryEvent(self._phase, self.micro, module, op, freed, made))
 
     def _where(self) -> tuple[Phase, str]:
+        """The phase, and the path of the module that is running."""
         if self.updating:
             return "update", ""
         if not in_backward():
             return "forward", self.paths.stack[-1]
         if torch.is_grad_enabled():
-            return "recompute", self.paths.stack[-1]
+            return "checkpointing", self.paths.stack[-1]
         return "backward", self.paths.backward()
 
-    def _piece(self, tensor: Tensor, phase: Phase = "forward", module: str = "") -> Piece:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        piece = self._live.get(key)
-        if piece is None:
-            size = -(-storage.nbytes() // self._block) * self._block
-            piece = self._live[key] = Piece(size, None, phase, module)
-            self._refs[key] = weakref.ref(storage, partial(self._free, key))
-        return piece
+    def _storage(self, tensor: Tensor, phase: Phase = "forward", module: str = "") -> TrackedStorage:
+        """The record of a tensor's storage, made now if there is none."""
+        untyped = tensor.untyped_storage()
+        key = untyped._cdata
+        storage = self._live.get(key)
+        if storage is None:
+            size = -(-untyped.nbytes() // self._block) * self._block
+            storage = self._live[key] = TrackedStorage(size, None, phase, module)
+            self._refs[key] = weakref.ref(untyped, partial(self._free, key))
+        return storage
 
     def _free(self, key: int, _: object) -> None:
         del self._refs[key]
-        piece = self._live.pop(key)
-        piece.died = self._phase
-        self._freed.append(piece)
+        storage = self._live.pop(key)
+        storage.freed_in = self._phase
+        self._freed.append(storage)
 
-    def forward(self) -> None:
-        """The next micro-batch begins."""
+    def begin_micro_batch(self) -> None:
+        """To be called before each forward pass."""
         self.micro += 1
 
-    def update(self) -> None:
-        """The last backward pass is over."""
+    def begin_update(self) -> None:
+        """To be called after the last backward pass."""
         self.updating, self._phase = True, "update"
 
     def record(self) -> None:
-        """From here on operators are written down."""
+        """Starts to record events; what is live now is held ``before`` the step."""
         self.before, self._freed, self.recording = list(self._live.values()), [], True
 
     def end(self) -> None:
-        """What is held after the last operator is the last event."""
+        """Stops recording; the last event says what was freed after the last operator."""
         if self.recording:
             self.recording = False
             self._add_event("", "", [])
 
-    def as_if_before(self, kind: Kind, tensors: Iterable[Any]) -> None:
-        """What the step made for good, such as the optimizer's state: in the steady state it is there already."""
-        self.hold(kind, tensors)
-        early = {id(piece): piece for piece in self._live.values() if piece.kind == kind}
+    def move_before(self, kind: Kind, tensors: Iterable[object]) -> None:
+        """Counts what the step made to keep, such as the optimizer's state, as held before it: a steady state."""
+        self.set_kind(kind, tensors)
+        early = {id(storage) for storage in self._live.values() if storage.kind == kind}
         for event in self.events:
-            made_early = [piece for piece in event.made if id(piece) in early]
+            made_early = [storage for storage in event.made if id(storage) in early]
             if made_early:
-                event.made = [piece for piece in event.made if id(piece) not in early]
+                event.made = [storage for storage in event.made if id(storage) not in early]
                 self.before += made_early

@@ -1,35 +1,25 @@
-"""What operators compute and move: FLOPs by formula, bytes by the sizes of what they read and write."""
+"""Counts what the operators of a step compute and move: FLOPs by formula, bytes by the sizes of their tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from trainwright.forecast import simulated_lstm
+from trainwright.forecast.operator_call import OperatorCall, nbytes, tensors_in
 from trainwright.plan.trace import Phase, Work
 
 aten = torch.ops.aten
+FlopFormula = Callable[..., int]
+"""Called with the arguments of an operator and ``out_val``, its result; returns FLOPs."""
 
 
-def tensors_in(values: Any) -> Iterator[Tensor]:
-    """The tensors among arguments or results: those of lists too, as ``_foreach_*`` takes them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_in(value)
-
-
-def nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _attention_on_cpu(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+def _attention_on_cpu(query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> int:
     return int(
         sdpa_flop_count(  # type: ignore[no-untyped-call]
             query.shape, key.shape, value.shape
@@ -38,7 +28,7 @@ def _attention_on_cpu(query: Tensor, key: Tensor, value: Tensor, *args: Any, **k
 
 
 def _attention_on_cpu_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object
 ) -> int:
     return int(
         sdpa_backward_flop_count(  # type: ignore[no-untyped-call]
@@ -47,16 +37,16 @@ def _attention_on_cpu_backward(
     )
 
 
-def _lstm_on_cpu(x_TBD: Tensor, w_input: Tensor, w_hidden: Tensor, *args: Any, **kwargs: Any) -> int:
+def _lstm_on_cpu(x_TBD: Tensor, w_input: Tensor, w_hidden: Tensor, *args: object, **kwargs: object) -> int:
     steps = prod(x_TBD.shape[:2])
     return 2 * steps * (w_input.numel() + w_hidden.numel())
 
 
-def _lstm_on_cpu_backward(x_TBD: Tensor, w_input: Tensor, w_hidden: Tensor, *args: Any, **kwargs: Any) -> int:
+def _lstm_on_cpu_backward(x_TBD: Tensor, w_input: Tensor, w_hidden: Tensor, *args: object, **kwargs: object) -> int:
     return 2 * _lstm_on_cpu(x_TBD, w_input, w_hidden)
 
 
-OWN: dict[Any, Callable[..., int]] = {
+OWN: dict[OpOverloadPacket, FlopFormula] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention_on_cpu,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_on_cpu_backward,
     aten.mkldnn_rnn_layer: _lstm_on_cpu,
@@ -65,11 +55,11 @@ OWN: dict[Any, Callable[..., int]] = {
 """Formulas that torch's table lacks."""
 
 
-OWN_BY_NAME: dict[str, Callable[..., int]] = {
+OWN_BY_NAME: dict[str, FlopFormula] = {
     f"{simulated_lstm.NAMESPACE}::lstm": simulated_lstm.forward_flops,
     f"{simulated_lstm.NAMESPACE}::lstm_backward": simulated_lstm.backward_flops,
 }
-"""Of operators that are registered only when they are needed."""
+"""Formulas of operators that are registered only when they are needed."""
 
 
 class WorkLog:
@@ -77,35 +67,34 @@ class WorkLog:
 
     def __init__(self) -> None:
         self._sums: dict[tuple[Phase, str, str, str], list[int]] = {}
-        self._formulas: dict[Any, Callable[..., int] | None] = {}
+        self._formulas: dict[OpOverload, FlopFormula | None] = {}
 
-    def add(
-        self, phase: Phase, module: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
-    ) -> None:
-        """One call that is not a view. ``args`` are those that it was called with, ``out`` is what it gave."""
-        outputs = tuple(tensors_in((out,)))
-        inputs = tuple(tensors_in(args))
+    def add(self, phase: Phase, module: str, call: OperatorCall) -> None:
+        """Counts one call, which must not be a view. Keyword arguments count as neither read nor written."""
+        outputs, inputs = tuple(call.outputs()), tuple(tensors_in(call.args))
         lead = outputs[0] if outputs else inputs[0] if inputs else None
         dtype = str(lead.dtype).removeprefix("torch.") if lead is not None else ""
-        sums = self._sums.setdefault((phase, module, func._schema.name.split("::")[-1], dtype), [0, 0, 0])
+        sums = self._sums.setdefault((phase, module, call.name, dtype), [0, 0, 0])
         sums[0] += 1
-        sums[1] += self._flops(func, args, kwargs, out)
+        sums[1] += self._flops(call)
         sums[2] += sum(map(nbytes, inputs)) + sum(map(nbytes, outputs))
 
-    def _flops(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-        if func not in self._formulas:
-            packet = func._overloadpacket
+    def _flops(self, call: OperatorCall) -> int:
+        op = call.op
+        if op not in self._formulas:
+            packet = op._overloadpacket
             known = _from_torch(flop_registry[packet]) if packet in flop_registry else None
-            self._formulas[func] = OWN.get(packet) or OWN_BY_NAME.get(func._schema.name) or known
-        formula = self._formulas[func]
-        return 0 if formula is None else formula(*args, **kwargs, out_val=out)
+            self._formulas[op] = OWN.get(packet) or OWN_BY_NAME.get(op._schema.name) or known
+        formula = self._formulas[op]
+        return 0 if formula is None else formula(*call.args, **call.kwargs, out_val=call.result)
 
     def rows(self) -> tuple[Work, ...]:
+        """The sums, in the order of each one's first call."""
         return tuple(Work(*key, *sums) for key, sums in self._sums.items())
 
 
-def _from_torch(formula: Any) -> Callable[..., int]:
-    def flops(*args: Any, **kwargs: Any) -> int:
-        return int(formula(*args, **kwargs))
+def _from_torch(formula: Callable[..., object]) -> FlopFormula:
+    def flops(*args: object, **kwargs: object) -> int:
+        return int(formula(*args, **kwargs))  # type: ignore[call-overload,no-any-return]
 
     return flops

@@ -23,11 +23,11 @@ class BatchPlan:
 def solve_batch(
     size: int | None, micro: int | Literal["auto"] | None, accumulation: int | None, *, ranks: int = 1
 ) -> BatchPlan:
-    """Fills in what is not given. A global batch that does not divide ends in one short micro-batch.
+    """Fills in what is None. A global batch that is no multiple ends in one short micro-batch.
 
-    A ``micro`` of ``auto`` that nobody has decided is the whole batch of a rank.
+    A ``micro`` of ``auto`` that is not resolved is the whole batch of a rank.
 
-    Raises RecipeError when all three are given and contradict each other.
+    Raises RecipeError when all three are set and contradict each other.
     """
     micro = None if micro == "auto" else micro
     if size is None:

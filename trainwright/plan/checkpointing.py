@@ -1,4 +1,4 @@
-"""Which activations are computed again in the backward pass instead of being kept: activation checkpointing as data."""
+"""Activation checkpointing as data: which activations of each block are kept, and which backward computes again."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """For each of a model's repeated blocks, in order: None keeps all of its activations.
+    """What each of a model's repeated blocks keeps, in order. None: all of its activations.
 
-    Else a tuple of operator families (``"matmul"``, ``"attention"``, ``"gelu"``, ...) whose outputs are kept while the
-    rest is computed again; ``()`` computes the whole block again and keeps only its input. ``"matmul:3"`` is only
-    the fourth call of that family in the block's forward pass.
+    A tuple: the operator families (``"matmul"``, ``"attention"``, ``"gelu"``, ...) whose outputs are kept; the rest is
+    computed again in backward. ``()`` keeps only the block's input. ``"matmul:3"`` is only the fourth call of that
+    family in the block's forward pass.
     """
 
     blocks: tuple[tuple[str, ...] | None, ...]
 
     @classmethod
     def none(cls, count: int) -> Checkpointing:
-        """Nothing is computed again."""
+        """No checkpointing: every block keeps all of its activations."""
         return cls((None,) * count)
 
     @classmethod
     def every(cls, count: int, keep: Sequence[str] = ()) -> Checkpointing:
-        """Every block, but for the outputs of the families in ``keep``."""
+        """Every block is checkpointed and keeps the outputs of the families in ``keep``."""
         return cls((tuple(keep),) * count)
 
     @property
     def count(self) -> int:
-        """Blocks of which anything is computed again."""
+        """The number of checkpointed blocks."""
         return sum(keep is not None for keep in self.blocks)
 
 
-def describe(recompute: Checkpointing) -> str:
-    """One line: ``4 blocks whole; 6 but for matmul 0, 1 and gelu; 2 not at all``."""
-    alike = Counter(recompute.blocks)
+def describe(checkpointing: Checkpointing) -> str:
+    """One line, such as ``4 blocks whole; 6 but for matmul 0, 1 and gelu; 2 not at all``."""
+    alike = Counter(checkpointing.blocks)
     parts = [f"{count} {'block' if count == 1 else 'blocks'} {_but_for(keep)}" for keep, count in alike.items()]
     return "computed again in the backward pass: " + "; ".join(parts)
 

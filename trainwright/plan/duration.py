@@ -36,7 +36,7 @@ class Interval:
 
 
 def extent(until: Duration, pace: Pace, *, step: int = 0, used: float = 0.0) -> Extent:
-    """The length of the run. ``step`` steps at another pace have ``used`` so much of it, in its unit."""
+    """The length of the run, of which ``step`` steps at another pace have ``used`` some, in the unit of ``until``."""
     if until.unit == "s":
         return Extent(seconds=until.value)
     left = Duration(max(0.0, until.value - used), until.unit)
@@ -44,7 +44,7 @@ def extent(until: Duration, pace: Pace, *, step: int = 0, used: float = 0.0) -> 
 
 
 def span(duration: Duration, whole: Extent, pace: Pace, path: str) -> int | float:
-    """Steps (int), or the share of the run (float) where the run is budgeted in time and so has no step count."""
+    """Steps (int), or a share of the run (float) where the run is budgeted in time, so that it has no step count."""
     if duration.unit == "run":
         return duration.value if whole.steps is None else round(duration.value * whole.steps)
     if duration.unit == "s":
@@ -62,7 +62,7 @@ def span(duration: Duration, whole: Extent, pace: Pace, path: str) -> int | floa
 
 
 def interval(duration: Duration, whole: Extent, pace: Pace, path: str) -> Interval:
-    """How often something is done."""
+    """How often something is done. Raises RecipeError for a unit that the data lack."""
     if duration.unit == "s":
         return Interval(seconds=duration.value)
     if duration.unit == "run":

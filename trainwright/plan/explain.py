@@ -1,4 +1,4 @@
-"""The preflight in words: what will run, what it needs, what is odd about it."""
+"""The plan as lines of text before the run, and numbers in human units."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trainwright.plan.make import Plan
 
 
 def preflight(plan: Plan) -> list[str]:
-    """One line for each fact and decision of the plan, ready to print."""
+    """One line for each fact and decision of the plan."""
     lines = [
         f"device      {plan.device} ({plan.device_name})",
         f"parameters  {plan.parameters:,}{_share(plan.trainable, plan.parameters)}",
@@ -32,7 +32,7 @@ def _share(trainable: int, parameters: int) -> str:
 def _length(plan: Plan) -> str:
     if plan.extent.steps is None:
         return f"{plan.extent.seconds:g} s of training"
-    if plan.steps_per_epoch is None or plan.spent.step:  # those before had another number of steps
+    if plan.steps_per_epoch is None or plan.spent.step:  # earlier epochs had another number of steps
         return f"{plan.extent.steps:,} steps"
     epochs = f", {plan.extent.steps / plan.steps_per_epoch:.3g} epochs"
     return f"{plan.extent.steps:,} steps{epochs}"
@@ -46,19 +46,19 @@ def _total(plan: Plan) -> str:
     return f", about {plan.extent.seconds / plan.step_s:,.0f} steps in {plan.extent.seconds:g} s"
 
 
-def _first_loss(seen: float, expected: float | None) -> str:
+def _first_loss(loss: float, expected: float | None) -> str:
     if expected is None:
-        return f"{seen:.4f}"
-    theory = f"{seen:.4f}, and theory says ln {math.exp(expected):.0f} = {expected:.4f} for a model that knows nothing"
-    if not math.isfinite(seen):
+        return f"{loss:.4f}"
+    theory = f"{loss:.4f}, and theory says ln {math.exp(expected):.0f} = {expected:.4f} for a model that knows nothing"
+    if not math.isfinite(loss):
         return f"{theory}: NOT FINITE, the data or the initial weights are broken"
-    if seen > 1.5 * expected:
+    if loss > 1.5 * expected:
         return f"{theory}: far above, so inputs may not be normalised or initial weights may be too large"
     return theory
 
 
 def human_bytes(count: float) -> str:
-    """`1.5 GiB`"""
+    """Such as `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 999.5:  # beyond, three digits would be 1e+03
             return f"{count:.3g} {unit}"
@@ -67,7 +67,7 @@ def human_bytes(count: float) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """`12 ms`, `3.2 s`, `4 min 10 s`, `2 h 5 min`"""
+    """Such as `12 ms`, `3.2 s`, `4 min 10 s` or `2 h 5 min`."""
     if seconds < 1:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 120:

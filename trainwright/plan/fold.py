@@ -1,22 +1,21 @@
-"""Equal blocks of a model as one: ``blocks.0-11 x 12``. What is shown of a row is the sum over all of them."""
+"""Folds equal blocks of a model into one row, ``blocks.0-11 x 12``; its numbers are sums over all of them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
-from typing import Any
 
 from trainwright.plan.profile import GraphProfile, ModuleProfile, children_of
 
 SCREEN = 32
-"""Rows that are shown unless a depth is asked for."""
+"""The most rows that are shown when no depth is given."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """``count`` equal modules with all that is in them, summed. ``freed_bytes`` is None if nothing is called as one."""
+    """The sum over ``count`` equal modules and all in them. ``freed_bytes`` is None for what is not called itself."""
 
     path: str
     name: str
@@ -35,7 +34,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring autograd nodes of one module, in ``count`` equal blocks. ``inputs``: runs it is computed from."""
+    """Neighbouring autograd nodes of one module in ``count`` equal blocks. ``inputs``: the runs it is computed from."""
 
     path: str
     count: int
@@ -54,36 +53,37 @@ class Folded:
     rows: tuple[Row, ...]
     runs: tuple[Run, ...]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
+        """Rows and runs as plain data."""
         return {"depth": self.depth, "rows": [asdict(row) for row in self.rows], "runs": [asdict(r) for r in self.runs]}
 
 
-def fold(anatomy: GraphProfile, depth: int | None = None) -> Folded:
-    """Down to ``depth`` levels of modules below the model, by default the deepest that fits on a screen."""
-    tree = _Tree(anatomy)
+def fold(profile: GraphProfile, depth: int | None = None) -> Folded:
+    """Folds a profile to ``depth`` levels of modules, by default the most whose rows fit on a screen."""
+    tree = _Tree(profile)
     rows = tuple(tree.rows())
     deepest = max(row.depth for row in rows)
     if depth is None:
         fits = [d for d in range(1, deepest + 1) if sum(row.depth <= d for row in rows) <= SCREEN]
         depth = max(fits, default=1)
     depth = min(depth, deepest)
-    return Folded(depth, tuple(row for row in rows if row.depth <= depth), _runs(anatomy, tree.names, depth))
+    return Folded(depth, tuple(row for row in rows if row.depth <= depth), _runs(profile, tree.names, depth))
 
 
 class _Tree:
-    """The modules of an anatomy, folded. ``names`` maps each path to the one that it is shown under."""
+    """The modules of an profile, folded. ``names`` maps each path to the one that it is shown under."""
 
-    def __init__(self, anatomy: GraphProfile) -> None:
-        self.anatomy = anatomy
-        self.children = children_of(anatomy.parts)
+    def __init__(self, profile: GraphProfile) -> None:
+        self.profile = profile
+        self.children = children_of(profile.parts)
         self.names = {"": ""}
-        self._signatures: dict[str, Any] = {}
-        self._own = _by_module(anatomy)
-        self._groups: list[tuple[str, list[ModuleProfile]]] = [("", [anatomy.parts[0]])]
-        self._walk([anatomy.parts[0]], "")
+        self._signatures: dict[str, int] = {}
+        self._own = _by_module(profile)
+        self._groups: list[tuple[str, list[ModuleProfile]]] = [("", [profile.parts[0]])]
+        self._walk([profile.parts[0]], "")
 
     def _walk(self, alike: list[ModuleProfile], shown: str) -> None:
-        """Takes the children of ``alike``, which are equal, group by group."""
+        """Groups the children of the equal modules ``alike``, which are shown as ``shown``."""
         first = alike[0]
         for group in _alike(self.children.get(first.path, []), self._signature):
             name = group[0].name if len(group) == 1 else f"{group[0].name}-{group[-1].name}"
@@ -99,8 +99,8 @@ class _Tree:
             self._groups.append((path, members))
             self._walk(members, path)
 
-    def _signature(self, part: ModuleProfile) -> Any:
-        """Equal for modules that are made of the same, do the same and keep the same."""
+    def _signature(self, part: ModuleProfile) -> int:
+        """A hash that is equal for modules with equal children, work and saved tensors."""
         if part.path not in self._signatures:
             below = [(child.name, self._signature(child)) for child in self.children.get(part.path, [])]
             tied = tuple(name.removeprefix(f"{part.path}.") for name in part.tied)
@@ -110,6 +110,7 @@ class _Tree:
         return self._signatures[part.path]
 
     def rows(self) -> Iterator[Row]:
+        """One row for each group, parents before children."""
         for path, members in self._groups:
             within_them = [part for each in members for part in self._subtree(each)]
             first = members[0]
@@ -134,7 +135,7 @@ class _Tree:
         first = members[0]
         if not first.path or not first.calls or not self.children.get(first.path):
             return None
-        return sum(self.anatomy.freed_bytes(part) for part in members)
+        return sum(self.profile.freed_bytes(part) for part in members)
 
     def _subtree(self, part: ModuleProfile) -> Iterator[ModuleProfile]:
         yield part
@@ -142,33 +143,35 @@ class _Tree:
             yield from self._subtree(child)
 
 
-def _alike(children: Sequence[ModuleProfile], signature: Any) -> Iterator[list[ModuleProfile]]:
-    """Neighbours in a list of modules that are equal, together; all others alone."""
+def _alike(
+    children: Sequence[ModuleProfile], signature: Callable[[ModuleProfile], int]
+) -> Iterator[list[ModuleProfile]]:
+    """Groups equal neighbours in a list of modules; all others are groups of one."""
     for (_, numbered), group in groupby(children, key=lambda part: (signature(part), part.name.isdigit())):
         members = list(group)
         yield from [members] if numbered else ([part] for part in members)
 
 
-def _by_module(anatomy: GraphProfile) -> dict[str, list[tuple[str, int, int]]]:
-    """The nodes of each module itself: operator, bytes, saved tensors that are computed again."""
+def _by_module(profile: GraphProfile) -> dict[str, list[tuple[str, int, int]]]:
+    """The nodes of each module itself: operator, bytes, saved tensors that hooks replaced."""
     found: dict[str, list[tuple[str, int, int]]] = {}
-    for node, size in zip(anatomy.nodes, anatomy.fresh_bytes, strict=True):
+    for node, size in zip(profile.nodes, profile.fresh_bytes, strict=True):
         found.setdefault(node.module, []).append((node.op, size, node.hidden))
     return found
 
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Neighbouring nodes of one module: the ``turn``-th of that module, shown under ``name``."""
+    """Neighbouring nodes of one module: its ``turn``-th stretch, shown under ``name``."""
 
     name: str
     turn: int
     nodes: tuple[int, ...]
 
 
-def _runs(anatomy: GraphProfile, names: dict[str, str], depth: int) -> tuple[Run, ...]:
-    """Stretches of equal blocks as one, with the edges between them. Leaves are left out."""
-    stretches = list(_stretches(anatomy, names, depth))
+def _runs(profile: GraphProfile, names: dict[str, str], depth: int) -> tuple[Run, ...]:
+    """Folds the stretches of equal blocks, with the edges between them. Leaves are left out."""
+    stretches = list(_stretches(profile, names, depth))
     numbers: dict[tuple[str, int], int] = {}
     for stretch in stretches:
         numbers.setdefault((stretch.name, stretch.turn), len(numbers))
@@ -180,23 +183,23 @@ def _runs(anatomy: GraphProfile, names: dict[str, str], depth: int) -> tuple[Run
     found = []
     for places in alike:
         edges = (
-            (place, home.get(i)) for place in places for j in stretches[place].nodes for i in anatomy.nodes[j].inputs
+            (place, home.get(i)) for place in places for j in stretches[place].nodes for i in profile.nodes[j].inputs
         )
         behind = {number_of[to] for place, to in edges if to is not None and to != place}
-        found.append(_run(anatomy, [stretches[place] for place in places], tuple(sorted(behind))))
+        found.append(_run(profile, [stretches[place] for place in places], tuple(sorted(behind))))
     return tuple(found)
 
 
-def _run(anatomy: GraphProfile, alike: Sequence[_Stretch], inputs: tuple[int, ...]) -> Run:
+def _run(profile: GraphProfile, alike: Sequence[_Stretch], inputs: tuple[int, ...]) -> Run:
     members = [index for stretch in alike for index in stretch.nodes]
-    ops = Counter(_short(anatomy.nodes[index].op) for index in alike[0].nodes)
-    size = sum(anatomy.fresh_bytes[index] for index in members)
-    hidden = sum(anatomy.nodes[index].hidden for index in members)
+    ops = Counter(_short(profile.nodes[index].op) for index in alike[0].nodes)
+    size = sum(profile.fresh_bytes[index] for index in members)
+    hidden = sum(profile.nodes[index].hidden for index in members)
     return Run(alike[0].name, len(alike), len(members), tuple(ops.items()), size, hidden, inputs)
 
 
-def _stretches(anatomy: GraphProfile, names: dict[str, str], depth: int) -> Iterator[_Stretch]:
-    inner = [(index, _cut(node.module, depth)) for index, node in enumerate(anatomy.nodes) if not node.leaf]
+def _stretches(profile: GraphProfile, names: dict[str, str], depth: int) -> Iterator[_Stretch]:
+    inner = [(index, _cut(node.module, depth)) for index, node in enumerate(profile.nodes) if not node.leaf]
     turns: Counter[str] = Counter()
     for path, group in groupby(inner, key=lambda each: each[1]):
         yield _Stretch(names[path], turns[path], tuple(index for index, _ in group))

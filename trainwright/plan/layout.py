@@ -1,9 +1,9 @@
-"""How a run is laid out on a device: micro-batch, precision, what is computed again, how the loss is. Pure.
+"""Chooses the layout of a run on a device: micro-batch, precision, activation checkpointing, chunks of the loss.
 
-All that is weighed here gives the same training but for last bits (and for what looks at a micro-batch, as BatchNorm
-does): the global batch stays. The rule: of what fits, the fastest; of what is as fast within ``AS_FAST``, the
-plainest; of that the whole batch uncut, or else the cut that holds least. The optimizer goes to the host's memory only
-where nothing fits otherwise.
+Every layout here gives the same training except for last bits (and for layers that see a micro-batch, such as
+BatchNorm): the global batch stays. The rule: of what fits, the fastest; of what is as fast within ``AS_FAST``, the
+plainest; of that the whole batch in one micro-batch, or else the micro-batch that holds least. The optimizer is
+offloaded only where nothing fits otherwise.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from trainwright.plan.scale import Scaled
 
 AS_FAST = 0.02
 MOST_SIZES = 40
-"""Micro-batches that are weighed, evenly spread where there would be more."""
+"""The number of micro-batch sizes that are compared, evenly spread where there would be more."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to run a model, for every size. ``checkpointing`` as the recipe says it; ``rank``: the plainest is 0.
+    """One layout of a model, for every micro-batch size. ``checkpointing`` as in a recipe; ``rank`` 0 is the plainest.
 
-    ``logits_bytes`` are those of the whole logits of a sample and their gradient in fp32; 0: no chunks are possible.
-    ``scaled`` is what the device holds and does: without the optimizer where that is an ``offload``.
+    ``logits_bytes`` are those of a sample's whole logits and their gradient in fp32; 0: the loss has no chunks.
+    ``scaled`` is what the device holds and computes; without the optimizer where there is an ``offload``.
     """
 
     precision: str
@@ -42,9 +42,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class Option:
-    """A way in a micro-batch, on a device: what it holds at most and how long a step of the global batch takes."""
+    """A layout with a micro-batch on a device: its peak memory, and the time of a step of the global batch."""
 
-    way: Layout
+    layout: Layout
     micro: int
     accumulation: int
     peak_bytes: int
@@ -56,14 +56,13 @@ class Option:
         return self.time.step_s
 
     def cost(self) -> str:
-        """`31.2 GiB, 1.4 s a step`"""
+        """Such as `31.2 GiB, 1.4 s a step`."""
         return f"{human_bytes(self.peak_bytes)}, {human_seconds(self.step_s)} a step"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """``best`` is the option to take; where none fits, the one that holds least. ``options`` are all that
-    were weighed."""
+    """``best`` is the chosen option; where none fits, the one that holds least. ``options`` are all of them."""
 
     best: Option
     options: tuple[Option, ...]
@@ -74,46 +73,46 @@ class Choice:
         return self.best.fits
 
 
-def choose(ways: Sequence[Layout], device: Device, size: int, *, micro: int | None = None) -> Choice:
-    """The best way and micro-batch for ``size`` samples a step on one rank; ``micro`` where the recipe fixes it."""
+def choose(layouts: Sequence[Layout], device: Device, size: int, *, micro: int | None = None) -> Choice:
+    """The best layout and micro-batch for ``size`` samples a step on one rank. ``micro``: the recipe fixes it."""
     sizes = [micro] if micro is not None else micro_sizes(size)
-    options = [weigh(way, device, size, each) for way in ways for each in sizes]
-    here = [option for option in options if not option.way.offload] or options
-    fitting = [option for option in here if option.fits] or [option for option in options if option.fits]
-    best = pick(fitting) if fitting else min(here, key=lambda option: (option.peak_bytes, option.way.rank))
+    options = [weigh(layout, device, size, each) for layout in layouts for each in sizes]
+    preferred = [option for option in options if not option.layout.offload] or options
+    fitting = [option for option in preferred if option.fits] or [option for option in options if option.fits]
+    best = pick(fitting) if fitting else min(preferred, key=lambda option: (option.peak_bytes, option.layout.rank))
     return Choice(best, tuple(options), _notes(best, options, device, fixed=micro is not None))
 
 
-def offloaded(ways: Sequence[Layout], device: Device) -> list[Layout]:
-    """The same with the optimizer in the host's memory, where there is something to move and somewhere to move it."""
-    found = [(way, offload_of(way.scaled.small, device)) for way in ways]
-    return [replace(way, scaled=without_optimizer(way.scaled), offload=moved) for way, moved in found if moved]
+def offloaded(layouts: Sequence[Layout], device: Device) -> list[Layout]:
+    """The same layouts with the optimizer offloaded, where it has state and the device a link to the host."""
+    found = [(layout, offload_of(layout.scaled.small, device)) for layout in layouts]
+    return [replace(layout, scaled=without_optimizer(layout.scaled), offload=moved) for layout, moved in found if moved]
 
 
-def weigh(way: Layout, device: Device, size: int, micro: int) -> Option:
-    """One way in one micro-batch."""
+def weigh(layout: Layout, device: Device, size: int, micro: int) -> Option:
+    """The memory and time of one layout with one micro-batch size."""
     accumulation = -(-size // micro)
-    peak = way.scaled.peak_bytes(micro, accumulation)
-    time = scaled_time(way.scaled, micro, accumulation, device, way.precision)
+    peak = layout.scaled.peak_bytes(micro, accumulation)
+    time = scaled_time(layout.scaled, micro, accumulation, device, layout.precision)
     fits = peak <= device.usable_bytes
-    if way.offload is not None:
-        time = time.waiting("host", way.offload.step_s)
-        fits = fits and not way.offload.lacks_room(device)
-    return Option(way, micro, accumulation, peak, time, fits)
+    if layout.offload is not None:
+        time = time.waiting("host", layout.offload.step_s)
+        fits = fits and not layout.offload.lacks_room(device)
+    return Option(layout, micro, accumulation, peak, time, fits)
 
 
 def pick(options: Iterable[Option]) -> Option:
-    """The plainest of those that are as fast as the fastest; of these the batch uncut, or what holds least."""
+    """The plainest of those as fast as the fastest; of these the one without accumulation, or what holds least."""
     options = list(options)
     enough = min(option.step_s for option in options) * (1 + AS_FAST)
     return min(
         (option for option in options if option.step_s <= enough),
-        key=lambda option: (option.way.rank, option.accumulation > 1, option.peak_bytes, option.step_s),
+        key=lambda option: (option.layout.rank, option.accumulation > 1, option.peak_bytes, option.step_s),
     )
 
 
 def micro_sizes(size: int) -> list[int]:
-    """Micro-batches that cut ``size`` samples into parts as equal as can be, rising; divisors where they suffice."""
+    """Micro-batch sizes, rising, that cut ``size`` samples into equal parts; nearly equal where divisors are few."""
     divisors = [each for each in range(1, size + 1) if size % each == 0] if size <= 1 << 16 else []
     equal = divisors if len(divisors) > 3 else sorted({-(-size // count) for count in _counts(size)})
     if len(equal) <= MOST_SIZES:
@@ -122,7 +121,7 @@ def micro_sizes(size: int) -> list[int]:
 
 
 def _counts(size: int) -> list[int]:
-    """1, 2, 3 ... and then by steps of a tenth."""
+    """1, 2, 3 ..., later in steps of a tenth, up to ``size``."""
     found, count = [], 1
     while count < size:
         found.append(count)
@@ -147,14 +146,14 @@ def _micro_note(best: Option, options: Sequence[Option], device: Device, *, fixe
         more = f": more than the {human_bytes(device.usable_bytes)} usable" if over else ""
         return Note("micro-batch", chosen, f"{best.cost()}{more}")
     if fixed:
-        return Note("micro-batch", chosen, f"asked for in the recipe; {best.cost()}")
-    same = sorted((option for option in options if option.way is best.way), key=lambda option: option.micro)
+        return Note("micro-batch", chosen, f"set in the recipe; {best.cost()}")
+    same = sorted((option for option in options if option.layout is best.layout), key=lambda option: option.micro)
     at = same.index(best)
-    said = [f"{best.cost()}, spent {_spent(best)}"]
-    said += [
+    reasons = [f"{best.cost()}, spent {_spent(best)}"]
+    reasons += [
         f"{option.micro} would be {_against(option, best)}" for option in (*same[at - 1 : at], *same[at + 1 : at + 2])
     ]
-    return Note("micro-batch", chosen, "; ".join(said))
+    return Note("micro-batch", chosen, "; ".join(reasons))
 
 
 def _spent(option: Option) -> str:
@@ -169,79 +168,79 @@ def _spent(option: Option) -> str:
 
 
 def _precision_note(best: Option, options: Sequence[Option], device: Device) -> Note:
-    name = best.way.precision
+    name = best.layout.precision
     seconds = {each: best.time.flops / (device.flops[each] * device.reach_flops) for each in device.precisions}
     rates = ", ".join(f"{human_seconds(seconds[each])} in {each}" for each in device.precisions)
-    said = [f"the arithmetic of a step alone takes {rates}"]
+    reasons = [f"the arithmetic of a step alone takes {rates}"]
     if name in ("bf16", "fp16"):
-        said.append("weights, gradients and moments stay in fp32 (master weights)")
-    same = [option for option in options if (option.way.offload is None) == (best.way.offload is None)]
-    others = {option.way.precision for option in same} - {name}
-    said += [f"{other} would be {_best_where(same, best, precision=other)}" for other in sorted(others)]
-    return Note("precision", name, "; ".join(said))
+        reasons.append("weights, gradients and moments stay in fp32 (master weights)")
+    same = [option for option in options if (option.layout.offload is None) == (best.layout.offload is None)]
+    others = {option.layout.precision for option in same} - {name}
+    reasons += [f"{other} would be {_best_where(same, best, precision=other)}" for other in sorted(others)]
+    return Note("precision", name, "; ".join(reasons))
 
 
 def _checkpointing_note(best: Option, options: Sequence[Option]) -> Note:
-    name = best.way.checkpointing
-    same = _alike(options, best)
-    others = list(dict.fromkeys(option.way.checkpointing for option in same if option.way.checkpointing != name))
-    share = best.time.recomputed_flops / best.time.flops if best.time.flops else 0.0
-    said = [f"{share:.0%} of the arithmetic is done again" if share else "nothing is computed twice"]
-    said += [f"{other} would be {_best_where(same, best, checkpointing=other)}" for other in others]
-    return Note("checkpointing", name, "; ".join(said))
+    name = best.layout.checkpointing
+    same = _comparable(options, best)
+    others = list(dict.fromkeys(option.layout.checkpointing for option in same if option.layout.checkpointing != name))
+    share = best.time.checkpointing_flops / best.time.flops if best.time.flops else 0.0
+    reasons = [f"{share:.0%} of the arithmetic is computed again" if share else "nothing is computed twice"]
+    reasons += [f"{other} would be {_best_where(same, best, checkpointing=other)}" for other in others]
+    return Note("checkpointing", name, "; ".join(reasons))
 
 
 def _chunked_note(best: Option, options: Sequence[Option]) -> Note:
-    name, logits = ("chunked" if best.way.chunked else "plain"), best.way.logits_bytes * best.micro
+    name, logits = ("chunked" if best.layout.chunked else "plain"), best.layout.logits_bytes * best.micro
     if not logits:
-        return Note("loss", name, "model and loss are not made for logits in chunks")
-    same = _alike(options, best)
-    if len({option.way.chunked for option in same}) > 1:
-        other = "plain" if best.way.chunked else "chunked"
-        return Note("loss", name, f"{other} would be {_best_where(same, best, chunked=not best.way.chunked)}")
-    verb = "would take" if best.way.chunked else "take"
+        return Note("loss", name, "model and loss do not support logits in chunks")
+    same = _comparable(options, best)
+    if len({option.layout.chunked for option in same}) > 1:
+        other = "plain" if best.layout.chunked else "chunked"
+        return Note("loss", name, f"{other} would be {_best_where(same, best, chunked=not best.layout.chunked)}")
+    verb = "would take" if best.layout.chunked else "take"
     return Note("loss", name, f"whole logits of a micro-batch and their gradient {verb} {human_bytes(logits)} in fp32")
 
 
 def _offload_note(best: Option, options: Sequence[Option], device: Device) -> Note:
-    topic, moved = "optimizer offload", best.way.offload
+    topic, moved = "optimizer offload", best.layout.offload
     if moved is None:
-        moved = offload_of(best.way.scaled.small, device)
+        moved = offload_of(best.layout.scaled.small, device)
         if moved is None:
             return Note(topic, "no", "there is no optimizer state to move, or no other memory to move it to")
-        others = [option for option in options if option.way.offload]
+        others = [option for option in options if option.layout.offload]
         would = _best_of(others, best) if others else f"{human_bytes(moved.state_bytes)} less"
         return Note(topic, "no", f"it would be {would}; {_moving(moved)}")
     why = f"it frees {human_bytes(moved.state_bytes)} and takes {human_bytes(moved.host_bytes)} of the host's memory"
     if moved.lacks_room(device):
         return Note(topic, "yes", f"{why}, where {human_bytes(device.host_memory_bytes)} are free and a tenth stays so")
-    needed = best.fits and any(option.way.offload is None for option in options)
+    needed = best.fits and any(option.layout.offload is None for option in options)
     return Note(topic, "yes", f"{why}; {_moving(moved)}{'; nothing fits without' if needed else ''}")
 
 
 def _moving(moved: Offload) -> str:
-    """What it costs in each step."""
+    """The bytes over the link and the times of one step."""
     link, host = human_seconds(moved.link_s), human_seconds(moved.host_s)
     return f"{human_bytes(moved.link_bytes)} a step over the link to the host take {link}, the update there {host}"
 
 
 def _best_where(options: Sequence[Option], best: Option, **wanted: object) -> str:
-    """The best of the options that differ as ``wanted``: what it costs against ``best``."""
-    return _best_of([o for o in options if all(getattr(o.way, key) == value for key, value in wanted.items())], best)
+    """Compares the best of the options whose layout has ``wanted`` with ``best``, in words."""
+    return _best_of([o for o in options if all(getattr(o.layout, key) == value for key, value in wanted.items())], best)
 
 
-def _alike(options: Sequence[Option], best: Option) -> list[Option]:
-    """Those of the same precision and place of the optimizer."""
-    how = (best.way.precision, best.way.offload is None)
-    return [option for option in options if (option.way.precision, option.way.offload is None) == how]
+def _comparable(options: Sequence[Option], best: Option) -> list[Option]:
+    """The options with the same precision and the same place of the optimizer."""
+    kind = (best.layout.precision, best.layout.offload is None)
+    return [option for option in options if (option.layout.precision, option.layout.offload is None) == kind]
 
 
-def _best_of(found: Sequence[Option], best: Option) -> str:
-    """The best of them: what it costs against ``best``."""
-    fitting = [option for option in found if option.fits]
+def _best_of(options: Sequence[Option], best: Option) -> str:
+    """Compares the best of the options with ``best``, in words."""
+    fitting = [option for option in options if option.fits]
     if fitting:
         return _against(pick(fitting), best)
-    return _against(min(found, key=lambda option: option.peak_bytes), best)
+    return _against(min(options, key=lambda option: option.peak_bytes), best)
 
 
 def _against(option: Option, best: Option) -> str:

@@ -1,7 +1,7 @@
-"""What the machine has, as facts and without torch: cores, memory, CPU features, NVIDIA GPUs.
+"""The facts of the machine, read without torch: cores, memory, CPU features, NVIDIA GPUs.
 
-A container or a batch scheduler may grant less than the hardware has; what is granted is what is reported.
-Functions named ``parse_*`` take the text of a system file, so that machines we do not own can be tested.
+A container or a batch scheduler may grant less than the hardware has; the granted amounts are reported. Functions
+named ``parse_*`` take the text of a system file, so that tests can cover other machines.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """``cores`` and memory are what affinity and cgroup leave to this process."""
+    """One machine. ``cores`` and memory are what affinity and cgroup grant this process."""
 
     cores: int
     memory_bytes: int
@@ -74,7 +74,7 @@ def read_machine() -> Machine:
 
 
 def disk_free_bytes(path: Path | str) -> int:
-    """Bytes that may be written where ``path`` is or will be."""
+    """Bytes that may be written on the disk of ``path``, which need not exist yet."""
     path = Path(path).absolute()
     while not path.exists():  # ends at the root
         path = path.parent
@@ -89,7 +89,7 @@ def parse_cpuinfo(text: str) -> tuple[str, tuple[str, ...]]:
         if colon:
             first.setdefault(key.strip(), value.strip())
     name = first.get("model name", "")
-    if not name and "CPU implementer" in first:  # Linux gives numbers on ARM, names only to those who have a table
+    if not name and "CPU implementer" in first:  # on ARM Linux gives numbers, no names
         name = f"ARM implementer {first['CPU implementer']} part {first.get('CPU part', '?')}"
     flags = (first.get("flags") or first.get("Features") or "").split()
     return name, tuple(sorted(_FLAGS[flag] for flag in set(flags) & set(_FLAGS)))
@@ -130,10 +130,10 @@ def parse_cache_bytes(text: str) -> int:
 
 
 def read_limits(root: Path, self_cgroup: str) -> Limits:
-    """The tightest limits on the way from this process's control group up to ``root`` (/sys/fs/cgroup).
+    """The smallest limits from this process's control group up to ``root`` (/sys/fs/cgroup).
 
-    In a container the path may name the host's tree, which is not mounted; then only ``root`` itself is
-    there, and that is the container's own group.
+    In a container the path may name the host's tree, which is not mounted; then only ``root`` itself
+    exists, and that is the container's own group.
     """
     paths = parse_cgroup_paths(self_cgroup)
     cpus = memory = unused = math.inf
@@ -153,9 +153,9 @@ def read_limits(root: Path, self_cgroup: str) -> Limits:
 
 
 def select_visible(uuids: Sequence[str], visible: str | None) -> list[int]:
-    """Positions in ``uuids`` that CUDA_VISIBLE_DEVICES leaves; None is not set.
+    """Positions in ``uuids`` that CUDA_VISIBLE_DEVICES makes visible; None: it is not set.
 
-    As CUDA does it: numbers or prefixes of UUIDs, and the first entry that is wrong ends the list. Numbers
+    As in CUDA, entries are numbers or prefixes of UUIDs, and the first invalid entry ends the list. Numbers
     count in PCI bus order, which is CUDA's order on machines whose GPUs are alike.
     """
     if visible is None:
@@ -174,7 +174,7 @@ def select_visible(uuids: Sequence[str], visible: str | None) -> list[int]:
 
 
 def read_gpus(visible: str | None) -> tuple[Gpu, ...]:
-    """The NVIDIA GPUs that ``visible`` (CUDA_VISIBLE_DEVICES) leaves; () without a driver."""
+    """The NVIDIA GPUs that ``visible`` (CUDA_VISIBLE_DEVICES) makes visible; () without a driver."""
     import pynvml
 
     try:
@@ -185,13 +185,13 @@ def read_gpus(visible: str | None) -> tuple[Gpu, ...]:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
         return tuple(_gpu(pynvml, index, handles[index]) for index in select_visible(uuids, visible))
-    except pynvml.NVMLError:  # a GPU that has fallen off the bus answers nothing
+    except pynvml.NVMLError:  # a GPU that has fallen off the bus does not answer
         return ()
     finally:
         pynvml.nvmlShutdown()
 
 
-def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
+def _gpu(nvml: Any, index: int, handle: object) -> Gpu:
     return Gpu(
         index=index,
         name=nvml.nvmlDeviceGetName(handle),
@@ -207,7 +207,7 @@ def _affinity() -> int:
 
 
 def _upwards(root: Path, path: str) -> Iterator[Path]:
-    """``root/path`` and every folder above it, ``root`` included; those that are not there do no harm."""
+    """``root/path`` and every folder above it, ``root`` included; folders that do not exist are included."""
     inner = root / path.lstrip("/")
     yield inner
     while inner != root:
@@ -216,7 +216,7 @@ def _upwards(root: Path, path: str) -> Iterator[Path]:
 
 
 def _memory_of(group: Path, limit_name: str, usage_name: str) -> tuple[float, float]:
-    """(limit, what is left of it) in bytes."""
+    """The limit and what is left of it, in bytes."""
     limit_text, usage_text = _text(group / limit_name), _text(group / usage_name)
     if limit_text is None or usage_text is None:
         return math.inf, math.inf
@@ -228,5 +228,5 @@ def _memory_of(group: Path, limit_name: str, usage_name: str) -> tuple[float, fl
 def _text(path: Path) -> str | None:
     try:
         return path.read_text()
-    except OSError:  # not on this system, not mounted, not ours to read
+    except OSError:  # not on this system, not mounted, or not readable for us
         return None

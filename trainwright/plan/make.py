@@ -1,11 +1,11 @@
-"""Recipe and facts in, Plan out: every derived number of the run, each decision with a Note that says why."""
+"""Makes the Plan from a recipe and facts: every number derived from them, each decision with a Note that says why."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from trainwright.errors import Problem, RecipeError
 from trainwright.plan.batch import BatchPlan, scale_lr, solve_batch
@@ -27,10 +27,10 @@ class Note:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is known of the live objects before the run. Counts are None where a stream has no length.
+    """What is known of the live objects before the run. Counts are None for a stream, which has no length.
 
     ``low_precision`` is what the device computes in hardware: a subset of ("tf32", "bf16", "fp16");
-    ``threads`` are the numbers of CPU threads to choose from, the most first.
+    ``threads`` are the numbers of CPU threads to choose from, the largest first.
     """
 
     train_samples: int | None
@@ -48,7 +48,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Spent:
-    """A run's counters where its batch last changed size: what is left is counted in steps of the new one."""
+    """A run's counters where its batch size last changed: the rest is counted in steps of the new size."""
 
     step: int = 0
     samples: int = 0
@@ -59,7 +59,7 @@ class Spent:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a resumed run keeps of its earlier plan, whatever its length and batch are now. None: planned anew."""
+    """What a resumed run keeps of its earlier plan, whatever its length and batch are now. None: planned again."""
 
     warmup: int | float | None = None
     keep_every: int | None = None
@@ -70,7 +70,7 @@ class Kept:
 class Plan:
     """All derived numbers. Bytes are estimates for one rank; ``step_s`` is forward and backward alone.
 
-    ``settled`` is what a recipe left to the plan that had to be decided before the model was built.
+    ``settled`` is what the recipe left open and was resolved before the model was built.
     """
 
     device: str
@@ -93,16 +93,16 @@ class Plan:
     memory_bytes: Mapping[str, int] | None = None
     step_s: float | None = None
     spent: Spent = Spent()
-    settled: Mapping[str, Any] = field(default_factory=dict)
+    settled: Mapping[str, object] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """For plan.json."""
         return asdict(self)
 
 
 def make_plan(recipe: Recipe, facts: RunFacts, *, ranks: int = 1, kept: Kept = Kept()) -> Plan:
-    """Decides all that needs no rehearsal. Raises RecipeError where the recipe cannot be met by the data."""
+    """Decides all that needs no dry run. Raises RecipeError where the data cannot satisfy the recipe."""
     batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation, ranks=ranks)
     per_epoch = _steps_per_epoch(facts.train_samples, batch.size, recipe.data.drop_last)
     pace = Pace(batch.size, per_epoch, facts.tokens_per_sample)
@@ -152,67 +152,67 @@ def _keep_every(recipe: Recipe, whole: Extent, pace: Pace) -> int | None:
     return steps
 
 
-def with_rehearsal(
+def with_dry_run(
     plan: Plan,
     *,
-    asked: str,
+    precision: str,
     facts: RunFacts,
     loss: float,
     outputs: int | None,
     seconds: Mapping[tuple[PrecisionName, int], float],
     memory_bytes: Mapping[str, int],
 ) -> Plan:
-    """The plan once the first batch has been run: precision, memory, time, initial loss.
+    """The plan with what the dry run of the first batch showed: precision, memory, time, initial loss.
 
-    ``outputs`` is the last dimension of what the model gives: a classifier of so many classes that knows
-    nothing has the loss ln(outputs).
-    ``seconds`` is the time of one step's forward and backward, by precision and number of threads.
+    ``precision`` is the recipe's. ``outputs`` is the last dimension of the model's output: an untrained classifier of
+    so many classes has the loss ln(outputs). ``seconds`` is the time of one step's forward and backward, by precision
+    and number of threads.
     """
     threads, thread_notes = choose_threads(facts.threads, seconds)
     by_precision = {name: took for (name, count), took in seconds.items() if count == threads}
-    precision, note = choose_precision(asked, facts.device, facts.low_precision, by_precision)
+    chosen, note = choose_precision(precision, facts.device, facts.low_precision, by_precision)
     return replace(
         plan,
-        precision=precision,
+        precision=chosen,
         initial_loss=loss,
         expected_loss=math.log(outputs) if facts.classes and outputs else None,
         memory_bytes=dict(memory_bytes),
-        step_s=by_precision[precision],
+        step_s=by_precision[chosen],
         threads=threads,
         notes=(*plan.notes, *thread_notes, note),
     )
 
 
-def candidates(asked: str, device: str, low_precision: tuple[str, ...]) -> tuple[PrecisionName, ...]:
-    """The precisions worth timing in the rehearsal."""
-    if asked != "auto":
-        return (choose_precision(asked, device, low_precision, {})[0],)
+def candidates(setting: str, device: str, low_precision: tuple[str, ...]) -> tuple[PrecisionName, ...]:
+    """The precisions worth timing in the dry run. ``setting`` is the recipe's."""
+    if setting != "auto":
+        return (choose_precision(setting, device, low_precision, {})[0],)
     if device == "cpu" and "bf16" in low_precision:
         return ("fp32", "bf16")
-    return (choose_precision(asked, device, low_precision, {})[0],)
+    return (choose_precision(setting, device, low_precision, {})[0],)
 
 
 def choose_threads(
     counts: tuple[int, ...], seconds: Mapping[tuple[PrecisionName, int], float]
 ) -> tuple[int, tuple[Note, ...]]:
-    """The most threads, unless fewer are faster: threads that share cores with others wait for each other."""
+    """The largest number of threads, unless a smaller one is faster: threads that share cores wait for each other."""
     if len(counts) == 1:
         return counts[0], ()
     best = {count: min(took for (_, each), took in seconds.items() if each == count) for count in counts}
     fastest = min(counts, key=lambda count: best[count])
     chosen = fastest if best[counts[0]] > PAYS_ABOVE * best[fastest] else counts[0]
     timed = " and ".join(f"{took * 1e3:.3g} ms with {count}" for count, took in best.items())
-    return chosen, (Note("threads", str(chosen), f"measured in the rehearsal: one step takes {timed}"),)
+    return chosen, (Note("threads", str(chosen), f"measured in the dry run: one step takes {timed}"),)
 
 
 def choose_precision(
-    asked: str, device: str, low_precision: tuple[str, ...], seconds: Mapping[PrecisionName, float]
+    setting: str, device: str, low_precision: tuple[str, ...], seconds: Mapping[PrecisionName, float]
 ) -> tuple[PrecisionName, Note]:
-    """What the forward pass computes in, and why."""
-    if asked == "tf32" and device == "cpu":
+    """The precision of the forward pass, and why. ``setting`` is the recipe's."""
+    if setting == "tf32" and device == "cpu":
         return "fp32", Note("precision", "fp32", "tf32 is a mode of NVIDIA tensor cores; a CPU has none")
-    if asked != "auto":
-        return cast(PrecisionName, asked), Note("precision", asked, "asked for in the recipe")
+    if setting != "auto":
+        return cast(PrecisionName, setting), Note("precision", setting, "set in the recipe")
     if device != "cpu":
         if "bf16" in low_precision:
             return "bf16", Note("precision", "bf16", "the GPU has bf16 tensor cores; no loss scale is needed")
@@ -222,7 +222,7 @@ def choose_precision(
     gain = seconds["fp32"] / seconds["bf16"]
     timed = f"one step takes {seconds['fp32'] * 1e3:.3g} ms in fp32 and {seconds['bf16'] * 1e3:.3g} ms in bf16"
     chosen: PrecisionName = "bf16" if gain > PAYS_ABOVE else "fp32"
-    return chosen, Note("precision", chosen, f"measured in the rehearsal: {timed}")
+    return chosen, Note("precision", chosen, f"measured in the dry run: {timed}")
 
 
 def _steps_per_epoch(samples: int | None, batch: int, drop_last: bool) -> int | None:
@@ -254,7 +254,7 @@ def _steps_in(samples: int, batch: int, drop_last: bool) -> int:
 
 
 def _shorter(recipe: Recipe, warmup: int | float, whole: Extent) -> int | float:
-    """The warm-up; raises RecipeError when it fills the run, or as a share is longer than it by more than rounding."""
+    """The warm-up. Raises RecipeError when it is as long as the run, or a share above 1 by more than rounding."""
     if isinstance(warmup, int) and whole.steps is not None and warmup >= whole.steps > 0 and warmup > 0:
         raise _too_long(recipe, f"{warmup} steps", f"{whole.steps} steps", f"{max(1, whole.steps // 10)}steps")
     if isinstance(warmup, float) and whole.seconds is not None and warmup > 1 + 1e-9:

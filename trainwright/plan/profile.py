@@ -1,4 +1,4 @@
-"""What a model is made of and what its backward pass keeps, as data: modules, autograd nodes, saved tensors."""
+"""The profile of a model's autograd graph, as data: modules, autograd nodes and saved tensors."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 from trainwright.plan.trace import Trace
 
 LOSS = "(loss)"
-"""Stands for a module: what is computed behind the model."""
+"""The path that stands for what is computed after the model."""
 Role = Literal["weights", "buffers", "inputs", "activations"]
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor that is kept: its name at the node, and the number, bytes and role of its whole storage."""
+    """A saved tensor: its name at the node, and the number, bytes and role of its whole storage."""
 
     name: str
     storage: int
@@ -27,7 +27,7 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class Node:
-    """One autograd node. ``inputs`` are the nodes that it passes gradients on to, in the order of its inputs.
+    """One autograd node. ``inputs`` are the nodes that it passes gradients to, in the order of its inputs.
 
     ``leaf`` is the name of the parameter that a node accumulates the gradient of. ``hidden`` counts saved tensors that
     hooks replaced, as activation checkpointing does: they are not kept, and not in ``saved``.
@@ -45,7 +45,7 @@ class Node:
 class ModuleProfile:
     """One module. Parameters and FLOPs are its own, without its children's; a tied weight counts where it comes first.
 
-    ``tied`` names the weights of other modules that it uses as its own. ``given`` is what it was called with.
+    ``tied`` names the weights of other modules that it uses as its own. ``inputs`` are the tensors it was called with.
     """
 
     path: str
@@ -55,7 +55,7 @@ class ModuleProfile:
     tied: tuple[str, ...] = ()
     calls: int = 0
     output: tuple[int, ...] | None = None
-    given: tuple[SavedTensor, ...] = ()
+    inputs: tuple[SavedTensor, ...] = ()
     forward_flops: int = 0
     backward_flops: int = 0
 
@@ -68,7 +68,7 @@ class ModuleProfile:
 class GraphProfile:
     """Modules, the root first and children behind their parent; nodes in the order of the forward pass, leaves last.
 
-    ``elsewhere_bytes`` wait for the backward pass, too, and are in no saved tensor: workspaces of kernels.
+    ``elsewhere_bytes`` are also kept for backward, but in no saved tensor: workspaces of kernels.
     """
 
     parts: tuple[ModuleProfile, ...]
@@ -81,7 +81,7 @@ class GraphProfile:
 
     @cached_property
     def fresh_bytes(self) -> tuple[int, ...]:
-        """For each node the bytes of activations that no node before it keeps: summed, each storage counts once."""
+        """For each node the bytes of activations that no earlier node keeps; in the sum each storage counts once."""
         seen: set[int] = set()
         found = []
         for node in self.nodes:
@@ -96,18 +96,18 @@ class GraphProfile:
         return sum(self.fresh_bytes)
 
     def below(self, path: str) -> list[int]:
-        """The nodes that a module and those in it made."""
+        """The positions of the nodes that a module and those in it made."""
         return [index for index, node in enumerate(self.nodes) if within(node.module, path)]
 
     def freed_bytes(self, part: ModuleProfile) -> int:
-        """What is kept less when this module is computed again in backward: all but what it was called with.
+        """Bytes that activation checkpointing of this module frees: all that it keeps except its inputs.
 
-        Storages that nodes outside keep, too, stay. Negative when its input would be kept for this alone.
+        Storages that nodes outside keep too are not freed. Negative when its input would be kept for this alone.
         """
         inside, outside = self._keepers(part.path)
-        given = {saved.storage: saved.bytes for saved in part.given if saved.role == "activations"}
-        freed = sum(size for storage, size in inside.items() if storage not in given and storage not in outside)
-        kept_for_it = (size for storage, size in given.items() if storage not in inside and storage not in outside)
+        inputs = {saved.storage: saved.bytes for saved in part.inputs if saved.role == "activations"}
+        freed = sum(size for storage, size in inside.items() if storage not in inputs and storage not in outside)
+        kept_for_it = (size for storage, size in inputs.items() if storage not in inside and storage not in outside)
         return freed - sum(kept_for_it)
 
     def _keepers(self, path: str) -> tuple[dict[int, int], set[int]]:
@@ -122,7 +122,7 @@ class GraphProfile:
         return inside, outside
 
     def with_trace(self, trace: Trace) -> GraphProfile:
-        """With the FLOPs of one forward and backward pass, and what is held beside saved tensors."""
+        """With the FLOPs of one forward and backward pass, and the bytes held beside saved tensors."""
         forward: Counter[str] = Counter()
         backward: Counter[str] = Counter()
         for each in trace.work:
@@ -134,8 +134,8 @@ class GraphProfile:
         elsewhere = max(0, sum(trace.kept.values()) - self.saved_bytes)
         return replace(self, parts=tuple(parts), elsewhere_bytes=elsewhere)
 
-    def to_json(self) -> dict[str, Any]:
-        """Everything, unfolded. ``edges`` are pairs of positions in ``nodes``: a node, and one it was computed from."""
+    def to_json(self) -> dict[str, object]:
+        """All modules and nodes. ``edges`` are pairs of positions in ``nodes``: a node and one of its inputs."""
         modules = [
             {
                 "path": part.path,
@@ -164,7 +164,7 @@ class GraphProfile:
 
 
 def within(path: str, above: str) -> bool:
-    """Whether a module is ``above`` or lies in it."""
+    """Whether the module ``path`` is ``above`` or lies in it."""
     return not above or path == above or path.startswith(f"{above}.")
 
 

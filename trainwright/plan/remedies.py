@@ -1,6 +1,6 @@
-"""What would make a run fit that does not: changes in the order of how little they change, with what each leaves. Pure.
+"""What would make a run fit that does not: remedies with the peak memory that each leaves.
 
-Arithmetic on the trace of the smallest layout; planning traces those that it proposes once more.
+The peaks are arithmetic on the trace of the layout that holds least; they are not traced.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from trainwright.plan.offload import Offload
 from trainwright.plan.trace import Kind
 
 Means = Literal["here", "elsewhere", "absent"]
-"""In the box; by a package of others through the recipe, not tested here; not in this version."""
+"""here: built in; elsewhere: by another package through the recipe, not tested here; absent: not in this version."""
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """One change. ``settings`` are the --set of it, () where this version has none; bytes None: cannot be told."""
+    """One change. ``settings`` are its ``--set``, () where this version has none."""
 
     name: str
     means: Means
@@ -31,16 +31,16 @@ class Remedy:
     why: str
 
     def line(self) -> str:
-        """For people."""
+        """One line of text."""
         verdict = "fits" if self.fits else "does not fit"
         return f"{self.name}: about {human_bytes(self.peak_bytes)}, {verdict}; {self.why}"
 
 
 @dataclass(frozen=True)
 class Held:
-    """What the layout that holds least holds at its peak, and what of its weights is trained. Its optimizer is on the
-    device; ``offload`` is what would be moved, None where that cannot be.
+    """What the layout that holds least holds at its peak, with the optimizer on the device, and its weights.
 
+    ``offload`` is what offload would move, None where it is impossible.
     ``cast_bytes`` are the copies in 16 bits that autocast keeps of trained weights; it keeps none of frozen ones.
     """
 
@@ -55,15 +55,16 @@ class Held:
 
     @property
     def kept_casts(self) -> int:
-        """What of the peak is such copies."""
+        """The bytes of such copies in the peak."""
         return min(self.cast_bytes, self.kinds.get("temporaries", 0))
 
     def without(self, *kinds: Kind) -> int:
+        """The peak without memory of these kinds."""
         return self.peak_bytes - sum(self.kinds.get(kind, 0) for kind in kinds)
 
 
 def remedies(held: Held, device: Device) -> tuple[Remedy, ...]:
-    """All changes that save memory here: those that fit first, and of these those of this version."""
+    """All changes that save memory: those that fit first, and among these the built-in ones."""
     found = [*_optimizers(held, device), *_lora(held, device), *_eight_bit(held, device)]
     found += [*_offload(held, device), *_sharding(held, device)]
     order: dict[Means, int] = {"here": 0, "elsewhere": 1, "absent": 2}

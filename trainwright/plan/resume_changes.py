@@ -1,8 +1,8 @@
 """What a resume would change: each difference to the checkpoint is safe, changes the maths, or is fatal.
 
-safe    the same run mathematically, at most other last bits
+safe    mathematically the same run; at most last bits differ
 maths   another run from here on: it must be accepted
-fatal   the checkpoint cannot be continued so: ``why`` says what to do instead
+fatal   the checkpoint cannot be continued with it; ``why`` says what to do instead
 """
 
 from __future__ import annotations
@@ -12,16 +12,32 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, TypeGuard
 
 from pydantic import TypeAdapter
 
 from trainwright.errors import UsageError, suggest
-from trainwright.plan.resume_rules import EXPORT, VALIDATION, Kind, RecipeDifference, Verdict, classed
+from trainwright.plan.resume_rules import (
+    EXPORT,
+    VALIDATION,
+    Kind,
+    RecipeDifference,
+    RecipeJson,
+    RecipeValue,
+    Verdict,
+    classed,
+)
 from trainwright.recipe.outline import field_at
 from trainwright.recipe.yaml_core import core_tag
 
-_IN_WORDS: Mapping[Kind, str] = {"fatal": "fatal", "maths": "changes the maths", "safe": "safe"}  # the gravest first
+Provenance: TypeAlias = Mapping[str, Any]
+"""What ``runlog.provenance`` writes: text and objects of text, each key known by its name."""
+
+_IN_WORDS: Mapping[Kind, str] = {
+    "fatal": "fatal",
+    "maths": "changes the maths",
+    "safe": "safe",
+}  # the most severe first
 _BUILD_THE_MODEL = ("model.use", "model.args", "model.lora", "code")
 _MODEL_LIBRARIES = ("transformers", "peft")
 _MACHINE = {
@@ -40,15 +56,15 @@ _MISFIT = "model"  # weights that do not fit though the recipe builds the model 
 _ABSENT = object()
 
 
-class Again(Protocol):
-    """What to call so that these paths are accepted, and nothing is set at or below those to ``undo``."""
+class CommandWith(Protocol):
+    """Returns the command that accepts these paths and sets nothing at or below those in ``undo``."""
 
     def __call__(self, accept: Sequence[str], undo: Sequence[str] = (), /) -> str: ...
 
 
 @dataclass(frozen=True)
 class Change:
-    """One difference between a checkpoint and the run that is to go on from it."""
+    """One difference between a checkpoint and the run that is to continue from it."""
 
     path: str
     before: str
@@ -61,12 +77,16 @@ class Change:
 
 
 def compare(
-    before: Mapping[str, Any], after: Mapping[str, Any], *, step: int, misfits: Sequence[str] = ()
+    before: Mapping[str, Mapping[str, Any]],
+    after: Mapping[str, Mapping[str, Any]],
+    *,
+    step: int,
+    misfits: Sequence[str] = (),
 ) -> list[Change]:
-    """All differences between the papers of a checkpoint and those of the run now, the gravest first.
+    """All differences between the metadata of a checkpoint and that of the run now, the most severe first.
 
-    Papers are ``{"recipe": ..., "provenance": ...}``; ``step`` is the checkpoint's. ``misfits`` says in a line each
-    which parameters of checkpoint and model do not fit: what built them otherwise is fatal then.
+    Metadata is ``{"recipe": ..., "provenance": ...}``; ``step`` is the checkpoint's. ``misfits`` has one line for each
+    group of parameters that do not fit the model: a change of what builds the model is fatal then.
     """
     changes = compare_recipes(before["recipe"], after["recipe"], step=step)
     same = _same_training_set(before["provenance"], after["provenance"])
@@ -80,24 +100,24 @@ def compare(
 def _with_misfits(changes: list[Change], misfits: Sequence[str]) -> list[Change]:
     if not misfits:
         return changes
-    said = _listed(misfits, "; ")
+    reason = _listed(misfits, "; ")
     builders = [
         each for each in changes if each.kind == "maths" and any(_is_in(each.path, path) for path in _BUILD_THE_MODEL)
     ]
     if not builders:  # a model may be sized by its data, or come from a package
-        why = f"{said}; data, packages or imported code build it otherwise: put them back, or {EXPORT}"
+        why = f"{reason}; data, packages or imported code build it otherwise: put them back, or {EXPORT}"
         return [*changes, Change(_MISFIT, "the weights saved", "the model built", "fatal", why)]
     return [
-        replace(each, kind="fatal", why=f"{said}: put it back, or {EXPORT}") if each in builders else each
+        replace(each, kind="fatal", why=f"{reason}: put it back, or {EXPORT}") if each in builders else each
         for each in changes
     ]
 
 
-def compare_recipes(before: Mapping[str, Any], after: Mapping[str, Any], *, step: int) -> list[Change]:
+def compare_recipes(before: RecipeJson, after: RecipeJson, *, step: int) -> list[Change]:
     """The differences between two recipes, each as ``recipe.model_dump(mode="json")`` gives it.
 
-    A key that only one of them has counts as its default in the other, so a checkpoint of an earlier version differs
-    in nothing that it did not know of.
+    A key that only one of them has counts as its default in the other, so a checkpoint of an earlier version does not
+    differ in keys that were added since.
     """
     return [
         Change(path, _shown(was), _shown(now), *classed(RecipeDifference(path, was, now, before, after, step)))
@@ -105,7 +125,9 @@ def compare_recipes(before: Mapping[str, Any], after: Mapping[str, Any], *, step
     ]
 
 
-def _differences(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+def _differences(
+    before: RecipeValue, after: RecipeValue, path: str = ""
+) -> Iterator[tuple[str, RecipeValue, RecipeValue]]:
     """Path and both values of each leaf that differs; a list of mappings is compared item by item."""
     if _is_list_of_mappings(before) and _is_list_of_mappings(after) and len(before) == len(after):
         before, after = ({str(i): each for i, each in enumerate(items)} for items in (before, after))
@@ -118,33 +140,34 @@ def _differences(before: Any, after: Any, path: str = "") -> Iterator[tuple[str,
         yield path, before, after
 
 
-def _is_list_of_mappings(value: Any) -> bool:
+def _is_list_of_mappings(value: object) -> TypeGuard[list[Mapping[str, RecipeValue]]]:
     return isinstance(value, list) and all(isinstance(each, Mapping) for each in value)
 
 
-def _default(path: str) -> Any:
+def _default(path: str) -> RecipeValue:
+    """The default of a path in the schema; ``_ABSENT`` where it has none."""
     field = field_at(path.split("."))
     if field is None or field.is_required():
         return _ABSENT
-    adapter: TypeAdapter[Any] = TypeAdapter(field.rebuild_annotation())
+    adapter: TypeAdapter[object] = TypeAdapter(field.rebuild_annotation())
     return adapter.dump_python(field.get_default(call_default_factory=True, validated_data={}), mode="json")
 
 
-def compare_provenance(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+def compare_provenance(before: Provenance, after: Provenance) -> list[Change]:
     """The differences between two results of ``runlog.provenance.provenance``: code, data, packages, machine.
 
-    What is not known on one side is told as that, and as safe.
+    A fact that is unknown on one side is reported as unknown, and as safe.
     """
     return [*_data(before, after), *_code(before, after), *_packages(before, after), *_machine(before, after)]
 
 
-def _data(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Change]:
+def _data(before: Provenance, after: Provenance) -> Iterator[Change]:
     was, now = before.get("data") or {}, after.get("data") or {}
     for name in ("train", "val"):
         old, new = was.get(name), now.get(name)
         if name not in {**was, **now} or (name == "val" and not (name in was and name in now)):
-            continue  # validation on one side only: the recipe tells that
-        if old == new and _tells_content(old):
+            continue  # validation on one side only: the recipe differs too
+        if old == new and _covers_content(old):
             continue
         verdict: Verdict = "maths", "the data differs, so the next epoch begins at once"
         if name == "val":
@@ -154,19 +177,19 @@ def _data(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Chang
         yield Change(f"data.{name}", _brief(old), _brief(new), *verdict)
 
 
-def _same_training_set(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """The fingerprint that both have; nothing when they differ or say too little to tell."""
+def _same_training_set(before: Provenance, after: Provenance) -> str:
+    """The fingerprint that both have; "" when they differ or do not cover the content."""
     was, now = ((side.get("data") or {}).get("train") for side in (before, after))
-    return _brief(was) if was == now and _tells_content(was) else ""
+    return _brief(was) if was == now and _covers_content(was) else ""
 
 
-def _tells_content(fingerprint: str | None) -> bool:
-    """A stream is not read for its fingerprint: other content has the same one."""
+def _covers_content(fingerprint: str | None) -> bool:
+    """Whether other content has another fingerprint: a stream is not read for its fingerprint."""
     return fingerprint is not None and "the type only" not in fingerprint
 
 
-def _code(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Change]:
-    """By the hashes of sources; a commit may have changed anything else."""
+def _code(before: Provenance, after: Provenance) -> Iterator[Change]:
+    """By the hashes of source files; a commit may have changed other files only."""
     was, now = before.get("sources") or {}, after.get("sources") or {}
     changed = [name for name in now if was.get(name) and now[name] and was[name] != now[name]]
     if changed:
@@ -193,7 +216,7 @@ def _listed(names: Sequence[str], separator: str = ", ") -> str:
     return f"{separator.join(names[:3])}{more}"
 
 
-def _commit(git: Mapping[str, Any] | None) -> str:
+def _commit(git: Provenance | None) -> str:
     """Untracked files do not count: the run folder is one."""
     if git is None:
         return "not known"
@@ -201,7 +224,7 @@ def _commit(git: Mapping[str, Any] | None) -> str:
     return f"{_brief(git['commit'] or 'no commit')}{changes}"
 
 
-def _packages(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Change]:
+def _packages(before: Provenance, after: Provenance) -> Iterator[Change]:
     was, now = before.get("packages"), after.get("packages")
     if not was or not now:
         if was != now:
@@ -225,8 +248,8 @@ def _version(name: str, old: str | None, new: str | None) -> Verdict:
     return "safe", "last bits may differ"
 
 
-def _machine(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Change]:
-    """What hints at other kernels. The version of Linux, the command and the folder say nothing about numbers."""
+def _machine(before: Provenance, after: Provenance) -> Iterator[Change]:
+    """Differences that hint at other kernels. Linux's version, the command and the folder do not affect numbers."""
     for path, why in _MACHINE.items():
         if before.get(path) != after.get(path):
             yield Change(path, before.get(path) or "not known", after.get(path) or "not known", "safe", why)
@@ -237,12 +260,11 @@ def _machine(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Ch
             yield Change(f"environment.{name}", old, new, *verdict)
 
 
-def require_accepted(changes: Sequence[Change], accept: Sequence[str], *, again: Again) -> list[Change]:
-    """The changes of the maths; each must be covered by a path in ``accept``, one above it, or ``all``.
+def require_accepted(changes: Sequence[Change], accept: Sequence[str], *, command: CommandWith) -> list[Change]:
+    """Returns the changes of the maths; each must be covered by a path in ``accept``, one above it, or ``all``.
 
-    To accept what does not differ is no mistake: a job that is started again and again keeps its command. ``again``
-    gives the command that was called, with what it is to accept. Raises UsageError with all that is fatal or not
-    accepted, with what in ``accept`` is no path at all, and with the command that would do.
+    Accepting what does not differ is no error, so that a job that is restarted keeps its command. Raises UsageError
+    with all that is fatal, not accepted, or no path at all, and with the ``command`` that would work.
     """
     fatal = [each for each in changes if each.kind == "fatal"]
     maths = [each for each in changes if each.kind == "maths"]
@@ -258,22 +280,22 @@ def require_accepted(changes: Sequence[Change], accept: Sequence[str], *, again:
     remedy = "undo them, or accept them" if refused else "leave out what is no path"
     raise UsageError(
         "\n  ".join(["the run cannot go on from its checkpoint as it is asked to:", *lines]),
-        remedy=f"{'undo what is fatal, then' if fatal else remedy}: {again(_widest(wanted), undo)}",
+        remedy=f"{'undo what is fatal, then' if fatal else remedy}: {command(_widest(wanted), undo)}",
     )
 
 
-def on_command_line(command: str) -> Again:
-    """The Again of a command that takes ``--accept`` and ``--set``."""
+def on_command_line(command: str) -> CommandWith:
+    """Returns the CommandWith of a command line that takes ``--accept`` and ``--set``."""
 
-    def again(accept: Sequence[str], undo: Sequence[str] = (), /) -> str:
+    def command_with(accept: Sequence[str], undo: Sequence[str] = (), /) -> str:
         kept = _kept(iter(shlex.split(command)), undo)
         return shlex.join([*kept, *(word for path in accept for word in ("--accept", path))])
 
-    return again
+    return command_with
 
 
 def _kept(words: Iterator[str], undo: Sequence[str]) -> Iterator[str]:
-    """All but ``--accept PATH``, and ``--set PATH=VALUE`` where PATH is to be undone, or above or below that."""
+    """The words without ``--accept PATH``, and without ``--set PATH=VALUE`` at, above or below a path to undo."""
     for word in words:
         option, joined, value = word.partition("=")
         if option not in ("--accept", "--set"):
@@ -306,8 +328,8 @@ def _brief(text: str | None) -> str:
     return re.sub(r"[0-9a-f]{40,}", lambda found: found[0][:12], text) if text else "not known"
 
 
-def _shown(value: Any) -> str:
-    """A value of a recipe on one line, as one writes it in YAML."""
+def _shown(value: RecipeValue) -> str:
+    """A value of a recipe on one line, as it is written in YAML."""
     if value is _ABSENT:
         return "not given"
     is_bare = isinstance(value, str) and value.isprintable() and core_tag(value).endswith(":str")

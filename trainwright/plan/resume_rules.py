@@ -4,29 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from trainwright.plan.batch import solve_batch
 from trainwright.recipe import Duration, optimizer_row
 
 Kind = Literal["safe", "maths", "fatal"]
 Verdict = tuple[Kind, str]
+"""A class and why."""
+RecipeValue: TypeAlias = Any
+"""A value of a recipe, of the type that the schema gives its path: a number, text, a list, a mapping or None."""
+RecipeJson: TypeAlias = Mapping[str, RecipeValue]
+"""A whole recipe as ``recipe.model_dump(mode="json")`` gives it."""
 
 
 @dataclass(frozen=True)
 class RecipeDifference:
-    """A value that is another now, and both whole recipes; ``step`` is what has been reached."""
+    """A value that differs, in both recipes, and the recipes. ``step`` is the number of completed steps."""
 
     path: str
-    was: Any
-    now: Any
-    before: Mapping[str, Any]
-    after: Mapping[str, Any]
+    was: RecipeValue
+    now: RecipeValue
+    before: RecipeJson
+    after: RecipeJson
     step: int
 
 
 def classed(found: RecipeDifference) -> Verdict:
-    """The class of a difference and why, by the rule with the longest path."""
+    """The class of a difference and why, by the rule with the longest path that covers it."""
     keys = found.path.split(".")
     above = (".".join(keys[:length]) for length in range(len(keys), 0, -1))
     rule = next((RULES[path] for path in above if path in RULES), UNKNOWN)
@@ -55,7 +60,7 @@ def _batch(found: RecipeDifference) -> Verdict:
     return "maths", f"{why}; what is left of {until} is counted in such steps, and the schedule laid over the new total"
 
 
-def _global_batch(recipe: Mapping[str, Any]) -> int:
+def _global_batch(recipe: RecipeJson) -> int:
     batch = recipe["batch"]
     return batch.get("size") or solve_batch(None, batch.get("micro"), batch.get("accumulation")).size
 
@@ -93,7 +98,8 @@ _READING: Verdict = "safe", "how samples are read, not which"
 _FOLDER: Verdict = "safe", "the run stays in its folder"
 _KERNELS = "other kernels: last bits"
 
-# A whole section stands here only where every key that it may ever get is alike; a test asks for all the others.
+# A whole section has one rule only where all keys that it may ever get have the same class; a test requires a rule for
+# every other path.
 RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     "name": _FOLDER,
     "folder": _FOLDER,

@@ -1,7 +1,7 @@
-"""How long a step takes on a device, by its figures: each operator waits for arithmetic or for memory, or for the host.
+"""The time of a step on a device by the roofline: each operator waits for arithmetic, for memory or for the host.
 
 The roofline model: S. Williams, A. Waterman, D. Patterson, 2009, doi:10.1145/1498765.1498785. MFU (model FLOPs
-utilisation) counts what the model needs, not what is computed again: A. Chowdhery et al. 2022, arXiv:2204.02311.
+utilisation) does not count the FLOPs of activation checkpointing: A. Chowdhery et al. 2022, arXiv:2204.02311.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by phase, and what they are spent on (``arithmetic``, ``memory``, ``launches``, ``host``).
+    """Seconds of a step by phase, and by what they are spent on (``arithmetic``, ``memory``, ``launches``, ``host``).
 
     ``flops`` and ``moved_bytes`` are of the whole step; ``peak_flops`` is the rate that ``mfu`` compares with.
     """
@@ -26,33 +26,34 @@ class StepTime:
     by_phase: Mapping[Phase, float]
     spent: Mapping[str, float]
     flops: int
-    recomputed_flops: int
+    checkpointing_flops: int
     moved_bytes: int
     peak_flops: float
 
     @property
     def step_s(self) -> float:
+        """Seconds of the whole step."""
         return sum(self.by_phase.values())
 
     def waiting(self, what: str, seconds: float) -> StepTime:
-        """The same with an update that takes so much longer."""
+        """The same step with an update that takes ``seconds`` longer, spent on ``what``."""
         by_phase: dict[Phase, float] = {**self.by_phase, "update": self.by_phase.get("update", 0.0) + seconds}
         return replace(self, by_phase=by_phase, spent={**self.spent, what: seconds})
 
     @property
     def mfu(self) -> float:
-        """Share of the device's peak that goes into the FLOPs that the model needs."""
-        return (self.flops - self.recomputed_flops) / (self.step_s * self.peak_flops) if self.step_s else 0.0
+        """Model FLOPs utilisation: the FLOPs that the model needs, as a share of the device's peak rate."""
+        return (self.flops - self.checkpointing_flops) / (self.step_s * self.peak_flops) if self.step_s else 0.0
 
 
 def step_time(trace: Trace, device: Device, precision: str) -> StepTime:
-    """The time of a whole step. ``precision`` is that of the recipe: it says what float32 matmuls are computed in."""
+    """The time of a whole step. ``precision`` is the recipe's: it decides how float32 matmuls are computed."""
     rows: list[Row] = [(work.phase, work.dtype, work.calls, work.flops, work.bytes, 1) for work in trace.work]
     return _priced(rows, device, precision)
 
 
 def scaled_time(scaled: Scaled, micro: int, accumulation: int, device: Device, precision: str) -> StepTime:
-    """The same as ``step_time`` of ``scaled.at(micro, accumulation)``, but quick: equal layers are priced once."""
+    """``step_time`` of ``scaled.at(micro, accumulation)``, computed faster: equal layers are priced once."""
     rows: list[Row] = []
     for (phase, dtype, calls, flops, moved), count in scaled.distinct.items():
         times = count * (accumulation if phase in PASSES else 1)
@@ -79,7 +80,11 @@ def _priced(rows: list[Row], device: Device, precision: str) -> StepTime:
         busy[phase] = busy.get(phase, 0.0) + max(computing, moving) * times
         launch[phase] = launch.get(phase, 0.0) + calls * device.launch_s * times
         spent["arithmetic" if computing >= moving else "memory"] += max(computing, moving) * times
-        total = [total[0] + flops * times, total[1] + moved * times, total[2] + flops * times * (phase == "recompute")]
+        total = [
+            total[0] + flops * times,
+            total[1] + moved * times,
+            total[2] + flops * times * (phase == "checkpointing"),
+        ]
     by_phase = {phase: max(seconds, launch[phase]) for phase, seconds in busy.items()}
     spent["launches"] = sum(by_phase.values()) - sum(busy.values())
     peak = rate(device, "float32", precision) if precision in ("fp32", "tf32") else device.flops.get(precision, 0.0)

@@ -1,4 +1,4 @@
-"""From traces of two small micro-batches to every size: what is held and done grows linearly with the samples.
+"""The step of any micro-batch size from traces of two small ones: bytes and FLOPs are linear in the samples.
 
 Holds for models whose operators do not change with the number of samples. The traces should be of 2 samples or more:
 with one, some copies become views.
@@ -14,9 +14,9 @@ from itertools import groupby
 
 from trainwright.plan.trace import KINDS, Kind, Moment, Phase, Trace, Work
 
-PASSES: tuple[Phase, ...] = ("forward", "recompute", "backward")
+PASSES: tuple[Phase, ...] = ("forward", "checkpointing", "backward")
 Line = tuple[float, float]
-"""(bytes without samples, bytes a sample)"""
+"""An affine function of the samples: (bytes at zero samples, bytes for each sample)."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Scaled:
     def aligned(self) -> bool:
         """Whether both traces are the same operators in the same order.
 
-        Where they are not, as with a loss in chunks, the highest moments of stretches in one module are compared.
+        Where they are not, as with a loss in chunks, the peaks of stretches in one module are compared instead.
         """
         return _places(self.small.moments) == _places(self.large.moments)
 
     def at(self, micro: int, accumulation: int) -> Trace:
-        """The step in micro-batches of ``micro`` samples. Of those after the first, which are alike, one is shown."""
+        """The trace of a step with micro-batches of ``micro`` samples. Only one of those after the first is in it."""
         moments = [
             replace(
                 one, held={kind: self._between(one.held.get(kind, 0), two.held.get(kind, 0), micro) for kind in KINDS}
@@ -50,14 +50,14 @@ class Scaled:
         return accumulated(trace, accumulation)
 
     def peak_bytes(self, micro: int, accumulation: int) -> int:
-        """The most that is held at once; the same as that of ``at``, but quick."""
+        """The peak of ``at(micro, accumulation)``, computed faster."""
         lines = self._hull_again if accumulation > 1 else self._hull_once
         more = (accumulation - 1) * self._between(_inputs(self.small), _inputs(self.large), micro)
         return round(max(fixed + each * micro for fixed, each in lines)) + more
 
     @cached_property
     def distinct(self) -> Mapping[tuple[Phase, str, Line, Line, Line], int]:
-        """How often each kind of work is done: phase, dtype, and calls, FLOPs and bytes as lines over the samples."""
+        """How often each kind of work occurs. A kind is phase, dtype, and calls, FLOPs and bytes over the samples."""
         return Counter(
             (
                 one.phase,
@@ -75,7 +75,7 @@ class Scaled:
 
     @cached_property
     def _hull_again(self) -> list[Line]:
-        """With accumulation, but for the inputs of the other micro-batches."""
+        """The hull with accumulation, without the inputs of the other micro-batches."""
         of_one = accumulated(replace(self.small, moments=tuple(one for one, _ in self._pairs)), 2)
         of_two = accumulated(replace(self.large, moments=tuple(two for _, two in self._pairs)), 2)
         lines = [self._line(one.total, two.total) for one, two in zip(of_one.moments, of_two.moments, strict=True)]
@@ -111,10 +111,10 @@ class Scaled:
 
 
 def accumulated(trace: Trace, accumulation: int) -> Trace:
-    """The step of ``accumulation`` micro-batches, from that of one.
+    """The trace of a step of ``accumulation`` micro-batches, from that of one.
 
-    From the second on the sums of gradients stay while new ones come and go; the inputs of all lie there from the
-    start. One of these micro-batches, which are alike, is in ``moments``; all of them are in ``work``.
+    From the second micro-batch on, the accumulated gradients stay while new ones are made and freed; the inputs of all
+    are held from the start. Only one of these equal micro-batches is in ``moments``; all of them are in ``work``.
     """
     if accumulation == 1:
         return trace
@@ -139,14 +139,14 @@ def accumulated(trace: Trace, accumulation: int) -> Trace:
 
 
 def tidy(trace: Trace) -> Trace:
-    """What comes behind the last backward pass, such as the norm of the gradients, counts as update."""
+    """Counts what follows the last backward pass, such as the norm of the gradients, as update."""
     last = max((i for i, moment in enumerate(trace.moments) if moment.phase == "backward"), default=len(trace.moments))
     rest = (replace(moment, phase="update") for moment in trace.moments[last + 1 :])
     return replace(trace, moments=(*trace.moments[: last + 1], *rest))
 
 
 def hull(lines: Iterable[Line]) -> list[Line]:
-    """Those of the lines that are highest anywhere at 0 or right of it, by rising slope."""
+    """The lines that are highest somewhere at or above 0 samples (the upper envelope), by rising slope."""
     kept: list[Line] = []
     for fixed, each in sorted(set(lines), key=lambda line: (line[1], line[0])):
         while kept and kept[-1][0] <= fixed:
@@ -170,7 +170,7 @@ def _all(moments: Sequence[Moment]) -> list[Moment]:
 
 
 def _by_module(moments: Sequence[Moment]) -> list[Moment]:
-    """Of each stretch in one module its highest moment and its last."""
+    """The peak and the last moment of each stretch in one module."""
     found = []
     for _, stretch in groupby(moments, key=lambda moment: (moment.phase, moment.micro, moment.module)):
         inside = list(stretch)
@@ -179,7 +179,7 @@ def _by_module(moments: Sequence[Moment]) -> list[Moment]:
 
 
 def _by_phase(moments: Sequence[Moment]) -> list[Moment]:
-    """Of each phase its highest moment, or the first of all where it has none; then the last of all."""
+    """The peak of each phase, or the first moment of all where it has none; then the last moment of all."""
     found = []
     for phase in (*PASSES, "update"):
         of_phase = [moment for moment in moments if moment.phase == phase]

@@ -1,4 +1,4 @@
-"""What one training step would hold and do, as found without the device: the records that planning works on."""
+"""What one traced step held and computed: the records that ``forecast`` makes and plans are computed from."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Literal
 Kind = Literal["weights", "buffers", "gradients", "optimizer", "activations", "temporaries", "inputs"]
 KINDS: tuple[Kind, ...] = ("weights", "buffers", "gradients", "optimizer", "activations", "temporaries", "inputs")
 """What memory is held for. Activations are what the backward pass needs; temporaries live within a pass."""
-Phase = Literal["forward", "recompute", "backward", "update"]
+Phase = Literal["forward", "checkpointing", "backward", "update"]
+"""``checkpointing``: a forward pass that activation checkpointing repeats during backward."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What is held after one operator: bytes by kind. ``module`` is the path of the innermost module, "" outside."""
+    """The bytes of each kind that are held after one operator. ``module`` is the path of the innermost module."""
 
     phase: Phase
     micro: int
@@ -24,14 +25,15 @@ class Moment:
 
     @property
     def total(self) -> int:
+        """Bytes of all kinds."""
         return sum(self.held.values())
 
 
 @dataclass(frozen=True)
 class Work:
-    """All calls of one operator in one module, phase and dtype: what they compute and move.
+    """The sum over all calls of one operator in one module, phase and dtype.
 
-    ``bytes`` are those of inputs read and outputs written, each once per call; views cost nothing.
+    ``bytes`` are those of inputs read and outputs written, each once per call; views count nothing.
     """
 
     phase: Phase
@@ -45,7 +47,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Unseen:
-    """Memory of an operator that fake tensors do not show. ``bound_bytes`` is the most it takes, None: not known."""
+    """Memory of an operator that fake tensors do not show. ``bound_bytes`` is its upper bound, None: not known."""
 
     op: str
     module: str
@@ -55,7 +57,7 @@ class Unseen:
 
 @dataclass(frozen=True)
 class Trace:
-    """One optimizer step in the steady state, with the optimizer's state resident. Bytes are allocated ones.
+    """One optimizer step in the steady state, with the optimizer's state resident. Bytes are those allocated.
 
     ``moments`` has one entry for each operator that allocates or frees, in order. ``kept`` is what the first
     micro-batch's forward pass leaves for backward, by the path of the module that made it.
@@ -69,14 +71,15 @@ class Trace:
 
     @property
     def peak(self) -> Moment:
-        """The moment that holds most; the first of them."""
+        """The first of the moments that hold most."""
         return max(self.moments, key=lambda moment: moment.total)
 
     @property
     def resident(self) -> Mapping[Kind, int]:
-        """What is held between two steps."""
+        """The bytes of each kind that are held between two steps."""
         return self.moments[-1].held
 
     @property
     def flops(self) -> int:
+        """FLOPs of the whole step."""
         return sum(work.flops for work in self.work)

@@ -38,15 +38,16 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 700, 44, 370
 
 def layout_lines(option: Option, device: Device, title: str) -> list[str]:
     """One layout: how it runs, whether it fits, how long a step takes."""
-    usable, way = device.usable_bytes, option.way
+    usable, layout = device.usable_bytes, option.layout
     verdict = f"fits, {human_bytes(usable - option.peak_bytes)} to spare" if option.fits else "does NOT fit"
     shape = f"{option.micro} x {option.accumulation}"
-    loss = "loss in chunks" if way.chunked else "plain loss"
-    loss += ", optimizer on the host" if way.offload else ""
+    loss = "loss in chunks" if layout.chunked else "plain loss"
+    loss += ", optimizer on the host" if layout.offload else ""
     time, spent = option.time, option.time.spent
     shares = ", ".join(f"{name} {seconds / option.step_s:.0%}" for name, seconds in spent.items() if seconds)
     return [
-        f"{title:<11} {shape} (micro-batch x accumulation), {way.precision}, checkpointing {way.checkpointing}, {loss}",
+        f"{title:<11} {shape} (micro-batch x accumulation), {layout.precision}, "
+        f"checkpointing {layout.checkpointing}, {loss}",
         f"  peak      {human_bytes(option.peak_bytes)} of {human_bytes(usable)} usable: {verdict}",
         f"  step      {human_seconds(option.step_s)} by the roofline ({shares}), MFU {time.mfu:.0%}",
         f"  work      {human_flops(time.flops)}, {human_bytes(time.moved_bytes)} moved",
@@ -182,7 +183,7 @@ def stretches(moments: Sequence[Moment], count: int) -> list[Moment]:
 
 
 def _pass(moment: Moment) -> str:
-    return "backward" if moment.phase == "recompute" else moment.phase
+    return "backward" if moment.phase == "checkpointing" else moment.phase
 
 
 def _bar(moment: Moment, scale: float) -> str:

@@ -34,7 +34,7 @@ from trainwright.forecast.local_device import local_device, nominal_cpu
 from trainwright.forecast.resolve import Resolved, left_open, resolve, resolved_before
 from trainwright.plan.devices import Device
 from trainwright.plan.machine import Machine, read_machine
-from trainwright.plan.make import Kept, Note, Plan, RunFacts, candidates, make_plan, with_rehearsal
+from trainwright.plan.make import Kept, Note, Plan, RunFacts, candidates, make_plan, with_dry_run
 from trainwright.plan.memory import memory_bytes
 from trainwright.recipe import Duration, Loaded, Recipe
 from trainwright.state.cursor import StepBatch
@@ -169,9 +169,9 @@ def _rehearsed(job: Job, facts: RunFacts, first: StepBatch, asked: str) -> Plan:
     if seen.mean:
         why = "the loss returns a plain mean tensor; tw.Loss(total, weight) would count tokens exactly"
         plan = replace(plan, notes=(*plan.notes, Note("loss", "weighted by batch size", why)))
-    return with_rehearsal(
+    return with_dry_run(
         plan,
-        asked=asked,
+        precision=asked,
         facts=facts,
         loss=seen.loss,
         outputs=seen.outputs,

@@ -16,7 +16,7 @@ from trainwright.engine.precision import PrecisionName
 from trainwright.errors import CheckpointError
 from trainwright.plan.batch import solve_batch
 from trainwright.plan.make import Kept, RunFacts, Spent, choose_precision
-from trainwright.plan.resume_changes import Again, Change, compare, on_command_line, require_accepted
+from trainwright.plan.resume_changes import Change, CommandWith, compare, on_command_line, require_accepted
 from trainwright.recipe import Recipe
 from trainwright.runlog.deaths import CRASH_LOOP, require_no_crash_loop
 from trainwright.runlog.folder import RunFolder
@@ -38,7 +38,7 @@ class Earlier:
     papers: Mapping[str, Any]
     accept: tuple[str, ...]
     say: Callable[[str], None]
-    again: Again
+    again: CommandWith
 
     @property
     def threads(self) -> int:
@@ -84,7 +84,7 @@ class Earlier:
         changes = self._changes(state, recipe, precision, now)
         accept = [each for each in self.accept if each != CRASH_LOOP]
         also = [CRASH_LOOP] if CRASH_LOOP in self.accept else []
-        accepted = require_accepted(changes, accept, again=lambda paths, undo=(): self.again([*also, *paths], undo))
+        accepted = require_accepted(changes, accept, command=lambda paths, undo=(): self.again([*also, *paths], undo))
         for change in changes:
             self.say(str(change))
         load_checkpoint(state, self.checkpoint, verified=True)
@@ -136,8 +136,8 @@ def again(folder: RunFolder, *, live: bool = False) -> str:
     return f"{program()} train {shlex.quote(str(folder.recipe))}"
 
 
-def in_python(folder: RunFolder) -> Again:
-    """The Again of a run of live objects."""
+def in_python(folder: RunFolder) -> CommandWith:
+    """The CommandWith of a run of live objects."""
     return lambda paths, undo=(): f"tw.fit(..., resume={str(folder.path)!r}, accept={list(paths)})"
 
 

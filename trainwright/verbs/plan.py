@@ -1,4 +1,4 @@
-"""The verb ``plan``: a forecast as lines, a picture and JSON. Composition."""
+"""``plan RECIPE``: the forecast of a run as lines of text, as a picture and as JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trainwright.errors import StorageError
 from trainwright.forecast.local_device import named_device
@@ -21,21 +20,21 @@ from trainwright.report.forecast import held_lines, layout_lines, timeline_svg, 
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A forecast, ready to be told. ``exit_code`` is 3 when the recipe does not fit as it stands."""
+class ShownPlan:
+    """A forecast and how it is printed. ``exit_code`` is 3 when the recipe does not fit as it stands."""
 
-    made: Forecast
+    forecast: Forecast
     points: tuple[Point, ...]
-    took_s: float
+    planned_s: float
     recipe: str
 
     @property
     def exit_code(self) -> int:
-        return 0 if self.made.written.fits else 3
+        return 0 if self.forecast.written.fits else 3
 
     def lines(self) -> list[str]:
-        """For people; one screen without the frontier."""
-        made, device = self.made, self.made.device
+        """The text for people; one screen without the frontier."""
+        made, device = self.forecast, self.forecast.device
         trained = "" if made.trainable == made.parameters else f", {made.trainable:,} of them trained"
         lines = [
             f"plan        {made.name}: {made.parameters:,} parameters{trained}, {made.size} samples a step",
@@ -49,19 +48,19 @@ class Shown:
             *self._choice(),
             *(f"  {note.topic:<13} {note.choice}: {note.why}" for note in made.notes),
         ]
-        return [*lines, *self._unseen(), *self._frontier(), f"planned in {human_seconds(self.took_s)}"]
+        return [*lines, *self._unseen(), *self._frontier(), f"planned in {human_seconds(self.planned_s)}"]
 
     @property
     def title(self) -> str:
-        """Which layout is drawn."""
-        made, option = self.made, self.made.shown
+        """Names the layout that is drawn."""
+        made, option = self.forecast, self.forecast.shown
         nearest = "the nearest fit" if made.choice.fits else "the layout that holds least"
         which = "as written" if made.written.fits else f"{nearest}, not as written"
-        way = option.way
-        return f"{which}: {option.micro} x {option.accumulation}, {way.precision}, checkpointing {way.checkpointing}"
+        layout, cut = option.layout, f"{option.micro} x {option.accumulation}"
+        return f"{which}: {cut}, {layout.precision}, checkpointing {layout.checkpointing}"
 
     def _choice(self) -> list[str]:
-        made = self.made
+        made = self.forecast
         if not made.choice.fits:
             lines = ["nothing that keeps the training as it is fits. What else would change it, each alone:"]
             signs = {"here": "can be done", "elsewhere": "with a package", "absent": "not built yet"}
@@ -78,18 +77,18 @@ class Shown:
         return [*layout_lines(made.choice.best, made.device, title), command]
 
     def _unseen(self) -> list[str]:
-        said = []
-        for each in self.made.trace.unseen:
+        lines = []
+        for each in self.forecast.trace.unseen:
             bound = "size not known" if each.bound_bytes is None else f"at most {human_bytes(each.bound_bytes)}"
             bound += self._left_for(each.op)
-            said.append(f"  not seen      {each.op}{f' in {each.module}' if each.module else ''}: {each.why}; {bound}")
-        return said
+            lines.append(f"  not seen      {each.op}{f' in {each.module}' if each.module else ''}: {each.why}; {bound}")
+        return lines
 
     def _left_for(self, op: str) -> str:
-        """What of the memory is not counted as usable for it."""
+        """Names the memory that is reserved for it and not counted as usable."""
         if op == "context":
             return ", left out of what is usable"
-        margin = human_bytes(FRAGMENTATION * self.made.device.memory_bytes)
+        margin = human_bytes(FRAGMENTATION * self.forecast.device.memory_bytes)
         return f"; {margin} are left out of what is usable for them" if op == "reserved" else ""
 
     def _frontier(self) -> list[str]:
@@ -99,9 +98,9 @@ class Shown:
         rows = [f"  {human_bytes(p.peak_bytes):>9}  {human_seconds(p.step_s):>7}  {p.what}" for p in self.points]
         return ["", "memory against time of a step (GiB, s)", *line_chart_text([curve]).splitlines(), *rows]
 
-    def to_json(self) -> dict[str, Any]:
-        """One object for programs."""
-        made, device = self.made, self.made.device
+    def to_json(self) -> dict[str, object]:
+        """What ``--json`` prints."""
+        made, device = self.forecast, self.forecast.device
         peak = made.trace.peak
         return {
             "recipe": made.name,
@@ -120,20 +119,20 @@ class Shown:
             "remedies": [{**vars(each), "settings": list(each.settings)} for each in made.remedies],
             "notes": [vars(note) for note in made.notes],
             "frontier": [vars(point) for point in self.points],
-            "planned_s": self.took_s,
+            "planned_s": self.planned_s,
             "exit": self.exit_code,
         }
 
 
-def _option(option: Option) -> dict[str, Any]:
+def _option(option: Option) -> dict[str, object]:
     return {
         "micro": option.micro,
         "accumulation": option.accumulation,
-        "precision": option.way.precision,
-        "checkpointing": option.way.checkpointing,
-        "chunked_loss": option.way.chunked,
-        "offload": option.way.offload is not None,
-        "host_bytes": option.way.offload.host_bytes if option.way.offload else 0,
+        "precision": option.layout.precision,
+        "checkpointing": option.layout.checkpointing,
+        "chunked_loss": option.layout.chunked,
+        "offload": option.layout.offload is not None,
+        "host_bytes": option.layout.offload.host_bytes if option.layout.offload else 0,
         "peak_bytes": option.peak_bytes,
         "step_s": option.step_s,
         "flops": option.time.flops,
@@ -152,17 +151,20 @@ def show_plan(
     devices: Path | None = None,
     with_frontier: bool = False,
     svg: Path | None = None,
-) -> Shown:
-    """Plans, and writes the picture. Raises UsageError for a device or size that is not known."""
+) -> ShownPlan:
+    """Forecasts the recipe and writes the picture to ``svg``.
+
+    Raises UsageError for an unknown device or size, StorageError where the picture cannot be written.
+    """
     start = time.perf_counter()
     table = known_devices() if devices is None else load_devices(devices)
-    found = named_device(device, dict(table), None if memory is None else parse_bytes(memory))
-    made = forecast(loaded, found)
+    target = named_device(device, dict(table), None if memory is None else parse_bytes(memory))
+    made = forecast(loaded, target)
     points: Sequence[Point] = frontier(made, loaded) if with_frontier else ()
-    shown = Shown(made, tuple(points), time.perf_counter() - start, recipe)
+    shown = ShownPlan(made, tuple(points), time.perf_counter() - start, recipe)
     if svg is not None:
         try:
-            svg.write_text(timeline_svg(made.trace, found, f"{made.name} on {found.name}, {shown.title}"), "utf-8")
+            svg.write_text(timeline_svg(made.trace, target, f"{made.name} on {target.name}, {shown.title}"), "utf-8")
         except OSError as error:
             raise StorageError(f"{svg} cannot be written: {error}", remedy="give another --svg") from None
     return shown
