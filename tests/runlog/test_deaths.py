@@ -69,7 +69,7 @@ def test_each_death_of_the_row_is_told_with_its_reason() -> None:
     records = (*earlier, *FAILED_AND_KILLED[1:], started(13, died_in_step=417))
     deaths = deaths_in(records, 417, (10, 12, 13))
     assert [(death.pid, death.reason) for death in deaths] == [(10, "RuntimeError: bad sample"), (12, None), (13, None)]
-    assert str(deaths[1]) == "process 12: killed without a last word (last record 2023-11-14 22:13:32 UTC)"
+    assert str(deaths[1]) == "process 12: killed (no end record) (last record 2023-11-14 22:13:32 UTC)"
 
 
 FINISHED = (started(7, step=0), step(500), ended("finished", "", 500))
@@ -162,7 +162,7 @@ def test_a_third_start_is_refused_until_it_is_accepted(folder: RunFolder) -> Non
         require_no_crash_loop(folder, lock, checkpoint, (), again)
     said = caught.value.message
     assert said.startswith("the run died in step 417 twice in a row:\n  process 11: RuntimeError: bad sample")
-    assert "process 12: killed without a last word" in said
+    assert "process 12: killed (no end record)" in said
     assert str(folder.bundles / "step-00000417") in said
     assert "dmesg" in caught.value.remedy and f"`{AGAIN} --accept crash-loop`" in caught.value.remedy
     shutil.rmtree(folder.bundles)

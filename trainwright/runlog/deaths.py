@@ -1,4 +1,4 @@
-"""The crash-loop guard: a run that dies in the same step twice is not started a third time unasked."""
+"""The crash-loop guard: a run that died twice in the same step is not started again unless the user accepts it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CRASH_LOOP = "crash-loop"  # what --accept calls it
 
 @dataclass(frozen=True)
 class Death:
-    """How one death was seen. ``time_s`` is that of the last record; ``reason`` is None when there was no last word."""
+    """How one process died. ``time_s`` is that of its last record; ``reason`` is None without an ``Ended`` record."""
 
     pid: int
     time_s: float
@@ -29,15 +29,15 @@ class Death:
 
     def __str__(self) -> str:
         when = datetime.fromtimestamp(self.time_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        how = self.reason or "killed without a last word"
+        how = self.reason or "killed (no end record)"
         return f"process {self.pid}: {how} (last record {when})"
 
 
 def deaths_in(records: Sequence[Record], step: int, dead: Sequence[int]) -> list[Death]:
     """What the log knows of the processes ``dead`` (pids), which died in ``step`` one after the other; oldest first.
 
-    They may be fewer: what dies while it starts is not in the log. A pid does not tell processes apart that each had
-    a container of its own, so none is taken that ended well or got past the step, nor any before that one.
+    They may be fewer: a process that dies while it starts is not in the log. Processes in containers may have the same
+    pid, so a process that ended well or got past the step, and every one before it, is left out.
     """
     sessions: list[tuple[Started, list[Record]]] = []
     for record in records:
@@ -60,32 +60,32 @@ def deaths_in(records: Sequence[Record], step: int, dead: Sequence[int]) -> list
 def write_bundle(
     folder: RunFolder, step: int, checkpoint: Path | None, records: Sequence[Record], deaths: Sequence[Death]
 ) -> Path:
-    """``bundles/step-XXXXXXXX/``: what it takes to run ``step`` again, kept from retention by hard links.
+    """Writes ``bundles/step-XXXXXXXX/``: what it takes to run ``step`` again. Hard links keep it from retention.
 
-    checkpoint/     the files of the checkpoint that the run would go on from; nothing when there is none
-    recipe.yaml, plan.json, error.txt (where there is one)
-    bundle.json     step, name of the checkpoint, how each death was seen, the last Step record
+    checkpoint/     the files of the checkpoint that the run would resume from; empty when there is none
+    recipe.yaml, plan.json, error.txt (if there is one)
+    bundle.json     step, name of the checkpoint, the deaths, the last Step record
 
-    Replaces an older one. Raises StorageError; nothing half-written stays under its name then.
+    Replaces an older bundle. Raises StorageError, and leaves nothing half-written under its name.
     """
     target = folder.bundles / f"step-{step:08d}"
     aside = target.with_name(f".{target.name}.draft")
-    lasts = [record for record in records if isinstance(record, Step)][-1:]
-    about = {
+    last_steps = [record for record in records if isinstance(record, Step)][-1:]
+    summary = {
         "step": step,
         "checkpoint": checkpoint.name if checkpoint else None,
         "deaths": deaths,
-        "last_step": lasts[0] if lasts else None,
+        "last_step": last_steps[0] if last_steps else None,
     }
     try:
-        shutil.rmtree(aside, ignore_errors=True)  # left by a process that was killed right here
+        shutil.rmtree(aside, ignore_errors=True)  # left by a process that was killed while it wrote
         (aside / "checkpoint").mkdir(parents=True)
         for file in checkpoint.iterdir() if checkpoint else ():
             _link(file, aside / "checkpoint" / file.name)
-        for paper in (folder.recipe, folder.plan, folder.path / "error.txt"):
-            if paper.exists():
-                shutil.copy2(paper, aside)
-        folder.write_json(str((aside / "bundle.json").relative_to(folder.path)), about)
+        for file in (folder.recipe, folder.plan, folder.path / "error.txt"):
+            if file.exists():
+                shutil.copy2(file, aside)
+        folder.write_json(str((aside / "bundle.json").relative_to(folder.path)), summary)
         if target.exists():
             shutil.rmtree(target)
         aside.rename(target)
@@ -95,7 +95,7 @@ def write_bundle(
 
 
 def _link(source: Path, target: Path) -> None:
-    """A hard link costs no space; a copy where the file system has none."""
+    """Makes a hard link, which costs no space; a copy where the file system has none."""
     try:
         os.link(source, target)
     except OSError:
@@ -111,28 +111,28 @@ def require_no_crash_loop(
 ) -> None:
     """Raises UsageError, and writes a bundle, when the last two processes of a run died in the same step.
 
-    ``checkpoint`` is what the run would go on from, ``again`` the command that starts it and accepts what it is given.
+    ``checkpoint`` is what the run would resume from; ``again`` gives the command that starts it with these ``accept``.
     """
     step = lock.died_in_step
     if step is None or lock.deaths < 2 or CRASH_LOOP in accept:
         return
     records = read(folder.log).records if folder.log.is_file() else ()
     deaths = deaths_in(records, step, lock.dead)
-    look = "see what killed it (dmesg, the scheduler's log)"
+    advice = "see what killed it (dmesg, the scheduler's log)"
     try:
         bundle = write_bundle(folder, step, checkpoint, records, deaths)
         kept = f"what it takes to run that step again is in {bundle}"
         if (bundle / "error.txt").exists() and deaths and deaths[-1].reason:
-            look = f"look at {bundle / 'error.txt'}"
+            advice = f"look at {bundle / 'error.txt'}"
     except StorageError as error:
         kept = f"nothing was kept to run that step again: {error.message}"
     times = "twice" if lock.deaths == 2 else f"{lock.deaths} times"
-    row = [f"  {death}" for death in deaths]
+    lines = [f"  {death}" for death in deaths]
     if (unknown := lock.deaths - len(deaths)) and folder.log.is_file():
         who = "they" if not deaths else "the others" if unknown > 1 else "the other one"
-        row.append(f"  {who} died before anything was written to the log")
+        lines.append(f"  {who} died before anything was written to the log")
     raise UsageError(
-        "\n".join([f"the run died in step {step} {times} in a row:", *row, kept]),
-        remedy=f"{look}, mend the cause (for example data.quarantine, precision, optimizer.lr), and then "
+        "\n".join([f"the run died in step {step} {times} in a row:", *lines, kept]),
+        remedy=f"{advice}, mend the cause (for example data.quarantine, precision, optimizer.lr), and then "
         f"`{again([*accept, CRASH_LOOP])}` starts it once more",
     )

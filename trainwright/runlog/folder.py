@@ -1,4 +1,4 @@
-"""The run folder: where everything of a run lies, made so that two processes never share one."""
+"""The run folder, which holds everything of a run; two processes never create the same one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trainwright.errors import UsageError
 from trainwright.runlog.json_values import strict
@@ -20,7 +19,7 @@ _SIGNS = ("log.jsonl", "recipe.yaml", "plan.json")  # any of these makes a folde
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The paths of one run. The sub-folders are made by whoever writes the first file into them."""
+    """The paths of one run. A sub-folder is created when the first file is written to it."""
 
     path: Path
 
@@ -62,10 +61,10 @@ class RunFolder:
 
     @classmethod
     def create(cls, root: Path | str, name: str) -> RunFolder:
-        """Make ``root/name``, or ``root/name-2`` and so on when that exists.
+        """Creates ``root/name``, or ``root/name-2`` and so on when that exists.
 
-        mkdir is atomic: two processes that start at once get two folders. Raises UsageError for a name that
-        is no folder name, StorageError when the folder cannot be made.
+        mkdir is atomic: two processes that start at the same time get two folders. Raises UsageError for an invalid
+        name, StorageError when the folder cannot be created.
         """
         if name in ("", ".", "..") or set(name) & set('/\\\0:*?"<>|'):
             raise UsageError(
@@ -88,7 +87,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path | str) -> RunFolder:
-        """The run folder at ``path``. Raises UsageError with the runs that may be meant."""
+        """The run folder at ``path``. Raises UsageError, with suggestions, where there is none."""
         path = Path(path)
         if _is_run(path):
             return cls(path)
@@ -100,7 +99,7 @@ class RunFolder:
         raise UsageError(f"{path} {what}", remedy=remedy)
 
     def write_text(self, name: str, text: str) -> Path:
-        """Write ``name`` (relative to the folder) as a whole or not at all; it survives a power cut.
+        """Writes ``name`` (relative to the folder) atomically; what is written survives a power failure.
 
         Raises StorageError when the disk is full or the folder may not be written.
         """
@@ -120,8 +119,8 @@ class RunFolder:
             raise storage_error(error, path, "write") from error
         return path
 
-    def write_json(self, name: str, value: Any) -> Path:
-        """As ``write_text``, with ``value`` (plain values and dataclasses) as indented strict JSON."""
+    def write_json(self, name: str, value: object) -> Path:
+        """Writes ``value`` (plain values and dataclasses) as indented strict JSON, as ``write_text`` does."""
         return self.write_text(name, json.dumps(strict(value), indent=2, allow_nan=False) + "\n")
 
 
@@ -132,7 +131,7 @@ def _is_run(path: Path) -> bool:
 def _runs_in(root: Path) -> list[Path]:
     try:
         return sorted(child for child in root.iterdir() if _is_run(child))
-    except OSError:  # not there, not a folder, not readable: no runs to be seen
+    except OSError:  # does not exist, not a folder, or not readable
         return []
 
 
@@ -141,7 +140,7 @@ def _written_ns(run: Path) -> int:
 
 
 def _meant(path: Path) -> list[Path]:
-    """Runs that someone who wrote ``path`` may have meant: around it, in it, or with a similar name."""
+    """Runs that ``path`` may have meant: one around it, those in it, or those with a similar name."""
     around = [parent for parent in path.parents if _is_run(parent)][:1]
     inside = sorted(_runs_in(path), key=_written_ns, reverse=True)[:3]
     siblings = {run.name: run for run in _runs_in(path.parent)}
@@ -150,7 +149,7 @@ def _meant(path: Path) -> list[Path]:
 
 
 def _sync_folder(path: Path) -> None:
-    """Make a rename in ``path`` survive a power cut."""
+    """Makes a rename in ``path`` survive a power failure."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -1,14 +1,14 @@
-"""The lock of a run folder: one process trains in it at a time, and what it leaves behind tells in which step it died.
+"""The lock of a run folder: only one process trains in it at a time, and the lock file records the step it died in.
 
 ``<run>/lock`` is one line of JSON, padded to a fixed size, which ``cat`` shows:
 
     {"excused": false, "pid": 1234, "host": "node7", "since": "2026-05-01T12:00:00+00:00", "step": 417,
      "died_in_step": null, "dead": []}
 
-The lock is an flock: it belongs to the one description with which the file was opened. The kernel drops it with the
-process, however that ends, and not because something in the process reads the file too (a copy of the run folder, a
-tracker that uploads it), as it would a POSIX record lock. The price: a forked child (a worker that loads data)
-inherits it and could outlive the process, so each child closes it first of all. The file is never deleted.
+The lock is an flock, which belongs to one open file description. The kernel releases it when the process ends, in
+whatever way. Unlike a POSIX record lock, it is not released when something else in the process reads and closes the
+file (a copy of the run folder, a tracker that uploads it). The price: a forked child (a data worker) inherits it and
+could outlive the process, so each child closes it first. The file is never deleted.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from pathlib import Path
 from trainwright.errors import UsageError
 from trainwright.runlog.storage import storage_error
 
-SIZE = 512  # bytes: a host name has at most 255; within one page, so no kill tears it
-MOST_DEAD = 8  # pids that are kept of a row of deaths
+SIZE = 512  # bytes: a host name has at most 255; less than one page, so a kill cannot tear it
+MOST_DEAD = 8  # pids that are kept of a series of deaths
 _NO_LOCKS_HERE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # Lustre without -o flock, some FUSE and NFS mounts
-# The line begins with one of these. A signal handler writes only them, and a beat only what follows them: neither
-# undoes what the other wrote, wherever in a beat the signal comes.
+# The line begins with one of these. A signal handler writes only this part, and ``beat`` only the rest: neither
+# overwrites the other, whenever the signal comes.
 _COUNTED, _EXCUSED = b'{"excused": false, ', b'{"excused": true,  '
 
-_held: dict[tuple[int, int], RunLock] = {}  # by device and inode, which are the same by whatever path
+_held: dict[tuple[int, int], RunLock] = {}  # by device and inode, which are the same for every path
 
 
 @dataclass(frozen=True)
 class Holder:
-    """What the file says of the process that holds the lock, or held it last.
+    """The content of the lock file: the process that holds the lock, or held it last.
 
-    ``step`` is in progress (None: no step was begun, or all ended well); ``excused`` says that the process had been
-    asked to stop in it. ``died_in_step`` is the one that the processes ``dead`` (pids) before died in, one after the
-    other, until a later step is begun.
+    ``step`` is in progress (None: no step was begun, or all ended well); ``excused`` means that the process was asked
+    to stop during it. ``died_in_step`` is the step in which the processes ``dead`` (pids) died before, one after the
+    other; both are reset when a later step begins.
     """
 
     pid: int
@@ -56,11 +56,11 @@ class Holder:
 
 
 class RunLock:
-    """Held from ``acquire`` to ``release``, by the process that trains; its forked children hold nothing.
+    """The training process holds it from ``acquire`` to ``release``; forked children do not.
 
     ``died_in_step`` is the step in which the previous holder died (or failed), None when it ended well; ``dead`` are
-    the pids of the processes that did so one after the other, the last one last (of a long row the last 8).
-    ``exclusive`` is False where the file system has no locks: then nothing keeps a second process out.
+    the pids of the processes that died in it in a row, the last one last (at most the last 8). ``exclusive`` is False
+    where the file system has no locks: then nothing keeps a second process out.
     """
 
     def __init__(self, fd: int, before: Holder | None, *, exclusive: bool) -> None:
@@ -76,14 +76,14 @@ class RunLock:
 
     @property
     def deaths(self) -> int:
-        """How many processes in a row died in ``died_in_step``, as far as they are kept."""
+        """How many processes in a row died in ``died_in_step``, at most ``MOST_DEAD``."""
         return len(self.dead)
 
     @classmethod
     def acquire(cls, path: Path) -> RunLock:
-        """The lock of the run folder ``path``.
+        """Takes the lock of the run folder ``path``.
 
-        Raises UsageError when a process (this one included) trains there already, StorageError when the file cannot
+        Raises UsageError when a process (this one included) already trains there, StorageError when the file cannot
         be opened or written.
         """
         _close_in_forked_children()
@@ -105,34 +105,34 @@ class RunLock:
         return lock
 
     def beat(self, step: int) -> None:
-        """Says that ``step`` is in progress (about 2 us). Never raises: a full disk must not stop the training."""
+        """Records that ``step`` is in progress (about 2 us). Never raises: a full disk must not stop the training."""
         if self.died_in_step is not None and step > self.died_in_step:
             self._row = None, ()
         self._write(step)
 
     def excuse(self) -> None:
-        """Says that this process was asked to stop: should it be killed now, no step is to blame.
+        """Records that this process was asked to stop: if it is killed now, the step is not at fault.
 
-        May be called by a signal handler, at any instant. Never raises.
+        A signal handler may call it at any time. Never raises.
         """
         with contextlib.suppress(OSError):
             os.pwrite(self._fd, _EXCUSED, 0)
 
     def forget_step(self) -> None:
-        """Says that no step is in progress: what ends the process now (a full disk) lies with none. Never raises."""
+        """Records that no step is in progress: if the process ends now, no step is at fault. Never raises."""
         self._write(None)
 
     def release(self, clean: bool) -> None:
-        """Lets go; a second call does nothing. ``clean`` says that the run ended well: nothing is left behind then."""
+        """Releases the lock; a second call does nothing. ``clean``: the run ended well, and no death is recorded."""
         if self._fd < 0:
             return
         if clean:
             self._row = None, ()
             self._write(None)
         del _held[self._identity]
-        fd, self._fd = self._fd, -1  # before it is closed: a signal handler must not write into whatever has it next
-        with contextlib.suppress(OSError):  # a network mount that has gone: the kernel lets go all the same
-            fcntl.flock(fd, fcntl.LOCK_UN)  # for a program that is being started this instant has the descriptor too
+        fd, self._fd = self._fd, -1  # before it is closed: a signal handler must not write to a reused descriptor
+        with contextlib.suppress(OSError):  # a network mount that has gone: the kernel releases the lock all the same
+            fcntl.flock(fd, fcntl.LOCK_UN)  # explicitly: a program that is just being started has the descriptor too
         with contextlib.suppress(OSError):
             os.close(fd)
 
@@ -141,17 +141,17 @@ class RunLock:
             os.pwrite(self._fd, self._rest(step), len(_COUNTED))
 
     def _rest(self, step: int | None) -> bytes:
-        """The line after its beginning."""
+        """The line after the part that says whether the process is excused."""
         died_in_step, dead = self._row
         line = f'{self._me}, "step": {_json(step)}, "died_in_step": {_json(died_in_step)}, "dead": {list(dead)}}}'
         return line.ljust(SIZE - len(_COUNTED) - 1).encode() + b"\n"
 
 
 def _row_left_by(before: Holder | None) -> tuple[int | None, tuple[int, ...]]:
-    """The step that the processes before died in, and their pids."""
+    """The step in which the processes before this one died, and their pids."""
     if before is None:
         return None, ()
-    if before.step is None or before.excused:  # it ended well, began no step or was told to end: it forgets nothing
+    if before.step is None or before.excused:  # it ended well, began no step or was asked to stop: nothing is new
         return before.died_in_step, before.dead
     row = before.dead if before.step == before.died_in_step else ()
     return before.step, (*row, before.pid)[-MOST_DEAD:]
@@ -163,6 +163,7 @@ def _close_in_forked_children() -> None:
 
 
 def _leave_to_the_parent() -> None:
+    """Closes the inherited descriptors without releasing the lock, which belongs to the parent."""
     for lock in _held.values():
         os.close(lock._fd)
         lock._fd = -1
@@ -179,7 +180,7 @@ def _identity(fd: int) -> tuple[int, int]:
 
 
 def _lock(fd: int, path: Path) -> bool:
-    """Whether the file system has locks. Raises UsageError when another process holds this one."""
+    """Takes the flock; False where the file system has no locks. Raises UsageError when another process holds it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -192,10 +193,10 @@ def _lock(fd: int, path: Path) -> bool:
 
 
 def _holder(fd: int) -> Holder | None:
-    """What the file says, None when it is new or says nothing that can be believed."""
+    """The content of the file; None when it is new or not valid."""
     try:
-        said = json.loads(os.pread(fd, SIZE, 0))
-        holder = Holder(**{**said, "dead": tuple(said["dead"])})
+        fields = json.loads(os.pread(fd, SIZE, 0))
+        holder = Holder(**{**fields, "dead": tuple(fields["dead"])})
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
     steps = [step for step in (holder.step, holder.died_in_step) if step is not None]

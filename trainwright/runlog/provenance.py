@@ -1,4 +1,4 @@
-"""Where a run came from: code, packages, machine, data, seeds. Never fails: what cannot be known is null."""
+"""Where a run came from: code, packages, machine, data, seeds. Never fails: what is not known is null."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from types import FunctionType
+from typing import TypeVar
+
+from trainwright.runlog.json_values import JsonValue
+
+T = TypeVar("T")
+_Definition = FunctionType | type[object]
 
 # What changes the numbers of a run. The hash covers every installed package besides.
 _PACKAGES = (
@@ -40,12 +46,12 @@ def provenance(
     command: Sequence[str],
     folder: Path | None = None,
     modules: Sequence[str] = (),
-    live: Iterable[Any] = (),
-) -> dict[str, Any]:
-    """Plain values for provenance.json. ``folder`` is where the user works (None: the current one).
+    live: Iterable[object] = (),
+) -> dict[str, JsonValue]:
+    """Plain values for provenance.json. ``folder`` is the user's working directory (None: the current one).
 
-    ``modules`` are those that the run's code comes from, already imported; see ``modules_of``. ``live`` are the
-    objects that train: their classes and functions may lie elsewhere, in ``__main__`` above all.
+    ``modules`` are the imported modules of the run's code, see ``modules_of``. ``live`` are the objects that train:
+    their classes and functions may be defined elsewhere, often in ``__main__``.
     """
     return {
         "command": list(command),
@@ -63,24 +69,24 @@ def provenance(
     }
 
 
-def modules_of(recipe: Mapping[str, Any]) -> list[str]:
-    """The modules that each ``use: module:callable`` of a recipe names; objects made in Python have none."""
+def modules_of(recipe: Mapping[str, object]) -> list[str]:
+    """The modules that a recipe names as ``use: module:callable``; objects that were made in Python have none."""
     uses = [use for part in _parts(recipe) if isinstance(use := part.get("use"), str) and ":" in use]
     return sorted({use.partition(":")[0] for use in uses} - {_LIVE})
 
 
-def _parts(section: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _parts(section: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
     yield section
     for key, value in section.items():
         if key != "args" and isinstance(value, Mapping):
             yield from _parts(value)
 
 
-def sources(modules: Sequence[str], live: Iterable[Any] = ()) -> dict[str, str | None]:
-    """The sha256 of the file of each module, and of the source of what ``live`` is defined by and no such file holds.
+def sources(modules: Sequence[str], live: Iterable[object] = ()) -> dict[str, str | None]:
+    """The sha256 of the file of each module, and of the source of each class and function of ``live`` in no such file.
 
-    Null where there is none. Left out is what Trainwright, Python or an installed package defines: their versions
-    speak for it. Of ``__main__`` only what trains counts: it is also where runs are started and resumed.
+    Null where there is no source. What Trainwright, Python or an installed package defines is left out, as their
+    versions are recorded. Of ``__main__`` only the objects that train count: the rest starts and resumes runs.
     """
     files = {m: _known(partial(_file_sha256, m)) for m in sorted(modules) if m.partition(".")[0] not in _NO_FILE}
     texts: dict[str, set[str]] = {}
@@ -91,13 +97,13 @@ def sources(modules: Sequence[str], live: Iterable[Any] = ()) -> dict[str, str |
     return files | {name: None if "" in found else _sha256("".join(sorted(found))) for name, found in texts.items()}
 
 
-def module_of(thing: Any) -> str | None:
-    """The module in which the class or function of a live object is defined; None if that is no code of the user."""
+def module_of(thing: object) -> str | None:
+    """The module that defines the class or function of a live object; None if it is not the user's code."""
     return next((each.__module__ for each in _definitions(thing)[:1]), None)
 
 
-def _definitions(thing: Any) -> list[Any]:
-    """The function that ``thing`` is, else its class and those above it; of these what is the user's own code."""
+def _definitions(thing: object) -> list[_Definition]:
+    """``thing`` itself if it is a function, else its class and base classes; only those that are the user's code."""
     while isinstance(thing, partial):
         thing = thing.func
     if inspect.ismethod(thing):
@@ -116,8 +122,8 @@ def _is_own(module: str | None) -> bool:
     return file is None or not {"site-packages", "dist-packages"} & {*Path(file).parts}
 
 
-def _source(thing: Any) -> str:
-    """The text of a class or function. Raises when it is not to be had."""
+def _source(thing: _Definition) -> str:
+    """The source of a class or function. Raises where there is none."""
     if inspect.isclass(thing):
         try:
             return inspect.getsource(thing)
@@ -147,15 +153,15 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _known(read: Callable[[], Any]) -> Any:
-    """What ``read`` says, or None: whatever goes wrong in here must not stop a training."""
+def _known(read: Callable[[], T]) -> T | None:
+    """The result of ``read``, or None: an error in here must not stop a training."""
     try:
         return read()
     except Exception:
         return None
 
 
-def _git_state(folder: Path) -> dict[str, Any] | None:
+def _git_state(folder: Path) -> dict[str, JsonValue] | None:
     """Commit, dirty flag (counts untracked files), hash of uncommitted changes; None outside a git tree."""
     if _git(folder, "rev-parse", "--is-inside-work-tree") is None:
         return None
@@ -170,20 +176,20 @@ def _git_state(folder: Path) -> dict[str, Any] | None:
 
 
 def _git(folder: Path, *arguments: str) -> bytes | None:
-    """Git's output, or None when it refuses. Takes no lock, so it disturbs nobody's work in that tree."""
+    """Git's output, or None when it fails. Takes no lock, so it does not disturb other work in that tree."""
     answer = subprocess.run(
         ["git", *arguments],
         cwd=folder,
         env={**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        timeout=20,  # a huge tree on a network mount: better no answer than a start that hangs
+        timeout=20,  # a huge tree on a network mount: better no answer than a start that waits
         check=False,
     )
     return answer.stdout if answer.returncode == 0 else None
 
 
-def _packages() -> dict[str, Any]:
+def _packages() -> dict[str, JsonValue]:
     installed = {
         _normal(dist.metadata["Name"]): dist.version
         for dist in importlib.metadata.distributions()

@@ -1,4 +1,4 @@
-"""Reads log.jsonl of a dead or a living run; never fails on what a kill left behind."""
+"""Reads log.jsonl of a run that ended or still runs; a torn last line is no error."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from trainwright.runlog.storage import storage_error
 
 @dataclass(frozen=True)
 class LogContents:
-    """All of a log. ``broken_lines`` counts the lines that hold no record, the torn last one excepted.
+    """The content of a log. ``broken_lines`` counts the lines that hold no record, except a torn last one.
 
-    ``torn`` says that the last line was cut off in the middle (a kill, a full disk).
+    ``torn``: the last line was cut off (a kill, a full disk).
     """
 
     records: tuple[Record, ...]
@@ -25,7 +25,7 @@ class LogContents:
 
 
 def read(path: Path | str) -> LogContents:
-    """Everything that can be read. Raises UsageError when there is no such log."""
+    """Reads every record. Raises UsageError when there is no such log."""
     records: list[Record] = []
     broken_lines, torn = 0, False
     with _open(Path(path)) as file:
@@ -35,7 +35,7 @@ def read(path: Path | str) -> LogContents:
                 records.append(record)
             elif not line.endswith(b"\n"):
                 torn = True
-            elif line.strip():  # a full disk may leave an empty line, which lost nothing
+            elif line.strip():  # a full disk may leave an empty line, which is no loss
                 broken_lines += 1
     return LogContents(tuple(records), broken_lines, torn)
 
@@ -48,22 +48,22 @@ def follow(
     poll_s: float = 0.5,
     idle_s: float = float("inf"),
 ) -> Iterator[Record]:
-    """Every record of a log from its start, then each new one as it is written.
+    """Yields every record of a log from its start, then each new one as it is written.
 
-    Ends when the last line is ``Ended``, or when nothing came for ``idle_s`` by ``clock`` (seconds). Raises
+    Ends when the last line is ``Ended``, or when nothing is written for ``idle_s`` seconds by ``clock``. Raises
     UsageError when there is no such log.
     """
     with _open(Path(path)) as file:
-        ended, unfinished, heard_s = False, b"", clock()
+        ended, unfinished, last_s = False, b"", clock()
         while True:
             line = unfinished + file.readline()
             if line.endswith(b"\n"):
-                unfinished, heard_s = b"", clock()
+                unfinished, last_s = b"", clock()
                 record = _record(line)
                 if record is not None:
                     ended = isinstance(record, Ended)
                     yield record
-            elif (ended and not line) or clock() - heard_s >= idle_s:
+            elif (ended and not line) or clock() - last_s >= idle_s:
                 return
             else:
                 unfinished = line
@@ -73,8 +73,8 @@ def follow(
 def steps(records: Iterable[Record]) -> list[Step]:
     """The steps that led to the run's present state, in order, each step once.
 
-    A resume repeats the steps after its checkpoint: the last written one counts. Steps that lie after a
-    resume point and were not trained again belong to a past that was given up, and are left out.
+    A resume repeats the steps after its checkpoint: the last record of a step counts. Steps after the resume point
+    that were not trained again do not belong to the present state, and are left out.
     """
     by_step: dict[int, Step] = {}
     for record in records:

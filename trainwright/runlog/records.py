@@ -1,9 +1,8 @@
-"""One line of log.jsonl each: what a run says about itself, as frozen values.
+"""The records of log.jsonl, one for each line, as frozen values.
 
-A line is strict JSON (jq reads it). JSON has no NaN and no infinity, so they are spelled as the strings
-"NaN", "Infinity" and "-Infinity" and become floats again in every field that holds floats. ``kind`` is the
-lower-case class name. What a newer version wrote stays readable: an unknown kind becomes ``Unknown``, an
-unknown field is ignored.
+A line is strict JSON (jq reads it). JSON has no NaN and no infinity, so they are written as the strings "NaN",
+"Infinity" and "-Infinity", and become floats again in every field that holds floats. ``kind`` is the lower-case class
+name. What a newer version wrote stays readable: an unknown kind becomes ``Unknown``, an unknown field is ignored.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Started(Record):
-    """A process took up the run at ``step``: 0, or where it resumed from.
+    """A process started or resumed the run at ``step``.
 
-    ``died_in_step`` is what the process before it left behind when it did not end well; ``accepted`` are the
-    objections to this start that were overruled.
+    ``died_in_step`` is the step in which the process before it died, if it did; ``accepted`` are the objections to
+    this start that the user overruled.
     """
 
     step: int
@@ -94,7 +93,7 @@ class Evaluated(Record):
 class Saved(Record):
     """A checkpoint was committed. ``path`` is relative to the run folder.
 
-    ``seconds`` is what the write took, ``blocked_s`` how long training stood still for it.
+    The write took ``seconds``, and training waited for it for ``blocked_s``.
     """
 
     step: int
@@ -106,7 +105,7 @@ class Saved(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class NotSaved(Record):
-    """A checkpoint that was due could not be made; training went on. ``reason`` ends with its remedy."""
+    """A checkpoint that was due could not be written; training went on. ``reason`` ends with its remedy."""
 
     step: int
     reason: str
@@ -126,10 +125,10 @@ class Skipped(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class OutOfMemory(Record):
-    """A try of ``step`` ran out of memory. It is begun again with ``next_micro`` samples at a time, None: given up.
+    """An attempt at ``step`` ran out of memory. It is repeated with ``next_micro`` samples at a time; None: given up.
 
-    ``held`` are bytes by kind at that instant, ``given_back_bytes`` what letting go of the try freed. ``notes`` say
-    what is not as if the try had never been.
+    ``held`` are bytes by kind at that time; ``given_back_bytes`` were freed when the attempt was given up. ``notes``
+    say what the attempt changed that could not be undone.
     """
 
     step: int
@@ -158,10 +157,10 @@ class Quarantined(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Watched(Record):
-    """One optimizer step as the watch saw it: what happened in which order, and a few numbers.
+    """One optimizer step as the recorder saw it: the order of its events, and a few numbers.
 
-    ``events`` are ``[kind, value]`` in their order, see ``observe.events``. ``loss`` is the mean of the step's losses
-    as they were given to backward, without a loss scale.
+    ``events`` are ``[kind, value]`` in their order. ``loss`` is the mean of the losses that backward was called on,
+    without a loss scale.
     """
 
     step: int
@@ -174,7 +173,7 @@ class Watched(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Examined(Record):
-    """What a closer look at ``step`` gave: an experiment on its replay, or the state of what is watched."""
+    """The outcome of an experiment on the replay of ``step``, or of a probe of what is watched."""
 
     step: int
     experiment: str
@@ -183,7 +182,7 @@ class Examined(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """What a finding points at; None is what is not known or does not apply. ``source`` is a line: ``file.py:42``."""
+    """What a finding points at; None: not known, or does not apply. ``source`` is a line: ``file.py:42``."""
 
     module: str | None = None
     op: str | None = None
@@ -205,7 +204,7 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """A remedy that was tried, and what came of it."""
+    """A remedy that was tried, and its result."""
 
     remedy: str
     result: str
@@ -231,7 +230,7 @@ class Found(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Replayed(Record):
-    """A recorded step was run again from ``bundle``."""
+    """A recorded step was replayed from ``bundle``."""
 
     step: int
     bundle: str
@@ -241,7 +240,7 @@ class Replayed(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Ended(Record):
-    """The run's last word. ``ending`` is finished, stopped, data_exhausted or failed."""
+    """The run ended. ``ending`` is finished, stopped, data_exhausted or failed."""
 
     ending: str
     reason: str
@@ -254,8 +253,8 @@ class Ended(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Telemetry(Record):
-    """Readings by name: of the host (``host/...``), of GPUs by NVML's number (``gpu0/...``), of torch's allocator on a
-    device by torch's (``cuda0/...``). Units are in the names.
+    """Readings by name: of the host (``host/...``), of a GPU by its NVML index (``gpu0/...``), of torch's allocator by
+    its torch index (``cuda0/...``). Units are in the names.
     """
 
     step: int
@@ -264,7 +263,7 @@ class Telemetry(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Unknown(Record):
-    """A kind that this version does not know. ``fields`` is the whole line but ``kind`` and ``time_s``."""
+    """A kind that this version does not know. ``fields`` is the line without ``kind`` and ``time_s``."""
 
     kind: str
     fields: Facts
@@ -293,7 +292,7 @@ _KIND_OF: Mapping[type[Record], str] = {cls: kind for kind, cls in KINDS.items()
 
 
 def to_json(record: Record) -> str:
-    """One line without its newline, in ASCII, so that no text of a user can break a line or an encoding."""
+    """One line without its newline, in ASCII, so that no text of the user can break the line or the encoding."""
     if isinstance(record, Unknown):
         line = {"kind": record.kind, "time_s": record.time_s, **record.fields}
     else:
@@ -305,7 +304,7 @@ def to_json(record: Record) -> str:
 
 
 def from_json(line: str) -> Record:
-    """The record of one line. Raises ValueError when it is none."""
+    """The record of one line. Raises ValueError if it is not one."""
     fields = json.loads(line)
     if not isinstance(fields, dict) or not isinstance(fields.get("kind"), str):
         raise ValueError("a record is a JSON object with a 'kind'")
@@ -316,7 +315,7 @@ def from_json(line: str) -> Record:
 
 
 def _fields_of(value: object) -> dict[str, object]:
-    """For the encoder. Dataclasses only: a tensor has a ``__dict__`` too, and would be logged as ``{}``."""
+    """The fields of a dataclass, for the encoder. A tensor has a ``__dict__`` too, and would be logged as ``{}``."""
     if dataclasses.is_dataclass(value):
         return vars(value)
     raise TypeError(f"a record holds plain numbers, strings and containers, not {type(value).__name__}")
@@ -343,7 +342,7 @@ def _decoders(cls: type) -> dict[str, _Decoder]:
 
 
 def _decoder(hint: object) -> _Decoder:
-    """How to read JSON as ``hint``: one of the few types that records are made of."""
+    """How to read JSON as ``hint``, one of the types that fields of records have."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return plain

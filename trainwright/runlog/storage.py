@@ -1,4 +1,4 @@
-"""What an operating-system error means for the run folder, in a sentence with a remedy."""
+"""Translates operating-system errors on the run folder into a sentence with a remedy."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _MEANING = {
 
 
 def storage_error(error: OSError, path: Path, doing: str) -> StorageError:
-    """The error to raise when ``doing`` (a verb, "write") failed on ``path``."""
+    """The error to raise when ``doing`` (a verb such as "write") failed on ``path``."""
     what, remedy = _MEANING.get(error.errno or 0, (error.strerror or str(error), "check the disk and the path"))
     return StorageError(f"cannot {doing} {path}: {what}", remedy=remedy)
 
 
 def deleted_error(path: Path) -> StorageError:
-    """The error for a file that was deleted while it was open: writes would succeed and be lost."""
+    """The error for a file that was deleted while it was open: writes to it would succeed and be lost."""
     return StorageError(
         f"cannot write {path}: the file or its folder was deleted while the run was writing to it",
         remedy="resume from the newest checkpoint that is left, or start the run in another folder",

@@ -1,4 +1,4 @@
-"""Appends records to log.jsonl so that a kill at any instant costs at most the line being written."""
+"""Appends records to log.jsonl; a kill at any time loses at most the line that is being written."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from trainwright.runlog.storage import deleted_error, storage_error
 
 
 class LogWriter:
-    """An append-only log: one ``os.write`` per record, nothing is buffered in this process.
+    """An append-only log: one ``os.write`` for each record, nothing is buffered in this process.
 
-    What ``write`` returned from survives a kill of the process; ``sync`` makes it survive a power cut.
-    Raises StorageError when the disk is full, the folder is gone or may not be written.
+    A record survives a kill of the process once ``write`` has returned; ``sync`` makes it survive a power failure.
+    Raises StorageError when the disk is full, or the folder is gone or may not be written.
     """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         try:
             self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            # A kill in the middle of a line leaves it open. The next record must not be glued to it.
+            # A kill in the middle of a line leaves it without a newline; the next record must begin a new line.
             self._line_is_open = _last_byte(self._fd) not in (b"", b"\n")
         except OSError as error:
             raise storage_error(error, self.path, "open") from error
 
     def write(self, record: Record) -> None:
-        """Append one line. After a StorageError the writer stays usable: space may be freed."""
+        """Appends one line. After a StorageError the writer stays usable: space may be freed."""
         line = to_json(record).encode("ascii") + b"\n"
         if self._line_is_open:
             line = b"\n" + line
         try:
-            # A deleted file takes writes without an error and loses them: one fstat (about 1 us) notices.
+            # A deleted file accepts writes without an error and loses them: one fstat (about 1 us) detects that.
             if os.fstat(self._fd).st_nlink == 0:
                 raise deleted_error(self.path)
             written = os.write(self._fd, line)
-            while written < len(line):  # a disk that fills up takes a part first and fails on the next call
+            while written < len(line):  # a disk that fills up accepts a part first and fails on the next call
                 self._line_is_open = True
                 written += os.write(self._fd, line[written:])
         except OSError as error:
@@ -43,14 +43,14 @@ class LogWriter:
         self._line_is_open = False
 
     def sync(self) -> None:
-        """Wait until the disk holds every record (milliseconds)."""
+        """Waits until every record is on the disk (milliseconds)."""
         try:
             os.fsync(self._fd)
         except OSError as error:
             raise storage_error(error, self.path, "write") from error
 
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
+        """Closes the file; a second call does nothing."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
