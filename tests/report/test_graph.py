@@ -11,9 +11,9 @@ import pytest
 
 from trainwright.plan.fold import Folded, Run, fold
 from trainwright.plan.profile import LOSS, GraphProfile, ModuleProfile, Node, SavedTensor
-from trainwright.report.chart import INK, PALETTE
 from trainwright.report.graph import Headline, graph_text, human_count, ops_text, size_text
 from trainwright.report.graph_svg import CHARACTER, SIZE, graph_svg, lanes_of
+from trainwright.report.svg import INK, PALETTE
 
 SVG = "{http://www.w3.org/2000/svg}"
 HEADLINE = Headline("small", "Net", 4, "fp32", 1234, 20, 30, notes=("a < b & <script>",))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 import typer
 from typer.core import TyperGroup
 
-from trainwright.report.failure import told
+from trainwright.report.failure import describe
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -73,7 +73,7 @@ def verb(name: str | None = None, *, of: typer.Typer = app) -> Callable[[Callabl
             except SystemExit as end:
                 raise typer.Exit(_fail(f"{ENDED.format(end.code)}\n  remedy: {KEEP_RUNNING}", 1)) from None
             except (Exception, KeyboardInterrupt) as error:
-                raise typer.Exit(_fail(*told(error))) from None
+                raise typer.Exit(_fail(*describe(error))) from None
 
         return of.command(name)(guarded)
 

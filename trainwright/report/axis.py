@@ -1,4 +1,4 @@
-"""One axis of a chart: its range, where a value lies on it, and ticks at numbers that people would choose."""
+"""One axis of a chart: its range, where a value lies on it, and ticks at round numbers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Axis:
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self, about: int = 8) -> list[float]:
-        """Around ``about`` round numbers within the range, rising."""
+        """About ``about`` round numbers within the range, rising."""
         if not self.log:
             return _round_numbers(self.low, self.high, about)
         first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)

@@ -1,4 +1,4 @@
-"""Line charts without a plotting library: an SVG that is complete in itself, and characters for a terminal."""
+"""Line charts without a plotting library: a self-contained SVG, and characters for a terminal."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Literal
-from xml.sax.saxutils import escape, quoteattr
 
 from trainwright.report.axis import Axis
+from trainwright.report.svg import INK, PALETTE, TITLE, root, text
 
 _WIDTH, _HEIGHT = 720, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 704, 44, 340  # of the plot area, in SVG units
-# The background is transparent, so every colour must be readable on white and on black: contrast 3 and more
-# (4.5 for the text) on either. tests/report/test_chart.py computes it.
-INK = "#767676"
-PALETTE = ("#1f7fd0", "#cf5f1a", "#1f8f4e", "#9a5fd6", "#d0455f", "#0f8a94")
 _DASHES = ("", "7 3", "2 3")  # a seventh series gets the first colour again, dashed
 
 
@@ -30,7 +26,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """A straight line across the chart, at ``value`` of ``axis``, with a word to it."""
+    """A straight line across the chart, at ``value`` of ``axis``, with a label."""
 
     axis: Literal["x", "y"]
     value: float
@@ -50,15 +46,14 @@ def line_chart_svg(
     log_x: bool = False,
     log_y: bool = False,
 ) -> str:
-    """A chart as one <svg> element, to be saved as a file or put into a page. Works in light and dark pages."""
+    """A chart as one <svg> element, for a file or a page, light or dark."""
     x_axis, y_axis = _axes(series, marks, log_x, log_y, margin=0.05)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
-        f'font-family="system-ui, sans-serif" font-size="12" aria-label={quoteattr(_clean(title))}>',
-        _text(_LEFT, 20, title, 'font-size="15" font-weight="600"'),
+        root(_WIDTH, _HEIGHT, title),
+        text(_LEFT, 20, title, TITLE),
         *_grid(x_axis, y_axis),
-        _text((_LEFT + _RIGHT) / 2, _HEIGHT - 24, x_label, 'text-anchor="middle"'),
-        _text(
+        text((_LEFT + _RIGHT) / 2, _HEIGHT - 24, x_label, 'text-anchor="middle"'),
+        text(
             16, (_TOP + _BOTTOM) / 2, y_label, f'text-anchor="middle" transform="rotate(-90 16 {(_TOP + _BOTTOM) / 2})"'
         ),
         *(line for mark in marks for line in _mark(mark, x_axis, y_axis)),
@@ -66,16 +61,16 @@ def line_chart_svg(
         *(_legend(series) if len(series) > 1 else ()),
     ]
     if not any(list(_runs(one, x_axis, y_axis)) for one in series):
-        parts.append(_text((_LEFT + _RIGHT) / 2, (_TOP + _BOTTOM) / 2, "no finite values", 'text-anchor="middle"'))
+        parts.append(text((_LEFT + _RIGHT) / 2, (_TOP + _BOTTOM) / 2, "no finite values", 'text-anchor="middle"'))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def line_chart_text(
     series: Sequence[Series], width: int = 72, height: int = 16, *, log_x: bool = False, log_y: bool = False
 ) -> str:
-    """A chart for a terminal, ``width`` x ``height`` characters in all, in Braille: 2 x 4 dots a character.
+    """A chart for a terminal, ``width`` x ``height`` characters in all, in Braille: 2 x 4 dots in each character.
 
-    Lines cannot be told apart in it, so a second series is drawn with its points only.
+    Lines cannot be distinguished in it, so of a second series only the points are drawn.
     """
     x_axis, y_axis = _axes(series, (), log_x, log_y, margin=0.0)
     rows = max(height - 2, 2)
@@ -111,7 +106,7 @@ def _axes(
 
 
 def _runs(one: Series, x_axis: Axis, y_axis: Axis) -> Iterator[list[Point]]:
-    """The stretches without a gap, as shares of the axes."""
+    """The parts without a gap, as shares of the axes."""
     run: list[Point] = []
     for x_value, y_value in zip(one.x, one.y, strict=True):
         x, y = x_axis.share(x_value), y_axis.share(y_value)
@@ -129,7 +124,7 @@ def _place(point: Point) -> Point:
 
 
 def _thinned(points: Iterable[Point]) -> Iterator[Point]:
-    """At most first, lowest, highest and last of every column of pixels: looks the same, however long the run was."""
+    """Keeps at most the first, lowest, highest and last point of every column of pixels, which looks the same."""
     for _, group in groupby(points, key=lambda point: round(point[0])):
         column = list(group)
         kept = {0, len(column) - 1}
@@ -142,11 +137,11 @@ def _grid(x_axis: Axis, y_axis: Axis) -> Iterator[str]:
     for value in x_axis.ticks():
         x, _ = _place((x_axis.share(value) or 0.0, 0.0))
         yield line.format(x, _TOP, x, _BOTTOM, 0.25)
-        yield _text(x, _BOTTOM + 18, x_axis.label(value), 'text-anchor="middle"')
+        yield text(x, _BOTTOM + 18, x_axis.label(value), 'text-anchor="middle"')
     for value in y_axis.ticks():
         _, y = _place((0.0, y_axis.share(value) or 0.0))
         yield line.format(_LEFT, y, _RIGHT, y, 0.25)
-        yield _text(_LEFT - 8, y + 4, y_axis.label(value), 'text-anchor="end"')
+        yield text(_LEFT - 8, y + 4, y_axis.label(value), 'text-anchor="end"')
     yield line.format(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, 1)
     yield line.format(_LEFT, _TOP, _LEFT, _BOTTOM, 1)
 
@@ -160,12 +155,12 @@ def _mark(mark: Mark, x_axis: Axis, y_axis: Axis) -> Iterator[str]:
         f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{INK}" stroke-width="1.5" '
         'stroke-dasharray="5 4"/>'
     )
-    if mark.axis == "x" and share > 0.8:  # the word goes to the side where there is room
-        yield _text(x2 - 5, y2 + 12, mark.label, 'text-anchor="end"')
+    if mark.axis == "x" and share > 0.8:  # the label goes to the side where there is room
+        yield text(x2 - 5, y2 + 12, mark.label, 'text-anchor="end"')
     elif mark.axis == "x":
-        yield _text(x2 + 5, y2 + 12, mark.label)
+        yield text(x2 + 5, y2 + 12, mark.label)
     else:
-        yield _text(x2 - 4, y2 - 5, mark.label, 'text-anchor="end"')
+        yield text(x2 - 4, y2 - 5, mark.label, 'text-anchor="end"')
 
 
 def _style(number: int) -> str:
@@ -177,7 +172,7 @@ def _style(number: int) -> str:
 def _line(one: Series, number: int, x_axis: Axis, y_axis: Axis) -> Iterator[str]:
     for run in _runs(one, x_axis, y_axis):
         points = list(_thinned(map(_place, run)))
-        if len(points) == 1:  # alone between two gaps: a line of no length would not be seen
+        if len(points) == 1:  # alone between two gaps: a line of length 0 would not be visible
             yield f'<circle cx="{points[0][0]:.1f}" cy="{points[0][1]:.1f}" r="2" {_style(number)}/>'
         else:
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
@@ -189,16 +184,7 @@ def _legend(series: Sequence[Series]) -> Iterator[str]:
     for number, one in enumerate(series):
         x = _LEFT + number * room
         yield f'<line x1="{x:.1f}" y1="{_HEIGHT - 8}" x2="{x + 18:.1f}" y2="{_HEIGHT - 8}" {_style(number)}/>'
-        yield _text(x + 23, _HEIGHT - 4, one.name)
-
-
-def _text(x: float, y: float, text: str, attributes: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{INK}" {attributes}>{escape(_clean(text))}</text>'
-
-
-def _clean(text: str) -> str:
-    """Without control characters and lone surrogates, which XML may not hold even when escaped."""
-    return "".join(c if c.isprintable() else " " for c in text)
+        yield text(x + 23, _HEIGHT - 4, one.name)
 
 
 def _connected(pixels: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""The diagnosis of a run folder: what its log tells a doctor who comes later."""
+"""The diagnosis of a run folder, from its log."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ CRITICAL = 3
 
 @dataclass(frozen=True)
 class Report:
-    """Findings of one run, the first cause first. ``wishes`` are experiments that would tell more."""
+    """Findings of one run, the first cause first. ``experiments`` are those that would tell more."""
 
     run: Path
     findings: tuple[Found, ...]
-    wishes: tuple[str, ...]
+    experiments: tuple[str, ...]
     watched: int
     step: int
     ended: str | None
@@ -34,17 +34,19 @@ class Report:
 
     def lines(self) -> list[str]:
         """For a person."""
-        head = f"{self.run}: step {self.step}, {self.ended or 'no last word: it runs, or was killed'}"
+        head = f"{self.run}: step {self.step}, {self.ended or 'no end record: it is running, or was killed'}"
         if not self.watched:
-            return [head, "no step of it was watched: set log.doctor: true, or train inside tw.watch(model, optimizer)"]
-        told = lines_of(self.findings, None)
+            return [
+                head,
+                "no step of it was recorded: set log.doctor: true, or train inside tw.watch(...)",
+            ]
+        lines = lines_of(self.findings, None)
         if self.findings:
-            told.append(f"more: trainwright explain {self.findings[0].code}")
-        if self.wishes:
-            told.append(
-                f"this would tell more: {', '.join(self.wishes)} (trainwright replay {self.run} --step {self.step})"
-            )
-        return [head, *told]
+            lines.append(f"more: trainwright explain {self.findings[0].code}")
+        if self.experiments:
+            command = f"trainwright replay {self.run} --step {self.step}"
+            lines.append(f"this would tell more: {', '.join(self.experiments)} ({command})")
+        return [head, *lines]
 
     def to_json(self) -> dict[str, JsonValue]:
         """What ``--json`` prints."""
@@ -54,23 +56,23 @@ class Report:
             "ended": self.ended,
             "watched": self.watched,
             "findings": [strict(found) for found in self.findings],
-            "wishes": list(self.wishes),
+            "wishes": list(self.experiments),
         }
 
 
 def diagnosis_of(folder: RunFolder) -> Report:
-    """Reads the log and asks every check again; what was tried while the run lived is kept."""
+    """Reads the log and runs every check again; the results of remedies that the run itself tried are kept."""
     every = read(folder.log).records if folder.log.is_file() else ()
     records = _last_process(every)
     ends = [record for record in records if isinstance(record, Ended)]
     diagnosis = diagnose(Case(records, finished=bool(ends)))
-    told = {record.code: record for record in records if isinstance(record, Found)}
-    findings = [_with_what_was_tried(said.found, told.get(said.found.code)) for said in diagnosis.findings]
+    earlier = {record.code: record for record in records if isinstance(record, Found)}
+    findings = [_with_trials_of(earlier.get(each.found.code), each.found) for each in diagnosis.findings]
     steps = [record.step for record in records if isinstance(record, Watched | Examined)]
     return Report(
         folder.path,
         tuple(findings),
-        tuple(wish.experiment for wish in diagnosis.requests),
+        tuple(each.experiment for each in diagnosis.requests),
         len([record for record in records if isinstance(record, Watched)]),
         max(steps, default=0),
         f"{ends[-1].ending} {ends[-1].reason}".strip() if ends else None,
@@ -78,11 +80,13 @@ def diagnosis_of(folder: RunFolder) -> Report:
 
 
 def _last_process(records: tuple[Record, ...]) -> tuple[Record, ...]:
+    """The records of the newest process of the run."""
     begins = [number for number, record in enumerate(records) if isinstance(record, Started)]
     return records[begins[-1] :] if begins else records
 
 
-def _with_what_was_tried(found: Found, earlier: Found | None) -> Found:
+def _with_trials_of(earlier: Found | None, found: Found) -> Found:
+    """``found`` with the time, step and trials of the same finding in the log, if it is there."""
     if earlier is None:
         return found
     return dataclasses.replace(found, time_s=earlier.time_s, step=earlier.step, tried=earlier.tried)

@@ -1,7 +1,7 @@
-"""Does this environment fit together: Python, torch, CUDA, driver, NCCL, threads, limits (``trainwright env``).
+"""Checks that the environment fits together: Python, torch, CUDA, driver, NCCL, threads, limits (``trainwright env``).
 
-``judge(gather())``: ``facts.gather`` asks the system and imports torch, ``judge`` is a pure function of what was
-gathered, so that machines we do not own are tested too.
+``judge(gather())``: ``system.gather`` reads the facts of the system and of torch, and ``judge`` is a pure function of
+these facts, so that machines of other kinds can be tested too.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _RANK: Mapping[Verdict, int] = {"info": 0, "ok": 0, "warn": 1, "bad": 2}
 _PYTHON_MIN = (3, 11)
 _TORCH_MIN, _TORCH_END = (2, 11), (2, 16)  # the end is not supported any more
 _GIB = 1 << 30
-_SHM_MIN_BYTES = 1 * _GIB  # workers hand batches over in it; a container's default is 64 MiB
-_FILES_MIN = 1024  # workers and shards take some hundreds
+_SHM_MIN_BYTES = 1 * _GIB  # data workers pass batches through it; a container's default is 64 MiB
+_FILES_MIN = 1024  # workers and shards need several hundred
 
 
 @dataclass(frozen=True)
 class Line:
-    """One thing that was looked at. ``remedy`` is empty when there is nothing to do."""
+    """The result of one check. ``remedy`` is empty when there is nothing to do."""
 
     verdict: Verdict
     what: str
@@ -36,12 +36,12 @@ class Line:
 
 
 def judge(facts: SystemFacts) -> list[Line]:
-    """Every check's lines, in reading order."""
+    """The lines of every check, in reading order."""
     return [line for check in _CHECKS for line in check(facts)]
 
 
 def worst(lines: Sequence[Line]) -> Verdict:
-    """The gravest verdict; "ok" for no lines."""
+    """The worst verdict; "ok" for no lines."""
     return max((line.verdict for line in lines if _RANK[line.verdict]), key=_RANK.__getitem__, default="ok")
 
 
@@ -51,7 +51,7 @@ def exit_status(lines: Sequence[Line]) -> int:
 
 
 def render(lines: Sequence[Line]) -> str:
-    """Plain text, one line each, the remedy below it."""
+    """The lines as plain text, each with its remedy below it."""
     width = max((len(line.what) for line in lines), default=0)
     rows = []
     for line in lines:
@@ -79,7 +79,7 @@ def _torch(facts: SystemFacts) -> Iterator[Line]:
     if version < _TORCH_MIN:
         yield Line("bad", "torch", torch.version, f"install a supported version: {supported}")
     elif version >= _TORCH_END:
-        yield Line("warn", "torch", torch.version, f"newer than what was tested: {supported}")
+        yield Line("warn", "torch", torch.version, f"newer than the tested versions: {supported}")
     else:
         yield Line("ok", "torch", torch.version)
 
@@ -131,8 +131,11 @@ def _cuda(facts: SystemFacts) -> Iterator[Line]:
 
 
 def _old_driver(driver_cuda: tuple[int, int] | None, build: str, driver: str) -> Line | None:
-    """CUDA promises that a driver runs every build of its own major version, and no later one
-    (docs.nvidia.com/deploy/cuda-compatibility: minor version compatibility)."""
+    """A line where the driver is older than the CUDA that torch was built with.
+
+    CUDA guarantees that a driver runs every build of its own major version, and no later one
+    (docs.nvidia.com/deploy/cuda-compatibility: minor version compatibility).
+    """
     built = _numbers(build)[:2]
     if driver_cuda is None or driver_cuda >= built:
         return None
@@ -231,7 +234,7 @@ def _threads(facts: SystemFacts) -> Iterator[Line]:
     set_by = [f"{name}={facts.variables[name]}" for name in THREAD_VARIABLES if name in facts.variables]
     value = f"{threads} for {cores} cores" + (f" ({', '.join(set_by)})" if set_by else "")
     if threads > cores:
-        yield Line("warn", "threads", value, f"they wait for each other: export OMP_NUM_THREADS={cores}")
+        yield Line("warn", "threads", value, f"threads compete for cores: export OMP_NUM_THREADS={cores}")
     elif threads < cores and set_by and not facts.machine.gpus:
         yield Line("warn", "threads", value, f"cores stay idle: export OMP_NUM_THREADS={cores}")
     else:

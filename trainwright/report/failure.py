@@ -1,4 +1,4 @@
-"""An error in words: what went wrong, where in the user's code, and what to do."""
+"""The text of an error: what went wrong, where in the user's code, and what to do."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from trainwright.errors import TrainwrightError
 INTERRUPTED = 130
 
 
-def told(error: Exception | KeyboardInterrupt) -> tuple[str, int]:
-    """An error in a sentence with its remedy, and the exit code of its kind."""
+def describe(error: Exception | KeyboardInterrupt) -> tuple[str, int]:
+    """The text of an error with its remedy, and the exit code of its kind."""
     if isinstance(error, TrainwrightError):
         return str(error), error.exit_code
     if isinstance(error, KeyboardInterrupt):
@@ -21,12 +21,12 @@ def told(error: Exception | KeyboardInterrupt) -> tuple[str, int]:
 
 
 def _unforeseen(error: Exception) -> str:
-    """An error from the user's model, loss or data: what it says and the line it comes from."""
+    """An error of the user's model, loss or data: its message and the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     installed = str(Path(sys.prefix))
     files = [frame for frame in frames if not frame.filename.startswith(("<", installed))]
     ours = Path(__file__).parent.parent
     theirs = [frame for frame in files if ours not in Path(frame.filename).parents] or files
     at = f"\n  at {theirs[-1].filename}:{theirs[-1].lineno}: {theirs[-1].line}" if theirs else ""
-    said = "\n  ".join([f"{type(error).__name__}: {error}{at}", *getattr(error, "__notes__", [])])
-    return f"{said}\n  remedy: look at that line (error.txt of a run that began has it all)"
+    text = "\n  ".join([f"{type(error).__name__}: {error}{at}", *getattr(error, "__notes__", [])])
+    return f"{text}\n  remedy: look at that line (error.txt in the run folder has the traceback)"

@@ -1,4 +1,4 @@
-"""Findings in words: what, where, why, what to do, and what came of trying it."""
+"""Findings as text: what, where, why, what to do, and the result of trying it."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def _one(number: int, found: Found) -> Iterator[str]:
 
 
 def place(where: Where) -> str:
-    """Where a finding points at, as `` in ...``; nothing where nothing is known."""
-    said = [
+    """What a finding points at, as `` in module a.b at train.py:42``; "" where nothing is known."""
+    parts = [
         f"{name} {value}"
         for name in ("module", "op", "dtype", "micro_batch", "rank")
         if (value := getattr(where, name)) is not None
     ]
     if where.sample_ids:
         few = ", ".join(map(str, where.sample_ids[:8]))
-        said.append(f"samples {few}{', ...' if len(where.sample_ids) > 8 else ''}")
+        parts.append(f"samples {few}{', ...' if len(where.sample_ids) > 8 else ''}")
     at = f" at {where.source}" if where.source else ""
-    return (f" in {', '.join(said)}" if said else "") + at
+    return (f" in {', '.join(parts)}" if parts else "") + at
 
 
 def _value(value: object) -> str:

@@ -1,16 +1,15 @@
-"""A plan before the run in words and pictures: what a step holds over its course, what it takes, what to change."""
+"""A plan in words and pictures: the memory of a step over time, how long a step takes, and what to change."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
-from xml.sax.saxutils import escape
 
 from trainwright.plan.devices import CUDA_CONTEXT_BYTES, FRAGMENTATION, Device
 from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.plan.layout import Option
 from trainwright.plan.trace import KINDS, Kind, Moment, Trace
-from trainwright.report.chart import INK
+from trainwright.report.svg import INK, TITLE, root, text
 
 SIGNS: Mapping[Kind, str] = {
     "weights": "W",
@@ -31,13 +30,13 @@ COLOURS: Mapping[Kind, str] = {
     "inputs": "#767676",
 }
 OUTSIDE = "the loss or the model's own code"
-"""What no module within the model does."""
+"""Names what happens in no submodule of the model."""
 _WIDTH, _HEIGHT = 860, 430
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 700, 44, 370
 
 
 def layout_lines(option: Option, device: Device, title: str) -> list[str]:
-    """One layout: how it runs, whether it fits, how long a step takes."""
+    """One layout: its settings, whether it fits, how long a step takes."""
     usable, layout = device.usable_bytes, option.layout
     verdict = f"fits, {human_bytes(usable - option.peak_bytes)} to spare" if option.fits else "does NOT fit"
     shape = f"{option.micro} x {option.accumulation}"
@@ -64,15 +63,15 @@ def human_flops(count: float) -> str:
 
 
 def usable_line(device: Device) -> str:
-    """What of the memory is usable, and what the rest is for."""
-    lost = [f"{FRAGMENTATION:.0%} for fragmentation"]
-    lost += [f"{human_bytes(CUDA_CONTEXT_BYTES)} for CUDA's context"] if device.kind == "cuda" else []
+    """How much of the memory is usable, and what the rest is reserved for."""
+    reserved = [f"{FRAGMENTATION:.0%} for fragmentation"]
+    reserved += [f"{human_bytes(CUDA_CONTEXT_BYTES)} for CUDA's context"] if device.kind == "cuda" else []
     memory, usable = human_bytes(device.memory_bytes), human_bytes(device.usable_bytes)
-    return f"{device.name}, {memory}: {usable} usable ({' and '.join(lost)} left out)"
+    return f"{device.name}, {memory}: {usable} usable ({' and '.join(reserved)} left out)"
 
 
 def held_lines(trace: Trace) -> list[str]:
-    """What is held between steps and at the peak, by kind; the modules that keep most for backward."""
+    """The memory between steps and at the peak, by kind; the modules that keep most for backward."""
     peak = trace.peak
     where = peak.module or ("" if peak.phase == "update" else OUTSIDE)
     at = f"{peak.phase}, {peak.op}" + (f" in {where}" if where else "")
@@ -82,15 +81,17 @@ def held_lines(trace: Trace) -> list[str]:
     parts = ", ".join(f"{kind} {human_bytes(resident[kind])}" for kind in KINDS if resident.get(kind))
     lines.append(f"between steps {human_bytes(sum(resident.values()))}: {parts}")
     if blocks := by_block(trace.kept):
-        said = ", ".join(f"{name} {human_bytes(size)}" for name, size in blocks[:5])
+        largest = ", ".join(f"{name} {human_bytes(size)}" for name, size in blocks[:5])
         more = f", {len(blocks) - 5} more" if len(blocks) > 5 else ""
-        lines.append(f"kept for backward, a micro-batch: {said}{more}")
+        lines.append(f"kept for backward, a micro-batch: {largest}{more}")
     return lines
 
 
 def by_block(kept: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Bytes by block (``blocks.3``) or top module, the largest first; blocks of one list that keep as much are one,
-    ``blocks.0-11 x 12``, with the sum."""
+    """Bytes by block (``blocks.3``) or top-level module, the largest first.
+
+    Blocks of one list that keep equally much become one entry, ``blocks.0-11 x 12``, with their sum.
+    """
     sums: dict[str, int] = {}
     for path, size in kept.items():
         keys = path.split(".")
@@ -115,9 +116,9 @@ def _together(names: Sequence[str]) -> str:
 
 
 def timeline_text(trace: Trace, usable_bytes: int, title: str, width: int = 64, rows: int = 24) -> list[str]:
-    """The step from top to bottom, a row for each stretch at its highest, a bar by kind, ``|`` what is usable.
+    """The step from top to bottom: a row for the peak of each part, a bar by kind, ``|`` at the usable memory.
 
-    Neighbours that look alike are one row. ``title`` says which layout it is.
+    Neighbours that look alike become one row. ``title`` names the layout.
     """
     most = max(trace.peak.total, 1)
     scale = width / max(most, min(usable_bytes, 2 * most))
@@ -139,8 +140,7 @@ def timeline_text(trace: Trace, usable_bytes: int, title: str, width: int = 64, 
 
 
 def _alike(moments: Sequence[Moment], tolerance: float) -> Iterator[tuple[Moment, int]]:
-    """Neighbours of a pass that differ in no kind by more than ``tolerance`` bytes as the highest of them, with how
-    many they are."""
+    """Groups of neighbours that differ by at most ``tolerance`` bytes in each kind: their highest and their number."""
     group: list[Moment] = []
     for moment in moments:
         if group and not _near(group[0], moment, tolerance):
@@ -158,7 +158,7 @@ def _near(one: Moment, other: Moment, tolerance: float) -> bool:
 
 
 def _part(moment: Moment, moments: Sequence[Moment]) -> str:
-    """The micro-batches that a moment stands for, in words; "" where there is one, and for the update."""
+    """The micro-batches that a moment belongs to, in words; "" where there is only one, and for the update."""
     others = max(each.micro for each in moments)
     if not others or moment.phase == "update":
         return ""
@@ -168,7 +168,7 @@ def _part(moment: Moment, moments: Sequence[Moment]) -> str:
 
 
 def stretches(moments: Sequence[Moment], count: int) -> list[Moment]:
-    """About ``count`` moments: the highest of each part of each pass, in order."""
+    """About ``count`` moments in order: each pass is cut into parts, and each part is shown by its highest moment."""
     passes: list[list[Moment]] = []
     for moment in moments:
         if not passes or (passes[-1][0].micro, _pass(passes[-1][0])) != (moment.micro, _pass(moment)):
@@ -195,13 +195,12 @@ def _bar(moment: Moment, scale: float) -> str:
 
 
 def timeline_svg(trace: Trace, device: Device, title: str) -> str:
-    """The step from left to right, memory by kind on top of each other; one <svg> element, complete in itself."""
+    """The step from left to right with memory stacked by kind, as one self-contained <svg> element."""
     moments = stretches(trace.moments, _RIGHT - _LEFT)
     most = max(trace.peak.total * 1.05, min(device.usable_bytes * 1.05, trace.peak.total * 2), 1)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
-        f'font-family="system-ui, sans-serif" font-size="12" aria-label="{escape(title, {chr(34): "&quot;"})}">',
-        _text(_LEFT, 20, title, 'font-size="15" font-weight="600"'),
+        root(_WIDTH, _HEIGHT, title),
+        text(_LEFT, 20, title, TITLE),
         *_areas(moments, most),
         *_scale(most),
         *_passes(moments),
@@ -213,7 +212,7 @@ def timeline_svg(trace: Trace, device: Device, title: str) -> str:
 
 
 def _areas(moments: Sequence[Moment], most: float) -> Iterator[str]:
-    """Kinds from the bottom up, each a step line there and back."""
+    """One polygon for each kind, stacked from the bottom up."""
     below = [0] * len(moments)
     for kind in SIGNS:
         above = [low + moment.held.get(kind, 0) for low, moment in zip(below, moments, strict=True)]
@@ -237,11 +236,11 @@ def _scale(most: float) -> Iterator[str]:
     for quarter in range(5):
         y = _BOTTOM - quarter / 4 * (_BOTTOM - _TOP)
         yield f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_RIGHT}" y2="{y:.1f}" stroke="{INK}" stroke-opacity="0.3"/>'
-        yield _text(_LEFT - 6, y + 4, human_bytes(most * quarter / 4), 'text-anchor="end"')
+        yield text(_LEFT - 6, y + 4, human_bytes(most * quarter / 4), 'text-anchor="end"')
 
 
 def _passes(moments: Sequence[Moment]) -> Iterator[str]:
-    """A word under each pass, and a line where it begins."""
+    """The name of each pass, and a line where it begins."""
     step = (_RIGHT - _LEFT) / len(moments)
     start = 0
     for index in range(1, len(moments) + 1):
@@ -251,17 +250,17 @@ def _passes(moments: Sequence[Moment]) -> Iterator[str]:
         x = _LEFT + start * step
         yield f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{_BOTTOM + 6}" stroke="{INK}" stroke-opacity="0.6"/>'
         if (index - start) * step > 50:
-            yield _text(x + 4, _BOTTOM + 18, _pass(first))
+            yield text(x + 4, _BOTTOM + 18, _pass(first))
         start = index
 
 
 def _parts(moments: Sequence[Moment]) -> Iterator[str]:
-    """A second line below the passes: the micro-batches that they are of."""
+    """A second line below the passes: their micro-batches."""
     step, at = (_RIGHT - _LEFT) / len(moments), 0
     for words, group in groupby(_part(moment, moments) for moment in moments):
         count = len(list(group))
         if words and count * step > 120:
-            yield _text(_LEFT + at * step + 4, _BOTTOM + 36, words)
+            yield text(_LEFT + at * step + 4, _BOTTOM + 36, words)
         at += count
 
 
@@ -277,18 +276,14 @@ def _limit(device: Device, most: float) -> Iterator[str]:
         f'<line x1="{_RIGHT + 8}" y1="{_TOP + 11}" x2="{_RIGHT + 22}" y2="{_TOP + 11}" stroke="{INK}" stroke-width="2" '
         'stroke-dasharray="6 2"/>'
     )
-    yield _text(_RIGHT + 26, _TOP + 15, f"usable {human_bytes(device.usable_bytes)}")
+    yield text(_RIGHT + 26, _TOP + 15, f"usable {human_bytes(device.usable_bytes)}")
 
 
 def _legend(trace: Trace) -> Iterator[str]:
-    """Kinds with what they hold at the peak, from the top down as they are drawn."""
+    """The kinds with their bytes at the peak, from the top down as they are drawn."""
     shown = [kind for kind in SIGNS if any(moment.held.get(kind) for moment in trace.moments)]
-    yield _text(_RIGHT + 8, _BOTTOM + 18, "operators, not seconds", 'font-size="10"')
+    yield text(_RIGHT + 8, _BOTTOM + 18, "operators, not seconds", 'font-size="10"')
     for row, kind in enumerate(reversed(shown)):
         y = _TOP + 40 + 20 * row
         yield f'<rect x="{_RIGHT + 8}" y="{y - 10}" width="12" height="12" fill="{COLOURS[kind]}"/>'
-        yield _text(_RIGHT + 26, y, f"{kind} {human_bytes(trace.peak.held.get(kind, 0))}")
-
-
-def _text(x: float, y: float, text: str, attributes: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{INK}" {attributes}>{escape(text)}</text>'
+        yield text(_RIGHT + 26, y, f"{kind} {human_bytes(trace.peak.held.get(kind, 0))}")

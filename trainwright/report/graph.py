@@ -1,4 +1,4 @@
-"""The module tree and the autograd graph of a step, in characters: one screen for a model of many equal blocks."""
+"""The module tree and the autograd graph of a step as text; equal blocks are folded, so that it fits on a screen."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RUN_COLUMNS = ("#", "from", "module", "operators", "kept")
 
 @dataclass(frozen=True)
 class Headline:
-    """What the picture is of. ``notes`` say where it departs from the recipe."""
+    """What the picture shows. ``notes`` say where it differs from the recipe."""
 
     name: str
     model: str
@@ -36,7 +36,7 @@ def graph_text(headline: Headline, folded: Folded) -> list[str]:
         *(f"note: {note}" for note in headline.notes),
         "",
         *_table(MODULE_COLUMNS, module_cells(folded), left=(0, 1, 8)),
-        "  kept: activations that wait for the backward pass.  frees: what checkpointing that module gives back",
+        "  kept: activations saved for the backward pass.  frees: what activation checkpointing of that module frees",
         *_rest(folded.rows),
         "",
         f"autograd graph, in the order of the forward pass: {headline.nodes:,} nodes, {headline.edges:,} edges",
@@ -46,13 +46,13 @@ def graph_text(headline: Headline, folded: Folded) -> list[str]:
 
 
 def _rest(rows: Sequence[Row]) -> Iterator[str]:
-    """Where the FLOPs are that the first row has and no row below it: a table that does not add up says why."""
+    """A line on the FLOPs of the root that are in no row below it, where the table does not add up."""
     top, below = rows[0], [row for row in rows if row.depth == 1]
     forward = top.forward_flops - sum(row.forward_flops for row in below)
     backward = top.backward_flops - sum(row.backward_flops for row in below)
     if below and forward + backward > 0.005 * (top.forward_flops + top.backward_flops):
-        said = f"{human_count(forward)} forward, {human_count(backward)} backward"
-        yield f"  FLOPs of {top.kind} in no row below it, as those of the loss: {said}"
+        flops = f"{human_count(forward)} forward, {human_count(backward)} backward"
+        yield f"  FLOPs of {top.kind} in no row below it, as those of the loss: {flops}"
 
 
 def headline_text(headline: Headline) -> str:
@@ -63,7 +63,7 @@ def headline_text(headline: Headline) -> str:
 
 
 def human_count(count: float) -> str:
-    """`1.2 G`; below 1,000 as it is."""
+    """`1.2 G`; numbers below 1,000 have no suffix."""
     for unit in ("", " K", " M", " G", " T", " P"):
         if abs(count) < 999.5:
             return f"{count:.3g}{unit}"
@@ -72,7 +72,7 @@ def human_count(count: float) -> str:
 
 
 def label(row: Row) -> str:
-    """`0-11 x 12`; the root is the model itself."""
+    """The name of a row, `0-11 x 12` for several equal modules; for the root the class of the model."""
     alone = row.count if "-" in row.name and row.name.replace("-", "").isdigit() else 1
     if not row.path:
         return row.kind
@@ -81,16 +81,16 @@ def label(row: Row) -> str:
 
 
 def size_text(size: int | None) -> str:
-    """Bytes; nothing for none, so that a table is quiet where nothing happens."""
+    """Bytes; "" for 0 or None."""
     if not size:
         return ""
     return f"-{human_bytes(-size)}" if size < 0 else human_bytes(size)
 
 
 def ops_text(run: Run, width: int = _OPS_WIDTH) -> str:
-    """`Addmm, Mul x 2`: without views, unless there is nothing else."""
-    telling = [(op, count) for op, count in run.ops if op not in _VIEWS] or list(run.ops)
-    words = [op if count == 1 else f"{op} x {count}" for op, count in telling]
+    """`Addmm, Mul x 2`: the operators of a run, without views unless there are only views."""
+    shown = [(op, count) for op, count in run.ops if op not in _VIEWS] or list(run.ops)
+    words = [op if count == 1 else f"{op} x {count}" for op, count in shown]
     text = ""
     for number, word in enumerate(words):
         longer = f"{text}, {word}" if text else word
@@ -102,7 +102,7 @@ def ops_text(run: Run, width: int = _OPS_WIDTH) -> str:
 
 
 def module_cells(folded: Folded) -> list[tuple[str, ...]]:
-    """``MODULE_COLUMNS`` of each row. What is trained is said only where something is not."""
+    """``MODULE_COLUMNS`` of each row. The trained parameters are given only where some are frozen."""
     frozen = any(row.trainable != row.parameters for row in folded.rows)
     return [_cells(row, frozen) for row in folded.rows]
 
@@ -133,7 +133,7 @@ def run_cells(folded: Folded) -> list[tuple[str, ...]]:
 
 
 def _table(head: Sequence[str], rows: Sequence[tuple[str, ...]], left: Sequence[int]) -> Iterator[str]:
-    """Columns as wide as they must be, empty ones left out; those in ``left`` begin at the left."""
+    """The lines of a table without its empty columns; those in ``left`` are aligned to the left."""
     used = [column for column in range(len(head)) if any(row[column] for row in rows)]
     table = [tuple(head), *rows]
     widths = {column: max(len(row[column]) for row in table) for column in used}

@@ -1,14 +1,12 @@
-"""The module tree and the autograd graph of a step as an SVG: complete in itself, for light and dark pages."""
+"""The module tree and the autograd graph of a step as a self-contained SVG, for light and dark pages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from xml.sax.saxutils import escape, quoteattr
 
 from trainwright.plan.fold import Folded, Row, Run
-from trainwright.report.chart import INK, PALETTE
 from trainwright.report.graph import (
     MODULE_COLUMNS,
     RUN_COLUMNS,
@@ -17,17 +15,20 @@ from trainwright.report.graph import (
     module_cells,
     run_cells,
 )
+from trainwright.report.svg import INK, PALETTE, root, text
 
 SIZE = 12
 CHARACTER = 0.602 * SIZE + 0.05
-"""Width of a character: all text is in a monospaced face, so that nothing can overlap."""
+"""Width of a character: all text is in a monospaced font, so that nothing can overlap."""
+MONO = "ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace"
+_BOLD = 'font-weight="600"'
 _LINE, _GAP, _EDGE, _LANE, _BAR = 20, 18, 20, 10, 150
 _KEPT, _FREED, _FLOW, _BOX = PALETTE[0], PALETTE[2], PALETTE[1], PALETTE[3]
 
 
 @dataclass(frozen=True)
 class _Edge:
-    """From the row that computes to one that uses it; ``lane`` 0 is the straight line to the next row."""
+    """From a row to one that uses its output; ``lane`` 0 is the straight line to the next row."""
 
     start: int
     end: int
@@ -35,21 +36,19 @@ class _Edge:
 
 
 def graph_svg(headline: Headline, folded: Folded) -> str:
-    """One <svg> element: the modules with bars of what they keep, below them the graph with its edges."""
+    """One <svg> element: the modules with bars for the bytes that they keep, below them the graph with its edges."""
     title, notes = headline_text(headline), [f"note: {note}" for note in headline.notes]
     top = _EDGE + _LINE * (2 + len(notes))
     tree, tree_width = _tree(folded, top)
     below = top + _LINE * (len(folded.rows) + 3)
     graph, graph_width = _graph(headline, folded, below)
-    words = max(len(text) for text in (title, *notes)) * CHARACTER
+    words = max(len(line) for line in (title, *notes)) * CHARACTER
     width = round(max(tree_width, graph_width, words + 2 * _EDGE))
     height = below + _LINE * (len(folded.runs) + 2) + _EDGE
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img" font-family="ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace" font-size="{SIZE}" '
-        f"aria-label={quoteattr(_clean(title))}>",
-        _text(_EDGE, _EDGE + 6, title, weight=True),
-        *(_text(_EDGE, _EDGE + 6 + _LINE * (i + 1), note) for i, note in enumerate(notes)),
+        root(width, height, title, font=MONO, size=SIZE, fixed=True),
+        text(_EDGE, _EDGE + 6, title, _BOLD),
+        *(text(_EDGE, _EDGE + 6 + _LINE * (i + 1), note) for i, note in enumerate(notes)),
         *tree,
         *graph,
     ]
@@ -65,9 +64,9 @@ def _tree(folded: Folded, top: float) -> tuple[list[str], float]:
     legend_y = top - 1
     legend = [
         _rect(right, legend_y - 9, 10, 10, _KEPT),
-        _text(right + 14, legend_y, "kept"),
+        text(right + 14, legend_y, "kept"),
         _rect(right + 56, legend_y - 9, 10, 10, _FREED),
-        _text(right + 70, legend_y, "a checkpoint frees"),
+        text(right + 70, legend_y, "a checkpoint frees"),
     ]
     return [*lines, *filter(None, guides), *bars, *legend], right + max(_BAR, 70 + 18 * CHARACTER) + _EDGE
 
@@ -99,7 +98,7 @@ def _bar(row: Row, x: float, y: float, most: int) -> Iterator[str]:
 def _graph(headline: Headline, folded: Folded, top: float) -> tuple[list[str], float]:
     edges = lanes_of(folded.runs)
     dots = _EDGE + _LANE * (max((edge.lane for edge in edges), default=0) + 1)
-    said = f"autograd graph, in the order of the forward pass: {headline.nodes:,} nodes, {headline.edges:,} edges"
+    caption = f"autograd graph, in the order of the forward pass: {headline.nodes:,} nodes, {headline.edges:,} edges"
     first = top + _LINE
     cells = [(row[0], "", row[2].partition(" x ")[0], *row[3:]) for row in run_cells(folded)]
     lines, right = _cells(RUN_COLUMNS, cells, dots + 16, first, left=(2, 3))
@@ -113,11 +112,11 @@ def _graph(headline: Headline, folded: Folded, top: float) -> tuple[list[str], f
     circles = [f'<circle cx="{dots}" cy="{y - 4:.1f}" r="3.5" fill="{_FLOW}"/>' for y in ys]
     boxes, wider = _boxes(folded.runs, dots + 8, right + _BAR, ys)
     drawn = [_edge(edge, dots, ys) for edge in edges]
-    return [_text(_EDGE, top, said, weight=True), *boxes, *drawn, *circles, *lines, *marks], wider + _EDGE
+    return [text(_EDGE, top, caption, _BOLD), *boxes, *drawn, *circles, *lines, *marks], wider + _EDGE
 
 
 def lanes_of(runs: Sequence[Run]) -> list[_Edge]:
-    """Edges between rows; those that pass by others each get a lane that no edge beside them has."""
+    """The edges between rows; an edge that passes other rows gets a lane that no overlapping edge has."""
     wanted = {(behind, here) for here, run in enumerate(runs) for behind in run.inputs}
     found: list[_Edge] = []
     for start, end in sorted(wanted, key=lambda edge: (abs(edge[1] - edge[0]), edge)):
@@ -131,7 +130,7 @@ def lanes_of(runs: Sequence[Run]) -> list[_Edge]:
 
 
 def _edge(edge: _Edge, x: float, ys: Sequence[float]) -> str:
-    """Down with an arrow; dashed and upwards from a block to the next one like it."""
+    """An arrow downwards; upwards and dashed for the edge from a block to the next equal one."""
     y1, y2 = ys[edge.start] - 4, ys[edge.end] - 4
     if not edge.lane:
         return f'<path d="M{x} {y1 + 4:.1f}V{y2 - 4:.1f}" stroke="{_FLOW}" fill="none"/>'
@@ -146,7 +145,7 @@ def _edge(edge: _Edge, x: float, ys: Sequence[float]) -> str:
 
 
 def _boxes(runs: Sequence[Run], x: float, right: float, ys: Sequence[float]) -> tuple[list[str], float]:
-    """A frame around the rows that stand for many equal blocks, with how many these are."""
+    """A frame around the rows that represent several equal blocks, with their number."""
     found, wider = [], right
     for name, group in groupby(range(len(runs)), key=lambda i: _block(runs[i])):
         rows = list(group)
@@ -159,13 +158,13 @@ def _boxes(runs: Sequence[Run], x: float, right: float, ys: Sequence[float]) -> 
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{end - y:.1f}" rx="6" fill="none" '
             f'stroke="{_BOX}" stroke-opacity="0.8"/>'
         )
-        found.append(_text(right + 8, (y + end) / 2 + 4, title, weight=True, color=_BOX))
+        found.append(text(right + 8, (y + end) / 2 + 4, title, _BOLD, color=_BOX))
         wider = max(wider, x + width)
     return found, wider
 
 
 def _block(run: Run) -> str:
-    """Up to the first name that stands for several modules: ``blocks.0-11``."""
+    """The path up to the first name that represents several modules, ``blocks.0-11``; "" where there is none."""
     names = run.path.split(".")
     folded = [i for i, name in enumerate(names) if "-" in name and name.replace("-", "").isdigit()]
     return ".".join(names[: folded[0] + 1]) if folded and run.count > 1 else ""
@@ -174,33 +173,22 @@ def _block(run: Run) -> str:
 def _cells(
     head: Sequence[str], rows: Sequence[tuple[str, ...]], x: float, y: float, left: Sequence[int]
 ) -> tuple[list[str], float]:
-    """A table whose first line stands at ``y``, empty columns left out, and where the next thing may stand."""
+    """A table without its empty columns, with its first line at ``y``, and the x coordinate right of it."""
     lines = []
     for column in range(len(head)):
         if not any(row[column] for row in rows):
             continue
         width = max(len(row[column]) for row in [tuple(head), *rows]) * CHARACTER
         begins = column in left
-        at, anchor = (x, "start") if begins else (x + width, "end")
-        lines.append(_text(at, y, head[column], anchor=anchor, weight=True))
+        at, anchor = (x, 'text-anchor="start"') if begins else (x + width, 'text-anchor="end"')
+        lines.append(text(at, y, head[column], f"{_BOLD} {anchor}"))
         for number, row in enumerate(rows, 1):
             indent = len(row[column]) - len(row[column].lstrip()) if begins else 0
             if row[column].strip():
-                lines.append(_text(at + indent * CHARACTER, y + _LINE * number, row[column].strip(), anchor=anchor))
+                lines.append(text(at + indent * CHARACTER, y + _LINE * number, row[column].strip(), anchor))
         x += width + _GAP
     return lines, x
 
 
 def _rect(x: float, y: float, width: float, height: float, color: str) -> str:
     return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height}" rx="2" fill="{color}"/>'
-
-
-def _text(x: float, y: float, text: str, *, anchor: str = "start", weight: bool = False, color: str = INK) -> str:
-    bold = ' font-weight="600"' if weight else ""
-    end = ' text-anchor="end"' if anchor == "end" else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{color}"{end}{bold}>{escape(_clean(text))}</text>'
-
-
-def _clean(text: str) -> str:
-    """Without control characters and lone surrogates, which XML may not hold even when escaped."""
-    return "".join(c if c.isprintable() else " " for c in text)

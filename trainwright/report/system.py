@@ -1,4 +1,4 @@
-"""Asks the system and torch what ``trainwright env`` judges; touches no GPU memory."""
+"""Reads the facts about the system and torch that ``trainwright env`` judges; allocates no GPU memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 @dataclass(frozen=True, kw_only=True)
 class TorchFacts:
-    """What torch says of itself. Versions are as torch writes them; None is "was not built with it"."""
+    """The build and state of torch. Versions are as torch writes them; None: it was not built with that."""
 
     version: str
     cuda_build: str | None = None
@@ -38,7 +38,7 @@ class TorchFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class SystemFacts:
-    """What ``judge`` looks at. None is what this system has not or does not tell."""
+    """The facts that ``judge`` checks. None: this system does not have it, or does not report it."""
 
     python: tuple[int, int, int]
     torch: TorchFacts | None
@@ -54,7 +54,7 @@ class SystemFacts:
 
 
 def gather() -> SystemFacts:
-    """The facts of this machine and environment. Imports torch (seconds), touches no GPU memory."""
+    """The facts of this machine and environment. Imports torch (seconds), allocates no GPU memory."""
     machine = read_machine()
     torch, torch_error = _gather_torch()
     return SystemFacts(
@@ -75,16 +75,16 @@ def gather() -> SystemFacts:
 
 
 def _gather_torch() -> tuple[TorchFacts | None, str]:
-    """What torch says, or why it cannot be imported."""
-    # torch says "driver too old" and "numpy does not fit" as warnings: they become lines of ours
-    with warnings.catch_warnings(record=True) as said:
+    """The facts about torch, or why it cannot be imported."""
+    # torch reports an old driver and an incompatible numpy as warnings: they become lines of the report
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             import torch
         except (ImportError, OSError) as error:  # OSError: a library that torch needs is missing or broken
             return None, _one_line(error)
         available = torch.cuda.is_available()
-        complaints = [_one_line(warning.message) for warning in said if "CUDA" in str(warning.message)]
+        complaints = [_one_line(warning.message) for warning in caught if "CUDA" in str(warning.message)]
         cudnn, cudnn_error = _cudnn(torch)
         nccl_built = torch.distributed.is_available() and torch.distributed.is_nccl_available()
         facts = TorchFacts(
@@ -113,7 +113,7 @@ def _cudnn(torch: ModuleType) -> tuple[int | None, str]:
         return None, ""
     try:
         return torch.backends.cudnn.version(), ""
-    except RuntimeError as error:  # the one that was loaded is not the one torch was compiled with
+    except RuntimeError as error:  # the loaded version is not the one that torch was compiled with
         return None, _one_line(error)
 
 
@@ -138,7 +138,7 @@ def _package(name: str) -> str | None:
 
 
 def _driver_cuda() -> tuple[int, int] | None:
-    """The newest CUDA that the driver knows."""
+    """The newest CUDA version that the driver supports; None without a driver."""
     import pynvml
 
     try:

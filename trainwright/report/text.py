@@ -1,4 +1,4 @@
-"""The end of a run in words: a verdict, then where it is, what was reached, what to do next."""
+"""The closing lines of a run: a verdict, the run folder, what was reached, the next command."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from trainwright.runlog.records import Ended, Evaluated, Step
 
 @dataclass(frozen=True)
 class Ending:
-    """What the closing words are made from. ``again`` is the command that goes on with the run.
+    """The facts for the closing lines. ``again`` is the command that continues the run.
 
-    ``longer`` is what doubles its length, appended to ``again``; ``saved`` whether the last state is on disk.
+    ``longer`` is the option that doubles its length, appended to ``again``; ``saved``: the last state is on disk.
     """
 
     ended: Ended

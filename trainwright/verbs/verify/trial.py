@@ -18,7 +18,7 @@ from trainwright.engine.loop import Stop
 from trainwright.engine.step import StepResult
 from trainwright.errors import StorageError
 from trainwright.recipe import load
-from trainwright.report.failure import told
+from trainwright.report.failure import describe
 from trainwright.runlog.folder import RunFolder
 from trainwright.state.train_state import TrainState
 from trainwright.training.run import train
@@ -102,7 +102,7 @@ def main() -> None:
     try:
         outcome = _train(part)
     except Exception as error:
-        text, code = told(error)
+        text, code = describe(error)
         outcome = {"error": text, "exit": code}
     Path(part.outcome).write_text(json.dumps(outcome))
 
