@@ -1,21 +1,21 @@
-"""Sizes to be proud of: a reader holds one file, one function, one call in mind."""
+"""Sizes to be proud of: a reader holds one file, one class, one function, one call in mind."""
 
 from __future__ import annotations
 
 import ast
-from pathlib import Path
+import inspect
+import re
+from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
-HOUSE = Path(__file__).parent.parent / "trainwright"
-FILES = sorted(HOUSE.rglob("*.py"))
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-PUBLIC = {"fit", "watch"}
-"""Spell out every option with its type, however many there are."""
+import trainwright as tw
+from tests.house import Function, files, functions, modules, room_of, shown, tree
 
-
-def functions(path: Path) -> list[Function]:
-    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, Function)]
+LOOP = "trainwright/engine/loop.py"
+LINES_OF_A_FILE = {LOOP: 150}
+ANY_PER_1000_LINES = 15
 
 
 def lines(function: Function) -> int:
@@ -26,30 +26,73 @@ def lines(function: Function) -> int:
     return function.end_lineno - first.lineno + 1 if not (has_doc and len(function.body) == 1) else 0
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(HOUSE)))
-def test_a_file_fits_in_mind(path: Path) -> None:
-    limit = 150 if path.relative_to(HOUSE).as_posix() == "engine/loop.py" else 400
-    assert len(path.read_text().splitlines()) <= limit
-    for function in functions(path):
-        assert lines(function) <= 60, f"{function.name} has {lines(function)} lines"
-        arguments = function.args
-        count = len(arguments.posonlyargs + arguments.args + arguments.kwonlyargs)
-        own = arguments.args[0].arg in ("self", "cls") if arguments.args else False
-        assert count - own <= 8 or function.name in PUBLIC, f"{function.name} has {count - own} parameters"
+def parameters(function: Function) -> int:
+    """Beside ``self``."""
+    arguments = function.args
+    count = len(arguments.posonlyargs + arguments.args + arguments.kwonlyargs)
+    return count - (bool(arguments.args) and arguments.args[0].arg in ("self", "cls"))
 
 
-def test_nine_functions_in_ten_are_short() -> None:
-    sizes = sorted(lines(function) for path in FILES for function in functions(path))
-    short = sum(size <= 30 for size in sizes) / len(sizes)
+def public_functions() -> Iterator[Function]:
+    """The functions of ``trainwright.__all__``, and the constructors of its classes."""
+    for name in tw.__all__:
+        home = inspect.getmodule(getattr(tw, name))
+        path = modules().get(home.__name__) if home else None
+        for node in tree(path).body if path else ():
+            if isinstance(node, Function) and node.name == name:
+                yield node
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                yield from (each for each in node.body if isinstance(each, Function) and each.name == "__init__")
+
+
+def test_a_file_fits_in_mind() -> None:
+    sizes = {shown(path): len(path.read_text().splitlines()) for path in files()}
+    assert {path: size for path, size in sizes.items() if size > LINES_OF_A_FILE.get(path, 400)} == {}
+    assert LOOP in sizes
+
+
+@pytest.mark.xfail(strict=True, reason="LoopRecorder, Loaders, WatchSession and Suspects are larger")
+def test_a_class_fits_in_mind() -> None:
+    classes = [(path, node) for path in files() for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef)]
+    sizes = {f"{shown(path)}: {node.name}": (node.end_lineno or 0) - node.lineno + 1 for path, node in classes}
+    assert len(sizes) > 200
+    assert {name: size for name, size in sizes.items() if size >= 200} == {}
+
+
+def test_a_function_fits_in_mind() -> None:
+    sizes = {f"{shown(path)}:{each.lineno} {each.name}": lines(each) for path in files() for each in functions(path)}
+    assert {name: size for name, size in sizes.items() if size > 60} == {}
+    short = sum(size <= 30 for size in sizes.values()) / len(sizes)
     assert short >= 0.9, f"{short:.1%} of {len(sizes)} functions have at most 30 lines"
 
 
-def test_no_room_for_leftovers() -> None:
-    names = {path.stem for path in FILES} | {path.parent.name for path in FILES}
-    assert not names & {"utils", "util", "helpers", "misc", "common"}
-    classes = [n.name for p in FILES for n in ast.walk(ast.parse(p.read_text())) if isinstance(n, ast.ClassDef)]
-    assert not [name for name in classes if name.endswith(("Manager", "Helper", "Utils"))]
+def test_a_call_fits_in_mind() -> None:
+    """But for the public surface, which spells out every option with its type, however many there are."""
+    public = set(public_functions())
+    assert {"fit", "make_step"} < {each.name for each in public}
+    counts = {
+        f"{shown(path)}:{each.lineno} {each.name}": parameters(each)
+        for path in files()
+        for each in functions(path)
+        if each not in public
+    }
+    assert {name: count for name, count in counts.items() if count > 8} == {}
 
 
-def test_every_file_says_what_it_is_for() -> None:
-    assert [path for path in FILES if not ast.get_docstring(ast.parse(path.read_text()))] == []
+@pytest.mark.xfail(strict=True, reason="tw.watch takes **more, tw.lr_range takes **step_options")
+def test_no_public_function_takes_whatever_comes() -> None:
+    public = list(public_functions())
+    assert len(public) > 10
+    assert [each.name for each in public if each.args.vararg or each.args.kwarg] == []
+
+
+@pytest.mark.xfail(strict=True, reason="replay and recorder have many left")
+def test_types_say_something() -> None:
+    anys, sizes = Counter[str](), Counter[str]()
+    for path in files():
+        text = path.read_text()
+        anys[room_of(path)] += len(re.findall(r"\bAny\b", text))
+        sizes[room_of(path)] += text.count("\n")
+    rate = 1000 * anys.total() / sizes.total()
+    rooms = {room: round(1000 * anys[room] / sizes[room]) for room, _ in anys.most_common() if anys[room]}
+    assert rate < ANY_PER_1000_LINES, f"Any {rate:.1f} times in 1,000 lines; by room: {rooms}"

@@ -85,16 +85,6 @@ print("torch" in sys.modules, "pydantic" in sys.modules)
     assert python(code).splitlines()[-1] == "False False"
 
 
-def test_the_tree_in_the_readme_has_every_file() -> None:
-    root = Path(tw.__file__).parent
-    readme = (root.parent / "README.md").read_text()
-    tree = readme[readme.index("```\ntrainwright/\n") :]
-    listed = {line.split()[0] for line in tree.splitlines()[2:] if line.startswith("  ")}
-    rooms = {f"{path.parent.name}/" for path in root.rglob("__init__.py")} - {"trainwright/"}
-    files = {path.name for path in root.rglob("*.py")} | rooms
-    assert listed == files, "the README draws the house as it stands"
-
-
 def test_the_first_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     readme = (Path(tw.__file__).parent.parent / "README.md").read_text()

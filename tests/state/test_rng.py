@@ -55,7 +55,9 @@ def test_preserved_rng_even_when_it_raises() -> None:
 def test_a_bag_of_a_machine_with_more_gpus_still_restores() -> None:
     bag = RngBag.capture()
     absent = torch.zeros(16, dtype=torch.uint8)
+    expected = torch.randn(4)
     RngBag(bag.python, bag.numpy, bag.torch_cpu, (*bag.torch_cuda, absent, absent)).restore()
+    assert torch.equal(torch.randn(4), expected)
 
 
 def test_deterministic_refuses_what_has_no_deterministic_kernel() -> None:

@@ -1,0 +1,93 @@
+"""The source of the package, parsed once; what the tests of its structure ask of it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+HOUSE = ROOT / "trainwright"
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def files(folder: Path = HOUSE) -> tuple[Path, ...]:
+    return tuple(sorted(folder.rglob("*.py")))
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def shown(path: Path) -> str:
+    """As it is written in a message: from the root on."""
+    return path.relative_to(ROOT).as_posix()
+
+
+def room_of(path: Path, house: Path = HOUSE) -> str:
+    """The folder in the root that a file lies in; of a file in the root itself its name."""
+    return path.relative_to(house).parts[0].removesuffix(".py")
+
+
+def functions(path: Path) -> list[Function]:
+    return [node for node in ast.walk(tree(path)) if isinstance(node, Function)]
+
+
+def imports(path: Path, *, at_module: bool = False) -> set[str]:
+    """Dotted names that a file imports; ``at_module`` leaves out function bodies and TYPE_CHECKING blocks."""
+    return {name for node in _import_nodes(tree(path), at_module) for name in _dotted(node, path)}
+
+
+def _import_nodes(node: ast.AST, at_module: bool) -> Iterator[ast.Import | ast.ImportFrom]:
+    if at_module and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        return
+    if at_module and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        return
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _import_nodes(child, at_module)
+
+
+def _dotted(node: ast.Import | ast.ImportFrom, path: Path) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    else:
+        assert node.level == 0, f"{path}: a relative import hides where it goes"
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of the package by its dotted name; a package is its ``__init__``."""
+    found = {}
+    for path in files():
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def runtime_imports() -> dict[str, set[str]]:
+    """Of each module those of ours that it loads while it is itself loaded."""
+    graph = {}
+    for name, path in modules().items():
+        wanted = imports(path, at_module=True)
+        targets = {each if each in modules() else each.rpartition(".")[0] for each in wanted}
+        graph[name] = (targets & set(modules())) - {name}
+    return graph
+
+
+def own_names(path: Path) -> dict[str, str]:
+    """Names that a file gives to what it imports from this package, and what they stand for."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "trainwright":
+                    found[alias.asname or "trainwright"] = alias.name
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "trainwright":
+            found.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
+    return found
