@@ -154,7 +154,9 @@ def _look_inside(
         for storage in _storages(tensor):
             if storage.data_ptr() not in own:
                 storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        # Never the tensor itself: an operator that saves its own result (tanh, relu, exp, softmax) would then hold a
+        # tensor that holds the operator, a cycle through C++ that nothing collects.
+        return tensor.detach()
 
     def watch(module: nn.Module, inputs: object, named: dict[str, Any], output: object) -> None:
         logits = getattr(output, "logits", output)

@@ -122,7 +122,10 @@ class BlockSurvey(TorchDispatchMode):  # type: ignore[no-untyped-call]
             block.needed = len(block.ops)
             if (key := _storage(tensor)) not in self._known:
                 block.whole[key] = tensor.untyped_storage().nbytes()
-        return tensor
+        is_open, self._open = self._open, []  # the detach is not an operator of the model
+        detached = tensor.detach()  # the tensor itself would be a cycle through C++, see engine/dry_run.py
+        self._open = is_open
+        return detached
 
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: OpArgs = (), kwargs: OpKwargs | None = None
