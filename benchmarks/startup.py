@@ -61,7 +61,8 @@ OUR_COMMAND = "from trainwright.cli import main; main()"  # what the console scr
 
 def python(code: str, *given: str, threads: int, folder: Path) -> str:
     """Runs ``python -c code`` to its end; returns what it printed."""
-    environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    environ = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPYCACHEPREFIX": str(folder / "bytecode")}
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode beside it
     command = [sys.executable, "-c", code, *given]
     return subprocess.run(command, cwd=folder, env=environ, check=True, capture_output=True, text=True).stdout
 

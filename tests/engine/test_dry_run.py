@@ -7,9 +7,9 @@ import weakref
 
 import pytest
 import torch
-from plain import cut
 from torch import Tensor, nn
 
+from tests.engine.plain import cut
 from trainwright.engine.dry_run import Mode, dry_run
 from trainwright.engine.precision import FP32
 from trainwright.state.train_state import TrainState
@@ -38,5 +38,5 @@ def test_gives_back_the_activations_of_operators_that_save_their_result(name: st
     batch = cut((torch.randn(4, 8), torch.randint(3, (4,))), 4)
     seen = dry_run(state, batch, nn.functional.cross_entropy, modes=[Mode(FP32, 1)], budget_s=0)
     gc.collect()
-    assert seen.activation_bytes > 0 and len(model.results) >= 5
+    assert seen.activation_bytes > 0 and len(model.results) >= 4
     assert [result() for result in model.results] == [None] * len(model.results)

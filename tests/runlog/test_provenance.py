@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.metadata
 import json
 import linecache
 import subprocess
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from trainwright.runlog.provenance import environment, module_of, modules_of, provenance, sources
+from trainwright.runlog.provenance import _name_and_version, environment, module_of, modules_of, provenance, sources
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -205,3 +206,11 @@ def test_a_file_that_is_hashed_whole_speaks_for_its_classes() -> None:
 
     assert module_of(Here()) == __name__
     assert list(sources([__name__], [Here()])) == [__name__]
+
+
+def test_names_and_versions_of_packages_are_those_of_their_metadata() -> None:
+    installed = list(importlib.metadata.distributions())
+    assert len(installed) > 5
+    assert [_name_and_version(dist) for dist in installed] == [
+        (dist.metadata["Name"], dist.version) for dist in installed
+    ]

@@ -34,6 +34,7 @@ _VARIABLES = re.compile(
     r"(TORCH|PYTORCH|NCCL|CUDA|CUBLAS|CUDNN|NVIDIA_TF32|OMP|MKL|OPENBLAS|KMP|GLOO|HF_HUB_OFFLINE)"
     r"|(PYTHONHASHSEED|RANK|LOCAL_RANK|WORLD_SIZE|SLURM_JOB_ID|SLURM_NNODES|SLURM_NTASKS|LD_PRELOAD)$"
 )
+_FIELD = re.compile(r"^(Name|Version):[ \t]*(.*?)[ \t\r]*$", re.MULTILINE)
 _SECRET = re.compile(r"TOKEN|SECRET|PASS|CREDENTIAL|AUTH|(^|_)API|KEY", re.IGNORECASE)
 _NO_FILE = ("__main__", "trainwright")  # modules whose file is not hashed
 _LIVE = "live"  # stands for the module in the name of an object that was handed over in Python
@@ -190,17 +191,21 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
 
 
 def _packages() -> dict[str, JsonValue]:
-    installed = {
-        _normal(dist.metadata["Name"]): dist.version
-        for dist in importlib.metadata.distributions()
-        if dist.metadata["Name"]
-    }
+    found = (_name_and_version(dist) for dist in importlib.metadata.distributions())
+    installed = {_normal(name): version for name, version in found if name}
     every = "\n".join(f"{name}=={version}" for name, version in sorted(installed.items()))
     return {
         "versions": {name: installed[name] for name in _PACKAGES if name in installed},
         "count": len(installed),
         "sha256": hashlib.sha256(every.encode()).hexdigest(),
     }
+
+
+def _name_and_version(dist: importlib.metadata.Distribution) -> tuple[str, str]:
+    """As ``dist.metadata`` gives them, which parses all of each README: 0.1 s of each start for a hundred packages."""
+    text = dist.read_text("METADATA") or dist.read_text("PKG-INFO") or ""
+    fields = dict(reversed(_FIELD.findall(text.partition("\n\n")[0])))  # of several, the first counts
+    return fields.get("Name", ""), fields.get("Version", "")
 
 
 def _normal(name: str) -> str:

@@ -163,7 +163,9 @@ def _rehearsed(job: Job, facts: RunFacts, first: StepBatch, asked: str) -> Plan:
     """The plan with what the first micro-batch showed: loss, time by precision and threads, activations."""
     one = replace(first, micro=(copy.deepcopy(first.micro[0]),))  # a model may write into its input
     names = candidates(asked, job.device.type, facts.low_precision)
-    modes = [Mode(Precision(name, job.device.type), threads) for name in names for threads in facts.threads]
+    most, *fewer = facts.threads
+    modes = [Mode(Precision(names[0], job.device.type), threads) for threads in (most, *fewer)]
+    modes += [Mode(Precision(name, job.device.type), most) for name in names[1:]]
     seen = dry_run(job.state, one, job.parts.loss, modes=modes)
     plan = job.plan
     if seen.mean:
