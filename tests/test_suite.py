@@ -38,7 +38,7 @@ def helpers(path: Path) -> frozenset[str]:
 
 def asserts(node: ast.AST, known: Set[str]) -> bool:
     """By itself, by pytest, or by one of the ``known`` functions; those that are handed on count as called."""
-    for each in ast.walk(node):
+    for each in (part for statement in getattr(node, "body", []) for part in ast.walk(statement)):
         if isinstance(each, ast.Assert) or (isinstance(each, ast.Name) and each.id in known):
             return True
         if isinstance(each, ast.Attribute) and ast.unparse(each) in ("pytest.raises", "pytest.warns", "pytest.fail"):

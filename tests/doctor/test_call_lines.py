@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
+from tests.rows import each_row
 from trainwright.doctor.call_lines import CALLS, calls_at, line_for
 from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import diagnose
@@ -27,7 +26,7 @@ def step(number: int, *kinds: str, **values: Any) -> Watched:
     return Watched(time_s=0.0, step=number, loss=2.3, grad_norm=0.0, lr=0.1, events=events, values=values)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("code", "line"),
     [
         ("opt.missing_zero_grad", "a.py:2"),

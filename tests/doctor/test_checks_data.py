@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
-
+from tests.rows import each_row
 from trainwright.doctor.case import Case
 from trainwright.doctor.checks import data, loader
 from trainwright.doctor.finding import Check, ExperimentRequest, Finding
@@ -71,7 +70,7 @@ def test_a_leak_is_believed_when_seen_twice() -> None:
     assert not said(data.target_leak, one, other)
 
 
-@pytest.mark.parametrize(("gradient", "findings"), [(0.002, 1), (0.0, 0)])
+@each_row(("gradient", "findings"), [(0.002, 1), (0.0, 0)])
 def test_padding_counts_if_the_loss_has_a_gradient_there(gradient: float, findings: int) -> None:
     padded = exam(1, "batch", inputs=[], pad={"id": 0, "side": "end", "rows": 0.9, "share": 0.4})
     assert wished(data.pad_in_loss, padded) == ["padding_in_loss"]
@@ -80,7 +79,7 @@ def test_padding_counts_if_the_loss_has_a_gradient_there(gradient: float, findin
     assert len(said(data.pad_in_loss, padded, asked)) == findings
 
 
-@pytest.mark.parametrize(("deviations", "memorised", "findings"), [(0.3, 0.5, 1), (9.0, 0.5, 0), (0.3, 2.29, 0)])
+@each_row(("deviations", "memorised", "findings"), [(0.3, 0.5, 1), (9.0, 0.5, 0), (0.3, 2.29, 0)])
 def test_labels_of_other_samples(deviations: float, memorised: float, findings: int) -> None:
     steps = [Watched(time_s=0.0, step=step, loss=2.3, grad_norm=1.0, lr=1e-3) for step in range(1, 33)]
     seen = exam(32, "batch", inputs=[], classes=10, entropy=2.29, samples=1024)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import pytest
-
+from tests.rows import each_row
 from trainwright.doctor.case import Case
 from trainwright.doctor.checks import labels, loss
 from trainwright.doctor.finding import ExperimentRequest, Finding
@@ -35,7 +34,7 @@ def codes(check: Check, *records: Examined | Watched, finished: bool = False) ->
 CE = {"op": "cross_entropy"}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("given", "check", "code"),
     [
         (CE | {"simplex": True}, loss.softmax_before_ce, "loss.softmax_before_ce"),
@@ -54,7 +53,7 @@ def test_what_a_loss_is_given(given: dict[str, Any], check: Check, code: str) ->
     assert codes(check, about_loss(given)) == [code]
 
 
-@pytest.mark.parametrize("check", [loss.softmax_before_ce, loss.softmax_twice, loss.nll_on_probs])
+@each_row("check", [loss.softmax_before_ce, loss.softmax_twice, loss.nll_on_probs])
 def test_logits_and_log_probabilities_are_all_right(check: Check) -> None:
     log_probs = {"op": "nll_loss", "simplex": False, "above_0": 0.0}
     assert codes(check, about_loss(CE | {"simplex": False}, log_probs)) == []
@@ -75,7 +74,7 @@ def test_a_loss_that_is_maximised() -> None:
     assert codes(loss.wrong_sign, uphill, exam("sign", **RISES)) == ["loss.wrong_sign"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "records",
     [
         [about_loss(CE)],
@@ -130,7 +129,7 @@ def test_a_term_that_dominates() -> None:
     assert codes(loss.term_dominates, several, terms(5e3, 1.0), terms(5e3, 1.0, at=2)) == ["loss.term_dominates"]
 
 
-@pytest.mark.parametrize("norms", [(500.0, 1.0, 1.0), (5e3, 1.0, 1e-3)])
+@each_row("norms", [(500.0, 1.0, 1.0), (5e3, 1.0, 1e-3)])
 def test_a_small_penalty_is_not_dominated(norms: tuple[float, float, float]) -> None:
     assert codes(loss.term_dominates, about_loss(CE, terms=2), terms(*norms), terms(*norms, at=2)) == []
 
@@ -190,7 +189,7 @@ def test_wrong_labels() -> None:
     assert codes(labels.label_noise, noise) == ["data.label_noise"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "looks_like",
     [
         samples(0.4, lambda n: 1 + n % 3, lambda n: n % 10 < 3),  # hard: it is not sure there

@@ -10,6 +10,7 @@ from itertools import accumulate
 import pytest
 import torch
 
+from tests.rows import each_row
 from trainwright.doctor.case import Case
 from trainwright.doctor.checks.shortage import thrashing
 from trainwright.doctor.finding import Finding
@@ -59,7 +60,7 @@ def test_steps_of_half_a_minute_have_a_reading_each() -> None:
     assert (said.found.step, said.found.since_step) == (4, 2)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "retries",
     [
         [],

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
+from tests.rows import each_row
 from trainwright.doctor.case import Case
 from trainwright.doctor.checks import layers, model
 from trainwright.doctor.finding import Check, ExperimentRequest, Finding
@@ -26,7 +25,7 @@ def look(**values: Any) -> dict[str, Any]:
     return {"loss": 2.3, "narrow": False, **empty, **values}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("first", "second", "fires"),
     [
         ([64, 20], [64, 64], True),
@@ -50,7 +49,7 @@ def test_mixed_samples_need_a_view_or_a_batch() -> None:
     assert codes(model.mixes_samples, seen, (1, "isolation", moved | {"others": 0.0})) == []
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("told", "fires"),
     [
         ({}, True),
@@ -108,7 +107,7 @@ def test_a_short_last_batch_is_no_tiny_batch() -> None:
     assert codes(layers.bn_tiny_batch, (1, "layers", large), (2, "layers", tiny)) == []
 
 
-@pytest.mark.parametrize(("calls", "again", "momentum", "fires"), [(1, 1, 0.1, 1), (2, 0, 0.1, 0), (1, 1, 0.0513, 0)])
+@each_row(("calls", "again", "momentum", "fires"), [(1, 1, 0.1, 1), (2, 0, 0.1, 0), (1, 1, 0.0513, 0)])
 def test_statistics_that_are_moved_twice(calls: int, again: int, momentum: float, fires: int) -> None:
     seen = {"samples": 64, "values": 64, "calls": calls, "again": again, "updates": 2, "momentum": momentum}
     assert len(codes(layers.bn_double_update, (1, "layers", look(norms={"bn": seen})))) == fires

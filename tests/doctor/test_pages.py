@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.rows import each_row
 from trainwright.doctor.checks.mechanisms import WORDS
 from trainwright.doctor.pages import FOLDER, SECTIONS, codes, page, title
 from trainwright.errors import UsageError
@@ -128,14 +129,14 @@ def test_whatever_a_finding_explains_can_be_emitted() -> None:
     assert [each for each in sorted(explained()) if not fnmatch.filter(codes(), each)] == []
 
 
-@pytest.mark.parametrize("group", ["num.", "num"])
+@each_row("group", ["num.", "num"])
 def test_a_group_lists_its_codes(group: str) -> None:
     lines = page(group).splitlines()
     assert [line.split()[0] for line in lines] == [code for code in codes() if code.startswith("num.")]
     assert [line.split(maxsplit=1)[1] for line in lines] == [title(line.split()[0]) for line in lines]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("wrong", "right"),
     [
         ("loss.softmax_before_cross_entropy", "'loss.softmax_before_ce'"),

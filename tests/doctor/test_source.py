@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import textwrap
 
-import pytest
-
+from tests.rows import each_row
 from trainwright.doctor.source import CHECKS, point_at
 
 MARK = "# HERE"
@@ -471,9 +470,7 @@ def test_every_code_has_a_case() -> None:
     assert {code for code, _, _ in CASES} == set(CHECKS)
 
 
-@pytest.mark.parametrize(
-    ("code", "faulty", "healthy"), CASES, ids=[f"{n}-{code}" for n, (code, _, _) in enumerate(CASES)]
-)
+@each_row(("code", "faulty", "healthy"), CASES)
 def test_points_at_the_fault_and_at_nothing_healthy(code: str, faulty: str, healthy: str) -> None:
     pointer = point_at(code, faulty)
     assert pointer is not None
@@ -482,8 +479,8 @@ def test_points_at_the_fault_and_at_nothing_healthy(code: str, faulty: str, heal
     assert point_at(code, healthy) is None
 
 
-@pytest.mark.parametrize("code", CHECKS)
-@pytest.mark.parametrize("source", [LOOP, AMP, MICRO, GAN, LIGHTNING, NETWORK, VALIDATE], ids=range(7))
+@each_row("code", CHECKS)
+@each_row("source", [LOOP, AMP, MICRO, GAN, LIGHTNING, NETWORK, VALIDATE])
 def test_no_code_finds_a_place_in_a_healthy_loop(code: str, source: str) -> None:
     assert point_at(code, source) is None
 
@@ -501,8 +498,8 @@ def wrapped(source: str, kind: str) -> str:
     }[kind]
 
 
-@pytest.mark.parametrize("kind", ["function", "async", "method", "guards", "nested body", "with"])
-@pytest.mark.parametrize("code", ["opt.missing_zero_grad", "opt.zero_grad_before_step", "loss.softmax_before_ce"])
+@each_row("kind", ["function", "async", "method", "guards", "nested body", "with"])
+@each_row("code", ["opt.missing_zero_grad", "opt.zero_grad_before_step", "loss.softmax_before_ce"])
 def test_wherever_the_loop_stands(code: str, kind: str) -> None:
     faulty, healthy = next((faulty, healthy) for each, faulty, healthy in CASES if each == code)
     pointer = point_at(code, wrapped(faulty, kind), first_line=101)
@@ -516,8 +513,8 @@ def test_two_lines_that_fit_equally_are_no_answer() -> None:
     assert point_at("loss.wrong_sign", edit(LOOP, ("loss.b", "loss = -loss\n        (-loss).b"))) is None
 
 
-@pytest.mark.parametrize("code", [*CHECKS, "no.such_code"])
-@pytest.mark.parametrize(
+@each_row("code", [*CHECKS, "no.such_code"])
+@each_row(
     "source",
     [
         "",

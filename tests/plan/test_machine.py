@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.rows import each_row
 from trainwright.plan.machine import (
     Limits,
     disk_free_bytes,
@@ -52,7 +53,7 @@ V1 = """12:cpu,cpuacct:/docker/abc
 GIB = 1 << 30
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "name", "flags"),
     [
         (XEON, "Intel(R) Xeon(R) Platinum 8480+", ("amx_bf16", "avx2", "avx512_bf16", "avx512f")),
@@ -60,7 +61,6 @@ GIB = 1 << 30
         (RASPBERRY, "ARMv7 Processor rev 3 (v7l)", ()),
         ("", "", ()),
     ],
-    ids=["xeon", "grace", "raspberry", "no cpuinfo"],
 )
 def test_cpuinfo(text: str, name: str, flags: tuple[str, ...]) -> None:
     assert parse_cpuinfo(text) == (name, flags)
@@ -119,7 +119,7 @@ def test_no_control_groups_are_no_limits(tmp_path: Path) -> None:
 A, B, C = "GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("visible", "positions"),
     [
         (None, [0, 1, 2]),

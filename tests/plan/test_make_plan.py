@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.rows import each_row
 from trainwright.errors import RecipeError
 from trainwright.plan.batch import BatchPlan, scale_lr, solve_batch
 from trainwright.plan.duration import Extent, Interval, Pace, extent, interval, span
@@ -43,7 +44,7 @@ def recipe(**keys: Any) -> Recipe:
     return from_mapping({"model": "gpt", "data": {"train": "digits"}, **keys}).recipe
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("size", "micro", "accumulation", "ranks", "expected"),
     [
         (None, None, None, 1, BatchPlan(32, 32, 1)),
@@ -72,7 +73,7 @@ def test_a_batch_that_contradicts_itself() -> None:
 PACE = Pace(batch_size=10, steps_per_epoch=100, tokens_per_sample=64)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "steps"),
     [("7steps", 7), ("2ep", 200), ("0.5ep", 50), ("95samples", 10), ("640tok", 1), ("0.064Mtok", 100)],
 )
@@ -94,7 +95,7 @@ def test_durations_in_time_and_shares() -> None:
     assert interval(Duration.parse("5s"), Extent(steps=50), PACE, "x") == Interval(seconds=5.0)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "pace", "said"),
     [
         ("2ep", replace(PACE, steps_per_epoch=None), "a stream"),
@@ -124,7 +125,7 @@ def test_an_epoch_ends_in_a_short_step_unless_told() -> None:
     assert make_plan(recipe(until="2ep", batch={"size": 300}), FACTS).extent.steps == 8
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("until", "drop_last", "steps"),
     [
         ("4ep", False, 20 + 18 + 2 * 32),  # 1000 samples are 32 steps of 32; of the second epoch 560 are left
@@ -153,7 +154,7 @@ def test_what_was_planned_is_kept() -> None:
     assert (kept.warmup, kept.keep_every) == (7, 30)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("until", "warmup", "said"),
     [
         ("60steps", 80, "the warm-up of 80 steps is not shorter than the run of 60 steps (until: 60steps)"),
@@ -174,7 +175,7 @@ def test_empty_and_too_small_datasets() -> None:
         make_plan(small, replace(FACTS, train_samples=20))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("asked", "device", "has", "seconds", "chosen"),
     [
         ("auto", "cpu", ("bf16",), {"fp32": 1.0, "bf16": 0.5}, "bf16"),

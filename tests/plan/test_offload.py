@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.traces import GIB, scaled
+from tests.rows import each_row
 from trainwright.plan.devices import Device, parse_devices
 from trainwright.plan.layout import Layout, choose, offloaded, weigh
 from trainwright.plan.offload import offload_of, why_not_offloaded
@@ -77,6 +78,6 @@ def test_a_devices_file_may_say_what_its_host_does() -> None:
     assert parse_devices(row, "x")["own"].host_bandwidth == 2e11
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each_row("name", OPTIMIZERS)
 def test_which_of_the_box_gain_by_it(name: str) -> None:
     assert bool(why_not_offloaded(name, {})) == (name in ("adafactor", "muon"))

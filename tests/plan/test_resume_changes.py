@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.rows import each_row
 from trainwright.errors import UsageError
 from trainwright.plan.resume_changes import (
     Change,
@@ -95,7 +96,7 @@ def rows() -> list[dict[str, str]]:
     return [{name: text or "" for name, text in row.groupdict().items()} for row in found if row]
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row['path']} {row['was']} {row['now']} {row['how']}")
+@each_row("row", rows(), ids=lambda row: f"{row['path']} {row['was']} {row['now']} {row['how']}")
 def test_a_row_of_the_table(row: dict[str, str]) -> None:
     path, before, after = row["path"], run_metadata(**ONCE.get(row["how"], {})), run_metadata(**FOUND[row["how"]])
     if path.startswith("packages."):
@@ -133,7 +134,7 @@ ALIKE = (
 )
 
 
-@pytest.mark.parametrize("path", [*leaves()])
+@each_row("path", [*leaves()])
 def test_every_key_is_classed_on_purpose(path: str) -> None:
     assert path in RULES or any(path.startswith(f"{section}.") and section in RULES for section in ALIKE), (
         f"{path} is new: say in plan/resume_rules.py what it means to change it on resume"
@@ -191,7 +192,7 @@ def test_values_are_shown_on_one_line() -> None:
 SPLIT = "batch={micro: 8, accumulation: 4}"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("before", "after", "kinds"),
     [
         (["batch.size=32", "batch.micro=8"], ["batch.size=32"], {"batch.micro": "safe"}),
@@ -206,9 +207,7 @@ def test_the_global_batch_decides(before: list[str], after: list[str], kinds: di
     assert {each.path: each.kind for each in changes} == kinds
 
 
-@pytest.mark.parametrize(
-    ("until", "is_recounted"), [("4ep", True), ("9samples", True), ("9steps", False), ("9s", False)]
-)
+@each_row(("until", "is_recounted"), [("4ep", True), ("9samples", True), ("9steps", False), ("9s", False)])
 def test_another_batch_is_another_length(until: str, is_recounted: bool) -> None:
     change = between(recipe(f"until={until}"), recipe(f"until={until}", "batch.size=64"))
     assert change.why.startswith("a step takes 64 samples instead of 32")
@@ -240,7 +239,7 @@ def test_weights_that_do_not_fit_are_fatal_for_what_built_them() -> None:
     assert [(each.path, each.kind) for each in found] == [("model", "fatal"), ("data.train", "maths")]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("before", "after", "kinds"),
     [
         ("policy: warn", "policy: off", {"safe"}),
@@ -266,7 +265,7 @@ def test_the_gravest_comes_first() -> None:
     ]
 
 
-@pytest.mark.parametrize("print_", [None, "sha256:aa (the type only: this dataset cannot be read without using it up)"])
+@each_row("print_", [None, "sha256:aa (the type only: this dataset cannot be read without using it up)"])
 def test_a_fingerprint_that_says_too_little(print_: str | None) -> None:
     before, after = (
         run_metadata(data={"train": print_}),
@@ -290,7 +289,7 @@ def test_the_words_of_a_stream_are_those_that_are_looked_for() -> None:
     assert "the type only" in fingerprint(Stream()).how
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("before", "after", "path", "kind", "word"),
     [
         ({"data": {"train": None}}, {}, "data.train", "safe", "not known"),
@@ -374,9 +373,7 @@ def test_what_is_safe_needs_no_word() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "accept", [["optimizer.lr", "seed"], ["optimizer", "seed"], ["all"], ["seed", "optimizer", "name"]]
-)
+@each_row("accept", [["optimizer.lr", "seed"], ["optimizer", "seed"], ["all"], ["seed", "optimizer", "name"]])
 def test_what_is_accepted_is_returned(accept: list[str]) -> None:
     changes = changes_by("optimizer.lr=0.0003", "seed=7", "log.every=1steps")
     assert {each.path for each in require_accepted(changes, accept, command=on_command_line(COMMAND))} == {

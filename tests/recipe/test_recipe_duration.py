@@ -6,11 +6,12 @@ import math
 
 import pytest
 
+from tests.rows import each_row
 from trainwright.errors import UsageError
 from trainwright.recipe import Duration
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "value", "unit", "canonical"),
     [
         ("1000steps", 1000, "steps", "1000steps"),
@@ -41,7 +42,7 @@ def test_spellings_and_round_trip(text: str, value: float, unit: str, canonical:
     assert hash(Duration.parse(canonical)) == hash(duration)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "rule", "remedy"),
     [
         ("1000", "which unit", "1000steps"),
@@ -78,7 +79,7 @@ def test_zero_only_where_allowed() -> None:
         Duration.parse("0steps")
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 0.5])
+@each_row("value", [math.nan, math.inf, -1.0, 0.5])
 def test_constructor_holds_the_rules(value: float) -> None:
     with pytest.raises(UsageError):
         Duration(value, "steps")

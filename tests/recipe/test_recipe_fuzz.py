@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.rows import each_row
 from trainwright.errors import RecipeError
 from trainwright.recipe import Recipe, dump, from_mapping, load
 from trainwright.recipe.yaml_core import read, write
@@ -84,7 +85,7 @@ def assert_plain_words(error: RecipeError) -> None:
     assert str(error).encode()  # printable anywhere
 
 
-@pytest.mark.parametrize("seed", range(300))
+@each_row("seed", range(300))
 def test_mutated_mappings(seed: int) -> None:
     rng = random.Random(seed)
     mapping = copy.deepcopy(VALID)
@@ -104,7 +105,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("mutated")
 
 
-@pytest.mark.parametrize("seed", range(100))
+@each_row("seed", range(100))
 def test_mutated_text(seed: int, folder: Path) -> None:
     """Characters cut out, doubled and swapped in the YAML itself."""
     rng = random.Random(seed)
@@ -122,7 +123,7 @@ def test_mutated_text(seed: int, folder: Path) -> None:
         assert_plain_words(error)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@each_row("seed", range(100))
 def test_random_overrides(seed: int) -> None:
     rng = random.Random(seed)
     keys = [

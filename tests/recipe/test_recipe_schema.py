@@ -13,6 +13,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from tests.rows import each_row
 from trainwright import recipe as room
 from trainwright.errors import RecipeError
 from trainwright.recipe import Duration, dump, from_mapping, json_schema, load
@@ -70,7 +71,7 @@ def test_defaults() -> None:
     assert recipe.model.args == {} and recipe.data.val is None
 
 
-@pytest.mark.parametrize("mapping", [SMALL, FULL], ids=["small", "full"])
+@each_row("mapping", [SMALL, FULL])
 def test_dump_loads_back_equal(mapping: dict[str, Any], tmp_path: Path) -> None:
     recipe = from_mapping(mapping).recipe
     path = tmp_path / "recipe.yaml"

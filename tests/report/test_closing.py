@@ -6,8 +6,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
+from tests.rows import each_row
 from trainwright.report.text import Ending, closing
 from trainwright.runlog.records import Ended, Evaluated, Step
 
@@ -50,7 +49,7 @@ def test_a_healthy_run() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("change", "said"),
     [
         ({"ended": replace(ENDED, val_loss=math.nan)}, "the loss is not finite"),

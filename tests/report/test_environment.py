@@ -9,9 +9,9 @@ import sys
 from dataclasses import asdict, replace
 from typing import Any
 
-import pytest
 import torch
 
+from tests.rows import each_row
 from trainwright.plan.machine import Gpu, Machine
 from trainwright.report.environment import Line, exit_status, judge, render, runs_on, worst
 from trainwright.report.system import SystemFacts, TorchFacts, gather
@@ -64,7 +64,7 @@ def faults(facts: SystemFacts) -> list[tuple[str, str]]:
     return [(line.verdict, line.what) for line in lines]
 
 
-@pytest.mark.parametrize("facts", [GOOD, CPU_ONLY], ids=["gpu", "cpu"])
+@each_row("facts", [GOOD, CPU_ONLY])
 def test_what_fits_together_has_no_faults(facts: SystemFacts) -> None:
     assert faults(facts) == []
     assert all(line.remedy == "" for line in judge(facts))
@@ -139,7 +139,7 @@ CASES: dict[str, tuple[SystemFacts, list[tuple[str, str]]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@each_row("case", CASES)
 def test_exactly_these_faults_are_found(case: str) -> None:
     facts, expected = CASES[case]
     assert faults(facts) == expected
@@ -156,7 +156,7 @@ def test_lines_name_the_numbers() -> None:
     assert "2 (CUDA_VISIBLE_DEVICES='')" in [line.value for line in hidden]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("archs", "capability", "answer"),
     [
         (["sm_80"], (8, 0), "yes"),

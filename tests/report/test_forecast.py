@@ -5,8 +5,7 @@ from __future__ import annotations
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
-import pytest
-
+from tests.rows import each_row
 from trainwright.plan.devices import Device
 from trainwright.plan.scale import accumulated
 from trainwright.plan.trace import Moment, Phase, Trace
@@ -29,7 +28,7 @@ def trace() -> Trace:
     return Trace("cuda", moments, kept, ())
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("count", "said"),
     [(0, "0 FLOP"), (5.03e14, "503 TFLOP"), (7.12e15, "7.12 PFLOP"), (9.42e4, "94.2 kFLOP"), (3e18, "3 EFLOP")],
 )
