@@ -137,7 +137,7 @@ def test_an_optimizer_of_torch_is_made_anew(tmp_path: Path) -> None:
     )
     done = rerun(path, model=f"{tmp_path / 'mine.py'}:made")
     assert done.same_bits and done.replayed.same_bits and done.step == 9, done.lines()
-    earlier = rerun(path, 8, model=f"{tmp_path / 'mine.py'}:made") if len(read_bundle(path).way) > 1 else done
+    earlier = rerun(path, 8, model=f"{tmp_path / 'mine.py'}:made") if len(read_bundle(path).steps) > 1 else done
     assert earlier.same_bits
 
 
@@ -333,7 +333,7 @@ def test_what_cannot_be_kept_is_said_and_the_rest_is_there(tmp_path: Path) -> No
     assert path is not None
     bundle = read_bundle(path)
     assert bundle.blind is not None and "Opaque" in bundle.blind
-    kept = bundle.way[-1].calls[0].args[0]
+    kept = bundle.steps[-1].calls[0].args[0]
     assert kept.tensors[0].shape == (5, 4) and bundle.snapshot.parameters[0].shape == (2, 4)
     done = rerun(path)
     assert done.exit_code == 1 and "cannot be run again" in done.outcome and not done.findings
@@ -396,6 +396,6 @@ def test_a_watched_run_is_replayed_from_its_bundles(tmp_path: Path) -> None:
 
 def test_slots_and_operations_survive(whole: Path) -> None:
     bundle = read_bundle(whole)
-    made = [each for each in bundle.way[-1].program if isinstance(each, Operation)]
+    made = [each for each in bundle.steps[-1].program if isinstance(each, Operation)]
     assert [each.function for each in made if each.name == "cross_entropy"] == [F.cross_entropy] * 2
     assert bundle.about["loss"] > 0 and bundle.about["bad"] != bundle.about["bad"]

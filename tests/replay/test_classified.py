@@ -19,7 +19,7 @@ N, D, V, MOST = 60, 8, 11, 7
 
 @pytest.fixture(autouse=True)
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_SCORES", MOST * V)
+    monkeypatch.setattr(module, "MAX_SCORES", MOST * V)
     torch.manual_seed(0)
 
 

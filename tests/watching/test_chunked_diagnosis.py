@@ -29,7 +29,7 @@ VOCABULARY, LENGTH = 33, 16
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks in the loss, and fewer rows to look at than there are."""
     monkeypatch.setitem(chunked.CHUNK_BYTES, "cpu", 4 * VOCABULARY * 100)
-    monkeypatch.setattr(classified, "MOST_SCORES", VOCABULARY * 100)
+    monkeypatch.setattr(classified, "MAX_SCORES", VOCABULARY * 100)
 
 
 def texts(n: int = 512) -> Tensor:

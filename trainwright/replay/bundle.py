@@ -1,11 +1,11 @@
-"""A bundle: what it takes to run a watched step again in another process, written at an incident.
+"""A bundle: everything that is needed to run a watched step again in another process. It is written at an incident.
 
 bundles/step-XXXXXXXX/
-  tensors.safetensors  the state before the steps, and what the steps were given
+  tensors.safetensors  the state before the steps, and the inputs of the steps
   bundle.json          kind "step", what it is about, and the programs of the steps
   manifest.json        sizes and sha256
 
-A crash loop leaves a folder of the same name, which holds a checkpoint instead: its bundle.json has another kind.
+A crash loop leaves a folder of the same name that holds a checkpoint instead; its bundle.json has another kind.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import inspect
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -30,6 +29,7 @@ from trainwright.recorder.program import (
     Call,
     ClipGradients,
     Constant,
+    Instruction,
     Multiply,
     OptimizerStep,
     RecordedStep,
@@ -40,7 +40,7 @@ from trainwright.recorder.ring import LiveObjects, Ring, Snapshot
 from trainwright.replay.replayer import Replayer
 from trainwright.replay.structure import Structure, difference
 from trainwright.replay.written import Named, Reader, Writer
-from trainwright.runlog.json_values import plain, strict
+from trainwright.runlog.json_values import Facts, plain, strict
 from trainwright.runlog.storage import storage_error
 from trainwright.state.codec import decode, encode
 from trainwright.state.manifest import fsync, name_of, step_of, verify, write_manifest
@@ -53,47 +53,46 @@ NAME, _TENSORS = "bundle.json", "tensors.safetensors"
 
 
 class BundleError(UsageError):
-    """A bundle is missing, damaged or forged, or does not fit the model that it is to be run on."""
+    """A bundle is missing, damaged or forged, or does not fit the model that it shall run on."""
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """One incident, read. ``blind`` says why its step cannot be run again; None when it can.
+    """A bundle that was read. ``blind`` says why its step cannot be run again; None when it can.
 
-    ``about`` is what its writer noted; ``recorded_on`` is a kind of device, ``recorded_by`` a version of torch. Weights
-    and inputs are there in either case.
+    ``about`` are the notes of the writer, ``recorded_on`` is a type of device, ``recorded_by`` a version of torch.
+    ``steps`` begin at ``snapshot``; the last of them is ``step``. Weights and inputs are there even if it is blind.
     """
 
     path: Path
     step: int
-    about: Mapping[str, Any]
+    about: Facts
     blind: str | None
     recorded_on: str
     recorded_by: str
     device: torch.device
     structure: Structure
     snapshot: Snapshot
-    way: Sequence[RecordedStep]
+    steps: Sequence[RecordedStep]
 
     def bound(self, subject: LiveObjects, names: Sequence[str]) -> tuple[Snapshot, list[RecordedStep]]:
-        """The state and the steps for live objects, which must be as those were that the steps were heard on.
+        """The state and the steps with the parameters of live objects, which must have the structure of the bundle.
 
         The order of ``subject.parameters`` is that of ``structure.parameters``. Raises BundleError.
         """
         self._require_fit(subject, names)
 
-        def live(leaf: Any) -> Any:
+        def live(leaf: object) -> object:
             if not isinstance(leaf, Named):
                 return leaf
             parameter = subject.parameters[leaf.number]
             return Constant(parameter, parameter._version)
 
-        def bound(each: Any) -> Any:
+        def bound(each: Instruction) -> Instruction:
             names = [one.name for one in fields(each) if one.name in ("args", "kwargs", "gradient")]
             return replace(each, **{name: mapped(getattr(each, name), live) for name in names})
 
-        way = [replace(segment, program=[bound(each) for each in segment.program]) for segment in self.way]
-        return self.snapshot, way
+        return self.snapshot, [replace(each, program=[bound(one) for one in each.program]) for each in self.steps]
 
     def _require_fit(self, subject: LiveObjects, names: Sequence[str]) -> None:
         now, then = Structure.of(subject, names), self.structure
@@ -106,14 +105,14 @@ class Bundle:
                 raise self._misfit(difference(what, ours, theirs))
         if now.optimizers != then.optimizers:
             raise self._misfit(
-                f"the optimizers are {_said(now.optimizers)}, in the bundle {_said(then.optimizers)}, or their groups "
-                "hold other parameters"
+                f"the optimizers are {_class_names(now.optimizers)}, in the bundle {_class_names(then.optimizers)}, or "
+                "their groups hold other parameters"
             )
         live = [*subject.parameters, *(module._buffers[name] for module, name in subject.buffers())]
-        kept = [*self.snapshot.parameters, *self.snapshot.buffers]
-        for name, one, other in zip([*now.parameters, *now.buffers], live, kept):
-            if _form(one) != _form(other):
-                raise self._misfit(f"{name} is {_form(one)}, in the bundle {_form(other)}")
+        stored = [*self.snapshot.parameters, *self.snapshot.buffers]
+        for name, one, other in zip([*now.parameters, *now.buffers], live, stored):
+            if _dtype_and_shape(one) != _dtype_and_shape(other):
+                raise self._misfit(f"{name} is {_dtype_and_shape(one)}, in the bundle {_dtype_and_shape(other)}")
         _require_plain(subject.modules, self.snapshot.attributes, self._misfit)
 
     def _misfit(self, what: str) -> BundleError:
@@ -126,19 +125,19 @@ class Bundle:
 # writing
 
 
-def keep(folder: Path, player: Replayer, ring: Ring, step: int, about: Mapping[str, Any]) -> Path | None:
-    """Writes the bundle of a step that a ring still holds; None when it does not. Raises StorageError.
+def keep(folder: Path, replayer: Replayer, ring: Ring, step: int, about: Mapping[str, object]) -> Path | None:
+    """Writes the bundle of a step that a ring still holds; returns None when it does not. Raises StorageError.
 
-    A step that cannot be run again is kept with its inputs and the weights nearest before it.
+    A step that cannot be run again is kept with its inputs and the last weights before it.
     """
-    held = ring.way_to(step)
-    if held is None:
+    found = ring.way_to(step)
+    if found is None:
         older = [each for each in ring.snapshots if each.step <= step]
         at = [each for each in ring.segments if each.step == step]
         if not older or not at:
             return None
-        held = older[-1], at
-    return write_bundle(folder, player.subject, player.names, *held, about)
+        found = older[-1], at
+    return write_bundle(folder, replayer.subject, replayer.names, *found, about)
 
 
 def write_bundle(
@@ -146,19 +145,19 @@ def write_bundle(
     subject: LiveObjects,
     names: Sequence[str],
     snapshot: Snapshot,
-    way: Sequence[RecordedStep],
-    about: Mapping[str, Any],
+    steps: Sequence[RecordedStep],
+    about: Mapping[str, object],
 ) -> Path:
-    """``folder/step-XXXXXXXX`` of the last segment of ``way``, which begins at ``snapshot``. Returns its path.
+    """Writes ``folder/step-XXXXXXXX`` for the last of ``steps``, which begin at ``snapshot``. Returns its path.
 
-    ``about`` is JSON. Replaces an older one of that step; a kill at any instant leaves that, the new one or none.
-    Raises StorageError when it cannot be written.
+    ``about`` is JSON. Replaces an older bundle of that step; a kill at any instant leaves the old one, the new one or
+    none. Raises StorageError when it cannot be written.
     """
-    step = way[-1].step
+    step = steps[-1].step
     target = folder / name_of(step)
     if target.is_dir() and kind_of(target) != KIND:
-        target = target.with_name(f"{target.name}-watched")  # not in the place of a crash loop's
-    tensors, body = encode(_body(subject, names, snapshot, way))
+        target = target.with_name(f"{target.name}-watched")  # does not replace that of a crash loop
+    tensors, body = encode(_body(subject, names, snapshot, steps))
     aside, replaced = folder / f".{target.name}.{os.getpid()}.draft", folder / f".{target.name}.old"
     with _storage_errors(target, aside):
         folder.mkdir(parents=True, exist_ok=True)
@@ -169,7 +168,7 @@ def write_bundle(
             "kind": KIND,
             "format": FORMAT,
             "step": step,
-            "steps": [each.step for each in way],
+            "steps": [each.step for each in steps],
             "replayable": not body["lost"],
             "why": body["lost"],
         }
@@ -184,11 +183,11 @@ def write_bundle(
 
 
 def _body(
-    subject: LiveObjects, names: Sequence[str], snapshot: Snapshot, way: Sequence[RecordedStep]
-) -> dict[str, Any]:
+    subject: LiveObjects, names: Sequence[str], snapshot: Snapshot, steps: Sequence[RecordedStep]
+) -> dict[str, object]:
     writer = Writer({id(p): number for number, p in enumerate(subject.parameters)})
-    first, last = snapshot.step, way[-1].step
-    if [each.step for each in way] != list(range(first, last + 1)):
+    first, last = snapshot.step, steps[-1].step
+    if [each.step for each in steps] != list(range(first, last + 1)):
         writer.lost.append(f"the state right before step {last} is not there, only that before step {first}")
     state = {each.name: getattr(snapshot, each.name) for each in fields(snapshot) if each.name != "rng"}
     return {
@@ -197,7 +196,7 @@ def _body(
         "torch": torch.__version__,
         "snapshot": {name: writer.value(each, "the state") for name, each in state.items()},
         "rng": writer.value(snapshot.rng.state_dict(), "the state"),
-        "way": [writer.segment(each) for each in way],
+        "way": [writer.segment(each) for each in steps],
         "lost": list(dict.fromkeys(writer.lost)),
     }
 
@@ -208,12 +207,12 @@ def _storage_errors(target: Path, aside: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
-        told = error if isinstance(error, OSError) else OSError(str(error))
-        raise storage_error(told, target, "write") from error
+        cause = error if isinstance(error, OSError) else OSError(str(error))
+        raise storage_error(cause, target, "write") from error
 
 
 def _sweep(folder: Path) -> None:
-    """Removes what a kill left behind, and brings back what it was about to replace."""
+    """Removes what a killed process left behind, and restores what it was replacing."""
     for draft in folder.glob(".step-*.draft"):
         shutil.rmtree(draft, ignore_errors=True)
     for replaced in folder.glob(".step-*.old"):
@@ -223,7 +222,7 @@ def _sweep(folder: Path) -> None:
 
 
 def prune(folder: Path, keep: int = 8) -> None:
-    """Deletes bundles of steps but the first, where it all began, and the newest ones; ``keep`` stay in all."""
+    """Deletes all bundles of steps but the first one and the newest ones, so that ``keep`` remain."""
     found = sorted((step_of(path) or 0, path) for path in folder.glob("step-*") if kind_of(path) == KIND)
     for _, path in found[1 : max(1, len(found) - keep + 1)]:
         doomed = path.with_name(f".{path.name}.draft")
@@ -236,7 +235,7 @@ def prune(folder: Path, keep: int = 8) -> None:
 
 
 def kind_of(path: Path) -> str | None:
-    """What a folder is a bundle of: "step", "crash-loop", or None when it is no bundle."""
+    """The kind of a bundle: "step", "crash-loop", or None when the folder is no bundle."""
     try:
         about = json.loads((path / NAME).read_text())
         return str(about.get("kind", CRASH_LOOP)) if isinstance(about, dict) else None
@@ -245,20 +244,20 @@ def kind_of(path: Path) -> str | None:
 
 
 def steps_of(path: Path) -> list[int]:
-    """The steps that a bundle says it holds, ascending."""
+    """The steps that a bundle lists, ascending."""
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
         return sorted(int(each) for each in json.loads((path / NAME).read_text())["steps"])
     return []
 
 
 def read_bundle(path: Path | str, device: torch.device | None = None) -> Bundle:
-    """Reads a bundle without running anything that it says, onto the kind of device that it comes from.
+    """Reads a bundle without executing anything in it.
 
-    Another one is taken for ``device``, or where there is none of that kind. Raises BundleError for what is missing,
-    damaged, or nothing that ``write_bundle`` writes.
+    Its tensors are put on ``device``; by default on the type of device that they were recorded on, or the CPU where
+    there is none. Raises BundleError for a bundle that is missing, damaged, or not as ``write_bundle`` writes it.
     """
     path = Path(path)
-    with _told_as_forged(path):
+    with _errors_as_forged(path):
         try:
             verify(path, (_TENSORS, NAME))
         except CheckpointError as error:
@@ -267,15 +266,15 @@ def read_bundle(path: Path | str, device: torch.device | None = None) -> Bundle:
         if (head["kind"], head["format"]) != (KIND, FORMAT):
             raise ValueError(f"it is of kind {head['kind']!r} and format {head['format']!r}")
         body = decode(load_file(path / _TENSORS), head["body"])
-        device = device or _there(torch.device(str(body["device"])))
+        device = device or _available(torch.device(str(body["device"])))
         lost = [str(each) for each in body["lost"]]
         reader = Reader(len(body["structure"]["parameters"]), device, whole=not lost)
         structure, snapshot = _structure(body["structure"]), _snapshot(reader, body)
-        way = [reader.segment(each) for each in body["way"]]
-        _require_sound(structure, snapshot, way)
+        steps = [reader.segment(each) for each in body["way"]]
+        _require_sound(structure, snapshot, steps)
         return Bundle(
             path,
-            way[-1].step,
+            steps[-1].step,
             about=plain(head["about"]),
             blind="; ".join(lost) or None,
             recorded_on=torch.device(str(body["device"])).type,
@@ -283,12 +282,13 @@ def read_bundle(path: Path | str, device: torch.device | None = None) -> Bundle:
             device=device,
             structure=structure,
             snapshot=snapshot,
-            way=way,
+            steps=steps,
         )
 
 
 @contextmanager
-def _told_as_forged(path: Path) -> Iterator[None]:
+def _errors_as_forged(path: Path) -> Iterator[None]:
+    """Raises BundleError for every error that data of a wrong form can cause."""
     try:
         yield
     except BundleError:
@@ -302,34 +302,34 @@ def _told_as_forged(path: Path) -> Iterator[None]:
         ) from None
 
 
-def _there(device: torch.device) -> torch.device:
+def _available(device: torch.device) -> torch.device:
     return device if device.type != "cuda" or torch.cuda.is_available() else torch.device("cpu")
 
 
-def _structure(kept: Mapping[str, Any]) -> Structure:
-    optimizers = [(str(name), [[int(n) for n in group] for group in groups]) for name, groups in kept["optimizers"]]
-    names = {each: [str(name) for name in kept[each]] for each in ("parameters", "modules", "buffers", "roots")}
-    return Structure(**names, trained=[each is True for each in kept["trained"]], optimizers=optimizers)
+def _structure(stored: Facts) -> Structure:
+    optimizers = [(str(name), [[int(n) for n in group] for group in groups]) for name, groups in stored["optimizers"]]
+    names = {each: [str(name) for name in stored[each]] for each in ("parameters", "modules", "buffers", "roots")}
+    return Structure(**names, trained=[each is True for each in stored["trained"]], optimizers=optimizers)
 
 
-def _snapshot(reader: Reader, body: Mapping[str, Any]) -> Snapshot:
+def _snapshot(reader: Reader, body: Facts) -> Snapshot:
     rng = RngBag.from_state_dict(reader.value(body["rng"]))
     with preserved_rng():
-        rng.restore()  # raises what a generator would not take
+        rng.restore()  # raises if a generator refuses its state
     return Snapshot(**{name: reader.value(each) for name, each in body["snapshot"].items()}, rng=rng)
 
 
-def _require_sound(structure: Structure, snapshot: Snapshot, way: Sequence[RecordedStep]) -> None:
-    """Raises ValueError where numbers point at nothing, or the state is not of this structure."""
+def _require_sound(structure: Structure, snapshot: Snapshot, steps: Sequence[RecordedStep]) -> None:
+    """Raises ValueError where an index is out of range, or the state does not have this structure."""
     parameters, optimizers = len(structure.parameters), len(structure.optimizers)
     numbers = [n for state in snapshot.states for n in state]
     numbers += [n for _, groups in structure.optimizers for group in groups for n in group]
     chosen: list[int] = []
-    for each in (each for segment in way for each in segment.program):
+    for each in (each for recorded in steps for each in recorded.program):
         match each:
             case Call(root=root, training=training):
                 if not 0 <= root < len(structure.roots) or len(training) != len(structure.modules):
-                    raise ValueError("a call of a model that there is not")
+                    raise ValueError("a call of a model that does not exist")
             case OptimizerStep(optimizer=number):
                 chosen.append(number)
             case ZeroGrad(optimizer=int() as number):
@@ -337,7 +337,7 @@ def _require_sound(structure: Structure, snapshot: Snapshot, way: Sequence[Recor
             case ClipGradients(parameters=some) | Multiply(parameters=list() as some):
                 numbers += some
     if not all(type(n) is int and 0 <= n < parameters for n in numbers) or not all(0 <= n < optimizers for n in chosen):
-        raise ValueError("a parameter or an optimizer that there is not")
+        raise ValueError("a parameter or an optimizer that does not exist")
     lengths = [
         len(snapshot.parameters),
         len(structure.trained),
@@ -347,28 +347,32 @@ def _require_sound(structure: Structure, snapshot: Snapshot, way: Sequence[Recor
     ]
     if lengths != [parameters, parameters, len(structure.buffers), len(structure.modules), optimizers]:
         raise ValueError("the state is not that of these modules")
-    if not all(isinstance(each, Tensor) for each in snapshot.parameters) or not way:
+    if not all(isinstance(each, Tensor) for each in snapshot.parameters) or not steps:
         raise ValueError("a weight is no tensor, or there is no step")
-    for (_, groups), kept in zip(structure.optimizers, snapshot.groups):
-        if len(groups) != len(kept) or not all(isinstance(g, dict) and "params" not in g for g in kept):
+    for (_, groups), stored in zip(structure.optimizers, snapshot.groups):
+        if len(groups) != len(stored) or not all(isinstance(g, dict) and "params" not in g for g in stored):
             raise ValueError("the groups are not those of these optimizers")
 
 
-def _require_plain(modules: Sequence[nn.Module], attributes: Sequence[Mapping[str, Any]], misfit: Any) -> None:
-    """Attributes are numbers, words and tensors, and take the place of such only."""
+def _require_plain(
+    modules: Sequence[nn.Module],
+    attributes: Sequence[Mapping[str, object]],
+    misfit: Callable[[str], BundleError],
+) -> None:
+    """Raises unless attributes are numbers, strings and tensors, and replace only such values."""
     simple = (bool, int, float, str, type(None), Tensor)
-    for module, kept in zip(modules, attributes):
-        for name, value in kept.items():
+    for module, stored in zip(modules, attributes):
+        for name, value in stored.items():
             live = inspect.getattr_static(module, name, None)
             if not (isinstance(value, simple) and isinstance(live, simple)):
                 raise misfit(f"{type(module).__name__}.{name} is a {type(live).__name__}")
 
 
-def _said(optimizers: Sequence[tuple[str, Any]]) -> str:
+def _class_names(optimizers: Sequence[tuple[str, object]]) -> str:
     return ", ".join(name for name, _ in optimizers) or "none"
 
 
-def _form(value: Any) -> str:
+def _dtype_and_shape(value: object) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"

@@ -1,7 +1,7 @@
-"""Losses that ask for one class of each row, as one thing, whichever function computes them.
+"""One interface to the losses that have one class as target of each row, whichever function computes them.
 
-The loss in chunks never has the scores of all rows. They are made from hidden states and head again, for as many rows
-as are looked at.
+The chunked cross-entropy never has the scores of all rows. Here they are computed again from hidden states and head,
+for as many rows as are examined.
 
 Shapes: N rows, V classes, D width.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,20 +17,21 @@ from torch import Tensor
 
 from trainwright.engine.chunked import IGNORE, chunked_cross_entropy
 from trainwright.engine.head import Head
+from trainwright.replay.functions import Args, Kwargs
 
 CHUNKED = chunked_cross_entropy.__name__
 CLASSIFYING = frozenset({"cross_entropy", "nll_loss", CHUNKED})
-MOST_SCORES = 1 << 24
-"""Elements of the scores that are looked at together."""
+MAX_SCORES = 1 << 24
+"""The most elements of scores that are in memory at once."""
 
 
 @dataclass(frozen=True)
 class Classified:
-    """A call of such a loss, without graphs, but for ``again``: the same loss of other targets (N,), -1: ignored.
+    """A call of such a loss. Its tensors have no graph; ``again`` is the same loss of other targets (N,), with a graph.
 
-    ``marks`` tell the rows apart: the scores (N, V), or what they are made of with ``head`` (N, D). Of ``target`` (N,)
-    those that are ignored are -1, whatever ``ignore_index`` is. Scores that are made again are of the head as it is by
-    then: ask for them while the step is replayed, or within ``bench.live()``.
+    ``marks`` tell the rows apart: the scores (N, V), or with ``head`` the hidden states (N, D). Ignored elements of
+    ``target`` (N,) are -1, whatever ``ignore_index`` is. Scores are computed with the head's present weights: call
+    ``scores`` and ``loss`` during the replay or within ``session.live()``.
     """
 
     name: str
@@ -45,35 +45,35 @@ class Classified:
 
     @property
     def count(self) -> int:
-        """Rows that count."""
+        """The number of rows that are not ignored."""
         return int((self.target >= 0).sum())
 
     @property
-    def most(self) -> int:
-        """Rows whose scores may be there together."""
-        return max(1, MOST_SCORES // self.classes)
+    def max_rows(self) -> int:
+        """The most rows whose scores may be in memory at once."""
+        return max(1, MAX_SCORES // self.classes)
 
     def scores(self, at: Tensor) -> Tensor:
-        """(n, V) of the rows ``at`` (n,), of nll_loss logarithms of probabilities. At most ``most``, or it is large."""
+        """The scores (n, V) of the rows ``at`` (n,), n <= ``max_rows``; for nll_loss they are log-probabilities."""
         if self.head is None:
             return self.marks[at]
         weight, bias, cap = self.head.weight.detach(), self.head.bias, self.head.softcap
         with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
             bias = None if bias is None else bias.detach().to(weight.dtype)
-            made = F.linear(self.marks[at].to(weight.dtype), weight, bias).float()
-        return cap * torch.tanh(made / cap) if cap else made
+            scores = F.linear(self.marks[at].to(weight.dtype), weight, bias).float()
+        return cap * torch.tanh(scores / cap) if cap else scores
 
     def sample(self) -> Tensor:
-        """Rows spread over all of them, no more than may be looked at together."""
-        return torch.arange(0, len(self.marks), max(1, -(-len(self.marks) // self.most)), device=self.marks.device)
+        """At most ``max_rows`` rows, evenly spread."""
+        return torch.arange(0, len(self.marks), max(1, -(-len(self.marks) // self.max_rows)), device=self.marks.device)
 
     def pieces(self, at: Tensor | None = None) -> Iterator[Tensor]:
-        """All rows, or those ``at``, no more at a time than may be looked at together."""
+        """All rows, or those ``at``, in pieces of at most ``max_rows``."""
         rows = torch.arange(len(self.marks), device=self.marks.device) if at is None else at
-        yield from torch.split(rows, self.most)
+        yield from torch.split(rows, self.max_rows)
 
     def loss(self, at: Tensor, target: Tensor) -> float:
-        """The mean cross-entropy of the rows ``at`` with the classes that ``target`` (N,) has there; -1: ignored."""
+        """The mean cross-entropy of the rows ``at`` with the classes ``target`` (N,), of which -1 is ignored."""
         total, count = 0.0, 0
         for rows in self.pieces(at):
             total += float(F.cross_entropy(self.scores(rows).float(), target[rows], ignore_index=-1, reduction="sum"))
@@ -81,15 +81,15 @@ class Classified:
         return total / count if count else float("nan")
 
 
-def classified(name: str, args: Any, kwargs: Any) -> Classified | None:
-    """A call of a torch function as one of these losses; None for any other, and for targets that are no classes."""
+def classified(name: str, args: Args, kwargs: Kwargs) -> Classified | None:
+    """The call of a torch function as one of these losses; None for any other function, and for soft targets."""
     if name == CHUNKED:
         return _chunked(args, kwargs)
     return _plain(name, args, kwargs) if name in CLASSIFYING else None
 
 
-def classes_in(name: str, args: Any, kwargs: Any) -> int | None:
-    """How many classes a loss tells apart, whatever its targets are; None for a loss of other things."""
+def classes_in(name: str, args: Args, kwargs: Kwargs) -> int | None:
+    """The number of classes of a classification loss; None for any other function."""
     if name not in CLASSIFYING:
         return None
     if name == CHUNKED:
@@ -98,22 +98,22 @@ def classes_in(name: str, args: Any, kwargs: Any) -> int | None:
     return int(scores.shape[1]) if scores.dim() > 1 else None
 
 
-def _plain(name: str, args: Any, kwargs: Any) -> Classified | None:
-    """(N, V), (V,) or (B, V, T) and so on."""
-    given = dict(zip(("input", "target", "weight", "size_average", "ignore_index"), args)) | kwargs
-    x, target = given["input"], given["target"].detach()
+def _plain(name: str, args: Args, kwargs: Kwargs) -> Classified | None:
+    """Scores of shape (N, V), (V,), (B, V, T) and so on."""
+    arguments = dict(zip(("input", "target", "weight", "size_average", "ignore_index"), args)) | kwargs
+    x, target = arguments["input"], arguments["target"].detach()
     if target.is_floating_point() or x.dim() != target.dim() + 1:
         return None
     rows = x.movedim(1, -1).reshape(-1, x.shape[1]) if x.dim() > 1 else x[None]
-    ignored, is_sum = given.get("ignore_index", IGNORE), given.get("reduction") == "sum"
-    how = "sum" if is_sum else "mean"
+    ignored, is_sum = arguments.get("ignore_index", IGNORE), arguments.get("reduction") == "sum"
+    reduction = "sum" if is_sum else "mean"
     return Classified(
         name, rows.detach(), _marked(target, ignored), int(rows.shape[1]), ignored, is_sum,
-        lambda other: F.cross_entropy(rows, other, ignore_index=-1, reduction=how),
+        lambda other: F.cross_entropy(rows, other, ignore_index=-1, reduction=reduction),
     )  # fmt: skip
 
 
-def _chunked(args: Any, kwargs: Any) -> Classified:
+def _chunked(args: Args, kwargs: Kwargs) -> Classified:
     hidden, weight, target = args
     ignored = kwargs.get("ignore_index", IGNORE)
     return Classified(
@@ -124,5 +124,6 @@ def _chunked(args: Any, kwargs: Any) -> Classified:
 
 
 def _marked(target: Tensor, ignored: int) -> Tensor:
-    wanted = target.flatten().long()
-    return wanted.masked_fill(wanted == ignored, -1)
+    """The targets (N,), with -1 for ignored ones."""
+    flat = target.flatten().long()
+    return flat.masked_fill(flat == ignored, -1)

@@ -1,21 +1,24 @@
-"""How an op makes something non-finite of what was finite: one word, from the op and the ranges of its inputs."""
+"""The mechanism by which an op makes non-finite values of finite ones, from the op and the ranges of its inputs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from trainwright.replay.functions import Args, Kwargs, TorchFunction
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+
 
 @dataclass(frozen=True)
 class Range:
-    """What a floating tensor holds. ``min``, ``max``, ``absmax`` are those of its finite values, 0 if it has none.
+    """The range of a floating-point tensor. ``min``, ``max``, ``absmax`` are of its finite values, 0 if it has none.
 
-    ``inf`` counts both signs, ``neg_inf`` those below.
+    ``nan``, ``inf``, ``neg_inf`` and ``zeros`` are counts; ``inf`` counts both signs.
     """
 
     min: float
@@ -35,9 +38,9 @@ class Range:
 
 
 def range_of(tensor: Tensor) -> Range:
-    """Three small numbers are fetched from the device; more only where something is non-finite."""
+    """The range of a tensor. Costs three small transfers from the device, more if values are non-finite."""
     values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    values = values.float() if values.element_size() == 1 else values  # float8 knows no reductions
+    values = values.float() if values.element_size() == 1 else values  # float8 has no reductions
     shape, dtype, numel = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), values.numel()
     low, high = _ends(values)
     zeros = numel - int(torch.count_nonzero(values))
@@ -56,7 +59,7 @@ def _ends(values: Tensor) -> tuple[float, float]:
 
 
 def pooled(ranges: Sequence[Range]) -> Range:
-    """Several tensors as if they were one; shape and dtype are those of the first."""
+    """The range of several tensors together; shape and dtype are those of the first."""
     if len(ranges) == 1:
         return ranges[0]
     low, high = min(x.min for x in ranges), max(x.max for x in ranges)
@@ -68,7 +71,7 @@ def pooled(ranges: Sequence[Range]) -> Range:
 SOFTMAX = {"softmax", "log_softmax", "safe_softmax"}
 FILLS = {"full", "full_like", "new_full", "scalar_tensor", "fill", "masked_fill", "index_fill", "constant_pad_nd"}
 HIDES = {"where", "masked_fill", "masked_scatter", "index_put", "index_fill", "nan_to_num", "masked_select", "scatter"}
-"""Ops that put something else in the place of chosen values: what was there does not show, its gradient may."""
+"""Ops that replace chosen values: the old values do not show in the result, but may in the gradient."""
 REDUCES = {"sum", "mean", "nll_loss_forward", "nll_loss2d_forward", "nll_loss_nd", "dot", "mm", "bmm", "addmm"}
 REDUCES |= {"linalg_vector_norm", "norm", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
 EXPONENTIALS = {"exp", "expm1", "exp2", "sinh", "cosh"}
@@ -79,26 +82,26 @@ _EDGES = {"acos", "asin", "acosh", "atanh", "atan2", "logit", "erfinv"}
 _DIVISOR = {"div": 1, "remainder": 1, "fmod": 1, "addcdiv": 2, "rsqrt": 0, "reciprocal": 0}
 
 
-def _seen(value: Any) -> Range | None:
-    """The range of one argument: of a number as of one element, of a list as of one tensor."""
+def _range_of_argument(value: object) -> Range | None:
+    """The range of one argument: a number counts as one element, a list as one tensor."""
     if isinstance(value, Range):
         return value
     if isinstance(value, bool | int | float):
         value = torch.tensor(float(value), dtype=torch.float64)
     if isinstance(value, Tensor):
         return range_of(value.double())
-    held = [_seen(x) for x in value] if isinstance(value, list) else []
-    return pooled([x for x in held if x is not None]) if held and None not in held else None
+    ranges = [_range_of_argument(x) for x in value] if isinstance(value, list) else []
+    return pooled([x for x in ranges if x is not None]) if ranges and None not in ranges else None
 
 
-def forward_word(name: str, args: Sequence[Any], output: Range) -> str:
-    """What went wrong in an op whose inputs were finite and whose ``output`` is not."""
+def forward_word(name: str, args: Sequence[object], output: Range) -> str:
+    """The mechanism in an op with finite inputs and a non-finite ``output``."""
     name = name.removeprefix("foreach_")
     if name in ("nll_loss_forward", "nll_loss2d_forward") and output.nan:
         return "no_valid_target"
     if name in ("ctc_loss", "cudnn_ctc_loss"):
         return "ctc_infeasible"
-    first = _seen(args[0]) if args else None
+    first = _range_of_argument(args[0]) if args else None
     if first is None:
         return "nan_written" if output.nan else "overflow"
     if (word := _domain_word(name, args, first, output)) is not None:
@@ -108,21 +111,21 @@ def forward_word(name: str, args: Sequence[Any], output: Range) -> str:
     return "invalid" if output.nan and not output.inf else "overflow"
 
 
-def _domain_word(name: str, args: Sequence[Any], first: Range, output: Range) -> str | None:
-    """The ops that have no value somewhere: logarithm, quotient, root, exponential, the mean of nothing."""
+def _domain_word(name: str, args: Sequence[object], first: Range, output: Range) -> str | None:
+    """The mechanism in ops that are not defined everywhere: logarithm, quotient, root, exponential, empty mean."""
     if name in ("log", "log2", "log10", "xlogy"):
-        of = _seen(args[1]) if name == "xlogy" else first
+        of = _range_of_argument(args[1]) if name == "xlogy" else first
         return "log_of_zero" if of is not None and of.zeros and not of.min < 0 else "log_of_negative"
     if name == "log1p":
         return "log_of_zero" if first.min == -1 else "log_of_negative"
     if name == "logit" and output.inf:
         return "log_of_zero"
     if name in _DIVISOR and len(args) > _DIVISOR[name]:
-        divisor = _seen(args[_DIVISOR[name]])
+        divisor = _range_of_argument(args[_DIVISOR[name]])
         if divisor is not None and divisor.zeros:
             return "div_by_zero"
     if name == "pow":
-        power = _seen(args[1])
+        power = _range_of_argument(args[1])
         below = power is not None and power.min < 0
         return "div_by_zero" if first.zeros and below else ("power_of_negative" if output.nan else None)
     if name in ("sqrt", "rsqrt") and output.nan:
@@ -135,46 +138,46 @@ def _domain_word(name: str, args: Sequence[Any], first: Range, output: Range) ->
 
 
 def infinite_word(name: str, inputs: Sequence[Range]) -> str:
-    """What went wrong in an op that made NaN of infinities that were meant, those of a mask."""
+    """The mechanism in an op that made NaN of intended infinities, those of a mask."""
     if name in SOFTMAX:
         return "softmax_all_masked" if all(x.inf == x.neg_inf for x in inputs) else "inf_in_softmax"
     return "zero_times_inf" if name in _PRODUCTS else "inf_minus_inf"
 
 
-def backward_word(name: str, args: Sequence[Any], output: Range, source: str, inputs: Sequence[Range]) -> str:
-    """What went wrong in an op of the backward pass; ``source`` and its ``inputs`` are the op it is the slope of."""
+def backward_word(name: str, args: Sequence[object], output: Range, source: str, inputs: Sequence[Range]) -> str:
+    """The mechanism in an op of the backward pass; ``source`` is its forward op, with the ranges ``inputs``."""
     if source in _ROOTS and any(x.zeros for x in inputs):
         return "sqrt_at_zero_backward"
     return "domain_edge_backward" if source in _EDGES else forward_word(name, args, output)
 
 
-def in_fp32(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
-    """What ``func`` gives when nothing of it is in 16 bit; None where it has no such form."""
+def in_fp32(func: TorchFunction, args: Args, kwargs: Kwargs) -> Tensor | None:
+    """The result of ``func`` with float32 in place of 16-bit dtypes; None where it does not support that."""
 
-    def widen(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
+    def widen(value: object) -> object:
+        if isinstance(value, Tensor) and value.dtype in HALF_DTYPES:
             return value.float()
-        if value in (torch.float16, torch.bfloat16) and isinstance(value, torch.dtype):
+        if isinstance(value, torch.dtype) and value in HALF_DTYPES:
             return torch.float32
         return type(value)(map(widen, value)) if isinstance(value, list | tuple) else value
 
     try:
         out = func(*map(widen, args), **{key: widen(value) for key, value in kwargs.items()})
-    except (RuntimeError, NotImplementedError):  # a kernel for 16 bit alone
+    except (RuntimeError, NotImplementedError):  # a kernel for 16-bit dtypes only
         return None
     out = out[0] if isinstance(out, list | tuple) else out
     return out if isinstance(out, Tensor) else None
 
 
-def narrow_word(name: str, constants: Sequence[Any], output: Tensor, exact: Tensor) -> str:
-    """Why float16 could not hold what float32 can: a mask of a huge constant, or an activation that grew.
+def narrow_word(name: str, constants: Sequence[object], output: Tensor, exact: Tensor) -> str:
+    """Why float16 could not hold what float32 can: a mask with a huge constant, or a large activation.
 
-    A mask is one constant wherever it overflowed, downwards, and came from an operand that needs no gradient: one of
-    ``constants``.
+    A mask is negative, has one value wherever it overflowed, and comes from one of ``constants``, the arguments that
+    require no gradient.
     """
-    gone = exact[output.isneginf()]
-    if name not in _MASK_LIKE or bool(output.isposinf().any()) or bool(output.isnan().any()) or not gone.numel():
+    overflowed = exact[output.isneginf()]
+    if name not in _MASK_LIKE or bool(output.isposinf().any()) or bool(output.isnan().any()) or not overflowed.numel():
         return "fp16_overflow"
-    low, high = _ends(gone)
-    largest = max((held.absmax for x in constants if (held := _seen(x)) is not None), default=0.0)
+    low, high = _ends(overflowed)
+    largest = max((found.absmax for x in constants if (found := _range_of_argument(x)) is not None), default=0.0)
     return "mask_overflow" if largest >= 1e4 and high - low <= 0.01 * abs(low) else "fp16_overflow"

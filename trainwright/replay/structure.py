@@ -1,4 +1,4 @@
-"""What live objects are by name and number, so that a recorded step is only put onto objects like its own."""
+"""The structure of live objects by name and number, so that a recorded step only runs on objects of its structure."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from trainwright.recorder.ring import LiveObjects
 
 @dataclass(frozen=True)
 class Structure:
-    """What the live objects were, by name: a bundle is only put onto objects of the same structure.
+    """The names of live objects. A bundle only runs on objects of the same structure.
 
-    ``trained`` says of each parameter whether it is. ``optimizers`` holds of each its class and the numbers of the
-    parameters of each group.
+    ``trained`` is ``requires_grad`` of each parameter. ``optimizers`` holds for each its class, and the parameter
+    numbers of each of its groups.
     """
 
     parameters: list[str]
@@ -28,7 +28,7 @@ class Structure:
 
     @classmethod
     def of(cls, subject: LiveObjects, names: Sequence[str]) -> Structure:
-        """Of live objects; ``names`` are those of ``subject.parameters``."""
+        """The structure of live objects; ``names`` are those of ``subject.parameters``."""
         numbers = {id(p): number for number, p in enumerate(subject.parameters)}
         paths = _paths(subject.roots)
         return cls(
@@ -45,6 +45,7 @@ class Structure:
 
 
 def difference(what: str, ours: Sequence[str], theirs: Sequence[str]) -> str:
+    """The first difference between the names of the live objects and those of a bundle, in words."""
     missing, left = [n for n in theirs if n not in ours], [n for n in ours if n not in theirs]
     if missing:
         return f"it has no {what} {missing[0]!r}, as the bundle has"
@@ -52,7 +53,7 @@ def difference(what: str, ours: Sequence[str], theirs: Sequence[str]) -> str:
 
 
 def class_name(value: nn.Module | Optimizer) -> str:
-    """Where its class is defined."""
+    """The class of ``value`` with its module."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 

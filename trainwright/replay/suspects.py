@@ -1,23 +1,22 @@
-"""Which op first made numbers that broke the step: every suspect is followed until it does harm, or does none.
+"""Finds the op that made a step non-finite: every op that makes a non-finite value is followed to what it reaches.
 
-A non-finite value is not yet a fault: causal masks are -inf, ``where`` throws values away, statistics are not trained
-on. So whatever makes one is a *suspect*; its outcome is followed from storage to storage, and the first whose outcome
-reaches the loss, the gradient of a parameter, a weight or a buffer is ``first_bad``. Infinities that were written on
-purpose (a mask) never are: the op that turns them into NaN or sums them up is.
+A non-finite value alone is no fault: causal masks are -inf, ``where`` discards values, statistics are not trained on.
+So an op that makes one is a *suspect*. Its result is followed from storage to storage, and the first suspect whose
+values reach the loss, the gradient of a parameter, a weight or a buffer is ``first_bad``. Infinities written on purpose
+(a mask) are never at fault themselves, but the op that turns them into NaN or sums them up is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor
 
 from trainwright.replay import mechanism
-from trainwright.replay.mechanism import Range, range_of
+from trainwright.replay.mechanism import Range
+from trainwright.replay.storages import Storages, is_float
 
 _ALWAYS_ITSELF = {"softmax_all_masked", "inf_in_softmax", "no_valid_target", "ctc_infeasible"}
 _SUMS_OVER_BATCH = {"mm", "bmm", "addmm", "convolution_backward"}
@@ -25,12 +24,12 @@ _SUMS_OVER_BATCH = {"mm", "bmm", "addmm", "convolution_backward"}
 
 @dataclass(frozen=True)
 class Op:
-    """One operation. ``module`` and ``source`` of a backward op are those of ``forward_op``, its forward op.
+    """One ATen op. ``module`` and ``source`` of a backward op are those of its forward op, ``forward_op``.
 
-    ``phase`` is "forward", "backward" or "update". ``source`` is the innermost line that is neither torch's nor ours.
-    ``inputs`` and ``output`` are of the floating tensors (several outputs are pooled), ``shapes`` of all inputs.
-    ``micro_batch`` counts the backward passes that were over when a root module was last called, ``call`` those calls.
-    ``function`` is the torch function that the op is a part of, where that was seen.
+    ``phase`` is "forward", "backward" or "update". ``source`` is the innermost line of the user's code. ``inputs`` and
+    ``output`` are the ranges of floating-point tensors (several outputs are pooled), ``shapes`` those of all inputs.
+    ``micro_batch`` counts the backward passes before the last call of a root module, ``call`` counts these calls.
+    ``function`` is the torch function that called the op, where it is known.
     """
 
     index: int
@@ -50,13 +49,13 @@ class Op:
 
 @dataclass(frozen=True)
 class Bad:
-    """Where non-finite values came from.
+    """The origin of non-finite values.
 
-    ``kind``: "op", or what came in non-finite: "input", "target", "weight", "buffer", "gradient", "constant", "state";
-    then ``name`` says which one, and ``op`` is the first that read it. ``what`` is the mechanism. ``rows`` are the
-    samples it was seen in, where that can be told. ``reached``: "loss", "gradient", "weight", "buffer" or "end".
-    ``hidden_by`` is the op that had thrown the values away in the forward pass. ``fp32_finite``: whether this one op is
-    finite in float32 (asked of float16 only).
+    ``kind``: "op", or what was non-finite already: "input", "target", "weight", "buffer", "gradient", "constant" or
+    "state"; then ``name`` says which one, and ``op`` is the first that read it. ``what`` is the mechanism. ``rows`` are
+    the samples with such values, where known. ``reached``: "loss", "gradient", "weight", "buffer" or "end".
+    ``hidden_by`` is the op that discarded the values in the forward pass. ``fp32_finite``: whether this op is finite in
+    float32 (for float16 only).
     """
 
     kind: str
@@ -71,13 +70,13 @@ class Bad:
 
 @dataclass(frozen=True)
 class SuspectOp:
-    """One op as it was run, and its floating inputs as they were before. ``exact`` runs it again in float32.
+    """An op that was run, and its floating-point inputs with their ranges before. ``exact`` runs it in float32.
 
-    ``args`` has ranges in the place of floating tensors.
+    ``args`` has ranges in place of floating-point tensors.
     """
 
     op: Op
-    args: Sequence[Any]
+    args: Sequence[object]
     before: Sequence[tuple[Tensor, Range]]
     outputs: Sequence[Tensor]
     written: Sequence[Tensor]
@@ -86,7 +85,7 @@ class SuspectOp:
 
 @dataclass(frozen=True)
 class _Taint:
-    """Why a storage holds non-finite values. ``masked``: infinities on purpose; ``summed``: who then added them up."""
+    """Why a storage holds non-finite values. ``masked``: infinities on purpose; ``summed``: the op that summed them."""
 
     bad: Bad
     masked: bool = False
@@ -95,73 +94,50 @@ class _Taint:
 
 
 class Suspects:
-    """The ledger of storages: what each holds, who made it, and why it is non-finite."""
+    """What each storage holds, which op made it, and why it is non-finite."""
 
     def __init__(self) -> None:
         self.first_bad: Bad | None = None
         self.found: list[Bad] = []
         self.batch_size: int | None = None
         self._ops: list[Op] = []
-        self._pins: dict[int, StorageWeakRef] = {}
-        self._ranges: dict[int, dict[Any, Range]] = {}
-        self._names: dict[int, tuple[str, str]] = {}
+        self.storages = Storages()
         self._taints: dict[int, _Taint] = {}
         self._made_by: dict[int, int] = {}
         self._parent: dict[int, int] = {}
         self._hidden: dict[int, int] = {}
 
-    def call(self, tensor: Tensor, kind: str, name: str) -> None:
-        """What a tensor is called that comes from outside."""
-        if (key := self._key(tensor)) is not None:
-            self._names.setdefault(key, (kind, name))
-
     def enter(self, tensor: Tensor) -> None:
-        """It is handed to a model: what had come in so outside of any module, before it was cut or moved, does here."""
-        key = self._key(tensor) or 0
+        """The tensor is passed to a model: if it was non-finite before, it counts as an input of this model."""
+        key = self.storages.key(tensor) or 0
         taint = self._taints.get(key)
         if taint is not None and taint.bad.op.module is None and taint.bad.kind == "target":
             del self._taints[key]
 
-    def look(self, tensor: Tensor) -> Range:
-        """What the tensor holds now; looked at once for each of its versions."""
-        key = self._key(tensor)
-        if key is None:
-            return range_of(tensor if tensor.layout == torch.strided else tensor._values())
-        version = 0 if tensor.is_inference() else tensor._version
-        view = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, version)
-        known = self._ranges.setdefault(key, {})
-        if view not in known:
-            known[view] = range_of(tensor)
-        return known[view]
-
-    def forget(self, tensor: Tensor) -> None:
-        """It was written to."""
-        self._ranges.pop(self._key(tensor) or 0, None)
-
     def follow(self, seen: SuspectOp) -> None:
-        """Where the op's output is non-finite, its storage is told why."""
+        """Notes for the storages of an op's outputs why they are non-finite, if they are."""
         op = seen.op
         self._ops.append(op)
         self._link(seen)
-        tainted = [self._taint_of(tensor, held, op) for tensor, held in seen.before if not held.finite]
+        tainted = [self._taint_of(tensor, range_, op) for tensor, range_ in seen.before if not range_.finite]
         if op.output.finite:
             for taint in tainted if op.name in mechanism.HIDES else []:
                 self._hidden.setdefault(taint.bad.op.index, op.index)
             return
-        taint = self._handed_on(seen, tainted) or self._born(seen)
-        for tensor in (*seen.outputs, *(x for x in seen.written if is_judged(x))):
-            if (key := self._key(tensor)) is None or self.look(tensor).finite:
+        taint = self._inherited(seen, tainted) or self._own_fault(seen)
+        for tensor in (*seen.outputs, *(x for x in seen.written if is_float(x))):
+            if (key := self.storages.key(tensor)) is None or self.storages.range(tensor).finite:
                 continue
             self._taints[key] = taint
-            if (kind := self._names.get(key, ("", ""))[0]) in ("weight", "buffer"):
+            if (kind := self.storages.names.get(key, ("", ""))[0]) in ("weight", "buffer"):
                 self.reach(kind, [tensor])
 
     def reach(self, reached: str, tensors: Sequence[Tensor]) -> None:
-        """A loss, gradient or weight holds these: if they are non-finite, their reason is the fault."""
+        """These tensors are a loss, gradients or weights: if they are non-finite, the reason for that is the fault."""
         for tensor in tensors:
-            if self.first_bad is not None or not is_judged(tensor) or self.look(tensor).finite:
+            if self.first_bad is not None or not is_float(tensor) or self.storages.range(tensor).finite:
                 continue
-            taint = self._taints.get(self._key(tensor) or 0)
+            taint = self._taints.get(self.storages.key(tensor) or 0)
             bad = None if taint is None else taint.summed if taint.masked else taint.bad
             if bad is None:
                 continue
@@ -174,49 +150,48 @@ class Suspects:
     # Reasons
 
     def _link(self, seen: SuspectOp) -> None:
-        """Who made which storage, and, element by element, of what."""
-        parents = [
-            self._made_by.get(self._key(x) or 0) for x, held in seen.before if held.numel == seen.op.output.numel
-        ]
+        """Notes which op made a storage, and for elementwise ops which op made its input."""
+        key, size = self.storages.key, seen.op.output.numel
+        parents = [self._made_by.get(key(x) or 0) for x, range_ in seen.before if range_.numel == size]
         if parents and parents[0] is not None:
             self._parent[seen.op.index] = parents[0]
         for tensor in seen.outputs:
-            if (key := self._key(tensor)) is not None:
-                self._made_by[key] = seen.op.index
+            if (made := key(tensor)) is not None:
+                self._made_by[made] = seen.op.index
 
-    def _taint_of(self, tensor: Tensor, held: Range, op: Op) -> _Taint:
-        """Why this tensor is non-finite; one that nobody here made has come in so."""
-        key = self._key(tensor) or 0
+    def _taint_of(self, tensor: Tensor, range_: Range, op: Op) -> _Taint:
+        """Why this tensor is non-finite; one that no op made was so from the start."""
+        key = self.storages.key(tensor) or 0
         if key in self._taints:
             return self._taints[key]
         default = "state" if op.phase == "update" else "target" if op.module is None else "constant"
-        kind, name = self._names.get(key, (default, None))
+        kind, name = self.storages.names.get(key, (default, None))
         rows = self._rows(tensor, op) if kind in ("input", "target") else None
-        bad = self._suspect(Bad(kind, "nan" if held.nan else "inf", op, name, rows))
-        is_mask = not held.nan and kind != "weight" and (held.inf == held.neg_inf or kind == "constant")
+        bad = self._suspect(Bad(kind, "nan" if range_.nan else "inf", op, name, rows))
+        is_mask = not range_.nan and kind != "weight" and (range_.inf == range_.neg_inf or kind == "constant")
         self._taints[key] = _Taint(bad, masked=is_mask)
         return self._taints[key]
 
-    def _handed_on(self, seen: SuspectOp, tainted: list[_Taint]) -> _Taint | None:
-        """The reason that the op was handed with its inputs; None if these were all finite."""
+    def _inherited(self, seen: SuspectOp, tainted: list[_Taint]) -> _Taint | None:
+        """The reason that comes from the op's inputs; None if these were all finite."""
         if not tainted:
             return None
         op = seen.op
         faults = sorted((x for x in tainted if not x.masked), key=lambda x: x.bad.op.index)
-        makes_nan = bool(op.output.nan) and not any(held.nan for _, held in seen.before)
+        makes_nan = bool(op.output.nan) and not any(range_.nan for _, range_ in seen.before)
         is_softmax = op.name in mechanism.SOFTMAX
         if faults and not (makes_nan and is_softmax and all(x.bad.what == "log_of_zero" for x in faults)):
             return self._with_slope(seen, faults[0]) if makes_nan else faults[0]
-        came_in = [x for x in tainted if x.bad.kind in ("input", "target")]
-        if makes_nan and came_in and not is_softmax:
-            return replace(came_in[0], masked=False)
+        external = [x for x in tainted if x.bad.kind in ("input", "target")]
+        if makes_nan and external and not is_softmax:
+            return replace(external[0], masked=False)
         if makes_nan:
-            word = mechanism.infinite_word(op.name, [held for _, held in seen.before if held.inf])
+            word = mechanism.infinite_word(op.name, [range_ for _, range_ in seen.before if range_.inf])
             return _Taint(self._suspect(Bad("op", word, op, rows=self._rows_of(seen))))
         return self._carried(seen, tainted[0])
 
     def _with_slope(self, seen: SuspectOp, slope: _Taint) -> _Taint:
-        """The slope was infinite and now meets the gradient: if that is 0 because of a ``where``, this is the fault."""
+        """An infinite derivative times the gradient: if that is 0 because of a ``where``, that is the fault."""
         is_slope = seen.op.phase == "backward" and slope.bad.op.forward_op == seen.op.forward_op is not None
         hidden_by = self._hidden_by(seen) if is_slope else None
         if hidden_by is None:
@@ -224,7 +199,7 @@ class Suspects:
         return _Taint(replace(slope.bad, what="where_branch_backward", hidden_by=hidden_by))
 
     def _carried(self, seen: SuspectOp, taint: _Taint) -> _Taint:
-        """Infinities of a mask go on as infinities: who sums them up is remembered."""
+        """Infinities of a mask stay infinities; the op that sums them up is noted."""
         op, summed = seen.op, taint.summed
         if summed is None and op.name in mechanism.REDUCES and op.phase == "forward":
             word = "inf_logit_smoothing" if taint.log_softmax else "inf_in_loss"
@@ -232,8 +207,8 @@ class Suspects:
             summed = Bad("op", word, op, rows=self._rows_of(seen))
         return replace(taint, summed=summed, log_softmax=taint.log_softmax or op.name == "log_softmax")
 
-    def _born(self, seen: SuspectOp) -> _Taint:
-        """Everything that the op read was finite: the reason is the op itself."""
+    def _own_fault(self, seen: SuspectOp) -> _Taint:
+        """All inputs of the op were finite: the op itself is the reason."""
         op, output = seen.op, seen.outputs[0]
         is_fill = op.name in mechanism.FILLS or not seen.before
         shadow = seen.exact() if output.dtype == torch.float16 and not is_fill else None
@@ -241,7 +216,7 @@ class Suspects:
         source = self._ops[op.forward_op] if op.phase == "backward" and op.forward_op is not None else None
         hidden_by = self._hidden_by(seen) if op.phase == "backward" else None
         if fits and shadow is not None and op.name not in mechanism.EXPONENTIALS:
-            constants = [held for x, held in seen.before if not x.requires_grad] + [
+            constants = [range_ for x, range_ in seen.before if not x.requires_grad] + [
                 x for x in seen.args if _is_number(x)
             ]
             word = mechanism.narrow_word(op.name, constants, output, shadow)
@@ -255,19 +230,21 @@ class Suspects:
         return _Taint(self._suspect(bad), masked=is_fill and not op.output.nan)
 
     def _hidden_by(self, seen: SuspectOp) -> int | None:
-        """The ``where`` that had thrown away what this op is the slope of: a gradient of 0 times an infinite slope."""
+        """The ``where`` that discarded the result of this op's forward op: a gradient of 0 meets an infinite slope."""
         if seen.op.forward_op in self._hidden:
             return self._hidden[seen.op.forward_op]
         output = seen.outputs[0]
-        gradient = next((x for x, held in seen.before if held.finite and held.shape == seen.op.output.shape), None)
+        gradient = next(
+            (x for x, range_ in seen.before if range_.finite and range_.shape == seen.op.output.shape), None
+        )
         if gradient is None or bool(torch.count_nonzero(gradient[~output.isfinite()])):
             return None
-        maker = self._made_by.get(self._key(gradient) or 0)
-        while maker is not None and self._ops[maker].phase == "backward":
-            of = self._ops[maker].forward_op
+        made_by = self._made_by.get(self.storages.key(gradient) or 0)
+        while made_by is not None and self._ops[made_by].phase == "backward":
+            of = self._ops[made_by].forward_op
             if of is not None and self._ops[of].name in mechanism.HIDES:
                 return of
-            maker = self._parent.get(maker)
+            made_by = self._parent.get(made_by)
         return None
 
     def _suspect(self, bad: Bad) -> Bad:
@@ -277,12 +254,12 @@ class Suspects:
     # Tensors
 
     def _rows_of(self, seen: SuspectOp) -> tuple[int, ...] | None:
-        """The samples that an op broke, by its output or else by what it was handed."""
-        tensors = [seen.outputs[0], *(x for x, held in seen.before if not held.finite)]
+        """The samples with non-finite values in the output of an op, or else in its inputs."""
+        tensors = [seen.outputs[0], *(x for x, range_ in seen.before if not range_.finite)]
         return next((rows for x in tensors if (rows := self._rows(x, seen.op)) is not None), None)
 
     def _rows(self, tensor: Tensor, op: Op) -> tuple[int, ...] | None:
-        """The samples with non-finite values: along the axis that is as long as the batch, or holds it flattened."""
+        """The samples with non-finite values, along the dimension that is the batch or a flattened batch."""
         n = self.batch_size
         if not n or not tensor.dim() or tensor.layout != torch.strided or op.phase == "update":
             return None
@@ -292,25 +269,9 @@ class Suspects:
             if tensor.dim() < 2 or tensor.shape[1] != n:
                 return None
             tensor = tensor.transpose(0, 1)
-        lost = (~tensor.isfinite()).reshape(n, -1).any(1)
-        return tuple(lost.nonzero().flatten().tolist()) or None
-
-    def _key(self, tensor: Tensor) -> int | None:
-        """The storage of a tensor. A weak reference keeps its address from being given to another."""
-        try:
-            reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        except NotImplementedError:  # sparse, or wrapped by a transform of torch.func
-            return None
-        key = int(reference.cdata)
-        self._pins.setdefault(key, reference)
-        return key
+        is_bad = (~tensor.isfinite()).reshape(n, -1).any(1)
+        return tuple(is_bad.nonzero().flatten().tolist()) or None
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def is_judged(tensor: Tensor) -> bool:
-    """Whether its numbers can be read: a floating tensor of an ordinary kind."""
-    is_known = tensor.layout in (torch.strided, torch.sparse_coo) and type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
-    return is_known and (tensor.is_floating_point() or tensor.is_complex()) and tensor.device.type != "meta"

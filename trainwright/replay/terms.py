@@ -1,9 +1,8 @@
-"""The terms of a loss: what is added up last, read from the program of a step."""
+"""The terms of a loss: the summands of its last additions, read from the program of a step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
 
@@ -12,9 +11,9 @@ from trainwright.recorder.program import Backward, Constant, Operation, Recorded
 
 @dataclass(frozen=True)
 class Term:
-    """What makes the value in ``slot``, an operation or a model ("output"), and its weight in the loss.
+    """One term: the value in ``slot``, ``name`` of the operation that makes it ("output" of a model), and its weight.
 
-    ``own`` is the weight without what the whole sum is multiplied by: a loss scale, one over the micro-batches.
+    ``own`` is the weight without the factors of the whole sum: a loss scale, one over the number of micro-batches.
     """
 
     slot: int
@@ -23,10 +22,10 @@ class Term:
     own: float
 
 
-def terms_of(segment: RecordedStep) -> list[Term]:
-    """The terms of the first loss that a backward pass begins at."""
+def terms_of(recorded: RecordedStep) -> list[Term]:
+    """The terms of the loss of the first backward pass."""
     made: dict[int, Operation] = {}
-    for each in segment.program:
+    for each in recorded.program:
         if isinstance(each, Operation):
             made.update(dict.fromkeys(each.outputs, each))
         elif isinstance(each, Backward):
@@ -42,7 +41,7 @@ def _terms(slot: int, made: dict[int, Operation]) -> list[Term]:
 
 
 def _factored(slot: int, made: dict[int, Operation]) -> tuple[int, float] | None:
-    """What a value is a multiple of, and by which number; None where it is none."""
+    """The slot that a value is a multiple of, and the factor; None where it is no multiple."""
     operation = made.get(slot)
     if operation is None:
         return None
@@ -90,13 +89,13 @@ def _named(slot: int, name: str, made: dict[int, Operation]) -> str:
     return f"{name} of {operation.name.strip('_')}" if operation else f"{name} of an output"
 
 
-def _slots(value: Any) -> list[int]:
+def _slots(value: object) -> list[int]:
     found: list[int] = []
     mapped(value, lambda leaf: found.append(leaf.number) if isinstance(leaf, Slot) else None)
     return found
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     if isinstance(value, Constant):
         tensor: Tensor = value.tensor
         return float(tensor) if tensor.numel() == 1 and not tensor.requires_grad else None

@@ -95,13 +95,13 @@ class Writer:
     numbers: Mapping[int, int]
     lost: list[str] = field(default_factory=list)
 
-    def segment(self, segment: RecordedStep) -> dict[str, Any]:
+    def segment(self, recorded: RecordedStep) -> dict[str, Any]:
         """One step."""
-        if segment.blind:
-            self.lost.append(segment.blind)
-        program = [self._instruction(each) for each in alive(segment.program)]
-        names = [each.name for each in fields(segment) if each.name != "program"]
-        rest = {name: self.value(getattr(segment, name), "the record") for name in names}
+        if recorded.blind:
+            self.lost.append(recorded.blind)
+        program = [self._instruction(each) for each in alive(recorded.program)]
+        names = [each.name for each in fields(recorded) if each.name != "program"]
+        rest = {name: self.value(getattr(recorded, name), "the record") for name in names}
         return {**rest, "program": program}
 
     def _instruction(self, each: Instruction) -> dict[str, Any]:
@@ -183,10 +183,10 @@ class Reader:
     def segment(self, kept: Mapping[str, Any]) -> RecordedStep:
         """One step."""
         program = [self._instruction(each) for each in kept["program"]]
-        segment: RecordedStep = self._made(
+        recorded: RecordedStep = self._made(
             RecordedStep, {k: self.value(v) for k, v in kept.items() if k != "program"} | {"program": program}
         )
-        return segment
+        return recorded
 
     def _instruction(self, kept: Mapping[str, Any]) -> Any:
         cls = _INSTRUCTIONS[kept["is"]]

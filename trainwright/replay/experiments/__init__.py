@@ -1,4 +1,4 @@
-"""Experiments on a recorded step, by name: each runs it again in its own way and gives plain values."""
+"""Experiments: each runs a recorded step again in its own way and returns what it measured."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, TypeAlias
 
 from trainwright.replay.session import ReplaySession
+from trainwright.runlog.json_values import Facts
 
-When = Literal["checkup", "first", "incident", "asked"]
-Run = Callable[[ReplaySession], dict[str, Any]]
+When: TypeAlias = Literal["checkup", "first", "incident", "requested"]
+Run: TypeAlias = Callable[[ReplaySession], Facts]
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """``when``: at every checkup, at the first one only, at an incident, or when a check asks for it."""
+    """``when``: at every checkup, at the first one only, at an incident, or when a check requests it."""
 
     name: str
     when: When
@@ -24,10 +25,11 @@ class Experiment:
 
 
 EXPERIMENTS: dict[str, Experiment] = {}
+"""All experiments by name."""
 
 
 def experiment(name: str, *, when: When) -> Callable[[Run], Run]:
-    """Registers a function of a Bench that returns JSON values."""
+    """Registers a function of a ReplaySession that returns JSON values. ``name`` is written into the log."""
 
     def register(run: Run) -> Run:
         assert name not in EXPERIMENTS, name
@@ -38,6 +40,6 @@ def experiment(name: str, *, when: When) -> Callable[[Run], Run]:
 
 
 def load_all() -> None:
-    """Imports every file of experiments once."""
+    """Imports every module of this package, so that its experiments are registered."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")

@@ -1,92 +1,91 @@
-"""What a recorded step was fed: how its inputs are spread, what they say about the targets, whether padding counts."""
+"""The data of a step: the spread of its inputs, what they tell about the targets, and padding in the loss."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainwright.recorder.program import tensors_of
 from trainwright.replay.experiments import experiment
+from trainwright.replay.functions import Args
 from trainwright.replay.replayer import Intervention, NotReplayable
 from trainwright.replay.samples import (
     classes_of,
     inputs_of,
-    judged,
+    losses_of,
     pooled,
     standardised,
 )
 from trainwright.replay.session import ReplaySession
+from trainwright.runlog.json_values import Facts
 
-MOST_ROWS, MOST_COLUMNS, MOST_JUDGED = 256, 16384, 1024
-TAIL = 2
-"""Places that a row must end with to count as filled up."""
+MAX_ROWS, MAX_COLUMNS, MAX_LEARNED = 256, 16384, 1024
+MIN_PADDING = 2
+"""Equal ids at the end of a row from which on they count as padding."""
 
 
 @experiment("batch", when="checkup")
-def batch(bench: ReplaySession) -> dict[str, Any]:
-    """The spread of what the model was given, the classes, and columns that say the class all by themselves."""
-    inputs = inputs_of(bench.segment)
-    told: dict[str, Any] = {"inputs": [_spread(x) for x in inputs], "pad": None, "leaks": []}
-    told["losses"] = [float(each) for each in bench.segment.losses]
+def batch(session: ReplaySession) -> Facts:
+    """The spread of the inputs, the number of classes, and input columns that give the class away on their own."""
+    inputs = inputs_of(session.segment)
+    facts: Facts = {"inputs": [_spread(x) for x in inputs], "pad": None, "leaks": []}
     if not inputs:
-        return told | {"classes": None}
-    found = judged(bench)
-    wanted = found[0] if found else None
-    told["loss"] = wanted.name if wanted else None
-    told["targets_vary"] = bool(wanted and not _is_constant(wanted.target))
+        return facts | {"classes": None}
+    losses = losses_of(session)
+    first = losses[0] if losses else None
+    facts["targets_vary"] = bool(first and not _is_constant(first.target))
     ids = next((x for x in inputs if not x.is_floating_point() and x.dim() == 2 and x.dtype != torch.bool), None)
-    told["pad"] = None if ids is None else padding(ids)
-    told["classes"] = wanted.classes if wanted else None
-    if wanted is not None and wanted.target.numel() == len(inputs[0]):
-        told |= _about_targets(bench, inputs[0], wanted.target)
-    return told
+    facts["pad"] = None if ids is None else padding(ids)
+    facts["classes"] = first.classes if first else None
+    if first is not None and first.target.numel() == len(inputs[0]):
+        facts |= _target_facts(session, inputs[0], first.target)
+    return facts
 
 
-def _about_targets(bench: ReplaySession, x: Tensor, target: Tensor) -> dict[str, Any]:
-    samples = pooled(bench, target) if len(target) < MOST_ROWS else None
+def _target_facts(session: ReplaySession, x: Tensor, target: Tensor) -> Facts:
+    samples = pooled(session, target) if len(target) < MAX_ROWS else None
     x, y = (x, target.flatten()) if samples is None else (samples.x, samples.y)
-    told: dict[str, Any] = {"samples": len(y)}
+    facts: Facts = {"samples": len(y)}
     if not y.is_floating_point() or torch.unique(y).numel() <= min(64, len(y) // 8):
-        told["entropy"] = entropy(y)
-    if x.is_floating_point() and x[0].numel() <= MOST_COLUMNS:
-        told["leaks"] = leaks(x[: 4 * MOST_ROWS], y[: 4 * MOST_ROWS])
-    return told
+        facts["entropy"] = entropy(y)
+    if x.is_floating_point() and x[0].numel() <= MAX_COLUMNS:
+        facts["leaks"] = leaks(x[: 4 * MAX_ROWS], y[: 4 * MAX_ROWS])
+    return facts
 
 
-def _spread(x: Tensor) -> dict[str, Any]:
-    told: dict[str, Any] = {"shape": list(x.shape), "float": x.is_floating_point(), "constant": _is_constant(x)}
+def _spread(x: Tensor) -> Facts:
+    facts: Facts = {"shape": list(x.shape), "float": x.is_floating_point(), "constant": _is_constant(x)}
     if x.is_floating_point() and x.numel():
         rows = (
-            x[:MOST_ROWS].flatten(1)[:, :: max(1, x[0].numel() // MOST_COLUMNS)].double() if x.dim() > 1 else x.double()
+            x[:MAX_ROWS].flatten(1)[:, :: max(1, x[0].numel() // MAX_COLUMNS)].double() if x.dim() > 1 else x.double()
         )
         mean, std = float(rows.mean()), float(rows.std(correction=0))
-        told |= {"mean": mean, "std": std, "absmax": float(rows.abs().max())}
-        told["whole"] = bool((rows == rows.round()).all())
-    return told
+        facts |= {"mean": mean, "std": std, "absmax": float(rows.abs().max())}
+        facts["whole"] = bool((rows == rows.round()).all())
+    return facts
 
 
 def _is_constant(x: Tensor) -> bool:
-    """Every sample is the same; one sample alone says nothing."""
+    """Whether all samples are equal; False for a single one."""
     return len(x) > 1 and bool((x == x[:1]).all()) if x.dim() else False
 
 
 def entropy(y: Tensor) -> float:
-    """Of the values of ``y``, in nats: the loss of whoever knows nothing but how often each occurs."""
+    """The entropy of the values of ``y`` in nats: the loss of a model that knows only how often each occurs."""
     p = torch.unique(y, return_counts=True)[1].double() / y.numel()
     return float(-(p * p.log()).sum())
 
 
-def leaks(x: Tensor, y: Tensor) -> list[dict[str, Any]]:
-    """Columns of ``x`` that are constant within each class and differ between classes, or are ``y`` itself.
+def leaks(x: Tensor, y: Tensor) -> list[Facts]:
+    """Columns of ``x`` that are constant within each class and differ between classes, or that are ``y`` itself.
 
-    ``within`` is the share of a column's variance that is left within the classes. A class that has fewer than three
-    samples is left out: with so few, a rare feature fits by chance.
+    ``within`` is the share of a column's variance that remains within the classes. Classes of fewer than three samples
+    are left out, because a rare feature fits so few by chance.
     """
     columns = x.flatten(1).double()
     values, classes, counts = torch.unique(y, return_inverse=True, return_counts=True)
@@ -105,8 +104,8 @@ def leaks(x: Tensor, y: Tensor) -> list[dict[str, Any]]:
     return [{"column": int(i), "within": float(share[i]), "samples": len(columns)} for i in _smallest(share, 1e-4)]
 
 
-def _copies(columns: Tensor, y: Tensor) -> list[dict[str, Any]]:
-    """Of a target that is a number: columns that follow it on a line, if there are others."""
+def _copies(columns: Tensor, y: Tensor) -> list[Facts]:
+    """For a numeric target: columns that are a linear function of it, provided that there are other columns."""
     if columns.shape[1] < 2 or len(y) < 16:
         return []
     a, b = columns - columns.mean(0), (y.double() - y.double().mean())[:, None]
@@ -120,13 +119,13 @@ def _smallest(share: Tensor, at_most: float) -> list[int]:
     return [i for i in order if share[i] <= at_most]
 
 
-def padding(ids: Tensor) -> dict[str, Any] | None:
-    """The id that fills rows up, at their end or start: in many, of different length, and hardly elsewhere."""
+def padding(ids: Tensor) -> Facts | None:
+    """The padding id: it fills many rows at their end or start, to different lengths, and hardly occurs elsewhere."""
     for side in ("end", "start"):
         rows = ids if side == "end" else ids.flip(1)
         value = rows[:, -1].mode().values
         lengths = (rows.flip(1) == value).cumprod(1).sum(1)
-        filled = lengths >= TAIL
+        filled = lengths >= MIN_PADDING
         inside = int((rows == value).sum()) - int(lengths.sum())
         if filled.double().mean() >= 0.2 and inside <= 0.02 * rows.numel() and len(torch.unique(lengths[filled])) > 1:
             share = float(lengths.sum()) / rows.numel()
@@ -134,80 +133,84 @@ def padding(ids: Tensor) -> dict[str, Any] | None:
     return None
 
 
-@experiment("padding_in_loss", when="asked")
-def padding_in_loss(bench: ReplaySession) -> dict[str, Any]:
-    """The gradient of the loss at outputs deep within the padding: exactly 0 where the loss leaves it out.
+@experiment("padding_in_loss", when="requested")
+def padding_in_loss(session: ReplaySession) -> Facts:
+    """The gradient of the loss at outputs deep within the padding: exactly 0 where the loss ignores padding.
 
-    An output is deep within it if its own place and both places beside it are padding: however targets are shifted.
+    An output is deep within the padding if its own position and both neighbours are padding, so that a shift of the
+    targets by one does not matter.
     """
-    ids = next(x for x in inputs_of(bench.segment) if not x.is_floating_point() and x.dim() == 2)
-    found = padding(ids)
-    if found is None:
+    ids = next(x for x in inputs_of(session.segment) if not x.is_floating_point() and x.dim() == 2)
+    pad = padding(ids)
+    if pad is None:
         raise NotReplayable("this step has no padding")
-    is_pad = ids == found["id"]
+    is_pad = ids == pad["id"]
     deep = is_pad & is_pad.roll(1, 1) & is_pad.roll(-1, 1)
     deep[:, 0] = deep[:, -1] = False
-    kept: list[Tensor] = []
+    outputs: list[Tensor] = []
 
-    def keep(root: Any, args: Any, output: Any) -> None:
+    def keep(root: nn.Module, args: Args, output: object) -> None:
         for tensor in tensors_of(output):
             if tensor.requires_grad and tensor.dim() == 3 and tensor.shape[:2] == ids.shape:
                 tensor.retain_grad()
-                kept.append(tensor)
+                outputs.append(tensor)
 
     @contextmanager
     def hooked() -> Iterator[None]:
-        handles = [root.register_forward_hook(keep) for root in bench.roots]
+        handles = [root.register_forward_hook(keep) for root in session.roots]
         yield
         for handle in handles:
             handle.remove()
 
-    bench.run(Intervention(model=hooked))
-    grads = [tensor.grad for tensor in kept if tensor.grad is not None]
+    session.run(Intervention(model=hooked))
+    grads = [tensor.grad for tensor in outputs if tensor.grad is not None]
     if not grads or not bool(deep.any()):
-        raise NotReplayable("the model has no output for each place, or no row has enough padding")
+        raise NotReplayable("the model has no output for each position, or no row has enough padding")
     norms = grads[0].detach().double().norm(dim=-1)
-    return {**found, "at_padding": float(norms[deep].mean()), "elsewhere": float(norms[~is_pad].mean())}
+    return {**pad, "at_padding": float(norms[deep].mean()), "elsewhere": float(norms[~is_pad].mean())}
 
 
-@experiment("standardised", when="asked")
-def standardised_inputs(bench: ReplaySession) -> dict[str, Any]:
-    """The loss of this step, and after a few updates on it alone: as it was, and with inputs of mean 0, deviation 1."""
-    as_it_was, with_it = bench.train(12, repeat=True), bench.train(12, Intervention(inputs=standardised), repeat=True)
-    return {"as_it_was": as_it_was, "standardised": with_it}
+@experiment("standardised", when="requested")
+def standardised_inputs(session: ReplaySession) -> Facts:
+    """The losses of 12 updates on this batch: as it was, and with inputs of mean 0 and standard deviation 1."""
+    changed = Intervention(inputs=standardised)
+    return {
+        "as_it_was": session.train(12, repeat=True),
+        "standardised": session.train(12, changed, repeat=True),
+    }
 
 
-@experiment("label_signal", when="asked")
-def label_signal(bench: ReplaySession) -> dict[str, Any]:
-    """Whether inputs say anything about labels: plain learners, judged on recorded samples that they did not see.
+@experiment("label_signal", when="requested")
+def label_signal(session: ReplaySession) -> Facts:
+    """Whether the inputs tell anything about the labels: simple learners, cross-validated on the recorded samples.
 
-    ``memorised``: the losses of the model when it is given this batch again and again. ``deviations``: by how much the
-    best of them is above chance.
+    ``memorised``: the losses of the model when it is trained on this batch alone. ``deviations``: by how many standard
+    deviations the best learner is above chance.
     """
-    classes, target = classes_of(bench)
-    samples = None if target is None else pooled(bench, target)
+    classes, target = classes_of(session)
+    samples = None if target is None else pooled(session, target)
     if samples is None or classes is None:
-        raise NotReplayable("the samples of this step have no one label each")
+        raise NotReplayable("the samples of this step do not have one label each")
     finite = samples.x.flatten(1).isfinite().all(1)
     x, y = _features(samples.x[finite]), samples.y[finite]
-    x, y = x[:MOST_JUDGED], y[:MOST_JUDGED]
+    x, y = x[:MAX_LEARNED], y[:MAX_LEARNED]
     if len(y) < 4 * classes:
         raise NotReplayable("too few of the recorded samples are finite")
     return {
         "samples": len(y),
         "classes": len(torch.unique(y)),
         "entropy": entropy(y),
-        "deviations": _told_of(x, y, classes),
-        "memorised": bench.train(48, repeat=True),
+        "deviations": _signal(x, y, classes),
+        "memorised": session.train(48, repeat=True),
     }
 
 
 def _features(x: Tensor) -> Tensor:
-    """Rows of at most 512 standardised numbers; of token ids how often each occurs, and the first and the last."""
+    """Rows of at most 512 standardised numbers. Token ids become their counts, and the first and the last id."""
     if not x.is_floating_point():
         top = int(x.max()) + 1
         if x.dim() != 2 or top > 4096:
-            raise NotReplayable("inputs of this kind are not looked at")
+            raise NotReplayable("inputs of this kind are not examined")
         hot = F.one_hot(x, top).double()
         x = torch.cat([hot.sum(1), hot[:, 0], hot[:, -1]], 1)
     x = x.flatten(1).double()
@@ -218,20 +221,22 @@ def _features(x: Tensor) -> Tensor:
     return x
 
 
-def _told_of(x: Tensor, y: Tensor, classes: int) -> float:
-    """How well scores for samples held out in turn, a quarter at a time, follow their classes.
+def _signal(x: Tensor, y: Tensor, classes: int) -> float:
+    """How well the scores of held-out samples follow their classes, by 4-fold cross-validation.
 
-    In standard deviations of chance: the correlations of each class's score with being of it, taken together. The best
-    of a linear map, one with all products of two columns (both as kernel ridge regressions), and the nearest samples.
+    Returns standard deviations above chance: the correlation of each class's score with its indicator, pooled over the
+    classes. The best of three learners: a linear map, one with all products of two columns (both kernel ridge
+    regressions), and nearest neighbours.
     """
     fold = torch.arange(len(y), device=y.device) % 4
     truth = F.one_hot(y, classes).double()
     linear = x @ x.T / x.shape[1]
     learners = {"linear": linear, "products": (1 + linear).square(), "near": -torch.cdist(x, x)}
-    return max(_followed(name, kernel, truth.clone(), fold) for name, kernel in learners.items())
+    return max(_correlation(name, kernel, truth.clone(), fold) for name, kernel in learners.items())
 
 
-def _followed(learner: str, kernel: Tensor, truth: Tensor, fold: Tensor) -> float:
+def _correlation(learner: str, kernel: Tensor, truth: Tensor, fold: Tensor) -> float:
+    """The pooled correlation of held-out scores with ``truth``, times the root of the number of samples."""
     scores = torch.zeros_like(truth)
     for held_out in range(4):
         seen, new = fold != held_out, fold == held_out

@@ -1,11 +1,11 @@
-"""Backward passes that people wrote: each custom Function of a step against a difference quotient of its forward."""
+"""Checks the backward pass of each custom autograd Function of a step by finite differences of its forward pass."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -13,44 +13,46 @@ from torch.autograd import Function
 
 from trainwright.recorder.program import tensors_of
 from trainwright.replay.experiments import experiment
+from trainwright.replay.functions import Args
+from trainwright.replay.inspector import StepInspector, custom_functions_of
 from trainwright.replay.session import ReplaySession
-from trainwright.replay.tour import Tour, nodes_of
+from trainwright.runlog.json_values import Facts
 
 DIRECTIONS = 4
-MANY = 1 << 20  # elements: of larger arguments a test would take long
+_Calls: TypeAlias = dict[type[Function], tuple[str, Args]]
+"""The first call of each Function: the module that makes it, and copies of its arguments."""
+MAX_ELEMENTS = 1 << 20
+"""Functions with more elements in their arguments are not tested, because that would take long."""
 
 
-class _Functions(Tour):
+class _Functions(StepInspector):
     """The custom Functions in the graph behind the outputs."""
 
-    def __init__(self, bench: ReplaySession) -> None:
-        super().__init__(bench)
+    def __init__(self, session: ReplaySession) -> None:
+        super().__init__(session)
         self.classes: dict[type[Function], None] = {}
 
-    def on_leave(self, path: str, module: nn.Module, output: Any, recomputed: bool) -> None:
-        if self.stack or recomputed:
+    def on_leave(self, path: str, module: nn.Module, output: object, in_backward: bool) -> None:
+        if self.stack or in_backward:
             return
-        for node in nodes_of(tensors_of(output)):
-            made_by = getattr(type(node), "_forward_cls", None)
-            if made_by is not None and not made_by.__module__.startswith(("torch.", "trainwright.")):
-                self.classes[made_by] = None
+        self.classes.update(dict.fromkeys(custom_functions_of(tensors_of(output))))
 
 
-def custom_functions(bench: ReplaySession) -> list[type[Function]]:
-    """Those that the step uses. Called within ``bench.live()``."""
-    tour = _Functions(bench)
-    tour.go(upto="forward")
-    return list(tour.classes)
+def custom_functions(session: ReplaySession) -> list[type[Function]]:
+    """The custom Functions that the step uses. Must be called within ``session.live()``."""
+    inspector = _Functions(session)
+    inspector.run(upto="forward")
+    return list(inspector.classes)
 
 
 def has_context(function: type[Function]) -> bool:
-    """Whether ``forward`` takes the context first: the older of two styles."""
+    """Whether ``forward`` takes the context as its first argument, the older of the two styles."""
     return function.setup_context is Function.setup_context
 
 
 @contextmanager
-def replaced(owner: type, name: str, new: Any) -> Iterator[None]:
-    """A static method of a class is another one inside."""
+def replaced(owner: type, name: str, new: Callable[..., object]) -> Iterator[None]:
+    """Inside, the static method ``name`` of the class ``owner`` is ``new``."""
     own = vars(owner).get(name)
     setattr(owner, name, staticmethod(new))
     try:
@@ -62,93 +64,96 @@ def replaced(owner: type, name: str, new: Any) -> Iterator[None]:
             setattr(owner, name, own)
 
 
-@experiment("custom_functions", when="asked")
-def check_functions(bench: ReplaySession) -> dict[str, Any]:
-    """For each: how far its backward is from the numbers, and the best factor between the two."""
-    told: list[dict[str, Any]] = []
-    with bench.live():
-        calls: dict[type[Function], tuple[str, Any]] = {}
-        classes = custom_functions(bench)
-        tour = Tour(bench)
+@experiment("custom_functions", when="requested")
+def check_functions(session: ReplaySession) -> Facts:
+    """For each custom Function: the relative error of its backward pass, and the factor that fits best between both."""
+    functions: list[Facts] = []
+    with session.live():
+        calls: _Calls = {}
+        classes = custom_functions(session)
+        inspector = StepInspector(session)
         with ExitStack() as undo:
             for each in classes:
-                undo.enter_context(replaced(each, "forward", _noting(each, calls, tour)))
-            tour.go(upto="forward")
+                undo.enter_context(replaced(each, "forward", _recording(each, calls, inspector)))
+            inspector.run(upto="forward")
         for each, (path, args) in calls.items():
-            told.append({"function": each.__name__, "module": path, **_tested(each, args)})
-    return {"functions": told}
+            functions.append({"function": each.__name__, "module": path, **_tested(each, args)})
+    return {"functions": functions}
 
 
-def _noting(function: type[Function], calls: dict[type[Function], tuple[str, Any]], tour: Tour) -> Any:
+def _recording(function: type[Function], calls: _Calls, inspector: StepInspector) -> Callable[..., object]:
+    """A ``forward`` that records its first call."""
     original = inspect.getattr_static(function, "forward").__func__
     start = 1 if has_context(function) else 0
 
-    def forward(*args: Any) -> Any:
+    def forward(*args: object) -> object:
         if function not in calls:
-            kept = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in args[start:])
-            calls[function] = (tour.stack[-1] if tour.stack else "", kept)
+            copies = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in args[start:])
+            calls[function] = (inspector.stack[-1] if inspector.stack else "", copies)
         return original(*args)
 
     return forward
 
 
-def _tested(function: type[Function], args: Any) -> dict[str, Any]:
-    """In fp64, or in fp32 where the forward knows no fp64."""
-    if sum(a.numel() for a in args if isinstance(a, Tensor)) > MANY:
+def _tested(function: type[Function], args: Args) -> Facts:
+    """The comparison in fp64, or in fp32 where the forward pass does not support fp64."""
+    if sum(a.numel() for a in args if isinstance(a, Tensor)) > MAX_ELEMENTS:
         return {"error": None}
     for dtype, widths in ((torch.float64, (1e-5, 1e-6)), (torch.float32, (1e-2, 3e-3))):
         try:
-            return _Quotient(function, args, dtype).compare(widths)
+            return _FiniteDifferences(function, args, dtype).compare(widths)
         except (RuntimeError, NotImplementedError, TypeError):
             continue
     return {"error": None}
 
 
-class _Quotient:
-    """One Function at one point."""
+class _FiniteDifferences:
+    """Finite differences of one Function at one point."""
 
-    def __init__(self, function: type[Function], args: Any, dtype: torch.dtype) -> None:
+    def __init__(self, function: type[Function], args: Args, dtype: torch.dtype) -> None:
         self.function = function
         self.generator = torch.Generator().manual_seed(0)
         self.args = [a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
         self.at = [n for n, a in enumerate(self.args) if isinstance(a, Tensor) and a.is_floating_point()]
 
-    def outputs(self, args: list[Any]) -> list[Tensor]:
-        torch.manual_seed(0)  # a Function that draws draws the same
+    def outputs(self, args: Sequence[object]) -> list[Tensor]:
+        torch.manual_seed(0)  # a Function that draws random numbers draws the same ones
         return [t for t in tensors_of(self.function.apply(*args)) if t.is_floating_point()]  # type: ignore[no-untyped-call]
 
     def draw(self, like: Tensor) -> Tensor:
         return torch.randn(like.shape, generator=self.generator, dtype=torch.float64).to(like)
 
-    def compare(self, widths: tuple[float, float]) -> dict[str, Any]:
+    def compare(self, widths: tuple[float, float]) -> Facts:
         args = [a.clone().requires_grad_() if n in self.at else a for n, a in enumerate(self.args)]
         outputs = self.outputs(args)
         weights = [self.draw(t) for t in outputs]
         pairs = [(t, w) for t, w in zip(outputs, weights) if t.requires_grad]
         sources = [args[n] for n in self.at]
-        made, given = [t for t, _ in pairs], [w for _, w in pairs]
-        grads: Sequence[Tensor | None] = torch.autograd.grad(made, sources, given, allow_unused=True)
+        differentiable, weights_of_them = [t for t, _ in pairs], [w for _, w in pairs]
+        grads: Sequence[Tensor | None] = torch.autograd.grad(
+            differentiable, sources, weights_of_them, allow_unused=True
+        )
         identity = any(t.shape == s.shape and torch.equal(t, s) for t in outputs for s in sources)
-        worst: dict[str, Any] = {"error": 0.0, "factor": 1.0, "unsteady": 0.0}
+        worst: Facts = {"error": 0.0, "factor": 1.0, "unsteady": 0.0}
         constant = False
         for n, grad in zip(self.at, grads):
             if grad is None:
                 continue
-            told = self._one(n, grad, weights, widths)
-            constant |= told.pop("constant")
-            worst = max(worst, told, key=lambda each: float(each["error"]))
+            facts = self._compare_argument(n, grad, weights, widths)
+            constant |= facts.pop("constant")
+            worst = max(worst, facts, key=lambda each: float(each["error"]))
         return {**worst, "identity": identity, "constant": constant}
 
-    def _one(self, n: int, grad: Tensor, weights: list[Tensor], widths: tuple[float, float]) -> dict[str, Any]:
+    def _compare_argument(self, n: int, grad: Tensor, weights: list[Tensor], widths: tuple[float, float]) -> Facts:
         x = self.args[n]
         size = float(x.detach().double().pow(2).mean().sqrt()) or 1.0
-        said, seen = [], []
+        analytic, numeric = [], []
         for _ in range(DIRECTIONS):
-            way = self.draw(x) * size
-            said.append(float((grad.double() * way.double()).sum()))
-            seen.append([self._slope(n, way, width, weights) for width in widths])
-        expected = torch.tensor(said, dtype=torch.float64)
-        wide, narrow = torch.tensor(seen, dtype=torch.float64).T
+            direction = self.draw(x) * size
+            analytic.append(float((grad.double() * direction.double()).sum()))
+            numeric.append([self._slope(n, direction, width, weights) for width in widths])
+        expected = torch.tensor(analytic, dtype=torch.float64)
+        wide, narrow = torch.tensor(numeric, dtype=torch.float64).T
         scale = max(float(expected.norm()), float(narrow.norm()), 1e-300)
         return {
             "error": float((narrow - expected).norm()) / scale,
@@ -158,10 +163,11 @@ class _Quotient:
         }
 
     @torch.no_grad()
-    def _slope(self, n: int, way: Tensor, width: float, weights: list[Tensor]) -> float:
+    def _slope(self, n: int, direction: Tensor, width: float, weights: list[Tensor]) -> float:
+        """The central difference of the weighted outputs along ``direction``."""
         sums = []
         for sign in (1, -1):
             args = list(self.args)
-            args[n] = args[n] + sign * width * way
+            args[n] = args[n] + sign * width * direction
             sums.append(sum(float((t.double() * w.double()).sum()) for t, w in zip(self.outputs(args), weights)))
         return (sums[0] - sums[1]) / (2 * width)

@@ -1,10 +1,9 @@
-"""What a step's targets are: the tokens of the input and how far shifted, never the end of a text, or wrong in part."""
+"""The targets of a step: whether they are shifted tokens of the input, ends of texts among them, doubtful labels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,49 +11,51 @@ from torch import Tensor
 from trainwright.recorder.program import mapped
 from trainwright.replay.classified import Classified, classified
 from trainwright.replay.experiments import experiment
+from trainwright.replay.functions import Args, InputHandler, Kwargs, TorchFunction, change_leaves, function_name
+from trainwright.replay.inspector import StepInspector
 from trainwright.replay.replayer import Intervention, NotReplayable
 from trainwright.replay.session import ReplaySession
-from trainwright.replay.tour import Tour
+from trainwright.runlog.json_values import Facts
 
 OFFSETS = (-1, 0, 1, 2, 3)
 
 
-class _Asked(Tour):
-    """Collects the cross-entropies of a step and what the models returned."""
+class _Losses(StepInspector):
+    """Collects the cross-entropies of a step."""
 
-    def __init__(self, bench: ReplaySession) -> None:
-        super().__init__(bench)
-        self.asked: list[Classified] = []
+    def __init__(self, session: ReplaySession) -> None:
+        super().__init__(session)
+        self.losses: list[Classified] = []
 
-    def on_function(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        if (one := classified(name, args, kwargs)) is not None:
-            self.asked.append(one)
+    def on_function(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
+        if (loss := classified(name, args, kwargs)) is not None:
+            self.losses.append(loss)
 
 
 @dataclass
 class Placed:
-    """Which place of ``ids`` (flat) each prediction is made at, and which one its targets were read from."""
+    """A loss over the tokens ``ids`` (B, T); ``at`` (N,) is the flat position in ``ids`` of each prediction."""
 
-    asked: Classified
+    loss: Classified
     ids: Tensor
     at: Tensor
 
     def share(self, offset: int) -> float | None:
-        """How many targets are the token ``offset`` places further on; None where there are too few to say."""
+        """The share of targets that are the token ``offset`` positions later; None where there are too few to tell."""
         length = self.ids.shape[1]
         column = self.at % length + offset
-        use = (self.asked.target >= 0) & (column >= 0) & (column < length)
+        use = (self.loss.target >= 0) & (column >= 0) & (column < length)
         if int(use.sum()) < 8:
             return None
-        told = self.ids.flatten()[(self.at + offset)[use]]
-        return float((told == self.asked.target[use]).double().mean())
+        tokens_there = self.ids.flatten()[(self.at + offset)[use]]
+        return float((tokens_there == self.loss.target[use]).double().mean())
 
 
-def place(asked: Classified, ids: Tensor, outputs: list[Tensor]) -> Placed | None:
-    """Finds the places: by the number of predictions, and where models return the scores, or what they are made of,
-    by those.
+def place(loss: Classified, ids: Tensor, outputs: list[Tensor]) -> Placed | None:
+    """Finds the position of each prediction: by the number of predictions, and where the models return the scores, or
+    the hidden states they are computed from, by comparing those.
     """
-    marks = asked.marks
+    marks = loss.marks
     batch, length = ids.shape
     grid = torch.arange(batch * length, device=ids.device).view(batch, length)
     layouts = [grid.flatten(), grid[:, :-1].flatten(), grid[:, 1:].flatten()]
@@ -63,15 +64,15 @@ def place(asked: Classified, ids: Tensor, outputs: list[Tensor]) -> Placed | Non
     known = [each for each in known if each.shape[1] == marks.shape[1]]
     for each in layouts:
         if not known or any(torch.equal(one[each].to(marks), marks) for one in known):
-            return Placed(asked, ids, each)
+            return Placed(loss, ids, each)
     for one in known:
-        if (found := _looked_up(one.to(marks), marks)) is not None:
-            return Placed(asked, ids, found)
+        if (found := _find_rows(one.to(marks), marks)) is not None:
+            return Placed(loss, ids, found)
     return None
 
 
-def _looked_up(known: Tensor, rows: Tensor) -> Tensor | None:
-    """For rows that were picked by a mask: each among ``known``, if all are there."""
+def _find_rows(known: Tensor, rows: Tensor) -> Tensor | None:
+    """The index in ``known`` of each of ``rows``, which a mask selected; None unless all are there."""
     mix = torch.cos(torch.arange(known.shape[1], device=known.device, dtype=torch.float64))
     marks, wanted = (known.double() * mix).sum(1), (rows.double() * mix).sum(1)
     order = marks.argsort()
@@ -79,88 +80,91 @@ def _looked_up(known: Tensor, rows: Tensor) -> Tensor | None:
     return found if torch.equal(known[found], rows) else None
 
 
-def token_inputs(bench: ReplaySession) -> list[Tensor]:
-    found = {id(x): x for x in bench.inputs if not x.is_floating_point() and x.dtype != torch.bool}
+def token_inputs(session: ReplaySession) -> list[Tensor]:
+    """The inputs that look like token ids: integers of shape (B, T), T > 2."""
+    found = {id(x): x for x in session.inputs if not x.is_floating_point() and x.dtype != torch.bool}
     return [x for x in found.values() if x.dim() == 2 and x.shape[1] > 2 and int(x.max() - x.min()) > 1]
 
 
-def _replayed(bench: ReplaySession, **edit: Any) -> tuple[list[Classified], list[Tensor]]:
-    tour = _Asked(bench)
-    with bench.live():
-        played = tour.go("forward", **edit)
-    outputs: list[Tensor] = []
-    mapped(played.outputs, lambda leaf: outputs.append(leaf) if isinstance(leaf, Tensor) else None)
-    return tour.asked, outputs
+def tensor_leaves(outputs: object) -> list[Tensor]:
+    """The tensors in nested containers."""
+    tensors: list[Tensor] = []
+    mapped(outputs, lambda leaf: tensors.append(leaf) if isinstance(leaf, Tensor) else None)
+    return tensors
 
 
-@experiment("tokens", when="asked")
-def tokens(bench: ReplaySession) -> dict[str, Any]:
-    """For each input of tokens, and each cross-entropy: which token of the input is asked for, and what gives it away.
+def _losses_in_eval(session: ReplaySession, inputs: InputHandler | None = None) -> list[Classified]:
+    inspector = _Losses(session)
+    with session.live():
+        inspector.run("forward", mode="eval", inputs=inputs)
+    return inspector.losses
 
-    ``shares``: how many targets are the token so many places further on. ``sees``: how far scores change when only
-    later tokens do, in eval mode, in deviations of the scores. ``ends``: ids that fill rows up, see _ends.
+
+@experiment("tokens", when="requested")
+def tokens(session: ReplaySession) -> Facts:
+    """For each token input and each cross-entropy: which token of the input is the target, and what gives it away.
+
+    ``shares``: the share of targets that are the token at each offset. ``sees``: how far scores change when only later
+    tokens do, in eval mode, in standard deviations of the scores. ``ends``: padding ids, see ``_ends``.
     """
-    asked, outputs = _replayed(bench)
+    inspector = _Losses(session)
+    with session.live():
+        outputs = tensor_leaves(inspector.run("forward").outputs)
     found = []
-    for number, ids in enumerate(token_inputs(bench)):
-        for which, one in enumerate(asked):
-            placed = place(one, ids, outputs)
+    for number, ids in enumerate(token_inputs(session)):
+        for which, loss in enumerate(inspector.losses):
+            placed = place(loss, ids, outputs)
             if placed is None:
                 continue
             shares = {str(offset): placed.share(offset) for offset in OFFSETS}
             if max((s for s in shares.values() if s is not None), default=0.0) < 0.5:
                 continue
-            told = {"input": number, "loss": which, "shares": shares, "shape": list(ids.shape)}
-            told |= _sees(bench, placed, which) | {"ends": _ends(bench, placed)}
-            found.append(told)
+            facts: Facts = {"input": number, "loss": which, "shares": shares, "shape": list(ids.shape)}
+            facts |= _sees(session, placed, which) | {"ends": _ends(session, placed)}
+            found.append(facts)
     return {"found": found}
 
 
-def _sees(bench: ReplaySession, placed: Placed, which: int) -> dict[str, Any]:
-    """Other tokens from a place on, three quarters through the row: what is predicted before it, and counts."""
+def _sees(session: ReplaySession, placed: Placed, which: int) -> Facts:
+    """How far predictions change before a position, about three quarters into the row, from which on tokens differ."""
     ids, length = placed.ids, placed.ids.shape[1]
     column = placed.at % length
-    counts = placed.asked.target >= 0
+    counts = placed.loss.target >= 0
     starts = sorted(range(1, length), key=lambda t: abs(t - 3 * length // 4))
     start = next((t for t in starts if bool((counts & (column == t - 1)).any())), None)
     if start is None:
         return {"sees": None}
-    edit = {"inputs": others_from(ids, start), "mode": "eval"}
-    was, _ = _replayed(bench, mode="eval")
-    now, _ = _replayed(bench, **edit)
+    was, now = _losses_in_eval(session), _losses_in_eval(session, _changed_from(ids, start))
     if len(now) <= which or len(was) <= which or now[which].marks.shape != was[which].marks.shape:
         return {"sees": None}
     before = (counts & (column < start)).nonzero().flatten()
-    nearest = before[column[before].argsort(descending=True, stable=True)][: placed.asked.most]
-    with bench.live():
+    nearest = before[column[before].argsort(descending=True, stable=True)][: placed.loss.max_rows]
+    with session.live():
         rows, changed = was[which].scores(nearest).double(), now[which].scores(nearest).double()
     spread = float(rows.std()) if rows.numel() > 1 else 0.0
     largest = float((changed - rows).abs().max())
     return {"sees": largest / spread if spread > 0 else None, "from": start}
 
 
-def others_from(ids: Tensor, start: int) -> Callable[[int, Any, Any], tuple[Any, Any]]:
-    """For ``Intervention.inputs``: the tokens from ``start`` on are others."""
+def _changed_from(ids: Tensor, start: int) -> InputHandler:
+    """Replaces the tokens from position ``start`` on by other ones."""
     low, high = int(ids.min()), int(ids.max())
     other = ids.clone()
     other[:, start:] = low + (ids[:, start:] - low + 1 + (high - low) // 2) % (high - low + 1)
 
-    def change(leaf: Any) -> Any:
-        return other if leaf is ids else leaf
-
-    return lambda call, args, kwargs: (mapped(args, change), mapped(kwargs, change))
+    return change_leaves(lambda leaf: other if leaf is ids else leaf)
 
 
-def _ends(bench: ReplaySession, placed: Placed) -> dict[str, Any] | None:
-    """The id that rows are filled up with, and where it is more than that: its place counts for something.
+def _ends(session: ReplaySession, placed: Placed) -> Facts | None:
+    """The padding id, and how often it is more than padding: the end of a text.
 
-    ``within``: it comes after a token that is a target, and other tokens follow. ``attended``: it is the first of the
-    filling, after a target, and a mask says that it is to be seen. ``targets``: how often it is a target itself.
+    ``within``: after a token that is a target, with other tokens following. ``attended``: the first of the padding,
+    after a target, where an attention mask is not 0. ``targets``: how often it is itself a target.
     """
     ids, length = placed.ids, placed.ids.shape[1]
     target = torch.full((ids.numel(),), -1, device=ids.device)
     at = (placed.at + 1)[(placed.at % length) < length - 1]
-    target[at] = placed.asked.target[(placed.at % length) < length - 1]
+    target[at] = placed.loss.target[(placed.at % length) < length - 1]
     wanted = target.view_as(ids)
     last = ids[:, -1]
     filler = last.mode().values
@@ -173,7 +177,7 @@ def _ends(bench: ReplaySession, placed: Placed) -> dict[str, Any] | None:
     after_target = torch.cat([torch.zeros_like(is_it[:, :1]), wanted[:, :-1] >= 0], 1)
     within = is_it & ~trailing & after_target
     first = is_it & (column == (length - run)[:, None]) & after_target
-    masks = [x for x in bench.inputs if x.shape == ids.shape and int(x.max()) == 1]
+    masks = [x for x in session.inputs if x.shape == ids.shape and int(x.max()) == 1]
     attended = max((int((first & (mask != 0)).sum()) for mask in masks if int(mask.min()) == 0), default=0)
     used = is_it & (wanted >= 0)
     return {
@@ -182,32 +186,43 @@ def _ends(bench: ReplaySession, placed: Placed) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-@experiment("sample_labels", when="asked")
-def sample_labels(bench: ReplaySession) -> dict[str, Any]:
-    """Each sample of the recorded steps when it was last fed: what the model believed of it, before that update.
+class _Predictions(NamedTuple):
+    """Of each row: its label, the rank of the label among the classes, the largest probability, the loss."""
 
-    ``rank``: the place of its label among the classes; ``sure``: the probability of the class that the model names.
+    target: list[int]
+    rank: list[int]
+    sure: list[float]
+    loss: list[float]
+
+
+@experiment("sample_labels", when="requested")
+def sample_labels(session: ReplaySession) -> Facts:
+    """The prediction for each sample of the recorded steps when it was last trained on, before that update.
+
+    ``rank``: how many classes have a higher score than the label. ``sure``: the largest probability of a class.
     """
-    seen: list[tuple[list[Any], ...]] = []
+    predictions: list[_Predictions] = []
     classes: list[int] = []
-    sizes = {len(ids) for segment in bench.recorded for ids in segment.ids if ids is not None}
+    sizes = {len(ids) for recorded in session.recorded for ids in recorded.ids if ids is not None}
 
-    def around(function: Any, args: Any, kwargs: Any) -> Any:
-        if (one := classified(getattr(function, "__name__", ""), args, kwargs)) is not None:
-            seen.append(_believed(one) if len(one.target) in sizes else ([],))
-            classes.append(one.classes)
+    def collect(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+        if (loss := classified(function_name(function), args, kwargs)) is not None:
+            predictions.append(_predictions(loss) if len(loss.target) in sizes else _Predictions([], [], [], []))
+            classes.append(loss.classes)
         return function(*args, **kwargs)
 
-    steps = len(bench.train(32, Intervention(ops=around)))
-    batches = [ids for segment in bench.recorded[-steps:] for ids in segment.ids]
-    if len(seen) != len(batches) or any(ids is None or len(ids) != len(each[0]) for ids, each in zip(batches, seen)):
+    steps = len(session.train(32, Intervention(ops=collect)))
+    batches = [ids for recorded in session.recorded[-steps:] for ids in recorded.ids]
+    known = [ids is not None and len(ids) == len(each.target) for ids, each in zip(batches, predictions)]
+    if len(predictions) != len(batches) or not all(known):
         raise NotReplayable("the ids of the samples are not known, or not each has one label")
     latest: dict[int, tuple[int, float, float]] = {}
-    for ids, believed in zip(batches, seen):
-        for i, target, rank, p, loss in zip(ids or (), *believed):
-            latest.pop(i, None)  # so that they stay in the order in which they were last fed
+    for ids, of_batch in zip(batches, predictions):
+        for i, target, *prediction in zip(ids or (), *of_batch):
+            latest.pop(i, None)  # keeps them in the order in which they were last trained on
             if target >= 0:
-                latest[i] = (rank, p, loss)
+                rank, sure, loss = prediction
+                latest[i] = (int(rank), sure, loss)
     return {
         "classes": classes[0],
         "ids": list(latest),
@@ -217,13 +232,12 @@ def sample_labels(bench: ReplaySession) -> dict[str, Any]:
     }
 
 
-def _believed(one: Classified) -> tuple[list[Any], ...]:
-    """Of each row: the label, its place among the classes, the probability of the class that is named, the loss."""
-    told: list[list[Tensor]] = [[], [], []]
-    for rows in one.pieces():
-        scores = one.scores(rows).double().log_softmax(1)
-        own = scores.gather(1, one.target[rows].clamp(min=0)[:, None])
-        for each, values in zip(told, ((scores > own).sum(1), scores.max(1).values.exp(), -own[:, 0])):
-            each.append(values)
-    rank, sure, loss = (torch.cat(each).tolist() for each in told)
-    return one.target.tolist(), rank, sure, loss
+def _predictions(loss: Classified) -> _Predictions:
+    columns: list[list[Tensor]] = [[], [], []]
+    for rows in loss.pieces():
+        scores = loss.scores(rows).double().log_softmax(1)
+        own = scores.gather(1, loss.target[rows].clamp(min=0)[:, None])
+        for column, values in zip(columns, ((scores > own).sum(1), scores.max(1).values.exp(), -own[:, 0])):
+            column.append(values)
+    rank, sure, losses = (torch.cat(column).tolist() for column in columns)
+    return _Predictions(loss.target.tolist(), rank, sure, losses)

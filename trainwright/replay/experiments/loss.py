@@ -1,21 +1,23 @@
-"""What a loss is made of: each standard loss and softmax of a step, what it was given, and which way it is pulled."""
+"""How a loss is computed: the arguments of each standard loss and softmax of a step, and the sign of its gradient."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
-from trainwright.recorder.program import Backward, Operation, RecordedStep, Slot
+from trainwright.recorder.program import Backward, Instruction, Operation, RecordedStep, Slot
 from trainwright.replay.classified import CHUNKED, CLASSIFYING, Classified, classified
 from trainwright.replay.experiments import experiment
+from trainwright.replay.functions import Args, Kwargs
+from trainwright.replay.inspector import StepInspector
 from trainwright.replay.replayer import Intervention, NotReplayable
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.terms import Term, terms_of
-from trainwright.replay.tour import Tour
+from trainwright.runlog.json_values import Facts
 
 BOUNDED = frozenset(
     [
@@ -34,7 +36,7 @@ BOUNDED = frozenset(
         "multilabel_soft_margin_loss",
     ]
 )
-"""Losses that are good when they are small and have a least value: nobody wants one as large as it can be."""
+"""Losses with a lower bound that are better when they are smaller: nobody maximises one."""
 SQUARES = frozenset({"pow", "square", "abs"})
 PAIRED = frozenset({"sub", "rsub", "mul", "add", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
 RAISES = frozenset({"unsqueeze", "__getitem__", "view", "reshape", "expand"})
@@ -52,23 +54,23 @@ def is_simplex(x: Tensor, dim: int) -> bool:
     return bool((wide >= 0).all()) and bool(((wide.sum(dim) - 1).abs() < near).all())
 
 
-def class_dim(name: str, x: Tensor, args: Any, kwargs: Any) -> int:
-    """Along which dimension of its first argument a loss or a softmax compares classes."""
+def class_dim(name: str, x: Tensor, args: Args, kwargs: Kwargs) -> int:
+    """The class dimension of the first argument of a loss or a softmax."""
     if name in CLASSES:
         return min(CLASSES[name], x.dim() - 1)
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     return dim if isinstance(dim, int) else -1
 
 
-class _Losses(Tour):
-    """Writes down what loss functions are given, and the gradient of the loss at what they return."""
+class _Losses(StepInspector):
+    """Collects the arguments of loss functions, and the gradient of the loss at what they return."""
 
-    def __init__(self, bench: ReplaySession) -> None:
-        super().__init__(bench)
-        self.given: list[dict[str, Any]] = []
-        self.outer: list[dict[str, Any]] = []
+    def __init__(self, session: ReplaySession) -> None:
+        super().__init__(session)
+        self.calls: list[Facts] = []
+        self.outer: list[Facts] = []
         self.drawn = False
-        self._kept: list[Tensor] = []  # so that no id is given away twice
+        self._kept: list[Tensor] = []  # so that no id is used again
         self._raised: set[int] = set()
         self._residuals: set[int] = set()
         self._probabilities: dict[int, str] = {}
@@ -77,11 +79,11 @@ class _Losses(Tour):
         self._kept.append(tensor)
         return id(tensor)
 
-    def on_leave(self, path: str, module: nn.Module, output: Any, recomputed: bool) -> None:
+    def on_leave(self, path: str, module: nn.Module, output: object, in_backward: bool) -> None:
         if isinstance(output, Tensor) and isinstance(module, nn.Softmax | nn.Sigmoid):
             self._probabilities[self._keep(output)] = path
 
-    def on_function(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
+    def on_function(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
         self.drawn |= name in SAMPLES
         if not isinstance(result, Tensor) or not args:
             return
@@ -95,10 +97,10 @@ class _Losses(Tour):
         if name in BOUNDED or name in ("softmax", "log_softmax"):
             self._note_loss(name, args, kwargs, result)
 
-    # two shapes that should have been one
+    # two shapes that should be equal
 
-    def _note_outer(self, name: str, args: Any, kwargs: Any, result: Tensor) -> None:
-        """A column against a row of as many samples gives a square, and nobody asked for one."""
+    def _note_outer(self, name: str, args: Args, kwargs: Kwargs, result: Tensor) -> None:
+        """A column and a row of as many samples broadcast to a square, which nobody intends."""
         pair = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)][:2]
         named = name.endswith("_loss")
         if len(pair) < 2 or pair[0].dim() == pair[1].dim() or (self.stack and not named):
@@ -114,7 +116,7 @@ class _Losses(Tour):
             shapes = [list(each.shape) for each in pair]
             self.outer.append({"op": name, "shapes": shapes, "terms": count, "samples": int(low.shape[0])})
 
-    def _note_residual(self, name: str, plain: str, args: Any, result: Tensor) -> None:
+    def _note_residual(self, name: str, plain: str, args: Args, result: Tensor) -> None:
         if name in RAISES:
             self._raised.add(self._keep(result))
         if plain in ("sub", "rsub") and sum(isinstance(e, Tensor) and e.requires_grad for e in args) == 1:
@@ -123,66 +125,66 @@ class _Losses(Tour):
                 self._residuals.add(self._keep(result))
         even = name != "pow" or (len(args) > 1 and args[1] == 2)
         if name in SQUARES and even and id(args[0]) in self._residuals and result.requires_grad:
-            self._ask({"op": "squared error" if name != "abs" else "absolute error"}, result)
+            self._note_gradient({"op": "squared error" if name != "abs" else "absolute error"}, result)
 
-    # what each loss was given
+    # the arguments of each loss
 
-    def _note_loss(self, name: str, args: Any, kwargs: Any, result: Tensor) -> None:
-        given = dict(zip(("input", "target"), args)) | kwargs
-        x, target = given.get("input"), given.get("target")
+    def _note_loss(self, name: str, args: Args, kwargs: Kwargs, result: Tensor) -> None:
+        arguments = dict(zip(("input", "target"), args)) | kwargs
+        x, target = arguments.get("input"), arguments.get("target")
         if not isinstance(x, Tensor) or not x.requires_grad or not x.numel():
             return
-        told: dict[str, Any] = {"op": name, "shape": list(x.shape), "module": self.stack[-1] if self.stack else ""}
-        one = classified(name, args, kwargs) if isinstance(target, Tensor) or name == CHUNKED else None
-        if one is not None and name == CHUNKED:  # scores made by the head in it are no probabilities
-            told["shape"] = [len(one.target), one.classes]
+        facts: Facts = {"op": name, "shape": list(x.shape), "module": self.stack[-1] if self.stack else ""}
+        loss = classified(name, args, kwargs) if isinstance(target, Tensor) or name == CHUNKED else None
+        if loss is not None and name == CHUNKED:  # its input is hidden states; its head makes the scores
+            facts["shape"] = [len(loss.target), loss.classes]
         if name in CLASSES or name.endswith("softmax"):
-            told["simplex"] = is_simplex(x, class_dim(name, x, args, kwargs))
+            facts["simplex"] = is_simplex(x, class_dim(name, x, args, kwargs))
         if name == "binary_cross_entropy_with_logits":
-            told["squashed"] = bool(_made_by(x, ("SigmoidBackward0", "SoftmaxBackward0")))
-        if told.get("simplex") or told.get("squashed"):
-            told["made_in"] = self._probabilities.get(id(x), "") or self._through_views(x)
+            facts["squashed"] = bool(_made_by(x, ("SigmoidBackward0", "SoftmaxBackward0")))
+        if facts.get("simplex") or facts.get("squashed"):
+            facts["made_in"] = self._probabilities.get(id(x), "") or self._through_views(x)
         if name == "nll_loss":
-            told["above_0"] = float((x.detach() > 0).double().mean())
-        if one is not None and x.dim() == 2 and len(one.target):
-            told |= _guessed(one)
+            facts["above_0"] = float((x.detach() > 0).double().mean())
+        if loss is not None and x.dim() == 2 and len(loss.target):
+            facts |= _accuracy(loss)
         if name.startswith("binary") and isinstance(target, Tensor) and target.numel():
-            told |= {"target_min": float(target.min()), "target_max": float(target.max())}
+            facts |= {"target_min": float(target.min()), "target_max": float(target.max())}
         if name != "softmax":
-            self._ask(told, result)
-        elif told["simplex"]:
-            self.given.append(told)
+            self._note_gradient(facts, result)
+        elif facts["simplex"]:
+            self.calls.append(facts)
 
     def _through_views(self, x: Tensor) -> str:
-        """Where the probabilities were made that ``x`` is a view of."""
+        """The module that computed the probabilities that ``x`` is a view of."""
         wanted = _made_by(x, ("SigmoidBackward0", "SoftmaxBackward0"))
         made = (each for each in self._kept if each.grad_fn is not None and each.grad_fn is wanted)
         return next((self._probabilities.get(id(each), "") for each in made), "")
 
-    def _ask(self, told: dict[str, Any], result: Tensor) -> None:
-        """Notes whether the loss wants ``result`` smaller (1) or larger (-1), and by one measure for all of it."""
-        self.given.append(told)
+    def _note_gradient(self, facts: Facts, result: Tensor) -> None:
+        """Adds whether a smaller (1) or larger (-1) ``result`` makes the loss smaller."""
+        self.calls.append(facts)
 
         def hook(gradient: Tensor) -> None:
-            told["wants"] = wants(told["op"], gradient)
-            told["value"] = weighed(told["op"], result, gradient)
+            facts["wants"] = wants(facts["op"], gradient)
 
         if result.requires_grad:
             result.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
-def _guessed(one: Classified) -> dict[str, float]:
-    """How often the class with the highest score is right, and the probability that is given to it."""
-    at = one.sample()
-    scores = one.scores(at).float()
-    sure, named = (scores.exp() if one.name == "nll_loss" else scores.softmax(1)).max(1)
-    return {"right": float((named == one.target[at]).double().mean()), "sure": float(sure.mean())}
+def _accuracy(loss: Classified) -> dict[str, float]:
+    """How often the class with the highest score is right, and the mean of its probability."""
+    at = loss.sample()
+    scores = loss.scores(at).float()
+    sure, predicted = (scores.exp() if loss.name == "nll_loss" else scores.softmax(1)).max(1)
+    return {"right": float((predicted == loss.target[at]).double().mean()), "sure": float(sure.mean())}
 
 
 def wants(op: str, gradient: Tensor) -> int:
-    """1: the loss gets better where this one gets smaller, -1: where it gets larger, by one measure for all; else 0.
+    """The sign of a gradient that has nearly the same value at all elements; 0 for any other gradient.
 
-    Of log-probabilities it is about those that are picked, one in each row at most: a likelihood.
+    1: a smaller result makes the loss smaller; -1: a larger one does. For log_softmax only a likelihood counts, of
+    which at most one element in each row has a gradient; its sign is that of the negative log-likelihood.
     """
     flat = gradient.detach().double().flatten()
     used = flat[flat != 0]
@@ -198,7 +200,7 @@ def wants(op: str, gradient: Tensor) -> int:
 
 
 def weighed(op: str, result: Tensor, gradient: Tensor) -> float:
-    """The mean of what counts in ``result``; of a likelihood its negative logarithm."""
+    """The mean of ``result`` weighted by the absolute gradient; for log_softmax the negative log-likelihood."""
     weight = gradient.detach().double().abs()
     value = float((result.detach().double() * weight).sum() / weight.sum().clamp(min=1e-300))
     return -value if op == "log_softmax" else value
@@ -210,9 +212,9 @@ _MOVES = (
 )  # fmt: skip
 
 
-def _made_by(x: Tensor, names: tuple[str, ...]) -> Any:
-    """The node of the graph that made ``x``, through views and copies, if it has one of these names."""
-    node: Any = x.grad_fn
+def _made_by(x: Tensor, names: tuple[str, ...]) -> Node | None:
+    """The node of the graph that computed ``x``, looking through views and copies, if it has one of these names."""
+    node = x.grad_fn
     for _ in range(8):
         if node is None or type(node).__name__ in names:
             return node
@@ -223,20 +225,19 @@ def _made_by(x: Tensor, names: tuple[str, ...]) -> Any:
 
 
 @experiment("loss", when="checkup")
-def loss(bench: ReplaySession) -> dict[str, Any]:
-    """The losses and softmaxes of the step with what each was given, shapes that broadcast, the terms."""
-    tour = _Losses(bench)
-    with bench.live():
-        played = tour.go()
+def loss(session: ReplaySession) -> Facts:
+    """The losses and softmaxes of the step with their arguments, shapes that broadcast, and the number of terms."""
+    inspector = _Losses(session)
+    with session.live():
+        result = inspector.run()
     return {
-        "reached": sum(gradient is not None for gradient in played.grads.values()),
-        "given": tour.given[:32],
-        "outer": tour.outer[:4],
-        "drawn": tour.drawn,
-        "terms": len(terms_of(bench.segment)),
-        "rivals": len(bench.roots) > 1 or len(bench.optimizers) > 1,
-        "tokens": any(_is_tokens(x) for x in bench.inputs),
-        "fed": any(ids is not None for ids in bench.ids),
+        "reached": sum(gradient is not None for gradient in result.grads.values()),
+        "given": inspector.calls[:32],
+        "outer": inspector.outer[:4],
+        "drawn": inspector.drawn,
+        "terms": len(terms_of(session.segment)),
+        "rivals": len(session.roots) > 1 or len(session.optimizers) > 1,
+        "tokens": any(_is_tokens(x) for x in session.inputs),
     }
 
 
@@ -244,88 +245,89 @@ def _is_tokens(x: Tensor) -> bool:
     return not x.is_floating_point() and x.dtype != torch.bool and x.dim() == 2 and x.shape[1] > 2
 
 
-class _Values(Tour):
-    """Follows what the loss is made of through a training: each value as it would be without a sign turned."""
+class _Values(StepInspector):
+    """Collects the values of the standard losses of a step, whatever their sign in the total loss is."""
 
-    def __init__(self, bench: ReplaySession) -> None:
-        super().__init__(bench)
+    def __init__(self, session: ReplaySession) -> None:
+        super().__init__(session)
         self.values: list[float] = []
 
-    def on_function(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        op = "log_softmax" if name == "log_softmax" else name
-        counts = name in BOUNDED or op == "log_softmax" or name in SQUARES
+    def on_function(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
+        counts = name in BOUNDED or name == "log_softmax" or name in SQUARES
         if not isinstance(result, Tensor) or not result.requires_grad or not counts or (name in SQUARES and self.stack):
             return
 
         def hook(gradient: Tensor) -> None:
-            if wants(op, gradient):
-                self.values.append(weighed(op, result, gradient))
+            if wants(name, gradient):
+                self.values.append(weighed(name, result, gradient))
 
         result.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
-def followed(bench: ReplaySession, steps: int, **edit: Any) -> list[float]:
-    """The standard loss itself over updates on this batch alone, whatever sign backward was given."""
-    tour = _Values(bench)
-    with bench.live():
+def loss_course(session: ReplaySession, steps: int, *, lr: float = 1.0, sign: float = 1.0) -> list[float]:
+    """The standard loss itself over updates on this batch alone, whatever sign it has in the total loss."""
+    inspector = _Values(session)
+    with session.live():
         for _ in range(steps):
-            tour.go("step", **edit)
-    return tour.values
+            inspector.run("step", lr=lr, sign=sign)
+    return inspector.values
 
 
-@experiment("sign", when="asked")
-def sign(bench: ReplaySession) -> dict[str, Any]:
-    """The standard loss itself over a few updates on this batch: as it was, with a tenth of the rate, sign turned."""
+@experiment("sign", when="requested")
+def sign(session: ReplaySession) -> Facts:
+    """The standard loss itself over four updates on this batch: as it was, with a tenth of the learning rate, and with
+    the sign of the gradient inverted as well.
+    """
     return {
-        "as_it_was": followed(bench, 4),
-        "tenth": followed(bench, 4, lr=0.1),
-        "turned": followed(bench, 4, lr=0.1, sign=-1.0),
+        "as_it_was": loss_course(session, 4),
+        "tenth": loss_course(session, 4, lr=0.1),
+        "turned": loss_course(session, 4, lr=0.1, sign=-1.0),
     }
 
 
-@experiment("terms", when="asked")
-def terms(bench: ReplaySession) -> dict[str, Any]:
-    """The terms whose sum the loss is: the weight of each, and the norm of its gradient with that weight.
+@experiment("terms", when="requested")
+def terms(session: ReplaySession) -> Facts:
+    """The terms that the loss is the sum of: the weight of each, and the norm of its gradient with that weight.
 
-    ``shared`` is the norm over the parameters that every term reaches. In fp32: a term that is small without the loss
-    scale must not vanish here.
+    ``shared`` is the norm over the parameters that every term reaches. Runs in float32, so that a term that is small
+    without the loss scale does not vanish.
     """
-    found = terms_of(bench.segment)
-    if not 2 <= len(found) <= 8:
+    parts = terms_of(session.segment)
+    if not 2 <= len(parts) <= 8:
         raise NotReplayable("the loss is not a sum of a few terms")
     grads = []
-    with bench.live():
-        for term in found:
-            played = bench.player.play(alone(bench.segment, term), Intervention(dtype="fp32"), upto="backward")
-            if played.error is not None:
-                raise played.error
-            grads.append((float(played.losses[-1]), played.grads))
-            for parameter in bench.player.subject.parameters:
+    with session.live():
+        for term in parts:
+            result = session.player.play(alone(session.segment, term), Intervention(dtype="fp32"), upto="backward")
+            if result.error is not None:
+                raise result.error
+            grads.append(result.grads)
+            for parameter in session.player.subject.parameters:
                 parameter.grad = None
-    reached = [{n for n, g in each.items() if g is not None and bool((g != 0).any())} for _, each in grads]
+    reached = [{n for n, g in each.items() if g is not None and bool((g != 0).any())} for each in grads]
     common = set.intersection(*reached)
-    told = []
-    for term, (value, each) in zip(found, grads):
-        told.append({
-            "name": term.name, "weight": term.weight, "own": term.own, "value": value, "slot": term.slot,
+    facts = []
+    for term, each in zip(parts, grads):
+        facts.append({
+            "name": term.name, "weight": term.weight, "own": term.own, "slot": term.slot,
             "norm": abs(term.weight) * _norm(each, set(each)), "shared": abs(term.weight) * _norm(each, common),
         })  # fmt: skip
-    return {"terms": told, "shared": len(common)}
+    return {"terms": facts, "shared": len(common)}
 
 
-def alone(segment: RecordedStep, term: Term) -> RecordedStep:
-    """The step with one term as its loss, up to the first backward pass."""
-    end = next(n for n, each in enumerate(segment.program) if isinstance(each, Backward))
-    backward = segment.program[end]
+def alone(recorded: RecordedStep, term: Term) -> RecordedStep:
+    """The step up to its first backward pass, with one term as its loss."""
+    end = next(n for n, each in enumerate(recorded.program) if isinstance(each, Backward))
+    backward = recorded.program[end]
     assert isinstance(backward, Backward)
-    kept = [each for each in segment.program[:end] if not _adds_to(each, term)]
+    kept = [each for each in recorded.program[:end] if not _adds_to(each, term)]
     program = [*kept, replace(backward, slot=term.slot, scale_at=1.0, gradient=None)]
-    return replace(segment, program=program, values={k: v for k, v in segment.values.items() if k != "carried"})
+    return replace(recorded, program=program, values={k: v for k, v in recorded.values.items() if k != "carried"})
 
 
-def _adds_to(each: Any, term: Term) -> bool:
-    """``loss += other``: the other terms are written into the first one."""
-    return isinstance(each, Operation) and each.in_place and each.args[0] == Slot(term.slot)
+def _adds_to(instruction: Instruction, term: Term) -> bool:
+    """Whether this is ``loss += other``, which adds other terms in place to this one."""
+    return isinstance(instruction, Operation) and instruction.in_place and instruction.args[0] == Slot(term.slot)
 
 
 def _norm(grads: dict[str, Tensor | None], names: set[str]) -> float:

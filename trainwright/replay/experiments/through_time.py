@@ -1,42 +1,42 @@
-"""How the gradient changes on its way back through time, or through a weight that is used again and again."""
+"""How the gradient changes on its way back through time, or through the repeated uses of one weight."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainwright.replay.experiments import experiment
+from trainwright.replay.functions import Args, Kwargs, TorchFunction, function_name
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
+from trainwright.runlog.json_values import Facts
 
 RECURRENT = ("rnn_tanh", "rnn_relu", "lstm", "gru")
 BATCH_FIRST = 8
-"""The place of ``batch_first`` among the arguments of a recurrent op; a packed sequence has another one."""
-LEAST = 8
-"""Times a weight has to be used for a trend."""
+"""The position of ``batch_first`` among the arguments of a recurrent op; with a packed sequence it differs."""
+MIN_LENGTH = 8
+"""The fewest time steps, or uses of a weight, that show a trend."""
 
 
 @dataclass
 class _Times:
-    """Gradient norms by time index: of what goes into a recurrent op, and of what comes out of a weight's every use."""
+    """Gradients at the inputs of recurrent ops, and gradient norms at the results of every use of a weight."""
 
     inside: list[Tensor] = field(default_factory=list)
     uses: dict[int, list[Tensor | None]] = field(default_factory=dict)
     calls: int = 0
 
-    def called(self, number: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def start_call(self, number: int, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         self.calls += 1
         return args, kwargs
 
-    def around(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def collect(self, function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         if self.calls > 1:  # one forward pass is enough
             return function(*args, **kwargs)
-        name = getattr(function, "__name__", "")
+        name = function_name(function)
         if name in RECURRENT and len(args) > BATCH_FIRST and args[0].dim() == 3:
             x = args[0] if args[0].requires_grad else args[0].detach().requires_grad_()
             batch_first = bool(args[BATCH_FIRST])
@@ -59,30 +59,30 @@ class _Times:
         made.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
-@experiment("through_time", when="asked")
-def through_time(bench: ReplaySession) -> dict[str, Any]:
-    """For each chain its length, and by what the gradient grows with every step back in time."""
+@experiment("through_time", when="requested")
+def through_time(session: ReplaySession) -> Facts:
+    """For each chain its length, and the factor by which the gradient norm grows with each step back in time."""
     times = _Times()
-    played = bench.run(Intervention(inputs=times.called, ops=times.around))
+    result = session.run(Intervention(inputs=times.start_call, ops=times.collect))
     chains = [[float(n) for n in grad.flatten(1).norm(dim=1)] for grad in times.inside]
     chains += [[float(n) for n in norms if n is not None] for norms in times.uses.values()]
-    told = [_trend(chain) for chain in chains if len(chain) >= LEAST]
-    recurrent = {
+    trends = [_trend(chain) for chain in chains if len(chain) >= MIN_LENGTH]
+    norms_of_matrices = {
         name: float(grad.norm())
-        for name, grad in played.grads.items()
+        for name, grad in result.grads.items()
         if grad is not None and grad.dim() > 1 and not grad.is_sparse
     }
     return {
-        "chains": [each for each in told if each is not None],
-        "grad_norm": played.grad_norm,
-        "largest": max(recurrent, key=lambda name: recurrent[name], default=None),
+        "chains": [each for each in trends if each is not None],
+        "grad_norm": result.grad_norm,
+        "largest": max(norms_of_matrices, key=lambda name: norms_of_matrices[name], default=None),
     }
 
 
 def _trend(norms: list[float]) -> dict[str, float] | None:
-    """A line through the logarithms of all norms that are neither zero nor infinite, as a factor for each step back."""
+    """The factor per step back: the slope of a line through the logarithms of all norms that are not 0 or infinite."""
     points = [(t, math.log(n)) for t, n in enumerate(norms) if 0 < n < math.inf]
-    if len(points) < LEAST:
+    if len(points) < MIN_LENGTH:
         return None
     t, y = torch.tensor(points, dtype=torch.float64).unbind(1)
     t, centred = t - t.mean(), y - y.mean()

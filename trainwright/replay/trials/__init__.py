@@ -1,29 +1,30 @@
-"""Remedies that are tried on a recorded step before they are offered, by name."""
+"""Trials: a remedy is tried on a recorded step before it is offered."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 from trainwright.replay.session import ReplaySession
 
-Try = Callable[..., str]
-"""``(bench, **args)`` -> what came of it, in words with numbers."""
+Trial: TypeAlias = Callable[..., str]
+"""``(session, **args)`` -> the outcome, in words with numbers. Raises NotTried."""
 
 
 class NotTried(Exception):
-    """A remedy cannot be tried on this step; says why."""
+    """A remedy cannot be tried on this step; the message says why."""
 
 
-TRIALS: dict[str, Try] = {}
+TRIALS: dict[str, Trial] = {}
+"""All trials by name."""
 
 
-def trial(name: str) -> Callable[[Try], Try]:
+def trial(name: str) -> Callable[[Trial], Trial]:
     """Registers a function that tries a remedy."""
 
-    def register(function: Try) -> Try:
+    def register(function: Trial) -> Trial:
         assert name not in TRIALS, name
         TRIALS[name] = function
         return function
@@ -31,14 +32,19 @@ def trial(name: str) -> Callable[[Try], Try]:
     return register
 
 
-def attempt(name: str, bench: ReplaySession, args: Mapping[str, Any]) -> str:
-    """What came of a trial. Raises NotTried."""
+def attempt(name: str, session: ReplaySession, args: Mapping[str, object]) -> str:
+    """Runs the trial ``name`` and returns its outcome. Raises NotTried."""
     if name not in TRIALS:
         raise NotTried(f"there is no trial {name!r}")
-    return TRIALS[name](bench, **args)
+    return TRIALS[name](session, **args)
+
+
+def course(losses: Sequence[float]) -> str:
+    """The first and the last of some losses, in words."""
+    return f"{losses[0]:.4g} -> {losses[-1]:.4g}"
 
 
 def load_all() -> None:
-    """Imports every file of trials once."""
+    """Imports every module of this package, so that its trials are registered."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")

@@ -1,118 +1,123 @@
-"""Trials of remedies for what layers do: activations, BatchNorm, dropout, attention, routers."""
+"""Trials of remedies for faults of layers: activations, BatchNorm, dropout, attention, routers."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainwright.replay.experiments.layers import DROPOUTS
+from trainwright.replay.experiments.modes import DROPOUTS
+from trainwright.replay.functions import Args, Kwargs, TorchFunction, argument, function_name
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import trial
-from trainwright.replay.trials.model import compared, named, once, redrawn, with_ops
+from trainwright.replay.trials.model import compared, kaiming_, named, once
 
 
 @trial("revived")
-def revived(bench: ReplaySession, *, module: str) -> str:
-    """Biases that outweigh their weights are set to 0; without such, the ReLU becomes leaky."""
-    layers = [
-        m
-        for m in bench.modules.values()
-        if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) and m.bias is not None
-    ]
+def revived(session: ReplaySession, *, module: str) -> str:
+    """Biases of 0 where they are far below what the weights contribute; if there are none, LeakyReLU for ReLU."""
+    maps = [m for m in session.modules.values() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)]
+    layers = [(m.weight, m.bias) for m in maps if m.bias is not None]
 
-    def outweighed(layer: Any) -> Tensor:
-        return layer.bias.detach() < -4 * layer.weight.detach().flatten(1).norm(dim=1)  # type: ignore[no-any-return]
+    def is_outweighed(weight: Tensor, bias: Tensor) -> Tensor:
+        norms: Tensor = weight.detach().flatten(1).norm(dim=1)
+        return bias.detach() < -4 * norms
 
     def change() -> None:
-        for layer in layers:
-            layer.bias.data[outweighed(layer)] = 0.0  # type: ignore[union-attr]
+        for weight, bias in layers:
+            bias.data[is_outweighed(weight, bias)] = 0.0
 
-    if any(bool(outweighed(layer).any()) for layer in layers):
-        return "bias 0: " + compared(bench, Intervention(model=once(change)))
+    if any(bool(is_outweighed(weight, bias).any()) for weight, bias in layers):
+        return "bias 0: " + compared(session, Intervention(model=once(change)))
 
-    def leaky(name: str, function: Any, args: Any, kwargs: Any) -> Any:
-        return F.leaky_relu(args[0], 0.01) if name in ("relu", "relu_") else function(*args, **kwargs)
+    def leaky(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+        is_relu = function_name(function) in ("relu", "relu_")
+        return F.leaky_relu(args[0], 0.01) if is_relu else function(*args, **kwargs)
 
-    return "LeakyReLU: " + with_ops(bench, leaky)
+    return "LeakyReLU: " + compared(session, Intervention(ops=leaky))
 
 
 @trial("relu_for_sigmoid")
-def relu_for_sigmoid(bench: ReplaySession) -> str:
-    """ReLU for every sigmoid and tanh, with weights drawn for it."""
-    matrices = [m.weight for m in bench.modules.values() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d)]
+def relu_for_sigmoid(session: ReplaySession) -> str:
+    """ReLU for every sigmoid and tanh, with weights initialised for ReLU."""
+    matrices = [m.weight for m in session.modules.values() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d)]
 
-    def ops(function: Any, args: Any, kwargs: Any) -> Any:
-        if getattr(function, "__name__", "") in ("sigmoid", "tanh", "hardsigmoid", "softsign"):
+    def ops(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+        if function_name(function) in ("sigmoid", "tanh", "hardsigmoid", "softsign"):
             return args[0].relu()
         return function(*args, **kwargs)
 
     def draw() -> None:
         for weight in matrices:
-            redrawn(weight)
+            kaiming_(weight)
         matrices[-1].data.mul_(0.1)
 
-    was = _slope(bench, Intervention(), matrices)
-    now = _slope(bench, Intervention(ops=ops, model=once(draw)), matrices)
+    was = _first_gradient(session, Intervention(), matrices)
+    now = _first_gradient(session, Intervention(ops=ops, model=once(draw)), matrices)
     better = "" if now > 100 * was else "no better: "
-    told = compared(bench, Intervention(ops=ops, model=once(draw)))
-    return f"{better}the first layer's gradient is {now:.1e} of the largest, as it was {was:.1e}; {told}"
+    outcome = compared(session, Intervention(ops=ops, model=once(draw)))
+    return f"{better}the first layer's gradient is {now:.1e} of the largest, as it was {was:.1e}; {outcome}"
 
 
-def _slope(bench: ReplaySession, edit: Intervention, matrices: Sequence[Tensor]) -> float:
-    names = {id(p): name for name, p in named(bench).items()}
-    grads = bench.run(edit).grads
+def _first_gradient(session: ReplaySession, intervention: Intervention, matrices: Sequence[Tensor]) -> float:
+    """The gradient norm of the first of ``matrices``, as a share of the largest."""
+    names = {id(p): name for name, p in named(session).items()}
+    grads = session.run(intervention).grads
     sizes = [float(g.norm()) for w in matrices if (g := grads.get(names.get(id(w), ""))) is not None]
     return sizes[0] / max(*sizes, 1e-300) if sizes else 0.0
 
 
 @trial("group_norm")
-def group_norm(bench: ReplaySession) -> str:
-    """GroupNorm in the place of BatchNorm."""
+def group_norm(session: ReplaySession) -> str:
+    """GroupNorm in place of BatchNorm."""
 
-    def change(name: str, function: Any, args: Any, kwargs: Any) -> Any:
-        if name != "batch_norm":
+    def change(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+        if function_name(function) != "batch_norm":
             return function(*args, **kwargs)
         channels = args[0].shape[1]
         groups = max(n for n in (1, 2, 4) if channels % n == 0)
-        given = inspect.signature(F.batch_norm).bind(*args, **kwargs).arguments
-        return F.group_norm(args[0], groups, given.get("weight"), given.get("bias"))
+        arguments = inspect.signature(F.batch_norm).bind(*args, **kwargs).arguments
+        return F.group_norm(args[0], groups, arguments.get("weight"), arguments.get("bias"))
 
-    return with_ops(bench, change)
+    return compared(session, Intervention(ops=change))
 
 
 @trial("momentum_root")
-def momentum_root(bench: ReplaySession, *, modules: Sequence[str]) -> str:
-    """The momentum of these BatchNorms is such that two updates move the statistics as one did."""
-    chosen = [bench.modules[path] for path in modules]
+def momentum_root(session: ReplaySession, *, modules: Sequence[str]) -> str:
+    """A momentum of these BatchNorms with which two updates move the running statistics as far as one did."""
+    norms = [m for path in modules if isinstance(m := session.modules[path], _BatchNorm)]
     moved = []
     for root in (False, True):
-        with bench.live():
-            before = [m.running_mean.clone() for m in chosen]  # type: ignore[operator]
-            for m in chosen if root else ():
-                m.momentum = 1 - (1 - float(m.momentum or 0.0)) ** 0.5  # type: ignore[arg-type]
-            bench.player.play(bench.segment, upto="backward")
-            delta = [(m.running_mean - b).norm() for m, b in zip(chosen, before)]  # type: ignore[operator]
-            moved.append(float(torch.stack(delta).norm()))
+        with session.live():
+            before = [_mean(m).clone() for m in norms]
+            for m in norms if root else ():
+                m.momentum = 1 - (1 - float(m.momentum or 0.0)) ** 0.5
+            session.player.play(session.segment, upto="backward")
+            moved.append(float(torch.stack([(_mean(m) - b).norm() for m, b in zip(norms, before)]).norm()))
     return f"a step moves the running means by {moved[1]:.3g}, as it was by {moved[0]:.3g}"
 
 
-@trial("less_dropout")
-def less_dropout(bench: ReplaySession) -> str:
-    """Dropout of 0.2 for all that is stronger than a half. Every update draws anew."""
+def _mean(norm: _BatchNorm) -> Tensor:
+    assert norm.running_mean is not None
+    return norm.running_mean
 
-    def ops(function: Any, args: Any, kwargs: Any) -> Any:
-        p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-        if getattr(function, "__name__", "?") not in DROPOUTS or not isinstance(p, float) or p <= 0.5:
+
+@trial("less_dropout")
+def less_dropout(session: ReplaySession) -> str:
+    """Dropout of 0.2 in place of every dropout above 0.5. Every update draws new masks."""
+
+    def ops(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+        p = argument(args, kwargs, 1, "p", 0.5)
+        if function_name(function) not in DROPOUTS or not isinstance(p, float) or p <= 0.5:
             return function(*args, **kwargs)
         return function(args[0], 0.2, *args[2:], **{k: v for k, v in kwargs.items() if k != "p"})
 
-    was, now = (bench.train(16, Intervention(ops=each, fresh_rng=True), repeat=True) for each in (None, ops))
+    was, now = (session.train(16, Intervention(ops=each, fresh_rng=True), repeat=True) for each in (None, ops))
     ends = [sum(losses[-4:]) / 4 for losses in (was, now)]
     better = "" if ends[1] < ends[0] else "no better: "
     ways = [f"{losses[0]:.4g} -> {end:.4g}" for losses, end in zip((was, now), ends)]
@@ -120,27 +125,27 @@ def less_dropout(bench: ReplaySession) -> str:
 
 
 @trial("scaled_scores")
-def scaled_scores(bench: ReplaySession) -> str:
-    """Attention scores are held within 30 by a tanh."""
+def scaled_scores(session: ReplaySession) -> str:
+    """Attention scores soft-capped at 30 by a tanh."""
 
-    def change(name: str, function: Any, args: Any, kwargs: Any) -> Any:
-        if name != "softmax" or args[0].dim() < 3:
+    def change(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+        if function_name(function) != "softmax" or args[0].dim() < 3:
             return function(*args, **kwargs)
         scores = args[0]
         capped = torch.where(scores > -1e4, 30 * torch.tanh(scores / 30), scores)
         return function(capped, *args[1:], **kwargs)
 
-    return with_ops(bench, change)
+    return compared(session, Intervention(ops=change))
 
 
 @trial("balanced_router")
-def balanced_router(bench: ReplaySession, *, experts: int) -> str:
-    """What all samples have in common is taken from the router's scores, so that no expert is preferred by all."""
+def balanced_router(session: ReplaySession, *, experts: int) -> str:
+    """The mean over all samples is subtracted from the router's scores, so that no expert is preferred by all."""
 
-    def change(name: str, function: Any, args: Any, kwargs: Any) -> Any:
-        if name != "softmax" or args[0].shape[-1] != experts:
+    def change(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+        if function_name(function) != "softmax" or args[0].shape[-1] != experts:
             return function(*args, **kwargs)
         scores = args[0]
         return function(scores - scores.flatten(0, -2).mean(0), *args[1:], **kwargs)
 
-    return with_ops(bench, change)
+    return compared(session, Intervention(ops=change))

@@ -1,74 +1,67 @@
-"""Remedies of faults of the loss, tried: the missing or superfluous piece is changed in what the step computes."""
+"""Trials of remedies for faults of the loss: the missing or superfluous part is changed while the step runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainwright.recorder.program import Call, Operation, RecordedStep, Slot
-from trainwright.replay.experiments.loss import PAIRED, class_dim, followed, is_simplex, terms
+from trainwright.recorder.program import Call, Instruction, Operation, Slot
+from trainwright.replay.experiments.loss import PAIRED, class_dim, is_simplex, loss_course, terms
+from trainwright.replay.functions import Args, Kwargs, OpHandler, TorchFunction, function_name
 from trainwright.replay.replayer import AS_IT_WAS, Intervention
 from trainwright.replay.session import ReplaySession
-from trainwright.replay.trials import NotTried, trial
+from trainwright.replay.trials import NotTried, course, trial
+from trainwright.runlog.json_values import Facts
 
 STEPS = 8
-Around = Callable[[Any, Any, Any], Any]
 
 
-def said(what: str, name: str, was: list[float], now: list[float]) -> str:
-    """One measure over the same updates, changed and as it was; says so where it is no better."""
+def compared_measure(what: str, name: str, was: list[float], now: list[float]) -> str:
+    """One measure over the same updates, as it was and changed, in words that begin with "no better" if it is not."""
     if len(was) < 2 or len(now) < 2:
         raise NotTried("the step could not be run again")
     better = "" if now[-1] < was[-1] - 1e-4 * abs(was[-1]) else "no better: "
-    return (
-        f"{better}{name} {now[0]:.4g} -> {now[-1]:.4g} in {len(now)} updates on this batch {what}; "
-        f"as it was: {was[0]:.4g} -> {was[-1]:.4g}"
-    )
-
-
-def _trained(bench: ReplaySession, around: Around) -> None:
-    bench.train(STEPS, Intervention(ops=around), repeat=True)
+    return f"{better}{name} {course(now)} in {len(now)} updates on this batch {what}; as it was: {course(was)}"
 
 
 @trial("scores_for_probabilities")
-def scores_for_probabilities(bench: ReplaySession) -> str:
-    """The logarithm of the probabilities: the loss is then that of the scores before the softmax, to the bit nearly.
+def scores_for_probabilities(session: ReplaySession) -> str:
+    """The logarithm of the probabilities instead of them, which gives nearly the same loss as the scores would.
 
-    Judged by minus the logarithm of the target's probability, which means the same in both.
+    Measured by minus the logarithm of the target's probability, which means the same in both.
     """
-    measured: dict[bool, list[float]] = {False: [], True: []}
-    truth: list[Tensor] = []  # what log_softmax should have been given, for the nll_loss that follows
+    losses: dict[bool, list[float]] = {False: [], True: []}
+    truth: list[Tensor] = []  # the scores for the nll_loss after a log_softmax that got probabilities
 
-    def around(change: bool) -> Around:
-        def run(function: Any, args: Any, kwargs: Any) -> Any:
-            name, x = getattr(function, "__name__", ""), args[0] if args else None
+    def handler(change: bool) -> OpHandler:
+        def call(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+            name, x = function_name(function), args[0] if args else None
             if not isinstance(x, Tensor) or not x.requires_grad or name not in _TAKES_SCORES:
                 return function(*args, **kwargs)
             scores = _scores(name, x, args, kwargs)
             if name == "log_softmax":
                 truth[:] = [] if scores is None else [scores.detach()]
             elif scores is not None or (name == "nll_loss" and truth):
-                judged = truth.pop() if scores is None else scores.detach()
+                right = truth.pop() if scores is None else scores.detach()
                 with torch.no_grad():
-                    measured[change].append(float(function(judged, *args[1:], **kwargs).mean()))
+                    losses[change].append(float(function(right, *args[1:], **kwargs).mean()))
             return function(scores if change and scores is not None else x, *args[1:], **kwargs)
 
-        return run
+        return call
 
-    for change in measured:
-        _trained(bench, around(change))
-    return said("with the scores in place of the probabilities", "-log p of the targets", *measured.values())
+    for change in losses:
+        session.train(STEPS, Intervention(ops=handler(change)), repeat=True)
+    what = "with the scores in place of the probabilities"
+    return compared_measure(what, "-log p of the targets", losses[False], losses[True])
 
 
 _TAKES_SCORES = frozenset({"cross_entropy", "nll_loss", "kl_div", "log_softmax", "binary_cross_entropy_with_logits"})
 
 
-def _scores(name: str, x: Tensor, args: Any, kwargs: Any) -> Tensor | None:
-    """Scores or log-probabilities for what should not have been given; None where nothing is wrong with it."""
+def _scores(name: str, x: Tensor, args: Args, kwargs: Kwargs) -> Tensor | None:
+    """Scores or log-probabilities in place of wrong arguments; None where the argument is right."""
     tiny = torch.finfo(x.dtype).tiny
     if name == "binary_cross_entropy_with_logits":
         inside = bool(((x >= 0) & (x <= 1)).all())
@@ -79,13 +72,13 @@ def _scores(name: str, x: Tensor, args: Any, kwargs: Any) -> Tensor | None:
 
 
 @trial("second_softmax")
-def second_softmax(bench: ReplaySession) -> str:
-    """The gradient that the second softmax sends to the scores under the first, with probabilities and with scores."""
+def second_softmax(session: ReplaySession) -> str:
+    """The norm of the gradient at the scores, through the second softmax, with and without the first softmax."""
     norms: dict[bool, list[float]] = {False: [], True: []}
 
-    def around(change: bool) -> Around:
-        def run(function: Any, args: Any, kwargs: Any) -> Any:
-            name, x = getattr(function, "__name__", ""), args[0] if args else None
+    def handler(change: bool) -> OpHandler:
+        def call(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+            name, x = function_name(function), args[0] if args else None
             if name not in ("softmax", "log_softmax") or not isinstance(x, Tensor) or not x.requires_grad:
                 return function(*args, **kwargs)
             dim = class_dim(name, x, args, kwargs)
@@ -98,16 +91,16 @@ def second_softmax(bench: ReplaySession) -> str:
                 norms[change].append(float(below.double().norm()))
 
             own.register_hook(note)  # type: ignore[no-untyped-call]
-            given = own.clamp_min(torch.finfo(x.dtype).tiny).log() if change else own
-            return function(given, *args[1:], **kwargs)
+            scores = own.clamp_min(torch.finfo(x.dtype).tiny).log() if change else own
+            return function(scores, *args[1:], **kwargs)
 
-        return run
+        return call
 
     for change in norms:
-        bench.run(Intervention(ops=around(change)))
+        session.run(Intervention(ops=handler(change)))
     was, now = norms[False], norms[True]
     if not was or not now:
-        raise NotTried("no second softmax was met")
+        raise NotTried("no second softmax was found")
     better = "" if now[0] > was[0] else "no better: "
     return (
         f"{better}gradient at the scores through the second softmax {now[0]:.3g} without the first; it was {was[0]:.3g}"
@@ -115,28 +108,29 @@ def second_softmax(bench: ReplaySession) -> str:
 
 
 @trial("same_shape")
-def same_shape(bench: ReplaySession) -> str:
-    """The target in the shape of the prediction, or the other way round; judged by the loss of matching pairs."""
-    measured: dict[bool, list[float]] = {False: [], True: []}
+def same_shape(session: ReplaySession) -> str:
+    """The target in the shape of the prediction, or the reverse, measured by the loss of matching pairs."""
+    losses: dict[bool, list[float]] = {False: [], True: []}
 
-    def around(change: bool) -> Around:
-        def run(function: Any, args: Any, kwargs: Any) -> Any:
-            name = getattr(function, "__name__", "").strip("_")
+    def handler(change: bool) -> OpHandler:
+        def call(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+            name = function_name(function).strip("_")
             pair = [a for a in args[:2] if isinstance(a, Tensor)]
             if name not in PAIRED or len(pair) < 2 or not _would_broadcast(*pair):
                 return function(*args, **kwargs)
-            other = [pair[0].reshape(pair[1].shape) if pair[0].dim() > pair[1].dim() else pair[0]]
-            other += [pair[1].reshape(pair[0].shape) if pair[1].dim() > pair[0].dim() else pair[1]]
+            matching = [pair[0].reshape(pair[1].shape) if pair[0].dim() > pair[1].dim() else pair[0]]
+            matching += [pair[1].reshape(pair[0].shape) if pair[1].dim() > pair[0].dim() else pair[1]]
             with torch.no_grad():
-                matched = function(*[o.detach() for o in other], *args[2:], **kwargs)
-                measured[change].append(float(matched.float().square().mean() if name == "sub" else matched.mean()))
-            return function(*(other if change else pair), *args[2:], **kwargs)
+                matched = function(*[each.detach() for each in matching], *args[2:], **kwargs)
+                losses[change].append(float(matched.float().square().mean() if name == "sub" else matched.mean()))
+            return function(*(matching if change else pair), *args[2:], **kwargs)
 
-        return run
+        return call
 
-    for change in measured:
-        _trained(bench, around(change))
-    return said("with shapes that match", "loss of each prediction against its own target", *measured.values())
+    for change in losses:
+        session.train(STEPS, Intervention(ops=handler(change)), repeat=True)
+    measure = "loss of each prediction against its own target"
+    return compared_measure("with shapes that match", measure, losses[False], losses[True])
 
 
 def _would_broadcast(one: Tensor, other: Tensor) -> bool:
@@ -145,50 +139,48 @@ def _would_broadcast(one: Tensor, other: Tensor) -> bool:
 
 
 @trial("turned_sign")
-def turned_sign(bench: ReplaySession) -> str:
-    """The gradient the other way; judged by the loss itself, not by what backward was given."""
-    was, now = followed(bench, STEPS), followed(bench, STEPS, sign=-1.0)
-    return said("with the sign turned", "the loss", was, now)
+def turned_sign(session: ReplaySession) -> str:
+    """The negated gradient, measured by the standard loss itself, not by the total that backward was called on."""
+    was, now = loss_course(session, STEPS), loss_course(session, STEPS, sign=-1.0)
+    return compared_measure("with the sign turned", "the loss", was, now)
 
 
 @trial("targets_in_range")
-def targets_in_range(bench: ReplaySession) -> str:
+def targets_in_range(session: ReplaySession) -> str:
     """Targets scaled to 0 to 1."""
 
-    def scaled(function: Any, args: Any, kwargs: Any) -> Any:
-        if getattr(function, "__name__", "").startswith("binary_cross_entropy"):
-            given = dict(zip(("input", "target"), args)) | kwargs
-            low, high = given["target"].min(), given["target"].max()
-            kwargs = {**given, "target": (given["target"] - low) / (high - low).clamp(min=1e-12)}
+    def scaled(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+        if function_name(function).startswith("binary_cross_entropy"):
+            arguments = dict(zip(("input", "target"), args)) | kwargs
+            low, high = arguments["target"].min(), arguments["target"].max()
+            kwargs = {**arguments, "target": (arguments["target"] - low) / (high - low).clamp(min=1e-12)}
             args = ()
         return function(*args, **kwargs)
 
-    was, now = bench.train(STEPS, repeat=True), bench.train(STEPS, Intervention(ops=scaled), repeat=True)
+    was, now = session.train(STEPS, repeat=True), session.train(STEPS, Intervention(ops=scaled), repeat=True)
     steady = "" if 0 <= now[-1] < now[0] else "no better: "
-    return (
-        f"{steady}loss {now[0]:.4g} -> {now[-1]:.4g} with targets from 0 to 1; as it was {was[0]:.4g} -> {was[-1]:.4g}"
-    )
+    return f"{steady}loss {course(now)} with targets from 0 to 1; as it was {course(was)}"
 
 
 @trial("balanced_terms")
-def balanced_terms(bench: ReplaySession) -> str:
-    """The weight of the largest term such that its gradient is of the size of the smallest's; judged by the latter."""
-    told = terms(bench)["terms"]
-    large = max(told, key=lambda term: term["shared"])
-    wanted = [t for t in told if t["shared"] > 0 and abs(t["own"]) >= 0.5]
-    small = min(wanted, key=lambda term: term["shared"], default=large)
+def balanced_terms(session: ReplaySession) -> str:
+    """The largest term at a weight that makes its gradient as large as the smallest term's, measured by the latter."""
+    parts: list[Facts] = terms(session)["terms"]
+    large = max(parts, key=lambda term: float(term["shared"]))
+    candidates = [term for term in parts if term["shared"] > 0 and abs(term["own"]) >= 0.5]
+    small = min(candidates, key=lambda term: float(term["shared"]), default=large)
     if large is small:
         raise NotTried("there is one term only")
     factor = small["shared"] / large["shared"]
     was, now = (
-        _with_weight(bench, large["slot"], small["slot"], 1.0),
-        _with_weight(bench, large["slot"], small["slot"], factor),
+        _with_weight(session, large["slot"], small["slot"], 1.0),
+        _with_weight(session, large["slot"], small["slot"], factor),
     )
-    return said(f"with {factor:.2g} of the weight of {large['name']}", small["name"], was, now)
+    return compared_measure(f"with {factor:.2g} of the weight of {large['name']}", small["name"], was, now)
 
 
-def _with_weight(bench: ReplaySession, slot: int, watched: int, factor: float) -> list[float]:
-    """The value of one term over updates in which another has ``factor`` times its weight."""
+def _with_weight(session: ReplaySession, slot: int, watched: int, factor: float) -> list[float]:
+    """The value in slot ``watched`` over updates in which the one in ``slot`` has ``factor`` times its weight."""
     values: list[float] = []
 
     def note(value: Tensor) -> Tensor:
@@ -198,13 +190,13 @@ def _with_weight(bench: ReplaySession, slot: int, watched: int, factor: float) -
     off = (False, torch.float32, False)
     weigh = Operation("mul", torch.mul, (Slot(slot), factor), {}, off, [slot])
     look = Operation("note", note, (Slot(watched),), {}, off, [])
-    program: list[Any] = []
-    for each in bench.segment.program:
+    program: list[Instruction] = []
+    for each in session.segment.program:
         program.append(each)
-        made = each.outputs if isinstance(each, Operation | Call) else []
-        program += [look] * (watched in made) + [weigh] * (slot in made and factor != 1.0)
-    segment: RecordedStep = replace(bench.segment, program=program)
-    with bench.live():
+        outputs = each.outputs if isinstance(each, Operation | Call) else []
+        program += [look] * (watched in outputs) + [weigh] * (slot in outputs and factor != 1.0)
+    recorded = replace(session.segment, program=program)
+    with session.live():
         for _ in range(STEPS):
-            bench.player.play(segment, AS_IT_WAS)
+            session.player.play(recorded, AS_IT_WAS)
     return values

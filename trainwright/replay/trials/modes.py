@@ -1,47 +1,46 @@
-"""Remedies for what does not listen to the mode of a model."""
+"""Trials of remedies for layers that ignore the mode of the model."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainwright.recorder.program import tensors_of
-from trainwright.replay.experiments.modes import DROPS
+from trainwright.replay.experiments.modes import DROPOUTS
+from trainwright.replay.functions import Args, Kwargs, TorchFunction, function_name
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried, trial
 
 
 @trial("dropout_follows_mode")
-def dropout_follows_mode(bench: ReplaySession) -> str:
-    """In eval mode the same batch twice: as it is, and with every dropout told that it is not training."""
+def dropout_follows_mode(session: ReplaySession) -> str:
+    """Two passes over the batch in eval mode: as it is, and with every dropout switched off."""
 
-    def told(function: Any, args: Any, kwargs: Any) -> Any:
-        name = getattr(function, "__name__", "?")
-        if name in DROPS:
+    def without_dropout(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+        name = function_name(function)
+        if name in DROPOUTS:
             return args[0]
         off = {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
         return function(*args, **(kwargs | off))
 
-    as_it_is, mended = _differ(bench, Intervention(mode="eval", fresh_rng=True)), _differ(bench, _with(told))
-    return f"two passes in eval mode differ by {as_it_is:.1%}; with dropout only in train mode by {mended:.1%}"
+    as_it_is, fixed = (
+        _difference(session, Intervention(mode="eval", fresh_rng=True, ops=ops)) for ops in (None, without_dropout)
+    )
+    return f"two passes in eval mode differ by {as_it_is:.1%}; with dropout only in train mode by {fixed:.1%}"
 
 
-def _with(around: Any) -> Intervention:
-    return Intervention(mode="eval", fresh_rng=True, ops=around)
-
-
-def _differ(bench: ReplaySession, edit: Intervention) -> float:
-    """Two passes of one batch through the same weights, by what they give."""
-    with bench.live(), torch.no_grad():
-        one, two = (_outputs(bench.player.play(bench.segment, edit, upto="forward").outputs) for _ in range(2))
+def _difference(session: ReplaySession, intervention: Intervention) -> float:
+    """The relative difference of the outputs of two passes of one batch through the same weights."""
+    with session.live(), torch.no_grad():
+        one, two = (
+            _outputs(session.player.play(session.segment, intervention, upto="forward").outputs) for _ in range(2)
+        )
     if one.numel() == 0:
-        raise NotTried("the models give nothing to compare")
+        raise NotTried("the models return nothing to compare")
     return float((one - two).norm() / (one.norm() + two.norm()).clamp_min(1e-30) * 2)
 
 
-def _outputs(outputs: list[Any]) -> Tensor:
-    made = [t.detach().double().flatten() for t in tensors_of(outputs) if t.is_floating_point()]
-    return torch.cat(made) if made else torch.zeros(0)
+def _outputs(outputs: object) -> Tensor:
+    flat = [t.detach().double().flatten() for t in tensors_of(outputs) if t.is_floating_point()]
+    return torch.cat(flat) if flat else torch.zeros(0)

@@ -31,7 +31,7 @@ UNBOUNDED = 2**62  # bytes: what a bundle holds was small enough once
 
 def rerun_watched(bundle: Bundle, step: int, model: str | None, say: Say) -> Rerun:
     done = Rerun(step, bundle.path)
-    steps = [segment.step for segment in bundle.way]
+    steps = [segment.step for segment in bundle.steps]
     if step not in steps:
         raise UsageError(
             f"{bundle.path} holds no step {step}", remedy=f"it holds the steps {steps[0]} to {bundle.step}"

@@ -1,0 +1,43 @@
+"""Torch functions as a replay calls them: the types of their arguments, and what may watch or change a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from trainwright.recorder.program import mapped
+
+Args: TypeAlias = tuple[Any, ...]
+"""The positional arguments of a torch function or a module; their types are those of the user's call."""
+
+Kwargs: TypeAlias = dict[str, Any]
+"""Its keyword arguments."""
+
+TorchFunction: TypeAlias = Callable[..., Any]
+"""A function of torch, as ``__torch_function__`` receives it."""
+
+OpHandler: TypeAlias = Callable[[TorchFunction, Args, Kwargs], object]
+"""For ``Intervention.ops``: is called in place of every torch function, and returns what the call shall return."""
+
+InputHandler: TypeAlias = Callable[[int, Args, Kwargs], tuple[Args, Kwargs]]
+"""For ``Intervention.inputs``: the number of a forward call and its arguments to the arguments that are used."""
+
+
+def function_name(function: TorchFunction) -> str:
+    """The name of a torch function without its module; "?" where it has none."""
+    return str(getattr(function, "__name__", "?"))
+
+
+def error_text(error: BaseException | None) -> str | None:
+    """The class and the message of an exception; None for none."""
+    return None if error is None else f"{type(error).__name__}: {error}"
+
+
+def argument(args: Args, kwargs: Kwargs, position: int, name: str, default: object) -> Any:
+    """One argument of a call, whether it was passed by position or by name."""
+    return kwargs.get(name, args[position] if len(args) > position else default)
+
+
+def change_leaves(change: Callable[[object], object]) -> InputHandler:
+    """An ``InputHandler`` that replaces every leaf of the arguments by ``change(leaf)``."""
+    return lambda number, args, kwargs: (mapped(args, change), mapped(kwargs, change))

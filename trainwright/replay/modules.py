@@ -1,0 +1,64 @@
+"""Which module of the user's model runs at the moment: a stack of paths, kept by hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeAlias
+
+from torch import nn
+
+from trainwright.replay.functions import Args, Kwargs
+
+Enter: TypeAlias = Callable[[str, nn.Module, Args, Kwargs], None]
+Leave: TypeAlias = Callable[[str, nn.Module, object], None]
+
+
+class ModuleStack:
+    """Inside ``following()``, ``paths`` are those of the modules that run, outermost first.
+
+    ``enter`` is called with a module's arguments once it is on the stack, ``leave`` with its output once it is off.
+    """
+
+    def __init__(
+        self, modules: Mapping[str, nn.Module], enter: Enter | None = None, leave: Leave | None = None
+    ) -> None:
+        self.paths: list[str] = []
+        self._modules, self._enter, self._leave = modules, enter, leave
+
+    @property
+    def innermost(self) -> str | None:
+        """The path of the module that runs; None outside of all modules."""
+        return self.paths[-1] if self.paths else None
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Keeps hooks on all modules."""
+        self.paths.clear()
+        handles = []
+        for path, module in self._modules.items():
+            handles.append(module.register_forward_pre_hook(self._on_enter(path), with_kwargs=True))
+            # Also when an exception leaves the forward pass: early stop in a checkpoint's backward pass is one.
+            handles.append(module.register_forward_hook(self._on_leave(path), always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _on_enter(self, path: str) -> Callable[[nn.Module, Args, Kwargs], None]:
+        def hook(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+            self.paths.append(path)
+            if self._enter is not None:
+                self._enter(path, module, args, kwargs)
+
+        return hook
+
+    def _on_leave(self, path: str) -> Callable[[nn.Module, Args, object], None]:
+        def hook(module: nn.Module, args: Args, output: object) -> None:
+            while path in self.paths and self.paths.pop() != path:
+                pass
+            if self._leave is not None:
+                self._leave(path, module, output)
+
+        return hook
