@@ -1,6 +1,8 @@
 """How long training stands still for a checkpoint: ours, torch.save and torch.distributed.checkpoint.
 
-    python -m benchmarks.checkpoint_stall [--quick] [--rounds 5] [--saves 3]     # TMPDIR says on which disk
+    python -m benchmarks.checkpoint_stall [--quick] [--rounds 5] [--saves 3] [--device cpu] [--only torch_save,ours]
+
+TMPDIR says on which disk.
 
 GPT-2 of 124M parameters with the moments of AdamW: 1.49 GB. Each engine has a process of its own in each round, and
 the rounds begin with another engine each time. In a process, the first save is ``cold``: the engine has made no copy
@@ -44,7 +46,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from benchmarks.figures import arguments, figure, ratios, seconds_of
+from benchmarks.figures import about, arguments, figure, ratios, seconds_of
 from trainwright.models.gpt import gpt, gpt2
 from trainwright.observe.saving import SavePolicy, Saving
 from trainwright.state.train_state import TrainState
@@ -170,10 +172,11 @@ ENGINES: dict[str, Callable[[Path], Engine]] = {
 }
 
 
-def make_state(quick: bool) -> TrainState:
+def make_state(quick: bool, device: str) -> TrainState:
     """After one step with no gradient: all moments are there."""
     torch.manual_seed(0)
     model = gpt(vocab_size=64, block_size=64, layers=2, heads=2, d_model=64) if quick else gpt2("124M")
+    model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -239,9 +242,9 @@ class Saves:
         return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
 
 
-def measure(name: str, folder: Path, saves: int, quick: bool) -> dict[str, float | None]:
+def measure(name: str, folder: Path, saves: int, quick: bool, device: str) -> dict[str, float | None]:
     """What one process tells of one engine."""
-    state, matrix = make_state(quick), torch.randn(MATRIX, MATRIX)
+    state, matrix = make_state(quick, device), torch.randn(MATRIX, MATRIX, device=device)
     engine = ENGINES[name](folder)
     made = Saves(engine, state, folder)
 
@@ -250,6 +253,8 @@ def measure(name: str, folder: Path, saves: int, quick: bool) -> dict[str, float
 
     def train() -> None:
         torch.mm(matrix, matrix)
+        if device != "cpu":
+            torch.cuda.synchronize()  # the time of the product, not of its launch
 
     with PeakMemory() as memory:
         end_s = time.perf_counter() + (0.1 if quick else BEFORE_S)
@@ -276,16 +281,16 @@ def measure(name: str, folder: Path, saves: int, quick: bool) -> dict[str, float
 UNITS = {"blocked_cold": "s", "blocked": "s", "on_disk": "s", "bytes_per_s": "B/s", "beside": "ratio", "memory": "B"}
 
 
-def measure_here(name: str, folder: str, saves: int, quick: bool, threads: int) -> None:
+def measure_here(name: str, folder: str, saves: int, quick: bool, threads: int, device: str) -> None:
     """What a process of its own does."""
     torch.set_num_threads(threads)
-    print(json.dumps(measure(name, Path(folder), saves, quick)), flush=True)
+    print(json.dumps(measure(name, Path(folder), saves, quick, device)), flush=True)
 
 
 def measured(name: str, given: argparse.Namespace) -> dict[str, float | None] | None:
     """By a fresh process in an empty folder; None where the engine fails here, and says so."""
     with tempfile.TemporaryDirectory(prefix=f"stall-{name}-") as folder:
-        how = f"{name!r}, {folder!r}, {given.saves}, {given.quick}, {given.threads}"
+        how = f"{name!r}, {folder!r}, {given.saves}, {given.quick}, {given.threads}, {given.device!r}"
         command = [
             sys.executable,
             "-c",
@@ -300,9 +305,10 @@ def measured(name: str, given: argparse.Namespace) -> dict[str, float | None] | 
 
 
 def main() -> None:
-    given = arguments(__doc__, rounds=(5, 1), saves=(3, 1))
-    seen: dict[str, list[dict[str, float | None]]] = {name: [] for name in ENGINES}
-    names = list(ENGINES)
+    given = arguments(__doc__, rounds=(5, 1), saves=(3, 1), device=("cpu", "cpu"), only=("", ""))
+    about("checkpoint_stall")
+    names = [name for name in ENGINES if not given.only or name in (BASELINE, *given.only.split(","))]
+    seen: dict[str, list[dict[str, float | None]]] = {name: [] for name in names}
     for number in range(given.rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:

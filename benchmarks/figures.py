@@ -5,15 +5,21 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
+import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 THREADS = 2
+PACKAGES = ("trainwright", "torch", "lightning", "accelerate", "transformers", "numpy")
 
 
-def arguments(description: str | None, **defaults: tuple[float, float]) -> argparse.Namespace:
-    """``--quick``, ``--threads``, and a number ``--name`` for each ``name=(default, default with --quick)``."""
+def arguments(description: str | None, **defaults: tuple[float | str, float | str]) -> argparse.Namespace:
+    """Reads ``--quick``, ``--threads``, and ``--name`` for each ``name=(default, default with --quick)``."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="a functional test: its figures mean little")
     parser.add_argument("--threads", type=int, default=THREADS, help="threads of torch, in both sides")
@@ -24,6 +30,27 @@ def arguments(description: str | None, **defaults: tuple[float, float]) -> argpa
         if getattr(given, name) is None:
             setattr(given, name, quick if given.quick else normal)
     return given
+
+
+def about(bench: str) -> None:
+    """Prints where the figures come from, as the first JSON line: date, command, versions, machine."""
+    line = {
+        "bench": bench,
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "command": " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "python": platform.python_version(),
+        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "load": [round(load, 2) for load in os.getloadavg()],
+    }
+    print(json.dumps(line), flush=True)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def figure(bench: str, case: str, values: Sequence[float], *, unit: str, against: str) -> None:

@@ -1,231 +1,161 @@
-"""A step of our engine against a hand-written loop: ratio of wall times, below 1 is faster.
+"""What people run, against a loop written by hand: ``tw.fit`` and ``trainwright train`` with everything at its default.
 
-    python -m benchmarks.step_overhead [--quick]
+    python -m benchmarks.step_overhead [--rounds 5] [--tasks mlp,gpt] [--only plain,fit] [--steps 2000] [--quick]
 
-The plain loop is what one writes first: torch's AdamW with its default settings, clip_grad_norm_, LambdaLR, and
-no logging at all. Ours is ``engine.loop.run`` with every observer of a real run: the log is written each 10
-steps, non-finite updates are guarded against and noted. Optimizer as ``make_optimizer`` gives it; the cases
-``*_same_optimizer`` use the plain loop's instead, and so show what the engine alone costs. Both loops train on the
-same tensors, already in memory; only ``mlp_loader`` reads a dataset. A step at accumulation 4 is four micro-batches
-of the size that accumulation 1 has.
+Defaults mean: the doctor watches, checkpoints are saved, the log is written; only the printing goes to no terminal.
+The plain loop is AdamW, ``clip_grad_norm_`` at 1.0 and a ``LambdaLR``, with the same batches in memory, the same number
+of threads, and nothing else: no log, no checkpoint, no guard.
+
+Each run is a process of its own, because a thread that one run leaves behind would slow the next one down. A round
+runs every variant once; the next round begins with another one. The figures of a task:
+
+``TASK_plain_step``      microseconds of a step of the plain loop
+``TASK_VARIANT``         mean time of a step after the first 64, as a ratio to the plain loop of the same round
+``TASK_VARIANT_median``  the same with the median step, which leaves out saves and closer looks
+``TASK_VARIANT_run``     the whole run, from its first line of code to its last, as a ratio to the plain loop
+``TASK_VARIANT_first_64``  share of the whole run that the first 64 steps took beyond 64 steps at the later pace
+``TASK_VARIANT_same_optimizer``  as ``TASK_VARIANT``, against the plain loop with the AdamW that Trainwright chose
+
+``--steps`` is the length of the MLP's run; the GPT's is a twelfth of it. Fabric, Accelerate, the HF Trainer and
+Lightning run beside it where they are installed, with their defaults, the same clipping and no progress bar.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
 import tempfile
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import time
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
-import torch.nn.functional as F
-from rich.console import Console
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.utils.data import DataLoader, TensorDataset
+from benchmarks.figures import about, figure, ratios
+from benchmarks.step_overhead_variants import FIRST, OURS, VARIANTS
 
-from benchmarks.figures import arguments, figure, interleaved, ratios, seconds_of
-from trainwright.build.data import Loading, StepBatches
-from trainwright.build.optim.choose import make_optimizer
-from trainwright.build.schedule import make_schedule
-from trainwright.engine.clip import make_clip
-from trainwright.engine.loop import Observer, run
-from trainwright.engine.losses import cross_entropy, language_model
-from trainwright.engine.step import make_step
-from trainwright.engine.until import for_steps
-from trainwright.models.gpt import gpt
-from trainwright.models.mlp import mlp
-from trainwright.observe.cadence import Every
-from trainwright.observe.journal import Journal
-from trainwright.observe.progress import Progress
-from trainwright.observe.signals import Signals
-from trainwright.observe.step_log import StepLog
-from trainwright.observe.telemetry import TelemetryReader
-from trainwright.runlog.writer import LogWriter
-from trainwright.state.cursor import Cursor, MicroBatch, StepBatch
-from trainwright.state.train_state import TrainState
-
-Pair = tuple[Tensor, Tensor]
-Block = Callable[[], float]
-"""Takes some steps; returns the seconds they took."""
-LR, DECAY, CLIP_AT, WARMUP, TOTAL = 1e-3, 0.01, 1.0, 100, 100_000
-NUM_BATCHES = 64  # kept in memory and used in turn
+PEERS = {"fabric": "lightning", "accelerate": "accelerate", "transformers": "transformers", "lightning": "lightning"}
+"""Variants that need a package."""
+TASKS = ("mlp", "gpt")
+ROUNDS = 5
+STEPS = 2000
+GPT_SHARE = 12  # a step of the GPT takes about a hundred times as long as one of the MLP
 
 
-@dataclass(frozen=True)
-class Task:
-    """What both loops train. ``loss`` is the mean over a batch in the plain loop, ``our_loss`` ours."""
-
-    make_model: Callable[[], nn.Module]
-    batches: Sequence[Pair]
-    loss: Callable[[nn.Module, Pair], Tensor]
-    our_loss: Callable[..., Any]
-    steps: int
+def available() -> list[str]:
+    """Returns the variants that can run here."""
+    return [name for name in VARIANTS if name not in PEERS or find_spec(PEERS[name])]
 
 
-def mlp_task(steps: int, *, our_loss: Callable[..., Any] = F.cross_entropy) -> Task:
-    """20-64-64-10, batches of 64: a step so small that it is all overhead."""
-    draw = torch.Generator().manual_seed(0)
-    batches = [
-        (torch.randn(64, 20, generator=draw), torch.randint(10, (64,), generator=draw)) for _ in range(NUM_BATCHES)
-    ]
-
-    def loss(model: nn.Module, batch: Pair) -> Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1])
-
-    return Task(lambda: mlp(sizes=[20, 64, 64, 10]), batches, loss, our_loss, steps)
-
-
-def gpt_task(steps: int) -> Task:
-    """nanoGPT's size for a CPU: 4 layers of 128, 12 windows of 64 characters."""
-    draw = torch.Generator().manual_seed(0)
-    windows = [torch.randint(103, (12, 65), generator=draw) for _ in range(NUM_BATCHES)]
-    batches = [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in windows]
-
-    def loss(model: nn.Module, batch: Pair) -> Tensor:
-        return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
-
-    def make_model() -> nn.Module:
-        return gpt(vocab_size=103, block_size=64, layers=4, heads=4, d_model=128)
-
-    return Task(make_model, batches, loss, language_model, steps)
+def measured(
+    task: str, variant: str, *, steps: int, asked: argparse.Namespace, optimizer: dict[str, bool]
+) -> dict[str, object]:
+    """Runs one variant in a process of its own. Returns what it printed, with the seconds of the whole process."""
+    path = os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environ = {**os.environ, "OMP_NUM_THREADS": str(asked.threads), "PYTHONPATH": path}
+    with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
+        options = json.dumps(
+            {"task": task, "variant": variant, "steps": steps, "optimizer": optimizer, "device": asked.device}
+        )
+        begin_s = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "benchmarks.step_overhead_variants", options],
+            cwd=folder,
+            env=environ,
+            capture_output=True,
+            text=True,
+        )
+        process_s = time.perf_counter() - begin_s
+    if done.returncode:
+        raise SystemExit(f"{task} {variant} failed ({done.returncode}):\n{done.stderr[-3000:]}")
+    return {**json.loads(done.stdout.splitlines()[-1]), "process_s": process_s}
 
 
-def torch_default(model: nn.Module) -> Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY)
+class Rounds:
+    """What every round measured: ``values[variant][quantity]``, one number a round."""
+
+    def __init__(self, task: str) -> None:
+        self.task = task
+        self.values: dict[str, dict[str, list[float]]] = {}
+        self.optimizer: dict[str, bool] = {}
+
+    def run(self, variants: list[str], steps: int, asked: argparse.Namespace) -> None:
+        """Runs all of them, interleaved."""
+        for number in range(asked.rounds):
+            first = number % len(variants)
+            for variant in variants[first:] + variants[:first]:
+                seen = measured(self.task, variant, steps=steps, asked=asked, optimizer=self.optimizer)
+                if variant in OURS and seen.get("optimizer"):
+                    self.optimizer = seen["optimizer"]  # type: ignore[assignment]
+                self._note(variant, seen, steps)
+
+    def _note(self, variant: str, seen: dict[str, object], steps: int) -> None:
+        times_s: list[float] = seen["times_s"]  # type: ignore[assignment]
+        numbers: list[int] = seen["steps"]  # type: ignore[assignment]
+        after = next(place for place, number in enumerate(numbers) if number >= min(FIRST, steps // 2))
+        step_s = (times_s[-1] - times_s[after]) / (numbers[-1] - numbers[after])
+        quantities = {"step_s": step_s, "process_s": float(str(seen["process_s"]))}
+        if "run_s" in seen:
+            run_s = float(str(seen["run_s"]))
+            each_s = [later - earlier for earlier, later in zip(times_s[after:], times_s[after + 1 :])]
+            extra_s = times_s[after] - times_s[0] - (numbers[after] - numbers[0]) * step_s
+            quantities |= {"median_s": statistics.median(each_s), "run_s": run_s, "first_share": extra_s / run_s}
+        for name, value in quantities.items():
+            self.values.setdefault(variant, {}).setdefault(name, []).append(value)
+
+    def show(self) -> None:
+        """Prints the figures."""
+        plain = self.values["plain"]
+        self._figure("plain_step", [1e6 * s for s in plain["step_s"]], "us", "absolute")
+        self._figure("plain_first_64", plain["first_share"], "share", "the whole run")
+        for variant, seen in self.values.items():
+            if variant == "plain":
+                continue
+            self._figure(variant, ratios(seen["step_s"], plain["step_s"]))
+            if "run_s" in seen:
+                self._figure(f"{variant}_median", ratios(seen["median_s"], plain["median_s"]))
+                self._figure(f"{variant}_run", ratios(seen["run_s"], plain["run_s"]))
+                self._figure(f"{variant}_first_64", seen["first_share"], "share", "the whole run")
+            else:
+                self._figure(f"{variant}_process", ratios(seen["process_s"], plain["process_s"]))
+            if variant in OURS and (same := self.values.get("plain_same_optimizer")):
+                against = f"plain loop, AdamW({', '.join(f'{k}={v}' for k, v in self.optimizer.items())})"
+                self._figure(f"{variant}_same_optimizer", ratios(seen["step_s"], same["step_s"]), "ratio", against)
+
+    def _figure(self, case: str, values: list[float], unit: str = "ratio", against: str = "plain loop") -> None:
+        figure("step_overhead", f"{self.task}_{case}", values, unit=unit, against=against)
 
 
-def our_default(model: nn.Module) -> Optimizer:
-    return make_optimizer("adamw", model, lr=LR, weight_decay=DECAY)
-
-
-def plain_block(task: Task, accumulation: int, batches: Iterator[Pair]) -> Block:
-    """The hand-written loop."""
-    torch.manual_seed(0)
-    model = task.make_model()
-    optimizer = torch_default(model)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: min(1.0, (step + 1) / WARMUP) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / TOTAL))),
-    )
-
-    def block() -> None:
-        for _ in range(task.steps):
-            optimizer.zero_grad()
-            for _ in range(accumulation):
-                loss = task.loss(model, next(batches)) / accumulation
-                loss.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_AT)
-            optimizer.step()
-            scheduler.step()
-
-    return lambda: seconds_of(block)
-
-
-def our_block(
-    task: Task,
-    batches: Iterator[StepBatch],
-    folder: Path,
-    *,
-    optimizer: Callable[[nn.Module], Optimizer] = our_default,
-) -> Block:
-    """Our engine, with what ``trainwright train`` has around it."""
-    torch.manual_seed(0)
-    model = task.make_model()
-    state = TrainState(model, optimizer(model))
-    advance = make_step(
-        task.our_loss,
-        schedule=make_schedule("cosine", total=TOTAL, warmup=WARMUP),
-        clip=make_clip("norm", CLIP_AT),
-    )
-    observers = all_observers(folder)
-
-    def block() -> None:
-        run(state, batches, advance, until=for_steps(state.step + task.steps), observers=observers)
-
-    return lambda: seconds_of(block)
-
-
-def all_observers(folder: Path) -> list[Observer]:
-    """Those of ``trainwright.training.run``, with its default cadence."""
-    number = len(list(folder.iterdir()))
-    progress = Progress(Console(file=(folder / f"{number}.txt").open("w")))
-    journal = Journal(LogWriter(folder / f"{number}.jsonl"), progress.say)
-    recorder = StepLog(journal, [], Every(steps=10))
-    return [recorder, TelemetryReader(journal, [], folder=folder), progress, Signals(progress.say)]
-
-
-def in_turn(task: Task) -> Iterator[Pair]:
-    """The batches in memory, for ever."""
-    return itertools.cycle(task.batches)
-
-
-def step_batches(task: Task, accumulation: int) -> Iterator[StepBatch]:
-    """The same tensors in the same order, as our loader hands them over."""
-    pairs = in_turn(task)
-    ids = np.arange(len(task.batches[0][0]), dtype=np.int64)
-    for number in itertools.count(1):
-        micro = tuple(MicroBatch(next(pairs), ids) for _ in range(accumulation))
-        yield StepBatch(micro, Cursor(0, number))
-
-
-def loader_blocks(task: Task, folder: Path) -> dict[str, Block]:
-    """Both with a loader of their own over one TensorDataset, shuffled, in the training process."""
-    dataset = TensorDataset(*(torch.cat(parts) for parts in zip(*task.batches, strict=True)))
-    size = len(task.batches[0][0])
-
-    def endless() -> Iterator[Pair]:
-        loader = DataLoader(dataset, batch_size=size, shuffle=True)
-        while True:
-            yield from loader
-
-    ours = iter(StepBatches(dataset, Loading(batch_size=size, micro_size=size)))
-    return {"plain": plain_block(task, 1, endless()), "mlp_loader": our_block(task, ours, folder)}
-
-
-def blocks_of(name: str, task: Task, accumulation: int, folder: Path) -> dict[str, Block]:
-    """The plain loop, ours, and ours with the plain loop's optimizer."""
-    case = f"{name}_accum{accumulation}"
-    return {
-        "plain": plain_block(task, accumulation, in_turn(task)),
-        case: our_block(task, step_batches(task, accumulation), folder),
-        f"{case}_same_optimizer": our_block(task, step_batches(task, accumulation), folder, optimizer=torch_default),
-    }
-
-
-def measure(blocks: dict[str, Block], given: Namespace, *, name: str, steps: int) -> None:
-    """Prints each case as a ratio to the plain loop, and the plain loop's step in microseconds."""
-    seconds = interleaved(blocks, given.rounds, uncounted=0 if given.quick else 1)
-    plain = seconds.pop("plain")
-    figure("step_overhead", f"{name}_plain", [1e6 * s / steps for s in plain], unit="us", against="absolute")
-    for case, ours in seconds.items():
-        figure("step_overhead", case, ratios(ours, plain), unit="ratio", against="plain loop")
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=0, help=f"default {ROUNDS}, with --quick 1")
+    parser.add_argument("--steps", type=int, default=0, help=f"default {STEPS}, with --quick 40")
+    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--only", default="", help=f"of {', '.join(VARIANTS)}; plain always runs")
+    parser.add_argument("--threads", type=int, default=2, help="threads of torch, in every variant")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--quick", action="store_true", help="a functional test: its figures mean little")
+    parsed = parser.parse_args()
+    parsed.rounds = parsed.rounds or (1 if parsed.quick else ROUNDS)
+    parsed.steps = parsed.steps or (40 if parsed.quick else STEPS)
+    return parsed
 
 
 def main() -> None:
-    given = arguments(__doc__, rounds=(15, 2))
-    torch.set_num_threads(given.threads)
-    mlp_steps, gpt_steps = (20, 1) if given.quick else (400, 8)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for accumulation in (1, 4):
-            task = mlp_task(mlp_steps // accumulation)
-            blocks = blocks_of("mlp", task, accumulation, folder)
-            if accumulation == 1:  # the recipe's loss: a sum with its weight, and the accuracy besides
-                with_accuracy = mlp_task(task.steps, our_loss=cross_entropy)
-                blocks["mlp_accum1_with_accuracy"] = our_block(with_accuracy, step_batches(task, 1), folder)
-            measure(blocks, given, name=f"mlp_accum{accumulation}", steps=task.steps)
-        task = mlp_task(mlp_steps)
-        measure(loader_blocks(task, folder), given, name="mlp_loader", steps=task.steps)
-        for accumulation in (1, 4):
-            task = gpt_task(max(1, gpt_steps // accumulation))
-            blocks = blocks_of("gpt", task, accumulation, folder)
-            measure(blocks, given, name=f"gpt_accum{accumulation}", steps=task.steps)
+    asked = options()
+    about("step_overhead")
+    wanted = asked.only.split(",") if asked.only else available()
+    variants = ["plain", *(name for name in available() if name in wanted and name != "plain")]
+    for task in asked.tasks.split(","):
+        rounds = Rounds(task)
+        steps = asked.steps if task == "mlp" or asked.quick else asked.steps // GPT_SHARE
+        if "plain_same_optimizer" in variants:  # which optimizer that is, a run of ours says
+            first = measured(task, "fit", steps=8, asked=asked, optimizer={})
+            rounds.optimizer = first["optimizer"]  # type: ignore[assignment]
+        rounds.run(variants, steps, asked)
+        rounds.show()
 
 
 if __name__ == "__main__":

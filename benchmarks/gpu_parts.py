@@ -1,0 +1,304 @@
+"""The parts of ``scripts/gpu``, one in this process: ``python -m benchmarks.gpu_parts PART DEVICE``.
+
+Prints JSON lines. On ``cuda`` without a CUDA device it prints that it was skipped, and ends well; on ``cpu`` it runs in
+a small form, which shows that the code works and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from benchmarks.figures import about, figure
+
+ROOT = Path(__file__).parent.parent
+GPT2 = {"layers": 12, "d_model": 768, "block_size": 1024, "vocab_size": 50257}
+SMALL = {"layers": 2, "d_model": 64, "block_size": 32, "vocab_size": 128}
+
+
+def flops_per_token(parameters: int, *, layers: int, d_model: int, block_size: int) -> float:
+    """Forward and backward FLOPs that a token of a GPT needs: 6 N + 12 L T D.
+
+    ``parameters`` are those of matrix products: without position embeddings; a tied token embedding counts once, as the
+    head. The second term is attention without regard to the causal mask (PaLM, appendix B, arXiv:2204.02311).
+    """
+    return 6.0 * parameters + 12.0 * layers * block_size * d_model
+
+
+def utilization(tokens_per_s: float, flops_of_a_token: float, peak_flops: float) -> float:
+    """Model FLOPs utilization: the share of the device's peak rate that goes into what the model needs."""
+    return tokens_per_s * flops_of_a_token / peak_flops
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Returns the peak rate of this GPU by the table of devices; None where it is not in the table."""
+    if device.type != "cuda":
+        return None
+    try:
+        from trainwright.forecast.local_device import local_device
+    except ImportError:  # a package is missing that only the planner needs
+        return None
+    found = local_device(probe=False)
+    return None if found.source.startswith("not in the table") else found.flops.get(precision)
+
+
+class Gpt:
+    """GPT-2 124M on the device with its step function and batches that lie there already; on a CPU a tiny one."""
+
+    def __init__(self, device: torch.device, precision: str, *, compiled: bool = False, accumulation: int = 1) -> None:
+        from trainwright.engine.clip import make_clip
+        from trainwright.engine.losses import language_model
+        from trainwright.engine.precision import Precision
+        from trainwright.engine.step import make_step
+        from trainwright.models.gpt import gpt
+        from trainwright.state.train_state import TrainState
+
+        torch.manual_seed(0)
+        self.device, self.shape = device, GPT2 if device.type == "cuda" else SMALL
+        self.micro, self.accumulation = (16 if device.type == "cuda" else 2), accumulation
+        self.model = gpt(heads=12 if device.type == "cuda" else 2, **self.shape).to(device)
+        if compiled:
+            self.model.compile()
+        how = Precision(precision, device.type)  # type: ignore[arg-type]
+        how.set_matmul_mode()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.state = TrainState(self.model, self.optimizer, scaler=how.scaler(device))
+        self.advance = make_step(language_model, precision=how, clip=make_clip("norm", 1.0))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.micro * self.accumulation * self.shape["block_size"]
+
+    def batches(self) -> Iterator[object]:
+        """Yields the same batch for ever."""
+        import numpy as np
+
+        from trainwright.state.cursor import MicroBatch, StepBatch
+
+        ids = torch.randint(self.shape["vocab_size"], (self.micro, self.shape["block_size"]), device=self.device)
+        numbers = np.arange(self.micro, dtype=np.int64)
+        while True:
+            yield StepBatch(tuple(MicroBatch((ids, ids), numbers) for _ in range(self.accumulation)))
+
+    def train(self, steps: int) -> None:
+        """Takes steps, without waiting for the device."""
+        from trainwright.engine.loop import steps as engine_steps
+        from trainwright.engine.until import for_steps
+
+        until = for_steps(self.state.step + steps)
+        for _ in engine_steps(self.state, self.batches(), self.advance, until=until):  # type: ignore[arg-type]
+            pass
+
+    def speed(self, steps: int) -> float:
+        """Takes steps; returns tokens/s, all work of the device included."""
+        wait_for(self.device)
+        begin_s = time.perf_counter()
+        self.train(steps)
+        wait_for(self.device)
+        return steps * self.tokens / (time.perf_counter() - begin_s)
+
+
+def wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def count(device: torch.device, on_gpu: int) -> int:
+    """How many steps or rounds: few on a CPU."""
+    return on_gpu if device.type == "cuda" else 2
+
+
+def tests(device: torch.device) -> None:
+    """The tests that need a GPU; on a CPU those of them that can run there."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_gpu.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)}
+    for word in ("passed", "failed", "skipped"):
+        figure("gpu_tests", word, [counts.get(word, 0)], unit="tests", against="absolute")
+    if done.returncode:
+        raise SystemExit(f"{done.stdout[-1500:]}\n{done.stderr[-400:]}")
+
+
+def sync(device: torch.device) -> None:
+    """Whether a step of the engine waits for the device, and how often a step of ``tw.fit`` does."""
+    for precision in ("fp32", "bf16", "fp16") if device.type == "cuda" else ("fp32", "bf16"):
+        for accumulation in (1, 4):
+            gpt = Gpt(device, precision, accumulation=accumulation)
+            gpt.train(3)
+            case = f"{precision}_accum{accumulation}"
+            where = first_sync(lambda gpt=gpt: gpt.train(count(device, 20)), device)
+            line = {"bench": "gpu_sync", "case": case, "value": int(bool(where)), "unit": "syncs", "where": where}
+            print(json.dumps(line), flush=True)
+    figure("gpu_sync", "fit", [syncs_of_fit(device)], unit="syncs/step", against="absolute")
+
+
+def first_sync(act: Callable[[], object], device: torch.device) -> str:
+    """Returns the innermost line of ours that made the host wait, '' where none did."""
+    if device.type != "cuda":
+        act()
+        return ""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        act()
+    except RuntimeError as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "trainwright" in frame.filename]
+        last = frames[-1] if frames else traceback.extract_tb(error.__traceback__)[-1]
+        return f"{last.filename}:{last.lineno} {last.line}: {error}"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return ""
+
+
+def syncs_of_fit(device: torch.device, steps: int = 100) -> float:
+    """Returns how often a step of ``tw.fit``, everything at its default, waited for the device after the first 64."""
+    import trainwright as tw
+
+    class SyncDebug:
+        """Switches torch's warnings on after step 64."""
+
+        def observe(self, result: object, state: tw.TrainState) -> None:
+            if state.step == 64 and device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("warn")
+
+        def close(self) -> None:
+            if device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+
+    x = torch.randn(4096, 64)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tw.fit(
+            model,
+            (x, x[:, :10].argmax(1)),
+            torch.nn.CrossEntropyLoss(),
+            until=f"{64 + steps}steps",
+            batch=64,
+            settings={"folder": folder},
+            observers=[SyncDebug()],
+            quiet=True,
+        )
+    return sum("synchroniz" in str(each.message) for each in caught) / steps
+
+
+def other_benchmark(name: str, *options: str) -> None:
+    """Runs another benchmark, which prints its own figures."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-m", f"benchmarks.{name}", *options])
+    if done.returncode:
+        raise SystemExit(f"{name} {' '.join(options)} ended with {done.returncode}")
+
+
+def overhead(device: torch.device) -> None:
+    small = () if device.type == "cuda" else ("--quick", "--tasks", "mlp")
+    variants = "plain_same_optimizer,fit,fit_no_doctor,train,fabric"
+    other_benchmark("step_overhead", "--device", device.type, "--only", variants, "--rounds", "3", *small)
+
+
+def stall(device: torch.device) -> None:
+    small = () if device.type == "cuda" else ("--quick",)
+    engines = "torch_save,dcp_async_kept,ours_at_once,ours"
+    other_benchmark("checkpoint_stall", "--device", device.type, "--only", engines, "--rounds", "2", *small)
+
+
+def plan(device: torch.device) -> None:
+    if device.type == "cpu":
+        other_benchmark("plan_accuracy", "--quick", "--device", "cpu")
+        return
+    for model in ("gpt", "resnet", "bert", "lora", "lstm"):
+        other_benchmark("plan_accuracy", "--device", "cuda", "--only", model)
+
+
+def amp(device: torch.device) -> None:
+    """Tokens/s by precision, eager and compiled."""
+    names = ("fp32", "tf32", "bf16", "fp16") if device.type == "cuda" else ("fp32", "bf16")
+    speeds: dict[str, list[float]] = {}
+    for compiled in (False, True) if device.type == "cuda" else (False,):
+        for precision in names:
+            gpt = Gpt(device, precision, compiled=compiled)
+            gpt.train(count(device, 5))
+            case = f"{precision}_compiled" if compiled else precision
+            speeds[case] = [gpt.speed(count(device, 20)) for _ in range(3)]
+            figure("gpu_amp", case, speeds[case], unit="tokens/s", against="absolute")
+            faster = [one / other for one, other in zip(speeds[case], speeds["fp32"])]
+            figure("gpu_amp", f"{case}_speedup", faster, unit="ratio", against="fp32, eager")
+            del gpt
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+def mfu(device: torch.device) -> None:
+    """Steps of the engine with batches on the device; then ``trainwright train``, everything at its default."""
+    gpt = Gpt(device, "bf16", compiled=device.type == "cuda", accumulation=count(device, 4))
+    gpt.train(count(device, 5))
+    speeds = [gpt.speed(count(device, 20)) for _ in range(3)]
+    shape = {name: gpt.shape[name] for name in ("layers", "d_model", "block_size")}
+    positions = shape["block_size"] * shape["d_model"]
+    each = flops_per_token(sum(p.numel() for p in gpt.model.parameters()) - positions, **shape)
+    show_utilization("engine", speeds, each, peak_flops(device, "bf16"))
+    del gpt
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        show_utilization("train", [speed_of_recipe()], each, peak_flops(device, "bf16"))
+
+
+def show_utilization(case: str, speeds: list[float], flops_of_a_token: float, peak: float | None) -> None:
+    figure("gpu_mfu", f"{case}_speed", speeds, unit="tokens/s", against="absolute")
+    rates = [speed * flops_of_a_token for speed in speeds]
+    figure("gpu_mfu", f"{case}_rate", rates, unit="FLOP/s", against="absolute")
+    shares = [utilization(speed, flops_of_a_token, peak) for speed in speeds] if peak else []
+    figure("gpu_mfu", case, shares, unit="share", against=f"{peak:.3g} FLOP/s" if peak else "peak not known")
+
+
+def speed_of_recipe(steps: int = 80) -> float:
+    """Tokens/s of recipes/gpt2-124m.yaml by its log, after the first 64 steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = [f"until={steps}steps", "batch.size=64", "batch.micro=16", "model.compile=true", "log.every=1steps"]
+        settings += ["model.activation_checkpointing=none", "schedule.warmup=10steps", "evaluation.batches=2"]
+        chosen = [word for setting in settings for word in ("--set", setting)]
+        recipe = str(ROOT / "recipes" / "gpt2-124m.yaml")
+        command = [sys.executable, "-m", "trainwright", "train", recipe, *chosen]
+        subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        log = next(Path(folder).glob("runs/*/log.jsonl")).read_text().splitlines()
+    records = [record for line in log if (record := json.loads(line))["kind"] == "step" and record["step"] >= 64]
+    first, last = records[0], records[-1]
+    return float((last["tokens"] - first["tokens"]) / (last["time_s"] - first["time_s"]))
+
+
+PARTS: dict[str, Callable[[torch.device], None]] = {
+    "tests": tests,
+    "sync": sync,
+    "overhead": overhead,
+    "stall": stall,
+    "plan": plan,
+    "amp": amp,
+    "mfu": mfu,
+}
+
+
+def main() -> None:
+    part, device = sys.argv[1], torch.device(sys.argv[2])
+    about(f"gpu_{part}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print(json.dumps({"bench": f"gpu_{part}", "skipped": "no CUDA device"}), flush=True)
+        return
+    if device.type == "cuda":
+        name, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
+        print(json.dumps({"bench": f"gpu_{part}", "device": name, "memory_bytes": memory}), flush=True)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    PARTS[part](device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""The promises of the engine on a GPU. Where a CPU can keep one, its test runs there, too, and so is known to be right.
+
+``scripts/gpu OUT tests`` runs these where there is an NVIDIA GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trainwright as tw
+from trainwright.state.codec import same_bits
+
+ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+def net(device: str, dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 3)).to(device)
+
+
+def batches(device: str, *, poisoned: int | None = None) -> Iterator[tw.StepBatch]:
+    """Two micro-batches of 16 each, for ever; the inputs of step ``poisoned`` are NaN."""
+    draw = torch.Generator().manual_seed(1)
+    step = 0
+    while True:
+        step += 1
+        micro = []
+        for _ in range(2):
+            x = torch.randn(16, 8, generator=draw)
+            if step == poisoned:
+                x.fill_(torch.nan)
+            micro.append(tw.MicroBatch((x.to(device), x[:, :3].argmax(1).to(device)), np.arange(16)))
+        yield tw.StepBatch(tuple(micro), tw.Cursor(0, step))
+
+
+def state_of(model: nn.Module, precision: str = "fp32") -> tuple[tw.TrainState, tw.Precision]:
+    device = next(model.parameters()).device
+    how = tw.Precision(precision, device.type)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    return tw.TrainState(model, optimizer, scaler=how.scaler(device)), how
+
+
+def train(state: tw.TrainState, how: tw.Precision, stream: Iterator[tw.StepBatch], steps: int) -> None:
+    advance = tw.make_step(nn.CrossEntropyLoss(), precision=how, clip=tw.make_clip("norm", 1.0))
+    for _ in tw.steps(state, stream, advance, until=tw.for_steps(state.step + steps)):
+        pass
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    assert all(same_bits(value, second[name]) for name, value in first.items())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_same_bits_as_a_loop_written_by_hand(device: str, precision: str) -> None:
+    ours = net(device)
+    state, how = state_of(ours, precision)
+    train(state, how, batches(device), 8)
+    plain = net(device)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    for _, batch in zip(range(8), batches(device)):
+        optimizer.zero_grad()
+        for micro in batch.micro:
+            with how.autocast():
+                loss = nn.functional.cross_entropy(plain(micro.data[0]), micro.data[1]) / 2
+            loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+    assert_same(weights(plain), weights(ours))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_an_update_that_is_not_finite_does_not_reach_the_weights(device: str, precision: str) -> None:
+    if (device, precision) == ("cpu", "fp16"):
+        pytest.skip("fp16 on a CPU is tested with the engine")
+    model = net(device)
+    state, how = state_of(model, precision)
+    stream = batches(device, poisoned=4)
+    train(state, how, stream, 3)
+    before = weights(model)
+    train(state, how, stream, 1)
+    assert_same(before, weights(model))
+    train(state, how, stream, 1)
+    assert not torch.equal(before["0.weight"], model[0].weight)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_resumed_run_ends_in_the_same_bits(device: str, tmp_path: Path) -> None:
+    straight, how = state_of(net(device, dropout=0.3))
+    stream = batches(device)
+    torch.manual_seed(5)
+    train(straight, how, stream, 4)
+    tw.save_checkpoint(straight, tmp_path)
+    train(straight, how, stream, 4)
+    resumed, _ = state_of(net(device, dropout=0.3))
+    tw.load_checkpoint(resumed, tmp_path / "step-00000004")
+    stream = batches(device)
+    for _ in range(4):
+        next(stream)
+    train(resumed, how, stream, 4)
+    assert_same(weights(straight.model), weights(resumed.model))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_watched_loop_trains_to_the_same_bits(device: str) -> None:
+    def trained(*, watched: bool) -> dict[str, Tensor]:
+        model = net(device, dropout=0.3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        torch.manual_seed(7)
+
+        def loop() -> None:
+            for _, batch in zip(range(12), batches(device)):
+                x, y = batch.micro[0].data
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+
+        if watched:
+            with tw.watch(model, optimizer, out=None, quiet=True):
+                loop()
+        else:
+            loop()
+        return weights(model)
+
+    assert_same(trained(watched=False), trained(watched=True))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_step_does_not_wait_for_the_device(precision: str) -> None:
+    state, how = state_of(net("cuda"), precision)
+    few = [batch for _, batch in zip(range(12), batches("cuda"))]
+    train(state, how, iter(few[:4]), 4)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        train(state, how, iter(few[4:]), 8)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert state.step == 12
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_memory_that_runs_out_makes_smaller_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 260 * 2**20) / total)
+    try:
+        x = torch.randn(256, 4096)
+        wide = nn.Sequential(nn.Linear(4096, 2048), *(nn.ReLU() if i % 2 else nn.GELU() for i in range(120)))
+        model = nn.Sequential(wide, nn.Linear(2048, 2))
+        result = tw.fit(model, (x, (x.sum(1) > 0).long()), nn.CrossEntropyLoss(), until="3steps", batch=256, quiet=True)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert result.ending == "finished" and result.state is not None and result.state.micro_limit is not None
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_fit_trains_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    x = torch.randn(256, 8)
+    result = tw.fit(net("cpu"), (x, x[:, :3].argmax(1)), nn.CrossEntropyLoss(), until="30ep", lr=1e-2, quiet=True)
+    assert result.state is not None and result.loss is not None
+    assert next(result.state.model.parameters()).device.type == "cuda" and result.loss < 0.5
