@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.figures import arguments, figure, interleaved, ratios, seconds_of
+from benchmarks.figures import about, arguments, figure, interleaved, ratios, seconds_of
 from trainwright.engine.chunked import chunked_cross_entropy
 from trainwright.engine.losses import language_model
 from trainwright.models.gpt import gpt
@@ -123,6 +123,7 @@ def compare_steps(rows: int, width: int, dtype: torch.dtype | None, rounds: int)
 
 def main() -> None:
     given = arguments(__doc__, rounds=(7, 1), rows=(4096, 512), width=(768, 64))
+    about("chunked_loss")
     torch.set_num_threads(given.threads)
     for name, dtype in (("fp32", None), ("bf16", torch.bfloat16)):
         compare(f"{name}_rows{given.rows}", task(given.rows, given.width, dtype), given.rounds)

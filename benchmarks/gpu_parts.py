@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+
 from benchmarks.figures import about, figure
 
 ROOT = Path(__file__).parent.parent
@@ -201,13 +202,13 @@ def other_benchmark(name: str, *options: str) -> None:
 
 
 def overhead(device: torch.device) -> None:
-    small = () if device.type == "cuda" else ("--quick", "--tasks", "mlp")
+    small = () if device.type == "cuda" else ("--quick", "--tasks", "mlp", "--threads", "1")
     variants = "plain_same_optimizer,fit,fit_no_doctor,train,fabric"
     other_benchmark("step_overhead", "--device", device.type, "--only", variants, "--rounds", "3", *small)
 
 
 def stall(device: torch.device) -> None:
-    small = () if device.type == "cuda" else ("--quick",)
+    small = () if device.type == "cuda" else ("--quick", "--threads", "1")
     engines = "torch_save,dcp_async_kept,ours_at_once,ours"
     other_benchmark("checkpoint_stall", "--device", device.type, "--only", engines, "--rounds", "2", *small)
 

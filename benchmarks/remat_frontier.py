@@ -132,6 +132,7 @@ def report(bench: Bench, ready: dict[str, Callable[[], TrainState]], base: str, 
 
 def main() -> None:
     given = figures.arguments(__doc__, rounds=(7, 1), rows=(4, 2), compiled=(0, 0))
+    figures.about("remat_frontier")
     torch.set_num_threads(1)
     bench = Bench(given.quick, given.rows)
     ready = {name: bench.plain_or(candidate.checkpointing) for name, candidate in planned(bench).items()}

@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.figures import arguments, figure, interleaved, ratios, seconds_of
+from benchmarks.figures import about, arguments, figure, interleaved, ratios, seconds_of
 
 TINY = """
 import torch
@@ -91,6 +91,7 @@ def against(case: str, ours: Sequence[float], theirs: Sequence[float], what: str
 
 def main() -> None:
     given = arguments(__doc__, rounds=(11, 1))
+    about("startup")
     threads: int = given.threads
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

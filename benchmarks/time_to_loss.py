@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks import nanogpt
-from benchmarks.figures import arguments, figure
+from benchmarks.figures import about, arguments, figure
 from benchmarks.nanogpt import BLOCK
 from trainwright.data.text import CharText, python_topics
 from trainwright.engine.step import StepResult
@@ -122,6 +122,7 @@ def trained(side: str, budget_s: float, *, seed: int, threads: int) -> Trained:
 
 def main() -> None:
     given = arguments(__doc__, seconds=(60.0, 8.0), pairs=(1, 1))
+    about("time_to_loss")
     theirs: list[Trained] = []
     ours: list[Trained] = []
     reached: list[float] = []

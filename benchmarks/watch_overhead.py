@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import trainwright as tw
-from benchmarks.figures import arguments, figure, interleaved, ratios
+from benchmarks.figures import about, arguments, figure, interleaved, ratios
 from trainwright.models.gpt import gpt as gpt_model
 
 
@@ -97,6 +97,7 @@ def plain(make: Callable[[], Any], steps: int) -> float:
 def main() -> None:
     """Three JSON lines for each loop."""
     asked = arguments(__doc__, rounds=(11, 2), mlp_steps=(1000, 50), gpt_steps=(64, 8))
+    about("watch_overhead")
     torch.set_num_threads(asked.threads)
     for name, make, steps in (("mlp", mlp, asked.mlp_steps), ("gpt", gpt, asked.gpt_steps)):
         ours = Watched(make, steps, 2**26)

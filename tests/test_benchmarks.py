@@ -1,13 +1,18 @@
-"""The benchmarks run, and each prints figures of one shape. What they measure is nobody's business here."""
+"""The benchmarks run, and each prints figures of one shape. What they measure is not tested."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from benchmarks.gpu import run_part
+from benchmarks.gpu_parts import flops_per_token, utilization
 
 
 def figures(bench: str, *options: str) -> list[dict[str, Any]]:
@@ -15,7 +20,10 @@ def figures(bench: str, *options: str) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", f"benchmarks.{bench}", "--quick", "--threads", "1", *options]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    about, *seen = [json.loads(line) for line in done.stdout.splitlines()]
+    assert list(about) == ["bench", "date", "command", "python", "versions", "cores", "load"]
+    assert about["command"].startswith(f"python -m benchmarks.{bench} --quick")
+    return seen
 
 
 @pytest.mark.slow
@@ -24,8 +32,8 @@ def figures(bench: str, *options: str) -> list[dict[str, Any]]:
     [
         (
             "step_overhead",
-            (),
-            {"mlp_accum1", "mlp_accum4", "gpt_accum1", "gpt_accum4", "mlp_accum1_same_optimizer", "mlp_loader"},
+            ("--tasks", "mlp", "--only", "plain_same_optimizer,fit,train"),
+            {"mlp_plain_step", "mlp_fit", "mlp_fit_run", "mlp_fit_first_64", "mlp_fit_same_optimizer", "mlp_train"},
         ),
         ("startup", (), {"import_extra", "help_extra", "first_step"}),
         ("time_to_loss", ("--seconds", "1"), {"same_loss", "loss_plain", "loss_ours"}),
@@ -38,9 +46,37 @@ def test_a_benchmark_prints_figures(bench: str, options: tuple[str, ...], cases:
     for figure in seen:
         assert list(figure) == ["bench", "case", "value", "unit", "against", "n", "spread"]
         assert figure["bench"] == bench
-        assert figure["unit"] in ("ratio", "s", "us", "nats")
+        assert figure["unit"] in ("ratio", "s", "us", "nats", "share")
         if figure["n"] == 0:  # the loss was not reached
             assert figure["value"] is None and figure["spread"] is None
         else:
             least, most = figure["spread"]
             assert least <= figure["value"] <= most
+
+
+def test_the_utilization_of_gpt2() -> None:
+    """GPT-2 124M: 124,439,808 parameters, of which 1024 x 768 are positions; 312 TFLOP/s is an A100 in bf16."""
+    each = flops_per_token(124_439_808 - 1024 * 768, layers=12, d_model=768, block_size=1024)
+    assert each == pytest.approx(6 * 123_653_376 + 12 * 12 * 1024 * 768)
+    assert utilization(100_000, each, 312e12) == pytest.approx(0.274, abs=1e-3)
+    assert utilization(200_000, each, 312e12) == pytest.approx(2 * utilization(100_000, each, 312e12))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_part_for_a_gpu_says_that_there_is_none(tmp_path: Path) -> None:
+    assert run_part("mfu", tmp_path, "cuda")
+    about, skipped, ended = [json.loads(line) for line in (tmp_path / "mfu.jsonl").read_text().splitlines()]
+    assert about["bench"] == "gpu_mfu"
+    assert skipped == {"bench": "gpu_mfu", "skipped": "no CUDA device"}
+    assert ended["case"] == "mfu" and "error" not in ended
+
+
+@pytest.mark.slow
+def test_a_part_for_a_gpu_that_fails_leaves_its_error(tmp_path: Path) -> None:
+    assert not run_part("mfu", tmp_path, "no-such-device")
+    last = json.loads((tmp_path / "mfu.jsonl").read_text().splitlines()[-1])
+    assert last["error"] == "exit code 1" and "no-such-device" in last["stderr"]
+    assert not run_part("mfu", tmp_path, "cpu", limit_s=0.05)
+    last = json.loads((tmp_path / "mfu.jsonl").read_text().splitlines()[-1])
+    assert last["error"] == "not done after 0.05 s"
