@@ -168,7 +168,6 @@ def command(task: Task) -> dict[str, object]:
     )
     from trainwright.cli import app
 
-    sys.path.insert(0, "")
     sys.argv = ["trainwright", "train", "recipe.yaml"]
     with Path("output.txt").open("w") as output, redirect_stdout(output), suppress(SystemExit):
         app()

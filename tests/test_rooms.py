@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-import pytest
-
 from tests.house import HOUSE, files, imports, room_of, runtime_imports, shown
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -61,7 +59,6 @@ def test_imports_go_one_way() -> None:
     assert set(found) == OWED, "mended: take it out of the list"
 
 
-@pytest.mark.xfail(strict=True, reason="the tree still lists files")
 def test_the_tree_in_the_readme_lists_the_rooms() -> None:
     readme = (HOUSE.parent / "README.md").read_text()
     tree = readme[readme.index("```\ntrainwright/\n") :].removeprefix("```\ntrainwright/\n").split("```")[0]
