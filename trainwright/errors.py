@@ -6,11 +6,11 @@
     │   └── MissingExtra              exit 2   an optional package is needed and not installed
     ├── DataError                     exit 1   a sample or a batch is wrong: names the sample ids
     ├── StorageError                  exit 1   disk full, no permission, folder gone
-    ├── OutOfMemory                   exit 1   a step does not fit, however it is cut: says what held the memory
+    ├── OutOfMemory                   exit 1   a step does not fit, even one sample at a time: says what held the memory
     └── CheckpointError               exit 1   a checkpoint is missing, torn or does not fit
 
-A user's mistake ends in one of these and in no traceback; an ``AssertionError`` is our own bug. ``suggest`` and
-``require_choice`` are the one "did you mean" for names that are wrong.
+A user's mistake ends in one of these, without a traceback; an ``AssertionError`` is a bug of ours. ``suggest`` and
+``require_choice`` make every "did you mean" for unknown names.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Problem:
 
 
 class RecipeError(UsageError):
-    """One or more problems with a recipe, all said at once."""
+    """One or more problems with a recipe, all reported at once."""
 
     def __init__(self, problems: Problem | Sequence[Problem]) -> None:
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
@@ -72,7 +72,7 @@ class RecipeError(UsageError):
 
 
 class MissingExtra(UsageError):
-    """An optional package is needed that is not installed."""
+    """An optional package is needed and not installed."""
 
     def __init__(self, package: str, *, extra: str, needed_for: str) -> None:
         super().__init__(

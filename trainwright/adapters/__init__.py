@@ -1,26 +1,44 @@
-"""The watch in loops of other libraries: one callback each, so that ``import trainwright`` needs none of them."""
+"""The watch in loops of other libraries, one callback for each; ``import trainwright`` imports none of them."""
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Literal, TypedDict
 
+from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.errors import MissingExtra
 
 
-def required(package: str, *, needed_for: str) -> Any:
-    """The package; MissingExtra where it is not installed."""
+class WatchChoices(TypedDict, total=False):
+    """The options of ``tw.watch`` that a callback takes; the model, optimizer, loader, ... are those of the trainer."""
+
+    loss: nn.Module
+    accumulation: int | None
+    out: str | Path | None
+    on_nonfinite: Literal["skip", "stop", "observe"]
+    on_spike: Literal["warn", "skip", "rollback"]
+    skip: str | Path | Iterable[Iterable[int]]
+    keep: int
+    memory_bytes: int | None
+    quiet: bool
+
+
+def required(package: str, *, needed_for: str) -> ModuleType:
+    """Imports a package. Raises MissingExtra where it is not installed."""
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
         raise MissingExtra(package, extra="adapters", needed_for=needed_for) from error
 
 
-def innermost(optimizer: Any) -> Optimizer:
-    """The optimizer that really steps: accelerate's and Lightning's are shells around it."""
-    while "_optimizer_step_pre_hooks" not in vars(optimizer):  # what torch gives to each that it knows
-        optimizer = getattr(optimizer, "optimizer", None) or optimizer._optimizer
-    found: Optimizer = optimizer
-    return found
+def innermost(optimizer: object) -> Optimizer:
+    """The torch optimizer inside of the wrappers of Accelerate and Lightning."""
+    while "_optimizer_step_pre_hooks" not in vars(optimizer):  # every torch optimizer has them
+        optimizer = getattr(optimizer, "optimizer", None) or vars(optimizer)["_optimizer"]
+    assert isinstance(optimizer, Optimizer)
+    return optimizer

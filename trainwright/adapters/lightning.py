@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-from trainwright.adapters import innermost, required
+from trainwright.adapters import WatchChoices, innermost, required
 from trainwright.runlog.records import Found
 from trainwright.watching.watch import watch
 
 if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
     from trainwright.watching.watch import Watch
 
 _Callback: Any = required("lightning.pytorch", needed_for="trainwright.adapters.lightning").Callback
@@ -17,20 +19,19 @@ _Callback: Any = required("lightning.pytorch", needed_for="trainwright.adapters.
 class WatchCallback(_Callback):  # type: ignore[misc]
     """``tw.watch`` from the begin of ``fit`` to its end, or to the exception that ends it.
 
-    Takes the options of ``tw.watch``. Heard are calls of the LightningModule and, where ``training_step`` calls those
-    instead, of the modules right inside of it.
+    It sees calls of the LightningModule, and of its direct submodules where ``training_step`` calls these instead.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: Unpack[WatchChoices]) -> None:
         self._options = options
         self.watch: Watch | None = None
         self._is_open = False
 
     def findings(self) -> list[Found]:
-        """What is known by now, the first cause first."""
+        """The findings so far, the first cause first."""
         return [] if self.watch is None else self.watch.findings()
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._leave(None)
         self.watch = watch(
             pl_module,
@@ -44,10 +45,10 @@ class WatchCallback(_Callback):  # type: ignore[misc]
         self._is_open = True
         self.watch.attendant.hear_parts()
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._leave(None)
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._leave(exception)
 
     def _leave(self, error: BaseException | None) -> None:

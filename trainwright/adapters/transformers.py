@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Unpack
 
-from trainwright.adapters import innermost, required
+from trainwright.adapters import WatchChoices, innermost, required
 from trainwright.runlog.records import Found
 from trainwright.watching.watch import watch
 
 if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
     from trainwright.watching.watch import Watch
 
 _transformers: Any = required("transformers", needed_for="trainwright.adapters.transformers")
@@ -16,32 +19,36 @@ required("accelerate", needed_for="trainwright.adapters.transformers")
 
 
 class WatchTrainerCallback(_transformers.TrainerCallback):  # type: ignore[misc]
-    """``tw.watch`` from the begin of ``train`` to its end, or to the exception that ends it. Takes its options."""
+    """``tw.watch`` from the begin of ``train`` to its end, or to the exception that ends it."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: Unpack[WatchChoices]) -> None:
         self._options = options
         self.watch: Watch | None = None
-        self._undo: Any = None
+        self._undo: Callable[[], None] | None = None
 
     def findings(self) -> list[Found]:
-        """What is known by now, the first cause first."""
+        """The findings so far, the first cause first."""
         return [] if self.watch is None else self.watch.findings()
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
+    ) -> None:
         self._leave(None)
-        optimizer, loader = given["optimizer"], given["train_dataloader"]
+        optimizer, loader = objects["optimizer"], objects["train_dataloader"]
         self.watch = watch(
-            given["model"],
+            objects["model"],
             innermost(optimizer),
             loader=getattr(loader, "base_dataloader", loader),
             scaler=getattr(optimizer, "scaler", None),
-            scheduler=getattr(given["lr_scheduler"], "scheduler", given["lr_scheduler"]),
+            scheduler=getattr(objects["lr_scheduler"], "scheduler", objects["lr_scheduler"]),
             **{"accumulation": args.gradient_accumulation_steps} | self._options,
         )
         self.watch.__enter__()
         self._undo = _on_exception(self._leave)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: object
+    ) -> None:
         self._leave(None)
 
     def _leave(self, error: BaseException | None) -> None:
@@ -51,13 +58,13 @@ class WatchTrainerCallback(_transformers.TrainerCallback):  # type: ignore[misc]
             self.watch.__exit__(None if error is None else type(error), error, None)
 
 
-def _on_exception(leave: Any) -> Any:
-    """Tells ``leave`` what comes out of an epoch: the Trainer has no event for that. Returns how to undo it."""
+def _on_exception(leave: Callable[[BaseException], None]) -> Callable[[], None]:
+    """Calls ``leave`` with an exception that ends an epoch, for which the Trainer has no event. Returns the undo."""
     trainer = _transformers.Trainer
     name = "_run_epoch" if hasattr(trainer, "_run_epoch") else "training_step"  # the second in older versions
     original = getattr(trainer, name)
 
-    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def guarded(self: object, *args: object, **kwargs: object) -> object:
         try:
             return original(self, *args, **kwargs)
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""The command line: thin verbs, by when they are used."""
+"""The command line: thin verbs, in files by when they are used (before, during and after a run)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["after", "app", "before", "main", "running"]
 
 
 def main() -> None:
-    """The entry point. Interrupted twice, it does not wait for a checkpoint that a thread is writing."""
+    """The entry point. After a second interrupt it does not wait for a checkpoint that a thread is writing."""
     try:
         app()
     except SystemExit as end:

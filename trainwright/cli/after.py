@@ -1,4 +1,4 @@
-"""The verbs for what a run has left."""
+"""The verbs for a run that exists."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import typer
 from trainwright.cli.app import Json, RecipePath, Settings, answer, app, finish, say_to, verb
 from trainwright.version import __version__
 
-verify_app = typer.Typer(help="Prove that checkpoints are whole, and that a resumed run is the same bits.")
+verify_app = typer.Typer(help="Prove that checkpoints are whole, and that a resumed run gives the same bits.")
 app.add_typer(verify_app, name="verify", no_args_is_help=True)
 
 
 @verb()
 def diagnose(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")], as_json: Json = False) -> None:
-    """Say what is wrong with a run, dead or alive, from its records; exit 3 when something critical is."""
+    """Say what is wrong with a run, dead or alive, from its records; exit 3 when a finding is critical."""
     from trainwright.report.diagnosis import diagnosis_of
     from trainwright.runlog.folder import RunFolder
 
@@ -27,8 +27,8 @@ def diagnose(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run fold
 
 @verb()
 def replay(
-    path: Annotated[Path, typer.Argument(metavar="BUNDLE|RUN", help="bundles/step-N, or a run of our own engine.")],
-    step: Annotated[int | None, typer.Option(help="Which step; of a bundle, its own.")] = None,
+    path: Annotated[Path, typer.Argument(metavar="BUNDLE|RUN", help="bundles/step-N, or a run of trainwright train.")],
+    step: Annotated[int | None, typer.Option(help="Which step; a bundle has only its own.")] = None,
     model: Annotated[
         str | None,
         typer.Option(metavar="FILE:FUNCTION", help="Builds the model of a watched loop: train.py:make"),
@@ -36,7 +36,7 @@ def replay(
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """Run a step again, bit for bit, and look closely at it; exit 1 when it does not come out the same."""
+    """Run a step again, bit for bit, and examine it; exit 1 when the result differs."""
     from trainwright.verbs.replay import rerun
 
     answer(rerun(path, step, model=model, settings=settings or [], say=say_to(as_json)), as_json)
@@ -49,7 +49,7 @@ def explain(
     ],
     as_json: Json = False,
 ) -> None:
-    """Print the page of a finding: what it is, how to tell it from its look-alikes, remedies, sources."""
+    """Print the page of a finding: what it is, why it matters, its look-alikes, remedies, sources."""
     from trainwright.doctor.pages import page
 
     text = page(code)
@@ -61,9 +61,9 @@ def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     layout: Annotated[str, typer.Option("--format", help="safetensors, hf or state_dict.")] = "safetensors",
     which: Annotated[str, typer.Option(help="last, best, or the step of a checkpoint.")] = "last",
-    average: Annotated[bool, typer.Option("--average", help="The moving average of the weights.")] = False,
-    adapter: Annotated[bool, typer.Option("--adapter", help="The LoRA adapter alone, in PEFT's layout.")] = False,
-    out: Annotated[Path | None, typer.Option(help="A new folder; in the run's own export/ otherwise.")] = None,
+    average: Annotated[bool, typer.Option("--average", help="Export the moving average of the weights.")] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Export only the LoRA adapter, in PEFT's layout.")] = False,
+    out: Annotated[Path | None, typer.Option(help="A new folder; else in the run's export/.")] = None,
     as_json: Json = False,
 ) -> None:
     """Write the weights of a run for other programs."""
@@ -72,8 +72,8 @@ def export(
     done = write(run, format=layout, which=which, average=average, adapter=adapter, out=out)
     for message in done.stepped_over:
         print(f"stepped over: {message}", file=sys.stderr)
-    said = f"{done.path}\n  step {done.step:,}, {done.tensors} tensors, {done.bytes:,} bytes"
-    print(json.dumps(done.to_json()) if as_json else said)
+    summary = f"{done.path}\n  step {done.step:,}, {done.tensors} tensors, {done.bytes:,} bytes"
+    print(json.dumps(done.to_json()) if as_json else summary)
 
 
 @verb("checkpoint", of=verify_app)
@@ -101,12 +101,12 @@ def verify_resume(
     steps: Annotated[int, typer.Option(min=1, help="Steps before the kill, and as many again after it.")] = 6,
     workers: Annotated[int, typer.Option(min=0, help="data.workers until the kill.")] = 2,
     then_workers: Annotated[int, typer.Option(min=0, help="data.workers of the resumed run.")] = 3,
-    kill: Annotated[bool, typer.Option(help="End the first part by SIGKILL, or by an orderly stop.")] = True,
-    keep: Annotated[bool, typer.Option(help="Keep the runs also when they are equal.")] = False,
+    kill: Annotated[bool, typer.Option(help="End the first part by SIGKILL; otherwise by an orderly stop.")] = True,
+    keep: Annotated[bool, typer.Option(help="Keep the runs even when they are equal.")] = False,
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """Prove on a recipe that a killed and resumed run is the same bits as one that was not."""
+    """Prove on a recipe that a run which is killed and resumed gives the same bits as one that is not."""
     from trainwright.verbs.verify.resume import ResumeTrial
     from trainwright.verbs.verify.resume import verify_resume as verify
 

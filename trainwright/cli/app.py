@@ -1,6 +1,6 @@
 """What all verbs share.
 
-Each takes --json and then prints one JSON object last; what a person reads goes to stderr then.
+Each takes --json, and then prints one JSON object last on stdout; everything else goes to stderr.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, Protocol
 
 import typer
 from typer.core import TyperGroup
@@ -27,10 +27,24 @@ ENDED = "the code that the recipe names ended the process: sys.exit({!r})"
 KEEP_RUNNING = "put what only a script does, such as parse_args(), below `if __name__ == '__main__':`"
 
 
-class Verbs(TyperGroup):
-    """With --json, wrong usage is told as an object, too."""
+class Result(Protocol):
+    """What a verb ends with."""
 
-    def invoke(self, ctx: Any) -> Any:
+    @property
+    def exit_code(self) -> int: ...
+    def to_json(self) -> Mapping[str, object]: ...
+
+
+class Report(Result, Protocol):
+    """A result that is printed as lines of text without --json."""
+
+    def lines(self) -> list[str]: ...
+
+
+class Verbs(TyperGroup):
+    """With --json, wrong usage is printed as an object too."""
+
+    def invoke(self, ctx: Any) -> object:  # typer keeps the class of its context private
         try:
             return super().invoke(ctx)
         except Exception as error:
@@ -55,13 +69,13 @@ Settings = Annotated[
 ]
 Accepted = Annotated[
     list[str] | None,
-    typer.Option("--accept", metavar="PATH", help="A difference that is wanted though it changes the maths, or all."),
+    typer.Option("--accept", metavar="PATH", help="Accept this difference though it changes the maths; or all."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object last, on stdout.")]
 
 
 def verb(name: str | None = None, *, of: typer.Typer = app) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Registers a verb; every error becomes a sentence with its remedy and the exit code of its kind."""
+    """Registers a verb. Every error is printed with its remedy, and ends the process with the exit code of its kind."""
 
     def register(function: Callable[P, None]) -> Callable[P, None]:
         @functools.wraps(function)
@@ -81,31 +95,31 @@ def verb(name: str | None = None, *, of: typer.Typer = app) -> Callable[[Callabl
 
 
 def prints_aside(as_json: bool) -> AbstractContextManager[object]:
-    """Around the user's code: with --json, what models and datasets print goes to stderr."""
+    """A context for the user's code: with --json, what models and datasets print goes to stderr."""
     return redirect_stdout(sys.stderr) if as_json else nullcontext()
 
 
 def console_for(as_json: bool) -> Console:
-    """Where progress goes: with --json, stdout belongs to the object."""
+    """The console for progress: with --json it is stderr, as stdout is for the object."""
     from rich.console import Console
 
     return Console(stderr=as_json)
 
 
 def say_to(as_json: bool) -> Callable[[str], None]:
-    """Prints a line there as it is."""
+    """A function that prints a line there, without markup."""
     return functools.partial(console_for(as_json).print, markup=False, highlight=False, soft_wrap=True)
 
 
-def finish(result: Any, as_json: bool) -> None:
-    """Prints what a run ended with, and ends the process with its exit code."""
+def finish(result: Result, as_json: bool) -> None:
+    """Prints the result as JSON if asked to, and ends the process with its exit code."""
     if as_json:
         print(json.dumps(result.to_json()))
     raise typer.Exit(result.exit_code)
 
 
-def answer(report: Any, as_json: bool) -> None:
-    """Prints a diagnosis; exit 3 when it holds a critical finding."""
+def answer(report: Report, as_json: bool) -> None:
+    """Prints a report, and ends the process with its exit code."""
     if as_json:
         print(json.dumps(report.to_json()))
     else:

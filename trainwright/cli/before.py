@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -23,7 +23,7 @@ from trainwright.cli.app import (
 
 @verb()
 def check(recipe: RecipePath, settings: Settings = None, as_json: Json = False) -> None:
-    """Say whether a recipe would train: a verdict a line, with its remedy; exit 3 when it would not."""
+    """Say whether a recipe would train: one line for each verdict, with its remedy; exit 3 when it would not."""
     from trainwright.recipe import load
 
     loaded = load(recipe, overrides=settings or [])
@@ -37,23 +37,32 @@ def check(recipe: RecipePath, settings: Settings = None, as_json: Json = False) 
 @verb()
 def plan(
     recipe: RecipePath,
-    device: Annotated[str | None, typer.Option(help="h100-80gb, rtx4090, cpu, ...; otherwise the one at hand.")] = None,
-    memory: Annotated[str | None, typer.Option(help="Its memory, where it is another: 24GiB.")] = None,
-    devices: Annotated[Path | None, typer.Option(metavar="FILE", help="A table of further devices (YAML).")] = None,
-    frontier: Annotated[bool, typer.Option("--frontier", help="Memory against time of recomputation.")] = False,
+    device: Annotated[str | None, typer.Option(help="h100-80gb, rtx4090, cpu, ...; otherwise this machine's.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Its memory, if it differs: 24GiB.")] = None,
+    devices: Annotated[Path | None, typer.Option(metavar="FILE", help="A table of more devices (YAML).")] = None,
+    frontier: Annotated[
+        bool, typer.Option("--frontier", help="Memory against time of activation checkpointing.")
+    ] = False,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the timeline of a step there.")] = None,
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """Foresee memory and time of a step without the device, and choose the layout; exit 3 when it does not fit."""
+    """Predict memory and time of a step without the device, and choose the layout; exit 3 when it does not fit."""
     from trainwright.recipe import load
 
     loaded = load(recipe, overrides=settings or [])
     from trainwright.verbs.plan import show_plan
 
-    options: dict[str, Any] = {"device": device, "memory": memory, "devices": devices, "svg": svg}
     with prints_aside(as_json):
-        shown = show_plan(loaded, recipe=str(recipe), with_frontier=frontier, **options)
+        shown = show_plan(
+            loaded,
+            recipe=str(recipe),
+            with_frontier=frontier,
+            device=device,
+            memory=memory,
+            devices=devices,
+            svg=svg,
+        )
     answer(shown, as_json)
 
 
@@ -64,10 +73,10 @@ def graph(
     depth: Annotated[
         int | None, typer.Option(min=1, help="Levels of modules to show; else as many as fit on a screen.")
     ] = None,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it into this file, too.")] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it into this file too.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Show the modules of a model and the autograd graph of one step: parameters, FLOPs, what is kept for backward."""
+    """Show the modules of a model and the autograd graph of one step: parameters, FLOPs, memory kept for backward."""
     from trainwright.recipe import load
 
     loaded = load(recipe, overrides=settings or [])
@@ -88,9 +97,9 @@ def graph(
 def batch_size(
     recipe: RecipePath,
     settings: Settings = None,
-    margin: Annotated[float, typer.Option(help="Share of the memory that stays free.")] = 0.1,
+    margin: Annotated[float, typer.Option(help="Share of the memory to leave free.")] = 0.1,
     most: Annotated[int | None, typer.Option(min=1, help="Samples to try at most; else the dataset's.")] = None,
-    memory: Annotated[str | None, typer.Option(help="Instead of all that may be used: 8GiB.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory to use at most: 8GiB; else all that is free.")] = None,
     budget: Annotated[float, typer.Option(help="Seconds that the search may take.")] = 120.0,
     as_json: Json = False,
 ) -> None:

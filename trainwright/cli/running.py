@@ -20,7 +20,7 @@ def demo(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train a small model on what ships with Python, offline; or break it and see the doctor name the fault."""
+    """Train a small model offline, on data that ships with Python; or plant a fault and see the doctor name it."""
     if broken is not None:
         from trainwright.verbs.demo_faults import show
 
@@ -33,10 +33,10 @@ def demo(
 
 @verb()
 def train(recipe: RecipePath, settings: Settings = None, as_json: Json = False) -> None:
-    """Train what a recipe asks for."""
+    """Train as a recipe says."""
     from trainwright.recipe import load
 
-    loaded = load(recipe, overrides=settings or [])  # before torch: a wrong recipe is told at once
+    loaded = load(recipe, overrides=settings or [])  # before torch is imported: a wrong recipe is reported at once
     from trainwright.training.run import train as run_train
 
     finish(run_train(loaded, console=console_for(as_json)), as_json)
@@ -49,7 +49,7 @@ def resume(
     accept: Accepted = None,
     as_json: Json = False,
 ) -> None:
-    """Go on with a run from its newest checkpoint that verifies."""
+    """Continue a run from its newest checkpoint that verifies."""
     from trainwright.recipe import load
     from trainwright.runlog.folder import RunFolder
 
