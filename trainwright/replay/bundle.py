@@ -196,7 +196,7 @@ def _body(
         "torch": torch.__version__,
         "snapshot": {name: writer.value(each, "the state") for name, each in state.items()},
         "rng": writer.value(snapshot.rng.state_dict(), "the state"),
-        "way": [writer.segment(each) for each in steps],
+        "way": [writer.step(each) for each in steps],
         "lost": list(dict.fromkeys(writer.lost)),
     }
 
@@ -270,7 +270,7 @@ def read_bundle(path: Path | str, device: torch.device | None = None) -> Bundle:
         lost = [str(each) for each in body["lost"]]
         reader = Reader(len(body["structure"]["parameters"]), device, whole=not lost)
         structure, snapshot = _structure(body["structure"]), _snapshot(reader, body)
-        steps = [reader.segment(each) for each in body["way"]]
+        steps = [reader.step(each) for each in body["way"]]
         _require_sound(structure, snapshot, steps)
         return Bundle(
             path,

@@ -1,7 +1,7 @@
-"""Recorded steps as JSON values and tensors, and back: what is read is data, and nothing in it can be called.
+"""Recorded steps as JSON values and tensors, and back. What is read is only data: nothing in it can be executed.
 
-A container or a leaf that JSON has no word for is a list that begins with its tag: ``["tuple", 1, 2]``. Of torch's
-functions the name is kept, and a name is looked up in torch's own table of functions that can be overridden.
+A container or leaf that JSON does not have is a list that begins with a tag: ``["tuple", 1, 2]``. Torch functions are
+written by name, and names are looked up only in torch's own table of functions that can be overridden.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,44 +34,59 @@ from trainwright.recorder.program import (
     alive,
     tensors_of,
 )
+from trainwright.replay.functions import Kwargs, TorchFunction
+from trainwright.runlog.json_values import Facts
 
-ALIGNED = 64  # bytes: where torch puts a tensor; kernels of other libraries may sum otherwise at other places
-SPREAD = 4  # a view of a memory this many times larger than itself is kept as its elements alone
-_INSTRUCTIONS = {
-    each.__name__: each for each in (Call, Operation, Backward, ZeroGrad, Multiply, ClipGradients, OptimizerStep)
+ALIGNED = 64
+"""The alignment of torch's allocations in bytes. Kernels may sum in another order at other addresses."""
+SPREAD = 4
+"""A view whose memory is larger than this many times the view is written as its elements only."""
+_INSTRUCTIONS: dict[str, type[Instruction]] = {
+    "Call": Call,
+    "Operation": Operation,
+    "Backward": Backward,
+    "ZeroGrad": ZeroGrad,
+    "Multiply": Multiply,
+    "Clip": ClipGradients,
+    "Step": OptimizerStep,
 }
+"""By the names that they have on disk."""
+_NAMES = {each: name for name, each in _INSTRUCTIONS.items()}
 _TAKES_CODE = frozenset(
     {"apply_", "map_", "map2_", "register_hook", "register_post_accumulate_grad_hook", "set_", "module_load"}
 )
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True)
 class Named:
-    """Stands for a parameter of the model, by number, until there is one."""
+    """A placeholder for a parameter of the model, by number."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Lost:
-    """Stands for what could not be kept; its tensors were."""
+    """A placeholder for an object that could not be written; only its tensors were."""
 
     what: str
     tensors: tuple[Tensor, ...] = ()
 
 
 @cache
-def _functions() -> dict[str, Callable[..., Any]]:
-    """Torch's public functions of tensors by name, without those that take something to call; and our own."""
+def _functions() -> dict[str, TorchFunction]:
+    """Torch's public functions of tensors by name, without those that take a callable; and our own."""
     every = [function for group in get_overridable_functions().values() for function in group]
     named = {_name_of(function): function for function in every}
     return {name: function for name, function in named.items() if _is_harmless(name)} | _OURS
 
 
-_OURS: dict[str, Callable[..., Any]] = {"trainwright.chunked_cross_entropy": chunked_cross_entropy}
+_OURS: dict[str, TorchFunction] = {"trainwright.chunked_cross_entropy": chunked_cross_entropy}
 
 
-def _name_of(function: Callable[..., Any]) -> str:
+def _name_of(function: TorchFunction) -> str:
     ours = next((name for name, each in _OURS.items() if each is function), None)
     return ours or str(resolve_name(function))
 
@@ -90,13 +105,13 @@ _OPERATORS = {f"__{prefix}{name}__" for name in (
 
 @dataclass
 class Writer:
-    """Takes values apart; ``lost`` says what could not be kept. ``numbers`` are those of parameters, by identity."""
+    """Writes values; ``lost`` says what could not be written. ``numbers`` maps the id of a parameter to its number."""
 
     numbers: Mapping[int, int]
     lost: list[str] = field(default_factory=list)
 
-    def segment(self, recorded: RecordedStep) -> dict[str, Any]:
-        """One step."""
+    def step(self, recorded: RecordedStep) -> dict[str, object]:
+        """Writes one step."""
         if recorded.blind:
             self.lost.append(recorded.blind)
         program = [self._instruction(each) for each in alive(recorded.program)]
@@ -104,8 +119,8 @@ class Writer:
         rest = {name: self.value(getattr(recorded, name), "the record") for name in names}
         return {**rest, "program": program}
 
-    def _instruction(self, each: Instruction) -> dict[str, Any]:
-        name, what = type(each).__name__, "the inputs" if isinstance(each, Call) else "the loss"
+    def _instruction(self, each: Instruction) -> dict[str, object]:
+        name, what = _NAMES[type(each)], "the inputs" if isinstance(each, Call) else "the loss"
         kept = {f.name: self.value(getattr(each, f.name), what) for f in fields(each) if f.name != "function"}
         if isinstance(each, Operation):
             function: str | None = _name_of(each.function)
@@ -115,8 +130,8 @@ class Writer:
             kept["function"] = function
         return {"is": name, **kept}
 
-    def value(self, value: Any, where: str) -> Any:
-        """Anything that a program, a snapshot or a record holds."""
+    def value(self, value: object, where: str) -> object:
+        """Writes any value of a program, a snapshot or a record. ``where`` names its place for ``lost``."""
         match value:
             case Constant():
                 return self._constant(value, where)
@@ -139,16 +154,16 @@ class Writer:
             case _:
                 return self._container(value, where)
 
-    def _container(self, value: Any, where: str) -> Any:
+    def _container(self, value: object, where: str) -> list[object]:
         if isinstance(value, dict):
             return ["dict", *([self.value(k, where), self.value(v, where)] for k, v in value.items())]
-        if type(value) in (list, tuple, torch.Size):
+        if isinstance(value, list | tuple) and type(value) in (list, tuple, torch.Size):
             return [type(value).__name__, *(self.value(each, where) for each in value)]
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         self.lost.append(f"{where} hold a {kind}, which cannot be kept without running code to read it")
         return ["lost", kind, *(self._tensor(each, where) for each in tensors_of(value))]
 
-    def _constant(self, constant: Constant, where: str) -> Any:
+    def _constant(self, constant: Constant, where: str) -> list[object]:
         tensor = constant.tensor
         if (number := self.numbers.get(id(tensor))) is not None:
             return ["parameter", number]
@@ -156,8 +171,8 @@ class Writer:
             self.lost.append(f"{where} were written to after they were used")
         return ["constant", self._tensor(tensor, where), tensor.requires_grad]
 
-    def _tensor(self, tensor: Tensor, where: str) -> Any:
-        """Its elements as they lie in memory, and where in it they begin."""
+    def _tensor(self, tensor: Tensor, where: str) -> list[object]:
+        """The elements in the order of memory, and the offset of the first from an aligned address."""
         if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.is_quantized or tensor.is_meta:
             self.lost.append(f"{where} hold a {type(tensor).__qualname__}, which is more than a tensor")
         tensor, on_device = tensor.detach(), tensor.device.type != "cpu"
@@ -172,7 +187,7 @@ class Writer:
 
 
 class Reader:
-    """Puts values together again. Raises ValueError and its like for what no Writer wrote.
+    """Reads what a Writer wrote. Raises ValueError, TypeError and the like for anything else.
 
     ``whole``: nothing was lost, so every function has a name.
     """
@@ -180,38 +195,37 @@ class Reader:
     def __init__(self, num_parameters: int, device: torch.device, *, whole: bool) -> None:
         self._num_parameters, self._device, self._whole = num_parameters, device, whole
 
-    def segment(self, kept: Mapping[str, Any]) -> RecordedStep:
-        """One step."""
-        program = [self._instruction(each) for each in kept["program"]]
-        recorded: RecordedStep = self._made(
-            RecordedStep, {k: self.value(v) for k, v in kept.items() if k != "program"} | {"program": program}
-        )
-        return recorded
+    def step(self, stored: Facts) -> RecordedStep:
+        """Reads one step."""
+        program = [self._instruction(each) for each in stored["program"]]
+        arguments = {name: self.value(each) for name, each in stored.items() if name != "program"}
+        return self._construct(RecordedStep, arguments | {"program": program})
 
-    def _instruction(self, kept: Mapping[str, Any]) -> Any:
-        cls = _INSTRUCTIONS[kept["is"]]
-        given = {name: self.value(each) for name, each in kept.items() if name not in ("is", "function")}
+    def _instruction(self, stored: Facts) -> Instruction:
+        cls = _INSTRUCTIONS[stored["is"]]
+        arguments = {name: self.value(each) for name, each in stored.items() if name not in ("is", "function")}
         if cls is Operation:
-            lost = kept["function"] is None and not self._whole
-            given["function"] = _is_lost if lost else function_of(kept["function"])
-        return self._made(cls, given)
+            lost = stored["function"] is None and not self._whole
+            arguments["function"] = _lost_function if lost else function_of(stored["function"])
+        return self._construct(cls, arguments)
 
-    def _made(self, cls: Any, given: dict[str, Any]) -> Any:
-        hints = _hints(cls)
-        if given.keys() != hints.keys():
-            raise ValueError(f"a {cls.__name__} has not the fields {sorted(given.keys() ^ hints.keys())}")
-        for name, value in given.items():
+    def _construct(self, cls: type[T], arguments: Kwargs) -> T:
+        own_class: type = cls  # mypy takes no type[T] for hashable
+        hints = _hints(own_class)
+        if arguments.keys() != hints.keys():
+            raise ValueError(f"a {cls.__name__} does not have the fields {sorted(arguments.keys() ^ hints.keys())}")
+        for name, value in arguments.items():
             if not _fits(value, hints[name]):
                 raise ValueError(f"{name} of a {cls.__name__} is no {hints[name]}")
-        return cls(**given)
+        return cls(**arguments)
 
-    def value(self, kept: Any) -> Any:
+    def value(self, stored: object) -> Any:
         """The inverse of ``Writer.value``."""
-        if not isinstance(kept, list):
-            if kept is None or type(kept) in (bool, int, float, str):
-                return kept
-            raise ValueError(f"a {type(kept).__name__} has no tag")
-        tag, *items = kept
+        if not isinstance(stored, list):
+            if stored is None or type(stored) in (bool, int, float, str):
+                return stored
+            raise ValueError(f"a {type(stored).__name__} has no tag")
+        tag, *items = stored
         match tag:
             case "list" | "tuple" | "Size":
                 return {"list": list, "tuple": tuple, "Size": torch.Size}[tag](self.value(each) for each in items)
@@ -226,7 +240,7 @@ class Reader:
             case _:
                 return self._leaf(tag, items)
 
-    def _leaf(self, tag: str, items: Sequence[Any]) -> Any:
+    def _leaf(self, tag: str, items: list[Any]) -> object:
         match tag:
             case "tensor" | "view":
                 return self._tensor(*items)
@@ -244,45 +258,52 @@ class Reader:
                 return slice(*(self.value(each) for each in items))
             case "ellipsis":
                 return ...
-        raise ValueError(f"there is nothing like {tag!r} here")
+        raise ValueError(f"there is no tag {tag!r}")
 
-    def _tensor(self, tensor: Tensor, begins: int, on_device: bool, shape: Any = None, stride: Any = None) -> Tensor:
-        """A tensor of its own that lies as it did."""
+    def _tensor(
+        self,
+        tensor: Tensor,
+        begins: int,
+        on_device: bool,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] = (),
+    ) -> Tensor:
+        """A tensor with its own memory, at the same offset from an aligned address as the recorded one."""
         if not isinstance(tensor, Tensor) or type(begins) is not int or not 0 <= begins < ALIGNED:
             raise ValueError("a tensor is missing")
         if on_device and self._device.type != "cpu":
             tensor = tensor.to(self._device)
         if tensor.layout != torch.strided:
             return tensor
-        room = torch.empty(begins + tensor.numel(), dtype=tensor.dtype, device=tensor.device)[begins:]
+        placed = torch.empty(begins + tensor.numel(), dtype=tensor.dtype, device=tensor.device)[begins:]
         if shape is None and not tensor.is_contiguous():
-            room = tensor.clone()
+            placed = tensor.clone()
         elif shape is None:
-            room = room.view(tensor.shape).copy_(tensor)
+            placed = placed.view(tensor.shape).copy_(tensor)
         else:
-            room = room.copy_(tensor).as_strided(shape, stride, room.storage_offset())
-        return room.detach()
+            placed = placed.copy_(tensor).as_strided(shape, stride, placed.storage_offset())
+        return placed.detach()
 
 
-def _is_lost(*args: Any, **kwargs: Any) -> None:
-    """Stands for a function that could not be kept."""
+def _lost_function(*args: object, **kwargs: object) -> None:
+    """A placeholder for a function that could not be written."""
     raise ValueError("this function was not kept")
 
 
-def function_of(name: Any) -> Callable[..., Any]:
-    """Torch's function of that name. Raises ValueError for any other: nothing is looked up but in torch's table."""
+def function_of(name: object) -> TorchFunction:
+    """The torch function of that name. Raises ValueError for a name that is not in torch's own table."""
     if not isinstance(name, str) or name not in _functions():
         raise ValueError(f"{name!r} is no public function of torch that a step could have called")
     return _functions()[name]
 
 
 @cache
-def _hints(cls: Any) -> dict[str, Any]:
+def _hints(cls: type) -> dict[str, object]:
     hints = typing.get_type_hints(cls)
     return {each.name: hints[each.name] for each in fields(cls)}
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _fits(value: object, hint: Any) -> bool:
     """Whether a value is what an annotation says, as deep as it says it."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or origin is Callable or hint is Callable or origin is typing.get_origin(Callable[..., Any]):
