@@ -93,15 +93,48 @@ class StorageError(TrainwrightError):
     """The disk is full, a folder is gone or may not be written."""
 
 
+@dataclass(frozen=True)
+class OomReport:
+    """One attempt at ``step`` that ran out of memory. The log writes it as a record of the same fields.
+
+    ``micro`` samples were computed at a time, and ``next_micro`` will be (None: it is given up). ``module`` is the path
+    of the innermost module in the forward pass, "" outside of it. ``held`` are bytes by kind at that time,
+    ``in_use_bytes`` all of this process (a GPU: of tensors); ``given_back_bytes`` were freed when the attempt was given
+    up: activations and temporaries. ``notes`` say what the attempt changed that could not be undone.
+    """
+
+    step: int
+    phase: str
+    module: str
+    error: str
+    micro: int
+    next_micro: int | None
+    asked_bytes: int | None
+    in_use_bytes: int
+    given_back_bytes: int
+    capacity_bytes: int
+    reserved_bytes: int | None
+    held: dict[str, int]
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        where = f" in {self.module}" if self.module else ""
+        then = "given up" if self.next_micro is None else f"again with {self.next_micro}, the global batch as it was"
+        notes = "".join(f"; {note}" for note in self.notes)
+        return f"out of memory ({self.phase}{where}) with {self.micro} samples at a time: {then}{notes}"
+
+
 class OutOfMemory(TrainwrightError):
-    """A step does not fit into memory, however it is cut. ``told`` is what was seen of each try, for the log.
+    """A step does not fit into memory, in however small micro-batches. ``reports``: one for each attempt.
 
     ``whole``: the state is that of the last good step and may be saved.
     """
 
-    def __init__(self, message: str, *, told: Sequence[object] = (), whole: bool = True, remedy: str = "") -> None:
+    def __init__(
+        self, message: str, *, reports: Sequence[OomReport] = (), whole: bool = True, remedy: str = ""
+    ) -> None:
         super().__init__(message, remedy=remedy)
-        self.told, self.whole = tuple(told), whole
+        self.reports, self.whole = tuple(reports), whole
 
 
 class CheckpointError(TrainwrightError):

@@ -111,7 +111,7 @@ def test_what_does_not_fit_leaves_the_state_of_the_last_good_step() -> None:
     with pytest.raises(OutOfMemory, match="one sample does not fit") as caught:
         make_step(loss)(state, cut(data(), 16))
     assert caught.value.whole and state.step == 0 and state.micro_limit is None
-    assert [each.micro for each in caught.value.told] == [16, 8, 4, 2, 1]  # type: ignore[attr-defined]
+    assert [each.micro for each in caught.value.reports] == [16, 8, 4, 2, 1]  # type: ignore[attr-defined]
     assert_same_bits(bits(state.model), before)
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(p.grad is None for p in state.model.parameters())
@@ -133,7 +133,7 @@ def test_a_run_that_runs_out_in_each_step_ends_and_says_that_something_grows() -
             OutOfMemory, match=r"one sample does not fit, though 1 at a time did .* something grows"
         ) as caught:
             advance(state, cut(data(), 16))
-        assert [each.micro for each in caught.value.told] == [1]  # type: ignore[attr-defined]
+        assert [each.micro for each in caught.value.reports] == [1]  # type: ignore[attr-defined]
         assert caught.value.remedy and caught.value.whole
         assert state.step == 4 and state.micro_limit == 1
         assert_same_bits(bits(model), before)
@@ -155,7 +155,7 @@ def test_an_accumulated_step_that_runs_out_in_its_last_micro_batch_ends_too() ->
     before = bits(state.model)
     with pytest.raises(OutOfMemory, match="one sample does not fit") as caught:
         make_step(loss)(state, cut((x, y), 4))
-    assert [each.micro for each in caught.value.told] == [4, 2, 1]  # type: ignore[attr-defined]
+    assert [each.micro for each in caught.value.reports] == [4, 2, 1]  # type: ignore[attr-defined]
     assert state.step == 2 and state.micro_limit is None
     assert_same_bits(bits(state.model), before)
 

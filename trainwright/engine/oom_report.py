@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainwright.errors import OomReport
 from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState
 from trainwright.world.memory import capacity_bytes, held_bytes, reserved_bytes
@@ -31,37 +32,6 @@ _UNITS = {"": 1, "bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 2**
 
 
 @dataclass(frozen=True)
-class OomReport:
-    """One try of a step that ran out of memory.
-
-    ``micro`` samples were tried at a time, and ``next_micro`` will be (None: it is given up). ``module`` is the path
-    of the innermost module in the forward pass, "" outside. ``held`` are bytes by kind at that instant,
-    ``in_use_bytes`` all of this process (a GPU: of tensors), ``given_back_bytes`` what letting go of the try freed:
-    activations and temporaries. ``notes`` say what is not as if the try had never been.
-    """
-
-    step: int
-    phase: str
-    module: str
-    error: str
-    micro: int
-    next_micro: int | None
-    asked_bytes: int | None
-    in_use_bytes: int
-    given_back_bytes: int
-    capacity_bytes: int
-    reserved_bytes: int | None
-    held: Mapping[str, int]
-    notes: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        where = f" in {self.module}" if self.module else ""
-        then = "given up" if self.next_micro is None else f"again with {self.next_micro}, the global batch as it was"
-        notes = "".join(f"; {note}" for note in self.notes)
-        return f"out of memory ({self.phase}{where}) with {self.micro} samples at a time: {then}{notes}"
-
-
-@dataclass(frozen=True)
 class OomSnapshot:
     """What can be said at the instant of the error, as plain values: nothing in it keeps a tensor alive.
 
@@ -73,7 +43,7 @@ class OomSnapshot:
     error: str = "another rank ran out of memory"
     in_use_bytes: int = 0
     reserved_bytes: int | None = None
-    held: Mapping[str, int] = field(default_factory=dict)
+    held: dict[str, int] = field(default_factory=dict)
     otherwise: str = ""
 
     @property

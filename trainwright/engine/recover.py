@@ -18,8 +18,8 @@ from torch import Tensor
 
 from trainwright.engine.cut import cut
 from trainwright.engine.guard import BufferGuard
-from trainwright.engine.oom_report import OomReport, OomSnapshot, is_out_of_memory, oom_report, oom_snapshot, tensors_in
-from trainwright.errors import OutOfMemory, TrainwrightError, UsageError
+from trainwright.engine.oom_report import OomSnapshot, is_out_of_memory, oom_report, oom_snapshot, tensors_in
+from trainwright.errors import OomReport, OutOfMemory, TrainwrightError, UsageError
 from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState
 from trainwright.world.group import SOLO, World
@@ -155,7 +155,7 @@ def given_up(told: list[OomReport], trouble: str) -> OutOfMemory:
         f"out of memory in step {last.step} ({last.phase}{where}, {last.micro} samples at a time): {trouble}. "
         f"Of {_gib(last.in_use_bytes)} in use {held}, activations and temporaries of the step "
         f"{_gib(last.given_back_bytes)}; {_gib(last.capacity_bytes)} may be used in all",
-        told=told,
+        reports=told,
         remedy="smaller batch.micro, model.activation_checkpointing: block, precision: bf16, shorter samples, "
         "an optimizer with less state (sgd, adafactor) or with it on the host of a GPU (optimizer.offload: true), "
         "or a device with more memory",

@@ -15,10 +15,9 @@ from trainwright.engine.accumulate import Accumulated, accumulate
 from trainwright.engine.clip import ClipFn, no_clip
 from trainwright.engine.guard import must_skip, update_unless
 from trainwright.engine.loss import Loss, as_loss_fn
-from trainwright.engine.oom_report import OomReport
 from trainwright.engine.precision import FP32, Precision
 from trainwright.engine.recover import Recovery, tell_torn
-from trainwright.errors import UsageError
+from trainwright.errors import OomReport, UsageError
 from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState
 from trainwright.world.group import SOLO, World

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from trainwright.engine.oom_report import OomReport
 from trainwright.errors import OutOfMemory, TrainwrightError
 from trainwright.observe.cadence import Every
 from trainwright.observe.journal import Journal
@@ -93,7 +92,7 @@ class Logbook:
                 seconds=self.seconds,
             )
         if isinstance(error, OutOfMemory):
-            self.recorder.ran_out([each for each in error.told if isinstance(each, OomReport)])
+            self.recorder.ran_out(error.reports)
         self.journal.write(self.ended)
         for sink in self.sinks:
             sink.close(int(failed))

@@ -11,8 +11,8 @@ import psutil
 import torch
 
 from trainwright.engine.evaluate import EvaluationResult
-from trainwright.engine.oom_report import OomReport
 from trainwright.engine.step import StepResult
+from trainwright.errors import OomReport
 from trainwright.observe.cadence import Every
 from trainwright.observe.journal import Journal
 from trainwright.observe.sinks import Sink
@@ -116,11 +116,10 @@ class StepLog:
             )
         self.num_skipped = len(state.ledger.entries)
 
-    def ran_out(self, shortages: Sequence[OomReport]) -> None:
-        """One OutOfMemory record for each try that failed so."""
-        for each in shortages:
-            told = vars(each) | {"held": dict(each.held)}
-            self._journal.write(records.OutOfMemory(time_s=self._wall_clock(), **told))
+    def ran_out(self, reports: Sequence[OomReport]) -> None:
+        """Writes one OutOfMemory record for each attempt that ran out of memory."""
+        for report in reports:
+            self._journal.write(records.OutOfMemory(time_s=self._wall_clock(), **vars(report)))
 
     def evaluated(self, step: int, seen: EvaluationResult) -> None:
         """One Evaluated record."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from trainwright.errors import OomReport
 from trainwright.runlog.json_values import NOT_IN_JSON, Event, Facts, JsonValue, plain, strict
 
 FORMAT_VERSION = 1  # of the run folder as a whole
@@ -124,26 +125,8 @@ class Skipped(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutOfMemory(Record):
-    """An attempt at ``step`` ran out of memory. It is repeated with ``next_micro`` samples at a time; None: given up.
-
-    ``held`` are bytes by kind at that time; ``given_back_bytes`` were freed when the attempt was given up. ``notes``
-    say what the attempt changed that could not be undone.
-    """
-
-    step: int
-    phase: str
-    module: str
-    error: str
-    micro: int
-    next_micro: int | None
-    asked_bytes: int | None
-    in_use_bytes: int
-    given_back_bytes: int
-    capacity_bytes: int
-    reserved_bytes: int | None
-    held: dict[str, int]
-    notes: tuple[str, ...] = ()
+class OutOfMemory(OomReport, Record):
+    """An attempt at ``step`` ran out of memory; it is repeated with ``next_micro`` samples at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
