@@ -1,7 +1,7 @@
-"""A training script as the doctor reads it: what happens in which order and in which loop, never run.
+"""A model of a training script, from its syntax; the script is never run.
 
-Calls and assignments are put in the order in which they run, each with the loops around it; a value is followed back
-to what made it (does a gradient flow through it, is it the bare result of a softmax).
+Calls and assignments are put in the order in which they run, each with the loops around it. A value is traced back to
+what made it: whether a gradient flows through it, whether it is the unchanged result of a softmax.
 """
 
 from __future__ import annotations
@@ -10,17 +10,20 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-Place = Any  # a node of the syntax tree: an expression or a statement
-Value = frozenset[tuple[str, Any]]  # what was done to it, and where; LIVE: a gradient flows through it to a model
+Place: TypeAlias = Any
+"""A node of the syntax tree, an expression or a statement; which fields it has depends on its class."""
+Value: TypeAlias = frozenset[tuple[str, Place]]
+"""The marks of a value: what was done to it, and at which node. LIVE: a gradient flows through it to a model."""
 NOTHING, LIVE = Value(), ("live", None)
 LOOPS, SCOPES = (ast.For, ast.AsyncFor, ast.While), (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef)
-ROLES = {  # of a thing with a .step(), by the name of what made it, or by its own
+ROLES = {
     "sched": re.compile(r"sched|(LR|Plateau|Restarts)$"),
     "scaler": re.compile(r"scaler", re.I),
     "step": re.compile(r"opt|^(\w*Adam\w*|SGD|RMSprop|Rprop|LBFGS|Adagrad|Lion|Muon)$", re.I),
 }
+"""The role of an object with a ``.step()``, by the name of its class or its own."""
 KINDS = {"clip_grad_norm_": "clip", "clip_grad_value_": "clip", "clip_grad_norm": "clip", "manual_backward": "backward"}
 CUTS = {"detach", "detach_", "item", "numpy", "tolist", "float", "int", "tensor", "as_tensor", "from_numpy"}
 NO_GRADIENT = {
@@ -43,43 +46,52 @@ MODEL = re.compile(r"^self$|(^|\.)(model|net|network)$|^self\.(?!log|print|save_
 
 @dataclass(frozen=True)
 class SourceEvent:
-    """One call or assignment; ``around`` it the statements, innermost first, up to its function or the file."""
+    """A call or an assignment. ``around``: the statements around it, innermost first, up to its function or file.
+
+    ``at`` is its place in the order of execution; ``loops`` are the loops around it, outermost first.
+    """
 
     node: Place
     kind: str
     owner: str
     at: int
     around: list[Place]
-    loops: list[Place]  # the outermost first
+    loops: list[Place]
 
     def near(self, other: SourceEvent) -> bool:
-        """In every loop that the other is in."""
+        """Whether it is in the same function, and in every loop that ``other`` is in."""
         return self.around[-1] is other.around[-1] and self.loops[: len(other.loops)] == other.loops
 
 
 def calls(node: Place, *names: str) -> list[ast.Call]:
+    """Every call below a node, of functions with these last names (all if none is given)."""
     return [n for n in ast.walk(node) if isinstance(n, ast.Call) and (not names or last_name(n) in names)]
 
 
 def name_of(node: Place) -> str:
+    """The dotted name of a name or an attribute, ``self.model.head``; "" for other nodes."""
     if isinstance(node, ast.Attribute):
         return f"{name_of(node.value) or ast.unparse(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def names_in(node: Place) -> set[str]:
+    """The dotted names below a node."""
     return {name_of(each) for each in ast.walk(node)} - {""}
 
 
 def last_name(node: Place) -> str:
+    """The last part of the name of a node, or of the function that a call calls."""
     return name_of(getattr(node, "func", node)).rpartition(".")[2]
 
 
 def owner_of(call: Place) -> str:
+    """The name of the object whose method is called: ``opt`` of ``opt.step()``; "" for functions."""
     return name_of(getattr(call.func, "value", None))
 
 
 def owners(node: Place, *names: str) -> set[str]:
+    """The names of the objects whose methods of these names are called below a node."""
     return {owner_of(call) for call in calls(node, *names)} - {""}
 
 
@@ -88,21 +100,24 @@ def _targets(node: Place) -> list[Place]:
 
 
 def marked(value: Value, mark: str) -> list[Place]:
+    """The nodes at which a value got this mark."""
     return [what for name, what in value if name == mark]
 
 
 def _cut(value: Value, where: Place) -> Value:
+    """The value without its gradient, if ``where`` is a node that ends it."""
     return value - {LIVE} | {("cut", where)} if where and LIVE in value else value
 
 
 def _in_order(node: Place) -> Iterator[Place]:
+    """The nodes of a tree in the order in which they are evaluated."""
     for child in ast.iter_child_nodes(node):
         yield from _in_order(child)
     yield node
 
 
 class LoopSource:
-    """What the source says of names and values; ``events``: its calls and assignments as they run."""
+    """The names and values of a source; ``events``: its calls and assignments in the order in which they run."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.tree, self.order = tree, {node: place for place, node in enumerate(_in_order(tree))}
@@ -123,18 +138,22 @@ class LoopSource:
         self.events = [event for n in self.order for event in self.read(n)]
 
     def of(self, *kinds: str) -> list[SourceEvent]:
+        """The events of these kinds, in order."""
         return [event for event in self.events if event.kind in kinds]
 
     def around(self, node: Place) -> list[Place]:
+        """A node and the nodes around it, up to its function or the file."""
         found = [node]
         while not isinstance(found[-1], SCOPES):
             found.append(self.parent[found[-1]])
         return found
 
     def made(self, name: str) -> list[ast.Call]:
+        """The calls whose results are assigned to a name."""
         return [value for _, value in self.assigned.get(name, []) if isinstance(value, ast.Call)]
 
     def read(self, node: Place) -> Iterator[SourceEvent]:
+        """The events of one node: a call, or one for each target of an assignment."""
         found = [self.called(node)] if isinstance(node, ast.Call) else []
         for name in map(name_of, _targets(node)):
             sides = map(name_of, (getattr(node.value, "left", None), getattr(node.value, "right", None)))
@@ -144,13 +163,14 @@ class LoopSource:
             found.append(("zero_grad" if zeroes else "+=" if adds else "=", name))
         for kind, owner in found:
             around, head = self.around(node), owner.partition(".")[0] if kind in ("step", "zero_grad") else ""
-            # a loop over optimizers or parameters is no loop over batches
+            # a loop over optimizers or parameters is not a loop over batches
             turns = [(n, turn) for n in around if head for turn in (n, *getattr(n, "generators", []))]
             each = [n for n, turn in turns if name_of(getattr(turn, "target", None)) == head]
             loops = [n for n in around[::-1] if isinstance(n, LOOPS) and n not in each]
             yield SourceEvent(node, kind, "" if each else owner, self.order[node], around, loops)
 
     def called(self, node: ast.Call) -> tuple[str, str]:
+        """The kind and the owner of a call."""
         kind, owner = self.kind(node), owner_of(node)
         role = self.role(owner)
         if kind == "step":
@@ -159,34 +179,35 @@ class LoopSource:
         return "zero_grad" if kind == "zero_" and owner.endswith(".grad") else "eval" if off else kind, owner
 
     def kind(self, call: ast.Call) -> str:
-        """What is called: the last name with imports undone, or what made it: criterion(...) is a CrossEntropyLoss."""
+        """The name of what is called, without import aliases; of an object its class (criterion: CrossEntropyLoss)."""
         func: Place = call.func.func if isinstance(call.func, ast.Call) else call.func
         made = [last_name(maker) for maker in self.made(name_of(func))]
         name = self.aliases.get(name_of(func), "").rpartition(".")[2] or (made or [last_name(func)])[-1]
         return KINDS.get(name, name)
 
     def role(self, name: str) -> str:
-        """Of a thing with a ``.step()``: sched, scaler, step (an optimizer), or not known."""
+        """The role of an object with a ``.step()``: sched, scaler, step (an optimizer), or "" if unknown."""
         words = [*map(last_name, self.made(name)), name.rpartition(".")[2]]
         known = [role for word in words for role, pattern in ROLES.items() if pattern.search(word)]
         return known[0] if known else "step" if name in self.zeroed else ""
 
     def frozen(self, node: Place) -> Place:
-        """The ``no_grad`` around a node, if there is one."""
+        """The ``no_grad`` around a node; None if there is none."""
         above = self.around(node)
         contexts = [item.context_expr for n in above if isinstance(n, ast.With) for item in n.items]
         contexts += getattr(above[-1], "decorator_list", [])
         return next((c for c in contexts if {"no_grad", "inference_mode"} & {last_name(n) for n in ast.walk(c)}), None)
 
     def value(self, node: Place) -> Value:
+        """The marks of the value of an expression."""
         if node not in self.memo:
-            self.memo[node] = NOTHING  # of a name that depends on itself
-            seen = self.of_name if name_of(node) else self.of_call if isinstance(node, ast.Call) else self.of_expression
-            self.memo[node] = seen(node)
+            self.memo[node] = NOTHING  # until it is known: a name may depend on itself
+            read = self.of_name if name_of(node) else self.of_call if isinstance(node, ast.Call) else self.of_expression
+            self.memo[node] = read(node)
         return self.memo[node]
 
     def of_name(self, node: Place) -> Value:
-        """By the last assignment above it in the same function. What forward is given counts as live."""
+        """By the last assignment above it in the same function. The arguments of forward count as live."""
         name, scope = name_of(node), self.around(node)[-1]
         above = [p for p in self.assigned.get(name, []) if self.around(p[0])[-1] is scope]
         above = [(s, v) for s, v in above if self.order[s] < self.order[node]]
@@ -198,10 +219,11 @@ class LoopSource:
             return _cut(both | divided, self.frozen(statement))
         if isinstance(node, ast.Attribute):
             return _cut(self.value(node.value), node if node.attr == "data" else None)
-        given = getattr(scope, "name", "") == "forward" and name in {a.arg for a in scope.args.args[1:]}
-        return Value({LIVE}) if given else NOTHING
+        is_input = getattr(scope, "name", "") == "forward" and name in {a.arg for a in scope.args.args[1:]}
+        return Value({LIVE}) if is_input else NOTHING
 
     def of_expression(self, node: Place) -> Value:
+        """The marks of its parts; an operation on a softmax makes it something else."""
         parts = [node.value] if isinstance(node, ast.Subscript) else ast.iter_child_nodes(node)
         inside = NOTHING.union(*(self.value(n) for n in parts if isinstance(n, ast.expr)))
         changed = Value(mark for mark in inside if mark[0] != "soft")
@@ -217,16 +239,17 @@ class LoopSource:
         return changed
 
     def of_call(self, call: Place) -> Value:
-        kind, name, given = self.kind(call), name_of(call.func), [*call.args, *(k.value for k in call.keywords)]
-        inputs = NOTHING.union(*map(self.value, given))
+        """By the function that is called and the marks of its arguments."""
+        kind, name, arguments = self.kind(call), name_of(call.func), [*call.args, *(k.value for k in call.keywords)]
+        inputs = NOTHING.union(*map(self.value, arguments))
         inside = inputs | (self.value(call.func.value) if isinstance(call.func, ast.Attribute) else NOTHING)
         changed = Value(mark for mark in inside if mark[0] != "soft")
         if kind in NO_GRADIENT or kind in SAME_NUMBERS:
             return inside if kind in SAME_NUMBERS else NOTHING
         if kind in CUTS or LOSS.search(kind):
             return _cut(changed, call) if kind in CUTS else changed | {("loss", call)}
-        if kind in ("softmax", "Softmax") or (kind in ("div", "div_") and given):
-            return changed | {("soft", call) if "soft" in kind.lower() else ("over", ast.unparse(given[0]))}
+        if kind in ("softmax", "Softmax") or (kind in ("div", "div_") and arguments):
+            return changed | {("soft", call) if "soft" in kind.lower() else ("over", ast.unparse(arguments[0]))}
         if name in self.models or MODEL.search(name):
             inner = marked(inputs, "inner") + ([] if LIVE in inputs else marked(inputs, "cut"))
             output = Value({LIVE, *(("inner", n) for n in inner), *(("soft", n) for n in self.ends(name))})
@@ -247,12 +270,12 @@ class LoopSource:
         return [n for n in found if isinstance(n, ast.Call) and self.kind(n) in ("softmax", "Softmax")]
 
     def fed(self, step: SourceEvent) -> list[SourceEvent]:
-        """The backward calls whose gradients an optimizer step takes."""
+        """The backward calls whose gradients an optimizer step uses."""
         since = max((e.at for e in self.of("step") if e.at < step.at and e.around[-1] is step.around[-1]), default=-1)
         return [b for b in self.of("backward") if since < b.at < step.at and b.near(step)]
 
     def zeroing(self, step: SourceEvent) -> list[SourceEvent]:
-        """The zero_grad calls that recur with a step: of its optimizer, of its model, or of who knows what."""
+        """The zero_grad calls in the loops of a step: of its optimizer, of its model, or of an unknown object."""
         made = " ".join(map(ast.unparse, self.made(step.owner)))
         near = [z for z in self.of("zero_grad") if z.near(step)]
         own = [z for z in near if not z.owner or not step.owner or z.owner == step.owner]
@@ -264,12 +287,12 @@ class LoopSource:
         return next((n for n in inner if isinstance(n, ast.If) and "%" in self.condition(n)), None)
 
     def condition(self, node: Place) -> str:
-        """As text, with what the names in it were assigned."""
+        """The condition as text, followed by the values that its names were assigned."""
         named = [value for name in names_in(node.test) for _, value in self.assigned.get(name, [])]
         return " ; ".join(map(ast.unparse, [node.test, *named]))
 
     def losses(self) -> list[Value]:
-        """What is differentiated: by backward(), or by the framework that training_step returns to."""
+        """The values that are differentiated: by backward(), or by the framework that calls training_step."""
         whole = [
             r for r in self.returns if getattr(self.around(r)[-1], "name", "") in ("training_step", "compute_loss")
         ]
@@ -277,5 +300,6 @@ class LoopSource:
 
 
 def differentiated(backward: SourceEvent) -> Place:
+    """The expression that backward is called on."""
     call = backward.node
     return call.args[0] if call.args else getattr(call.func, "value", call)

@@ -1,7 +1,7 @@
-"""Where a finding shows in the user's own source: the one line to look at, read from its syntax and never run.
+"""The line of the user's source that a finding is about, from its syntax; the source is never run.
 
-Each check gives the places that fit its fault. The finding itself was established on the run; two lines that fit
-equally well are no answer here.
+This is the fallback where the recorder did not see which line made the call (``call_lines``). Each check yields the
+places that fit its fault. The finding itself comes from the run; where two lines fit, there is no answer.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _clip_no_effect(s: LoopSource) -> Iterator[Place]:
 
 
 def _not_normalised(s: LoopSource) -> Iterator[Place]:
-    """``/ len(y)`` is another matter in one loop; in an inner loop of micro-batches it could be the window."""
+    """In a single loop ``/ len(y)`` is not the division meant; in an inner loop of micro-batches it could be."""
     for step, b in ((each, b) for each in s.of("step") for b in s.fed(each)):
         inner, over = len(b.loops) > len(step.loops), marked(s.value(differentiated(b)), "over")
         window = inner or (s.period(step) and s.period(step) is not s.period(b))
@@ -78,7 +78,7 @@ def _leftover_window(s: LoopSource) -> Iterator[Place]:
 
 
 def _eval_during_training(s: LoopSource) -> Iterator[Place]:
-    """Between functions the order is not known; there only the lack of a train() that recurs is a fault."""
+    """Between functions the order is not known: there it is a fault only if no train() recurs."""
     for e, b in ((e, b) for e in s.of("eval") for b in s.of("backward") if e.owner in s.trained):
         shared = [loop for loop in e.loops if loop in b.loops]
         back = [t for t in s.of("train") if not shared or shared[-1] in t.loops]
@@ -113,7 +113,7 @@ def _functional_dropout(s: LoopSource) -> Iterator[Place]:
 
 
 def _unit_mismatch(s: LoopSource) -> Iterator[Place]:
-    """At each batch of the inner loop, or at each micro-batch of a window that it should wait for."""
+    """Stepped at each batch of the inner loop, or at each micro-batch of a window."""
     steps = [s.period(step) for step in s.of("step")]
     for e in (e for e in s.of("sched") if any(e.loops and e.loops == b.loops for b in s.of("backward"))):
         per_step = re.search("OneCycle|Cyclic|warmup", " ".join(map(last_name, s.made(e.owner))))
@@ -122,9 +122,9 @@ def _unit_mismatch(s: LoopSource) -> Iterator[Place]:
 
 
 def _never_stepped(s: LoopSource) -> Iterator[Place]:
-    """Not where it is given to anything that may step it."""
-    given = [a for c in calls(s.tree) if last_name(c) != "watch" for a in (*c.args, *c.keywords)]
-    used = {n for a in (*given, *s.returns) for n in names_in(a)} | {e.owner for e in s.of("sched", "step?")}
+    """Not where it is passed to anything that may step it."""
+    passed = [a for c in calls(s.tree) if last_name(c) != "watch" for a in (*c.args, *c.keywords)]
+    used = {n for a in (*passed, *s.returns) for n in names_in(a)} | {e.owner for e in s.of("sched", "step?")}
     for name in s.assigned:
         if s.role(name) == "sched" and name not in used:
             yield from s.made(name)
@@ -142,7 +142,7 @@ def _autocast(s: LoopSource) -> Iterator[Place]:
 
 
 def _kept(s: LoopSource, *, losses: bool) -> Iterator[Place]:
-    """What a sum or a list that outlives the batch holds with its graph."""
+    """Values with a graph that go into a sum or a list which outlives the batch."""
     backs = s.of("backward")
     ours = {name for b in backs for name in names_in(differentiated(b))}
     for e in s.of("+=", "append", "extend"):
@@ -155,7 +155,7 @@ def _kept(s: LoopSource, *, losses: bool) -> Iterator[Place]:
 
 
 def _same_order(s: LoopSource) -> Iterator[Place]:
-    """A seed that the loop does not change, in a loop around that of the batches."""
+    """A seed in the loop over epochs that does not change with it."""
     for e in s.of("manual_seed", "default_rng", "seed", "seed_everything", "set_seed", "Generator"):
         outer = any(b.near(e) and len(b.loops) > len(e.loops) for b in s.of("backward"))
         again = e.kind == "Generator" and any(m.near(e) for m in s.of("manual_seed"))
@@ -193,7 +193,7 @@ def _stale_params(s: LoopSource) -> Iterator[Place]:
 
 
 def _empty_iterable(s: LoopSource) -> Iterator[Place]:
-    """A generator that something else, or the turn before, has used up."""
+    """A generator that something else, or the iteration before, has used up."""
     for clip in (e for e in s.of("clip") if e.node.args):
         name = name_of(clip.node.args[0])
         uses = [n for n in s.order if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)]
@@ -209,7 +209,7 @@ def _missing_zero_grad(s: LoopSource) -> Iterator[Place]:
 
 
 def _zero_grad_before_step(s: LoopSource) -> Iterator[Place]:
-    """Not one that is skipped with the step, as after a NaN: it stands in an ``if`` that the step is not in."""
+    """Not one in an ``if`` that the step is not in: it belongs to steps that are skipped, as after a NaN."""
     for step in s.of("step"):
         last = [b.at for b in s.fed(step)][-1:]
         for z in s.zeroing(step):
@@ -239,7 +239,7 @@ def _cut_at_loss(s: LoopSource) -> Iterator[Place]:
 
 
 def _cut_in_model(s: LoopSource) -> Iterator[Place]:
-    """With several optimizers a detach between two models is meant."""
+    """With several optimizers a detach between two models is intended."""
     results = [s.value(r.value) for r in s.returns if getattr(s.around(r)[-1], "name", "") == "forward"]
     for value in results + (s.losses() if len({e.owner for e in s.of("step")}) < 2 else []):
         yield from marked(value, "inner")
@@ -320,7 +320,7 @@ def point_at(code: str, source: str, *, first_line: int = 1) -> Pointer | None:
         return None
     try:
         lines = {_line(node) for node in CHECKS[code](LoopSource(tree))}
-    except RecursionError:  # an expression nested a thousand deep
+    except RecursionError:  # an expression with a thousand nested levels
         return None
     if len(lines) != 1:
         return None
@@ -329,7 +329,7 @@ def point_at(code: str, source: str, *, first_line: int = 1) -> Pointer | None:
 
 
 def _parsed(source: str) -> ast.Module | None:
-    """Also of the body of a nested function, which is indented as a whole."""
+    """The syntax tree, also of the body of a nested function, which is indented as a whole; None if it has errors."""
     for text, shift in ((source, 0), (textwrap.dedent(source), 0), (f"if True:\n{source}", -1)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the user's own "\d"
@@ -345,6 +345,6 @@ def _parsed(source: str) -> ast.Module | None:
 
 
 def _line(node: Place) -> int:
-    """Of a call the line of its name: a chain of methods may span several lines."""
+    """The line of a node; of a call that of its name, as a chain of methods may span several lines."""
     place: Place = getattr(node, "func", node)
     return int((place.end_lineno if isinstance(place, ast.Attribute) else None) or place.lineno)
