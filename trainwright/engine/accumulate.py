@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainwright.engine.loss import Loss, LossFn, call_loss
 from trainwright.engine.precision import Precision
+from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState
 
@@ -29,7 +30,9 @@ class Accumulated(NamedTuple):
     correction: Tensor | float | None
 
 
-def accumulate(state: TrainState, batch: StepBatch, loss_fn: LossFn, precision: Precision) -> Accumulated:
+def accumulate(
+    state: TrainState, batch: StepBatch, loss_fn: LossFn, precision: Precision, witness: StepWitness = SILENT
+) -> Accumulated:
     """Forward and scaled backward of every micro-batch; gradients add up in ``.grad``.
 
     The weight of the whole batch is known only after the last forward pass. So each total is divided by a
@@ -53,7 +56,9 @@ def accumulate(state: TrainState, batch: StepBatch, loss_fn: LossFn, precision: 
                     provisional = _nonzero(output.weight) * len(batch.micro)
                 objective = output.total / provisional
         if objective.requires_grad:
-            state.scaler.scaled(objective).backward()  # type: ignore[no-untyped-call]
+            scaled = state.scaler.scaled(objective)
+            witness.loss_is_scaled(objective, scaled)
+            scaled.backward()  # type: ignore[no-untyped-call]
         outputs.append(Loss(output.total.detach(), output.weight, output.metrics))
     return _combined(outputs, provisional, batch.size)
 

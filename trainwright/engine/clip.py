@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -25,15 +25,24 @@ def make_clip(by: ClipName, at: float = 1.0) -> ClipFn:
     require_choice("the clip", by, get_args(ClipName))
     if by != "none" and not at > 0:
         raise UsageError(f"a clip is at a number above 0; got {at!r}", remedy="make_clip('none') does not clip")
-    match by:
-        case "norm":
-            return partial(_clip_by_norm, at)
-        case "value":
-            return partial(_clip_by_value, at)
-        case "agc":
-            return partial(_clip_adaptively, at)
-        case "none":
-            return no_clip
+    return no_clip if by == "none" else GradientClip(by, at)
+
+
+@dataclass(frozen=True)
+class GradientClip:
+    """A clip that can say what it does: ``by`` which measure, ``at`` which threshold."""
+
+    by: ClipName
+    at: float
+
+    def __call__(self, parameters: Sequence[Tensor], total_norm: Tensor) -> None:
+        match self.by:
+            case "norm":
+                _clip_by_norm(self.at, parameters, total_norm)
+            case "value":
+                clip_grad_value_(parameters, self.at)
+            case "agc":
+                _clip_adaptively(self.at, parameters)
 
 
 def no_clip(parameters: Sequence[Tensor], total_norm: Tensor) -> None:
@@ -49,12 +58,8 @@ def _clip_by_norm(at: float, parameters: Sequence[Tensor], total_norm: Tensor) -
     clip_grads_with_norm_(parameters, at, total_norm)
 
 
-def _clip_by_value(at: float, parameters: Sequence[Tensor], total_norm: Tensor) -> None:
-    clip_grad_value_(parameters, at)
-
-
 @torch.no_grad()
-def _clip_adaptively(at: float, parameters: Sequence[Tensor], total_norm: Tensor) -> None:
+def _clip_adaptively(at: float, parameters: Sequence[Tensor]) -> None:
     """Adaptive gradient clipping (Brock et al. 2021, arXiv:2102.06171, equation 3 with eps 1e-3).
 
     Unit-wise: each row i of a weight (all inputs of one output unit) is scaled so that

@@ -18,6 +18,7 @@ from trainwright.engine.loss import Loss, as_loss_fn
 from trainwright.engine.precision import FP32, Precision
 from trainwright.engine.recover import Recovery, tell_torn
 from trainwright.errors import OomReport, UsageError
+from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState
 from trainwright.world.group import SOLO, World
@@ -66,6 +67,7 @@ def make_step(
     clip: ClipFn = no_clip,
     probes: Sequence[Probe] = (),
     world: World = SOLO,
+    witness: StepWitness = SILENT,
 ) -> StepFn:
     """Makes the function that advances a TrainState by one optimizer step.
 
@@ -74,40 +76,41 @@ def make_step(
     do).
 
     A step that runs out of memory is begun again in smaller micro-batches, on all ranks of ``world``; what it trained
-    on, and with what weight, stays.
+    on, and with what weight, stays. ``witness`` is internal: the recorder of a run.
 
     Raises UsageError for a part that is not made yet, such as ``clip=1.0``. The step raises OutOfMemory where nothing
     helps.
     """
     _require_made(schedule, precision, clip)
     loss_fn, own = as_loss_fn(loss), loss if isinstance(loss, nn.Module) else None
-    fitting = Recovery(lambda state: clear_grads(state.optimizer), world)
+    recovery = Recovery(lambda state: clear_grads(state.optimizer), world)
 
-    def passes(state: TrainState, batch: StepBatch) -> _Ready:
+    def gradients(state: TrainState, batch: StepBatch) -> _Gradients:
         """All of a step that can be begun again: it leaves nothing but gradients, buffers and random numbers drawn."""
+        witness.gradients_are_cleared(state.optimizer)
         clear_grads(state.optimizer)
-        done = accumulate(state, batch, loss_fn, precision)
+        done = accumulate(state, batch, loss_fn, precision, witness)
         parameters, grads = collect_grads(state.optimizer, done)
         if grads:
-            state.scaler.unscale_(grads)
-            if done.correction is not None:
-                correct_grads(grads, done.correction)
+            _unscale(state, grads, done, witness)
         probed = {name: value for probe in probes for name, value in probe(state).items()}
         grad_norm = get_total_norm(grads) if grads else _zero_beside(state.optimizer)
-        if grads:
+        if grads and clip is not no_clip:
+            witness.gradients_are_clipped(clip, parameters, grad_norm)
             clip(parameters, grad_norm)
-        return _Ready(done, grad_norm, probed)
+        return _Gradients(done, grad_norm, probed)
 
     def advance(state: TrainState, batch: StepBatch) -> StepResult:
+        witness.step_begins(state, batch)
         lr = set_lr(state.optimizer, schedule(state.step, state.fraction))
-        fitting.buffers.keep(state.model, own if state.loss is None else state.loss)
+        recovery.buffers.keep(state.model, own if state.loss is None else state.loss)
         tokens = batch.tokens
-        (done, grad_norm, probed), batch, shortages = fitting(passes, state, batch)
+        (done, grad_norm, probed), batch, reports = recovery(gradients, state, batch)
         skipped = must_skip(grad_norm, done.weight)
         scale = state.scaler.scale
         try:
             update_unless(skipped, state.optimizer)
-            fitting.buffers.restore_if(skipped)
+            recovery.buffers.restore_if(skipped)
             state.scaler.update(grad_norm)
             state.ema.update()
         except Exception as error:
@@ -120,14 +123,14 @@ def make_step(
         state.quarantine.update(bad.id for bad in batch.bad)
         state.ledger.note(state.step, skipped, grad_norm=grad_norm, losses=done.micro_losses, batch=batch, scale=scale)
         result = StepResult(state.step, done.loss, grad_norm, lr, done.weight, skipped, batch, done.metrics, probed)
-        result.shortages = shortages
+        result.shortages = reports
         return result
 
     return advance
 
 
-class _Ready(NamedTuple):
-    """A step before its update."""
+class _Gradients(NamedTuple):
+    """A step before its update: the gradients lie in ``.grad``, unscaled and clipped."""
 
     done: Accumulated
     grad_norm: Tensor
@@ -159,9 +162,14 @@ def clear_grads(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
-def correct_grads(grads: list[Tensor], correction: Tensor | float) -> None:
-    """Makes the sum over micro-batches exact, see ``accumulate``."""
-    torch._foreach_mul_(grads, correction)
+def _unscale(state: TrainState, grads: list[Tensor], done: Accumulated, witness: StepWitness) -> None:
+    """Divides by the loss scale, and makes the sum over micro-batches exact, see ``accumulate``."""
+    if state.scaler.scale is not None:
+        witness.gradients_are_multiplied(state.scaler.scale.reciprocal())
+        state.scaler.unscale_(grads)
+    if done.correction is not None:
+        witness.gradients_are_multiplied(done.correction)
+        torch._foreach_mul_(grads, done.correction)
 
 
 def _zero_beside(optimizer: Optimizer) -> Tensor:

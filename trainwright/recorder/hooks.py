@@ -17,13 +17,10 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
 
-from trainwright.engine import clip as own_clip
-from trainwright.engine import step as own_step
 from trainwright.recorder.calls import hearing
 from trainwright.recorder.listener import Listener as Listener
 from trainwright.recorder.listener import careful, inside, is_heard, listeners, listens_to, sort_listeners, tell_of
 from trainwright.recorder.listener import muted as muted
-from trainwright.state.scaler import LossScaler
 
 
 @contextmanager
@@ -270,35 +267,6 @@ def _wrap_clip_value(original: Callable[..., Any]) -> Callable[..., Any]:
     return clip_grad_value_
 
 
-def _wrap_clear_grads(original: Callable[..., Any]) -> Callable[..., Any]:
-    def clear_grads(optimizer: Optimizer) -> None:
-        for tell in tell_of("on_zero_grad"):
-            tell(optimizer)
-        original(optimizer)
-
-    return clear_grads
-
-
-def _wrap_own_unscale(original: Callable[..., Any]) -> Callable[..., Any]:
-    def unscale_(self: LossScaler, grads: list[Tensor]) -> None:
-        for tell in tell_of("on_multiplied"):
-            tell(self.scale.reciprocal())
-        original(self, grads)
-        _tell_changed()
-
-    return unscale_
-
-
-def _wrap_correct(original: Callable[..., Any]) -> Callable[..., Any]:
-    def correct_grads(grads: list[Tensor], correction: Any) -> None:
-        for tell in tell_of("on_multiplied"):
-            tell(correction)
-        original(grads, correction)
-        _tell_changed()
-
-    return correct_grads
-
-
 def _wrap_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         inside.schedule += 1  # a SequentialLR steps others inside
@@ -377,11 +345,6 @@ _WRAPPERS: tuple[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., An
     (clip_grad, "_clip_grads_with_norm_", _wrap_clip_norm),  # what clip_grad_norm_ calls, however it was imported
     (nn.utils, "clip_grads_with_norm_", _wrap_clip_norm),
     (nn.utils, "clip_grad_value_", _wrap_clip_value),
-    (LossScaler, "scaled", _wrap_scale),
-    (LossScaler, "unscale_", _wrap_own_unscale),
-    (own_step, "clear_grads", _wrap_clear_grads),
-    (own_step, "correct_grads", _wrap_correct),
-    (own_clip, "clip_grads_with_norm_", _wrap_clip_norm),
     (lr_scheduler.LRScheduler, "step", _wrap_schedule),
     (lr_scheduler.ReduceLROnPlateau, "step", _wrap_schedule),
     (lr_scheduler.CosineAnnealingWarmRestarts, "step", _wrap_schedule),

@@ -43,7 +43,9 @@ class Listener:
     def on_scaler_step(self, scaler: GradScaler, optimizer: Optimizer, stepped: bool) -> None: ...
     def on_scaler_update(self, scaler: GradScaler) -> None: ...
     def on_multiplied(self, factor: Any) -> None: ...
-    def on_clip(self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None) -> None: ...
+    def on_clip(self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None, function: Any = None) -> None:
+        """``by`` is norm, value, agc, or custom: then ``function`` is what clips."""
+
     def on_step(self, optimizer: Optimizer, args: tuple[Any, ...]) -> None:
         """Right before the update: where a closure makes the gradients, when it has made them."""
 
@@ -117,6 +119,19 @@ def muted() -> Iterator[None]:
         yield
     finally:
         _muted.discard(thread)
+
+
+@contextmanager
+def heard_again() -> Iterator[None]:
+    """Inside of ``muted``: what is done here is heard after all."""
+    thread = threading.get_ident()
+    was_muted = thread in _muted
+    _muted.discard(thread)
+    try:
+        yield
+    finally:
+        if was_muted:
+            _muted.add(thread)
 
 
 class CallDepth(threading.local):

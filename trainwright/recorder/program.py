@@ -104,11 +104,12 @@ class Multiply:
 
 @dataclass(slots=True)
 class ClipGradients:
-    """By norm or by value, at a threshold."""
+    """By norm, by value or adaptively ("agc"), at a threshold; or by a ``function`` of the user's ("custom")."""
 
     by: str
     at: float
     parameters: list[int]
+    function: Callable[..., None] | None = None
 
 
 @dataclass(slots=True)

@@ -36,8 +36,8 @@ _LONGEST = 4096
 class LoopRecorder(Listener):
     """One Segment for each optimizer step. ``closed`` is called with each when it is over.
 
-    A step of several optimizers that take turns (a GAN) is over when each of them has stepped. In our own loop
-    (``own_loop``) its owner calls ``close``: there, a step whose update is skipped ends without an optimizer.
+    A step of several optimizers that take turns (a GAN) is over when each of them has stepped. A step whose update is
+    skipped ends without an optimizer: whoever knows that calls ``close``.
     """
 
     def __init__(
@@ -49,7 +49,6 @@ class LoopRecorder(Listener):
         before_update: Callable[[RecordedStep, Optimizer], None],
         after_update: Callable[[RecordedStep, Optimizer], None],
         first_step: int = 1,
-        own_loop: bool = False,
     ) -> None:
         self.roots, self.optimizers = list(roots), list(optimizers)
         self._closed, self._before_update, self._after_update = closed, before_update, after_update
@@ -58,7 +57,6 @@ class LoopRecorder(Listener):
         self.device = self.parameters[0].device if self.parameters else torch.device("cpu")
         self.tape = Tape(self.device.type)
         self.segment = RecordedStep(first_step)
-        self._own_loop = own_loop
         self.budget_bytes = math.inf  # of what one step may hold
         self.careful = False  # whether to see what the loop does to gradients by hand: costs a look at each of them
         self._versions: list[tuple[int, int] | None] | None = None
@@ -208,7 +206,7 @@ class LoopRecorder(Listener):
     def _is_ours(self, loss: Tensor) -> bool:
         """Whether a loss that is not made of our outputs, as far as we have seen, reaches our parameters even so."""
         is_known = self.tape.slot_of(loss) is not None and not self.tape.leaves
-        if is_known or loss.grad_fn is None or self._own_loop:
+        if is_known or loss.grad_fn is None:
             return True
         leaves = leaves_of(loss)
         return not leaves or any(id(leaf) in self._numbers for leaf in leaves)
@@ -245,27 +243,20 @@ class LoopRecorder(Listener):
         if isinstance(owner, Optimizer):
             if owner not in self.optimizers:
                 return
-            if self._own_loop:
-                self._begin_again()
             self.segment.program.append(ZeroGrad(self.optimizers.index(owner)))
             self.segment.events.append(("zero_grad", self.optimizers.index(owner)))
         elif owner in self.roots:
             self.segment.program.append(ZeroGrad(None))
             self.segment.events.append(("zero_grad", -1))
 
-    def _begin_again(self) -> None:
-        """Our step clears gradients once, unless it ran out of memory: that try never was, nothing of it is held."""
-        kinds = [kind for kind, _ in self.segment.events]
-        if "zero_grad" not in kinds:
-            return
-        before = self.segment.events[: kinds.index("zero_grad")]
+    def begin_again(self) -> None:
+        """The step so far is dropped: it ran out of memory, and nothing of that try is held."""
         self.tape.stop()
         self.tape.forget()
         self.tape.num_bytes, self.tape.failed = 0, None
         self._scales.clear()
         self._depth, self._call = 0, None
         self.segment = RecordedStep(self.segment.step)
-        self.segment.events += before
 
     def on_unscale(self, scaler: GradScaler, optimizer: Optimizer) -> None:
         if scaler.is_enabled() and optimizer in self.optimizers:
@@ -279,9 +270,11 @@ class LoopRecorder(Listener):
         self.segment.program.append(Multiply(None, factor.detach().clone() if isinstance(factor, Tensor) else factor))
         self.segment.events.append(("multiply", None))
 
-    def on_clip(self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None) -> None:
+    def on_clip(
+        self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None, function: Any = None
+    ) -> None:
         numbers = [self._numbers[id(p)] for p in parameters if id(p) in self._numbers]
-        self.segment.program.append(ClipGradients(by, at, numbers))
+        self.segment.program.append(ClipGradients(by, at, numbers, function))
         seen = None if norm is None else norm.detach()
         self.segment.events.append(("clip", {"by": by, "at": at, "norm": seen, "parameters": len(parameters)}))
 
@@ -333,7 +326,7 @@ class LoopRecorder(Listener):
         index = self.optimizers.index(optimizer)
         again = index in self._stepped
         self._stepped.add(index)
-        if not self._own_loop and (again or len(self._stepped) == len(self.optimizers)):
+        if again or len(self._stepped) == len(self.optimizers):
             self.close()
 
     def on_schedule(self, scheduler: Any) -> None:

@@ -121,7 +121,7 @@ class Ring:
     Never more than ``budget_bytes``: what is oldest goes first. A state that alone is larger is not kept.
     """
 
-    def __init__(self, *, keep: int, budget_bytes: int) -> None:
+    def __init__(self, *, keep: int, budget_bytes: float) -> None:
         self.keep, self.budget_bytes = keep, budget_bytes
         self.refused_bytes = 0  # of a snapshot that was too large
         self.segments: deque[RecordedStep] = deque()
@@ -165,12 +165,24 @@ class Ring:
         older = [snapshot for snapshot in self.snapshots if snapshot.step < step]
         return older[-1] if older else None
 
+    def recorded(self, step: int) -> list[RecordedStep]:
+        """The recorded steps up to ``step`` that are held, oldest first."""
+        return [segment for segment in self.segments if segment.step <= step]
+
+    def way_from(self, snapshot: Snapshot, step: int) -> list[RecordedStep] | None:
+        """All steps from that state up to ``step``; None when one is gone or cannot be run again."""
+        return self._way(snapshot, step)
+
+    def _way(self, snapshot: Snapshot, step: int) -> list[RecordedStep] | None:
+        way = [segment for segment in self.segments if snapshot.step <= segment.step <= step]
+        whole = len(way) == step - snapshot.step + 1 and not any(segment.blind for segment in way)
+        return way if whole else None
+
     def way_to(self, step: int) -> tuple[Snapshot, list[RecordedStep]] | None:
         """A state and all segments from it up to ``step``; None when they are gone or one cannot be run again."""
         for snapshot in reversed(self.snapshots):
             if snapshot.step <= step:
-                way = [segment for segment in self.segments if snapshot.step <= segment.step <= step]
-                whole = len(way) == step - snapshot.step + 1 and not any(segment.blind for segment in way)
-                by_hand = any("edited" in segment.values for segment in way[:-1])  # such an update is not known
-                return (snapshot, way) if whole and not by_hand else None
+                way = self._way(snapshot, step)
+                by_hand = any("edited" in segment.values for segment in (way or [])[:-1])  # such an update is not known
+                return None if way is None or by_hand else (snapshot, way)
         return None

@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from torch.overrides import TorchFunctionMode
 
+from trainwright.engine.clip import make_clip
 from trainwright.recorder.graph import leaves_of
 from trainwright.recorder.program import (
     Autocast,
@@ -219,13 +220,23 @@ class _Performance:
         chosen = [parameters[n] for n in (each.parameters if each.parameters is not None else range(len(parameters)))]
         grads = [p.grad for p in chosen if p.grad is not None]
         if isinstance(each, ClipGradients):
-            at = each.at if self.edit.clip is None else self.edit.clip
-            if each.by == "norm":
-                self.played.norm_at_clip = float(clip_grad_norm_(chosen, at))
-            else:
-                clip_grad_value_(chosen, at)
+            self._clip(each, chosen)
         elif grads and each.factor is not None:
             torch._foreach_mul_(grads, each.factor)
+
+    def _clip(self, clip: ClipGradients, parameters: Sequence[Tensor]) -> None:
+        at = clip.at if self.edit.clip is None else self.edit.clip
+        if clip.by == "norm":
+            self.played.norm_at_clip = float(clip_grad_norm_(parameters, at))
+        elif clip.by == "value":
+            clip_grad_value_(parameters, at)
+        elif (function := make_clip("agc", at) if clip.by == "agc" else clip.function) is not None:
+            with_grad = [p for p in parameters if p.grad is not None]
+            norm = get_total_norm([p.grad for p in with_grad if p.grad is not None])
+            self.played.norm_at_clip = float(norm)
+            function(with_grad, norm)
+        else:
+            raise NotReplayable("the gradients were clipped by a function of the user's, which no bundle holds")
 
     def _step(self, step: OptimizerStep) -> None:
         if step.closure:

@@ -41,7 +41,7 @@ class ReplaySession:
     @property
     def recorded(self) -> list[RecordedStep]:
         """All steps up to this one that the recorder holds."""
-        return [segment for segment in self._ring.segments if segment.step <= self.step]
+        return self._ring.recorded(self.step)
 
     @property
     def ids(self) -> list[Ids]:
@@ -113,15 +113,12 @@ class ReplaySession:
 
     def _longest(self, steps: int) -> tuple[Snapshot, list[RecordedStep]]:
         """The most recorded steps up to this one, at most ``steps``, that begin at a snapshot."""
-        best: tuple[Snapshot, list[RecordedStep]] = (self.base(), [self.segment])
-        for snapshot in self._ring.snapshots:
-            way = [s for s in self._ring.segments if snapshot.step <= s.step <= self.step]
-            whole = len(way) == self.step - snapshot.step + 1 and not any(s.blind for s in way)
-            if whole and len(best[1]) < len(way) <= steps:
-                best = (snapshot, way)
-        for segment in best[1]:
-            segment.program = alive(segment.program)
-        return best
+        for snapshot in self._ring.snapshots:  # the oldest first: the longest way
+            if 1 < self.step - snapshot.step + 1 <= steps and (way := self._ring.way_from(snapshot, self.step)):
+                for segment in way:
+                    segment.program = alive(segment.program)
+                return snapshot, way
+        return self.base(), [self.segment]
 
     def live(self) -> Any:
         """The objects of the step in its state, for experiments that need more than ``run``: a context manager."""

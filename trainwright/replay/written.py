@@ -300,7 +300,8 @@ def function_of(name: object) -> TorchFunction:
 @cache
 def _hints(cls: type) -> dict[str, object]:
     hints = typing.get_type_hints(cls)
-    return {each.name: hints[each.name] for each in fields(cls)}
+    kept = [each.name for each in fields(cls) if each.name != "function" or cls is Operation]
+    return {name: hints[name] for name in kept}
 
 
 def _fits(value: object, hint: Any) -> bool:

@@ -45,7 +45,7 @@ class NonFinite(Probe):
         self._poisoned: set[str] = set()
         self._told: dict[str, Any] | None = None
 
-    def on_clip(self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None) -> None:
+    def on_clip(self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None, function: Any = None) -> None:
         on_cpu = norm is not None and norm.device.type == "cpu"  # a GPU would be waited for
         if self._before_clip is None and on_cpu and norm is not None and not math.isfinite(norm):
             self._before_clip = self._bad_gradients()

@@ -71,7 +71,7 @@ class Contract(Probe):
     def on_scaler_update(self, scaler: GradScaler) -> None:
         self._scale = None
 
-    def on_clip(self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None) -> None:
+    def on_clip(self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None, function: Any = None) -> None:
         self._num_clips += 1
         if self._scale is None or not parameters or not math.isfinite(at):
             return

@@ -1,0 +1,136 @@
+"""What the steps of our own engine were given, kept while they train: enough for the engine to take any of them again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainwright.engine.clip import ClipFn
+from trainwright.engine.oom_report import tensors_in
+from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.ring import Ring, Snapshot
+from trainwright.state.cursor import StepBatch
+from trainwright.state.scaler import LossScaler
+from trainwright.state.train_state import TrainState
+
+HISTORY = 8
+"""Steps with a program that experiments on several recorded steps may count on, where as many are held."""
+
+
+@dataclass(slots=True)
+class GivenStep:
+    """Batch, random state, share of the run and loss scale at the begin of one step. ``versions`` are its tensors'."""
+
+    step: int
+    batch: StepBatch
+    versions: list[int]
+    rng: Tensor
+    rng_cuda: Tensor | None
+    fraction: float
+    micro_limit: int | None
+    scale: tuple[Tensor, Tensor] | None
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether nobody has written into the batch since, in place."""
+        return versions_of(self.batch) == self.versions
+
+    @property
+    def ids(self) -> list[tuple[int, ...]]:
+        """Sample ids of each micro-batch."""
+        return [tuple(micro.ids.tolist()) for micro in self.batch.micro]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for micro in self.batch.micro for tensor in tensors_in(micro.data))
+
+
+def versions_of(batch: StepBatch) -> list[int]:
+    """Each in-place write to a tensor of the batch adds one to its version."""
+    return [t._version for micro in batch.micro for t in tensors_in(micro.data) if not t.is_inference()]
+
+
+class GivenRecorder:
+    """The witness of a live run: it notes what each step is given. About 5 us a step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.newest: GivenStep | None = None
+
+    def step_begins(self, state: TrainState, batch: StepBatch) -> None:
+        scaler = state.scaler
+        self.newest = GivenStep(
+            state.step + 1,
+            batch,
+            versions_of(batch),
+            torch.default_generator.get_state(),
+            torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None,
+            state.fraction,
+            state.micro_limit,
+            (scaler.scale, scaler.clean_steps) if isinstance(scaler, LossScaler) else None,
+        )
+
+    def gradients_are_cleared(self, optimizer: Optimizer) -> None: ...
+    def loss_is_scaled(self, loss: Tensor, scaled: Tensor) -> None: ...
+    def gradients_are_multiplied(self, factor: Tensor | float) -> None: ...
+    def gradients_are_clipped(self, clip: ClipFn, parameters: Sequence[Tensor], total_norm: Tensor) -> None: ...
+
+
+RecordFn = Callable[[Snapshot, Sequence[tuple[RecordedStep, GivenStep]]], None]
+"""Takes given steps again from a state, and writes the program of each into its RecordedStep where it has none."""
+
+
+class GivenRing(Ring):
+    """A flight recorder of given steps: ``record`` makes their programs when somebody asks for them."""
+
+    def __init__(self, *, keep: int, budget_bytes: float, record: RecordFn) -> None:
+        super().__init__(keep=keep, budget_bytes=budget_bytes)
+        self._given: dict[int, GivenStep] = {}
+        self._record = record
+
+    def add_given(self, segment: RecordedStep, given: GivenStep) -> None:
+        """``segment`` has the numbers of the step and no program yet."""
+        segment.num_bytes = given.num_bytes
+        self._given[segment.step] = given
+        self.add(segment)
+        while self.segments and len(self._given) > len(self.segments):
+            del self._given[next(iter(self._given))]
+
+    def way_to(self, step: int) -> tuple[Snapshot, list[RecordedStep]] | None:
+        found = super().way_to(step)
+        if found is None:
+            return None
+        self._fill(*found)
+        return super().way_to(step)  # a program may show that a step cannot be replayed
+
+    def way_from(self, snapshot: Snapshot, step: int) -> list[RecordedStep] | None:
+        way = self._way(snapshot, step)
+        if way is None:
+            return None
+        self._fill(snapshot, way)
+        return self._way(snapshot, step)
+
+    def recorded(self, step: int) -> list[RecordedStep]:
+        """The newest steps up to ``step`` that have a program; at least HISTORY of them, if they are held."""
+        for snapshot in reversed(self.snapshots):
+            with_program = [each for each in self.segments if each.step <= step and each.program]
+            if snapshot.step <= step and len(with_program) < HISTORY:
+                oldest = min((each.step for each in with_program), default=step + 1)
+                self.way_from(snapshot, max(snapshot.step, oldest - 1))
+        return [each for each in self.segments if each.step <= step and each.program]
+
+    def _fill(self, snapshot: Snapshot, way: list[RecordedStep]) -> None:
+        if all(each.program or each.blind for each in way):
+            return
+        for each in way:
+            given = self._given[each.step]
+            each.ids = list(given.ids)
+            if not given.is_unchanged:
+                each.blind = "the model writes into its input, so the step cannot be taken again"
+        if not any(each.blind for each in way):
+            self._record(snapshot, [(each, self._given[each.step]) for each in way])
+

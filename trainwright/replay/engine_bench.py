@@ -1,0 +1,148 @@
+"""Steps of our own engine again, through the engine's own step, with hooks and tape on: so their programs are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from copy import copy
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainwright.engine.clip import ClipFn, GradientClip
+from trainwright.engine.step import StepFn
+from trainwright.engine.witness import StepWitness
+from trainwright.recorder.given import GivenStep
+from trainwright.recorder.hooks import Listener, listening
+from trainwright.recorder.listener import heard_again, tell_of
+from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.recording import LoopRecorder
+from trainwright.recorder.ring import LiveObjects, Snapshot
+from trainwright.recorder.tape import Tape
+from trainwright.recorder.veto import Veto
+from trainwright.replay.stage import staged
+from trainwright.state.cursor import StepBatch
+from trainwright.state.scaler import LossScaler
+from trainwright.state.train_state import TrainState
+
+MakeStep = Callable[[StepWitness], StepFn]
+"""Makes the step function of the run, with another witness. It must not communicate with other ranks."""
+
+
+class EngineBench:
+    """Takes given steps again on the live objects, which afterwards are what they were.
+
+    ``probes`` hear each step whose program is made, once, in order of being looked at.
+    """
+
+    def __init__(self, state: TrainState, make_step: MakeStep) -> None:
+        roots = [state.model, *([state.loss] if state.loss is not None else [])]
+        self._recorder = LoopRecorder(
+            roots,
+            [state.optimizer],
+            self._take,
+            before_update=lambda step, optimizer: self._veto.before_update(step, optimizer),
+            after_update=lambda step, optimizer: self._veto.after_update(step, optimizer),
+        )
+        self._veto = Veto(roots, self._recorder.parameters, "observe")
+        self.objects = LiveObjects(roots, [state.optimizer], self._recorder.parameters)
+        self.probes: Sequence[Listener] = ()
+        self._state, self._advance = state, make_step(_BenchWitness(self._recorder))
+        self._taken: RecordedStep | None = None
+
+    @property
+    def tape(self) -> Tape:
+        return self._recorder.tape
+
+    def record(self, snapshot: Snapshot, steps: Sequence[tuple[RecordedStep, GivenStep]]) -> None:
+        """Writes the program of each step that has none. What the user's code raises comes out."""
+        with staged(self.objects, snapshot):
+            for recorded, given in steps:
+                if recorded.program:
+                    self._advance(self._state_at(given), given.batch)
+                else:
+                    _complete(recorded, self._recorded(given))
+
+    def record_unfinished(self, snapshot: Snapshot, steps: Sequence[GivenStep]) -> tuple[RecordedStep, Exception | None]:
+        """The last of the steps, which raised: what it did until then, and what it raises now; None: it does not."""
+        with staged(self.objects, snapshot):
+            for given in steps[:-1]:
+                self._advance(self._state_at(given), given.batch)
+            try:
+                return self._recorded(steps[-1]), None
+            except Exception as error:
+                unfinished = self._recorder.segment
+                unfinished.ids = list(steps[-1].ids)
+                return unfinished, error
+
+    def _recorded(self, given: GivenStep) -> RecordedStep:
+        recorder, self._taken = self._recorder, None
+        recorder.segment = RecordedStep(given.step)
+        state = self._state_at(given)
+        with ExitStack() as heard:
+            heard.enter_context(heard_again())
+            heard.enter_context(listening([recorder, *self.probes], recorder.roots))
+            heard.callback(recorder.tape.stop)
+            self._advance(state, given.batch)
+        if recorder.failed is not None:
+            raise recorder.failed
+        if self._taken is None:  # its update was skipped
+            recorder.close()
+        assert self._taken is not None
+        return self._taken
+
+    def _take(self, step: RecordedStep) -> None:
+        self._taken = step
+
+    def _state_at(self, given: GivenStep) -> TrainState:
+        """A state of its own around the live model and optimizer, which stand where the step began."""
+        torch.default_generator.set_state(given.rng)
+        if given.rng_cuda is not None:
+            torch.cuda.set_rng_state(given.rng_cuda, self._recorder.device)
+        state = TrainState(self._state.model, self._state.optimizer, loss=self._state.loss)
+        state.step, state.fraction, state.micro_limit = given.step - 1, given.fraction, given.micro_limit
+        if given.scale is not None and isinstance(self._state.scaler, LossScaler):
+            state.scaler = scaler = copy(self._state.scaler)
+            scaler.scale, scaler.clean_steps = given.scale
+        return state
+
+
+def _complete(recorded: RecordedStep, again: RecordedStep) -> None:
+    """What only the program tells; the numbers of the live step stay."""
+    recorded.program, recorded.events, recorded.losses = again.program, again.events, again.losses
+    recorded.blind, recorded.grad_norm = again.blind, again.grad_norm
+    recorded.values |= {name: value for name, value in again.values.items() if name not in recorded.values}
+
+
+class _BenchWitness:
+    """Tells the listeners of this thread what the engine's step tells."""
+
+    def __init__(self, recorder: LoopRecorder) -> None:
+        self._recorder = recorder
+        self._state: TrainState | None = None
+        self._tries = 0
+
+    def step_begins(self, state: TrainState, batch: StepBatch) -> None:
+        self._state, self._tries = state, 0
+
+    def gradients_are_cleared(self, optimizer: Optimizer) -> None:
+        self._tries += 1
+        if self._tries > 1:  # memory ran out here
+            self._recorder.begin_again()
+        for tell in tell_of("on_zero_grad"):
+            tell(optimizer)
+
+    def loss_is_scaled(self, loss: Tensor, scaled: Tensor) -> None:
+        assert self._state is not None
+        for tell in tell_of("on_scaled"):
+            tell(self._state.scaler, loss, scaled)
+
+    def gradients_are_multiplied(self, factor: Tensor | float) -> None:
+        for tell in tell_of("on_multiplied"):
+            tell(factor)
+
+    def gradients_are_clipped(self, clip: ClipFn, parameters: Sequence[Tensor], total_norm: Tensor) -> None:
+        by, at = (clip.by, clip.at) if isinstance(clip, GradientClip) else ("custom", float("nan"))
+        for tell in tell_of("on_clip"):
+            tell(by, at, list(parameters), total_norm, clip if by == "custom" else None)

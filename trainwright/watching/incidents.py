@@ -1,0 +1,48 @@
+"""What is kept of an incident: the ledger of updates that were left out, and bundles that run the step again elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from trainwright.errors import StorageError
+from trainwright.recorder.program import RecordedStep
+from trainwright.replay.bundle import prune
+from trainwright.runlog import records
+from trainwright.runlog.records import Record
+from trainwright.watching.experiments import ExperimentRunner
+
+
+class Incidents:
+    """Writes Skipped records, and bundles into ``folder`` (None: nowhere). ``write`` takes every record."""
+
+    def __init__(self, folder: Path | None, runner: ExperimentRunner, write: Callable[[Record], None]) -> None:
+        self._folder, self._runner, self._write = folder, runner, write
+        self._count = 0
+
+    def keep_bundle(self, step: int, codes: Sequence[str]) -> None:
+        """What it takes to run an incident again elsewhere: of the 1st, 2nd, 4th, 8th, ... of a run."""
+        self._count += 1
+        if self._folder is None or self._count & (self._count - 1):
+            return
+        try:
+            self._runner.keep(self._folder, step, {"findings": list(codes)})
+            prune(self._folder)
+        except StorageError as error:
+            self._write(records.NotSaved(time_s=time.time(), step=step, reason=f"no bundle: {error}"))
+
+    def note_skipped(self, steps: Sequence[RecordedStep], reason: str) -> None:
+        """The ledger: one Skipped record for each update that was not made, or was undone."""
+        for each in steps:
+            self._write(
+                records.Skipped(
+                    time_s=time.time(),
+                    step=each.step,
+                    reason=reason,
+                    micro_batch=None,
+                    sample_ids=tuple(i for of_batch in each.ids for i in of_batch or ()),
+                    scale_before=None,
+                    scale_after=None,
+                )
+            )

@@ -1,0 +1,86 @@
+"""When a step is looked at closely, and when the state before a step is kept: as often as a share of the time allows."""
+
+from __future__ import annotations
+
+import math
+
+CHECKUPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48)
+"""Steps since the watch began that are looked at closely; later ones are looked at as the share of time allows."""
+ALWAYS = 4
+"""The first of these steps are looked at whatever it costs: most faults show in them."""
+EARLY_S = 6.0
+"""Processor seconds that the looks at these steps may take together."""
+EARLY_SHARE = 0.02
+"""Of the planned time of a run, where one is known: what the same looks may take."""
+SHARE = 0.004
+"""Of the time of all later steps: what the looks may take, and again what snapshots may take."""
+
+
+class LookSchedule:
+    """Decides which steps are looked at. ``planned_s``: how long the run will take; infinite where nobody knows."""
+
+    def __init__(self, first_step: int, planned_s: float = math.inf) -> None:
+        self._first_step = first_step
+        self._early_s = min(EARLY_S, EARLY_SHARE * planned_s)
+        self._spent_s, self._last_s, self._next_s = 0.0, 0.0, 0.0
+        self._looked_at = -16
+        self._due: set[int] = set()
+        self._bad_in_a_row = 0
+        self._mean = self._deviation = 0.0  # of the loss, moving
+
+    def is_next_due(self, step: int, now_s: float) -> bool:
+        """Whether the step after ``step`` will be looked at. ``now_s`` is of the same clock as that of ``paid``."""
+        taken = step - self._first_step
+        if taken < CHECKUPS[-1]:
+            affordable = self._spent_s + self._last_s <= self._early_s
+            due = taken + 1 in CHECKUPS and (taken < ALWAYS or affordable)
+        else:
+            due = step % 16 == 0 and now_s > self._next_s
+        if due:
+            self._due.add(step + 1)
+        return due
+
+    def wants(self, step: int, loss: float, *, bad: bool, urgent: bool) -> bool:
+        """Whether ``step``, which is over, is looked at: it is due, it went wrong, its loss jumped, or a probe asks."""
+        self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
+        is_news = bad and (self._bad_in_a_row <= 4 or self._bad_in_a_row % 4 == 0)  # each look replays the step
+        jumped = self._jumped(step, loss) and step > self._looked_at + 16
+        wanted = is_news or step in self._due or jumped or urgent
+        if wanted:
+            self._due.discard(step)
+            self._looked_at = step
+        return wanted
+
+    def paid(self, cost_s: float, now_s: float) -> None:
+        """A look took ``cost_s`` of the processor."""
+        self._spent_s += cost_s
+        self._last_s = cost_s
+        self._next_s = now_s + cost_s / SHARE
+
+    def _jumped(self, step: int, loss: float) -> bool:
+        """Whether the loss is far above its moving average: by more than 6 times its mean deviation."""
+        mean, deviation = self._mean, self._deviation
+        if not math.isfinite(loss):
+            return False
+        if step - self._first_step < 4:
+            self._mean, self._deviation = loss, max(deviation, abs(loss - mean) if mean else 0.0)
+            return False
+        self._mean += 0.1 * (loss - mean)
+        self._deviation += 0.1 * (abs(loss - mean) - deviation)
+        return loss > mean + max(6 * deviation, 0.05 * abs(mean))
+
+
+class SnapshotSchedule:
+    """Every so many steps, by what a snapshot costs: never less often than the recorder holds steps."""
+
+    def __init__(self, keep: int) -> None:
+        self._keep, self._every = keep, 4
+
+    def is_due(self, step: int) -> bool:
+        """Whether the state after ``step`` is kept."""
+        return step % self._every == 0
+
+    def paid(self, step: int, cost_s: float, step_s: float) -> None:
+        """A snapshot took ``cost_s``, where a step takes ``step_s``."""
+        least = 4 if step < 64 else 32
+        self._every = max(least, min(self._keep, math.ceil(cost_s / (SHARE * max(step_s, 1e-6)))))
