@@ -1,4 +1,4 @@
-"""What a step tells while it runs: to the recorder, and to nobody else. Internal; users have ``Probe`` and ``Observer``."""
+"""What a step tells the recorder while it runs. Internal: users have ``Probe`` and ``Observer``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the steps of our own engine were given, kept while they train: enough for the engine to take any of them again."""
+"""What each step of our own engine is given, kept while it trains: enough for the engine to take the step again."""
 
 from __future__ import annotations
 
@@ -114,6 +114,14 @@ class GivenRing(Ring):
         self._fill(snapshot, way)
         return self._way(snapshot, step)
 
+    def way_to_unfinished(self, given: GivenStep) -> tuple[Snapshot, list[GivenStep]] | None:
+        """The same for a step that raised and is not in the ring: a state, and what the steps from it on were given."""
+        for snapshot in reversed(self.snapshots):
+            if snapshot.step <= given.step and (way := self._way(snapshot, given.step - 1)) is not None:
+                steps = [*(self._given[each.step] for each in way), given]
+                return (snapshot, steps) if all(each.is_unchanged for each in steps) else None
+        return None
+
     def recorded(self, step: int) -> list[RecordedStep]:
         """The newest steps up to ``step`` that have a program; at least HISTORY of them, if they are held."""
         for snapshot in reversed(self.snapshots):
@@ -133,4 +141,3 @@ class GivenRing(Ring):
                 each.blind = "the model writes into its input, so the step cannot be taken again"
         if not any(each.blind for each in way):
             self._record(snapshot, [(each, self._given[each.step]) for each in way])
-

@@ -270,9 +270,7 @@ class LoopRecorder(Listener):
         self.segment.program.append(Multiply(None, factor.detach().clone() if isinstance(factor, Tensor) else factor))
         self.segment.events.append(("multiply", None))
 
-    def on_clip(
-        self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None, function: Any = None
-    ) -> None:
+    def on_clip(self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None, function: Any = None) -> None:
         numbers = [self._numbers[id(p)] for p in parameters if id(p) in self._numbers]
         self.segment.program.append(ClipGradients(by, at, numbers, function))
         seen = None if norm is None else norm.detach()

@@ -41,7 +41,7 @@ class EngineBench:
         self._recorder = LoopRecorder(
             roots,
             [state.optimizer],
-            self._take,
+            lambda step: self._taken.append(step),
             before_update=lambda step, optimizer: self._veto.before_update(step, optimizer),
             after_update=lambda step, optimizer: self._veto.after_update(step, optimizer),
         )
@@ -49,7 +49,7 @@ class EngineBench:
         self.objects = LiveObjects(roots, [state.optimizer], self._recorder.parameters)
         self.probes: Sequence[Listener] = ()
         self._state, self._advance = state, make_step(_BenchWitness(self._recorder))
-        self._taken: RecordedStep | None = None
+        self._taken: list[RecordedStep] = []
 
     @property
     def tape(self) -> Tape:
@@ -64,7 +64,9 @@ class EngineBench:
                 else:
                     _complete(recorded, self._recorded(given))
 
-    def record_unfinished(self, snapshot: Snapshot, steps: Sequence[GivenStep]) -> tuple[RecordedStep, Exception | None]:
+    def record_unfinished(
+        self, snapshot: Snapshot, steps: Sequence[GivenStep]
+    ) -> tuple[RecordedStep, Exception | None]:
         """The last of the steps, which raised: what it did until then, and what it raises now; None: it does not."""
         with staged(self.objects, snapshot):
             for given in steps[:-1]:
@@ -77,7 +79,8 @@ class EngineBench:
                 return unfinished, error
 
     def _recorded(self, given: GivenStep) -> RecordedStep:
-        recorder, self._taken = self._recorder, None
+        recorder = self._recorder
+        self._taken.clear()
         recorder.segment = RecordedStep(given.step)
         state = self._state_at(given)
         with ExitStack() as heard:
@@ -87,13 +90,9 @@ class EngineBench:
             self._advance(state, given.batch)
         if recorder.failed is not None:
             raise recorder.failed
-        if self._taken is None:  # its update was skipped
+        if not self._taken:  # its update was skipped
             recorder.close()
-        assert self._taken is not None
-        return self._taken
-
-    def _take(self, step: RecordedStep) -> None:
-        self._taken = step
+        return self._taken.pop()
 
     def _state_at(self, given: GivenStep) -> TrainState:
         """A state of its own around the live model and optimizer, which stand where the step began."""

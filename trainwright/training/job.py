@@ -29,6 +29,7 @@ from trainwright.engine.dry_run import Mode, dry_run
 from trainwright.engine.precision import Precision
 from trainwright.engine.step import ScheduleFn, StepFn, make_step
 from trainwright.engine.until import Until, for_seconds, for_steps
+from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import DataError, UsageError
 from trainwright.forecast.local_device import local_device, nominal_cpu
 from trainwright.forecast.resolve import Resolved, left_open, resolve, resolved_before
@@ -189,7 +190,7 @@ def _rehearsed(job: Job, facts: RunFacts, first: StepBatch, asked: str) -> Plan:
     )
 
 
-def make_advance(job: Job, world: World = SOLO) -> StepFn:
+def make_advance(job: Job, world: World = SOLO, witness: StepWitness = SILENT) -> StepFn:
     """The step function of a job; sets the process-wide matmul mode and threads that its plan asks for."""
     clip = job.recipe.optimizer.clip
     job.precision.set_matmul_mode()
@@ -200,4 +201,5 @@ def make_advance(job: Job, world: World = SOLO) -> StepFn:
         precision=job.precision,
         clip=make_clip(clip.by, clip.at),
         world=world,
+        witness=witness,
     )

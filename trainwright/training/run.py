@@ -17,6 +17,7 @@ from trainwright.build.assemble import Parts, build_loading, validation_batches
 from trainwright.build.resolve import sink_factories
 from trainwright.engine.between import NEVER
 from trainwright.engine.loop import Observer, Outcome, run
+from trainwright.engine.witness import SILENT
 from trainwright.errors import StorageError, UsageError
 from trainwright.observe.cadence import Every
 from trainwright.observe.evaluation import PeriodicEvaluation
@@ -175,9 +176,9 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         signals.saving_s, signals.newest = lambda: saving.last_s, lambda: str(saving.last or restored)
         evaluation = _evaluation(job, stage, logbook, saving)
         watching: tuple[Observer, ...] = (logbook.recorder, logbook.telemetry, progress)
-        makers = [EngineObserver, *extras] if job.recipe.log.doctor else extras
-        extra = [make(job, folder, progress) for make in makers]
-        advance = make_advance(job, stage.world)
+        doctor = attend(job, folder, progress.say) if job.recipe.log.doctor else None
+        extra = [*([doctor] if doctor else []), *(make(job, folder, progress) for make in extras)]
+        advance = make_advance(job, stage.world, doctor.witness if doctor else SILENT)
         with _told_where_it_is_saved(job, folder, saving):
             if job.accepted:  # a kill before the next save would ask for it again
                 saving(state)
@@ -194,6 +195,19 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         logbook.recorder.tell_skipped(state)
         logbook.ended = _ended(outcome, evaluation, logbook)
     return _closed(job, folder, outcome, logbook, saving.last, progress)
+
+
+def attend(job: Job, folder: RunFolder, say: Callable[[str], None]) -> EngineObserver:
+    """The doctor beside a run: its ``witness`` goes into the step that trains."""
+    extent = job.plan.extent
+    return EngineObserver(
+        job.state,
+        lambda witness: make_advance(job, witness=witness),
+        folder=folder,
+        say=say,
+        planned_s=extent.seconds if extent.seconds is not None else (extent.steps or 0) * (job.plan.step_s or 0.0),
+        accumulation=job.plan.batch.accumulation,
+    )
 
 
 def _saving(job: Job, stage: Stage, logbook: Logbook) -> Saving:

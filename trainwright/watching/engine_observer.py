@@ -1,64 +1,229 @@
-"""The doctor beside our own engine: an Observer that closes each step for whoever attends it."""
+"""The doctor beside our own engine: it keeps what each step is given, and takes a step again when it looks at it."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from typing import TYPE_CHECKING
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
 
-from trainwright.errors import TrainwrightError
+from trainwright.engine.step import StepResult
+from trainwright.engine.witness import StepWitness
+from trainwright.errors import OutOfMemory, TrainwrightError
 from trainwright.observe.journal import Journal
+from trainwright.recorder.given import GivenRecorder, GivenRing
+from trainwright.recorder.hooks import Listener
+from trainwright.recorder.numbers import Numbers, late, lateness
+from trainwright.recorder.probes import LoopObjects, Probe, make_probes
+from trainwright.recorder.program import RecordedStep
+from trainwright.replay.engine_bench import EngineBench, MakeStep
 from trainwright.report.findings import lines_of
+from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.json_values import Facts
+from trainwright.runlog.records import Found, Record
 from trainwright.runlog.writer import LogWriter
-from trainwright.watching.session import WatchOptions, WatchSession, enough_bytes
+from trainwright.state.train_state import TrainState
+from trainwright.watching.experiments import ExperimentRunner
+from trainwright.watching.findings import FindingsLog, limits_of
+from trainwright.watching.incidents import Incidents
+from trainwright.watching.look_schedule import LookSchedule, SnapshotSchedule
+from trainwright.watching.session import KEEP, enough_bytes
 
-if TYPE_CHECKING:
-    from trainwright.engine.step import StepResult
-    from trainwright.observe.progress import Progress
-    from trainwright.runlog.folder import RunFolder
-    from trainwright.state.train_state import TrainState
-    from trainwright.training.job import Job
+NEEDS_A_LIVE_LOOP = {"loaded", "loaders"}
+"""Probes of what happens outside of the steps: our engine loads weights and batches itself."""
+
+
+class EngineSession:
+    """Records a run of our own engine by what its steps were given, looks at some steps, and asks the doctor.
+
+    ``witness`` is to be given to the step that trains. ``make_step`` makes the same step with another witness: that one
+    takes a step again on the bench, where it is heard and taped. ``write`` takes every record that is to be kept.
+    ``planned_s`` is how long the run will take.
+    """
+
+    def __init__(
+        self,
+        state: TrainState,
+        make_step: MakeStep,
+        *,
+        write: Callable[[Record], None],
+        planned_s: float,
+        accumulation: int | None = None,
+        bundles: Path | None = None,
+    ) -> None:
+        self._state, self.step = state, state.step
+        self._bench = EngineBench(state, make_step)
+        objects = self._bench.objects
+        device = objects.parameters[0].device
+        self.witness: StepWitness
+        self.witness = self._given = GivenRecorder(device)
+        self.ring = GivenRing(keep=KEEP, budget_bytes=enough_bytes(objects.roots), record=self._bench.record)
+        self.runner = ExperimentRunner(objects, self.ring)
+        made = make_probes(objects, LoopObjects(accumulation=accumulation))
+        self._probes: list[Probe] = [each for each in made if each.name not in NEEDS_A_LIVE_LOOP]
+        self._bench.probes = self._probes
+        self.log = FindingsLog(self.runner, self._probes, write)
+        self._incidents = Incidents(bundles, self.runner, write)
+        self._looks, self._snapshots = LookSchedule(self.step, planned_s), SnapshotSchedule(KEEP)
+        self._late = lateness(device)
+        self._unread: deque[tuple[RecordedStep, Callable[[], list[float]]]] = deque()
+        self._told = 0  # the newest step whose program the probes were told of
+        self._begin_s, self._first_step = time.perf_counter(), self.step
+        self._prepare_next(self.step)
+
+    def note(self, result: StepResult) -> None:
+        """A step is over."""
+        given = self._given.newest
+        assert given is not None and given.step == result.step
+        self.step = result.step
+        step = RecordedStep(result.step, lr=result.lr)
+        step.loss, step.grad_norm, step.losses = result.loss, result.grad_norm, [result.loss]
+        step.values = {"step_s": result.step_s, "wait_s": result.wait_s}
+        step.ended_s = time.time()
+        if result.batch is not given.batch:  # memory ran out: it was trained in smaller micro-batches
+            given = dataclasses.replace(given, batch=result.batch)
+        self.ring.add_given(step, given)
+        self._unread.append((step, late([result.loss, result.grad_norm])))
+        while len(self._unread) > self._late:
+            self._judge(*self._unread.popleft())
+        self._prepare_next(result.step)
+
+    def _judge(self, step: RecordedStep, read: Callable[[], list[float]]) -> None:
+        loss, norm = read()
+        numbers = Numbers((loss,), loss, norm, ())
+        bad = not numbers.are_finite
+        self.log.note(step, numbers)
+        urgent = any(probe.urgent for probe in self._probes)
+        if self._looks.wants(step.step, loss, bad=bad, urgent=urgent):
+            begin_s = time.thread_time()
+            self._make_program(step, numbers)
+            self.log.look(step.step, "incident" if bad else "checkup", limits=self._limits())
+            self._looks.paid(time.thread_time() - begin_s, time.perf_counter())
+        if bad:
+            self._incidents.keep_bundle(step.step, [found.code for found in self.log.findings()])
+
+    def _make_program(self, step: RecordedStep, numbers: Numbers) -> None:
+        """The step is taken again on the bench, where the probes hear it."""
+        try:
+            self.ring.way_to(step.step)
+        except Exception as error:  # a mistake of ours, or of a stranger's model: the run goes on
+            step.blind = f"{type(error).__name__}: {str(error)[:200]}"
+            return
+        for each in self.ring.segments:
+            if self._told < each.step <= step.step and each.program:
+                self._told = each.step
+                for probe in self._probes:
+                    _tell(probe, lambda probe=probe, each=each: probe.on_closed(each))  # type: ignore[misc]
+        for probe in self._probes:
+            _tell(probe, lambda probe=probe: probe.on_read(step, numbers))  # type: ignore[misc]
+
+    def _prepare_next(self, step: int) -> None:
+        """The state before the next step is kept when that one will be looked at, and now and then."""
+        now_s = time.perf_counter()
+        is_due = self._looks.is_next_due(step, now_s) or self._snapshots.is_due(step)
+        if is_due and not self.ring.refused_bytes:
+            self.ring.add_snapshot(self._bench.objects.snapshot(step + 1))
+            step_s = (now_s - self._begin_s) / max(1, step - self._first_step)
+            self._snapshots.paid(step, time.perf_counter() - now_s, step_s)
+
+    def end(self, error: BaseException | None) -> None:
+        """The last look: at a step that raised too."""
+        if error is not None and not isinstance(error, Exception):
+            return
+        while self._unread:
+            self._judge(*self._unread.popleft())
+        if error is not None and not isinstance(error, OutOfMemory):
+            self._examine_unfinished(error)
+        if self.step > self._first_step and (newest := self.ring.segments[-1]):
+            self._make_program(newest, self._numbers(newest))
+        self.log.look(self.step, "end", limits=self._limits(), finished=True)
+
+    def _examine_unfinished(self, error: Exception) -> None:
+        """Of a step that raised: the operation that did, by taking it again where it is heard."""
+        given = self._given.newest
+        if given is None or given.step != self.step + 1:  # it was no step that raised
+            return
+        found = self.ring.way_to_unfinished(given)
+        if found is None:
+            return
+        unfinished, again = self._bench.record_unfinished(*found)
+        facts: Facts = {"unfinished": self.runner.unfinished(unfinished, self._bench.tape, again or error)}
+        self._bench.tape.forget()
+        self.log.examined(given.step, facts)
+
+    def _numbers(self, step: RecordedStep) -> Numbers:
+        loss, norm = float(step.loss), float(step.grad_norm)
+        return Numbers((loss,), loss, norm, ())
+
+    def _limits(self) -> Facts:
+        listeners: dict[str, Listener] = {probe.name: probe for probe in self._probes}
+        return limits_of(self.ring, listeners)
 
 
 class EngineObserver:
-    """An Observer that attends a run of our own engine and tells its findings at the end."""
+    """An Observer: a session beside a run, in whose folder it logs. It tells the findings at the end."""
 
-    def __init__(self, job: Job, folder: RunFolder, progress: Progress) -> None:
-        self._folder, self._say = folder.path, progress.say
-        self._journal = Journal(LogWriter(folder.log), progress.say)
-        state = job.state
-        given = {"loaders": (), "scalers": (), "schedulers": (), "accumulation": job.plan.batch.accumulation}
-        self.attendant = WatchSession(
-            [state.model, *([state.loss] if state.loss is not None else [])],
-            [state.optimizer],
-            given,
-            WatchOptions(
-                "observe", budget_bytes=enough_bytes([state.model]), bundles=folder.bundles
-            ),  # the engine has a guard of its own
+    def __init__(
+        self,
+        state: TrainState,
+        make_step: MakeStep,
+        *,
+        folder: RunFolder,
+        say: Callable[[str], None],
+        planned_s: float,
+        accumulation: int | None = None,
+    ) -> None:
+        self._folder, self._say = folder.path, say
+        self._journal = Journal(LogWriter(folder.log), say)
+        self._failed: Exception | None = None
+        self.session = EngineSession(
+            state,
+            make_step,
             write=self._journal.write,
-            own_loop_at=state.step,
+            planned_s=planned_s,
+            accumulation=accumulation,
+            bundles=folder.bundles,
         )
-        self.attendant.begin()
+
+    @property
+    def witness(self) -> StepWitness:
+        return self.session.witness
 
     def observe(self, result: StepResult, state: TrainState) -> None:
-        recording = self.attendant.recording
-        if recording.failed is not None:  # a mistake of ours is not the run's: it goes on, and the findings say so
-            return
-        segment = recording.segment
-        segment.ids = [tuple(micro.ids.tolist()) for micro in result.batch.micro]
-        segment.loss, segment.lr = result.loss, result.lr
-        segment.grad_norm = (
-            result.grad_norm if segment.grad_norm is None else segment.grad_norm
-        )  # a step that is skipped
-        try:
-            recording.close()
-        except TrainwrightError:
-            raise
-        except Exception as error:
-            recording.fail(error)
+        """A mistake of ours is not the run's: it goes on, and is not watched any more."""
+        if self._failed is None:
+            self._guarded(lambda: self.session.note(result))
+
+    def findings(self) -> list[Found]:
+        """What is known by now, the first cause first."""
+        return self.session.log.findings()
 
     def close(self) -> None:
-        self.attendant.end(sys.exc_info()[1])
-        findings = self.attendant.findings()
+        error = sys.exc_info()[1]
+        if self._failed is None:
+            self._guarded(lambda: self.session.end(error))
+        if self._failed is not None:
+            kind = type(self._failed).__name__
+            self._say(f"the doctor stopped watching at step {self.session.step}: {kind}: {str(self._failed)[:200]}")
+        findings = self.findings()
         for line in lines_of(findings, self._folder) if findings else ():
             self._say(line)
         self._journal.close()
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except TrainwrightError:
+            raise
+        except Exception as error:
+            self._failed = error
+
+
+def _tell(probe: Probe, action: Callable[[], None]) -> None:
+    if probe.failed is None:
+        try:
+            action()
+        except Exception as error:
+            probe.fail(error)

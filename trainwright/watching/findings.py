@@ -1,46 +1,49 @@
-"""What is known of a watched loop: its steps as records, what closer looks gave, and what the doctor makes of it."""
+"""What is known of a run: its steps as records, the facts of closer looks, and what the doctor finds in them."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import Diagnosis, diagnose
-from trainwright.recorder.hooks import muted
+from trainwright.recorder.hooks import Listener, muted
 from trainwright.recorder.numbers import Numbers, as_record
 from trainwright.recorder.probes import Probe
 from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.ring import Ring
 from trainwright.runlog import records
+from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Found, Record
 from trainwright.watching.experiments import ExperimentRunner
 
-Facts = dict[str, dict[str, Any]]
-"""What experiments and probes gave, by name."""
 EVERY_STEP, KEPT_RECORDS, UNRECORDED = 64, 1024, 16
 ORDINARY = {"grads", "step_s", "wait_s", "on_device"}
-"""What every step has to tell."""
+"""Values that every step has. A step with others has something to tell."""
+ROUNDS = 4
+"""How often the doctor may ask for further experiments in one look."""
 
 
 class FindingsLog:
-    """Takes notes of every step, looks at one when asked to, and keeps the findings.
+    """Notes every step, looks at one when asked to, and keeps the findings.
 
-    ``write`` takes every record that is to be kept; ``point_at`` gives the line of the user's source that a code is
-    about.
+    ``write`` takes every record that is to be kept. ``point_at`` gives the line of the user's source that a code is
+    about. ``known`` are the records of an earlier process.
     """
 
     def __init__(
         self,
-        examiner: ExperimentRunner,
+        runner: ExperimentRunner,
         probes: Sequence[Probe],
         write: Callable[[Record], None],
-        point_at: Callable[[str], str | None],
+        point_at: Callable[[str], str | None] = lambda code: None,
+        *,
+        known: Iterable[Record] = (),
     ) -> None:
-        self._examiner, self._probes, self._write, self._point_at = examiner, probes, write, point_at
-        self._records: list[Record] = []
+        self._runner, self._probes, self._write, self._point_at = runner, probes, write, point_at
+        self._records = list(known)
         self._unrecorded: deque[tuple[RecordedStep, Numbers]] = deque()
         self._found: dict[str, Found] = {}
 
@@ -54,53 +57,56 @@ class FindingsLog:
         """What is known by now, the first cause first."""
         return list(self._found.values())
 
-    def note(self, segment: RecordedStep, numbers: Numbers) -> None:
+    def note(self, step: RecordedStep, numbers: Numbers) -> None:
         """A step is over. It becomes a record when somebody looks, or later."""
-        self._unrecorded.append((segment, numbers))
+        self._unrecorded.append((step, numbers))
         if len(self._unrecorded) > UNRECORDED:
             self._record_oldest()
 
-    def look(self, step: int, why: str, limits: Facts, *, finished: bool) -> None:
-        """Examines ``step`` and asks the doctor, who may ask for more. ``limits``: what the recorder could not do."""
+    def look(self, step: int, *reasons: str, limits: Facts | None = None, finished: bool = False) -> None:
+        """Makes the experiments of these ``reasons`` on ``step`` and asks the doctor, who may ask for more.
+
+        ``reasons`` are "checkup", "incident" or "end"; ``limits`` say what the recorder could not do.
+        """
         with muted():
             self._record_all()
             self.examined(step, self._probed())
-            self.examined(step, limits)
-            self.examined(step, self._examiner.look(step, why))
-            for _ in range(4):
+            self.examined(step, limits or {})
+            for reason in reasons:
+                self.examined(step, self._runner.look(step, reason))
+            for _ in range(ROUNDS):
                 diagnosis = diagnose(Case(self._records, finished=finished))
-                told = self._examiner.grant(step, diagnosis.requests)
-                if not told:
+                facts = self._runner.grant(step, diagnosis.requests)
+                if not facts:
                     break
-                self.examined(step, told)
-            self._conclude(step, diagnosis)
+                self.examined(step, facts)
+            self._conclude(diagnosis)
 
     def _probed(self) -> Facts:
-        """What each probe has to tell; one that raises is told nothing any more."""
+        """The facts of each probe; one that raises is told nothing any more."""
         found: Facts = {}
         for probe in self._probes:
             try:
-                told = probe.values() if probe.failed is None else None
+                facts = probe.values() if probe.failed is None else None
             except Exception as error:
                 probe.fail(error)
                 continue
-            if told is not None:
-                found[probe.name] = told
+            if facts is not None:
+                found[probe.name] = facts
         return found
 
-    def examined(self, step: int, told: Facts) -> None:
+    def examined(self, step: int, outcomes: Facts) -> None:
         """Writes down what experiments and probes gave, by name."""
-        for name, values in told.items():
+        for name, values in outcomes.items():
             at = values.pop("step", step)
             self._remember(records.Examined(time_s=time.time(), step=at, experiment=name, values=values))
 
-    def _conclude(self, step: int, diagnosis: Diagnosis) -> None:
+    def _conclude(self, diagnosis: Diagnosis) -> None:
         now = {}
-        for said in diagnosis.findings:
-            known = self._found.get(said.found.code)
-            found = said.found
+        for each in diagnosis.findings:
+            known, found = self._found.get(each.found.code), each.found
             if known is None:
-                tried = self._examiner.attempt(found.step, said.trial)
+                tried = self._runner.attempt(found.step, each.trial)
                 where = found.where
                 if where.source is None and (line := self._point_at(found.code)):
                     where = dataclasses.replace(where, source=line)
@@ -113,15 +119,15 @@ class FindingsLog:
         self._found = now
 
     def _record_oldest(self) -> None:
-        """Every eighth step of a calm run becomes a record, and each that had something to it."""
-        segment, numbers = self._unrecorded.popleft()
-        is_plain = segment.blind is None and segment.values.keys() <= ORDINARY
-        if segment.step <= EVERY_STEP or segment.step % 8 == 0 or not is_plain:
-            self._remember(as_record(segment, numbers))
+        """Every eighth step of a calm run becomes a record, and each that has something to tell."""
+        step, numbers = self._unrecorded.popleft()
+        is_plain = step.blind is None and step.values.keys() <= ORDINARY
+        if step.step <= EVERY_STEP or step.step % 8 == 0 or not is_plain:
+            self._remember(as_record(step, numbers))
 
     def _record_all(self) -> None:
-        for segment, numbers in self._unrecorded:
-            self._remember(as_record(segment, numbers))
+        for step, numbers in self._unrecorded:
+            self._remember(as_record(step, numbers))
         self._unrecorded.clear()
 
     def _remember(self, record: Record) -> None:
@@ -131,3 +137,14 @@ class FindingsLog:
             half = len(self._records) // 2
             old = [r for i, r in enumerate(self._records[:half]) if not isinstance(r, records.Watched) or i % 2]
             self._records = old + self._records[half:]
+
+
+def limits_of(ring: Ring, listeners: Mapping[str, Listener]) -> Facts:
+    """What the recorder could not do: our own mistakes, and a state that was too large to keep. Empty: nothing."""
+    failed = {name: each.failed for name, each in listeners.items() if each.failed is not None}
+    if not failed and not ring.refused_bytes:
+        return {}
+    failures = [f"{name}: {type(error).__name__}: {str(error)[:200]}" for name, error in failed.items()]
+    return {
+        "limits": {"failures": failures, "refused_bytes": ring.refused_bytes, "budget_bytes": ring.budget_bytes},
+    }

@@ -1,4 +1,4 @@
-"""What is kept of an incident: the ledger of updates that were left out, and bundles that run the step again elsewhere."""
+"""What is kept of an incident: a record of each update that was left out, and a bundle to run the step again."""
 
 from __future__ import annotations
 

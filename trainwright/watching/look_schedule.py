@@ -1,4 +1,4 @@
-"""When a step is looked at closely, and when the state before a step is kept: as often as a share of the time allows."""
+"""When a step is looked at closely and when a state is kept: as often as a share of the time allows."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
-from typing import Any, Self
+from typing import Self, TypeVar
 
 from rich.console import Console
 from torch import nn
@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 
 from trainwright.doctor.source import point_at
 from trainwright.errors import UsageError, require_choice
+from trainwright.recorder.probes import LoopObjects
+from trainwright.recorder.spikes import OnSpike
 from trainwright.recorder.veto import OnNonfinite
 from trainwright.report.findings import lines_of
 from trainwright.runlog import records
@@ -36,8 +38,8 @@ class Watch:
         self,
         roots: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
-        given: dict[str, Any],
-        terms: WatchOptions,
+        objects: LoopObjects,
+        options: WatchOptions,
         *,
         folder: RunFolder | None,
         console: Console | None,
@@ -46,21 +48,23 @@ class Watch:
         self._open = ExitStack()
         self._log: LogWriter | None = None
         self._source = CallerSource()
-        self.attendant = WatchSession(roots, optimizers, given, terms, write=self._write, point_at=self._source.line_of)
+        self.session = WatchSession(
+            roots, optimizers, objects, options, write=self._write, point_at=self._source.line_of
+        )
 
     def __enter__(self) -> Self:
         self._source.look_at(sys._getframe(1))
         if self.folder is not None:
             self._log = self._open.enter_context(closing(LogWriter(self.folder.log)))
         self._write(records.Started(time_s=time.time(), step=0, version=__version__, pid=os.getpid()))
-        self.attendant.begin()
+        self.session.begin()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._open:
-            self.attendant.end(error)
+            self.session.end(error)
             self._write(self._ended(error))
             if self._console is not None:
                 for line in lines_of(self.findings(), self.folder.path if self.folder else None):
@@ -75,28 +79,28 @@ class Watch:
             step=self.step,
             loss=losses[-1] if losses else None,
             val_loss=None,
-            skipped=self.attendant.num_vetoed,
-            seconds=self.attendant.seconds,
+            skipped=self.session.num_vetoed,
+            seconds=self.session.seconds,
         )
 
     @property
     def step(self) -> int:
         """Optimizer steps that were seen."""
-        return self.attendant.step
+        return self.session.step
 
     @property
     def records(self) -> list[Record]:
         """What is remembered: of a long run not every step."""
-        return self.attendant.casebook.records
+        return self.session.findings_log.records
 
     @property
     def held_bytes(self) -> int:
         """What the flight recorder holds of its byte budget."""
-        return self.attendant.held_bytes
+        return self.session.held_bytes
 
     def findings(self) -> list[Found]:
         """What is known by now, the first cause first."""
-        return self.attendant.findings()
+        return self.session.findings()
 
     def _write(self, record: Record) -> None:
         if self._log is not None:
@@ -129,76 +133,93 @@ def watch(
     model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer],
     *,
-    loader: Any = None,
-    loss: Any = None,
-    scaler: Any = None,
-    scheduler: Any = None,
+    loader: object = None,
+    loss: object = None,
+    scaler: object = None,
+    scheduler: object = None,
+    accumulation: int | None = None,
     out: str | Path | None = "runs/watch",
     on_nonfinite: OnNonfinite = "skip",
-    **more: Any,
+    on_spike: OnSpike = "warn",
+    skip: str | Path | Iterable[Iterable[int]] = (),
+    keep: int = KEEP,
+    memory_bytes: int | None = None,
+    quiet: bool = False,
 ) -> Watch:
     """Watches a loop that somebody else owns: ``with tw.watch(model, optimizer, loader=loader):`` around it.
 
-    Reads only: with and without it the training is the same bits, but for an update that is not finite. That one is
-    vetoed (``on_nonfinite="skip"``), ends the loop (``"stop"``), or is let through (``"observe"``). Several models and
-    optimizers (a GAN) are given as sequences. The run folder is ``out``, numbered if it exists; None writes nothing.
-    ``more``: ``on_spike`` says what is done when the gradient norm is 8 times its median: ``"warn"``, ``"skip"`` the
-    batch, or ``"rollback"`` to the last snapshot. ``skip`` is the folder of an earlier watch of this training, or
-    sample ids step by step: updates that were left out there are left out again. ``accumulation`` declares
-    micro-batches for each step. ``keep`` (32 steps) and ``memory_bytes`` (room for three states, at most a quarter of
-    the free memory) limit the flight recorder. ``quiet`` prints nothing.
+    The watch reads only: the training is the same bits with and without it, except for an update that is not finite.
 
-    Raises UsageError for what cannot be watched.
+    Args:
+        model: The module that is trained, or a sequence of several (a GAN).
+        optimizer: Its optimizer, or a sequence of several.
+        loader: DataLoader, or a sequence of them. Those that are not given are heard as well.
+        loss: The loss, where it is a module with parameters.
+        scaler: The GradScaler.
+        scheduler: Learning rate scheduler, or a sequence of them.
+        accumulation: Number of micro-batches in a step, where that is on purpose.
+        out: Run folder; a number is added if it exists. None writes nothing.
+        on_nonfinite: What happens to an update that is not finite: ``"skip"`` leaves it out, ``"stop"`` ends the loop
+            with an exception, ``"observe"`` lets it through.
+        on_spike: What happens when the gradient norm is 8 times its median: ``"warn"`` reports it, ``"skip"`` leaves
+            the update out, ``"rollback"`` also goes back to the last snapshot.
+        skip: Updates that are left out: the folder of an earlier watch of this training, whose skipped updates are
+            skipped again, or the sample ids of each such step.
+        keep: Number of steps that the flight recorder holds.
+        memory_bytes: What the flight recorder may hold. Default: three states of the model with its optimizer, at most
+            a quarter of the free memory.
+        quiet: Print nothing.
+
+    Raises:
+        UsageError: For what cannot be watched.
     """
-    known = {"accumulation": None, "on_spike": "warn", "keep": KEEP, "memory_bytes": None, "quiet": False, "skip": ()}
-    if unknown := more.keys() - known.keys():
-        raise UsageError(f"watch has no argument {min(unknown)!r}", remedy=f"it has also {', '.join(known)}")
-    chosen = known | more
     require_choice("on_nonfinite", on_nonfinite, ("skip", "stop", "observe"))
-    require_choice("on_spike", str(chosen["on_spike"]), ("warn", "skip", "rollback"))
+    require_choice("on_spike", on_spike, ("warn", "skip", "rollback"))
     roots = _several(model, nn.Module, "model")
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         roots.append(loss)
     folder = None if out is None else RunFolder.create(Path(out).parent, Path(out).name)
-    given = {
-        "loaders": _listed(loader),
-        "scalers": _listed(scaler),
-        "schedulers": _listed(scheduler),
-        "accumulation": chosen["accumulation"],
-    }
-    terms = WatchOptions(
+    options = WatchOptions(
         on_nonfinite,
-        chosen["on_spike"],
-        int(chosen["keep"]),
-        int(chosen["memory_bytes"] or enough_bytes(roots)),
+        on_spike,
+        keep,
+        memory_bytes or enough_bytes(roots),
         folder.bundles if folder else None,
-        _to_skip(chosen["skip"]),
+        _to_skip(skip),
     )
     return Watch(
         roots,
         _several(optimizer, Optimizer, "optimizer"),
-        given,
-        terms,
+        LoopObjects(
+            loaders=_listed(loader),
+            scalers=_listed(scaler),
+            schedulers=_listed(scheduler),
+            accumulation=accumulation,
+        ),
+        options,
         folder=folder,
-        console=None if chosen["quiet"] else Console(stderr=True),
+        console=None if quiet else Console(stderr=True),
     )
 
 
-def _several(given: Any, kind: type, what: str) -> list[Any]:
-    items = [given] if isinstance(given, kind) else list(given) if isinstance(given, Iterable) else [given]
+T = TypeVar("T")
+
+
+def _several(value: object, kind: type[T], what: str) -> list[T]:
+    items = [value] if isinstance(value, kind) else list(value) if isinstance(value, Iterable) else [value]
     for item in items:
         if not isinstance(item, kind):
             raise UsageError(f"watch: the {what} is a {type(item).__name__}", remedy=f"give a torch {kind.__name__}")
-    return items
+    return [item for item in items if isinstance(item, kind)]
 
 
-def _to_skip(given: Any) -> frozenset[frozenset[int]]:
-    """Sample ids of each step that is to be left out, given as such or as the folder of an earlier watch."""
-    if isinstance(given, str | Path):
-        told = read(RunFolder.open(given).log).records
-        given = [each.sample_ids for each in told if isinstance(each, records.Skipped)]
-    return frozenset(frozenset(ids) for ids in given if ids)
+def _to_skip(value: str | Path | Iterable[Iterable[int]]) -> frozenset[frozenset[int]]:
+    """Sample ids of each step whose update is left out."""
+    if isinstance(value, str | Path):
+        log = read(RunFolder.open(value).log).records
+        value = [each.sample_ids for each in log if isinstance(each, records.Skipped)]
+    return frozenset(frozenset(ids) for ids in value if ids)
 
 
-def _listed(given: Any) -> tuple[Any, ...]:
-    return () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
+def _listed(value: object) -> tuple[object, ...]:
+    return () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)

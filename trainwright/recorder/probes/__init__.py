@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from trainwright.recorder.hooks import Listener
@@ -14,16 +14,21 @@ from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ring import LiveObjects
 
 
-@dataclass(frozen=True)
-class WatchedObjects:
-    """What a watch was given."""
+@dataclass(frozen=True, kw_only=True)
+class LoopObjects:
+    """What of a loop was handed over, and how many micro-batches make a step (None: not declared)."""
+
+    loaders: tuple[object, ...] = ()
+    scalers: tuple[object, ...] = ()
+    schedulers: tuple[object, ...] = ()
+    accumulation: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchedObjects(LoopObjects):
+    """The same with the live models and optimizers."""
 
     subject: LiveObjects
-    loaders: tuple[Any, ...] = ()
-    scalers: tuple[Any, ...] = ()
-    schedulers: tuple[Any, ...] = ()
-    accumulation: int | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 class Probe(Listener):
@@ -53,7 +58,9 @@ def probe(make: Callable[[WatchedObjects], Probe]) -> Callable[[WatchedObjects],
     return make
 
 
-def load_all() -> None:
-    """Imports every file of probes once."""
+def make_probes(subject: LiveObjects, loop: LoopObjects) -> list[Probe]:
+    """One of each."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
+    watched = WatchedObjects(subject=subject, **vars(loop))
+    return [make(watched) for make in PROBES]

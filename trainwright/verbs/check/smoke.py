@@ -17,6 +17,7 @@ from rich.console import Console
 from trainwright.build.assemble import build_loading, validation_batches
 from trainwright.engine.evaluate import evaluate
 from trainwright.engine.loop import steps
+from trainwright.engine.witness import SILENT
 from trainwright.errors import TrainwrightError
 from trainwright.observe.progress import Progress
 from trainwright.runlog.folder import RunFolder
@@ -25,9 +26,9 @@ from trainwright.state.checkpoint import load_checkpoint, save_checkpoint
 from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState
 from trainwright.training.job import make_advance, until_of
+from trainwright.training.run import attend
 from trainwright.verbs.check.sandbox import Sandbox, within
 from trainwright.verbs.check.verdict import Verdict
-from trainwright.watching.engine_observer import EngineObserver
 
 STEPS = 100
 LOOKS = 40
@@ -67,8 +68,8 @@ def smoke(bench: Sandbox, *, budget_s: float, step_s: float) -> Smoke:
     with tempfile.TemporaryDirectory(prefix="trainwright-check-") as place, bench.fresh() as state:
         job = replace(bench.job, state=state)
         told.attended = LOOKS * step_s < budget_s
-        attending = EngineObserver(job, RunFolder.create(place, "smoke"), quiet) if told.attended else None
-        advance = make_advance(bench.job)
+        attending = attend(job, RunFolder.create(place, "smoke"), quiet.say) if told.attended else None
+        advance = make_advance(job, witness=attending.witness if attending else SILENT)
         try:
             for result in steps(state, _some(bench, budget_s), advance, until=until_of(bench.job.plan)):
                 told.losses.append(float(result.loss))
@@ -81,7 +82,7 @@ def smoke(bench: Sandbox, *, budget_s: float, step_s: float) -> Smoke:
             told.error = _said(error)
             if attending:
                 attending.close()
-        told.findings = attending.attendant.findings() if attending else []
+        told.findings = attending.findings() if attending else []
         told.seconds = time.perf_counter() - begin_s
         told.epochs = state.data.epoch + state.data.position / max(1, _length(bench))
         if told.error is None:

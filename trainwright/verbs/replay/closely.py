@@ -1,42 +1,21 @@
-"""A replayed step is looked at closely: every experiment, what the doctor wishes for, and what it finds."""
+"""A replayed step is looked at closely: every experiment, what the doctor asks for, and what it finds."""
 
 from __future__ import annotations
 
-import dataclasses
-import time
 from collections.abc import Iterable
-from typing import Any
 
-from trainwright.doctor.case import Case
-from trainwright.doctor.diagnose import diagnose
 from trainwright.doctor.finding import finding
-from trainwright.recorder.hooks import muted
 from trainwright.runlog.records import Examined, Found, Record
 from trainwright.verbs.replay.result import Rerun
 from trainwright.watching.experiments import ExperimentRunner
+from trainwright.watching.findings import FindingsLog
 
 
-def look_closely(done: Rerun, examiner: ExperimentRunner, known: Iterable[Record]) -> None:
-    """Every experiment of an incident and a checkup, and those that the doctor wishes for; then its findings."""
-    done.records = list(known)
-
-    def note(told: dict[str, Any]) -> None:
-        for name, values in told.items():
-            at = values.pop("step", done.step)
-            done.records.append(Examined(time_s=time.time(), step=at, experiment=name, values=values))
-
-    with muted():
-        for why in ("incident", "checkup"):
-            note(examiner.look(done.step, why))
-        for _ in range(4):
-            diagnosis = diagnose(Case(done.records))
-            told = examiner.grant(done.step, diagnosis.requests)
-            if not told:
-                break
-            note(told)
-        for said in diagnosis.findings:
-            tried = examiner.attempt(said.found.step, said.trial)
-            done.findings.append(dataclasses.replace(said.found, time_s=time.time(), tried=(*said.found.tried, *tried)))
+def look_closely(done: Rerun, runner: ExperimentRunner, known: Iterable[Record]) -> None:
+    """Every experiment of an incident and a checkup, and those that the doctor asks for; then its findings."""
+    log = FindingsLog(runner, (), lambda record: None, known=known)
+    log.look(done.step, "incident", "checkup")
+    done.records, done.findings = log.records, log.findings()
     if not done.same_bits and done.compared and not (done.settings or done.inexact):
         done.findings.append(_not_reproducible(done))
 

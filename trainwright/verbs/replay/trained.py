@@ -10,7 +10,6 @@ import os
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,16 @@ from typing import Any
 from trainwright.engine.step import StepResult
 from trainwright.errors import CheckpointError, UsageError
 from trainwright.recipe import load
-from trainwright.recorder.hooks import listening
+from trainwright.recorder.given import GivenRecorder, GivenRing
 from trainwright.recorder.numbers import as_record
-from trainwright.recorder.recording import LoopRecorder
-from trainwright.recorder.ring import LiveObjects, Ring
-from trainwright.recorder.veto import Veto
+from trainwright.recorder.program import RecordedStep
 from trainwright.replay import bundle as bundles
 from trainwright.replay.bundle import BundleError
+from trainwright.replay.engine_bench import EngineBench
 from trainwright.replay.replayer import NotReplayable, Replayer
 from trainwright.replay.session import ReplaySession
 from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.json_values import Facts
 from trainwright.runlog.lock import RunLock
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Ended, Examined, Record, Started, Step, Watched
@@ -123,10 +122,10 @@ def rerun_trained(origin: Origin, step: int, settings: tuple[str, ...], say: Say
         finally:
             lock.release(clean=True)
         known = [r for r in origin.records if isinstance(r, Watched | Examined) and r.step < live.first]
-        known += [as_record(each) for each in live.ring.segments]
+        known += [as_record(each) for each in live.ring.recorded(step)]
         if live.unfinished is not None:
             known.append(Examined(time_s=time.time(), step=step, experiment="unfinished", values=live.unfinished))
-        look_closely(done, live.examiner, known)
+        look_closely(done, live.runner, known)
     return done
 
 
@@ -188,73 +187,65 @@ def _compare_trained(done: Rerun, origin: Origin, begin: int, live: _Live) -> No
     if not any(each.what in ("loss", "error") for each in done.compared):
         done.notes.append(f"the log has no record of step {done.step}: it is compared with a second run of it")
         try:
-            played = ReplaySession(Replayer(live.subject, names_of(live.subject)), live.ring, done.step).run(
-                upto="step"
-            )
-            done.compared += compared(live.ring.segments[-1], played, live.subject)
+            session = ReplaySession(Replayer(live.objects, names_of(live.objects)), live.ring, done.step)
+            done.compared += compared(session.segment, session.run(upto="step"), live.objects)
         except NotReplayable as error:
             done.notes.append(f"a second run was not possible: {error}")
 
 
 class _Live:
-    """A run on its way to the step; the last of its steps are written down."""
+    """A run on its way to the step; what the last of its steps are given is kept."""
 
     def __init__(self, job: Job, step: int, seconds: dict[int, float]) -> None:
         state = job.state
         self.job, self.step, self._seconds = job, step, seconds
         self.first = max(state.step + 1, step - HISTORY)
-        self.roots = [state.model, *([state.loss] if state.loss is not None else [])]
-        self.ring = Ring(keep=HISTORY + 1, budget_bytes=UNBOUNDED)
-        self.recording = LoopRecorder(
-            self.roots,
-            [state.optimizer],
-            self.ring.add,
-            before_update=lambda segment, optimizer: self._veto.before_update(segment, optimizer),
-            after_update=lambda segment, optimizer: self._veto.after_update(segment, optimizer),
-            first_step=self.first,
-            own_loop=True,
-        )
-        self._veto = Veto(self.roots, self.recording.parameters, "observe")
-        self.subject = LiveObjects(self.roots, [state.optimizer], self.recording.parameters)
-        self.examiner = ExperimentRunner(self.subject, self.ring)
+        self.bench = EngineBench(state, lambda witness: make_advance(job, witness=witness))
+        self.objects = self.bench.objects
+        self.ring = GivenRing(keep=HISTORY + 1, budget_bytes=UNBOUNDED, record=self.bench.record)
+        self.runner = ExperimentRunner(self.objects, self.ring)
+        self._given = GivenRecorder(job.device)
         self.results: dict[int, StepResult] = {}
         self.error: str | None = None
-        self.unfinished: dict[str, Any] | None = None
+        self.unfinished: Facts | None = None
 
     def go(self) -> None:
         """Trains up to the step, the engine's way: what it raises before that is the user's to see."""
-        state, advance, until = self.job.state, make_advance(self.job), until_of(self.job.plan)
+        state, until = self.job.state, until_of(self.job.plan)
+        advance = make_advance(self.job, witness=self._given)
         stream = iter(self.job.batches)
-        with ExitStack() as hearing:
-            while state.step < self.step and self.error is None:
-                state.fraction = until(state)
-                batch = next(stream, None) if state.fraction < 1.0 else None
-                if batch is None:
-                    raise UsageError(f"the run ends with step {state.step}", remedy="name one of its steps")
-                if state.step + 1 == self.first:
-                    hearing.enter_context(listening([self.recording], self.roots))
-                if state.step + 1 in (self.first, self.step):
-                    self.ring.add_snapshot(self.subject.snapshot(state.step + 1))
-                try:
-                    self._note(advance(state, batch))
-                except Exception as error:
-                    if state.step + 1 < self.step:
-                        raise
-                    self.error = f"{type(error).__name__}: {error}"
-                    self.unfinished = self.examiner.unfinished(self.recording.segment, self.recording.tape, error)
-                    self.recording.tape.stop()
+        while state.step < self.step and self.error is None:
+            state.fraction = until(state)
+            batch = next(stream, None) if state.fraction < 1.0 else None
+            if batch is None:
+                raise UsageError(f"the run ends with step {state.step}", remedy="name one of its steps")
+            if state.step + 1 in (self.first, self.step):
+                self.ring.add_snapshot(self.objects.snapshot(state.step + 1))
+            try:
+                self._note(advance(state, batch))
+            except Exception as error:
+                if state.step + 1 < self.step:
+                    raise
+                self._note_unfinished(error)
 
     def _note(self, result: StepResult) -> None:
         self.job.state.elapsed_s += self._seconds.get(result.step, 0.0)
         self.results[result.step] = dataclasses.replace(
             result, batch=StepBatch(tuple(MicroBatch(None, micro.ids) for micro in result.batch.micro))
         )
-        if result.step >= self.first:
-            segment = self.recording.segment
-            segment.ids = [tuple(micro.ids.tolist()) for micro in result.batch.micro]
-            segment.loss, segment.lr = result.loss, result.lr
-            segment.grad_norm = result.grad_norm if segment.grad_norm is None else segment.grad_norm
-            self.recording.close()
+        if result.step >= self.first and (given := self._given.newest) is not None:
+            step = RecordedStep(result.step, lr=result.lr, loss=result.loss, grad_norm=result.grad_norm)
+            step.losses = [result.loss]
+            self.ring.add_given(step, dataclasses.replace(given, batch=result.batch))
+
+    def _note_unfinished(self, error: Exception) -> None:
+        """The step raised: it is taken again where it is heard."""
+        self.error = f"{type(error).__name__}: {error}"
+        given = self._given.newest
+        found = None if given is None else self.ring.way_to_unfinished(given)
+        if found is not None:
+            unfinished, again = self.bench.record_unfinished(*found)
+            self.unfinished = self.runner.unfinished(unfinished, self.bench.tape, again or error)
 
 
 def _windows(records: Iterable[Record]) -> dict[int, tuple[int, Step]]:
