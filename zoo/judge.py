@@ -84,7 +84,7 @@ def run(entry: Entry, seed: int) -> tuple[Score, Sequence[Any]]:
     found = [each for one in watches for each in one.findings()]
     score = _scored(entry, seed, found, truth, watches)
     score.steps = sum(one.step for one in watches)
-    failures = [str(each) for one in watches for each in one.attendant.failures]
+    failures = [str(each) for one in watches for each in one.session.failures]
     failures += [each.symptom for each in found if each.code == "doctor.failed"]
     score.seconds, score.error = round(time.perf_counter() - begin_s, 2), "; ".join(failures) or error
     score.failed = bool(failures)

@@ -44,7 +44,7 @@ def train(kind: str, folder: Path, wanted: Iterator[int] | list[int]) -> dict[in
     x_all = data if not kind.startswith("sliced") else torch.randn(97, 14)[:, 1:13]
     kept: dict[int, tuple[Path, dict[str, Any]]] = {}
     with tw.watch(model, optimizer, scaler=scaler, out=None, quiet=True, accumulation=2) as watching:
-        attendant = watching.attendant
+        session = watching.session
         for step in range(1, STEPS + 1):
             for micro in range(2):
                 at = 1 + (step * 2 + micro) * 3
@@ -58,7 +58,7 @@ def train(kind: str, folder: Path, wanted: Iterator[int] | list[int]) -> dict[in
             scaler.update()
             optimizer.zero_grad()
             if step in wanted:
-                player, ring = attendant._examiner._player, attendant._ring
+                player, ring = session.runner.replayer, session.ring
                 path = keep(folder, player, ring, step, {"loss": float(loss.detach()), "bad": float("nan")})
                 assert path is not None
                 kept[step] = path, {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -328,8 +328,8 @@ def test_what_cannot_be_kept_is_said_and_the_rest_is_there(tmp_path: Path) -> No
             optimizer.zero_grad()
             model(Opaque(torch.randn(5, 4))).square().mean().backward()
             optimizer.step()
-        attendant = watching.attendant
-        path = keep(tmp_path, attendant._examiner._player, attendant._ring, 3, {})
+        session = watching.session
+        path = keep(tmp_path, session.runner.replayer, session.ring, 3, {})
     assert path is not None
     bundle = read_bundle(path)
     assert bundle.blind is not None and "Opaque" in bundle.blind
@@ -351,8 +351,8 @@ def test_a_function_that_is_not_of_torch_is_not_kept(tmp_path: Path) -> None:
             mine(model(torch.randn(5, 4))).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        examiner = watching.attendant._examiner
-        path = keep(tmp_path, examiner._player, watching.attendant._ring, 3, {})
+        examiner = watching.session.runner
+        path = keep(tmp_path, examiner.replayer, watching.session.ring, 3, {})
     assert path is not None
     bundle = read_bundle(path)
     assert bundle.blind is not None and "mine" in bundle.blind

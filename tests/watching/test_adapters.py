@@ -117,7 +117,7 @@ def by_lightning(fault: str, out: Path, **how: Any) -> list[Found]:
     callback = LightningWatch(out=out / "run", quiet=True)
     fit(Module(fault, **how), callback, out)
     assert callback.watch is not None and callback.watch.step == STEPS
-    assert callback.watch.attendant.failures == []
+    assert callback.watch.session.failures == []
     return callback.findings()
 
 
@@ -143,7 +143,7 @@ def by_trainer(fault: str, out: Path) -> list[Found]:
     callback = TrainerWatch(out=out / "run", quiet=True)
     trainer_of(fault, callback, out).train()
     assert callback.watch is not None and callback.watch.step == STEPS
-    assert callback.watch.attendant.failures == []
+    assert callback.watch.session.failures == []
     return callback.findings()
 
 

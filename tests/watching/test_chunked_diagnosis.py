@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from trainwright.verbs.check.first import Tap
 
 import trainwright as tw
 from trainwright.engine import chunked
@@ -112,7 +113,7 @@ def watched(loss_of: Callable[[nn.Module, Tensor], Tensor], ids: Tensor, *, mode
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-    assert watch.attendant.failures == []
+    assert watch.session.failures == []
     return list(watch.findings())
 
 
@@ -190,7 +191,7 @@ def accumulated(*, parts: bool, by_all: bool) -> list[Any]:
                 (made.total / count if by_all else made.total / made.weight / 4).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert watch.attendant.failures == []
+    assert watch.session.failures == []
     return list(watch.findings())
 
 

@@ -72,14 +72,14 @@ def test_the_same_bits_watched_and_replayed(make: Callable[[], Any], precision: 
     live, losses, watch = train(make, precision, watched=True)
     assert torch.equal(torch.stack(losses_alone), torch.stack(losses))
     assert all(map(same, alone, live))
-    attendant = watch.attendant
-    assert attendant.failures == []
+    session = watch.session
+    assert session.failures == []
     for step in range(STEPS - KEEP + 1, STEPS + 1):
-        played = ReplaySession(attendant._examiner._player, attendant._ring, step).run(upto="step")
+        played = ReplaySession(session.runner.replayer, session.ring, step).run(upto="step")
         assert played.error is None
         assert float(played.losses[0]) == float(losses[step - 1])
         assert same(played.after, live[step - 1])
-    names = [each.name for each in attendant._ring.segments[-1].program if hasattr(each, "name")]
+    names = [each.name for each in session.ring.segments[-1].program if hasattr(each, "name")]
     assert "chunked_cross_entropy" in names
     assert "nll_loss" not in names
 
@@ -94,7 +94,7 @@ def made():
 
 def test_a_step_that_was_written_to_disk_is_the_same_bits(tmp_path: Path) -> None:
     _, losses, watch = train(ours, "fp32", watched=True)
-    player, ring = watch.attendant._examiner._player, watch.attendant._ring
+    player, ring = watch.session.runner.replayer, watch.session.ring
     path = keep(tmp_path / "bundles", player, ring, STEPS, {"loss": float(losses[-1])})
     assert path is not None
     (tmp_path / "mine.py").write_text(BUILDS)

@@ -65,9 +65,9 @@ def test_a_fault_is_named_with_its_own_step_two_steps_later() -> None:
 def test_a_veto_on_the_device_leaves_weights_moments_and_statistics() -> None:
     weights, watch = train(12, {7: math.nan})
     assert torch.equal(weights[6], weights[5]) and not torch.equal(weights[7], weights[6])
-    assert watch.attendant.num_vetoed == 1
+    assert watch.session.num_vetoed == 1
     assert watch.findings()[0].step == 7
-    steps = {int(state["step"]) for state in watch.attendant.recording.optimizers[0].state.values()}
+    steps = {int(state["step"]) for state in watch.session.recording.optimizers[0].state.values()}
     assert steps == {11}
 
 

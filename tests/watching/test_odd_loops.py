@@ -57,7 +57,7 @@ def both(loop: Callable[[Watching], Any], *, but: str = "", **options: Any) -> A
     for one, other in zip(alone, watched):
         assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
     for watch in watches:
-        assert watch.attendant.failures == []
+        assert watch.session.failures == []
         assert {found.code for found in watch.findings() if found.severity == "critical"} <= {but}
     return watches[0]
 
@@ -378,9 +378,9 @@ def test_a_loop_that_never_steps_holds_no_graph() -> None:
         del output
         gc.collect()
         assert sum(ref() is not None for ref in seen) <= 1
-        segment = watch.attendant.recording.segment
+        segment = watch.session.recording.segment
         assert len(segment.program) <= 4200
-    assert watch.attendant.failures == []
+    assert watch.session.failures == []
 
 
 def test_training_by_autograd_grad() -> None:
@@ -766,7 +766,7 @@ def test_other_threads_are_not_heard() -> None:
         thread.start()
         plain_steps(model, optimizer, 20)
         thread.join()
-    assert errors == [] and watch.attendant.failures == [] and watch.step == 20
+    assert errors == [] and watch.session.failures == [] and watch.step == 20
 
 
 def test_a_loop_in_another_thread() -> None:

@@ -289,12 +289,12 @@ def test_the_same_bits_watched_and_replayed(build: Callable[[], Loop]) -> None:
         assert same(one.after, other.after)
     assert same(dict(bare.model.state_dict()), dict(loop.model.state_dict()))
 
-    attendant = watch.attendant
-    assert attendant.step == STEPS
-    assert attendant.failures == []
-    player: Replayer = attendant._examiner._player
+    session = watch.session
+    assert session.step == STEPS
+    assert session.failures == []
+    player: Replayer = session.runner.replayer
     for step in range(STEPS - KEEP + 1, STEPS + 1):
-        played = ReplaySession(player, attendant._ring, step).run(upto="step")
+        played = ReplaySession(player, session.ring, step).run(upto="step")
         then = live[step - 1]
         assert played.error is None
         assert [float(each) for each in played.losses] == [float(each) for each in then.losses], step
@@ -306,5 +306,5 @@ def test_the_same_bits_watched_and_replayed(build: Callable[[], Loop]) -> None:
 def test_a_replay_leaves_the_generators_alone() -> None:
     _, _, watch = train(fp32_with_dropout, watched=True)
     before = torch.get_rng_state()
-    ReplaySession(watch.attendant._examiner._player, watch.attendant._ring, STEPS).run(upto="step")
+    ReplaySession(watch.session.runner.replayer, watch.session.ring, STEPS).run(upto="step")
     assert torch.equal(before, torch.get_rng_state())

@@ -40,7 +40,7 @@ class Numbers:
 def ask(segment: RecordedStep) -> Callable[[], Numbers]:
     """Asks for the numbers of a segment; calling the answer reads them, and waits if it must."""
     losses = [each for each in segment.losses if each.numel() == 1]
-    clips = [value["norm"] for kind, value in segment.events if kind == "clip" and value["norm"] is not None]
+    clips = [value["norm"] for kind, value in segment.events if kind == "clip" and isinstance(value["norm"], Tensor)]
     own = [] if segment.loss is None else [segment.loss]
     norm = [] if segment.grad_norm is None else [segment.grad_norm]
     read = late([*losses, *own, *norm, *clips])
@@ -100,4 +100,5 @@ def as_record(segment: RecordedStep, numbers: Numbers | None = None) -> Watched:
 
 
 def _next(clips: Any, clip: dict[str, Any]) -> float | None:
-    return None if clip["norm"] is None else next(clips)
+    norm = clip["norm"]
+    return next(clips) if isinstance(norm, Tensor) else None if norm is None else float(norm)

@@ -16,7 +16,7 @@ from trainwright.engine.witness import StepWitness
 from trainwright.recorder.given import GivenStep
 from trainwright.recorder.hooks import Listener, listening
 from trainwright.recorder.listener import heard_again, tell_of
-from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.program import Backward, Call, RecordedStep
 from trainwright.recorder.recording import LoopRecorder
 from trainwright.recorder.ring import LiveObjects, Snapshot
 from trainwright.recorder.tape import Tape
@@ -109,9 +109,22 @@ class EngineBench:
 
 def _complete(recorded: RecordedStep, again: RecordedStep) -> None:
     """What only the program tells; the numbers of the live step stay."""
-    recorded.program, recorded.events, recorded.losses = again.program, again.events, again.losses
+    recorded.program, recorded.losses = again.program, again.losses
+    recorded.events = [(kind, _read(value) if kind == "clip" else value) for kind, value in again.events]
+    micro = 0
+    for each in recorded.program:
+        if isinstance(each, Call):
+            each.batch = micro
+        elif isinstance(each, Backward):
+            micro += 1
     recorded.blind, recorded.grad_norm = again.blind, again.grad_norm
     recorded.values |= {name: value for name, value in again.values.items() if name not in recorded.values}
+
+
+def _read(clip: dict[str, object]) -> dict[str, object]:
+    """Its norm as a number: nothing of the bench's tensors stays."""
+    norm = clip["norm"]
+    return clip | {"norm": float(norm)} if isinstance(norm, Tensor) else clip
 
 
 class _BenchWitness:

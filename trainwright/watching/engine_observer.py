@@ -14,7 +14,6 @@ from trainwright.engine.witness import StepWitness
 from trainwright.errors import OutOfMemory, TrainwrightError
 from trainwright.observe.journal import Journal
 from trainwright.recorder.given import GivenRecorder, GivenRing
-from trainwright.recorder.hooks import Listener
 from trainwright.recorder.numbers import Numbers, late, lateness
 from trainwright.recorder.probes import LoopObjects, Probe, make_probes
 from trainwright.recorder.program import RecordedStep
@@ -26,7 +25,7 @@ from trainwright.runlog.records import Found, Record
 from trainwright.runlog.writer import LogWriter
 from trainwright.state.train_state import TrainState
 from trainwright.watching.experiments import ExperimentRunner
-from trainwright.watching.findings import FindingsLog, limits_of
+from trainwright.watching.findings import FindingsLog, failures_of, limits_of
 from trainwright.watching.incidents import Incidents
 from trainwright.watching.look_schedule import LookSchedule, SnapshotSchedule
 from trainwright.watching.session import KEEP, enough_bytes
@@ -157,9 +156,13 @@ class EngineSession:
         loss, norm = float(step.loss), float(step.grad_norm)
         return Numbers((loss,), loss, norm, ())
 
+    @property
+    def failures(self) -> list[str]:
+        """Our own mistakes: which listener had to stop, and why."""
+        return failures_of({probe.name: probe for probe in self._probes})
+
     def _limits(self) -> Facts:
-        listeners: dict[str, Listener] = {probe.name: probe for probe in self._probes}
-        return limits_of(self.ring, listeners)
+        return limits_of(self.ring, {probe.name: probe for probe in self._probes})
 
 
 class EngineObserver:

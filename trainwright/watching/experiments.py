@@ -26,14 +26,14 @@ class ExperimentRunner:
         experiments.load_all()
         trials.load_all()
         self._ring = ring
-        self._player = Replayer(subject, names_of(subject))
+        self.replayer = Replayer(subject, names_of(subject))
         self._made: set[tuple[str, int]] = set()
         self._first = True
         self._bench: ReplaySession | None = None
 
     def _bench_of(self, step: int) -> ReplaySession:
         if self._bench is None or self._bench.step != step:
-            self._bench = ReplaySession(self._player, self._ring, step)
+            self._bench = ReplaySession(self.replayer, self._ring, step)
         return self._bench
 
     def look(self, step: int, why: str) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class ExperimentRunner:
 
     def keep(self, folder: Path, step: int, about: Mapping[str, Any]) -> Path | None:
         """Writes a bundle of ``step``; None when the recorder does not hold it any more. Raises StorageError."""
-        return bundle.keep(folder, self._player, self._ring, step, about)
+        return bundle.keep(folder, self.replayer, self._ring, step, about)
 
     def unfinished(self, segment: RecordedStep, tape: Tape, error: BaseException | None) -> dict[str, Any]:
         """What is known of a step that did not end: an exception came, or the loop was over."""

@@ -141,10 +141,15 @@ class FindingsLog:
 
 def limits_of(ring: Ring, listeners: Mapping[str, Listener]) -> Facts:
     """What the recorder could not do: our own mistakes, and a state that was too large to keep. Empty: nothing."""
-    failed = {name: each.failed for name, each in listeners.items() if each.failed is not None}
-    if not failed and not ring.refused_bytes:
+    failures = failures_of(listeners)
+    if not failures and not ring.refused_bytes:
         return {}
-    failures = [f"{name}: {type(error).__name__}: {str(error)[:200]}" for name, error in failed.items()]
     return {
         "limits": {"failures": failures, "refused_bytes": ring.refused_bytes, "budget_bytes": ring.budget_bytes},
     }
+
+
+def failures_of(listeners: Mapping[str, Listener]) -> list[str]:
+    """What each listener that had to stop has raised."""
+    failed = {name: each.failed for name, each in listeners.items() if each.failed is not None}
+    return [f"{name}: {type(error).__name__}: {str(error)[:200]}" for name, error in failed.items()]

@@ -28,7 +28,7 @@ from trainwright.report.findings import lines_of
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Found, Record
 from trainwright.watching.experiments import ExperimentRunner
-from trainwright.watching.findings import FindingsLog, limits_of
+from trainwright.watching.findings import FindingsLog, failures_of, limits_of
 from trainwright.watching.incidents import Incidents
 from trainwright.watching.look_schedule import LookSchedule, SnapshotSchedule
 
@@ -87,11 +87,11 @@ class WatchSession:
         self.recording.budget_bytes = options.budget_bytes
         parameters = self.recording.parameters
         self._veto = Veto(roots, parameters, options.on_nonfinite, Spikes(options.on_spike), options.skip)
-        self._ring = Ring(keep=options.keep, budget_bytes=options.budget_bytes)
+        self.ring = Ring(keep=options.keep, budget_bytes=options.budget_bytes)
         self._objects = LiveObjects(roots, optimizers, parameters)
-        runner = ExperimentRunner(self._objects, self._ring)
-        self._runner = runner
+        self.runner = runner = ExperimentRunner(self._objects, self.ring)
         self._probes = make_probes(self._objects, objects)
+        self._listeners = {"recording": self.recording, **{probe.name: probe for probe in self._probes}}
         self.findings_log = FindingsLog(runner, self._probes, write, point_at)
         self._incidents = Incidents(options.bundles, runner, write)
         self._looks, self._snapshots = LookSchedule(0), SnapshotSchedule(options.keep)
@@ -122,8 +122,8 @@ class WatchSession:
             if error is None or isinstance(error, Exception):
                 unfinished = self.recording.segment
                 if error is not None or unfinished.program or self.step == 0:
-                    facts: Facts = {"unfinished": self._runner.unfinished(unfinished, self.recording.tape, error)}
-                    facts |= self._runner.abandoned(unfinished, self.recording.tape)
+                    facts: Facts = {"unfinished": self.runner.unfinished(unfinished, self.recording.tape, error)}
+                    facts |= self.runner.abandoned(unfinished, self.recording.tape)
                     self.findings_log.examined(unfinished.step, facts)
                 while self._unread:
                     self._judge(*self._unread.popleft())
@@ -145,7 +145,7 @@ class WatchSession:
 
     def _closed(self, step: RecordedStep) -> None:
         self.step = step.step
-        self._ring.add(step)
+        self.ring.add(step)
         for tell in self._hear_closed:
             tell(step)
         self._unread.append((step, ask(step)))
@@ -184,13 +184,13 @@ class WatchSession:
         """The ledger, for an update that was not made; after a spike perhaps back to an earlier state."""
         reason = str(step.values["vetoed"])
         to_undo = reason == "spike" and self._options.on_spike == "rollback"
-        snapshot = self._ring.before(step.step) if to_undo else None
+        snapshot = self.ring.before(step.step) if to_undo else None
         if snapshot is None:
             self._incidents.note_skipped([step], reason)
             return
         put_back(self._objects, snapshot)
         self._went_back = step.step
-        undone = [each for each in self._ring.segments if snapshot.step <= each.step <= step.step]
+        undone = [each for each in self.ring.segments if snapshot.step <= each.step <= step.step]
         reason = f"spike in step {step.step}: back to the state before step {snapshot.step}"
         self._incidents.note_skipped(undone, reason)
 
@@ -201,18 +201,23 @@ class WatchSession:
         looks_next = self._looks.is_next_due(step, now_s)
         self.recording.careful = looks_next
         is_due = looks_next or self._snapshots.is_due(step) or self._went_back == step
-        if is_due and not self._ring.refused_bytes:
-            self._ring.add_snapshot(self._objects.snapshot(step + 1))
+        if is_due and not self.ring.refused_bytes:
+            self.ring.add_snapshot(self._objects.snapshot(step + 1))
             step_s = (now_s - self._begin_s) / max(1, step)
             self._snapshots.paid(step, time.perf_counter() - now_s, step_s)
 
+    @property
+    def failures(self) -> list[str]:
+        """Our own mistakes: which listener had to stop, and why."""
+        return failures_of(self._listeners)
+
     def _limits(self) -> Facts:
-        return limits_of(self._ring, {"recording": self.recording, **{probe.name: probe for probe in self._probes}})
+        return limits_of(self.ring, self._listeners)
 
     @property
     def held_bytes(self) -> int:
         """What the flight recorder holds of its byte budget."""
-        return self._ring.num_bytes
+        return self.ring.num_bytes
 
     def findings(self) -> list[Found]:
         """What is known by now, the first cause first."""
