@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from trainwright.verbs.check.first import Tap
 
 import trainwright as tw
 from trainwright.engine import chunked
