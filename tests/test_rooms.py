@@ -31,8 +31,6 @@ MAY_IMPORT["verbs"] = {*MAY_IMPORT}
 MAY_IMPORT["cli"] = {*MAY_IMPORT}
 ROOT = {"__init__", "__main__", "version", "errors"}
 """The files that lie in the root. Every room may import ``errors`` and ``version``."""
-OWED = {"trainwright/watching/engine_observer.py"}
-"""Files that do not keep to the table yet."""
 WITHOUT_TORCH = {"errors", "version", "recipe", "runlog", "plan", "doctor", "report", "cli", "__init__"}
 
 
@@ -55,8 +53,7 @@ def test_the_root_holds_four_files_and_each_folder_has_a_row() -> None:
 
 def test_imports_go_one_way() -> None:
     found = {shown(path): found for path in files() if (found := breach(path))}
-    assert {path: what for path, what in found.items() if path not in OWED} == {}
-    assert set(found) == OWED, "mended: take it out of the list"
+    assert found == {}
 
 
 def test_the_tree_in_the_readme_lists_the_rooms() -> None:
