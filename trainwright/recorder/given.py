@@ -93,7 +93,7 @@ class GivenRing(Ring):
         self._record = record
 
     def add_given(self, segment: RecordedStep, given: GivenStep) -> None:
-        """``segment`` has the numbers of the step and no program yet."""
+        """``segment`` has the numbers and the sample ids of the step, and no program yet."""
         segment.num_bytes = given.num_bytes
         self._given[segment.step] = given
         self.add(segment)
@@ -136,7 +136,6 @@ class GivenRing(Ring):
             return
         for each in way:
             given = self._given[each.step]
-            each.ids = list(given.ids)
             if not given.is_unchanged:
                 each.blind = "the model writes into its input, so the step cannot be taken again"
         if not any(each.blind for each in way):

@@ -83,6 +83,7 @@ class EngineSession:
         step.ended_s = time.time()
         if result.batch is not given.batch:  # memory ran out: it was trained in smaller micro-batches
             given = dataclasses.replace(given, batch=result.batch)
+        step.ids = list(given.ids)
         self.ring.add_given(step, given)
         self._unread.append((step, late([result.loss, result.grad_norm])))
         while len(self._unread) > self._late:

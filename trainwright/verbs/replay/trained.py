@@ -235,8 +235,9 @@ class _Live:
         )
         if result.step >= self.first and (given := self._given.newest) is not None:
             step = RecordedStep(result.step, lr=result.lr, loss=result.loss, grad_norm=result.grad_norm)
-            step.losses = [result.loss]
-            self.ring.add_given(step, dataclasses.replace(given, batch=result.batch))
+            given = dataclasses.replace(given, batch=result.batch)
+            step.losses, step.ids = [result.loss], list(given.ids)
+            self.ring.add_given(step, given)
 
     def _note_unfinished(self, error: Exception) -> None:
         """The step raised: it is taken again where it is heard."""
