@@ -17,8 +17,8 @@ from trainwright.engine.guard import must_skip, update_unless
 from trainwright.engine.loss import Loss, as_loss_fn
 from trainwright.engine.precision import FP32, Precision
 from trainwright.engine.recover import Recovery, tell_torn
-from trainwright.errors import OomReport, UsageError
 from trainwright.engine.witness import SILENT, StepWitness
+from trainwright.errors import OomReport, UsageError
 from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState
 from trainwright.world.group import SOLO, World
