@@ -1,1 +1,1 @@
-"""A recorded step is run again, any way one likes; then everything is put back."""
+"""Runs recorded steps again, as they were or with one thing changed; afterwards everything is as it was before."""

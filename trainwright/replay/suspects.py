@@ -114,18 +114,18 @@ class Suspects:
         if taint is not None and taint.bad.op.module is None and taint.bad.kind == "target":
             del self._taints[key]
 
-    def follow(self, seen: SuspectOp) -> None:
+    def follow(self, suspect: SuspectOp) -> None:
         """Notes for the storages of an op's outputs why they are non-finite, if they are."""
-        op = seen.op
+        op = suspect.op
         self._ops.append(op)
-        self._link(seen)
-        tainted = [self._taint_of(tensor, range_, op) for tensor, range_ in seen.before if not range_.finite]
+        self._link(suspect)
+        tainted = [self._taint_of(tensor, range_, op) for tensor, range_ in suspect.before if not range_.finite]
         if op.output.finite:
             for taint in tainted if op.name in mechanism.HIDES else []:
                 self._hidden.setdefault(taint.bad.op.index, op.index)
             return
-        taint = self._inherited(seen, tainted) or self._own_fault(seen)
-        for tensor in (*seen.outputs, *(x for x in seen.written if is_float(x))):
+        taint = self._inherited(suspect, tainted) or self._own_fault(suspect)
+        for tensor in (*suspect.outputs, *(x for x in suspect.written if is_float(x))):
             if (key := self.storages.key(tensor)) is None or self.storages.range(tensor).finite:
                 continue
             self._taints[key] = taint
@@ -149,15 +149,15 @@ class Suspects:
 
     # Reasons
 
-    def _link(self, seen: SuspectOp) -> None:
+    def _link(self, suspect: SuspectOp) -> None:
         """Notes which op made a storage, and for elementwise ops which op made its input."""
-        key, size = self.storages.key, seen.op.output.numel
-        parents = [self._made_by.get(key(x) or 0) for x, range_ in seen.before if range_.numel == size]
+        key, size = self.storages.key, suspect.op.output.numel
+        parents = [self._made_by.get(key(x) or 0) for x, range_ in suspect.before if range_.numel == size]
         if parents and parents[0] is not None:
-            self._parent[seen.op.index] = parents[0]
-        for tensor in seen.outputs:
+            self._parent[suspect.op.index] = parents[0]
+        for tensor in suspect.outputs:
             if (made := key(tensor)) is not None:
-                self._made_by[made] = seen.op.index
+                self._made_by[made] = suspect.op.index
 
     def _taint_of(self, tensor: Tensor, range_: Range, op: Op) -> _Taint:
         """Why this tensor is non-finite; one that no op made was so from the start."""
@@ -172,70 +172,70 @@ class Suspects:
         self._taints[key] = _Taint(bad, masked=is_mask)
         return self._taints[key]
 
-    def _inherited(self, seen: SuspectOp, tainted: list[_Taint]) -> _Taint | None:
+    def _inherited(self, suspect: SuspectOp, tainted: list[_Taint]) -> _Taint | None:
         """The reason that comes from the op's inputs; None if these were all finite."""
         if not tainted:
             return None
-        op = seen.op
+        op = suspect.op
         faults = sorted((x for x in tainted if not x.masked), key=lambda x: x.bad.op.index)
-        makes_nan = bool(op.output.nan) and not any(range_.nan for _, range_ in seen.before)
+        makes_nan = bool(op.output.nan) and not any(range_.nan for _, range_ in suspect.before)
         is_softmax = op.name in mechanism.SOFTMAX
         if faults and not (makes_nan and is_softmax and all(x.bad.what == "log_of_zero" for x in faults)):
-            return self._with_slope(seen, faults[0]) if makes_nan else faults[0]
+            return self._with_slope(suspect, faults[0]) if makes_nan else faults[0]
         external = [x for x in tainted if x.bad.kind in ("input", "target")]
         if makes_nan and external and not is_softmax:
             return replace(external[0], masked=False)
         if makes_nan:
-            word = mechanism.infinite_word(op.name, [range_ for _, range_ in seen.before if range_.inf])
-            return _Taint(self._suspect(Bad("op", word, op, rows=self._rows_of(seen))))
-        return self._carried(seen, tainted[0])
+            word = mechanism.infinite_word(op.name, [range_ for _, range_ in suspect.before if range_.inf])
+            return _Taint(self._suspect(Bad("op", word, op, rows=self._rows_of(suspect))))
+        return self._carried(suspect, tainted[0])
 
-    def _with_slope(self, seen: SuspectOp, slope: _Taint) -> _Taint:
+    def _with_slope(self, suspect: SuspectOp, slope: _Taint) -> _Taint:
         """An infinite derivative times the gradient: if that is 0 because of a ``where``, that is the fault."""
-        is_slope = seen.op.phase == "backward" and slope.bad.op.forward_op == seen.op.forward_op is not None
-        hidden_by = self._hidden_by(seen) if is_slope else None
+        is_slope = suspect.op.phase == "backward" and slope.bad.op.forward_op == suspect.op.forward_op is not None
+        hidden_by = self._hidden_by(suspect) if is_slope else None
         if hidden_by is None:
             return slope
         return _Taint(replace(slope.bad, what="where_branch_backward", hidden_by=hidden_by))
 
-    def _carried(self, seen: SuspectOp, taint: _Taint) -> _Taint:
+    def _carried(self, suspect: SuspectOp, taint: _Taint) -> _Taint:
         """Infinities of a mask stay infinities; the op that sums them up is noted."""
-        op, summed = seen.op, taint.summed
+        op, summed = suspect.op, taint.summed
         if summed is None and op.name in mechanism.REDUCES and op.phase == "forward":
             word = "inf_logit_smoothing" if taint.log_softmax else "inf_in_loss"
             word = "inf_at_target" if op.name.startswith("nll_loss") else word
-            summed = Bad("op", word, op, rows=self._rows_of(seen))
+            summed = Bad("op", word, op, rows=self._rows_of(suspect))
         return replace(taint, summed=summed, log_softmax=taint.log_softmax or op.name == "log_softmax")
 
-    def _own_fault(self, seen: SuspectOp) -> _Taint:
+    def _own_fault(self, suspect: SuspectOp) -> _Taint:
         """All inputs of the op were finite: the op itself is the reason."""
-        op, output = seen.op, seen.outputs[0]
-        is_fill = op.name in mechanism.FILLS or not seen.before
-        shadow = seen.exact() if output.dtype == torch.float16 and not is_fill else None
-        fits = None if shadow is None else bool(shadow.isfinite().all())
+        op, output = suspect.op, suspect.outputs[0]
+        is_fill = op.name in mechanism.FILLS or not suspect.before
+        exact = suspect.exact() if output.dtype == torch.float16 and not is_fill else None
+        fp32_finite = None if exact is None else bool(exact.isfinite().all())
         source = self._ops[op.forward_op] if op.phase == "backward" and op.forward_op is not None else None
-        hidden_by = self._hidden_by(seen) if op.phase == "backward" else None
-        if fits and shadow is not None and op.name not in mechanism.EXPONENTIALS:
-            constants = [range_ for x, range_ in seen.before if not x.requires_grad] + [
-                x for x in seen.args if _is_number(x)
+        hidden_by = self._hidden_by(suspect) if op.phase == "backward" else None
+        if fp32_finite and exact is not None and op.name not in mechanism.EXPONENTIALS:
+            constants = [range_ for x, range_ in suspect.before if not x.requires_grad] + [
+                x for x in suspect.args if _is_number(x)
             ]
-            word = mechanism.narrow_word(op.name, constants, output, shadow)
+            word = mechanism.narrow_word(op.name, constants, output, exact)
         elif hidden_by is not None:
             word = "where_branch_backward"
         elif source is not None:
-            word = mechanism.backward_word(op.name, seen.args, op.output, source.name, source.inputs)
+            word = mechanism.backward_word(op.name, suspect.args, op.output, source.name, source.inputs)
         else:
-            word = mechanism.forward_word(op.name, seen.args, op.output)
-        bad = Bad("op", word, op, rows=self._rows_of(seen), hidden_by=hidden_by, fp32_finite=fits)
+            word = mechanism.forward_word(op.name, suspect.args, op.output)
+        bad = Bad("op", word, op, rows=self._rows_of(suspect), hidden_by=hidden_by, fp32_finite=fp32_finite)
         return _Taint(self._suspect(bad), masked=is_fill and not op.output.nan)
 
-    def _hidden_by(self, seen: SuspectOp) -> int | None:
+    def _hidden_by(self, suspect: SuspectOp) -> int | None:
         """The ``where`` that discarded the result of this op's forward op: a gradient of 0 meets an infinite slope."""
-        if seen.op.forward_op in self._hidden:
-            return self._hidden[seen.op.forward_op]
-        output = seen.outputs[0]
+        if suspect.op.forward_op in self._hidden:
+            return self._hidden[suspect.op.forward_op]
+        output = suspect.outputs[0]
         gradient = next(
-            (x for x, range_ in seen.before if range_.finite and range_.shape == seen.op.output.shape), None
+            (x for x, range_ in suspect.before if range_.finite and range_.shape == suspect.op.output.shape), None
         )
         if gradient is None or bool(torch.count_nonzero(gradient[~output.isfinite()])):
             return None
@@ -253,10 +253,10 @@ class Suspects:
 
     # Tensors
 
-    def _rows_of(self, seen: SuspectOp) -> tuple[int, ...] | None:
+    def _rows_of(self, suspect: SuspectOp) -> tuple[int, ...] | None:
         """The samples with non-finite values in the output of an op, or else in its inputs."""
-        tensors = [seen.outputs[0], *(x for x, range_ in seen.before if not range_.finite)]
-        return next((rows for x in tensors if (rows := self._rows(x, seen.op)) is not None), None)
+        tensors = [suspect.outputs[0], *(x for x, range_ in suspect.before if not range_.finite)]
+        return next((rows for x in tensors if (rows := self._rows(x, suspect.op)) is not None), None)
 
     def _rows(self, tensor: Tensor, op: Op) -> tuple[int, ...] | None:
         """The samples with non-finite values, along the dimension that is the batch or a flattened batch."""

@@ -24,25 +24,25 @@ class Term:
 
 def terms_of(recorded: RecordedStep) -> list[Term]:
     """The terms of the loss of the first backward pass."""
-    made: dict[int, Operation] = {}
+    makers: dict[int, Operation] = {}
     for each in recorded.program:
         if isinstance(each, Operation):
-            made.update(dict.fromkeys(each.outputs, each))
+            makers.update(dict.fromkeys(each.outputs, each))
         elif isinstance(each, Backward):
-            return [] if each.slot is None else _terms(each.slot, made)
+            return [] if each.slot is None else _terms(each.slot, makers)
     return []
 
 
-def _terms(slot: int, made: dict[int, Operation]) -> list[Term]:
+def _terms(slot: int, makers: dict[int, Operation]) -> list[Term]:
     outer = 1.0
-    while (inner := _factored(slot, made)) is not None:
+    while (inner := _factored(slot, makers)) is not None:
         slot, outer = inner[0], outer * inner[1]
-    return [replace(term, weight=outer * term.own) for term in _split(slot, 1.0, made)]
+    return [replace(term, weight=outer * term.own) for term in _split(slot, 1.0, makers)]
 
 
-def _factored(slot: int, made: dict[int, Operation]) -> tuple[int, float] | None:
+def _factored(slot: int, makers: dict[int, Operation]) -> tuple[int, float] | None:
     """The slot that a value is a multiple of, and the factor; None where it is no multiple."""
-    operation = made.get(slot)
+    operation = makers.get(slot)
     if operation is None:
         return None
     name, slots = operation.name.strip("_"), _slots(operation.args)
@@ -56,36 +56,36 @@ def _factored(slot: int, made: dict[int, Operation]) -> tuple[int, float] | None
     return None
 
 
-def _split(slot: int, own: float, made: dict[int, Operation]) -> list[Term]:
-    operation = made.get(slot)
+def _split(slot: int, own: float, makers: dict[int, Operation]) -> list[Term]:
+    operation = makers.get(slot)
     if operation is None:
         return [Term(slot, "output", own, own)]
     name, slots = operation.name.strip("_"), _slots(operation.args)
-    if (inner := _factored(slot, made)) is not None:
-        return _split(inner[0], own * inner[1], made)
+    if (inner := _factored(slot, makers)) is not None:
+        return _split(inner[0], own * inner[1], makers)
     if name in ("add", "radd") and not operation.kwargs:
-        return [term for each in slots for term in _split(each, own, made)]
+        return [term for each in slots for term in _split(each, own, makers)]
     if name in ("sub", "rsub") and not operation.kwargs and len(operation.args) == 2:
         signs = (-own, own) if name == "rsub" else (own, -own)
         parts = zip(operation.args, signs)
-        return [term for each, sign in parts for one in _slots(each) for term in _split(one, sign, made)]
+        return [term for each, sign in parts for one in _slots(each) for term in _split(one, sign, makers)]
     if name in ("sum", "mean") and len(operation.args) == 1 and slots:
-        return _stacked(slots[0], own, made, name) or [Term(slot, _named(slots[0], name, made), own, own)]
+        return _stacked(slots[0], own, makers, name) or [Term(slot, _named(slots[0], name, makers), own, own)]
     return [Term(slot, name, own, own)]
 
 
-def _stacked(slot: int, own: float, made: dict[int, Operation], how: str) -> list[Term]:
+def _stacked(slot: int, own: float, makers: dict[int, Operation], how: str) -> list[Term]:
     """``torch.stack(losses).sum()``."""
-    operation = made.get(slot)
+    operation = makers.get(slot)
     if operation is None or operation.name != "stack":
         return []
     slots = _slots(operation.args)
     share = own / len(slots) if how == "mean" else own
-    return [term for each in slots for term in _split(each, share, made)]
+    return [term for each in slots for term in _split(each, share, makers)]
 
 
-def _named(slot: int, name: str, made: dict[int, Operation]) -> str:
-    operation = made.get(slot)
+def _named(slot: int, name: str, makers: dict[int, Operation]) -> str:
+    operation = makers.get(slot)
     return f"{name} of {operation.name.strip('_')}" if operation else f"{name} of an output"
 
 

@@ -121,14 +121,14 @@ class Writer:
 
     def _instruction(self, each: Instruction) -> dict[str, object]:
         name, what = _NAMES[type(each)], "the inputs" if isinstance(each, Call) else "the loss"
-        kept = {f.name: self.value(getattr(each, f.name), what) for f in fields(each) if f.name != "function"}
+        stored = {f.name: self.value(getattr(each, f.name), what) for f in fields(each) if f.name != "function"}
         if isinstance(each, Operation):
             function: str | None = _name_of(each.function)
             if function not in _functions():
                 function = None
                 self.lost.append(f"the loss is made with {each.name}, which is no public function of torch")
-            kept["function"] = function
-        return {"is": name, **kept}
+            stored["function"] = function
+        return {"is": name, **stored}
 
     def value(self, value: object, where: str) -> object:
         """Writes any value of a program, a snapshot or a record. ``where`` names its place for ``lost``."""

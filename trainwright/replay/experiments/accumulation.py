@@ -105,8 +105,8 @@ def accumulation(session: ReplaySession) -> Facts:
         facts["counts"].append(count)
     facts["same_functions"] = len({tuple(names) for names in _functions(session)}) == 1
     facts["discarded"] = _discarded(session)
-    then = session.segment.grad_norm
-    facts["norm_then"], facts["norm_now"] = None if then is None else float(then), result.grad_norm
+    recorded = session.segment.grad_norm
+    facts["norm_then"], facts["norm_now"] = None if recorded is None else float(recorded), result.grad_norm
     return facts
 
 

@@ -196,6 +196,8 @@ def label_signal(session: ReplaySession) -> Facts:
     x, y = x[:MAX_LEARNED], y[:MAX_LEARNED]
     if len(y) < 4 * classes:
         raise NotReplayable("too few of the recorded samples are finite")
+    if not bool(x.any()):
+        raise NotReplayable("all inputs are equal")
     return {
         "samples": len(y),
         "classes": len(torch.unique(y)),

@@ -322,6 +322,8 @@ def twins(session: ReplaySession) -> Facts:
             for n, p in zip(session.player.names, session.player.subject.parameters)
             if p.requires_grad and p.dim() >= 2 and p.shape[0] > 1
         ]
+        if not named:
+            return {"alike": []}
         grads = torch.autograd.grad(inspector.outputs, [p for _, p in named], weights, allow_unused=True)
         for (name, parameter), grad in zip(named, grads):
             if grad is not None and not grad.is_sparse and (share := _alike(parameter.detach(), grad)) > 0:

@@ -158,8 +158,8 @@ class _Losses(StepInspector):
     def _through_views(self, x: Tensor) -> str:
         """The module that computed the probabilities that ``x`` is a view of."""
         wanted = _made_by(x, ("SigmoidBackward0", "SoftmaxBackward0"))
-        made = (each for each in self._kept if each.grad_fn is not None and each.grad_fn is wanted)
-        return next((self._probabilities.get(id(each), "") for each in made), "")
+        matching = (each for each in self._kept if each.grad_fn is not None and each.grad_fn is wanted)
+        return next((self._probabilities.get(id(each), "") for each in matching), "")
 
     def _note_gradient(self, facts: Facts, result: Tensor) -> None:
         """Adds whether a smaller (1) or larger (-1) ``result`` makes the loss smaller."""

@@ -156,11 +156,11 @@ def structure(session: ReplaySession) -> Facts:
         trained = {wiring.names[id(p)] for p in session.player.subject.parameters if p.requires_grad and id(p) in owned}
         unreached = {name for name in trained if result.grads.get(name) is None}
         cuts = wiring.cuts(unreached)
-    held = _unregistered(session, wiring.leaves)
+    unregistered = _unregistered(session, wiring.leaves)
     return {
         **_trained_counts(session, trained),
         "cuts": cuts,
-        "unregistered": [{"held": name.partition("#")[0], "shape": list(t.shape)} for name, t in held.items()],
+        "unregistered": [{"held": name.partition("#")[0], "shape": list(t.shape)} for name, t in unregistered.items()],
         "chains": wiring.unbroken_chains(),
         "custom": sorted(wiring.custom.values()),
         "shuffles": wiring.shuffles[:4],

@@ -110,6 +110,7 @@ def _cause(session: ReplaySession, tracing: Tracing, bad: Bad) -> Facts:
         "forward_inputs": [_range(each) for each in op.inputs[:4]],
         "output": _range(bad.op.output),
         "fp32_finite": bad.fp32_finite,
+        "hidden_by": None if bad.hidden_by is None else _user_name(tracing.ops[bad.hidden_by]),
         "micro_batch": bad.op.micro_batch,
         "eps": group.get("eps") if bad.op.phase == "update" else None,
     }
@@ -134,16 +135,16 @@ def _class_of(session: ReplaySession, path: str | None) -> str | None:
     return None if module is None else type(module).__name__
 
 
-def _range(held: Range) -> Facts:
+def _range(values: Range) -> Facts:
     return {
-        "dtype": held.dtype,
-        "shape": list(held.shape),
-        "min": held.min,
-        "max": held.max,
-        "absmax": held.absmax,
-        "nan": held.nan,
-        "inf": held.inf,
-        "zeros": held.zeros,
+        "dtype": values.dtype,
+        "shape": list(values.shape),
+        "min": values.min,
+        "max": values.max,
+        "absmax": values.absmax,
+        "nan": values.nan,
+        "inf": values.inf,
+        "zeros": values.zeros,
     }
 
 

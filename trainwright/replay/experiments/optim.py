@@ -103,12 +103,12 @@ def along_the_way(session: ReplaySession) -> Facts:
 
 def ramp(length: int, rounds: int) -> Intervention:
     """A linear warm-up over half of ``rounds * length`` steps."""
-    seen: list[int] = []
+    steps: list[int] = []
 
     def warm_up(step: int, group: dict[str, Any]) -> dict[str, Any]:
-        if not seen or seen[-1] != step:  # once a step, not for each group
-            seen.append(step)
-        return {"lr": group["lr"] * min(1.0, len(seen) / max(1, length * rounds // 2))}
+        if not steps or steps[-1] != step:  # once a step, not for each group
+            steps.append(step)
+        return {"lr": group["lr"] * min(1.0, len(steps) / max(1, length * rounds // 2))}
 
     return Intervention(group=warm_up)
 

@@ -45,17 +45,17 @@ NO_MASTER_WEIGHTS = frozenset(
 @experiment("formats", when="first")
 def formats(session: ReplaySession) -> Facts:
     """The 16-bit dtypes of the parameters, and of the results of the functions in models and loss."""
-    seen: set[torch.dtype] = set()
+    dtypes: set[torch.dtype] = set()
 
     def collect(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         result = function(*args, **kwargs)
-        seen.update(t.dtype for t in _results(result))
+        dtypes.update(t.dtype for t in _results(result))
         return result
 
     session.run(Intervention(ops=collect), upto="forward")
     weights = {p.dtype for o in session.optimizers for g in o.param_groups for p in g["params"]}
     return {
-        "values": sorted(_name(dtype) for dtype in seen.intersection(HALF_DTYPES)),
+        "values": sorted(_name(dtype) for dtype in dtypes.intersection(HALF_DTYPES)),
         "weights": sorted(_name(dtype) for dtype in weights.intersection(HALF_DTYPES)),
         "scaled": any(getattr(each, "scale", 1.0) != 1.0 for each in session.segment.program),
         "backwards": len(session.segment.losses),

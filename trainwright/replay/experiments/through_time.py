@@ -44,19 +44,19 @@ class _Times:
             return function(x, *args[1:], **kwargs)
         result = function(*args, **kwargs)
         weight = next((a for a in args if isinstance(a, nn.Parameter) and a.dim() > 1), None)
-        made = result[0] if isinstance(result, tuple) and result else result
-        if weight is not None and isinstance(made, Tensor) and made.requires_grad and made.is_floating_point():
-            self._note(self.uses.setdefault(id(weight), []), made)
+        output = result[0] if isinstance(result, tuple) and result else result
+        if weight is not None and isinstance(output, Tensor) and output.requires_grad and output.is_floating_point():
+            self._note(self.uses.setdefault(id(weight), []), output)
         return result
 
-    def _note(self, norms: list[Tensor | None], made: Tensor) -> None:
+    def _note(self, norms: list[Tensor | None], output: Tensor) -> None:
         place = len(norms)
         norms.append(None)
 
         def hook(grad: Tensor) -> None:
             norms[place] = grad.detach().norm()
 
-        made.register_hook(hook)  # type: ignore[no-untyped-call]
+        output.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 @experiment("through_time", when="requested")

@@ -18,8 +18,8 @@ STEPS = 12
 
 
 def _compared(session: ReplaySession, what: str, intervention: Intervention) -> str:
-    as_it_was, then = session.train(STEPS, repeat=True), session.train(STEPS, intervention, repeat=True)
-    return f"loss of this batch in {STEPS} updates on it {what}: {course(then)}; as it was: {course(as_it_was)}"
+    as_it_was, changed = session.train(STEPS, repeat=True), session.train(STEPS, intervention, repeat=True)
+    return f"loss of this batch in {STEPS} updates on it {what}: {course(changed)}; as it was: {course(as_it_was)}"
 
 
 @trial("standardised_inputs")

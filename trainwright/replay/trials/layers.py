@@ -120,8 +120,8 @@ def less_dropout(session: ReplaySession) -> str:
     was, now = (session.train(16, Intervention(ops=each, fresh_rng=True), repeat=True) for each in (None, ops))
     ends = [sum(losses[-4:]) / 4 for losses in (was, now)]
     better = "" if ends[1] < ends[0] else "no better: "
-    ways = [f"{losses[0]:.4g} -> {end:.4g}" for losses, end in zip((was, now), ends)]
-    return f"{better}loss {ways[1]} in 16 updates on this batch; as it was: {ways[0]}"
+    courses = [f"{losses[0]:.4g} -> {end:.4g}" for losses, end in zip((was, now), ends)]
+    return f"{better}loss {courses[1]} in 16 updates on this batch; as it was: {courses[0]}"
 
 
 @trial("scaled_scores")

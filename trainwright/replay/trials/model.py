@@ -287,11 +287,13 @@ def derived_backward(session: ReplaySession, *, function: str) -> str:
     entered = inspect.getattr_static(found[0], entry).__func__
 
     def enter(ctx: Any, *args: Any) -> object:
-        ctx.given = args if older else args[0]
+        ctx.forward_args = args if older else args[0]
         return entered(ctx, *args)
 
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        args = [a.detach().requires_grad_(a.is_floating_point()) if isinstance(a, Tensor) else a for a in ctx.given]
+        args = [
+            a.detach().requires_grad_(a.is_floating_point()) if isinstance(a, Tensor) else a for a in ctx.forward_args
+        ]
         with torch.enable_grad():
             outputs = tensors_of(original(*((_NullContext(), *args) if older else args)))
         inputs = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
