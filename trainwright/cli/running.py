@@ -7,7 +7,18 @@ from typing import Annotated
 
 import typer
 
-from trainwright.cli.app import Accepted, Json, RecipePath, Settings, answer, console_for, finish, say_to, verb
+from trainwright.cli.app import (
+    Accepted,
+    Json,
+    RecipePath,
+    Settings,
+    answer,
+    console_for,
+    finish,
+    importing_torch,
+    say_to,
+    verb,
+)
 
 
 @verb()
@@ -26,7 +37,8 @@ def demo(
 
         answer(show(broken, say=say_to(as_json)), as_json)
         return
-    from trainwright.verbs.demo import demo as run_demo
+    with importing_torch():
+        from trainwright.verbs.demo import demo as run_demo
 
     finish(run_demo(task, budget=budget, settings=settings or [], console=console_for(as_json)), as_json)
 
@@ -37,7 +49,8 @@ def train(recipe: RecipePath, settings: Settings = None, as_json: Json = False) 
     from trainwright.recipe import load
 
     loaded = load(recipe, overrides=settings or [])  # before torch is imported: a wrong recipe is reported at once
-    from trainwright.training.run import train as run_train
+    with importing_torch():
+        from trainwright.training.run import train as run_train
 
     finish(run_train(loaded, console=console_for(as_json)), as_json)
 
@@ -55,6 +68,7 @@ def resume(
 
     folder = RunFolder.open(run)
     loaded = load(folder.recipe, overrides=settings or [], environ={})
-    from trainwright.training.run import train as run_train
+    with importing_torch():
+        from trainwright.training.run import train as run_train
 
     finish(run_train(loaded, resume=folder, accept=accept or [], console=console_for(as_json)), as_json)

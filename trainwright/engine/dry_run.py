@@ -101,7 +101,7 @@ def dry_run(
     loss: Callable[..., Loss | Tensor],
     *,
     modes: Sequence[Mode],
-    budget_s: float = 0.1,
+    budget_s: float = 0.05,
 ) -> DryRun:
     """Runs ``batch`` in all modes in turn and times it, until ``budget_s`` have passed, but at least three times.
 
