@@ -17,6 +17,7 @@ from trainwright.engine.guard import must_skip, update_unless
 from trainwright.engine.loss import Loss, as_loss_fn
 from trainwright.engine.precision import FP32, Precision
 from trainwright.engine.recover import Recovery, tell_torn
+from trainwright.engine.spikes import NO_SPIKES, SpikeDecision, SpikeHandler
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import OomReport, UsageError
 from trainwright.state.cursor import StepBatch
@@ -30,7 +31,7 @@ class StepResult:
 
     ``step`` is the number of this step, 1-based: ``state.step`` after it. ``wait_s`` is how long the loop
     waited for the batch. ``skipped`` is true when the update was not applied. ``batch`` is in the micro-batches that
-    it was trained in; ``shortages`` are the tries before that ran out of memory.
+    it was trained in; ``shortages`` are the tries before that ran out of memory. ``spike`` is what a SpikeGuard decided.
     """
 
     step: int
@@ -45,6 +46,7 @@ class StepResult:
     wait_s: float = 0.0
     step_s: float = 0.0
     shortages: Sequence[OomReport] = ()
+    spike: SpikeDecision | None = None
 
 
 StepFn = Callable[[TrainState, StepBatch], StepResult]
@@ -67,6 +69,7 @@ def make_step(
     clip: ClipFn = no_clip,
     probes: Sequence[Probe] = (),
     world: World = SOLO,
+    spikes: SpikeHandler = NO_SPIKES,
     witness: StepWitness = SILENT,
 ) -> StepFn:
     """Makes the function that advances a TrainState by one optimizer step.
@@ -76,7 +79,8 @@ def make_step(
     do).
 
     A step that runs out of memory is begun again in smaller micro-batches, on all ranks of ``world``; what it trained
-    on, and with what weight, stays. ``witness`` is internal: the recorder of a run.
+    on, and with what weight, stays. ``spikes`` is a ``SpikeGuard`` or
+    nothing. ``witness`` is internal: the recorder of a run.
 
     Raises UsageError for a part that is not made yet, such as ``clip=1.0``. The step raises OutOfMemory where nothing
     helps.
@@ -103,10 +107,14 @@ def make_step(
     def advance(state: TrainState, batch: StepBatch) -> StepResult:
         witness.step_begins(state, batch)
         lr = set_lr(state.optimizer, schedule(state.step, state.fraction))
+        spikes.before_step(state)
         recovery.buffers.keep(state.model, own if state.loss is None else state.loss)
         tokens = batch.tokens
         (done, grad_norm, probed), batch, reports = recovery(gradients, state, batch)
         skipped = must_skip(grad_norm, done.weight)
+        decision = spikes.decide(state, grad_norm, skipped)
+        if decision is not None and decision.reason:
+            skipped = torch.ones_like(skipped)
         scale = state.scaler.scale
         try:
             update_unless(skipped, state.optimizer)
@@ -116,17 +124,27 @@ def make_step(
         except Exception as error:
             tell_torn(state, error)
             raise
-        state.step += 1
-        state.num_samples += batch.size
-        state.num_tokens += tokens  # as it was given: of lists of samples only the first is counted
-        state.data = batch.cursor
-        state.quarantine.update(bad.id for bad in batch.bad)
-        state.ledger.note(state.step, skipped, grad_norm=grad_norm, losses=done.micro_losses, batch=batch, scale=scale)
+        _count(state, batch, tokens)
+        reason = "" if decision is None else decision.reason
+        losses = done.micro_losses
+        state.ledger.note(
+            state.step, skipped, grad_norm=grad_norm, losses=losses, batch=batch, scale=scale, reason=reason
+        )
+        spikes.after_step(state, batch, done, grad_norm)
         result = StepResult(state.step, done.loss, grad_norm, lr, done.weight, skipped, batch, done.metrics, probed)
-        result.shortages = reports
+        result.shortages, result.spike = reports, decision
         return result
 
     return advance
+
+
+def _count(state: TrainState, batch: StepBatch, num_tokens: int) -> None:
+    """One more step. Tokens are counted as they were given: of lists of samples only the first is counted."""
+    state.step += 1
+    state.num_samples += batch.size
+    state.num_tokens += num_tokens
+    state.data = batch.cursor
+    state.quarantine.update(bad.id for bad in batch.bad)
 
 
 class _Gradients(NamedTuple):

@@ -13,6 +13,8 @@ from torch import nn
 class Ear:
     """A hook on one module. What is called while it is being compiled must leave no trace in the graph."""
 
+    is_recorders = True  # not one of the loop's own hooks
+
     def __init__(self, root: nn.Module, heard: Callable[..., None]) -> None:
         self._root, self._heard = root, heard
 

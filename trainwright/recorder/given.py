@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 from trainwright.engine.clip import ClipFn
 from trainwright.engine.oom_report import tensors_in
 from trainwright.recorder.program import RecordedStep
-from trainwright.recorder.ring import Ring, Snapshot
+from trainwright.recorder.ring import Ring
 from trainwright.state.cursor import StepBatch
 from trainwright.state.scaler import LossScaler
+from trainwright.state.snapshot import Snapshot
 from trainwright.state.train_state import TrainState
 
 HISTORY = 8
@@ -23,7 +24,10 @@ HISTORY = 8
 
 @dataclass(slots=True)
 class GivenStep:
-    """Batch, random state, share of the run and loss scale at the begin of one step. ``versions`` are its tensors'."""
+    """Batch, random state, share of the run and loss scale at the begin of one step. ``versions`` are its tensors'.
+
+    ``left_out`` says why a spike policy left its update out; "": it did not.
+    """
 
     step: int
     batch: StepBatch
@@ -33,6 +37,7 @@ class GivenStep:
     fraction: float
     micro_limit: int | None
     scale: tuple[Tensor, Tensor] | None
+    left_out: str = ""
 
     @property
     def is_unchanged(self) -> bool:

@@ -12,8 +12,9 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from trainwright.engine.guard import BufferGuard
+from trainwright.engine.spikes import OnSpike, SpikeAction, action_for
 from trainwright.recorder.program import RecordedStep
-from trainwright.recorder.spikes import Spikes
+from trainwright.state.spikes import Spike, SpikeDetector
 
 OnNonfinite = Literal["skip", "stop", "observe"]
 
@@ -31,10 +32,11 @@ class Veto:
         roots: Sequence[nn.Module],
         parameters: Sequence[Tensor],
         how: OnNonfinite,
-        spikes: Spikes | None = None,
+        on_spike: OnSpike = "warn",
         skip: frozenset[frozenset[int]] = frozenset(),
     ) -> None:
-        self.roots, self.how, self._spikes, self._skip = list(roots), how, spikes, skip
+        self.roots, self.how, self._on_spike, self._skip = list(roots), how, on_spike, skip
+        self._detectors: dict[int, SpikeDetector] = {}  # by optimizer: the players of a GAN have norms of their own
         self.device_type = parameters[0].device.type if parameters else "cpu"
         self._low = any(p.dtype in (torch.float16, torch.bfloat16) for p in parameters)
         self._buffers = [BufferGuard() for _ in roots]
@@ -69,16 +71,22 @@ class Veto:
         elif not math.isfinite(norm):
             self._hide(owned)
             segment.values["vetoed"] = "gradients"
-        elif self._spikes and self._spikes.is_spike(seen := _before_clipping(segment, float(norm))):
-            segment.values["spike"] = [seen, self._spikes.last_median]
-            if self._spikes.policy != "warn":
+        elif self._on_spike != "warn" and (found := self._spike(segment, optimizer, float(norm))) is not None:
+            spike, action = found
+            segment.values["spike"] = [spike.grad_norm, spike.usual, spike.initial, action]
+            if action != "warn":
                 self._hide(owned)
                 segment.values["vetoed"] = "spike"
         elif self._low:
             self._before = _state_of(optimizer, owned)
 
+    def _spike(self, segment: RecordedStep, optimizer: Optimizer, norm: float) -> tuple[Spike, SpikeAction] | None:
+        detector = self._detectors.setdefault(id(optimizer), SpikeDetector())
+        spike = detector.detect(segment.step, _before_clipping(segment, norm))
+        return None if spike is None else (spike, action_for(self._on_spike, spike))
+
     def _takes_it_on_device(self, norm: Tensor, optimizer: Optimizer) -> bool:
-        is_alone = not self._low and (self._spikes is None or self._spikes.policy == "warn")
+        is_alone = not self._low and self._on_spike == "warn"
         can = getattr(optimizer, "_step_supports_amp_scaling", False) and not hasattr(optimizer, "grad_scale")
         return self.device_type != "cpu" and norm.device.type == self.device_type and is_alone and bool(can)
 

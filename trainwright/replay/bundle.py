@@ -36,7 +36,7 @@ from trainwright.recorder.program import (
     ZeroGrad,
     mapped,
 )
-from trainwright.recorder.ring import LiveObjects, Ring, Snapshot
+from trainwright.recorder.ring import Ring
 from trainwright.replay.replayer import Replayer
 from trainwright.replay.structure import Structure, difference
 from trainwright.replay.written import Named, Reader, Writer
@@ -45,6 +45,7 @@ from trainwright.runlog.storage import storage_error
 from trainwright.state.codec import decode, encode
 from trainwright.state.manifest import fsync, name_of, step_of, verify, write_manifest
 from trainwright.state.rng import RngBag, preserved_rng
+from trainwright.state.snapshot import LiveObjects, Snapshot
 from trainwright.state.staging import on_host
 
 KIND, CRASH_LOOP = "step", "crash-loop"

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainwright.engine.accumulate import Accumulated
 from trainwright.engine.clip import ClipFn, GradientClip
+from trainwright.engine.spikes import SpikeDecision, SpikeHandler
 from trainwright.engine.step import StepFn
 from trainwright.engine.witness import StepWitness
 from trainwright.recorder.given import GivenStep
@@ -18,16 +20,17 @@ from trainwright.recorder.hooks import Listener, listening
 from trainwright.recorder.listener import heard_again, tell_of
 from trainwright.recorder.program import Backward, Call, RecordedStep
 from trainwright.recorder.recording import LoopRecorder
-from trainwright.recorder.ring import LiveObjects, Snapshot
 from trainwright.recorder.tape import Tape
 from trainwright.recorder.veto import Veto
 from trainwright.replay.stage import staged
 from trainwright.state.cursor import StepBatch
 from trainwright.state.scaler import LossScaler
+from trainwright.state.snapshot import LiveObjects, Snapshot
+from trainwright.state.spikes import Spike
 from trainwright.state.train_state import TrainState
 
-MakeStep = Callable[[StepWitness], StepFn]
-"""Makes the step function of the run, with another witness. It must not communicate with other ranks."""
+MakeStep = Callable[[StepWitness, SpikeHandler], StepFn]
+"""Makes the step function of the run, with these two instead of its own. It must not communicate with other ranks."""
 
 
 class EngineBench:
@@ -48,7 +51,8 @@ class EngineBench:
         self._veto = Veto(roots, self._recorder.parameters, "observe")
         self.objects = LiveObjects(roots, [state.optimizer], self._recorder.parameters)
         self.probes: Sequence[Listener] = ()
-        self._state, self._advance = state, make_step(_BenchWitness(self._recorder))
+        self._state, self._spikes = state, _AsItWas()
+        self._advance = make_step(_BenchWitness(self._recorder), self._spikes)
         self._taken: list[RecordedStep] = []
 
     @property
@@ -99,6 +103,7 @@ class EngineBench:
         torch.default_generator.set_state(given.rng)
         if given.rng_cuda is not None:
             torch.cuda.set_rng_state(given.rng_cuda, self._recorder.device)
+        self._spikes.left_out = given.left_out
         state = TrainState(self._state.model, self._state.optimizer, loss=self._state.loss)
         state.step, state.fraction, state.micro_limit = given.step - 1, given.fraction, given.micro_limit
         if given.scale is not None and isinstance(self._state.scaler, LossScaler):
@@ -125,6 +130,20 @@ def _read(clip: dict[str, object]) -> dict[str, object]:
     """Its norm as a number: nothing of the bench's tensors stays."""
     norm = clip["norm"]
     return clip | {"norm": float(norm)} if isinstance(norm, Tensor) else clip
+
+
+class _AsItWas:
+    """Leaves an update out where the live step left it out."""
+
+    left_out = ""
+
+    def before_step(self, state: TrainState) -> None: ...
+    def decide(self, state: TrainState, grad_norm: Tensor, skipped: Tensor) -> SpikeDecision | None:
+        if not self.left_out:
+            return None
+        return SpikeDecision(Spike(state.step + 1, float(grad_norm), 0.0, 0.0), "skip", self.left_out)
+
+    def after_step(self, state: TrainState, batch: StepBatch, done: Accumulated, grad_norm: Tensor) -> None: ...
 
 
 class _BenchWitness:

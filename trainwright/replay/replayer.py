@@ -30,9 +30,9 @@ from trainwright.recorder.program import (
     mapped,
     tensors_of,
 )
-from trainwright.recorder.ring import LiveObjects, Snapshot
 from trainwright.replay.stage import NotReplayable as NotReplayable
 from trainwright.replay.stage import fresh, staged
+from trainwright.state.snapshot import LiveObjects, Snapshot
 
 Upto = Literal["forward", "backward", "step"]
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.recorder.program import Ids, RecordedStep, alive, constants_of
-from trainwright.recorder.ring import Ring, Snapshot
+from trainwright.recorder.ring import Ring
 from trainwright.replay.replayer import AS_IT_WAS, Intervention, NotReplayable, Replayer, ReplayResult, Upto, batch_size
+from trainwright.state.snapshot import Snapshot
 
 
 class ReplaySession:

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainwright.recorder.hooks import muted
-from trainwright.recorder.ring import LiveObjects, Snapshot
 from trainwright.state.rng import preserved_rng
+from trainwright.state.snapshot import LiveObjects, Snapshot
 
 _TORCHS_OWN = frozenset(vars(nn.Module()))
 

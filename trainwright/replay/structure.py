@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
-from trainwright.recorder.ring import LiveObjects
+from trainwright.state.snapshot import LiveObjects
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,7 @@ def _rest(state: TrainState) -> dict[str, Any]:
         "loss": {} if state.loss is None else state.loss.state_dict(),
         "transient": dict(_transient(state.model)),
         "ledger": state.ledger.state_dict(),
+        "spikes": state.spikes.state_dict(),
         "quarantine": sorted(state.quarantine),
         "rng": RngBag.capture().state_dict(),
         "data": asdict(state.data),
@@ -170,6 +171,7 @@ def load_checkpoint(state: TrainState, path: Path | str, *, verified: bool = Fal
         ) from None
     with told_as_forged(path):
         state.ledger.load_state_dict(rest["ledger"])
+        state.spikes.load_state_dict(rest.get("spikes", {}))
         state.quarantine = {*state.quarantine, *rest["quarantine"]}
         state.data = Cursor(**rest["data"])
         for name in _COUNTERS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +13,8 @@ from torch import Tensor
 from trainwright.state.cursor import Ids, StepBatch
 
 SETTLE_EVERY = 256
+NOTHING_COUNTED = "nothing was counted: the weight of the whole batch is 0"
+NOT_FINITE = "the gradient norm is not finite"
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class _Pending(NamedTuple):
     losses: Sequence[Tensor]
     ids: Sequence[Ids]  # of each micro-batch; to keep the batches would keep their device memory
     scale: Tensor | None
+    reason: str
 
 
 class SkipLedger:
@@ -61,12 +64,21 @@ class SkipLedger:
         losses: Sequence[Tensor],
         batch: StepBatch,
         scale: Tensor | None,
+        reason: str = "",
     ) -> None:
-        """Remembers one step. ``losses`` are the 0-d losses of its micro-batches; no device is waited for."""
+        """Remembers one step. ``losses`` are the 0-d losses of its micro-batches; no device is waited for.
+
+        ``reason`` says why the update was skipped where it was not for its gradients or its weight.
+        """
         ids = [micro.ids for micro in batch.micro]
-        self._pending.append(_Pending(step, skipped, grad_norm, losses, ids, scale))
+        self._pending.append(_Pending(step, skipped, grad_norm, losses, ids, scale, reason))
         if len(self._pending) >= SETTLE_EVERY:
             self.settle()
+
+    def add(self, entries: Iterable[SkippedStep]) -> None:
+        """Steps whose update was undone afterwards."""
+        self.settle()
+        self.entries += entries
 
     def settle(self) -> None:
         """Reads what is pending: one host sync for all of it."""
@@ -102,9 +114,7 @@ def _entry(note: _Pending) -> SkippedStep:
     norm = float(note.grad_norm)
     return SkippedStep(
         step=note.step,
-        reason="nothing was counted: the weight of the whole batch is 0"
-        if math.isfinite(norm)
-        else "the gradient norm is not finite",
+        reason=note.reason or (NOTHING_COUNTED if math.isfinite(norm) else NOT_FINITE),
         loss=float(losses.sum()),
         grad_norm=norm,
         micro_batch=micro_batch,

@@ -11,6 +11,7 @@ from trainwright.state.cursor import Cursor
 from trainwright.state.ema import Ema, NoEma
 from trainwright.state.ledger import SkipLedger
 from trainwright.state.scaler import LossScaler, NoScaler
+from trainwright.state.spikes import SpikeDetector
 
 
 @dataclass
@@ -23,7 +24,7 @@ class TrainState:
     is a pure function of ``step`` and ``fraction`` and so is not state. The generators of random numbers
     are process-wide; ``RngBag.capture()`` reads them at the instant of saving. ``quarantine`` holds the positions of
     samples that are not trained on. ``loss`` is the loss where that is a module, which may keep state of its own.
-    ``micro_limit`` is how many samples a forward pass takes at most since memory ran out; None: as they come.
+    ``spikes`` remembers the gradient norms that spikes are told by. ``micro_limit`` is how many samples a forward pass takes at most since memory ran out; None: as they come.
     """
 
     model: nn.Module
@@ -32,6 +33,7 @@ class TrainState:
     ema: Ema | NoEma = field(default_factory=NoEma)
     ledger: SkipLedger = field(default_factory=SkipLedger)
     data: Cursor = field(default_factory=Cursor)
+    spikes: SpikeDetector = field(default_factory=SpikeDetector)
     quarantine: set[int] = field(default_factory=set)
     loss: nn.Module | None = None
     step: int = 0

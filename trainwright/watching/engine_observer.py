@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from trainwright.engine.spikes import SpikeDecision
 from trainwright.engine.step import StepResult
 from trainwright.engine.witness import StepWitness
 from trainwright.errors import OutOfMemory, TrainwrightError
@@ -39,7 +40,7 @@ class EngineSession:
 
     ``witness`` is to be given to the step that trains. ``make_step`` makes the same step with another witness: that one
     takes a step again on the bench, where it is heard and taped. ``write`` takes every record that is to be kept.
-    ``planned_s`` is how long the run will take.
+    ``planned_s`` is how long the run will take. ``warns_of_spikes``: the step itself has no SpikeGuard.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class EngineSession:
         planned_s: float,
         accumulation: int | None = None,
         bundles: Path | None = None,
+        warns_of_spikes: bool = True,
     ) -> None:
         self._state, self.step = state, state.step
         self._bench = EngineBench(state, make_step)
@@ -68,6 +70,7 @@ class EngineSession:
         self._looks, self._snapshots = LookSchedule(self.step, planned_s), SnapshotSchedule(KEEP)
         self._late = lateness(device)
         self._unread: deque[tuple[RecordedStep, Callable[[], list[float]]]] = deque()
+        self._warns, self._went_back = warns_of_spikes, -1
         self._told = 0  # the newest step whose program the probes were told of
         self._begin_s, self._first_step = time.perf_counter(), self.step
         self._prepare_next(self.step)
@@ -81,8 +84,11 @@ class EngineSession:
         step.loss, step.grad_norm, step.losses = result.loss, result.grad_norm, [result.loss]
         step.values = {"step_s": result.step_s, "wait_s": result.wait_s}
         step.ended_s = time.time()
-        if result.batch is not given.batch:  # memory ran out: it was trained in smaller micro-batches
-            given = dataclasses.replace(given, batch=result.batch)
+        if result.batch is not given.batch or result.spike is not None:  # memory ran out, or its update was left out
+            reason = "" if result.spike is None else result.spike.reason
+            given = dataclasses.replace(given, batch=result.batch, left_out=reason)
+        if result.spike is not None:
+            self._note_spike(step, result.spike)
         step.ids = list(given.ids)
         self.ring.add_given(step, given)
         self._unread.append((step, late([result.loss, result.grad_norm])))
@@ -94,6 +100,8 @@ class EngineSession:
         loss, norm = read()
         numbers = Numbers((loss,), loss, norm, ())
         bad = not numbers.are_finite
+        if self._warns and not bad and (spike := self._state.spikes.detect(step.step, norm)) is not None:
+            self._note_spike(step, SpikeDecision(spike, "warn"))
         self.log.note(step, numbers)
         urgent = any(probe.urgent for probe in self._probes)
         if self._looks.wants(step.step, loss, bad=bad, urgent=urgent):
@@ -103,6 +111,13 @@ class EngineSession:
             self._looks.paid(time.thread_time() - begin_s, time.perf_counter())
         if bad:
             self._incidents.keep_bundle(step.step, [found.code for found in self.log.findings()])
+
+    def _note_spike(self, step: RecordedStep, decision: SpikeDecision) -> None:
+        spike = decision.spike
+        step.values["spike"] = [spike.grad_norm, spike.usual, spike.initial, decision.action]
+        if decision.action == "rollback":
+            step.values["edited"] = True  # the state after it is another
+            self._went_back = step.step
 
     def _make_program(self, step: RecordedStep, numbers: Numbers) -> None:
         """The step is taken again on the bench, where the probes hear it."""
@@ -122,7 +137,7 @@ class EngineSession:
     def _prepare_next(self, step: int) -> None:
         """The state before the next step is kept when that one will be looked at, and now and then."""
         now_s = time.perf_counter()
-        is_due = self._looks.is_next_due(step, now_s) or self._snapshots.is_due(step)
+        is_due = self._looks.is_next_due(step, now_s) or self._snapshots.is_due(step) or self._went_back == step
         if is_due and not self.ring.refused_bytes:
             self.ring.add_snapshot(self._bench.objects.snapshot(step + 1))
             step_s = (now_s - self._begin_s) / max(1, step - self._first_step)
@@ -178,6 +193,7 @@ class EngineObserver:
         say: Callable[[str], None],
         planned_s: float,
         accumulation: int | None = None,
+        warns_of_spikes: bool = True,
     ) -> None:
         self._folder, self._say = folder.path, say
         self._journal = Journal(LogWriter(folder.log), say)
@@ -189,6 +205,7 @@ class EngineObserver:
             planned_s=planned_s,
             accumulation=accumulation,
             bundles=folder.bundles,
+            warns_of_spikes=warns_of_spikes,
         )
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
 from trainwright.recorder.program import Backward, Constant, RecordedStep, mapped
-from trainwright.recorder.ring import LiveObjects, Ring
+from trainwright.recorder.ring import Ring
 from trainwright.recorder.tape import Tape
 from trainwright.replay import bundle, experiments, trials
 from trainwright.replay.experiments import EXPERIMENTS
@@ -17,6 +17,7 @@ from trainwright.replay.replayer import NotReplayable, Replayer
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried
 from trainwright.runlog.records import Tried
+from trainwright.state.snapshot import LiveObjects
 
 
 class ExperimentRunner:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import psutil
 from torch import nn
 from torch.optim import Optimizer
 
+from trainwright.engine.spikes import OnSpike
 from trainwright.errors import TrainwrightError
 from trainwright.recorder.calls import parts_of
 from trainwright.recorder.hooks import calls_heard, listening
@@ -21,12 +23,13 @@ from trainwright.recorder.numbers import Numbers, ask, lateness
 from trainwright.recorder.probes import LoopObjects, Probe, make_probes
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.recording import LoopRecorder
-from trainwright.recorder.ring import LiveObjects, Ring, put_back
-from trainwright.recorder.spikes import OnSpike, Spikes
+from trainwright.recorder.ring import Ring
 from trainwright.recorder.veto import OnNonfinite, Veto
 from trainwright.report.findings import lines_of
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Found, Record
+from trainwright.state.snapshot import LiveObjects, put_back
+from trainwright.state.spikes import SpikeDetector
 from trainwright.watching.experiments import ExperimentRunner
 from trainwright.watching.findings import FindingsLog, failures_of, limits_of
 from trainwright.watching.incidents import Incidents
@@ -86,7 +89,8 @@ class WatchSession:
         )
         self.recording.budget_bytes = options.budget_bytes
         parameters = self.recording.parameters
-        self._veto = Veto(roots, parameters, options.on_nonfinite, Spikes(options.on_spike), options.skip)
+        self._veto = Veto(roots, parameters, options.on_nonfinite, options.on_spike, options.skip)
+        self._detector = SpikeDetector()  # of a watch that only warns: it reads the numbers late
         self.ring = Ring(keep=options.keep, budget_bytes=options.budget_bytes)
         self._objects = LiveObjects(roots, optimizers, parameters)
         self.runner = runner = ExperimentRunner(self._objects, self.ring)
@@ -170,6 +174,8 @@ class WatchSession:
             tell(step, numbers)
         vetoed = step.values.get("vetoed", "skip list") != "skip list"
         bad = not numbers.are_finite or vetoed or "nonfinite" in step.values
+        if self._options.on_spike == "warn" and not bad:
+            self._warn_of_spike(step, numbers)
         self.findings_log.note(step, numbers)
         urgent = any(probe.urgent for probe in self._probes)
         if self._looks.wants(step.step, numbers.loss, bad=bad, urgent=urgent):
@@ -180,10 +186,15 @@ class WatchSession:
             self._incidents.keep_bundle(step.step, [found.code for found in self.findings()])
         return bad
 
+    def _warn_of_spike(self, step: RecordedStep, numbers: Numbers) -> None:
+        norm = numbers.clips[-1] if numbers.clips else numbers.norm
+        if math.isfinite(norm) and (spike := self._detector.detect(step.step, norm)) is not None:
+            step.values["spike"] = [spike.grad_norm, spike.usual, spike.initial, "warn"]
+
     def _note_veto(self, step: RecordedStep) -> None:
         """The ledger, for an update that was not made; after a spike perhaps back to an earlier state."""
         reason = str(step.values["vetoed"])
-        to_undo = reason == "spike" and self._options.on_spike == "rollback"
+        to_undo = reason == "spike" and step.values["spike"][-1] == "rollback"
         snapshot = self.ring.before(step.step) if to_undo else None
         if snapshot is None:
             self._incidents.note_skipped([step], reason)

@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.doctor.source import point_at
+from trainwright.engine.spikes import OnSpike, require_policy
 from trainwright.errors import UsageError, require_choice
 from trainwright.recorder.probes import LoopObjects
-from trainwright.recorder.spikes import OnSpike
 from trainwright.recorder.veto import OnNonfinite
 from trainwright.report.findings import lines_of
 from trainwright.runlog import records
@@ -162,7 +162,8 @@ def watch(
         on_nonfinite: What happens to an update that is not finite: ``"skip"`` leaves it out, ``"stop"`` ends the loop
             with an exception, ``"observe"`` lets it through.
         on_spike: What happens when the gradient norm is 8 times its median: ``"warn"`` reports it, ``"skip"`` leaves
-            the update out, ``"rollback"`` also goes back to the last snapshot.
+            the update out, ``"rollback"`` also goes back to the last snapshot. A function of your own takes a ``Spike``
+            (step, grad_norm, usual, initial) and returns one of these words.
         skip: Updates that are left out: the folder of an earlier watch of this training, whose skipped updates are
             skipped again, or the sample ids of each such step.
         keep: Number of steps that the flight recorder holds.
@@ -174,7 +175,7 @@ def watch(
         UsageError: For what cannot be watched.
     """
     require_choice("on_nonfinite", on_nonfinite, ("skip", "stop", "observe"))
-    require_choice("on_spike", on_spike, ("warn", "skip", "rollback"))
+    require_policy("on_spike", on_spike)
     roots = _several(model, nn.Module, "model")
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         roots.append(loss)

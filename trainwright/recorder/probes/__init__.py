@@ -11,7 +11,7 @@ from typing import Any
 from trainwright.recorder.hooks import Listener
 from trainwright.recorder.numbers import Numbers
 from trainwright.recorder.program import RecordedStep
-from trainwright.recorder.ring import LiveObjects
+from trainwright.state.snapshot import LiveObjects
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,11 +17,12 @@ from torch.optim import Optimizer
 from trainwright.errors import UsageError
 from trainwright.recorder.numbers import as_record
 from trainwright.recorder.program import RecordedStep
-from trainwright.recorder.ring import LiveObjects, Ring
+from trainwright.recorder.ring import Ring
 from trainwright.replay.bundle import Bundle, BundleError
 from trainwright.replay.replayer import NotReplayable, Replayer, ReplayResult
 from trainwright.replay.session import ReplaySession
 from trainwright.runlog.records import Record
+from trainwright.state.snapshot import LiveObjects
 from trainwright.verbs.replay.closely import look_closely
 from trainwright.verbs.replay.result import Compared, Rerun, Say
 from trainwright.watching.experiments import ExperimentRunner, names_of

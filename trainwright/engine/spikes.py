@@ -1,0 +1,158 @@
+"""What is done about a spike of the gradient: warn, leave the update out, or go back some steps (as PaLM did by hand).
+
+Chowdhery et al. 2022 (PaLM, section 5.1) went back about 100 steps and left 200 to 500 batches out. Here the updates
+since the state that is gone back to are left out, up to that of the spike, and no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from trainwright.engine.accumulate import Accumulated
+from trainwright.errors import UsageError, require_choice
+from trainwright.state.cursor import StepBatch
+from trainwright.state.ledger import SkippedStep
+from trainwright.state.snapshot import LiveObjects, Snapshot, put_back
+from trainwright.state.spikes import Spike
+from trainwright.state.train_state import TrainState
+
+SpikeAction = Literal["warn", "skip", "rollback"]
+SpikePolicy = Callable[[Spike], SpikeAction]
+"""Decides what is done about one spike: a function of the user's."""
+OnSpike = SpikeAction | SpikePolicy
+ACTIONS: tuple[SpikeAction, ...] = ("warn", "skip", "rollback")
+KEEP_EVERY = 16
+"""Steps between two states that a rollback may go back to; it undoes at most twice as many updates."""
+
+
+def require_policy(name: str, policy: object) -> None:
+    """Raises UsageError unless ``policy`` is one of the three words or a callable."""
+    if not callable(policy):
+        require_choice(name, policy, ACTIONS)
+
+
+def action_for(policy: OnSpike, spike: Spike) -> SpikeAction:
+    """What the policy decides. Raises UsageError where a function of the user's returns another word."""
+    if not callable(policy):
+        return policy
+    action = policy(spike)
+    if action not in ACTIONS:
+        raise UsageError(f"the spike policy returned {action!r}", remedy=f"return one of {', '.join(ACTIONS)}")
+    return action
+
+
+class SpikeDecision(NamedTuple):
+    """What is done about ``spike``. ``reason`` says why the update is left out; "": it is made."""
+
+    spike: Spike
+    action: SpikeAction
+    reason: str = ""
+
+
+class SpikeHandler(Protocol):
+    """What the step asks around its update."""
+
+    def before_step(self, state: TrainState) -> None: ...
+    def decide(self, state: TrainState, grad_norm: Tensor, skipped: Tensor) -> SpikeDecision | None:
+        """Right before the update, which is ``skipped`` anyway where that is true. None: nothing is out of line."""
+        ...
+
+    def after_step(self, state: TrainState, batch: StepBatch, done: Accumulated, grad_norm: Tensor) -> None: ...
+
+
+class _NoSpikes:
+    """The null object: no norm is read, no state is kept."""
+
+    def before_step(self, state: TrainState) -> None: ...
+    def decide(self, state: TrainState, grad_norm: Tensor, skipped: Tensor) -> SpikeDecision | None:
+        return None
+
+    def after_step(self, state: TrainState, batch: StepBatch, done: Accumulated, grad_norm: Tensor) -> None: ...
+
+
+NO_SPIKES: SpikeHandler = _NoSpikes()
+
+
+class SpikeGuard:
+    """Looks at the gradient norm before each update: on a GPU, one host sync a step.
+
+    A rollback puts weights, buffers, optimizer state and the average of the weights back to what they were up to 32
+    steps before, or to where this process began. The step count, the learning rate and the data go on; the ledger names
+    every update that was undone.
+    """
+
+    def __init__(self, policy: OnSpike) -> None:
+        require_policy("the spike policy", policy)
+        self._policy = policy
+        self._kept: list[_KeptState] = []
+        self._since: list[SkippedStep] = []  # the steps that a rollback would undo
+        self._spike: Spike | None = None  # that this step rolls back for
+
+    def before_step(self, state: TrainState) -> None:
+        if self._policy in ("warn", "skip"):
+            return
+        if not self._kept or state.step % KEEP_EVERY == 0:
+            self._kept = [*self._kept[-1:], _KeptState.of(state)]
+            self._since = [each for each in self._since if each.step > self._kept[0].step]
+
+    def decide(self, state: TrainState, grad_norm: Tensor, skipped: Tensor) -> SpikeDecision | None:
+        self._spike = None
+        spike = None if bool(skipped) else state.spikes.detect(state.step + 1, float(grad_norm))
+        if spike is None:
+            return None
+        action = action_for(self._policy, spike)
+        if action == "rollback":
+            self._spike = spike
+            return SpikeDecision(spike, action, _undone(spike, self._kept[0].step))
+        if action == "skip":
+            norms = f"a gradient norm of {spike.grad_norm:.4g}, where {spike.usual:.4g} is usual"
+            return SpikeDecision(spike, action, f"spike: {norms}")
+        return SpikeDecision(spike, action)
+
+    def after_step(self, state: TrainState, batch: StepBatch, done: Accumulated, grad_norm: Tensor) -> None:
+        if not self._kept:
+            return
+        if self._spike is not None:
+            self._roll_back(state, self._spike)
+            return
+        loss, ids = float(torch.stack(list(done.micro_losses)).sum()), tuple(batch.ids.tolist())
+        self._since.append(SkippedStep(state.step, "", loss, float(grad_norm), None, ids, None))
+
+    def _roll_back(self, state: TrainState, spike: Spike) -> None:
+        kept = self._kept[0]
+        kept.put_back(state)
+        state.ledger.add(replace(each, reason=_undone(spike, kept.step)) for each in self._since)
+        self._kept, self._since = [replace(kept, step=state.step)], []
+
+
+def _undone(spike: Spike, step: int) -> str:
+    return f"spike in step {spike.step}: back to the state after step {step}"
+
+
+@dataclass(frozen=True)
+class _KeptState:
+    """A copy of everything that an update changes, after ``step``."""
+
+    step: int
+    objects: LiveObjects
+    snapshot: Snapshot
+    average: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, state: TrainState) -> _KeptState:
+        roots = [state.model, *([state.loss] if state.loss is not None else [])]
+        objects = LiveObjects(roots, [state.optimizer], [p for root in roots for p in root.parameters()])
+        shadow = state.ema.state_dict().get("shadow", {})
+        average = {name: each.clone() for name, each in shadow.items()}
+        return cls(state.step, objects, objects.snapshot(state.step + 1), average)
+
+    def put_back(self, state: TrainState) -> None:
+        put_back(self.objects, self.snapshot)
+        shadow = state.ema.state_dict().get("shadow", {})
+        for name, average in self.average.items():
+            shadow[name].copy_(average)

@@ -1,0 +1,65 @@
+"""Finds gradient norms that are far out of line, from the norms of the steps before."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from typing import Any, NamedTuple
+
+WARM, WINDOW, ACCEPTED = 16, 64, 4
+"""Steps before the first median, norms that it is taken of, and spikes in a row after which the level is accepted."""
+
+
+class Spike(NamedTuple):
+    """One step whose gradient norm, before clipping, is a spike. ``usual`` is the median norm of the last 64 steps.
+
+    ``initial`` is the median norm of the first 16 steps.
+    """
+
+    step: int
+    grad_norm: float
+    usual: float
+    initial: float
+
+
+class SpikeDetector:
+    """A gradient norm of more than ``factor`` times the median of the last 64 is a spike; not in the first 16 steps.
+
+    A norm that stays high is no spike: after 4 in a row the new level is accepted. Part of the state of a run, so that
+    a resumed run decides as one that was never interrupted.
+    """
+
+    def __init__(self, factor: float = 8.0) -> None:
+        self.factor = factor
+        self._norms: deque[float] = deque(maxlen=WINDOW)
+        self._in_a_row = self._count = 0
+        self._usual = self._initial = 0.0
+
+    def detect(self, step: int, grad_norm: float) -> Spike | None:
+        """Takes the finite norm of each step, before clipping, in order."""
+        if self._usual and grad_norm > self.factor * self._usual and self._in_a_row < ACCEPTED:
+            self._in_a_row += 1
+            return Spike(step, grad_norm, self._usual, self._initial)
+        self._in_a_row = 0
+        self._norms.append(grad_norm)
+        self._count += 1
+        if self._count % WARM == 0:  # a median costs 10 us
+            self._usual = statistics.median(self._norms)
+            self._initial = self._initial or self._usual
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "norms": list(self._norms),
+            "in_a_row": self._in_a_row,
+            "count": self._count,
+            "usual": self._usual,
+            "initial": self._initial,
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Nothing where the run was saved without."""
+        if saved:
+            self._norms = deque(saved["norms"], maxlen=WINDOW)
+            self._in_a_row, self._count = saved["in_a_row"], saved["count"]
+            self._usual, self._initial = saved["usual"], saved["initial"]
