@@ -15,6 +15,7 @@ import trainwright as tw
 from trainwright.errors import UsageError
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Skipped
+from trainwright.state.spikes import Spike
 from trainwright.watching.session import NonFiniteStep
 
 
@@ -69,9 +70,32 @@ def test_observe_lets_it_through(tmp_path: Path) -> None:
     assert weights[3].isnan().all()
 
 
+def spikes_found(watch: tw.watch) -> list[tuple[str, str, int]]:
+    return [(found.code, found.severity, found.step) for found in watch.findings() if found.code == "grad.spike"]
+
+
 def test_a_spike_is_only_warned_of(tmp_path: Path) -> None:
-    _, weights, _ = train(24, tmp_path / "run", bad={20: 100.0})
+    _, weights, watch = train(24, tmp_path / "run", bad={20: 100.0})
     assert not torch.equal(weights[19], weights[18])
+    assert spikes_found(watch) == [("grad.spike", "warning", 20)]
+
+
+def test_a_run_without_a_spike_is_not_warned_of(tmp_path: Path) -> None:
+    _, _, watch = train(40, tmp_path / "run", bad={20: 4.0})
+    assert spikes_found(watch) == []
+
+
+def test_a_policy_of_the_users_own_decides(tmp_path: Path) -> None:
+    seen: list[Spike] = []
+
+    def policy(spike: Spike) -> str:
+        seen.append(spike)
+        return "skip" if spike.step == 20 else "warn"
+
+    _, weights, watch = train(24, tmp_path / "run", bad={20: 100.0, 22: 100.0}, on_spike=policy)
+    assert [spike.step for spike in seen] == [20, 22] and seen[0].grad_norm > 8 * seen[0].usual > 0
+    assert torch.equal(weights[19], weights[18]) and not torch.equal(weights[21], weights[20])
+    assert spikes_found(watch) == [("grad.spike", "warning", 20)]
 
 
 def test_a_spike_is_skipped(tmp_path: Path) -> None:

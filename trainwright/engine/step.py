@@ -31,7 +31,8 @@ class StepResult:
 
     ``step`` is the number of this step, 1-based: ``state.step`` after it. ``wait_s`` is how long the loop
     waited for the batch. ``skipped`` is true when the update was not applied. ``batch`` is in the micro-batches that
-    it was trained in; ``shortages`` are the tries before that ran out of memory. ``spike`` is what a SpikeGuard decided.
+    it was trained in; ``shortages`` are the tries before that ran out of memory. ``spike`` is what a
+    SpikeGuard decided.
     """
 
     step: int
@@ -125,12 +126,12 @@ def make_step(
             tell_torn(state, error)
             raise
         _count(state, batch, tokens)
+        spikes.after_step(state, batch, done, grad_norm)
         reason = "" if decision is None else decision.reason
         losses = done.micro_losses
         state.ledger.note(
             state.step, skipped, grad_norm=grad_norm, losses=losses, batch=batch, scale=scale, reason=reason
         )
-        spikes.after_step(state, batch, done, grad_norm)
         result = StepResult(state.step, done.loss, grad_norm, lr, done.weight, skipped, batch, done.metrics, probed)
         result.shortages, result.spike = reports, decision
         return result

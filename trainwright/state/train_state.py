@@ -24,7 +24,8 @@ class TrainState:
     is a pure function of ``step`` and ``fraction`` and so is not state. The generators of random numbers
     are process-wide; ``RngBag.capture()`` reads them at the instant of saving. ``quarantine`` holds the positions of
     samples that are not trained on. ``loss`` is the loss where that is a module, which may keep state of its own.
-    ``spikes`` remembers the gradient norms that spikes are told by. ``micro_limit`` is how many samples a forward pass takes at most since memory ran out; None: as they come.
+    ``spikes`` remembers the gradient norms by which a spike is recognised. ``micro_limit`` is how many samples a
+    forward pass takes at most since memory ran out; None: as they come.
     """
 
     model: nn.Module

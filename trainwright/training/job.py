@@ -23,10 +23,11 @@ from trainwright.build.assemble import (
     training_batches,
 )
 from trainwright.build.assemble import prepare as prepare_parts
-from trainwright.build.resolve import sink_factories
+from trainwright.build.resolve import find, sink_factories
 from trainwright.engine.clip import make_clip
 from trainwright.engine.dry_run import Mode, dry_run
 from trainwright.engine.precision import Precision
+from trainwright.engine.spikes import NO_SPIKES, SpikeGuard, SpikeHandler
 from trainwright.engine.step import ScheduleFn, StepFn, make_step
 from trainwright.engine.until import Until, for_seconds, for_steps
 from trainwright.engine.witness import SILENT, StepWitness
@@ -38,8 +39,10 @@ from trainwright.plan.machine import Machine, read_machine
 from trainwright.plan.make import Kept, Note, Plan, RunFacts, candidates, make_plan, with_dry_run
 from trainwright.plan.memory import memory_bytes
 from trainwright.recipe import Duration, Loaded, Recipe
+from trainwright.recipe.catalog import SPIKE_POLICIES
 from trainwright.state.cursor import StepBatch
 from trainwright.state.rng import seed_all, set_deterministic
+from trainwright.state.spikes import SpikeDetector
 from trainwright.state.train_state import TrainState
 from trainwright.training.resume import Earlier
 from trainwright.training.run_metadata import where_from
@@ -108,6 +111,7 @@ def prepare(loaded: Loaded, parts: Parts | None = None, *, earlier: Earlier | No
         plan = make_plan(recipe, facts, kept=earlier.what_was_planned(recipe) if earlier else Kept())
     plan = replace(plan, settled=settled.to_json(), notes=(*settled.notes, *plan.notes))
     state, schedule = build_state(parts, loaded, plan), build_schedule(loaded, plan)
+    state.spikes = SpikeDetector(recipe.spikes.factor)
     state.loss = parts.loss if isinstance(parts.loss, nn.Module) else None
     sink_factories(recipe.log.sinks)  # a package that is missing is said before the first step
     provenance = where_from(recipe, parts)
@@ -190,7 +194,17 @@ def _rehearsed(job: Job, facts: RunFacts, first: StepBatch, asked: str) -> Plan:
     )
 
 
-def make_advance(job: Job, world: World = SOLO, witness: StepWitness = SILENT) -> StepFn:
+def spike_handler(loaded: Loaded) -> SpikeHandler:
+    """What the recipe asks for at a spike of the gradient. To warn is not the step's: the doctor does."""
+    policy = loaded.recipe.spikes.policy
+    if policy in ("warn", "off"):
+        return NO_SPIKES
+    return SpikeGuard(policy if policy in SPIKE_POLICIES else find(policy, {}, "spikes.policy", loaded.source))  # type: ignore[arg-type]
+
+
+def make_advance(
+    job: Job, world: World = SOLO, witness: StepWitness = SILENT, spikes: SpikeHandler = NO_SPIKES
+) -> StepFn:
     """The step function of a job; sets the process-wide matmul mode and threads that its plan asks for."""
     clip = job.recipe.optimizer.clip
     job.precision.set_matmul_mode()
@@ -201,5 +215,6 @@ def make_advance(job: Job, world: World = SOLO, witness: StepWitness = SILENT) -
         precision=job.precision,
         clip=make_clip(clip.by, clip.at),
         world=world,
+        spikes=spikes,
         witness=witness,
     )

@@ -36,7 +36,7 @@ from trainwright.runlog.lock import RunLock
 from trainwright.runlog.records import Ended
 from trainwright.state.store import Retention
 from trainwright.state.train_state import TrainState
-from trainwright.training.job import Job, doubled, make_advance, prepare, until_of
+from trainwright.training.job import Job, doubled, make_advance, prepare, spike_handler, until_of
 from trainwright.training.resume import Earlier, again, find_earlier
 from trainwright.training.run_metadata import keep_there, lay_down, lay_down_again, run_metadata
 from trainwright.version import __version__
@@ -178,7 +178,8 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         watching: tuple[Observer, ...] = (logbook.recorder, logbook.telemetry, progress)
         doctor = attend(job, folder, progress.say) if job.recipe.log.doctor else None
         extra = [*([doctor] if doctor else []), *(make(job, folder, progress) for make in extras)]
-        advance = make_advance(job, stage.world, doctor.witness if doctor else SILENT)
+        witness = doctor.witness if doctor else SILENT
+        advance = make_advance(job, stage.world, witness, spike_handler(job.loaded))
         with _told_where_it_is_saved(job, folder, saving):
             if job.accepted:  # a kill before the next save would ask for it again
                 saving(state)
@@ -202,11 +203,12 @@ def attend(job: Job, folder: RunFolder, say: Callable[[str], None]) -> EngineObs
     extent = job.plan.extent
     return EngineObserver(
         job.state,
-        lambda witness: make_advance(job, witness=witness),
+        lambda witness, spikes: make_advance(job, witness=witness, spikes=spikes),
         folder=folder,
         say=say,
         planned_s=extent.seconds if extent.seconds is not None else (extent.steps or 0) * (job.plan.step_s or 0.0),
         accumulation=job.plan.batch.accumulation,
+        warns_of_spikes=job.recipe.spikes.policy == "warn",
     )
 
 

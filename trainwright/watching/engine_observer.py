@@ -104,7 +104,7 @@ class EngineSession:
             self._note_spike(step, SpikeDecision(spike, "warn"))
         self.log.note(step, numbers)
         urgent = any(probe.urgent for probe in self._probes)
-        if self._looks.wants(step.step, loss, bad=bad, urgent=urgent):
+        if self._looks.wants(step.step, loss, bad=bad, urgent=urgent, spiked="spike" in step.values):
             begin_s = time.thread_time()
             self._make_program(step, numbers)
             self.log.look(step.step, "incident" if bad else "checkup", limits=self._limits())

@@ -40,12 +40,16 @@ class LookSchedule:
             self._due.add(step + 1)
         return due
 
-    def wants(self, step: int, loss: float, *, bad: bool, urgent: bool) -> bool:
-        """Whether ``step``, which is over, is looked at: it is due, it went wrong, its loss jumped, or a probe asks."""
+    def wants(self, step: int, loss: float, *, bad: bool, urgent: bool, spiked: bool) -> bool:
+        """Whether ``step``, which is over, is looked at.
+
+        It is due, or ``bad``, or a probe is ``urgent``; or its loss jumped or its gradient norm ``spiked``, of which
+        not every one is looked at.
+        """
         self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
         is_news = bad and (self._bad_in_a_row <= 4 or self._bad_in_a_row % 4 == 0)  # each look replays the step
-        jumped = self._jumped(step, loss) and step > self._looked_at + 16
-        wanted = is_news or step in self._due or jumped or urgent
+        is_odd = (self._jumped(step, loss) or spiked) and step > self._looked_at + 16
+        wanted = is_news or step in self._due or is_odd or urgent
         if wanted:
             self._due.discard(step)
             self._looked_at = step

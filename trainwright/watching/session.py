@@ -178,7 +178,7 @@ class WatchSession:
             self._warn_of_spike(step, numbers)
         self.findings_log.note(step, numbers)
         urgent = any(probe.urgent for probe in self._probes)
-        if self._looks.wants(step.step, numbers.loss, bad=bad, urgent=urgent):
+        if self._looks.wants(step.step, numbers.loss, bad=bad, urgent=urgent, spiked="spike" in step.values):
             begin_s = time.thread_time()  # of the processor: on a busy machine the looks are the same
             self.findings_log.look(step.step, "incident" if bad else "checkup", limits=self._limits())
             self._looks.paid(time.thread_time() - begin_s, time.perf_counter())

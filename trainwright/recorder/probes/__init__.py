@@ -58,9 +58,14 @@ def probe(make: Callable[[WatchedObjects], Probe]) -> Callable[[WatchedObjects],
     return make
 
 
-def make_probes(subject: LiveObjects, loop: LoopObjects) -> list[Probe]:
-    """One of each."""
+def load_all() -> None:
+    """Imports every file of probes once."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
+
+
+def make_probes(subject: LiveObjects, loop: LoopObjects) -> list[Probe]:
+    """One of each."""
+    load_all()
     watched = WatchedObjects(subject=subject, **vars(loop))
     return [make(watched) for make in PROBES]

@@ -34,7 +34,7 @@ from trainwright.state.checkpoint import read_run_metadata
 from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.state.manifest import step_of, verify
 from trainwright.state.store import checkpoints
-from trainwright.training.job import Job, make_advance, prepare, until_of
+from trainwright.training.job import Job, make_advance, prepare, spike_handler, until_of
 from trainwright.training.resume import Earlier
 from trainwright.training.run import process_settings
 from trainwright.verbs.replay.closely import look_closely
@@ -200,7 +200,7 @@ class _Live:
         state = job.state
         self.job, self.step, self._seconds = job, step, seconds
         self.first = max(state.step + 1, step - HISTORY)
-        self.bench = EngineBench(state, lambda witness: make_advance(job, witness=witness))
+        self.bench = EngineBench(state, lambda witness, spikes: make_advance(job, witness=witness, spikes=spikes))
         self.objects = self.bench.objects
         self.ring = GivenRing(keep=HISTORY + 1, budget_bytes=UNBOUNDED, record=self.bench.record)
         self.runner = ExperimentRunner(self.objects, self.ring)
@@ -212,7 +212,7 @@ class _Live:
     def go(self) -> None:
         """Trains up to the step, the engine's way: what it raises before that is the user's to see."""
         state, until = self.job.state, until_of(self.job.plan)
-        advance = make_advance(self.job, witness=self._given)
+        advance = make_advance(self.job, witness=self._given, spikes=spike_handler(self.job.loaded))
         stream = iter(self.job.batches)
         while state.step < self.step and self.error is None:
             state.fraction = until(state)
@@ -235,7 +235,8 @@ class _Live:
         )
         if result.step >= self.first and (given := self._given.newest) is not None:
             step = RecordedStep(result.step, lr=result.lr, loss=result.loss, grad_norm=result.grad_norm)
-            given = dataclasses.replace(given, batch=result.batch)
+            reason = "" if result.spike is None else result.spike.reason
+            given = dataclasses.replace(given, batch=result.batch, left_out=reason)
             step.losses, step.ids = [result.loss], list(given.ids)
             self.ring.add_given(step, given)
 
