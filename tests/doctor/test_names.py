@@ -59,7 +59,7 @@ def test_every_outcome_that_a_check_reads_is_made() -> None:
 def test_every_experiment_that_a_check_asks_for_exists_and_is_made_only_on_request() -> None:
     experiments.load_all()
     requested = named("ExperimentRequest")
-    assert {name for name in requested if experiments.EXPERIMENTS[name].when != "asked"} == set()
+    assert {name for name in requested if experiments.EXPERIMENTS[name].when != "requested"} == set()
 
 
 def test_every_trial_of_a_remedy_exists_and_some_finding_names_it() -> None:

@@ -143,11 +143,11 @@ def _wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
         how = dict(zip(names, args)) | kwargs
         for tell in tell_of("on_backward"):
             tell(losses, how)
-        inside.backward += 1
+        inside.enter("backward")
         try:
             result = original(tensors, *args, **kwargs)
         finally:
-            inside.backward -= 1
+            inside.leave("backward")
         for tell in tell_of("on_gradients"):
             tell()
         return result
@@ -173,11 +173,11 @@ def _wrap_grad(original: Callable[..., Any]) -> Callable[..., Any]:
         names = ("grad_outputs", "retain_graph", "create_graph")
         for tell in () if inside.grad or inside.backward else tell_of("on_autograd_grad"):
             tell(outputs, inputs, dict(zip(names, args)) | kwargs)
-        inside.grad += 1
+        inside.enter("grad")
         try:
             return original(outputs, inputs, *args, **kwargs)
         finally:
-            inside.grad -= 1
+            inside.leave("grad")
 
     return grad
 
@@ -269,11 +269,11 @@ def _wrap_clip_value(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        inside.schedule += 1  # a SequentialLR steps others inside
+        inside.enter("schedule")  # a SequentialLR steps others inside
         try:
             result = original(self, *args, **kwargs)
         finally:
-            inside.schedule -= 1
+            inside.leave("schedule")
         if not inside.schedule:
             for tell in tell_of("on_metric") if args or kwargs else ():
                 tell(self, (*args, *kwargs.values())[0])

@@ -139,5 +139,11 @@ class CallDepth(threading.local):
 
     backward = grad = schedule = 0
 
+    def enter(self, name: str) -> None:
+        setattr(self, name, getattr(self, name) + 1)
+
+    def leave(self, name: str) -> None:
+        setattr(self, name, getattr(self, name) - 1)
+
 
 inside = CallDepth()
