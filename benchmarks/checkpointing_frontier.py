@@ -1,6 +1,6 @@
 """Peak memory and time of activation checkpointing on a 12-layer GPT: by block, by op, by torch's budget, planned.
 
-    python -m benchmarks.remat_frontier [--quick] [--rounds 7] [--rows 4] [--compiled 1]
+    python -m benchmarks.checkpointing_frontier [--quick] [--rounds 7] [--rows 4] [--compiled 1]
 
 A peak is the largest running sum of the allocator's events (torch's profiler) within one step, above what is held
 between two steps without gradients. ``activations`` are those at the peak of the simulated plain step. Times are whole
@@ -35,7 +35,7 @@ from trainwright.plan.checkpointing import Checkpointing, describe
 from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.state.train_state import TrainState
 
-BENCH = "remat_frontier"
+BENCH = "checkpointing_frontier"
 MIB = 2**20
 BUDGETS = (1.0, 0.5, 0.2, 0.0)
 
@@ -132,7 +132,7 @@ def report(bench: Bench, ready: dict[str, Callable[[], TrainState]], base: str, 
 
 def main() -> None:
     given = figures.arguments(__doc__, rounds=(7, 1), rows=(4, 2), compiled=(0, 0))
-    figures.about("remat_frontier")
+    figures.about("checkpointing_frontier")
     torch.set_num_threads(1)
     bench = Bench(given.quick, given.rows)
     ready = {name: bench.plain_or(candidate.checkpointing) for name, candidate in planned(bench).items()}
