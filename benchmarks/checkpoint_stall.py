@@ -287,10 +287,10 @@ def measure_here(name: str, folder: str, saves: int, quick: bool, threads: int, 
     print(json.dumps(measure(name, Path(folder), saves, quick, device)), flush=True)
 
 
-def measured(name: str, given: argparse.Namespace) -> dict[str, float | None] | None:
+def measured(name: str, options: argparse.Namespace) -> dict[str, float | None] | None:
     """By a fresh process in an empty folder; None where the engine fails here, and says so."""
     with tempfile.TemporaryDirectory(prefix=f"stall-{name}-") as folder:
-        how = f"{name!r}, {folder!r}, {given.saves}, {given.quick}, {given.threads}, {given.device!r}"
+        how = f"{name!r}, {folder!r}, {options.saves}, {options.quick}, {options.threads}, {options.device!r}"
         command = [
             sys.executable,
             "-c",
@@ -305,14 +305,14 @@ def measured(name: str, given: argparse.Namespace) -> dict[str, float | None] | 
 
 
 def main() -> None:
-    given = arguments(__doc__, rounds=(5, 1), saves=(3, 1), device=("cpu", "cpu"), only=("", ""))
+    options = arguments(__doc__, rounds=(5, 1), saves=(3, 1), device=("cpu", "cpu"), only=("", ""))
     about("checkpoint_stall")
-    names = [name for name in ENGINES if not given.only or name in (BASELINE, *given.only.split(","))]
+    names = [name for name in ENGINES if not options.only or name in (BASELINE, *options.only.split(","))]
     seen: dict[str, list[dict[str, float | None]]] = {name: [] for name in names}
-    for number in range(given.rounds):
+    for number in range(options.rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            one = measured(name, given)
+            one = measured(name, options)
             seen[name] += [one] if one else []
     for name, rounds in seen.items():
         for what, unit in UNITS.items():

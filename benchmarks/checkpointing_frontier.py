@@ -131,16 +131,16 @@ def report(bench: Bench, ready: dict[str, Callable[[], TrainState]], base: str, 
 
 
 def main() -> None:
-    given = figures.arguments(__doc__, rounds=(7, 1), rows=(4, 2), compiled=(0, 0))
+    options = figures.arguments(__doc__, rounds=(7, 1), rows=(4, 2), compiled=(0, 0))
     figures.about("checkpointing_frontier")
     torch.set_num_threads(1)
-    bench = Bench(given.quick, given.rows)
+    bench = Bench(options.quick, options.rows)
     ready = {name: bench.plain_or(candidate.checkpointing) for name, candidate in planned(bench).items()}
     ready["selective"] = bench.plain_or(Checkpointing.every(12, SELECTIVE))
-    report(bench, ready, "plain", given.rounds)
-    if given.compiled:
+    report(bench, ready, "plain", options.rounds)
+    if options.compiled:
         compiled = {f"torch_budget_{budget}": bench.compiled(budget) for budget in BUDGETS}
-        report(bench, compiled, "torch_budget_1.0", given.rounds)
+        report(bench, compiled, "torch_budget_1.0", options.rounds)
 
 
 if __name__ == "__main__":

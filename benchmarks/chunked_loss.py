@@ -122,13 +122,13 @@ def compare_steps(rows: int, width: int, dtype: torch.dtype | None, rounds: int)
 
 
 def main() -> None:
-    given = arguments(__doc__, rounds=(7, 1), rows=(4096, 512), width=(768, 64))
+    options = arguments(__doc__, rounds=(7, 1), rows=(4096, 512), width=(768, 64))
     about("chunked_loss")
-    torch.set_num_threads(given.threads)
+    torch.set_num_threads(options.threads)
     for name, dtype in (("fp32", None), ("bf16", torch.bfloat16)):
-        compare(f"{name}_rows{given.rows}", task(given.rows, given.width, dtype), given.rounds)
+        compare(f"{name}_rows{options.rows}", task(options.rows, options.width, dtype), options.rounds)
     for dtype in (None, torch.bfloat16):
-        compare_steps(given.rows // 2, given.width // 2, dtype, given.rounds)
+        compare_steps(options.rows // 2, options.width // 2, dtype, options.rounds)
 
 
 if __name__ == "__main__":

@@ -25,11 +25,11 @@ def arguments(description: str | None, **defaults: tuple[float | str, float | st
     parser.add_argument("--threads", type=int, default=THREADS, help="threads of torch, in both sides")
     for name, (normal, quick) in defaults.items():
         parser.add_argument(f"--{name}", type=type(normal), help=f"default {normal}, with --quick {quick}")
-    given = parser.parse_args()
+    options = parser.parse_args()
     for name, (normal, quick) in defaults.items():
-        if getattr(given, name) is None:
-            setattr(given, name, quick if given.quick else normal)
-    return given
+        if getattr(options, name) is None:
+            setattr(options, name, quick if options.quick else normal)
+    return options
 
 
 def about(bench: str) -> None:

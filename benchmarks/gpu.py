@@ -33,8 +33,8 @@ def run_part(part: str, out: Path, device: str, limit_s: float = LIMIT_S) -> boo
     child = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu_parts", part, device]
     target, errors = out / f"{part}.jsonl", out / f"{part}.stderr"
     begin_s = time.perf_counter()
-    with target.open("w") as figures, errors.open("w") as said:
-        process = subprocess.Popen(child, stdout=figures, stderr=said, start_new_session=True)
+    with target.open("w") as figures, errors.open("w") as stderr:
+        process = subprocess.Popen(child, stdout=figures, stderr=stderr, start_new_session=True)
         try:
             ending = f"exit code {code}" if (code := process.wait(timeout=limit_s)) else ""
         except subprocess.TimeoutExpired:
@@ -56,12 +56,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the folder for the figures")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default all")
-    asked = parser.parse_args()
-    if unknown := [part for part in asked.parts if part not in PARTS]:
+    options = parser.parse_args()
+    if unknown := [part for part in options.parts if part not in PARTS]:
         parser.error(f"no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    asked.out.mkdir(parents=True, exist_ok=True)
+    options.out.mkdir(parents=True, exist_ok=True)
     device = os.environ.get("DEVICE", "cuda")
-    good = [run_part(part, asked.out.resolve(), device) for part in asked.parts or PARTS]
+    good = [run_part(part, options.out.resolve(), device) for part in options.parts or PARTS]
     raise SystemExit(0 if all(good) else 1)
 
 

@@ -324,34 +324,34 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def conduct_all(given: argparse.Namespace, folder: Path) -> Counts:
+def conduct_all(options: argparse.Namespace, folder: Path) -> Counts:
     """The undisturbed training, then the jobs side by side."""
     os.environ["OMP_NUM_THREADS"] = "1"  # two trainings that spin for each other crawl
     os.environ["TMPDIR"] = str(folder)  # where torch's workers leave a socket when their parent is killed
-    places = [Place(folder / f"job-{number}", given.fork) for number in range(given.jobs)]
+    places = [Place(folder / f"job-{number}", options.fork) for number in range(options.jobs)]
     undisturbed = Place(folder / "undisturbed")
     for place in (undisturbed, *places):
-        place.make(steps=given.steps, workers=given.workers, step_ms=given.step_ms, keep=KEEP)
-    reference = train_undisturbed(undisturbed, given.steps)
-    shares = [given.kills // given.jobs + (number < given.kills % given.jobs) for number in range(given.jobs)]
+        place.make(steps=options.steps, workers=options.workers, step_ms=options.step_ms, keep=KEEP)
+    reference = train_undisturbed(undisturbed, options.steps)
+    shares = [options.kills // options.jobs + (number < options.kills % options.jobs) for number in range(options.jobs)]
     campaigns = [
-        Campaign(place, reference, share, f"{given.seed}/{number}", given.verbose)
+        Campaign(place, reference, share, f"{options.seed}/{number}", options.verbose)
         for number, (place, share) in enumerate(zip(places, shares, strict=True))
     ]
     counts = Counts()
-    with ProcessPoolExecutor(given.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         for seen in pool.map(conduct, campaigns):
             counts.add(seen)
     return counts
 
 
 def main() -> None:
-    given, begin_s = arguments(), time.perf_counter()
+    options, begin_s = arguments(), time.perf_counter()
     folder, counts = Path(tempfile.mkdtemp(prefix="kill-campaign-")).resolve(), Counts()
     try:
-        counts = conduct_all(given, folder)
+        counts = conduct_all(options, folder)
     finally:
-        if given.keep or counts.problems():
+        if options.keep or counts.problems():
             print(f"kept: {folder}", file=sys.stderr)
         else:
             shutil.rmtree(folder)
@@ -359,7 +359,7 @@ def main() -> None:
         "bench": "kill_campaign",
         **asdict(counts),
         "final_bits_equal": counts.ends_differing == 0 and counts.runs > 0,
-        **{name: getattr(given, name) for name in ("seed", "steps", "workers", "jobs", "fork")},
+        **{name: getattr(options, name) for name in ("seed", "steps", "workers", "jobs", "fork")},
         "python": platform.python_version(),
         "torch": version("torch"),
         "seconds": round(time.perf_counter() - begin_s, 1),

@@ -120,14 +120,14 @@ def cases(quick: bool, others: bool) -> list[Case]:
 
 def measure(make: Make, case: Case, device: torch.device) -> dict[str, int]:
     """Bytes of the second step: ``measured`` by the allocator, ``resident`` by the operating system."""
-    _, precision, accumulation, recomputed = case
+    _, precision, accumulation, checkpointed = case
     process = psutil.Process()
     before = process.memory_info().rss
     base = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         with device:
             subject = make(device)
-        if recomputed:
+        if checkpointed:
             apply_checkpointing(subject.model, Checkpointing.every(BLOCKS[case[0]]))
         how = Precision(precision, device.type)
         state = TrainState(subject.model, subject.optimizer, scaler=how.scaler(device))
@@ -161,8 +161,8 @@ def peak_of(profiled: profile) -> int:
 
 
 def predict(make: Make, case: Case, device: str) -> dict[str, Any]:
-    model, precision, accumulation, recomputed = case
-    again = Checkpointing.every(BLOCKS[model]) if recomputed else None
+    model, precision, accumulation, checkpointed = case
+    again = Checkpointing.every(BLOCKS[model]) if checkpointed else None
     trace = trace_step(make, device=device, precision=precision, accumulation=accumulation, checkpointing=again)
     at = [trace.peak.phase, trace.peak.module, trace.peak.op]
     unseen = [[row.op, row.bound_bytes] for row in trace.unseen]
@@ -187,21 +187,21 @@ def in_a_process(case: Case, device: str, threads: int) -> dict[str, Any]:
     return seen
 
 
-def told(case: str, ratio: float, **more: Any) -> None:
+def show(case: str, ratio: float, **more: Any) -> None:
     line = {"bench": "plan_accuracy", "case": case, "value": round(ratio, 5), "unit": "ratio", "against": "measured"}
     print(json.dumps({**line, **more}), flush=True)
 
 
-def compare(given: argparse.Namespace) -> None:
+def compare(options: argparse.Namespace) -> None:
     worst: dict[str, float] = {}
-    for case in cases(given.quick, given.held_out):
-        if given.only in case[0]:
-            seen = in_a_process(case, given.device, given.threads)
+    for case in cases(options.quick, options.held_out):
+        if options.only in case[0]:
+            seen = in_a_process(case, options.device, options.threads)
             ratio = seen["predicted"] / seen["measured"]
             worst[case[0]] = max(worst.get(case[0], 1.0), ratio, key=lambda value: abs(value - 1))
-            told("_".join([case[0], case[1], f"accum{case[2]}"] + ["recomputed"] * case[3]), ratio, **seen)
+            show("_".join([case[0], case[1], f"accum{case[2]}"] + ["checkpointed"] * case[3]), ratio, **seen)
     for model, ratio in worst.items():
-        told(f"{model}_worst", ratio)
+        show(f"{model}_worst", ratio)
 
 
 def main() -> None:
@@ -212,11 +212,11 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", default="", help="models with this in their name")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.one:
-        one_case(tuple(json.loads(given.one)), given.device)
+    options = parser.parse_args()
+    if options.one:
+        one_case(tuple(json.loads(options.one)), options.device)
     else:
-        compare(given)
+        compare(options)
 
 
 if __name__ == "__main__":

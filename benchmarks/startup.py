@@ -2,7 +2,7 @@
 
     python -m benchmarks.startup [--quick]
 
-``import`` and ``help`` are told against a bare ``python -c pass``; ``first_step`` is the time from the start of
+``import`` and ``help`` are compared with a bare ``python -c pass``; ``first_step`` is the time from the start of
 the process to the end of its first optimizer step, against a plain torch script that trains the same model on the
 same data. Ours builds, plans, rehearses and opens its log before that.
 """
@@ -59,11 +59,11 @@ print(time.time())
 OUR_COMMAND = "from trainwright.cli import main; main()"  # what the console script runs
 
 
-def python(code: str, *given: str, threads: int, folder: Path) -> str:
+def python(code: str, *arguments: str, threads: int, folder: Path) -> str:
     """Runs ``python -c code`` to its end; returns what it printed."""
     environ = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPYCACHEPREFIX": str(folder / "bytecode")}
     environ.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode beside it
-    command = [sys.executable, "-c", code, *given]
+    command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, cwd=folder, env=environ, check=True, capture_output=True, text=True).stdout
 
 
@@ -76,8 +76,8 @@ def first_step_plain(threads: int, folder: Path) -> float:
 def first_step_ours(threads: int, folder: Path) -> float:
     """As ``first_step_plain``; the log says when the step was done."""
     begin_s = time.time()
-    told = python(OUR_COMMAND, "train", "tiny.yaml", "--json", threads=threads, folder=folder)
-    log = folder / json.loads(told.splitlines()[-1])["run"] / "log.jsonl"
+    printed = python(OUR_COMMAND, "train", "tiny.yaml", "--json", threads=threads, folder=folder)
+    log = folder / json.loads(printed.splitlines()[-1])["run"] / "log.jsonl"
     records = (json.loads(line) for line in log.read_text().splitlines())
     return float(next(record["time_s"] for record in records if record["kind"] == "step")) - begin_s
 
@@ -90,9 +90,9 @@ def against(case: str, ours: Sequence[float], theirs: Sequence[float], what: str
 
 
 def main() -> None:
-    given = arguments(__doc__, rounds=(11, 1))
+    options = arguments(__doc__, rounds=(11, 1))
     about("startup")
-    threads: int = given.threads
+    threads: int = options.threads
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "tiny.py").write_text(TINY)
@@ -105,8 +105,8 @@ def main() -> None:
                 "first_step_plain": lambda: first_step_plain(threads, folder),
                 "first_step": lambda: first_step_ours(threads, folder),
             },
-            given.rounds,
-            uncounted=0 if given.quick else 1,
+            options.rounds,
+            uncounted=0 if options.quick else 1,
         )
     for case, values in seconds.items():
         figure("startup", f"{case}_seconds", values, unit="s", against="absolute")

@@ -50,18 +50,18 @@ def available() -> list[str]:
 
 
 def measured(
-    task: str, variant: str, *, steps: int, asked: argparse.Namespace, optimizer: dict[str, bool]
+    task: str, variant: str, *, steps: int, options: argparse.Namespace, optimizer: dict[str, bool]
 ) -> dict[str, object]:
     """Runs one variant in a process of its own. Returns what it printed, with the seconds of the whole process."""
     path = os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environ = {**os.environ, "OMP_NUM_THREADS": str(asked.threads), "PYTHONPATH": path}
+    environ = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "PYTHONPATH": path}
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
-        options = json.dumps(
-            {"task": task, "variant": variant, "steps": steps, "optimizer": optimizer, "device": asked.device}
+        request = json.dumps(
+            {"task": task, "variant": variant, "steps": steps, "optimizer": optimizer, "device": options.device}
         )
         begin_s = time.perf_counter()
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "benchmarks.step_overhead_variants", options],
+            [sys.executable, "-W", "ignore", "-m", "benchmarks.step_overhead_variants", request],
             cwd=folder,
             env=environ,
             capture_output=True,
@@ -81,12 +81,12 @@ class Rounds:
         self.values: dict[str, dict[str, list[float]]] = {}
         self.optimizer: dict[str, bool] = {}
 
-    def run(self, variants: list[str], steps: int, asked: argparse.Namespace) -> None:
+    def run(self, variants: list[str], steps: int, options: argparse.Namespace) -> None:
         """Runs all of them, interleaved."""
-        for number in range(asked.rounds):
+        for number in range(options.rounds):
             first = number % len(variants)
             for variant in variants[first:] + variants[:first]:
-                seen = measured(self.task, variant, steps=steps, asked=asked, optimizer=self.optimizer)
+                seen = measured(self.task, variant, steps=steps, options=options, optimizer=self.optimizer)
                 if variant in OURS and seen.get("optimizer"):
                     self.optimizer = seen["optimizer"]  # type: ignore[assignment]
                 self._note(variant, seen, steps)
@@ -128,7 +128,7 @@ class Rounds:
         figure("step_overhead", f"{self.task}_{case}", values, unit=unit, against=against)
 
 
-def options() -> argparse.Namespace:
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=0, help=f"default {ROUNDS}, with --quick 1")
     parser.add_argument("--steps", type=int, default=0, help=f"default {STEPS}, with --quick 40")
@@ -144,17 +144,17 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
-    asked = options()
+    options = parse_options()
     about("step_overhead")
-    wanted = asked.only.split(",") if asked.only else available()
+    wanted = options.only.split(",") if options.only else available()
     variants = ["plain", *(name for name in available() if name in wanted and name != "plain")]
-    for task in asked.tasks.split(","):
+    for task in options.tasks.split(","):
         rounds = Rounds(task)
-        steps = asked.steps if task == "mlp" or asked.quick else asked.steps // GPT_SHARE
+        steps = options.steps if task == "mlp" or options.quick else options.steps // GPT_SHARE
         if "plain_same_optimizer" in variants:  # which optimizer that is, a run of ours says
-            first = measured(task, "fit", steps=8, asked=asked, optimizer={})
+            first = measured(task, "fit", steps=8, options=options, optimizer={})
             rounds.optimizer = first["optimizer"]  # type: ignore[assignment]
-        rounds.run(variants, steps, asked)
+        rounds.run(variants, steps, options)
         rounds.show()
 
 

@@ -328,9 +328,9 @@ def run(task: Task, variant: str, optimizer: dict[str, bool]) -> dict[str, objec
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
+    request = json.loads(sys.argv[1])
     torch.manual_seed(0)
-    task = make_task(given["task"], given["steps"], given["device"])
-    measured = run(task, given["variant"], given["optimizer"])
+    task = make_task(request["task"], request["steps"], request["device"])
+    measured = run(task, request["variant"], request["optimizer"])
     print()
     print(json.dumps(measured), flush=True)

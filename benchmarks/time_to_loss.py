@@ -114,30 +114,32 @@ def trained(side: str, budget_s: float, *, seed: int, threads: int) -> Trained:
     """Trains in a fresh process and waits for it."""
     code = f"from benchmarks import time_to_loss; time_to_loss.train_here({side!r}, {budget_s!r}, {seed}, {threads})"
     command = [sys.executable, "-c", code]
-    told = subprocess.run(command, cwd=Path(__file__).parents[1], check=True, stdout=subprocess.PIPE, text=True).stdout
-    seen = Trained(*json.loads(told.splitlines()[-1]))
+    printed = subprocess.run(
+        command, cwd=Path(__file__).parents[1], check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+    seen = Trained(*json.loads(printed.splitlines()[-1]))
     print(f"{side:5} {seen.seconds:6.2f} s  {seen.steps:5} steps  loss {seen.loss:.4f}", file=sys.stderr, flush=True)
     return seen
 
 
 def main() -> None:
-    given = arguments(__doc__, seconds=(60.0, 8.0), pairs=(1, 1))
+    options = arguments(__doc__, seconds=(60.0, 8.0), pairs=(1, 1))
     about("time_to_loss")
     theirs: list[Trained] = []
     ours: list[Trained] = []
     reached: list[float] = []
-    for number in range(given.pairs):
-        how = {"seed": 1337 + number, "threads": given.threads}
-        plain, full = trained("plain", given.seconds, **how), trained("ours", given.seconds, **how)
+    for number in range(options.pairs):
+        how = {"seed": 1337 + number, "threads": options.threads}
+        plain, full = trained("plain", options.seconds, **how), trained("ours", options.seconds, **how)
         theirs.append(plain)
         ours.append(full)
         shorter = (
-            trained("ours", round(given.seconds * fraction, 3), **how)
-            for fraction in (() if given.quick else FRACTIONS)
+            trained("ours", round(options.seconds * fraction, 3), **how)
+            for fraction in (() if options.quick else FRACTIONS)
         )
         first = next((each for each in chain(shorter, [full]) if each.loss <= plain.loss), None)
         reached += [first.seconds / plain.seconds] if first else []
-    all_reached = len(reached) == given.pairs
+    all_reached = len(reached) == options.pairs
     figure("time_to_loss", "same_loss", reached if all_reached else [], unit="ratio", against="plain loop")
     figure("time_to_loss", "loss_plain", [each.loss for each in theirs], unit="nats", against="absolute")
     figure("time_to_loss", "loss_ours", [each.loss for each in ours], unit="nats", against="absolute")

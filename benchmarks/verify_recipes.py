@@ -40,15 +40,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one combination of each recipe")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--only", choices=list(SMALL), action="append", help="repeatable")
-    given = parser.parse_args()
+    options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    ways = list(itertools.product(PRECISIONS, WORKERS))[: 1 if given.quick else None]
+    ways = list(itertools.product(PRECISIONS, WORKERS))[: 1 if options.quick else None]
     tried = [
         (name, *way)
-        for name, way in itertools.product(given.only or SMALL, ways)
+        for name, way in itertools.product(options.only or SMALL, ways)
         if torch.cuda.is_available() or (name, way[0]) != ("lstm-text.yaml", "fp16")  # oneDNN has no such LSTM
     ]
-    unequal = [each for each in tried if not verified(*each, given.steps)]
+    unequal = [each for each in tried if not verified(*each, options.steps)]
     sys.exit(1 if unequal else 0)
 
 

@@ -96,12 +96,12 @@ def plain(make: Callable[[], Any], steps: int) -> float:
 
 def main() -> None:
     """Three JSON lines for each loop."""
-    asked = arguments(__doc__, rounds=(11, 2), mlp_steps=(1000, 50), gpt_steps=(64, 8))
+    options = arguments(__doc__, rounds=(11, 2), mlp_steps=(1000, 50), gpt_steps=(64, 8))
     about("watch_overhead")
-    torch.set_num_threads(asked.threads)
-    for name, make, steps in (("mlp", mlp, asked.mlp_steps), ("gpt", gpt, asked.gpt_steps)):
+    torch.set_num_threads(options.threads)
+    for name, make, steps in (("mlp", mlp, options.mlp_steps), ("gpt", gpt, options.gpt_steps)):
         ours = Watched(make, steps, 2**26)
-        seen = interleaved({"plain": partial(plain, make, steps), "watched": ours}, asked.rounds)
+        seen = interleaved({"plain": partial(plain, make, steps), "watched": ours}, options.rounds)
         figure("watch_overhead", name, ratios(seen["watched"], seen["plain"]), unit="ratio", against="no watch")
         figure("watch_overhead", f"{name}_step", [1e3 * s / steps for s in seen["plain"]], unit="ms", against="")
         figure("watch_overhead", f"{name}_first_64_steps", ours.first_s, unit="s", against="")

@@ -28,24 +28,24 @@ from zoo import judge
 
 def main() -> None:
     """Prints one line for each group and one for all."""
-    asked = _arguments()
-    names = [n for n, e in sorted(judge.load().items()) if e.group in asked.group or not asked.group]
-    names = [n for n in names if not asked.only or n in asked.only.split(",")]
-    jobs = [(name, seed) for name in names for seed in range(asked.seeds)]
+    options = _arguments()
+    names = [n for n, e in sorted(judge.load().items()) if e.group in options.group or not options.group]
+    names = [n for n in names if not options.only or n in options.only.split(",")]
+    jobs = [(name, seed) for name in names for seed in range(options.seeds)]
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(asked.jobs, mp_context=context) as pool:
+    with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
         scores = []
         for score in pool.map(judge.one, *zip(*jobs)):
             scores.append(score)
-            if asked.show:
-                print(json.dumps(score) if asked.json else _line(score), flush=True)
+            if options.show:
+                print(json.dumps(score) if options.json else _line(score), flush=True)
     groups = sorted({score["id"][0] for score in scores})
     tables = [_healthy(scores) if g == "H" else _faults(g, [s for s in scores if s["id"][0] == g]) for g in groups]
     faulty = [s for s in scores if s["id"][0] != "H"]
     if faulty and len(groups) > 1:
         tables.append(_faults("all", faulty))
     for table in tables:
-        print(json.dumps(table) if asked.json else "  ".join(f"{k} {v}" for k, v in table.items()))
+        print(json.dumps(table) if options.json else "  ".join(f"{k} {v}" for k, v in table.items()))
 
 
 def _arguments() -> Any:
