@@ -29,7 +29,7 @@ class StepInspector:
 
     def __init__(self, session: ReplaySession) -> None:
         self.session = session
-        self.names = {id(p): n for p, n in zip(session.player.subject.parameters, session.player.names)}
+        self.names = {id(p): n for n, p in session.parameters.items()}
         self._modules = ModuleStack(session.modules, self._enter, self._leave)
         self.stack = self._modules.paths
         self._quiet = False
@@ -46,7 +46,7 @@ class StepInspector:
     def run(self, upto: Upto = "backward", **changes: Any) -> ReplayResult:
         """Runs the step again; ``changes`` are fields of Intervention. Raises what the user's code raises."""
         intervention = Intervention(ops=self._call, model=self._modules.following, **changes)
-        result = self.session.player.play(self.session.segment, intervention, upto=upto)
+        result = self.session.replayer.run(self.session.recorded_step, intervention, upto=upto)
         if result.error is not None:
             raise result.error
         return result

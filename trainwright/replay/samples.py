@@ -74,17 +74,17 @@ def pooled(session: ReplaySession, target: Tensor) -> Samples | None:
 
     Only for steps of one forward call with one input tensor, and a target that comes from the batch.
     """
-    place = _place_of(session.segment, target)
+    place = _place_of(session.recorded_step, target)
     parts: list[tuple[Tensor, Tensor]] = []
     at: dict[int, tuple[int, int]] = {}
     seen: set[int] = set()
     total = 0
-    for recorded in reversed(session.recorded):
+    for recorded in reversed(session.recorded_steps):
         inputs, targets = inputs_of(recorded), _loss_constants(recorded)
         if place is None or len(recorded.calls) != 1 or len(inputs) != 1 or len(targets) <= place:
             continue
         x, y = inputs[0], targets[place]
-        if len(x) != y.numel() or x.shape[1:] != inputs_of(session.segment)[0].shape[1:]:
+        if len(x) != y.numel() or x.shape[1:] != inputs_of(session.recorded_step)[0].shape[1:]:
             continue
         ids = recorded.ids[0] if recorded.ids else None
         if ids is not None and not seen.isdisjoint(ids):

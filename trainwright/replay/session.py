@@ -1,9 +1,9 @@
-"""A recorded step on the bench: run again as it was or with one thing changed, as often as one likes."""
+"""A recorded step that can be run again as often as needed, as it was or with one thing changed."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,44 +15,52 @@ from trainwright.state.snapshot import Snapshot
 
 
 class ReplaySession:
-    """The step ``step`` of a ring. Whatever is done with it, the live objects are afterwards what they were.
+    """Replays of the step ``step`` of a ring. After each of them the live objects are what they were before.
 
-    Raises NotReplayable when the step or the way to it is gone, or was never written down as a whole.
+    Raises NotReplayable when the step, or a state from which it can be reached, is no longer held, or when the step was
+    not recorded as a whole.
     """
 
-    def __init__(self, player: Replayer, ring: Ring, step: int) -> None:
-        way = ring.way_to(step)
-        if way is None:
+    def __init__(self, replayer: Replayer, ring: Ring, step: int) -> None:
+        found = ring.way_to(step)
+        if found is None:
             blind = next((s.blind for s in ring.segments if s.step == step and s.blind), None)
             raise NotReplayable(blind or f"the recorder does not hold step {step} any more")
-        self.player, self._ring = player, ring
-        self.step, self.segment = step, way[1][-1]
-        self._base, self._lead = way[0], way[1][:-1]
-        for segment in way[1]:
-            segment.program = alive(segment.program)
+        self.replayer, self._ring = replayer, ring
+        self._base, steps = found
+        self.step, self.recorded_step, self._before = step, steps[-1], steps[:-1]
+        for recorded in steps:
+            recorded.program = alive(recorded.program)
 
     @property
     def roots(self) -> list[nn.Module]:
-        return self.player.subject.roots
+        """The models."""
+        return self.replayer.subject.roots
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        return self.player.subject.optimizers
+        """The optimizers."""
+        return self.replayer.subject.optimizers
 
     @property
-    def recorded(self) -> list[RecordedStep]:
+    def parameters(self) -> dict[str, Tensor]:
+        """The parameters by name."""
+        return dict(zip(self.replayer.names, self.replayer.subject.parameters))
+
+    @property
+    def recorded_steps(self) -> list[RecordedStep]:
         """All steps up to this one that the recorder holds."""
         return self._ring.recorded(self.step)
 
     @property
     def ids(self) -> list[Ids]:
-        """Of each micro-batch."""
-        return self.segment.ids
+        """The sample ids of each micro-batch."""
+        return self.recorded_step.ids
 
     @property
     def size(self) -> int | None:
-        """Samples in a micro-batch, by the first dimension of the first input."""
-        return batch_size(self.segment)
+        """The number of samples in a micro-batch, by the first dimension of the first input."""
+        return batch_size(self.recorded_step)
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -66,61 +74,65 @@ class ReplaySession:
 
     @property
     def inputs(self) -> list[Tensor]:
-        """The tensors that the models were given, in order."""
-        return [c.tensor for call in self.segment.calls for c in constants_of((call.args, call.kwargs))]
+        """The input tensors of the models, in order."""
+        return [c.tensor for call in self.recorded_step.calls for c in constants_of((call.args, call.kwargs))]
 
     @property
     def earlier(self) -> list[Snapshot]:
-        """The states that are kept from before this step, oldest first."""
+        """The states before earlier steps that the recorder holds, oldest first."""
         return [snapshot for snapshot in self._ring.snapshots if snapshot.step < self.step]
 
     def base(self) -> Snapshot:
         """The state right before the step."""
-        if self._lead:
-            with self.player.stage(self._base):
-                for segment in self._lead:
-                    self.player.play(segment)
-                for parameter in self.player.subject.parameters:
+        if self._before:
+            with self.replayer.stage(self._base):
+                for recorded in self._before:
+                    self.replayer.run(recorded)
+                for parameter in self.replayer.subject.parameters:
                     parameter.grad = None
-                self._base, self._lead = self.player.subject.snapshot(self.step), []
+                self._base, self._before = self.replayer.subject.snapshot(self.step), []
         return self._base
 
-    def run(self, edit: Intervention = AS_IT_WAS, *, upto: Upto = "backward") -> ReplayResult:
-        """The step once more, up to its outputs and losses, its gradients, or its update."""
-        with self.player.stage(self.base()):
-            return self.player.play(self.segment, edit, upto=upto)
+    def live(self) -> AbstractContextManager[None]:
+        """Inside, the live objects are in the state before the step: for experiments that need more than ``run``."""
+        return self.replayer.stage(self.base())
+
+    def run(self, intervention: Intervention = AS_IT_WAS, *, upto: Upto = "backward") -> ReplayResult:
+        """Runs the step up to its outputs and losses, its gradients, or its update."""
+        with self.live():
+            return self.replayer.run(self.recorded_step, intervention, upto=upto)
 
     def train(
-        self, steps: int, edit: Intervention = AS_IT_WAS, *, repeat: bool = False, rounds: int = 1
+        self, steps: int, intervention: Intervention = AS_IT_WAS, *, repeat: bool = False, rounds: int = 1
     ) -> list[float]:
-        """Losses of up to ``steps`` recorded steps in a row, run again from one state; the last is this one.
+        """Runs up to ``steps`` recorded steps in a row, of which this is the last, from one state. Returns the losses.
 
-        ``repeat``: this step again and again instead, each on the weights that the one before left. ``rounds``: all of
-        them so many times.
+        ``repeat``: this step ``steps`` times instead, each on the weights that the one before left. ``rounds``: all of
+        them so many times. Updates that were vetoed are made.
         """
         if repeat:
-            snapshot, way = self.base(), [self.segment] * steps
+            snapshot, chosen = self.base(), [self.recorded_step] * steps
         else:
-            snapshot, way = self._longest(steps)
+            snapshot, chosen = self._longest(steps)
         losses = []
-        with self.player.stage(snapshot):
-            for segment in way * rounds:
-                quiet = replace(segment, values={k: v for k, v in segment.values.items() if k != "vetoed"})
-                played = self.player.play(quiet, edit)
-                losses.append(played.loss)
-                if played.error is not None:
+        with self.replayer.stage(snapshot):
+            for recorded in chosen * rounds:
+                result = self.replayer.run(without_veto(recorded), intervention)
+                losses.append(result.loss)
+                if result.error is not None:
                     break
         return losses
 
     def _longest(self, steps: int) -> tuple[Snapshot, list[RecordedStep]]:
         """The most recorded steps up to this one, at most ``steps``, that begin at a snapshot."""
-        for snapshot in self._ring.snapshots:  # the oldest first: the longest way
-            if 1 < self.step - snapshot.step + 1 <= steps and (way := self._ring.way_from(snapshot, self.step)):
-                for segment in way:
-                    segment.program = alive(segment.program)
-                return snapshot, way
-        return self.base(), [self.segment]
+        for snapshot in self._ring.snapshots:  # from the oldest one begin the most steps
+            if 1 < self.step - snapshot.step + 1 <= steps and (found := self._ring.way_from(snapshot, self.step)):
+                for recorded in found:
+                    recorded.program = alive(recorded.program)
+                return snapshot, found
+        return self.base(), [self.recorded_step]
 
-    def live(self) -> Any:
-        """The objects of the step in its state, for experiments that need more than ``run``: a context manager."""
-        return self.player.stage(self.base())
+
+def without_veto(recorded: RecordedStep) -> RecordedStep:
+    """The step as if its update had not been vetoed."""
+    return replace(recorded, values={k: v for k, v in recorded.values.items() if k != "vetoed"})

@@ -1,4 +1,4 @@
-"""Sets the live objects of a run aside while a state of theirs is played on, and puts them back as they were."""
+"""Sets the state of live objects aside while a recorded step runs on them, and restores it afterwards."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -14,18 +14,19 @@ from trainwright.recorder.hooks import muted
 from trainwright.state.rng import preserved_rng
 from trainwright.state.snapshot import LiveObjects, Snapshot
 
+T = TypeVar("T")
 _TORCHS_OWN = frozenset(vars(nn.Module()))
 
 
 class NotReplayable(Exception):
-    """A step cannot be run again; says why."""
+    """A step cannot be run again; the message says why."""
 
 
 @contextmanager
 def staged(subject: LiveObjects, snapshot: Snapshot) -> Iterator[None]:
-    """Inside, the live objects are in the state of ``snapshot``; afterwards they are what they were.
+    """Inside, the live objects are in the state of ``snapshot``; afterwards they are as before.
 
-    Parameters are pointed at copies and pointed back, so no live tensor is written to.
+    Parameters refer to copies of their data meanwhile, so no live tensor is written to.
     """
     _require_same(subject, snapshot)
     with muted(), preserved_rng(), ExitStack() as undo:
@@ -35,7 +36,7 @@ def staged(subject: LiveObjects, snapshot: Snapshot) -> Iterator[None]:
 
 
 def _require_same(subject: LiveObjects, snapshot: Snapshot) -> None:
-    """What came to the model or to an optimizer later would be trained by a replay and not be put back."""
+    """Raises if the model or an optimizer has new modules or parameters, which a replay would not restore."""
     modules = {id(m): m for root in subject.roots for m in root.modules()}
     parameters = [p for root in subject.roots for p in root.parameters()]
     parameters += [p for o in subject.optimizers for group in o.param_groups for p in group["params"]]
@@ -86,7 +87,7 @@ def _point(parameter: Tensor, data: Tensor) -> None:
     parameter.data = data
 
 
-def _put_back(live: dict[str, Any], before: dict[str, Any]) -> None:
+def _put_back(live: dict[str, T], before: dict[str, T]) -> None:
     for name in live.keys() - before.keys():
         del live[name]
     live.update(before)
@@ -100,8 +101,8 @@ def _refill(live: Any, before: Any) -> None:
         live.update(before)
 
 
-def fresh(value: Any) -> Any:
-    """A copy of a value of an optimizer: its step may write to tensors and lists."""
+def fresh(value: object) -> object:
+    """A copy of a value of an optimizer, whose step may write to tensors and lists."""
     if isinstance(value, Tensor):
         return value.clone()
     return list(value) if isinstance(value, list) else value

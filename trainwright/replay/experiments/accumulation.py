@@ -87,9 +87,9 @@ class _Means:
 @experiment("accumulation", when="checkup")
 def accumulation(session: ReplaySession) -> Facts:
     """For a step of several backward passes: whether each has its own batch, the weight and the count of each."""
-    backwards = [each for each in session.segment.program if isinstance(each, Backward)]
+    backwards = [each for each in session.recorded_step.program if isinstance(each, Backward)]
     facts: Facts = {"backwards": len(backwards)}
-    calls = session.segment.calls
+    calls = session.recorded_step.calls
     if len(backwards) < 2 or len(calls) != len(backwards) or len({call.root for call in calls}) > 1:
         return facts
     if any(isinstance(each, OptimizerStep) for part in list(_parts(session))[1:] for each in part):
@@ -105,7 +105,7 @@ def accumulation(session: ReplaySession) -> Facts:
         facts["counts"].append(count)
     facts["same_functions"] = len({tuple(names) for names in _functions(session)}) == 1
     facts["discarded"] = _discarded(session)
-    recorded = session.segment.grad_norm
+    recorded = session.recorded_step.grad_norm
     facts["norm_then"], facts["norm_now"] = None if recorded is None else float(recorded), result.grad_norm
     return facts
 
@@ -113,7 +113,7 @@ def accumulation(session: ReplaySession) -> Facts:
 def _parts(session: ReplaySession) -> Iterator[list[Instruction]]:
     """The program in parts, each of which ends with a backward pass."""
     part: list[Instruction] = []
-    for each in session.segment.program:
+    for each in session.recorded_step.program:
         part.append(each)
         if isinstance(each, Backward):
             yield part
@@ -151,7 +151,7 @@ def _functions(session: ReplaySession) -> list[list[str]]:
 def _discarded(session: ReplaySession) -> int:
     """The number of backward passes whose gradients are zeroed before the update."""
     lost = since = 0
-    for each in session.segment.program:
+    for each in session.recorded_step.program:
         if isinstance(each, Backward):
             since += 1
         elif isinstance(each, ZeroGrad):

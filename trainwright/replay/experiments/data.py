@@ -32,7 +32,7 @@ MIN_PADDING = 2
 @experiment("batch", when="checkup")
 def batch(session: ReplaySession) -> Facts:
     """The spread of the inputs, the number of classes, and input columns that give the class away on their own."""
-    inputs = inputs_of(session.segment)
+    inputs = inputs_of(session.recorded_step)
     facts: Facts = {"inputs": [_spread(x) for x in inputs], "pad": None, "leaks": []}
     if not inputs:
         return facts | {"classes": None}
@@ -140,7 +140,7 @@ def padding_in_loss(session: ReplaySession) -> Facts:
     An output is deep within the padding if its own position and both neighbours are padding, so that a shift of the
     targets by one does not matter.
     """
-    ids = next(x for x in inputs_of(session.segment) if not x.is_floating_point() and x.dim() == 2)
+    ids = next(x for x in inputs_of(session.recorded_step) if not x.is_floating_point() and x.dim() == 2)
     pad = padding(ids)
     if pad is None:
         raise NotReplayable("this step has no padding")

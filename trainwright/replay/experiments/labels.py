@@ -203,7 +203,7 @@ def sample_labels(session: ReplaySession) -> Facts:
     """
     predictions: list[_Predictions] = []
     classes: list[int] = []
-    sizes = {len(ids) for recorded in session.recorded for ids in recorded.ids if ids is not None}
+    sizes = {len(ids) for recorded in session.recorded_steps for ids in recorded.ids if ids is not None}
 
     def collect(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         if (loss := classified(function_name(function), args, kwargs)) is not None:
@@ -212,7 +212,7 @@ def sample_labels(session: ReplaySession) -> Facts:
         return function(*args, **kwargs)
 
     steps = len(session.train(32, Intervention(ops=collect)))
-    batches = [ids for recorded in session.recorded[-steps:] for ids in recorded.ids]
+    batches = [ids for recorded in session.recorded_steps[-steps:] for ids in recorded.ids]
     known = [ids is not None and len(ids) == len(each.target) for ids, each in zip(batches, predictions)]
     if len(predictions) != len(batches) or not all(known):
         raise NotReplayable("the ids of the samples are not known, or not each has one label")

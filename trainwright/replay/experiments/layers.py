@@ -230,7 +230,7 @@ def layers(session: ReplaySession) -> Facts:
         "routers": inspector.routers,
         "norms": inspector.norms,
         "depth": _depth(session, inspector.order, result),
-        "narrow": any(call.autocast[0] for call in session.segment.calls) or has_half_parameters(session),
+        "narrow": any(call.autocast[0] for call in session.recorded_step.calls) or has_half_parameters(session),
         "dropout": {path: p for path, p in inspector.dropout.items() if p >= STRONG_DROPOUT},
     }
 
@@ -242,7 +242,9 @@ def dropout_gap(session: ReplaySession) -> Facts:
     with session.live():
         for seed in range(8):
             torch.manual_seed(seed)
-            losses.append(session.player.play(session.segment, Intervention(fresh_rng=True), upto="forward").loss)
+            losses.append(
+                session.replayer.run(session.recorded_step, Intervention(fresh_rng=True), upto="forward").loss
+            )
     without = session.run(Intervention(ops=_without_dropout), upto="forward").loss
     return {"with": sum(losses) / len(losses), "without": without}
 
@@ -264,7 +266,7 @@ def _depth(session: ReplaySession, order: list[str], result: ReplayResult) -> li
     """The module and the root mean square gradient of every weight matrix, in the order in which they were used."""
     sizes = []
     modules = session.modules
-    names = {id(p): n for n, p in zip(session.player.names, session.player.subject.parameters)}
+    names = {id(p): n for n, p in session.parameters.items()}
     for path in order:
         for parameter in modules[path].parameters(recurse=False):
             grad = result.grads.get(names.get(id(parameter), ""))
@@ -317,11 +319,7 @@ def twins(session: ReplaySession) -> Facts:
         inspector.run(upto="forward")
         generator = torch.Generator().manual_seed(0)
         weights = [torch.randn(t.shape, generator=generator).to(t) for t in inspector.outputs]
-        named = [
-            (n, p)
-            for n, p in zip(session.player.names, session.player.subject.parameters)
-            if p.requires_grad and p.dim() >= 2 and p.shape[0] > 1
-        ]
+        named = [(n, p) for n, p in session.parameters.items() if p.requires_grad and p.dim() >= 2 and p.shape[0] > 1]
         if not named:
             return {"alike": []}
         grads = torch.autograd.grad(inspector.outputs, [p for _, p in named], weights, allow_unused=True)
@@ -369,7 +367,7 @@ def _gains(session: ReplaySession) -> dict[str, float]:
     """The standard deviation of every weight matrix times the square root of its fan-in: about 1 where signals keep
     their size.
     """
-    names = {id(p): n for n, p in zip(session.player.names, session.player.subject.parameters)}
+    names = {id(p): n for n, p in session.parameters.items()}
     gains = {}
     for module in session.modules.values():
         for parameter in module.parameters(recurse=False) if not _is_table(module) else ():
@@ -383,7 +381,7 @@ def _gains(session: ReplaySession) -> dict[str, float]:
 def smaller(session: ReplaySession, gains: dict[str, float]) -> Iterator[None]:
     """Divides these weights by their gains. The end of the replay restores them."""
     with torch.no_grad():
-        for name, parameter in zip(session.player.names, session.player.subject.parameters):
+        for name, parameter in session.parameters.items():
             if name in gains:
                 parameter.data.div_(gains[name])
     yield

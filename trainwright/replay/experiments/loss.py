@@ -235,7 +235,7 @@ def loss(session: ReplaySession) -> Facts:
         "given": inspector.calls[:32],
         "outer": inspector.outer[:4],
         "drawn": inspector.drawn,
-        "terms": len(terms_of(session.segment)),
+        "terms": len(terms_of(session.recorded_step)),
         "rivals": len(session.roots) > 1 or len(session.optimizers) > 1,
         "tokens": any(_is_tokens(x) for x in session.inputs),
     }
@@ -292,17 +292,19 @@ def terms(session: ReplaySession) -> Facts:
     ``shared`` is the norm over the parameters that every term reaches. Runs in float32, so that a term that is small
     without the loss scale does not vanish.
     """
-    parts = terms_of(session.segment)
+    parts = terms_of(session.recorded_step)
     if not 2 <= len(parts) <= 8:
         raise NotReplayable("the loss is not a sum of a few terms")
     grads = []
     with session.live():
         for term in parts:
-            result = session.player.play(alone(session.segment, term), Intervention(dtype="fp32"), upto="backward")
+            result = session.replayer.run(
+                alone(session.recorded_step, term), Intervention(dtype="fp32"), upto="backward"
+            )
             if result.error is not None:
                 raise result.error
             grads.append(result.grads)
-            for parameter in session.player.subject.parameters:
+            for parameter in session.replayer.subject.parameters:
                 parameter.grad = None
     reached = [{n for n, g in each.items() if g is not None and bool((g != 0).any())} for each in grads]
     common = set.intersection(*reached)

@@ -153,7 +153,9 @@ def structure(session: ReplaySession) -> Facts:
     with session.live():
         result = wiring.run()
         owned = {id(p) for o in session.optimizers for g in o.param_groups for p in g["params"]}
-        trained = {wiring.names[id(p)] for p in session.player.subject.parameters if p.requires_grad and id(p) in owned}
+        trained = {
+            wiring.names[id(p)] for p in session.replayer.subject.parameters if p.requires_grad and id(p) in owned
+        }
         unreached = {name for name in trained if result.grads.get(name) is None}
         cuts = wiring.cuts(unreached)
     unregistered = _unregistered(session, wiring.leaves)
@@ -174,7 +176,7 @@ def _trained_counts(session: ReplaySession, trained: set[str]) -> Facts:
     for module in session.modules.values():
         if isinstance(module, _NORMS):
             of_norms.update(id(p) for p in module.parameters(recurse=False))
-    parameters = dict(zip(session.player.names, session.player.subject.parameters))
+    parameters = session.parameters
     others = [name for name in trained if id(parameters[name]) not in of_norms]
     return {
         "trained": len(trained),
@@ -185,7 +187,7 @@ def _trained_counts(session: ReplaySession, trained: set[str]) -> Facts:
 
 def _unregistered(session: ReplaySession, leaves: dict[int, Tensor]) -> dict[str, Tensor]:
     """Leaves of the graph that are not registered as parameters, but lie in a list, dict or attribute of a module."""
-    known = {id(p) for p in session.player.subject.parameters} | {id(x) for x in session.inputs}
+    known = {id(p) for p in session.replayer.subject.parameters} | {id(x) for x in session.inputs}
     strange = {key: leaf for key, leaf in leaves.items() if key not in known}
     found: dict[str, Tensor] = {}
     for path, module in session.modules.items() if strange else ():

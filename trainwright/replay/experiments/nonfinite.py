@@ -15,7 +15,7 @@ from trainwright.replay.experiments.precision import has_half_parameters
 from trainwright.replay.functions import error_text
 from trainwright.replay.mechanism import Range
 from trainwright.replay.replayer import Intervention, NotReplayable, ReplayResult, Upto
-from trainwright.replay.session import ReplaySession
+from trainwright.replay.session import ReplaySession, without_veto
 from trainwright.replay.suspects import Bad, Op
 from trainwright.replay.trace import Tracing
 from trainwright.runlog.json_values import Facts
@@ -36,9 +36,9 @@ COMPOSITE = {"multi_head_attention_forward", "scaled_dot_product_attention"}
 @experiment("trace", when="incident")
 def trace(session: ReplaySession) -> Facts:
     """The first op that made the step non-finite, or the outcome of the replay if that is finite."""
-    scale = loss_scale(session.segment)
-    facts: Facts = {"scale": scale, "micro_batches": num_backward(session.segment)}
-    is_skip = scale != 1.0 and all(math.isfinite(each) for each in session.segment.losses)
+    scale = loss_scale(session.recorded_step)
+    facts: Facts = {"scale": scale, "micro_batches": num_backward(session.recorded_step)}
+    is_skip = scale != 1.0 and all(math.isfinite(each) for each in session.recorded_step.losses)
     if is_skip and is_finite(session.run(Intervention(loss_scale=1 / scale))):
         return facts | {"finite_without_scale": True}
     tracing, result = traced(session)
@@ -58,13 +58,13 @@ def trace(session: ReplaySession) -> Facts:
 def traced(session: ReplaySession) -> tuple[Tracing, ReplayResult]:
     """Runs the step again under ``Tracing``, without the loss scale, and with its update even if that was vetoed."""
     roots = {str(number): root for number, root in enumerate(session.roots)}
-    scale = loss_scale(session.segment)
-    quiet = replace(session.segment, values={k: v for k, v in session.segment.values.items() if k != "vetoed"})
+    scale = loss_scale(session.recorded_step)
+    quiet = without_veto(session.recorded_step)
     with session.live():
         tracing = Tracing(roots)
         with tracing:
             intervention = Intervention(loss_scale=1 / scale, ops=tracing.within)
-            result = session.player.play(quiet, intervention, upto="step" if scale == 1.0 else "backward")
+            result = session.replayer.run(quiet, intervention, upto="step" if scale == 1.0 else "backward")
     return tracing, result
 
 
@@ -87,7 +87,7 @@ def is_finite(result: ReplayResult) -> bool:
 
 def _uses_half(session: ReplaySession) -> bool:
     """Whether autocast is on or parameters have a 16-bit dtype."""
-    autocast = any(each.autocast[0] for each in session.segment.program if isinstance(each, Call | Operation))
+    autocast = any(each.autocast[0] for each in session.recorded_step.program if isinstance(each, Call | Operation))
     return autocast or has_half_parameters(session)
 
 
@@ -177,12 +177,12 @@ def _empty(session: ReplaySession, call: int, rows: Sequence[int]) -> float | No
             if flat.shape[1] > 1 and bool(same[list(rows)].all()) and int(same.sum()) == len(rows):
                 values.append(float(flat[rows[0], 0]))
 
-    mapped((session.segment.calls[call].args, session.segment.calls[call].kwargs), collect)
+    mapped((session.recorded_step.calls[call].args, session.recorded_step.calls[call].kwargs), collect)
     return values[0] if values else None
 
 
 def _ids_of(session: ReplaySession, call: int) -> tuple[int, ...] | None:
-    calls = session.segment.calls
+    calls = session.recorded_step.calls
     batch = calls[call].batch if call < len(calls) else -1
     return session.ids[batch] if 0 <= batch < len(session.ids) else None
 
@@ -210,14 +210,14 @@ def _guilty_rows(session: ReplaySession, bad: Bad) -> list[int] | None:
 
 def breaks(session: ReplaySession, bad: Bad, rows: Sequence[int]) -> bool:
     """Whether the step is non-finite with only these rows of its micro-batch."""
-    micro = [bad.op.micro_batch] if num_backward(session.segment) > 1 else None
-    intervention = Intervention(rows=list(rows), micro=micro, loss_scale=1 / loss_scale(session.segment))
+    micro = [bad.op.micro_batch] if num_backward(session.recorded_step) > 1 else None
+    intervention = Intervention(rows=list(rows), micro=micro, loss_scale=1 / loss_scale(session.recorded_step))
     with session.live():
         upto: Upto = "forward" if bad.reached in ("loss", "buffer") else "backward"
-        result = session.player.play(session.segment, intervention, upto=upto)
+        result = session.replayer.run(session.recorded_step, intervention, upto=upto)
         if result.error is not None and len(rows) == 1:  # BatchNorm needs two values
             twice = replace(intervention, rows=[*rows, *rows])
-            result = session.player.play(session.segment, twice, upto=upto)
+            result = session.replayer.run(session.recorded_step, twice, upto=upto)
         if bad.reached == "buffer":
             return non_finite_buffers(session) > 0
     values = [*result.losses, *(g for g in result.grads.values() if g is not None)]
@@ -226,5 +226,5 @@ def breaks(session: ReplaySession, bad: Bad, rows: Sequence[int]) -> bool:
 
 def non_finite_buffers(session: ReplaySession) -> int:
     """The number of buffers with a value that is not finite. Must be called within ``session.live()``."""
-    buffers = [module._buffers[name] for module, name in session.player.subject.buffers()]
+    buffers = [module._buffers[name] for module, name in session.replayer.subject.buffers()]
     return sum(b is not None and b.is_floating_point() and not bool(b.isfinite().all()) for b in buffers)

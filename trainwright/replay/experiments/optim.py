@@ -23,9 +23,9 @@ MAX_STEPS = 32
 def update(session: ReplaySession) -> Facts:
     """How far the update moves the weights, and the loss of the step's batch before and after it."""
     with session.live():
-        result = session.player.play(session.segment, upto="step")
-        after = session.player.play(session.segment, upto="forward")
-    steps = [each for each in session.segment.program if isinstance(each, OptimizerStep)]
+        result = session.replayer.run(session.recorded_step, upto="step")
+        after = session.replayer.run(session.recorded_step, upto="forward")
+    steps = [each for each in session.recorded_step.program if isinstance(each, OptimizerStep)]
     moved = [name for name in result.after if not torch.equal(result.after[name], result.before[name])]
     owned = [name for name, grad in result.grads.items() if grad is not None]
     change = {name: result.after[name] - result.before[name] for name in moved}

@@ -57,8 +57,8 @@ def formats(session: ReplaySession) -> Facts:
     return {
         "values": sorted(_name(dtype) for dtype in dtypes.intersection(HALF_DTYPES)),
         "weights": sorted(_name(dtype) for dtype in weights.intersection(HALF_DTYPES)),
-        "scaled": any(getattr(each, "scale", 1.0) != 1.0 for each in session.segment.program),
-        "backwards": len(session.segment.losses),
+        "scaled": any(getattr(each, "scale", 1.0) != 1.0 for each in session.recorded_step.program),
+        "backwards": len(session.recorded_step.losses),
     }
 
 
@@ -68,7 +68,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def has_half_parameters(session: ReplaySession) -> bool:
     """Whether a parameter has a 16-bit dtype."""
-    return any(p.dtype in HALF_DTYPES for p in session.player.subject.parameters)
+    return any(p.dtype in HALF_DTYPES for p in session.replayer.subject.parameters)
 
 
 def _results(result: object) -> list[Tensor]:
@@ -79,7 +79,7 @@ def _results(result: object) -> list[Tensor]:
 
 def _first_micro_batches(session: ReplaySession, most: int) -> range | None:
     """The first ``most`` micro-batches; None if there are no more than that."""
-    return range(most) if len(session.segment.losses) > most else None
+    return range(most) if len(session.recorded_step.losses) > most else None
 
 
 def in_fp32(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
@@ -208,7 +208,7 @@ def updates_kept(session: ReplaySession) -> Facts:
     """The share of 16-bit weights with a gradient that an update leaves unchanged, and whether something else keeps
     what is lost: a float32 copy, the rounding error in the optimizer state, or stochastic rounding.
     """
-    if "vetoed" in session.segment.values:  # there was no update
+    if "vetoed" in session.recorded_step.values:  # there was no update
         return {"still": 0.0, "elements": 0, "kept_elsewhere": False}
     generators: list[Tensor] = []
 
@@ -217,11 +217,11 @@ def updates_kept(session: ReplaySession) -> Facts:
         return {}
 
     with session.live():
-        result = session.player.play(session.segment, Intervention(group=before), upto="step")
+        result = session.replayer.run(session.recorded_step, Intervention(group=before), upto="step")
         is_stochastic = any(not torch.equal(a, b) for a, b in zip(generators, _generators(session)))
     owned = {id(p) for o in session.optimizers for g in o.param_groups for p in g["params"]}
     moved = unchanged = 0
-    for name, p in zip(session.player.names, session.player.subject.parameters):
+    for name, p in session.parameters.items():
         grad = result.grads.get(name)
         if grad is not None and not grad.is_sparse and p.dtype in HALF_DTYPES and id(p) in owned:
             same = (result.after[name] == result.before[name])[grad != 0]
@@ -232,7 +232,7 @@ def updates_kept(session: ReplaySession) -> Facts:
 
 
 def _generators(session: ReplaySession) -> list[Tensor]:
-    device = next((p.device for p in session.player.subject.parameters), torch.device("cpu"))
+    device = next((p.device for p in session.replayer.subject.parameters), torch.device("cpu"))
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
@@ -250,7 +250,7 @@ def _other_state(session: ReplaySession) -> bool:
 def summed_in_16_bit(session: ReplaySession) -> Facts:
     """Compares the gradients of the micro-batches summed in 16 bits with their sum in float32, rounded once."""
     sums: dict[str, Tensor] = {}
-    named = dict(zip(session.player.names, session.player.subject.parameters))
+    named = session.parameters
 
     @contextmanager
     def summing() -> Iterator[None]:
@@ -274,7 +274,7 @@ def summed_in_16_bit(session: ReplaySession) -> Facts:
             error += float((grad.double() - true.double()).square().sum())
             rounding += float((true.to(grad.dtype).double() - true.double()).square().sum())
             norm += float(true.double().square().sum())
-    facts: Facts = {"micro_batches": min(SUMMED, len(session.segment.losses)), "off": None, "rounded_once": None}
+    facts: Facts = {"micro_batches": min(SUMMED, len(session.recorded_step.losses)), "off": None, "rounded_once": None}
     return facts | {"off": (error / norm) ** 0.5, "rounded_once": (rounding / norm) ** 0.5} if norm else facts
 
 
@@ -292,14 +292,14 @@ def _adder(name: str, sums: dict[str, Tensor]) -> Callable[[Tensor], None]:
 @experiment("stale_weights", when="requested")
 def stale_weights(session: ReplaySession) -> Facts:
     """Whether the recorded loss is that of older weights: those before an earlier step."""
-    recorded = [float(each) for each in session.segment.losses]
+    recorded = [float(each) for each in session.recorded_step.losses]
     now = [float(each) for each in session.run(upto="forward").losses]
     facts: Facts = {"then": recorded, "now": now, "weights_of_step": None}
     if recorded == now:
         return facts
     for snapshot in session.earlier:
-        with session.player.stage(snapshot):
-            old = session.player.play(session.segment, upto="forward")
+        with session.replayer.stage(snapshot):
+            old = session.replayer.run(session.recorded_step, upto="forward")
         if [float(each) for each in old.losses] == recorded:
             return facts | {"weights_of_step": snapshot.step}
     return facts

@@ -18,10 +18,10 @@ def again(session: ReplaySession) -> Facts:
     one, two = session.run(upto="step"), session.run(upto="step")
     losses = [float(each) for each in one.losses]
     return {
-        "same_losses": _equal([float(each) for each in session.segment.losses], losses),
+        "same_losses": _equal([float(each) for each in session.recorded_step.losses], losses),
         "same_twice": _equal(losses, [float(each) for each in two.losses])
         and all(_same(one.grads[name], two.grads[name]) for name in one.grads),
-        "norm_then": float(session.segment.grad_norm) if session.segment.grad_norm is not None else None,
+        "norm_then": float(session.recorded_step.grad_norm) if session.recorded_step.grad_norm is not None else None,
         "norm_now": one.grad_norm,
         "error": error_text(one.error),
     }

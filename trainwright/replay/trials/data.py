@@ -129,8 +129,8 @@ def apart_from_evaluation(session: ReplaySession, ids: Sequence[int]) -> str:
     for intervention in (AS_IT_WAS, Intervention(rows=others)):
         with session.live():
             for _ in range(STEPS):
-                session.player.play(session.segment, intervention)
-            results.append(session.player.play(session.segment, Intervention(rows=shared), upto="forward").loss)
+                session.replayer.run(session.recorded_step, intervention)
+            results.append(session.replayer.run(session.recorded_step, Intervention(rows=shared), upto="forward").loss)
     return (
         f"after {STEPS} updates without the {len(shared)} shared samples of this batch their loss is {results[1]:.4g}; "
         f"trained on them: {results[0]:.4g}"

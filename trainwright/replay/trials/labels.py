@@ -137,7 +137,7 @@ def causal_mask(session: ReplaySession) -> str:
 def without_samples(session: ReplaySession, ids: Sequence[int]) -> str:
     """Without the samples whose labels are doubtful, measured by the loss of the others in this batch."""
     known, doubted = session.ids[0] if session.ids else None, set(ids)
-    if known is None or len(known) != session.size or len(session.segment.calls) != 1:
+    if known is None or len(known) != session.size or len(session.recorded_step.calls) != 1:
         raise NotTried("the ids of this batch are not known")
     rows = [n for n, each in enumerate(known) if each not in doubted]
     if not 1 < len(rows) < len(known):

@@ -15,7 +15,7 @@ from trainwright.replay.functions import Args, Kwargs, TorchFunction, argument, 
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import trial
-from trainwright.replay.trials.model import compared, kaiming_, named, once
+from trainwright.replay.trials.model import compared, kaiming_, once
 
 
 @trial("revived")
@@ -66,7 +66,7 @@ def relu_for_sigmoid(session: ReplaySession) -> str:
 
 def _first_gradient(session: ReplaySession, intervention: Intervention, matrices: Sequence[Tensor]) -> float:
     """The gradient norm of the first of ``matrices``, as a share of the largest."""
-    names = {id(p): name for name, p in named(session).items()}
+    names = {id(p): name for name, p in session.parameters.items()}
     grads = session.run(intervention).grads
     sizes = [float(g.norm()) for w in matrices if (g := grads.get(names.get(id(w), ""))) is not None]
     return sizes[0] / max(*sizes, 1e-300) if sizes else 0.0
@@ -97,7 +97,7 @@ def momentum_root(session: ReplaySession, *, modules: Sequence[str]) -> str:
             before = [_mean(m).clone() for m in norms]
             for m in norms if root else ():
                 m.momentum = 1 - (1 - float(m.momentum or 0.0)) ** 0.5
-            session.player.play(session.segment, upto="backward")
+            session.replayer.run(session.recorded_step, upto="backward")
             moved.append(float(torch.stack([(_mean(m) - b).norm() for m, b in zip(norms, before)]).norm()))
     return f"a step moves the running means by {moved[1]:.3g}, as it was by {moved[0]:.3g}"
 

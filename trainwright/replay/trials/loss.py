@@ -191,12 +191,12 @@ def _with_weight(session: ReplaySession, slot: int, watched: int, factor: float)
     weigh = Operation("mul", torch.mul, (Slot(slot), factor), {}, off, [slot])
     look = Operation("note", note, (Slot(watched),), {}, off, [])
     program: list[Instruction] = []
-    for each in session.segment.program:
+    for each in session.recorded_step.program:
         program.append(each)
         outputs = each.outputs if isinstance(each, Operation | Call) else []
         program += [look] * (watched in outputs) + [weigh] * (slot in outputs and factor != 1.0)
-    recorded = replace(session.segment, program=program)
+    recorded = replace(session.recorded_step, program=program)
     with session.live():
         for _ in range(STEPS):
-            session.player.play(recorded, AS_IT_WAS)
+            session.replayer.run(recorded, AS_IT_WAS)
     return values

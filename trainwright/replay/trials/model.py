@@ -57,15 +57,10 @@ def once(change: Callable[[], None]) -> Callable[[], AbstractContextManager[None
     return around
 
 
-def named(session: ReplaySession) -> dict[str, Tensor]:
-    """The parameters by name."""
-    return dict(zip(session.player.names, session.player.subject.parameters))
-
-
 @trial("activation_between")
 def activation_between(session: ReplaySession, *, weights: Sequence[str]) -> str:
     """A ReLU after each of these linear layers."""
-    chosen = {id(named(session)[name]) for name in weights}
+    chosen = {id(session.parameters[name]) for name in weights}
 
     def change(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         output = function(*args, **kwargs)
@@ -134,7 +129,7 @@ def register(session: ReplaySession) -> str:
 @trial("unfreeze")
 def unfreeze(session: ReplaySession) -> str:
     """Trains all frozen parameters."""
-    return _trained_too(session, [p for p in session.player.subject.parameters if not p.requires_grad])
+    return _trained_too(session, [p for p in session.replayer.subject.parameters if not p.requires_grad])
 
 
 @trial("keep_graph")
@@ -202,7 +197,7 @@ def positions_in_fp32(session: ReplaySession) -> str:
         if narrow and isinstance(args[0], Tensor) and _are_positions(args[0]):
             num += 1
             return args[0].float()
-        device = session.player.subject.parameters[0].device.type
+        device = session.replayer.subject.parameters[0].device.type
         was_on = torch.is_autocast_enabled(device)
         with torch.autocast(device, enabled=False) if was_on else nullcontext():
             tables = [t for t in tensors_of(args, 2) if not t.requires_grad and _are_positions(t)]
@@ -322,7 +317,7 @@ class _NullContext:
 @trial("random_weights")
 def random_weights(session: ReplaySession, *, weights: Sequence[str]) -> str:
     """Kaiming initialisation for these weights."""
-    parameters = named(session)
+    parameters = session.parameters
 
     def draw() -> None:
         for name in weights:

@@ -34,7 +34,8 @@ def _difference(session: ReplaySession, intervention: Intervention) -> float:
     """The relative difference of the outputs of two passes of one batch through the same weights."""
     with session.live(), torch.no_grad():
         one, two = (
-            _outputs(session.player.play(session.segment, intervention, upto="forward").outputs) for _ in range(2)
+            _outputs(session.replayer.run(session.recorded_step, intervention, upto="forward").outputs)
+            for _ in range(2)
         )
     if one.numel() == 0:
         raise NotTried("the models return nothing to compare")

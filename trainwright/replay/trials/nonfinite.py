@@ -12,7 +12,7 @@ from torch import Tensor
 from trainwright.replay.experiments.nonfinite import is_finite, loss_scale, non_finite_buffers, num_backward
 from trainwright.replay.functions import Args, Kwargs, TorchFunction, function_name
 from trainwright.replay.replayer import Intervention, ReplayResult
-from trainwright.replay.session import ReplaySession
+from trainwright.replay.session import ReplaySession, without_veto
 from trainwright.replay.trials import NotTried, trial
 
 EPS = 1e-6
@@ -36,7 +36,7 @@ def statistics_without_samples(session: ReplaySession, rows: Sequence[int]) -> s
     found = {}
     for name, intervention in (("as it was", Intervention()), ("without", _without(session, rows, None))):
         with session.live():
-            session.player.play(session.segment, intervention, upto="forward")
+            session.replayer.run(session.recorded_step, intervention, upto="forward")
             found[name] = non_finite_buffers(session)
     return (
         f"without {_ids(session, rows, None)}: {found['without']} buffers not finite; as it was: {found['as it was']}"
@@ -115,14 +115,14 @@ def zero_infinity(session: ReplaySession) -> str:
 @trial("larger_eps")
 def larger_eps(session: ReplaySession, eps: float = 1e-4) -> str:
     """The update with an ``eps`` that 16-bit dtypes can hold."""
-    quiet = replace(session.segment, values={k: v for k, v in session.segment.values.items() if k != "vetoed"})
+    quiet = without_veto(session.recorded_step)
     lost = []
     for intervention in (
         Intervention(),
         Intervention(group=lambda step, group: {"eps": eps} if "eps" in group else {}),
     ):
         with session.live():
-            after = session.player.play(quiet, intervention, upto="step").after
+            after = session.replayer.run(quiet, intervention, upto="step").after
         lost.append(sum(int((~w.isfinite()).sum()) for w in after.values()))
     return f"with eps={eps:g}: {lost[1]} weights are not finite after the update; as it was: {lost[0]}"
 
@@ -200,9 +200,11 @@ def _ids(session: ReplaySession, rows: Sequence[int], micro: int | None) -> str:
 
 
 def _compared(session: ReplaySession, intervention: Intervention, micro: int | None = None) -> str:
-    scale = 1 / loss_scale(session.segment)
+    scale = 1 / loss_scale(session.recorded_step)
     was = session.run(
-        Intervention(loss_scale=scale, micro=None if micro is None or num_backward(session.segment) < 2 else [micro])
+        Intervention(
+            loss_scale=scale, micro=None if micro is None or num_backward(session.recorded_step) < 2 else [micro]
+        )
     )
     now = session.run(replace(intervention, loss_scale=scale))
     if now.error is not None and was.error is None:

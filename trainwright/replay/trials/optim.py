@@ -58,17 +58,17 @@ def clip_at(session: ReplaySession, at: float) -> str:
 @contextmanager
 def clipped(session: ReplaySession, at: float) -> Iterator[None]:
     """Inside, the recorded step has a clip."""
-    program = session.segment.program
+    program = session.recorded_step.program
     if not any(isinstance(each, ClipGradients) for each in program):
         place = next((i for i, each in enumerate(program) if isinstance(each, OptimizerStep)), None)
         if place is None:
             raise NotTried("the step has no update")
-        every = list(range(len(session.player.subject.parameters)))
-        session.segment.program = [*program[:place], ClipGradients("norm", at, every), *program[place:]]
+        every = list(range(len(session.replayer.subject.parameters)))
+        session.recorded_step.program = [*program[:place], ClipGradients("norm", at, every), *program[place:]]
     try:
         yield
     finally:
-        session.segment.program = program
+        session.recorded_step.program = program
 
 
 @trial("divided_loss")
@@ -94,7 +94,7 @@ def group_lr(session: ReplaySession, optimizer: int, group: int, lr: float) -> s
 @trial("with_optimizer")
 def with_optimizer(session: ReplaySession, names: list[str]) -> str:
     """Updates on this batch alone while the first optimizer owns these parameters too."""
-    parameters = dict(zip(session.player.names, session.player.subject.parameters))
+    parameters = session.parameters
     owner = session.optimizers[0].param_groups[0]
     before = list(owner["params"])
     was = session.train(STEPS, repeat=True)
@@ -109,15 +109,15 @@ def with_optimizer(session: ReplaySession, names: list[str]) -> str:
 @trial("one_owner")
 def one_owner(session: ReplaySession) -> str:
     """How far the weights move with the first optimizer only."""
-    whole = session.segment.program
+    whole = session.recorded_step.program
     steps = [each for each in whole if isinstance(each, OptimizerStep)]
     if len(steps) < 2:
         raise NotTried("the other optimizer is not watched")
     was = session.run(upto="step")
-    session.segment.program = [each for each in whole if each not in steps[1:]]
+    session.recorded_step.program = [each for each in whole if each not in steps[1:]]
     try:
         now = session.run(upto="step")
     finally:
-        session.segment.program = whole
+        session.recorded_step.program = whole
     moved = [norm_of({n: p.after[n] - p.before[n] for n in p.after}, list(p.after)) for p in (now, was)]
     return f"with one optimizer: the update has a norm of {moved[0]:.3g}; as it was: {moved[1]:.3g}"

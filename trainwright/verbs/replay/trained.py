@@ -188,7 +188,7 @@ def _compare_trained(done: Rerun, origin: Origin, begin: int, live: _Live) -> No
         done.notes.append(f"the log has no record of step {done.step}: it is compared with a second run of it")
         try:
             session = ReplaySession(Replayer(live.objects, names_of(live.objects)), live.ring, done.step)
-            done.compared += compared(session.segment, session.run(upto="step"), live.objects)
+            done.compared += compared(session.recorded_step, session.run(upto="step"), live.objects)
         except NotReplayable as error:
             done.notes.append(f"a second run was not possible: {error}")
 
