@@ -1,4 +1,4 @@
-"""The stream of step batches: order a pure function of (seed, epoch, position), sample ids always known."""
+"""The stream of step batches: its order is a pure function of (seed, epoch, position), and sample ids are known."""
 
 from __future__ import annotations
 
@@ -9,14 +9,24 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, islice
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
-from trainwright.build.fetch import Failed, Fetch, Fetched, FetchStream, Key, OnBadSample
+from trainwright.build.fetch import (
+    AnyDataset,
+    Batch,
+    Collate,
+    Failed,
+    Fetch,
+    Fetched,
+    FetchStream,
+    Key,
+    OnBadSample,
+    Sample,
+)
 from trainwright.data.order import epoch_order
 from trainwright.errors import DataError, UsageError
 from trainwright.state.cursor import BadSample, Cursor, MicroBatch, StepBatch
@@ -24,11 +34,11 @@ from trainwright.state.cursor import BadSample, Cursor, MicroBatch, StepBatch
 
 @dataclass(frozen=True)
 class Loading:
-    """How batches are made. ``batch_size`` samples an optimizer step, in micro-batches of ``micro_size``.
+    """How batches are made: ``batch_size`` samples per optimizer step, in micro-batches of ``micro_size``.
 
-    ``prefetch`` is the number of micro-batches that each worker keeps ready. ``epochs`` None means for ever.
-    ``quarantine`` are dataset positions that are never trained on; ``on_bad_sample`` says whether a sample that
-    cannot be read joins them or ends the run.
+    ``prefetch`` is the number of micro-batches that each worker loads ahead. ``epochs`` None: no end.
+    ``quarantine`` holds dataset positions that are never trained on; ``on_bad_sample`` says whether a sample that
+    cannot be read is added to them or ends the run.
     """
 
     batch_size: int
@@ -40,28 +50,28 @@ class Loading:
     prefetch: int = 2
     pin_memory: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    collate: Callable[[list[Any]], Any] = default_collate
+    collate: Collate = default_collate
     epochs: int | None = None
     quarantine: frozenset[int] = frozenset()
     on_bad_sample: OnBadSample = "stop"
 
 
 class StepBatches:
-    """An endless iterable of StepBatch over a dataset; a finite one over a stream that ends.
+    """An endless iterable of StepBatch over a dataset; finite over an iterable dataset that ends.
 
-    Iterating starts at ``cursor`` and visits every sample exactly once an epoch. The last step of an epoch is
-    short unless ``drop_last``. A sample in quarantine leaves its place in its micro-batch empty, so that no other is
-    lost, repeated or moved. A micro-batch or step that comes out empty is passed over; where all do, the stream ends.
+    Iteration starts at ``cursor`` and visits every sample exactly once per epoch. The last step of an epoch is short
+    unless ``drop_last``. A sample in quarantine is left out of its micro-batch and no other sample moves. An empty
+    micro-batch or step is skipped; where all are empty, the stream ends.
 
-    Raises DataError for a sample that cannot be read, or when all of them have come into quarantine so.
+    Raises DataError for a sample that cannot be read, or when every sample is in quarantine for that.
     """
 
-    def __init__(self, dataset: Any, loading: Loading, *, cursor: Cursor | None = None) -> None:
+    def __init__(self, dataset: AnyDataset, loading: Loading, *, cursor: Cursor | None = None) -> None:
         self.dataset, self.loading, self.cursor = dataset, loading, cursor or Cursor()
 
     def __iter__(self) -> Iterator[StepBatch]:
         window: list[MicroBatch] = []
-        bad: list[BadSample] = []  # of this step, and of those before it that came out empty
+        bad: list[BadSample] = []  # of this step and of empty steps before it
         found: set[int] = set()
         for fetched in self._fetched(found):
             if isinstance(fetched, Failed):
@@ -77,48 +87,47 @@ class StepBatches:
             raise _none_left(bad)
 
     def _fetched(self, found: Set[int]) -> Iterator[Fetched | Failed]:
-        """``found`` grows while iterating: samples that could not be read, which are not asked for again."""
-        how = self.loading
-        source: Any
+        """``found`` holds the samples that could not be read; it grows while iterating, and they are not read again."""
+        loading = self.loading
         if isinstance(self.dataset, IterableDataset):
-            source = FetchStream(self.dataset, start=self.cursor, how=how)
-            if how.workers == 0:
-                return _pinned(iter(source), how)
+            stream = FetchStream(self.dataset, start=self.cursor, settings=loading)
+            if loading.workers == 0:
+                return _pinned(iter(stream), loading)
             # one worker: each further one would read the whole stream too, and most datasets would shard it
-            return _from_workers(source, None, replace(how, workers=1))
-        source = Fetch(self.dataset, seed=how.seed, collate=how.collate, on_bad_sample=how.on_bad_sample)
+            return _from_workers(stream, None, replace(loading, workers=1))
+        source = Fetch(self.dataset, seed=loading.seed, collate=loading.collate, on_bad_sample=loading.on_bad_sample)
         keys = self.keys(found)
-        if how.workers == 0:
-            return _pinned((source[key] for key in keys), how)
-        return _without(found, _from_workers(source, keys, how), source)
+        if loading.workers == 0:
+            return _pinned((source[key] for key in keys), loading)
+        return _without(found, _from_workers(source, keys, loading), source)
 
     def keys(self, found: Collection[int] = ()) -> Iterator[Key]:
-        """The micro-batches to come, for ever, from the cursor on; none when no batch can be filled.
+        """Yields the keys of the micro-batches from the cursor on; none when no batch can be filled.
 
-        From each epoch's start on it leaves out what ``found`` holds then, besides the quarantine.
+        Each epoch leaves out the quarantine and what ``found`` holds when the epoch starts.
         """
-        how, size = self.loading, len(self.dataset)
-        if not size or (how.drop_last and size < how.batch_size):
+        loading, size = self.loading, len(self.dataset)
+        if not size or (loading.drop_last and size < loading.batch_size):
             return
-        for epoch in count(self.cursor.epoch) if how.epochs is None else range(self.cursor.epoch, how.epochs):
-            order = epoch_order(size, seed=how.seed, epoch=epoch, shuffle=how.shuffle)
-            kept = ~np.isin(order, [*how.quarantine, *found])
-            whole = size - size % how.batch_size if how.drop_last else size
-            if not kept[: size if how.shuffle else whole].any():  # nor will there be any in a later epoch
+        for epoch in count(self.cursor.epoch) if loading.epochs is None else range(self.cursor.epoch, loading.epochs):
+            order = epoch_order(size, seed=loading.seed, epoch=epoch, shuffle=loading.shuffle)
+            kept = ~np.isin(order, [*loading.quarantine, *found])
+            whole = size - size % loading.batch_size if loading.drop_last else size
+            if not kept[: size if loading.shuffle else whole].any():  # nor is there one in a later epoch
                 return
             begin = self.cursor.position if epoch == self.cursor.epoch else 0
-            # an epoch that was begun in batches of another size has its last whole one elsewhere
-            end = size - (size - begin) % how.batch_size if how.drop_last else size
-            for step_start in range(begin, end, how.batch_size):
-                step_end = min(step_start + how.batch_size, end)
-                for start in range(step_start, step_end, how.micro_size):
-                    stop = min(start + how.micro_size, step_end)
+            # an epoch that began with another batch size has its last whole batch elsewhere
+            end = size - (size - begin) % loading.batch_size if loading.drop_last else size
+            for step_start in range(begin, end, loading.batch_size):
+                step_end = min(step_start + loading.batch_size, end)
+                for start in range(step_start, step_end, loading.micro_size):
+                    stop = min(start + loading.micro_size, step_end)
                     ids = order[start:stop][kept[start:stop]]
                     yield Key(epoch, start, ids, stop == step_end, Cursor(epoch, stop))
 
 
 def _without(found: Set[int], batches: Iterator[Fetched | Failed], source: Fetch) -> Iterator[Fetched | Failed]:
-    """What workers had fetched before a sample in it was found bad is fetched again, as a resumed run would."""
+    """Reads again what workers had read before a sample of it was found bad, as a resumed run would read it."""
     for fetched in batches:
         if found and isinstance(fetched, Fetched) and not found.isdisjoint(fetched.key.ids.tolist()):
             yield source[fetched.key.without(found)]
@@ -131,12 +140,12 @@ def _none_left(bad: list[BadSample]) -> DataError:
         f"no sample is left to train on: the last {len(bad)} could not be read, "
         f"sample {bad[0].id} because of {bad[0].what}",
         sample_ids=[each.id for each in bad],
-        remedy="open one with dataset[i]: the fault is likely to be one of all",
+        remedy="open one with dataset[i]: all are likely to have the same fault",
     )
 
 
-def _pinned(batches: Iterator[Fetched | Failed], how: Loading) -> Iterator[Fetched | Failed]:
-    if not how.pin_memory:
+def _pinned(batches: Iterator[Fetched | Failed], loading: Loading) -> Iterator[Fetched | Failed]:
+    if not loading.pin_memory:
         yield from batches
         return
     for fetched in batches:
@@ -145,23 +154,25 @@ def _pinned(batches: Iterator[Fetched | Failed], how: Loading) -> Iterator[Fetch
         yield fetched
 
 
-def _from_workers(source: Any, keys: Iterator[Key] | None, how: Loading) -> Iterator[Any]:
-    """torch's DataLoader for its worker processes alone; its own generator leaves ours untouched.
+def _from_workers(
+    source: Fetch | FetchStream, keys: Iterator[Key] | None, loading: Loading
+) -> Iterator[Fetched | Failed]:
+    """Reads in worker processes of torch's DataLoader; its generator is its own, so that ours does not move.
 
     Raises DataError when a worker is killed.
     """
     with warnings.catch_warnings():  # more workers than cores is the user's choice
         warnings.filterwarnings("ignore", message="This DataLoader will create")
-        loader = DataLoader(
+        loader: DataLoader[Fetched | Failed] = DataLoader(
             source,
             batch_size=None,
-            sampler=_Once(keys) if keys is not None else None,
-            num_workers=how.workers,
-            prefetch_factor=how.prefetch,
-            pin_memory=how.pin_memory,
+            sampler=_OneIterator(keys) if keys is not None else None,
+            num_workers=loading.workers,
+            prefetch_factor=loading.prefetch,
+            pin_memory=loading.pin_memory,
             collate_fn=_as_is,
-            worker_init_fn=partial(_out_of_reach, os.getpid()),
-            generator=torch.Generator().manual_seed(how.seed),
+            worker_init_fn=partial(_enter_own_group, os.getpid()),
+            generator=torch.Generator().manual_seed(loading.seed),
         )
         fetched = iter(loader)
     try:
@@ -175,11 +186,11 @@ def _from_workers(source: Any, keys: Iterator[Key] | None, how: Loading) -> Iter
         ) from error
 
 
-def _out_of_reach(trainer: int, worker: int) -> None:
-    """A process group of its own: Ctrl-C goes to the whole foreground group, but the run decides when to stop.
+def _enter_own_group(trainer: int, worker: int) -> None:
+    """Gives a worker a process group of its own: Ctrl-C reaches the foreground group, and the run decides when to stop.
 
-    A worker whose trainer was killed before torch's watchdog began would live for ever. (Under a fork server it has
-    another parent anyway.)
+    Ends a worker whose trainer was killed before torch's watchdog began; it would never end. (Under a fork server its
+    parent is another process anyway.)
     """
     if os.getppid() != trainer and multiprocessing.get_start_method() != "forkserver":
         os._exit(1)
@@ -187,8 +198,8 @@ def _out_of_reach(trainer: int, worker: int) -> None:
         os.setpgrp()
 
 
-class _Once:
-    """A sampler that hands out an endless iterator."""
+class _OneIterator:
+    """A sampler that returns the same endless iterator."""
 
     def __init__(self, keys: Iterator[Key]) -> None:
         self.keys = keys
@@ -197,16 +208,16 @@ class _Once:
         return self.keys
 
 
-def _as_is(batch: Any) -> Any:
+def _as_is(batch: Batch) -> Batch:
     return batch
 
 
-def to_device(data: Any, device: torch.device) -> Any:
-    """Moves every tensor of a nested batch; from pinned memory without waiting. Other leaves stay as they are."""
+def to_device(data: Batch, device: torch.device) -> Batch:
+    """Moves every tensor of a nested batch, without waiting where the memory is pinned. Other leaves stay unchanged."""
     return _map(lambda tensor: tensor.to(device, non_blocking=True), data)
 
 
-def _map(change: Callable[[Tensor], Tensor], data: Any) -> Any:
+def _map(change: Callable[[Tensor], Tensor], data: Batch) -> Batch:
     if isinstance(data, Tensor):
         return change(data)
     if isinstance(data, Mapping):
@@ -219,14 +230,13 @@ def _map(change: Callable[[Tensor], Tensor], data: Any) -> Any:
 
 
 class EvaluationBatches:
-    """One pass in the dataset's own order, at most ``limit`` batches of it; iterable again and again.
+    """One pass in the order of the dataset, at most ``limit`` batches; may be iterated more than once.
 
-    A quarantine of ``loading`` is of the training set and does not count here; a sample that cannot be read stops.
+    The quarantine of ``loading`` is of the training set and ignored here. A sample that cannot be read is an error.
     """
 
-    def __init__(self, dataset: Any, loading: Loading, *, limit: int | None = None) -> None:
-        here: dict[str, Any] = {"quarantine": frozenset(), "on_bad_sample": "stop"}
-        once = replace(loading, epochs=1, shuffle=False, drop_last=False, **here)
+    def __init__(self, dataset: AnyDataset, loading: Loading, *, limit: int | None = None) -> None:
+        once = replace(loading, epochs=1, shuffle=False, drop_last=False, quarantine=frozenset(), on_bad_sample="stop")
         self.steps, self.limit = StepBatches(dataset, once), limit
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -236,34 +246,33 @@ class EvaluationBatches:
 
 @dataclass(frozen=True)
 class Unwrapped:
-    """What a torch DataLoader says about its data, None where it says nothing."""
+    """A dataset, and the settings of the DataLoader that it came in; None where there was none."""
 
-    dataset: Any
+    dataset: AnyDataset
     batch_size: int | None = None
     shuffle: bool | None = None
     drop_last: bool | None = None
     workers: int | None = None
-    collate: Callable[[list[Any]], Any] = default_collate
+    collate: Collate = default_collate
 
 
-def unwrap(data: Any) -> Unwrapped:
-    """Accepts a dataset, a tuple of tensors of one length, or a torch DataLoader, which is taken apart.
+def unwrap(data: object) -> Unwrapped:
+    """Returns the dataset of ``data``: a dataset, a tuple of tensors of one length, or a torch DataLoader.
 
-    NumPy arrays in the tuple become tensors of their own type that share their memory.
+    NumPy arrays in the tuple become tensors of their own dtype that share their memory.
 
-    Raises UsageError for anything else, and for a DataLoader with a sampler of its own, whose order we could
-    not promise to resume.
+    Raises UsageError for anything else, and for a DataLoader with a sampler of its own, whose order cannot be resumed.
     """
     if isinstance(data, DataLoader):
         return _unwrap_loader(data)
     if isinstance(data, tuple | list) and data and all(isinstance(part, Tensor | np.ndarray) for part in data):
-        data = [part if isinstance(part, Tensor) else _from_numpy(part) for part in data]
-        if len(lengths := {len(part) if part.dim() else 0 for part in data}) > 1:
+        tensors = [part if isinstance(part, Tensor) else _from_numpy(part) for part in data]
+        if len(lengths := {len(tensor) if tensor.dim() else 0 for tensor in tensors}) > 1:
             raise UsageError(
                 f"the tensors have different lengths: {sorted(lengths)}",
                 remedy="give one row per sample in each; samples of different shapes need a torch Dataset",
             )
-        return Unwrapped(torch.utils.data.TensorDataset(*data))
+        return Unwrapped(torch.utils.data.TensorDataset(*tensors))
     indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Mapping | str)
     if indexed or isinstance(data, IterableDataset):
         return Unwrapped(data)
@@ -282,10 +291,9 @@ def _from_numpy(array: np.ndarray) -> Tensor:
         ) from None
 
 
-def _unwrap_loader(loader: DataLoader[Any]) -> Unwrapped:
-    sampler: Any = loader.sampler
-    shuffle = type(sampler) is RandomSampler and not sampler.replacement
-    shuffle = shuffle and sampler.num_samples == len(sampler.data_source)
+def _unwrap_loader(loader: DataLoader[Sample]) -> Unwrapped:
+    sampler = loader.sampler
+    shuffle = _shuffles_all(sampler)
     known = shuffle or type(sampler) is SequentialSampler or isinstance(loader.dataset, IterableDataset)
     if loader.batch_size is None or not known:
         raise UsageError(
@@ -294,3 +302,10 @@ def _unwrap_loader(loader: DataLoader[Any]) -> Unwrapped:
         )
     collate = default_collate if loader.collate_fn is None else loader.collate_fn
     return Unwrapped(loader.dataset, loader.batch_size, shuffle, loader.drop_last, loader.num_workers, collate)
+
+
+def _shuffles_all(sampler: object) -> bool:
+    """Returns whether a sampler visits every sample once, in a random order."""
+    if not isinstance(sampler, RandomSampler) or type(sampler) is not RandomSampler or sampler.replacement:
+        return False
+    return sampler.num_samples == len(sampler.data_source)

@@ -1,4 +1,4 @@
-"""From a key to a batch: a pure function of (dataset, key), the same bits in any worker process."""
+"""Reads a batch: a pure function of (dataset, key), with the same bits in any worker process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from itertools import count, islice
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -17,13 +17,20 @@ from trainwright.state.cursor import BadSample, Cursor, Ids
 from trainwright.state.rng import RngBag, preserved_rng, seed_all
 
 OnBadSample = Literal["stop", "quarantine"]
+Sample: TypeAlias = Any
+"""What a dataset returns for one index; its type is the user's."""
+Batch: TypeAlias = Any
+"""What a collate function returns: a tensor, or nested containers of tensors."""
+AnyDataset: TypeAlias = Any
+"""A map-style or iterable dataset, by its methods; it need not be a ``torch.utils.data.Dataset``."""
+Collate = Callable[[list[Sample]], Batch]
 
 
 class Key(NamedTuple):
-    """Names one micro-batch. ``closes`` is true for the last micro-batch of an optimizer step.
+    """Names one micro-batch. ``closes``: it is the last of an optimizer step.
 
-    ``cursor`` is where the stream stands once it has been trained on; ``ids`` are dataset positions (n,), without
-    those in quarantine, so there may be none.
+    ``cursor`` is the position of the stream after it; ``ids`` are dataset positions (n,) without those in quarantine,
+    so there may be none.
     """
 
     epoch: int
@@ -33,15 +40,15 @@ class Key(NamedTuple):
     cursor: Cursor
 
     def without(self, left_out: Container[int]) -> Key:
-        """The same micro-batch with the places of these samples empty."""
+        """Returns the key of the same micro-batch without these samples."""
         return self._replace(ids=np.array([i for i in self.ids.tolist() if i not in left_out], dtype=np.int64))
 
 
 class Fetched(NamedTuple):
-    """A micro-batch on the host: what ``key`` asked for but the ``bad``; ``data`` is None when that is nothing."""
+    """A micro-batch on the host: the samples of ``key`` without the ``bad``; ``data`` is None when none is left."""
 
     key: Key
-    data: Any
+    data: Batch
     bad: tuple[BadSample, ...] = ()
 
     @property
@@ -51,47 +58,46 @@ class Fetched(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """What a dataset raised, as text: exceptions of any type cross a process boundary this way."""
+    """What a dataset raised, as text, since not every exception can be sent to another process."""
 
     ids: tuple[int, ...]
     what: str
     remedy: str = "open it with dataset[i] and repair it, or leave it out with data.quarantine: [i]"
 
     def error(self) -> DataError:
-        """The same as an error with its remedy."""
+        """Returns the error to raise in the training process."""
         which = f"sample {self.ids[0]}" if len(self.ids) == 1 else f"one of the samples {list(self.ids)}"
         return DataError(f"the dataset raised {self.what} for {which}", sample_ids=self.ids, remedy=self.remedy)
 
 
 def batch_seed(seed: int, epoch: int, start: int) -> int:
-    """A seed that depends on what is fetched and on nothing else, least of all on the worker."""
+    """Returns a seed that depends on what is read and on nothing else, so not on the worker."""
     digest = hashlib.blake2b(f"{seed}:{epoch}:{start}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1  # torch takes a signed 64-bit seed
 
 
 @contextmanager
 def seeded(seed: int, epoch: int, start: int) -> Iterator[None]:
-    """Inside, all generators stand where (seed, epoch, start) says; afterwards where they stood before."""
+    """Seeds all generators from (seed, epoch, start) inside the context and restores them after it."""
     with preserved_rng():
         seed_all(batch_seed(seed, epoch, start))
         yield
 
 
-class Fetch(torch.utils.data.Dataset[Any]):
-    """A map-style dataset whose index is a Key. Random numbers that items draw come from the key's own seed.
+class Fetch(torch.utils.data.Dataset["Fetched | Failed"]):
+    """A map-style dataset whose index is a Key. The generators are seeded from the key before samples are read.
 
-    Datasets that say ``deterministic = True`` (and TensorDataset) draw none and are not seeded, unless a ``collate``
-    of the user's own makes their batches. A sample that cannot be read is left out when ``on_bad_sample`` is
-    quarantine: the others are fetched again, from the same seed, so that they are what they would be had it never been
-    asked for.
+    A dataset with ``deterministic = True`` (or a TensorDataset) is not seeded, unless a ``collate`` of the user's own
+    makes its batches. When ``on_bad_sample`` is quarantine, a sample that cannot be read is left out and the others are
+    read again from the same seed, so they are what they would be without it.
     """
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: AnyDataset,
         *,
         seed: int,
-        collate: Callable[[list[Any]], Any] = default_collate,
+        collate: Collate = default_collate,
         on_bad_sample: OnBadSample = "stop",
     ) -> None:
         self.dataset, self.seed, self.collate, self.on_bad_sample = dataset, seed, collate, on_bad_sample
@@ -103,18 +109,18 @@ class Fetch(torch.utils.data.Dataset[Any]):
     def __getitem__(self, key: Key) -> Fetched | Failed:
         if hasattr(self.dataset, "set_epoch"):  # for every batch: an evaluation may share the dataset
             self.dataset.set_epoch(key.epoch)
-        asked, bad = key, tuple[BadSample, ...]()
+        whole, bad = key, tuple[BadSample, ...]()
         while len(key.ids):
             found = self._seeded(key)
             if isinstance(found, Fetched):
-                return Fetched(asked, found.data, bad)
+                return Fetched(whole, found.data, bad)
             if isinstance(found, Failed):
                 return found
             if self.on_bad_sample == "stop":
                 return Failed((found.id,), found.what)
             bad = (*bad, found)
             key = key.without({found.id})
-        return Fetched(asked, None, bad)
+        return Fetched(whole, None, bad)
 
     def _seeded(self, key: Key) -> Fetched | Failed | BadSample:
         if not self.draws:
@@ -147,7 +153,7 @@ class Fetch(torch.utils.data.Dataset[Any]):
         return _collated(key, items, self.collate)
 
 
-def _collated(key: Key, samples: list[Any], collate: Callable[[list[Any]], Any]) -> Fetched | Failed:
+def _collated(key: Key, samples: list[Sample], collate: Collate) -> Fetched | Failed:
     try:
         return Fetched(key, collate(samples))
     except Exception as error:
@@ -155,7 +161,7 @@ def _collated(key: Key, samples: list[Any], collate: Callable[[list[Any]], Any])
 
 
 class Reading(Protocol):
-    """What a stream needs to know of how batches are made."""
+    """The settings that ``FetchStream`` reads; ``Loading`` has them."""
 
     @property
     def batch_size(self) -> int: ...
@@ -168,25 +174,26 @@ class Reading(Protocol):
     @property
     def epochs(self) -> int | None: ...
     @property
-    def collate(self) -> Callable[[list[Any]], Any]: ...
+    def collate(self) -> Collate: ...
     @property
     def quarantine(self) -> frozenset[int]: ...
 
 
-class FetchStream(IterableDataset[Any]):
-    """Micro-batches of an iterable dataset, epoch after epoch, until one gives no sample.
+class FetchStream(IterableDataset["Fetched | Failed"]):
+    """Micro-batches of an iterable dataset, epoch after epoch, until an epoch has no sample.
 
-    ids are positions in the stream. Each epoch of it draws from generators of its own, seeded once. To start in
-    mid-epoch it reads what comes before again, so that a shuffle buffer inside the dataset fills as it did. Samples
-    in quarantine are read and dropped. One that raises ends it whatever ``on_bad_sample`` says: a generator that has
-    raised gives nothing any more.
+    ids are positions in the stream. Each epoch draws from generators of its own, seeded once. To start within an epoch
+    the samples before the start are read again, so that a shuffle buffer inside the dataset fills in the same way.
+    Samples in quarantine are read and dropped. A sample that raises ends the stream whatever ``on_bad_sample`` says,
+    since a generator that has raised gives no further items.
     """
 
-    def __init__(self, dataset: Any, *, start: Cursor, how: Reading) -> None:
-        self.dataset, self.start, self.how = dataset, start, how
+    def __init__(self, dataset: AnyDataset, *, start: Cursor, settings: Reading) -> None:
+        self.dataset, self.start, self.settings = dataset, start, settings
 
     def __iter__(self) -> Iterator[Fetched | Failed]:
-        epochs = count(self.start.epoch) if self.how.epochs is None else range(self.start.epoch, self.how.epochs)
+        first, end = self.start.epoch, self.settings.epochs
+        epochs = count(first) if end is None else range(first, end)
         for epoch in epochs:
             skip = self.start.position if epoch == self.start.epoch else 0
             any_sample = skip > 0
@@ -197,39 +204,39 @@ class FetchStream(IterableDataset[Any]):
                 return
 
     def _epoch(self, epoch: int, skip: int) -> Iterator[Fetched | Failed]:
-        how, position, own = self.how, 0, _OwnGenerators(self.how.seed, epoch)
+        settings, position, own = self.settings, 0, _EpochGenerators(self.settings.seed, epoch)
         with own.in_use():
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(epoch)
             items = iter(self.dataset)
         while True:
-            size = how.batch_size if position >= skip else min(how.batch_size, skip - position)
+            size = settings.batch_size if position >= skip else min(settings.batch_size, skip - position)
             with own.in_use():
                 samples, failed = _take(items, size, position)
             short = len(samples) < size
             if failed:
                 yield failed
-            elif position >= skip and not (short and how.drop_last):
+            elif position >= skip and not (short and settings.drop_last):
                 yield from self._micro_batches(epoch, position, samples)
             if short:
                 return
             position += size
 
-    def _micro_batches(self, epoch: int, position: int, samples: list[Any]) -> Iterator[Fetched | Failed]:
-        how = self.how
-        for first in range(0, len(samples), how.micro_size):
-            last = min(first + how.micro_size, len(samples))
+    def _micro_batches(self, epoch: int, position: int, samples: list[Sample]) -> Iterator[Fetched | Failed]:
+        settings = self.settings
+        for first in range(0, len(samples), settings.micro_size):
+            last = min(first + settings.micro_size, len(samples))
             start, stop = position + first, position + last
             whole = Key(epoch, start, np.arange(start, stop), last == len(samples), Cursor(epoch, stop))
-            key = whole.without(how.quarantine)
+            key = whole.without(settings.quarantine)
             part = [samples[i - position] for i in key.ids.tolist()]
-            with seeded(how.seed, epoch, start):
-                fetched = _collated(key, part, how.collate) if part else Fetched(key, None)
+            with seeded(settings.seed, epoch, start):
+                fetched = _collated(key, part, settings.collate) if part else Fetched(key, None)
             yield fetched
 
 
-class _OwnGenerators:
-    """The process's random generators as one epoch of a stream sees them: they run on where it last drew."""
+class _EpochGenerators:
+    """The state of the random generators for one epoch of a stream; it continues where the epoch last drew."""
 
     def __init__(self, seed: int, epoch: int) -> None:
         with seeded(seed, epoch, -1):
@@ -243,9 +250,9 @@ class _OwnGenerators:
             self._state = RngBag.capture()
 
 
-def _take(items: Iterator[Any], size: int, position: int) -> tuple[list[Any], Failed | None]:
-    """Up to ``size`` samples; fewer at the end of the stream and where it raises."""
-    samples: list[Any] = []
+def _take(items: Iterator[Sample], size: int, position: int) -> tuple[list[Sample], Failed | None]:
+    """Reads up to ``size`` samples; fewer at the end of the stream and where it raises."""
+    samples: list[Sample] = []
     try:
         for sample in islice(items, size):
             samples.append(sample)

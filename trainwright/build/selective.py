@@ -1,12 +1,12 @@
-"""A forward pass that runs twice, the second time in the backward pass: the same bits, and no trace of it.
+"""The forward pass of a block under selective activation checkpointing: it runs again in backward, with the same bits.
 
-The recomputation starts from the random generators and the buffers (BatchNorm's statistics, spectral norm's vectors)
-that the first run started from, and leaves neither changed. Outputs that were kept are given back instead of being
-computed. An operator that draws random numbers is never kept: to skip it would shift the draws of those behind it.
+The second run starts from the random generators and the buffers (BatchNorm's statistics, spectral norm's vectors) that
+the first run started from, and leaves both unchanged. Outputs that were saved are returned instead of being computed.
+The output of an operator that draws random numbers is never saved: to skip the operator would shift all later draws.
 
-torch's own ``create_selective_checkpoint_contexts`` gives outputs back too, but fails when a kept output is changed in
-place later in the block, and when a weight is used twice under autocast (it counts the casts, of which there is one);
-it also costs half as much time again for each operator of the forward pass. Only torch.compile needs it.
+torch's ``create_selective_checkpoint_contexts`` saves outputs too, but fails when a saved output is changed in place
+later in the block, and when a weight is used twice under autocast (it counts the casts, of which there is one). It also
+makes each operator of the forward pass take half as much time again. It is used under torch.compile only.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainwright.errors import UsageError
@@ -41,39 +42,38 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 """ATen operators by family. Any other operator is a family of its own: ``"gelu"``, ``"native_layer_norm"``."""
 _FAMILY_OF = {f"aten::{op}": family for family, ops in FAMILIES.items() for op in ops}
 _CASTS = ("_to_copy", "clone", "detach")
-"""What comes more or less often in the recomputation: autocast keeps the casts of weights."""
+"""Operators that run more or less often in the second run, since autocast caches the casts of weights."""
 
 
 @cache
-def family_of(op: Any) -> str | None:
-    """The family of an operator (``torch._ops.OpOverload``); None if its output cannot be kept."""
-    name: str = op._schema.name
+def family_of(op: OpOverload) -> str | None:
+    """Returns the family of an operator, or None if its output cannot be saved."""
+    name = op._schema.name
     if op._schema.is_mutable or name.removeprefix("aten::") in _CASTS:
         return None
     return _FAMILY_OF.get(name, name.removeprefix("aten::"))
 
 
-def draws_random_numbers(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether this call advances a random generator. Attention without dropout does not."""
+def draws_random_numbers(op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+    """Returns whether this call advances a random generator. Attention without dropout does not."""
     if torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     for index, argument in enumerate(op._schema.arguments):
         if argument.name == "dropout_p":
-            given = args[index] if index < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return bool(given)
+            return bool(args[index] if index < len(args) else kwargs.get("dropout_p", argument.default_value))
     return True
 
 
 class KeepRule:
-    """Says for each call of one run by which name its output is kept, if it is."""
+    """Decides which outputs of one run are saved. ``keep`` names operator families and single calls, ``"matmul:3"``."""
 
     def __init__(self, keep: Sequence[str]) -> None:
         self._keep = frozenset(keep)
         self._families = {site.partition(":")[0] for site in keep}
         self._calls: Counter[str] = Counter()
 
-    def site(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
-        """Its place among the calls of its family, ``"matmul:3"``; None: it is not kept."""
+    def site(self, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:
+        """Returns the name of this call within its family, ``"matmul:3"``, or None if its output is not saved."""
         family = family_of(op)
         if family not in self._families:
             return None
@@ -84,126 +84,146 @@ class KeepRule:
         return site
 
 
-class _Kept(NamedTuple):
-    """An output, and the version of each tensor of it."""
+class _Saved(NamedTuple):
+    """An output, and the version counter of each of its tensors."""
 
-    value: Any
+    value: object
     versions: list[int]
 
 
-class _Keeping(TorchDispatchMode):
-    """The first run: puts what is kept into ``kept``."""
+class _SaveOutputs(TorchDispatchMode):
+    """The first run: puts outputs into ``saved``, by site."""
 
-    def __init__(self, keep: Sequence[str], kept: dict[str, _Kept]) -> None:
+    def __init__(self, keep: Sequence[str], saved: dict[str, _Saved]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._rule, self._kept = KeepRule(keep), kept
-        self._places: dict[int, str] = {}  # by storage
+        self._rule, self._saved = KeepRule(keep), saved
+        self._sites: dict[int, str] = {}  # by storage
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
-            if self._places:
-                self._protect(written(func, args))
+            if self._sites:
+                self._copy_saved(written(func, args))
             return func(*args, **kwargs)
         site = self._rule.site(func, args, kwargs)
         out = func(*args, **kwargs)
         if site is not None:
-            self._kept[site] = _kept(out, _alias)
-            self._places.update({_storage(tensor): site for tensor in _tensors(out)})
+            self._saved[site] = _save(out, _alias)
+            self._sites.update({_storage(tensor): site for tensor in _tensors(out)})
         return out
 
-    def _protect(self, changed: Sequence[Tensor]) -> None:
-        """What is about to be changed in place is copied first."""
+    def _copy_saved(self, changed: Sequence[Tensor]) -> None:
+        """Copies the saved outputs that an operator is about to change in place."""
         for tensor in changed:
-            site = self._places.pop(_storage(tensor), None)
+            site = self._sites.pop(_storage(tensor), None)
             if site is not None:
-                self._kept[site] = _kept(self._kept[site].value, torch.clone)
+                self._saved[site] = _save(self._saved[site].value, torch.clone)
 
 
-class _Giving(TorchDispatchMode):
-    """The second run: gives what was kept, once; a third run computes it."""
+class _ReuseOutputs(TorchDispatchMode):
+    """The second run: returns each saved output once; a third run computes it."""
 
-    def __init__(self, keep: Sequence[str], kept: dict[str, _Kept]) -> None:
+    def __init__(self, keep: Sequence[str], saved: dict[str, _Saved]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._rule, self._kept = KeepRule(keep), kept
+        self._rule, self._saved = KeepRule(keep), saved
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         site = self._rule.site(func, args, kwargs)
-        kept = self._kept.pop(site, None) if site is not None else None
-        if kept is None:
+        saved = self._saved.pop(site, None) if site is not None else None
+        if saved is None:
             return func(*args, **kwargs)
-        if [tensor._version for tensor in _tensors(kept.value)] != kept.versions:
+        if [tensor._version for tensor in _tensors(saved.value)] != saved.versions:
             raise UsageError(
-                f"activation checkpointing kept the output of {func._schema.name}, and it was changed in place after "
+                f"activation checkpointing saved the output of {func._schema.name}, and it was changed in place after "
                 "its block",
                 remedy="write the model without that in-place operation, or use model.activation_checkpointing: block",
             )
-        return kept.value
+        return saved.value
 
 
-class RecomputedForward:
-    """``forward`` for ``torch.utils.checkpoint``: its first call is the forward pass, the others recompute it.
+class CheckpointedForward:
+    """The function for ``torch.utils.checkpoint``: its first call is the forward pass, later ones run it in backward.
 
-    ``keep`` are the sites whose outputs are kept, ``buffers`` those that the pass may change. torch's own generators
-    are kept by ``checkpoint``; Python's and NumPy's, by which some models drop whole layers, are kept here.
+    ``keep`` names the sites whose outputs are saved, ``buffers`` the buffers that the pass may change.
+    ``torch.utils.checkpoint`` restores torch's generators; those of Python and NumPy, by which some models drop whole
+    layers, are restored here.
     """
 
     def __init__(
-        self, forward: Callable[..., Any], keep: Sequence[str], buffers: Sequence[tuple[nn.Module, str]]
+        self, forward: Callable[..., object], keep: Sequence[str], buffers: Sequence[tuple[nn.Module, str]]
     ) -> None:
         self._forward, self._keep = forward, keep
         self._called = False
-        self._kept: dict[str, _Kept] = {}
-        self._before = [(module, name, _value(module, name).detach().clone()) for module, name in buffers]
-        self._draws = _host_generators()
+        self._saved: dict[str, _Saved] = {}
+        self._buffers = [(module, name, _value(module, name).detach().clone()) for module, name in buffers]
+        self._generators = _host_generators()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         with ExitStack() as contexts:
             if self._called:
-                contexts.enter_context(self._as_before())
+                contexts.enter_context(self._restored())
             if self._keep:
-                contexts.enter_context((_Giving if self._called else _Keeping)(self._keep, self._kept))
+                contexts.enter_context((_ReuseOutputs if self._called else _SaveOutputs)(self._keep, self._saved))
             self._called = True
             return self._forward(*args, **kwargs)
 
     @contextmanager
-    def _as_before(self) -> Iterator[None]:
-        """Other tensors in place of the buffers: autograd may have saved the live ones, which must not change."""
-        now, draws = [_value(module, name) for module, name, _ in self._before], _host_generators()
-        for module, name, value in self._before:
+    def _restored(self) -> Iterator[None]:
+        """Restores buffers and generators of the first run inside the context, and the present ones after it.
+
+        Buffers are replaced, not written to: autograd may have saved the present tensors.
+        """
+        live, generators = [_value(module, name) for module, name, _ in self._buffers], _host_generators()
+        for module, name, value in self._buffers:
             module._buffers[name] = value.clone()
-        _set_host_generators(self._draws)
+        _set_host_generators(self._generators)
         try:
             yield
-        finally:  # the recomputation ends with an exception once it has what it needs
-            for (module, name, _), live in zip(self._before, now, strict=True):
-                module._buffers[name] = live
-            _set_host_generators(draws)
+        finally:  # torch ends the second run by an exception once it has every tensor that it needs
+            for (module, name, _), value in zip(self._buffers, live, strict=True):
+                module._buffers[name] = value
+            _set_host_generators(generators)
 
 
-def written(op: Any, args: Sequence[Any]) -> list[Tensor]:
-    """The arguments that an operator changes in place."""
+def written(op: OpOverload, args: Sequence[object]) -> list[Tensor]:
+    """Returns the tensors among ``args`` that an operator changes in place."""
     return [
         tensor
-        for formal, given in zip(op._schema.arguments, args, strict=False)
-        if formal.alias_info is not None and formal.alias_info.is_write
-        for tensor in _tensors(given)
+        for parameter, value in zip(op._schema.arguments, args, strict=False)
+        if parameter.alias_info is not None and parameter.alias_info.is_write
+        for tensor in _tensors(value)
     ]
 
 
-def _kept(out: Any, copied: Callable[[Tensor], Tensor]) -> _Kept:
-    value = copied(out) if isinstance(out, Tensor) else tuple(copied(o) if isinstance(o, Tensor) else o for o in out)
-    return _Kept(value, [tensor._version for tensor in _tensors(value)])
+def _save(out: object, copied: Callable[[Tensor], Tensor]) -> _Saved:
+    value = out
+    if isinstance(out, Tensor):
+        value = copied(out)
+    elif isinstance(out, tuple | list):
+        value = tuple(copied(each) if isinstance(each, Tensor) else each for each in out)
+    return _Saved(value, [tensor._version for tensor in _tensors(value)])
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """The same memory and version, without the graph that autograd will hang on ``tensor``."""
+    """Returns a tensor of the same memory and version counter that is outside of the graph of ``tensor``."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def _tensors(value: object) -> list[Tensor]:
     return [each for each in (value if isinstance(value, tuple | list) else (value,)) if isinstance(each, Tensor)]
 
 
@@ -218,12 +238,12 @@ def _value(module: nn.Module, name: str) -> Tensor:
     return value
 
 
-def _host_generators() -> tuple[Any, Any]:
+def _host_generators() -> tuple[tuple[Any, ...], object]:
     numpy = sys.modules.get("numpy")
     return random.getstate(), numpy.random.get_state() if numpy is not None else None
 
 
-def _set_host_generators(states: tuple[Any, Any]) -> None:
+def _set_host_generators(states: tuple[tuple[Any, ...], object]) -> None:
     random.setstate(states[0])
     if states[1] is not None:
         sys.modules["numpy"].random.set_state(states[1])
