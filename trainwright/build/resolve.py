@@ -1,4 +1,4 @@
-"""From ``use: package.module:callable`` to the live object, with every way it can fail told by file:line."""
+"""Resolves ``use: package.module:callable`` to the live object; every error names file:line of the recipe."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from trainwright.recipe import SINKS, Row
 
 
 class RecipePlaces(Protocol):
-    """Says where in the user's files a dotted path of the recipe was written."""
+    """Maps a dotted path of a recipe to the place in the user's files where it was written."""
 
     def where(self, path: str) -> str: ...
 
 
 def imported(factory: str) -> Callable[..., Any]:
-    """The callable that a row of the catalog names as ``package.module:callable``."""
+    """Returns the callable that a row of the catalog names as ``package.module:callable``."""
     return pkgutil.resolve_name(factory)  # type: ignore[no-any-return]
 
 
 def sink_factories(names: Sequence[str]) -> dict[str, Callable[..., Any]]:
-    """The factories of these sinks, by name. Raises MissingExtra for a tracker whose package is not installed."""
+    """Returns the factories of these sinks, by name. Raises MissingExtra where the package is not installed."""
     rows = [SINKS[name] for name in dict.fromkeys(names)]
     for row in rows:
         if importlib.util.find_spec(row.extra) is None:
@@ -38,9 +38,9 @@ def sink_factories(names: Sequence[str]) -> dict[str, Callable[..., Any]]:
 
 
 def find(use: str, names: Mapping[str, Row], path: str, source: RecipePlaces) -> Callable[..., Any]:
-    """The callable of that short name or ``package.module:callable``. Nothing is called.
+    """Returns the callable of a name in ``names`` or of ``package.module:callable``, without calling it.
 
-    The current folder counts as a place to import from. Raises RecipeError with the rule and the remedy.
+    The current folder is added to the import path. Raises RecipeError with the rule and the remedy.
     """
     target = names[use].factory if use in names else use
     module_name, _, attribute = target.partition(":")
@@ -70,8 +70,8 @@ def find(use: str, names: Mapping[str, Row], path: str, source: RecipePlaces) ->
     return found  # type: ignore[no-any-return]
 
 
-def make(use: str, args: Mapping[str, Any], names: Mapping[str, Row], path: str, source: RecipePlaces) -> Any:
-    """Finds the callable and calls it with ``args``. Raises RecipeError for whatever goes wrong in it."""
+def make(use: str, args: Mapping[str, object], names: Mapping[str, Row], path: str, source: RecipePlaces) -> Any:
+    """Returns the result of the callable with ``args``. Raises RecipeError for any error in it."""
     factory = find(use, names, path, source)
     at = f"{path}.args" if args else f"{path}.use"
 
@@ -96,11 +96,11 @@ def make(use: str, args: Mapping[str, Any], names: Mapping[str, Row], path: str,
 
 
 def _described(error: Exception) -> str:
-    """The error with the line that raised it."""
+    """Returns the error as text, with the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     at = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}: {error}{at}"
 
 
-def _public(module: Any) -> list[str]:
+def _public(module: object) -> list[str]:
     return [name for name in dir(module) if not name.startswith("_")][:12]

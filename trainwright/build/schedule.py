@@ -1,8 +1,8 @@
-"""Learning-rate schedules: pure functions of where the run is, so there is no scheduler state to save.
+"""Learning-rate schedules: pure functions of the position in the run, so there is no scheduler state to save.
 
 A schedule maps (``step``, ``fraction``) to the factor on every base learning rate. ``step`` is the number i of
 completed optimizer steps before this update (0 for the first one), ``fraction`` the share of the run that is
-used, 0..1.
+over, 0..1.
 
 With ``total`` (steps of the run) everything is counted in steps and ``fraction`` is ignored; a share s of the
 run is round(s * total) steps. ``total=None`` means that the run is budgeted in time: shares go by ``fraction``.
@@ -22,7 +22,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from trainwright.build.resolve import imported
 from trainwright.errors import UsageError, require_choice, suggest
@@ -54,7 +54,7 @@ def _require_span(name: str, value: object) -> None:
 class ConstantSchedule:
     """decay(t) = 1: the warm-up, then the base learning rate. Base of the other schedules.
 
-    ``floor`` is what a decay ends at, as a factor; it says nothing here.
+    ``floor`` is the factor at the end of a decay, so it has no effect here.
     """
 
     total: int | None = None
@@ -81,11 +81,11 @@ class ConstantSchedule:
         return 1.0
 
     def _in_steps(self, span: Span) -> bool:
-        """Whether ``span`` is counted in steps (else in shares of the run)."""
+        """Returns whether ``span`` is counted in steps (else in shares of the run)."""
         return self.total is not None or isinstance(span, int)
 
     def _length(self, span: Span) -> float:
-        """``span`` in the unit in which it is counted."""
+        """Returns ``span`` in the unit in which it is counted."""
         if self.total is None or isinstance(span, int):
             return span
         return round(span * self.total)
@@ -96,13 +96,13 @@ class ConstantSchedule:
         return 1.0 if done >= warmup else self.warmup_floor + (1 - self.warmup_floor) * done / warmup
 
     def _since_warmup(self, step: int, fraction: float, unit: Span) -> float:
-        """How much of the run lies between the end of the warm-up and now, counted as ``unit`` is."""
+        """Returns the part of the run since the end of the warm-up, in the unit of ``unit``."""
         in_steps = self._in_steps(unit)
         start = self._length(self.warmup) if self._in_steps(self.warmup) == in_steps else 0
         return max(0.0, (step if in_steps else fraction) - start)
 
     def _position(self, step: int, fraction: float) -> float:
-        """t of the module docstring."""
+        """Returns t of the module docstring."""
         whole = 1.0 if self.total is None else self.total
         start = self._length(self.warmup) if self._in_steps(self.warmup) == self._in_steps(1.0) else 0
         left = whole - start
@@ -239,9 +239,9 @@ def make_schedule(
     total: int | None,
     warmup: Span = 0,
     floor: float = 0.0,
-    args: Mapping[str, Any] | None = None,
+    args: Mapping[str, object] | None = None,
 ) -> ScheduleFn:
-    """The schedule ``name`` of the catalog; ``args`` are its further fields (``warmup_floor``, ``power`` ...).
+    """Returns the schedule ``name`` of the catalog; ``args`` are its further fields (``warmup_floor``, ``power`` ...).
 
     Raises UsageError for an unknown name or argument and for a value out of range.
     """

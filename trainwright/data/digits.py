@@ -24,7 +24,7 @@ class Digits(Dataset[tuple[Tensor, int]]):
     """(image, label) pairs; the images have mean 0 and standard deviation 1 over the training split.
 
     ``augment`` moves each image by up to one pixel both ways and adds noise, drawn from torch's global CPU
-    generator as the items are read: whoever reads them seeds it.
+    generator when the items are read; the reader seeds it.
     """
 
     classes = 10
@@ -69,7 +69,7 @@ def digits(split: Split = "train", *, val_share: float = 0.2, augment: bool = Fa
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "sklearn":
-            raise  # scikit-learn is there and broken: its own words say more
+            raise  # scikit-learn is installed and broken: its own message says more
         raise MissingExtra("scikit-learn", extra="digits", needed_for="digits") from None
     pixels, labels = load_digits(return_X_y=True)
     is_val = _validation_part(labels, val_share)
@@ -91,7 +91,7 @@ def _validation_part(labels: NDArray[np.int64], val_share: float) -> NDArray[np.
 
 
 def _augmented(images_B1HW: Tensor) -> Tensor:
-    """Each moved by -1, 0 or 1 pixels down and right, the border repeated; plus noise. Draws for all at once."""
+    """Moves each image by -1, 0 or 1 pixels down and right, repeats its border and adds noise."""
     count, _, height, width = images_B1HW.shape
     padded = torch.nn.functional.pad(images_B1HW, (1, 1, 1, 1), mode="replicate")
     top, left = torch.randint(0, 3, (2, count))

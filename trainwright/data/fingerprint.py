@@ -1,4 +1,4 @@
-"""The fingerprint of a dataset: which data a run was trained on, cheap enough to take at every start."""
+"""The fingerprint of a dataset identifies the data of a run, and is cheap enough to compute at every start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,13 +32,18 @@ class Digest(Protocol):
     def update(self, data: bytes, /) -> None: ...
 
 
-def fingerprint(dataset: Any) -> Fingerprint:
-    """Equal for equal data; how surely it differs for other data, ``how`` says.
+class Items(Protocol):
+    def __len__(self) -> int: ...
+    def __getitem__(self, position: int, /) -> object: ...
 
-    In this order: the dataset's own ``content_sha256()``; all bytes of a TensorDataset; all items of a small
-    dataset; its type, length and a fixed sample of items; of one without length (an iterable one), which is
-    not read, the type. Items are read with every global generator seeded alike, and put back: augmented ones
-    give the same hash each time.
+
+def fingerprint(dataset: object) -> Fingerprint:
+    """Returns a hash that is equal for equal data; ``how`` says how much of the data it covers.
+
+    It covers the first of these that applies: the dataset's own ``content_sha256()``; all bytes of a TensorDataset; the
+    type of a dataset without length, which is not read; all items of a small dataset; type, length and a fixed sample
+    of items. The global generators are seeded while items are read and restored after it, so augmented items give the
+    same hash each time.
     """
     if hasattr(dataset, "content_sha256"):
         return Fingerprint(dataset.content_sha256(), "the whole content")
@@ -61,15 +66,15 @@ def fingerprint(dataset: Any) -> Fingerprint:
 
 
 def _sample(size: int) -> list[int]:
-    """All positions of a small dataset; of another the first, the last and a fixed choice between."""
+    """Returns all positions of a small dataset; else the first, the last and a fixed choice between."""
     if size <= WHOLE_ITEMS:
         return list(range(size))
     words = np.random.Philox(key=size).random_raw(SAMPLED_ITEMS - 2)
     return sorted({0, size - 1, *(int(word) % size for word in words)})
 
 
-def _item(dataset: Any, position: int) -> Any:
-    """The item, or the name of the error that reading it raises: training says more when it comes there."""
+def _item(dataset: Items, position: int) -> object:
+    """Returns the item, or the name of the error that reading it raises; training reports that error in full."""
     try:
         return dataset[position]
     except Exception as error:
@@ -78,7 +83,7 @@ def _item(dataset: Any, position: int) -> Any:
 
 @contextmanager
 def _fixed_random_numbers() -> Iterator[None]:
-    """The global generators of python, numpy and torch at seed 0 inside, and afterwards as they were.
+    """Seeds the global generators of Python, NumPy and torch with 0 inside the context and restores them after it.
 
     Only the CPU generator of torch is seeded: ``torch.manual_seed`` would also change those of devices.
     """
@@ -98,8 +103,8 @@ def _fixed_random_numbers() -> Iterator[None]:
             torch.cuda.set_rng_state_all(devices)
 
 
-def _add(digest: Digest, value: Any) -> None:
-    """Adds a value, with its type and size before its content so that no two structures read the same."""
+def _add(digest: Digest, value: object) -> None:
+    """Adds a value: type and size before the content, so that different structures give different bytes."""
     match value:
         case Tensor():
             _add_tensor(digest, value)
@@ -122,7 +127,7 @@ def _add(digest: Digest, value: Any) -> None:
             _add(digest, {field.name: getattr(value, field.name) for field in fields(value)})
         case _ if hasattr(value, "tobytes") and hasattr(value, "mode"):  # a PIL image
             _add_bytes(digest, f"image {value.mode} {getattr(value, 'size', ())}", value.tobytes())
-        case _:  # int, float, None, bool ... and what we do not know, less its address in memory
+        case _:  # int, float, None, bool ... and unknown types, without their address in memory
             _add_bytes(digest, type(value).__name__, re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value)).encode())
 
 

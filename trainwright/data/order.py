@@ -9,12 +9,12 @@ MASK = 2**64 - 1
 
 
 def epoch_order(size: int, *, seed: int, epoch: int, shuffle: bool = True) -> NDArray[np.int64]:
-    """Positions 0 .. size-1, each once; shuffled by a counter-based generator with the key (seed, epoch).
+    """Returns the positions 0 .. size-1, each once, shuffled by a counter-based generator with the key (seed, epoch).
 
-    The same on every platform and in every numpy version: sorted are raw words of Philox-4x64, the part of
-    numpy.random that its policy (NEP 19) freezes. ``Generator.permutation`` may change between releases, which
-    would give a resumed run another order in mid-epoch; it takes a quarter of the time (for a million samples on
-    one CPU core 0.03 s against 0.13 s). Ties among 64-bit words keep their order. No global generator is touched.
+    The order is the same on every platform and in every version of NumPy: it sorts raw words of Philox-4x64, the part
+    of numpy.random that its policy (NEP 19) freezes. ``Generator.permutation`` takes a quarter of the time (0.03 s
+    against 0.13 s for a million samples on one CPU core) but may change between releases, and a resumed run would get
+    another order within an epoch. Ties among 64-bit words keep their order. No global generator is used.
     """
     if not shuffle:
         return np.arange(size, dtype=np.int64)

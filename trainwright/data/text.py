@@ -73,7 +73,7 @@ class CharText(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")  # what ends iteration over a sequence
+            raise IndexError(f"sample {index} of {len(self)}")  # ends iteration over a sequence
         start = index % len(self) * self.stride
         window = self._ids[start : start + self.sample_tokens + 1].long()
         return window[:-1], window[1:]
@@ -83,7 +83,7 @@ class CharText(Dataset[tuple[Tensor, Tensor]]):
         starts_B = torch.from_numpy(np.asarray(indices, dtype=np.int64)) * self.stride
         positions_BT = starts_B[:, None] + torch.arange(self.sample_tokens + 1)
         window_BT = self._ids[positions_BT].long()
-        # contiguous, as default_collate's: a view of T+1 columns would make the loss's flatten copy anyway
+        # contiguous, as of default_collate: the flatten of the loss would copy a view of T+1 columns anyway
         return window_BT[:, :-1].contiguous(), window_BT[:, 1:].contiguous()
 
     def encode(self, text: str) -> list[int]:
@@ -99,13 +99,13 @@ class CharText(Dataset[tuple[Tensor, Tensor]]):
         return "".join(self.vocabulary[each] for each in listed)
 
     def references(self) -> dict[str, float]:
-        """Nats per character that simple models reach: the lines that a loss curve is read against.
+        """Returns the nats per character that simple models reach, to compare a loss with.
 
         ``uniform`` is ln V. ``unigram`` is the entropy of the characters of the *whole* text, ``bigram`` the
         entropy of a character given the one before it, both of the empirical distribution (what a table
         fitted to the whole text scores on it). ``unigram_val`` and ``bigram_val`` are what a table counted on
-        the training text (add-one) scores on the validation text: to beat ``bigram_val`` is what a validation
-        loss can honestly be said to do.
+        the training text (add-one) scores on the validation text: a validation loss below ``bigram_val`` is
+        better than a table of pairs.
         """
         train, val = self._all[: self._cut].numpy(), self._all[self._cut :].numpy()
         whole_VV = self._pairs(self._all.numpy())
@@ -189,7 +189,7 @@ def stdlib_source(
 
 
 def _python_files(root: Path) -> list[Path]:
-    """By path; skipped folders are not entered, as site-packages may hold 100,000 files."""
+    """Returns files by path; does not enter skipped folders, as site-packages may hold 100,000 files."""
     found: list[Path] = []
     for folder, inner, files in os.walk(root):
         inner[:] = [name for name in inner if name not in STDLIB_SKIPPED]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -257,10 +257,10 @@ class GPT(nn.Module):
         return self.options.logit_softcap
 
     def init_weights(self) -> None:
-        """Draws every weight anew as GPT-2: normal(0, 0.02), residual projections / sqrt(2 * layers).
+        """Initialises every weight as GPT-2 does: normal(0, 0.02), residual projections / sqrt(2 * layers).
 
-        Also fills the RoPE tables and ties the head again: what a model built on the meta device needs after
-        ``to_empty``, which separates tied weights.
+        Also fills the RoPE tables and ties the head again, which a model built on the meta device needs after
+        ``to_empty``.
         """
         if self.options.tied:
             self.head.weight = self.tokens.weight
@@ -302,7 +302,7 @@ class GPT(nn.Module):
         return cap * torch.tanh(logits_BTV.float() / cap) if cap else logits_BTV
 
 
-def gpt(**options: Any) -> GPT:
+def gpt(**options: object) -> GPT:
     """A GPT of the given options (those of ``GPTConfig``). Raises UsageError for a wrong one."""
     return GPT(configure(GPTConfig, options, of="gpt"))
 
@@ -318,8 +318,8 @@ GPT2_SIZES = {  # layers, heads, d_model; https://github.com/openai/gpt-2
 }
 
 
-def gpt2(size: str = "124M", **options: Any) -> GPT:
-    """GPT-2 as published (vocabulary 50257, 1024 positions), with new weights; ``options`` override."""
+def gpt2(size: str = "124M", **options: object) -> GPT:
+    """Returns GPT-2 as published (vocabulary 50257, 1024 positions) with new weights; ``options`` override."""
     require_choice("size", size, GPT2_SIZES)
     layers, heads, d_model = GPT2_SIZES[size]
     shape = {"layers": layers, "heads": heads, "d_model": d_model}
@@ -328,7 +328,7 @@ def gpt2(size: str = "124M", **options: Any) -> GPT:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """eval() inside; afterwards each module has its own mode back, frozen ones included."""
+    """Sets eval mode inside the context and restores the mode of each module after it."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

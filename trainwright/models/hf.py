@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -12,18 +13,18 @@ from trainwright.errors import MissingExtra, UsageError, suggest
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def hf_model(*, architecture: str = "GPT2LMHeadModel", **config: Any) -> nn.Module:
-    """``transformers.<architecture>`` with the given configuration values, e.g. n_layer=2.
+def hf_model(*, architecture: str = "GPT2LMHeadModel", **config: object) -> nn.Module:
+    """Returns ``transformers.<architecture>`` with the given configuration values, such as n_layer=2.
 
-    Its forward returns a ModelOutput: the logits are its attribute ``logits``. Default ids of special tokens
-    that the given ``vocab_size`` does not have are left out. Raises UsageError for an unknown architecture or
+    Its forward returns a ModelOutput, whose attribute ``logits`` holds the logits. Default ids of special tokens that
+    are not below ``vocab_size`` are left out. Raises UsageError for an unknown architecture or
     key, MissingExtra without transformers.
     """
     try:
         import transformers
     except ModuleNotFoundError as error:
         if error.name != "transformers":
-            raise  # transformers is there and broken: its own words say more
+            raise  # transformers is installed and broken: its own message says more
         raise MissingExtra("transformers", extra="hf", needed_for="hf_model") from None
     config_class = getattr(getattr(transformers, architecture, None), "config_class", None)
     if config_class is None:
@@ -35,16 +36,16 @@ def hf_model(*, architecture: str = "GPT2LMHeadModel", **config: Any) -> nn.Modu
     try:
         settings = config_class(**_without_unusable_tokens(config_class, config))
         model: nn.Module = getattr(transformers, architecture)(settings)
-    except Exception as error:  # whatever class it is that transformers refuses a value with: it varies by version
+    except Exception as error:  # the class of the error varies with the version of transformers
         remedy = f"see transformers.{config_class.__name__}"
         raise UsageError(f"{architecture} does not take these values: {error}", remedy=remedy) from error
     if "use_cache" not in config and hasattr(model.config, "use_cache"):
-        model.config.use_cache = False  # keys and values of past tokens: training would keep and never read them
+        model.config.use_cache = False  # training would keep the keys and values of past tokens and never read them
     return model
 
 
-def _require_known(config_class: Any, config: dict[str, Any]) -> None:
-    """transformers stores an unknown key silently: a typo would train the default."""
+def _require_known(config_class: Any, config: Mapping[str, object]) -> None:
+    """Raises UsageError for an unknown key, which transformers would store and ignore."""
     defaults = config_class()
     signature = inspect.signature(config_class.__init__).parameters
     known = {*signature, *defaults.to_dict(), *defaults.attribute_map} - {"self", "kwargs"}
@@ -53,9 +54,9 @@ def _require_known(config_class: Any, config: dict[str, Any]) -> None:
             raise UsageError(f"{config_class.__name__} has no key {name!r}", remedy=suggest(name, sorted(known)))
 
 
-def _without_unusable_tokens(config_class: Any, config: dict[str, Any]) -> dict[str, Any]:
+def _without_unusable_tokens(config_class: Any, config: Mapping[str, object]) -> Mapping[str, object]:
     size = config.get("vocab_size")
-    if size is None:
+    if not isinstance(size, int):
         return config
     defaults = config_class()
     unusable = [name for name in TOKEN_IDS if isinstance(id_ := getattr(defaults, name, None), int) and id_ >= size]

@@ -14,20 +14,19 @@ from trainwright.models.options import require_dropout
 def add_lora(
     model: nn.Module, *, rank: int = 8, alpha: float = 16.0, dropout: float = 0.0, targets: Sequence[str] = ()
 ) -> nn.Module:
-    """Puts adapters into ``model``, freezes all else and returns it: same class, forward and output (B = 0).
+    """Adds adapters to ``model``, freezes all else and returns it; class, forward and output stay the same (B = 0).
 
-    ``targets`` are module names or their ends ("query", "blocks.0.mlp.up"). Without any: every linear layer
-    inside the model's lists of blocks, or, when it has none, every linear layer but the last. The adapters
-    are in place (``peft.inject_adapter_in_model``), not in a wrapper: ``model.blocks`` and the like stay
-    where they are. Their parameters are called ``<target>.lora_A.default.weight`` and
-    ``<target>.lora_B.default.weight``.
+    ``targets`` are module names or their ends ("query", "blocks.0.mlp.up"). The default is every linear layer in the
+    lists of blocks of the model, or, without such a list, every linear layer but the last. The adapters are injected
+    (``peft.inject_adapter_in_model``), so attributes such as ``model.blocks`` stay. Their parameters are called
+    ``<target>.lora_A.default.weight`` and ``<target>.lora_B.default.weight``.
     Raises UsageError when a target matches nothing, MissingExtra without PEFT.
     """
     try:
         import peft
     except ModuleNotFoundError as error:
         if error.name != "peft":
-            raise  # PEFT is there and broken: its own words say more
+            raise  # PEFT is installed and broken: its own message says more
         raise MissingExtra("peft", extra="lora", needed_for="add_lora") from None
     if rank < 1 or alpha <= 0:
         raise UsageError(f"rank={rank} and alpha={alpha} must be positive", remedy="try rank=8, alpha=16")
@@ -35,14 +34,14 @@ def add_lora(
     names = _named(model, targets) if targets else _inside_blocks(model)
     config = peft.LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names, bias="none")
     with warnings.catch_warnings():
-        # transformers' Conv1D keeps its weight transposed; PEFT sees that, does right and warns
+        # the weight of transformers' Conv1D is transposed; PEFT handles that, and warns
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to", category=UserWarning)
         adapted: nn.Module = peft.inject_adapter_in_model(config, model)
     return adapted
 
 
 def merge_lora(model: nn.Module) -> nn.Module:
-    """Adds what ``add_lora`` put in to the weights and takes it out again: the key names are as they were before.
+    """Merges the adapters of ``add_lora`` into the weights and removes them; names are again those of the base model.
 
     Raises UsageError for an adapted weight that another layer shares: it would change there too.
     """
@@ -62,12 +61,12 @@ def merge_lora(model: nn.Module) -> nn.Module:
             layer.merge()
             parent, _, leaf = path.rpartition(".")
             setattr(model.get_submodule(parent), leaf, base)
-    vars(model).pop("peft_config", None)  # or PEFT would warn that the model has adapters
+    vars(model).pop("peft_config", None)  # else PEFT warns that the model has adapters
     return model
 
 
 def _linears(model: nn.Module) -> list[str]:
-    """Names of the layers that multiply by a matrix; Conv1D is what transformers' GPT-2 has."""
+    """Returns the names of the linear layers; those of GPT-2 in transformers are of the class Conv1D."""
     return [
         name
         for name, module in model.named_modules()

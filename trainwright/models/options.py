@@ -1,18 +1,18 @@
-"""Reads keyword options into a frozen config class, so that a typo ends in a sentence, not in a traceback."""
+"""Reads keyword options into a frozen config class; an unknown option is an error with a remedy."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from trainwright.errors import UsageError, suggest
 
 Config = TypeVar("Config")
 
 
-def configure(config_class: type[Config], options: Mapping[str, Any], *, of: str) -> Config:
-    """``config_class(**options)``. Raises UsageError for an unknown or missing option of factory ``of``."""
+def configure(config_class: type[Config], options: Mapping[str, object], *, of: str) -> Config:
+    """Returns ``config_class(**options)``. Raises UsageError for an unknown or missing option of factory ``of``."""
     fields = dataclasses.fields(config_class)  # type: ignore[arg-type]
     names = [field.name for field in fields]
     for name in options:

@@ -1,4 +1,4 @@
-"""What a device can hold and do: public figures from a table, which users extend with a file of their own."""
+"""Memory and speed of devices: public figures from a table, which users extend with a file of their own."""
 
 from __future__ import annotations
 
@@ -15,20 +15,18 @@ from trainwright.recipe.yaml_core import UnreadableError, read
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 CUDA_CONTEXT_BYTES = 600 << 20
-"""What a CUDA process takes before its first tensor: context, kernels, cuBLAS workspace. Grows with the libraries."""
+"""Memory of a CUDA process before its first tensor: context, kernels, cuBLAS workspace. Grows with the libraries."""
 FRAGMENTATION = 0.05
-"""Share of the memory that is left free for what the caching allocator cannot use."""
+"""Share of the memory that is left free, for blocks that the caching allocator cannot use."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """``flops`` per second by precision, ``bandwidth`` and ``host_link`` in bytes/s; ``host_link`` 0: none is needed.
+    """``flops`` per second by precision; ``bandwidth`` and ``host_link`` in bytes/s, ``host_link`` 0: there is none.
 
-    ``host_bandwidth`` is what an update on the host reads and writes a second; ``host_memory_bytes`` are free there,
-    0: not known.
-
-    ``reach_flops`` and ``reach_bandwidth`` are the shares of those figures that well-made kernels reach;
-    ``launch_s`` is the time that the host needs for one operator, which a device cannot be faster than.
+    ``host_bandwidth`` is the rate in bytes/s at which an update on the host reads and writes; ``host_memory_bytes`` is
+    the free memory there, 0: not known. ``reach_flops`` and ``reach_bandwidth`` are the shares of these figures that
+    good kernels reach; ``launch_s`` is the host's time for one operator, the least that an operator takes.
     """
 
     name: str
@@ -46,28 +44,28 @@ class Device:
 
     @property
     def usable_bytes(self) -> int:
-        """What tensors may take: without the context of CUDA and a margin for fragmentation."""
+        """Memory for tensors: without the context of CUDA and a margin for fragmentation."""
         context = CUDA_CONTEXT_BYTES if self.kind == "cuda" else 0
         return max(0, int(self.memory_bytes * (1 - FRAGMENTATION)) - context)
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """Those that it computes in hardware."""
+        """Precisions that it computes in hardware."""
         return tuple(name for name in PRECISIONS if name in self.flops)
 
     @property
     def training_precision(self) -> str:
-        """What ``precision: auto`` means on it: bf16 where it is faster, else fp16, else fp32."""
+        """The precision that ``precision: auto`` selects: bf16 where it is the fastest, else fp16, else fp32."""
         fastest = max(self.flops.values())
         return next(name for name in ("bf16", "fp16", "fp32") if self.flops.get(name, 0.0) >= fastest or name == "fp32")
 
     def with_memory(self, memory_bytes: int) -> Device:
-        """The same with another memory."""
+        """Returns the same device with another memory."""
         return replace(self, memory_bytes=memory_bytes)
 
 
 def find_device(name: str, table: Mapping[str, Device]) -> Device:
-    """Raises UsageError for a name that is not in ``table``. Case, blanks and underscores do not matter."""
+    """Returns the device of that name; case, blanks and underscores do not matter. Raises UsageError if unknown."""
     key = name.strip().lower().replace("_", "-").replace(" ", "-")
     if key not in table:
         raise UsageError(f"no device {name!r} is known", remedy=f"{suggest(key, table)}; or give --devices FILE")
@@ -76,13 +74,13 @@ def find_device(name: str, table: Mapping[str, Device]) -> Device:
 
 @cache
 def known_devices() -> Mapping[str, Device]:
-    """The table in the box, by name."""
+    """Returns the table of this package, by name."""
     text = files("trainwright.plan").joinpath("devices.yaml").read_text(encoding="utf-8")
     return parse_devices(text, "devices.yaml")
 
 
 def load_devices(path: Path) -> Mapping[str, Device]:
-    """The table in the box, and over it that of a file. Raises RecipeError with every problem of the file."""
+    """Returns the table of this package, updated by a file. Raises RecipeError with every problem of the file."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -91,7 +89,7 @@ def load_devices(path: Path) -> Mapping[str, Device]:
 
 
 def parse_devices(text: str, name: str) -> Mapping[str, Device]:
-    """A table from YAML; ``name`` is the file for messages. Raises RecipeError with every problem at once."""
+    """Reads a table from YAML; ``name`` is the file for messages. Raises RecipeError with every problem at once."""
     try:
         document = read(text, name)
     except UnreadableError as error:
@@ -111,10 +109,10 @@ _OPTIONAL = ("source", "kind", *_RATES[1:])
 _REQUIRED = ("memory", "bandwidth", "flops")
 
 
-def _device(name: str, row: Any, where: str, problems: list[Problem]) -> Device | None:
-    """Adds to ``problems`` what is wrong with a row."""
+def _device(name: str, figures: object, where: str, problems: list[Problem]) -> Device | None:
+    """Returns the device of a row, or None after adding to ``problems``."""
     before = len(problems)
-    row = row if isinstance(row, dict) else {}
+    row: dict[str, Any] = figures if isinstance(figures, dict) else {}
 
     def wrong(key: str, rule: str, remedy: str) -> None:
         problems.append(Problem(f"{name}.{key}", rule, got=repr(row.get(key)), remedy=remedy, where=where))
@@ -127,11 +125,10 @@ def _device(name: str, row: Any, where: str, problems: list[Problem]) -> Device 
         if not _positive(row.get(key)):
             wrong(key, "must be a number above 0", "write for example bandwidth: 2e12, in bytes/s")
     flops = row.get("flops")
-    rates = isinstance(flops, dict) and "fp32" in flops and set(flops) <= set(PRECISIONS)
-    if not rates or not all(map(_positive, flops.values())):
-        wrong(
-            "flops", f"must give FLOP/s by precision ({', '.join(PRECISIONS)}), fp32 at least", "flops: {fp32: 20e12}"
-        )
+    flops = flops if isinstance(flops, dict) else {}
+    if not {"fp32"} <= set(flops) <= set(PRECISIONS) or not all(map(_positive, flops.values())):
+        rule = f"must give FLOP/s by precision ({', '.join(PRECISIONS)}), fp32 at least"
+        wrong("flops", rule, "flops: {fp32: 20e12}")
     if row.get("kind", "cuda") not in ("cpu", "cuda"):
         wrong("kind", "must be cpu or cuda", "leave it out for cuda")
     try:
@@ -140,17 +137,17 @@ def _device(name: str, row: Any, where: str, problems: list[Problem]) -> Device 
         wrong("memory", "must be a size", error.remedy)
     if len(problems) > before:
         return None
-    made = Device(
+    device = Device(
         name,
         kind=row.get("kind", "cuda"),
         memory_bytes=memory,
         bandwidth=float(row["bandwidth"]),
-        flops={key: float(value) for key, value in row["flops"].items()},
+        flops={key: float(value) for key, value in flops.items()},
         source=str(row.get("source", where)),
     )
-    options: Any = {key: float(row[key]) for key in numbers if key != "bandwidth"}
-    return replace(made, **options)
+    rates: dict[str, Any] = {key: float(row[key]) for key in numbers if key != "bandwidth"}
+    return replace(device, **rates)
 
 
-def _positive(value: Any) -> bool:
+def _positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")

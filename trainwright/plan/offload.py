@@ -1,4 +1,4 @@
-"""What moving an optimizer's state and update to the host's memory saves and costs. Arithmetic, not traced."""
+"""Savings and costs of optimizer offload, by arithmetic; the offloaded step is not traced."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from trainwright.plan.trace import Trace
 from trainwright.recipe import optimizer_row
 
 HOST_FLOPS = 1e12
-"""What the host computes in an update: some 32 cores as they usually are."""
+"""FLOP/s of the host in an update: a nominal figure for some 32 cores."""
 HOST_SHARE = 0.9
-"""Of the host's free memory that may be taken."""
+"""The share of the host's free memory that may be used."""
 
 
 def why_not_offloaded(use: str, args: Mapping[str, object]) -> str:
@@ -27,9 +27,9 @@ def why_not_offloaded(use: str, args: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True)
 class Offload:
-    """``state_bytes`` leave the device, ``host_bytes`` are taken on the host: state, copies of weights and gradients.
+    """``state_bytes`` leave the device; ``host_bytes`` are used on the host: state, copies of weights and gradients.
 
-    ``link_bytes`` go over the link in a step, half of them down and half up; ``host_s`` is the update's time there.
+    ``link_bytes`` cross the link in a step, half in each direction; ``host_s`` is the time of the update on the host.
     """
 
     state_bytes: int
@@ -40,17 +40,17 @@ class Offload:
 
     @property
     def step_s(self) -> float:
-        """What a step takes more: copies and update follow one another."""
+        """The time that a step takes longer: copies and update run one after the other."""
         return self.link_s + self.host_s
 
     def lacks_room(self, device: Device) -> bool:
-        """Whether the host's free memory is known and too small."""
+        """Returns whether the host's free memory is known and too small."""
         room = device.host_memory_bytes * HOST_SHARE
         return bool(room) and self.host_bytes > room
 
 
 def offload_of(trace: Trace, device: Device) -> Offload | None:
-    """Of an optimizer that was traced on the device; None where there is nothing, or nowhere, to move it to."""
+    """Returns the offload of a traced optimizer; None where it has no state, or the device has no link to a host."""
     state = trace.resident.get("optimizer", 0)
     if not state or not device.host_link:
         return None
@@ -62,7 +62,7 @@ def offload_of(trace: Trace, device: Device) -> Offload | None:
 
 
 def without_optimizer(scaled: Scaled) -> Scaled:
-    """The step as it is on the device when state and update are elsewhere."""
+    """Returns the step on the device when state and update are on the host."""
     return replace(scaled, small=_without(scaled.small), large=_without(scaled.large))
 
 

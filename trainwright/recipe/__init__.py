@@ -1,4 +1,4 @@
-"""What the user asks for: a recipe, checked as a whole before anything runs. No torch in this room."""
+"""The recipe: what a user asks for, validated as a whole before anything runs. No torch in this room."""
 
 from trainwright.recipe.catalog import (
     DATASETS,

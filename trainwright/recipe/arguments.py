@@ -1,8 +1,9 @@
-"""``args:`` of a part: plain values only, so that every recipe can be written down and read back equal."""
+"""The type of ``args:``: plain values only, so that every recipe can be written and read back equal."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator
@@ -17,13 +18,13 @@ _ONLY = "may hold text, numbers, true, false, null, lists and mappings with text
 
 
 class _Copy:
-    """One deep copy of ``args``; collects every problem, with paths relative to ``args``."""
+    """Copies ``args`` and collects every problem, with paths relative to ``args``."""
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
         self.count = 0
 
-    def copy(self, value: Any, path: tuple[str, ...]) -> Any:
+    def copy(self, value: object, path: tuple[str, ...]) -> object:
         self.count += 1
         if self.count > MAX_VALUES:
             return None
@@ -35,43 +36,48 @@ class _Copy:
             return self._encodable(value, path)
         if isinstance(value, (dict, list, tuple)):
             return self._container(value, path)
-        return self._wrong(path, _ONLY, type(value).__name__, "give the name of the thing and look it up in your code")
+        self._wrong(path, _ONLY, type(value).__name__, "give the name of the thing and look it up in your code")
+        return None
 
-    def _container(self, value: dict[Any, Any] | list[Any] | tuple[Any, ...], path: tuple[str, ...]) -> Any:
+    def _container(self, value: Mapping[object, object] | Sequence[object], path: tuple[str, ...]) -> object:
         if len(path) > MAX_DEPTH:
-            return self._wrong(path[:3], f"may nest at most {MAX_DEPTH} levels deep", "", "flatten it")
-        if not isinstance(value, dict):
+            self._wrong(path[:3], f"may nest at most {MAX_DEPTH} levels deep", "", "flatten it")
+            return None
+        if not isinstance(value, Mapping):
             return [self.copy(item, (*path, str(index))) for index, item in enumerate(value)]
-        result = {}
+        result: dict[str, object] = {}
         for key, item in value.items():
             if isinstance(key, str):
-                result[self._encodable(key, path)] = self.copy(item, (*path, key))
+                result[str(self._encodable(key, path))] = self.copy(item, (*path, key))
             else:
                 self._wrong(path, "keys must be text", shown(key), f"put quotes around it: '{shown(key)}'")
         return result
 
-    def _number(self, value: float, path: tuple[str, ...]) -> Any:
+    def _number(self, value: float, path: tuple[str, ...]) -> float | None:
         if isinstance(value, int):
             if abs(value) > LARGEST_INT:
-                return self._wrong(path, "must fit into 64 bits", shown(value), "write it as a float, e.g. 1e30")
+                self._wrong(path, "must fit into 64 bits", shown(value), "write it as a float, e.g. 1e30")
+                return None
             return int(value)
         if math.isnan(value):
-            return self._wrong(path, "must not be NaN", ".nan", "write a number, or null for none")
+            self._wrong(path, "must not be NaN", ".nan", "write a number, or null for none")
+            return None
         return float(value)
 
-    def _encodable(self, text: str, path: tuple[str, ...]) -> Any:
+    def _encodable(self, text: str, path: tuple[str, ...]) -> str | None:
         if readable(text) != text:
-            return self._wrong(path, "must be valid Unicode text", shown(text), "write the character itself")
+            self._wrong(path, "must be valid Unicode text", shown(text), "write the character itself")
+            return None
         return str(text)
 
     def _wrong(self, path: tuple[str, ...], rule: str, got: str, remedy: str) -> None:
         self.problems.append(Problem(readable(".".join(path)), rule, got=got, remedy=remedy))
 
 
-def _plain(value: Any) -> Any:
-    """A deep copy of ``args`` with lists for tuples; raises RecipeError (paths relative to ``args``)."""
+def _plain(value: object) -> object:
+    """Returns a deep copy of ``args`` with lists for tuples. Raises RecipeError (paths relative to ``args``)."""
     if not isinstance(value, dict):
-        return value  # pydantic says it
+        return value  # pydantic reports it
     copying = _Copy()
     result = copying.copy(value, ())
     if copying.count > MAX_VALUES:

@@ -1,4 +1,4 @@
-"""Sizes of memory as people write them: ``24GiB``, ``80GB``, ``500MiB``."""
+"""Sizes of memory: ``24GiB``, ``80GB``, ``500MiB``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PATTERN = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+) ?(" + "|".join(_SIZES) + ")",
 
 
 def parse_bytes(text: str) -> int:
-    """``12GiB`` -> 12 * 2**30; GB is 10**9; case does not matter. Raises UsageError with a remedy."""
+    """Returns bytes: ``12GiB`` is 12 * 2**30, ``12GB`` 12 * 10**9; case does not matter. Raises UsageError."""
     match = _PATTERN.fullmatch(text.strip())
     if match is None:
         number = re.match(r"[0-9]+\.?[0-9]*", text.strip())

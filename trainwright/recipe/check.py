@@ -1,4 +1,4 @@
-"""Pydantic's complaints -> Problems in plain words: all at once, sorted by line, each with a remedy."""
+"""Turns the errors of pydantic into Problems: all at once, sorted by line, each with a remedy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainwright.recipe.source import Source
 from trainwright.recipe.suggest import closest_choice, for_unknown_key
 from trainwright.recipe.yaml_core import core_tag
 
-# Pydantic's error type -> the rule; {names} are filled from the error's context.
+# The rule for each error type of pydantic; {names} are filled from the context of the error.
 _RULES = {
     "missing": "is required",
     "extra_forbidden": "is not a key of a recipe",
@@ -42,14 +42,14 @@ _RULES = {
 
 
 def checked(
-    mapping: Mapping[Any, Any],
+    mapping: Mapping[str, object],
     source: Source,
     earlier: Sequence[Problem] = (),
     unreadable: frozenset[str] = frozenset(),
 ) -> Recipe:
-    """The Recipe that ``mapping`` says.
+    """Returns the Recipe of ``mapping``.
 
-    ``earlier`` are problems found while reading; at paths in ``unreadable`` nothing more is said.
+    ``earlier`` holds the problems found while reading; at paths in ``unreadable`` no further problem is reported.
     Raises RecipeError with every problem.
     """
     try:
@@ -65,7 +65,7 @@ def checked(
 
 
 def problems_of(error: ValidationError, source: Source) -> list[Problem]:
-    """Every problem behind a ValidationError of `Recipe`, in pydantic's order."""
+    """Returns every problem of a ValidationError of `Recipe`, in pydantic's order."""
     problems = []
     for detail in error.errors(include_url=False):
         keys = tuple(readable(key) if isinstance(key, str) else shown(key) for key in detail["loc"] if key != "[key]")
@@ -79,7 +79,7 @@ def problems_of(error: ValidationError, source: Source) -> list[Problem]:
 
 
 def _order(problem: Problem, source: Source) -> tuple[bool, int]:
-    """Problems of the file by line, then those of overrides."""
+    """Sort key: problems of the file by line, then those of overrides."""
     match = re.search(r":([0-9]+)$", problem.where)
     in_file = problem.where == source.name or (match is not None and problem.where.startswith(f"{source.name}:"))
     return not in_file, int(match[1]) if match and in_file else 0
@@ -119,7 +119,7 @@ def _unknown_key_rule(keys: tuple[str, ...]) -> str:
     return f"is not a key of {'.'.join(keys[:-1]) or 'a recipe'}"
 
 
-def _remedy(kind: str, keys: tuple[str, ...], got: Any) -> str:
+def _remedy(kind: str, keys: tuple[str, ...], got: object) -> str:
     field, section = field_at(keys), section_at(keys)
     if keys and is_index(keys[-1]) and section is not None:
         needed = [f"{key}: {_example_value(item)}" for key, item in section.model_fields.items() if item.is_required()]
@@ -129,7 +129,7 @@ def _remedy(kind: str, keys: tuple[str, ...], got: Any) -> str:
     return f"write {_example(field)}"
 
 
-def _for_number(got: Any, field: FieldInfo | None) -> str:
+def _for_number(got: object, field: FieldInfo | None) -> str:
     if isinstance(got, str):
         if core_tag(got.strip()).endswith((":int", ":float")):
             return f"remove the quotes: {got.strip()}"
@@ -141,20 +141,20 @@ def _for_number(got: Any, field: FieldInfo | None) -> str:
     return f"write {_example(field)}"
 
 
-def _for_bool(got: Any, field: FieldInfo | None) -> str:
+def _for_bool(got: object, field: FieldInfo | None) -> str:
     word = str(got).lower() if isinstance(got, (str, int)) and abs(len(str(got))) < 9 else ""
     if word in ("yes", "on", "y", "1", "true"):
         return "write true, without quotes"
     return "write false, without quotes" if word in ("no", "off", "n", "0", "false") else "write true or false"
 
 
-def _for_text(got: Any, field: FieldInfo | None) -> str:
+def _for_text(got: object, field: FieldInfo | None) -> str:
     if isinstance(got, (int, float)):
         return f"put quotes around it: '{shown(got)}'"
     return f"write {_example(field)}"
 
 
-def _for_list(got: Any, field: FieldInfo | None) -> str:
+def _for_list(got: object, field: FieldInfo | None) -> str:
     return (
         f"write [{got}]"
         if isinstance(got, str) and len(got) < 60
@@ -162,11 +162,11 @@ def _for_list(got: Any, field: FieldInfo | None) -> str:
     )
 
 
-def _for_mapping(got: Any, field: FieldInfo | None) -> str:
+def _for_mapping(got: object, field: FieldInfo | None) -> str:
     return "give it keys, or delete the line" if got is None else f"write {_example(field)}"
 
 
-_REMEDIES: dict[str, Callable[[Any, FieldInfo | None], str]] = {
+_REMEDIES: dict[str, Callable[[object, FieldInfo | None], str]] = {
     "int_type": _for_number,
     "int_from_float": _for_number,
     "float_type": _for_number,
@@ -201,8 +201,8 @@ def _example_value(field: FieldInfo | None) -> str:
     return _plain(default) or ("[a, b]" if is_list(field) else "a value")
 
 
-def _plain(value: Any) -> str:
-    """A default as written in YAML; nothing for what is no example."""
+def _plain(value: object) -> str:
+    """Returns a default as written in YAML, or "" where it is no example."""
     if value is None or isinstance(value, (Section, dict, list, tuple)):
         return ""
     return shown(value) if isinstance(value, (bool, int, float)) else str(value)

@@ -1,7 +1,6 @@
-"""Lengths of training as people say them: ``1000steps``, ``2ep``, ``0.1run``, ``90min``, ``5Mtok``.
+"""Durations of training: ``1000steps``, ``2ep``, ``0.1run``, ``90min``, ``5Mtok``.
 
-A `Duration` keeps the unit that was asked for; turning it into steps needs the data and the machine and is
-the plan's work.
+A `Duration` keeps the unit in which it was written; the plan, which knows data and machine, converts it to steps.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import difflib
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
@@ -74,7 +73,7 @@ class Duration:
 
     @classmethod
     def parse(cls, text: str, *, allow_zero: bool = False) -> Duration:
-        """Read ``1000steps`` and the like; raises UsageError with a remedy."""
+        """Parses ``1000steps`` and the like. Raises UsageError with a remedy."""
         number, spelling = _number_and_unit(text)
         unit, factor = SPELLINGS[spelling]
         duration = cls(_scaled(number, factor), unit)
@@ -87,7 +86,7 @@ class Duration:
         return f"{int(self.value) if whole else self.value!r}{self.unit}"
 
     @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         return DurationField().__get_pydantic_core_schema__(source, handler)
 
     @classmethod
@@ -97,11 +96,11 @@ class Duration:
 
 @dataclass(frozen=True)
 class DurationField:
-    """How pydantic reads a Duration; as annotation with ``allow_zero`` it also accepts ``0steps``."""
+    """Tells pydantic how to read a Duration; with ``allow_zero`` also ``0steps``."""
 
     allow_zero: bool = False
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(
             self.read,
             serialization=core_schema.plain_serializer_function_ser_schema(str),
@@ -111,7 +110,7 @@ class DurationField:
         return {"type": "string", "pattern": PATTERN, "examples": EXAMPLES.split(", ")}
 
     def read(self, value: object) -> Duration:
-        """A Duration from what stands in a recipe; raises UsageError (a ValueError, as pydantic wants)."""
+        """Returns the Duration of a value in a recipe. Raises UsageError, which is a ValueError as pydantic needs."""
         if isinstance(value, Duration):
             if value.value == 0 and not self.allow_zero:
                 raise _wrong("a duration must be more than 0")
@@ -149,7 +148,7 @@ def _without_unit(number: str) -> UsageError:
 
 def _scaled(number: str, factor: float) -> float:
     value = float(number) * factor
-    # 1.1ktok is 1100.0000000000002 in binary: a written decimal that is whole must come out whole.
+    # 1.1ktok is 1100.0000000000002 in binary, and must give 1100
     return float(round(value)) if abs(value) < _LARGEST and math.isclose(value, round(value), rel_tol=1e-14) else value
 
 

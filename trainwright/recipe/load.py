@@ -1,4 +1,4 @@
-"""A recipe from a file or a mapping, with overrides; and back to YAML."""
+"""Reads a recipe from a file or a mapping, with overrides, and writes it as YAML."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trainwright.errors import Problem, RecipeError
 from trainwright.recipe.check import checked
@@ -23,15 +22,15 @@ _SUFFIXES = (".yaml", ".yml")
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checked recipe, and where each of its values was written."""
+    """A validated recipe, and where each of its values was written."""
 
     recipe: Recipe
     source: Source
 
 
 def load(path: str | Path, *, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Loaded:
-    """The recipe in a YAML file. A value in ``overrides`` (``path=value``) wins over one in the environment
-    (``TRAINWRIGHT_PATH=value``), and that over the file.
+    """Reads the recipe in a YAML file. A value in ``overrides`` (``path=value``) replaces one in the environment
+    (``TRAINWRIGHT_PATH=value``), and that one in the file.
 
     ``environ`` is `os.environ` unless given. Raises RecipeError with every problem at once.
     """
@@ -48,12 +47,12 @@ def load(path: str | Path, *, overrides: Sequence[str] = (), environ: Mapping[st
     return _loaded(document, overrides, os.environ if environ is None else environ)
 
 
-def from_mapping(mapping: Mapping[str, Any], *, overrides: Sequence[Setting] = (), name: str = "<python>") -> Loaded:
-    """The recipe in a mapping, which is left as it is; ``name`` stands where a file would in messages.
+def from_mapping(mapping: Mapping[str, object], *, overrides: Sequence[Setting] = (), name: str = "<python>") -> Loaded:
+    """Reads the recipe in a mapping, which is not changed; messages show ``name`` in place of a file.
 
-    An override is ``path=value`` in YAML, or a pair of path and value, the later over the earlier.
+    An override is ``path=value`` in YAML, or a pair of path and value; a later one replaces an earlier one.
 
-    Raises RecipeError with every problem at once. The environment is not looked at.
+    Raises RecipeError with every problem at once. The environment is not read.
     """
     if not isinstance(mapping, Mapping):
         raise _cannot_read(name, "must be a mapping of keys to values", "pass a dict", shown(mapping))
@@ -61,14 +60,14 @@ def from_mapping(mapping: Mapping[str, Any], *, overrides: Sequence[Setting] = (
 
 
 def dump(recipe: Recipe) -> str:
-    """YAML of the whole recipe, defaults included, that `load` reads back equal."""
+    """Returns the whole recipe as YAML, defaults included, which `load` reads back equal."""
     return write(recipe.model_dump())
 
 
 def _loaded(document: Document, overrides: Sequence[Setting], environ: Mapping[str, str]) -> Loaded:
-    wanted = from_environment(environ, document.problems) + from_settings(overrides, document.problems)
-    apply(document, wanted)
+    apply(document, from_environment(environ, document.problems) + from_settings(overrides, document.problems))
     source = Source(document.name, document.places)
+    assert isinstance(document.value, dict)
     recipe = checked(document.value, source, document.problems, frozenset(document.unreadable))
     return Loaded(recipe, source)
 

@@ -1,8 +1,8 @@
-"""What a recipe may say of the micro-batch: a number of samples, or ``auto``, which leaves it to the plan."""
+"""The type of ``batch.micro``: a number of samples, or ``auto``, which leaves it to the plan."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import PlainValidator, WithJsonSchema
 
@@ -10,7 +10,7 @@ from trainwright.errors import UsageError
 from trainwright.recipe.showing import LARGEST_INT
 
 
-def _checked(value: Any) -> Any:
+def _checked(value: object) -> object:
     if value is None or value == "auto" or (type(value) is int and 0 < value <= LARGEST_INT):
         return value
     raise UsageError("must be a whole number above 0, or auto", remedy="write for example 8, or auto")

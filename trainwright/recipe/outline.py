@@ -1,9 +1,9 @@
-"""What the schema allows at a dotted path, for "did you mean" and for overrides."""
+"""Looks up what the schema allows at a dotted path, for "did you mean" and for overrides."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, get_args, get_origin
+from typing import Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -12,7 +12,7 @@ from trainwright.recipe.section import Section
 
 
 def section_at(keys: Sequence[str]) -> type[Section] | None:
-    """The section that holds keys at this path, or None where values stand."""
+    """Returns the section at this path, or None where the path is that of a value."""
     if not keys:
         return Recipe
     field = field_at(keys)
@@ -20,7 +20,7 @@ def section_at(keys: Sequence[str]) -> type[Section] | None:
 
 
 def field_at(keys: Sequence[str]) -> FieldInfo | None:
-    """The field at this path; the index of a list counts as the list itself."""
+    """Returns the field at this path; the index of a list counts as the list itself."""
     section: type[Section] | None = Recipe
     field: FieldInfo | None = None
     for key in keys:
@@ -32,22 +32,22 @@ def field_at(keys: Sequence[str]) -> FieldInfo | None:
 
 
 def is_list(field: FieldInfo) -> bool:
-    """Whether the field holds a list."""
+    """Returns whether the field holds a list."""
     return get_origin(field.annotation) is tuple
 
 
 def is_index(key: str) -> bool:
-    """Whether ``key`` can be an index into a list."""
+    """Returns whether ``key`` can be an index into a list."""
     return key.isascii() and key.isdecimal() and len(key) <= 6
 
 
-def choices(field: FieldInfo) -> tuple[Any, ...]:
-    """The values of a field that has a closed list of them."""
+def choices(field: FieldInfo) -> tuple[object, ...]:
+    """Returns the values of a field that has a closed list of them."""
     return tuple(_literals(field.annotation))
 
 
 def keys_named(key: str) -> list[str]:
-    """Every place in the schema with this key, the nearest to the top first."""
+    """Returns every path in the schema that ends in this key, the nearest to the top first."""
     return sorted((path for path in _paths(Recipe, "") if path.split(".")[-1] == key), key=lambda path: path.count("."))
 
 
@@ -55,17 +55,17 @@ def _paths(section: type[Section], above: str) -> Iterator[str]:
     for key, field in section.model_fields.items():
         yield above + key
         inner = _section_in(field.annotation)
-        if inner and not is_list(field):  # one cannot be sent into an item of a list
+        if inner and not is_list(field):  # a remedy cannot name an item of a list
             yield from _paths(inner, f"{above}{key}.")
 
 
-def _section_in(annotation: Any) -> type[Section] | None:
+def _section_in(annotation: object) -> type[Section] | None:
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     return next((found for part in get_args(annotation) if (found := _section_in(part))), None)
 
 
-def _literals(annotation: Any) -> Iterator[Any]:
+def _literals(annotation: object) -> Iterator[object]:
     if get_origin(annotation) is Literal:
         yield from get_args(annotation)
     else:

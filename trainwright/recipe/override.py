@@ -1,10 +1,9 @@
-"""``--set a.b=value`` and ``TRAINWRIGHT_A__B=value``: single values that replace those of the file."""
+"""``--set a.b=value`` and ``TRAINWRIGHT_A__B=value``: single values that replace those of a recipe."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from pydantic import BaseModel
 
@@ -18,23 +17,23 @@ from trainwright.recipe.yaml_core import Document, UnreadableError, read
 ENV_PREFIX = "TRAINWRIGHT_"
 RESERVED_ENV = frozenset({"GRACE_S", "HOME"})  # ours, and not keys of a recipe
 
-_Container = dict[Any, Any] | list[Any]
+_Container = dict[str, object] | list[object]
 
-Setting = str | tuple[str, Any]
+Setting = str | tuple[str, object]
 """``path=value`` with the value in YAML, or the path and the value itself."""
 
 
 @dataclass(frozen=True)
 class Override:
-    """``value`` goes to the path ``keys``; ``where`` says who asked for it."""
+    """Sets the value at the path ``keys``; ``where`` names the option or variable that it comes from."""
 
     keys: tuple[str, ...]
-    value: Any
+    value: object
     where: str
 
 
 def from_environment(environ: Mapping[str, str], problems: list[Problem]) -> list[Override]:
-    """One override per variable, in the order of the names; problems are added to ``problems``."""
+    """Returns one override per variable, in the order of their names; adds to ``problems``."""
     found = []
     for name in sorted(environ):
         rest = name.removeprefix(ENV_PREFIX)
@@ -46,7 +45,7 @@ def from_environment(environ: Mapping[str, str], problems: list[Problem]) -> lis
 
 
 def from_settings(settings: Iterable[Setting], problems: list[Problem]) -> list[Override]:
-    """One override per setting, in the order given; problems are added to ``problems``."""
+    """Returns one override per setting, in their order; adds to ``problems``."""
     found = []
     for setting in settings:
         if not isinstance(setting, str):
@@ -79,8 +78,8 @@ def _override(path: str, text: str, where: str, problems: list[Problem]) -> Over
     return Override(keys, document.value, where) if not document.problems else None
 
 
-def _direct(path: object, value: Any, problems: list[Problem]) -> Override | None:
-    """An override from Python, whose value is taken as it is."""
+def _direct(path: object, value: object, problems: list[Problem]) -> Override | None:
+    """Returns an override from Python, whose value is not parsed."""
     where = f"setting {readable(str(path))}"
     keys = _keys(path, where, problems)
     return None if keys is None else Override(keys, value, where)
@@ -96,13 +95,14 @@ def _keys(path: object, where: str, problems: list[Problem]) -> tuple[str, ...] 
 
 
 def apply(document: Document, overrides: Iterable[Override]) -> None:
-    """Put the overrides into the document, later ones over earlier ones; copies what it changes."""
+    """Applies the overrides to the document, in their order; copies the containers that it changes."""
     for override in overrides:
         _put(document, override)
 
 
 def _put(document: Document, override: Override) -> None:
-    """Walk to the parent of the path, making what is missing on the way, and set the value there."""
+    """Walks to the parent of the path, creates missing sections on the way, and sets the value there."""
+    assert isinstance(document.value, Mapping)
     here: _Container = dict(document.value)
     document.value = here
     for depth, key in enumerate(override.keys):
@@ -127,7 +127,7 @@ def _put(document: Document, override: Override) -> None:
 
 
 def _forget(document: Document, path: str) -> None:
-    """What was written at a path that is now replaced is of no interest any more, its faults included."""
+    """Removes places and faults of a value that an override replaces."""
     document.unreadable = {known for known in document.unreadable if not _under(known, path)}
     document.places = {known: place for known, place in document.places.items() if not _under(known, path)}
 
@@ -136,8 +136,8 @@ def _under(known: str, path: str) -> bool:
     return known == path or known.startswith(path + ".")
 
 
-def _container(value: Any, path: tuple[str, ...], next_key: str = "") -> _Container | None:
-    """A copy of what stands at ``path`` that can take a key, or None if it is a plain value."""
+def _container(value: object, path: tuple[str, ...], next_key: str = "") -> _Container | None:
+    """Returns a copy of the value at ``path`` that can take a key, or None for a scalar."""
     if isinstance(value, BaseModel):
         value = dict(value)
     if isinstance(value, Mapping):
@@ -160,28 +160,28 @@ def _new_container(path: tuple[str, ...], next_key: str) -> _Container:
 
 
 def _slot(here: _Container, key: str) -> str | int | None:
-    """The key or index to set; the index after the last one appends."""
+    """Returns the key or index to set; the index after the last one appends."""
     if isinstance(here, dict):
         return key
     return int(key) if is_index(key) and int(key) <= len(here) else None
 
 
-def _get(here: _Container, slot: str | int) -> Any:
+def _get(here: _Container, slot: str | int) -> object:
     if isinstance(here, dict):
-        return here.get(slot)
+        return here.get(str(slot))
     return here[int(slot)] if int(slot) < len(here) else None
 
 
-def _set(here: _Container, slot: str | int, value: Any) -> None:
+def _set(here: _Container, slot: str | int, value: object) -> None:
     if isinstance(here, dict):
-        here[slot] = value
+        here[str(slot)] = value
     elif int(slot) == len(here):
         here.append(value)
     else:
         here[int(slot)] = value
 
 
-def _no_place(override: Override, path: tuple[str, ...], here: Any) -> Problem:
+def _no_place(override: Override, path: tuple[str, ...], here: object) -> Problem:
     parent = ".".join(path[:-1])
     if isinstance(here, list):
         rule = f"{parent} is a list of {len(here)}: its items are {parent}.0, {parent}.1, ..."

@@ -1,13 +1,13 @@
-"""What a recipe may say: frozen values with a description of each, for people and for editors.
+"""The schema of a recipe: frozen values with a description of each, for people and for editors.
 
-No derived numbers here: what follows from a recipe by arithmetic belongs to the plan. Rules that concern
-several keys raise a RecipeError with paths relative to their section; `check` makes them absolute.
+No derived numbers: what follows from a recipe by arithmetic belongs to the plan. Rules that concern several keys raise
+a RecipeError with paths relative to their section; `check` makes them absolute.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
@@ -42,8 +42,8 @@ class Model(Part):
     freeze: Texts = Field(default=(), description="Glob patterns of parameter names that are not trained.")
     activation_checkpointing: Annotated[str, ActivationCheckpointing()] = Field(
         default="none",
-        description="What backward computes again instead of keeping it: nothing, each block, what is cheap "
-        "(selective), what the plan chooses (auto), or what keeps the peak of a step below so much memory (12GiB).",
+        description="Compute activations again in backward instead of keeping them: none, of each block, of cheap "
+        "operators (selective), as the plan chooses (auto), or so that a step peaks below a size (12GiB).",
         examples=["block"],
     )
     compile: bool = Field(default=False, description="Compile the model with torch.compile.")
@@ -112,9 +112,10 @@ class Batch(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _default_size(cls, value: Any) -> Any:
-        given = isinstance(value, dict) and any(value.get(key) not in (None, "auto") for key in cls.model_fields)
-        return {**value, "size": DEFAULT_BATCH_SIZE} if isinstance(value, dict) and not given else value
+    def _default_size(cls, value: object) -> object:
+        if not isinstance(value, dict) or any(value.get(key) not in (None, "auto") for key in cls.model_fields):
+            return value
+        return {**value, "size": DEFAULT_BATCH_SIZE}
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Batch:
@@ -207,7 +208,7 @@ class Optimizer(Part):
 
     @field_validator("args")
     @classmethod
-    def _no_key_twice(cls, args: dict[str, Any]) -> dict[str, Any]:
+    def _no_key_twice(cls, args: dict[str, object]) -> dict[str, object]:
         twice = [key for key in ("lr", "weight_decay") if key in args]
         if twice:
             rule = "is a key of optimizer and must not be repeated in its args"
@@ -318,7 +319,7 @@ NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,99}$"
 
 
 class Recipe(Section):
-    """Everything that a run is asked for."""
+    """Everything that a user asks of a run."""
 
     name: Annotated[str, AfterValidator(_folder_name)] = Field(
         default="run",

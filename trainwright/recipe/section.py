@@ -1,8 +1,8 @@
-"""What every section of a recipe is: a frozen value without unknown keys; and the field types that several share."""
+"""The base of every section of a recipe, and the types of fields that several sections share."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
@@ -34,7 +34,7 @@ class Part(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _bare_name(cls, value: Any) -> Any:
+    def _bare_name(cls, value: object) -> object:
         return {"use": value} if isinstance(value, str) else value
 
     @classmethod

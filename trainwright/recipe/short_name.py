@@ -19,9 +19,9 @@ _DOTTED = "package.module:callable"
 
 @dataclass(frozen=True, eq=False)
 class ShortName:
-    """Annotates a ``str``. ``kind`` is for messages, ``names`` are the names, read at each check.
+    """Annotates a ``str`` that is one of ``names``, which are read at each check. ``kind`` is for messages.
 
-    ``own``: whether a callable of the user's own may be named instead.
+    ``own``: whether ``package.module:callable`` may be named instead.
     """
 
     kind: str
@@ -41,7 +41,7 @@ class ShortName:
         return {"anyOf": [listed, reference]} if self.names else reference
 
     def checked(self, text: str) -> str:
-        """``text`` if it is one of the names or a reference; raises UsageError with a remedy."""
+        """Returns ``text`` if it is one of the names or a reference. Raises UsageError with a remedy."""
         if text in self.names or (self.own and is_reference(text)):
             return text
         raise UsageError(f"must be {self._rule()}", remedy=self._remedy(text))
@@ -67,7 +67,7 @@ class ShortName:
 
 
 def is_reference(text: str) -> bool:
-    """Whether ``text`` has the form ``package.module:callable`` (``Class.method`` counts as a callable)."""
+    """Returns whether ``text`` has the form ``package.module:callable`` (``Class.method`` counts as a callable)."""
     module, colon, name = text.partition(":")
     dotted = [*module.split("."), *name.split(".")]
     return bool(colon) and not module.endswith(".py") and all(part.isidentifier() for part in dotted)

@@ -1,4 +1,4 @@
-"""How a value is shown in a problem: as one writes it in YAML, on one line, cut short, never failing."""
+"""Formats a value for a message: as YAML writes it, on one line, cut short. Never raises."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _LONGEST = 60
 
 
 def readable(text: str) -> str:
-    """``text`` with whatever cannot be printed (lone surrogates from a broken environment) escaped."""
+    """Returns ``text`` with what cannot be encoded (lone surrogates of a broken environment) escaped."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def shown(value: object) -> str:
-    """``value`` for the "got" of a problem."""
+    """Returns ``value`` for the "got" of a problem."""
     if value is None:
         return "nothing (null)"
     if isinstance(value, bool):

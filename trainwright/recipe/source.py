@@ -10,7 +10,7 @@ from trainwright.errors import Problem, RecipeError
 
 
 class Place(NamedTuple):
-    """``name`` is a file or an override; ``line`` counts from 1, 0 where there are no lines."""
+    """``name`` is a file or an override; ``line`` counts from 1, and is 0 for an override."""
 
     name: str
     line: int = 0
@@ -21,22 +21,22 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """Places by dotted path; a path that was not written is answered by its nearest parent."""
+    """Places by dotted path; a path that was not written has the place of its nearest parent."""
 
     name: str
     places: Mapping[str, Place] = field(default_factory=dict)
 
     def place(self, path: str) -> Place:
-        """The Place of a dotted path; the empty path is the whole recipe."""
+        """Returns the Place of a dotted path; the empty path is the whole recipe."""
         while path and path not in self.places:
             path = path.rpartition(".")[0]
         return self.places.get(path, Place(self.name))
 
     def where(self, path: str) -> str:
-        """``gpt.yaml:12`` for a dotted path."""
+        """Returns the place of a dotted path as text: ``gpt.yaml:12``."""
         return str(self.place(path))
 
 
 def problem(source: Source, path: str, rule: str, got: str = "", remedy: str = "") -> RecipeError:
-    """A RecipeError with one problem, for rooms that find it only later (a file that is not there, say)."""
+    """Returns a RecipeError with one problem, for rooms that find it only later (a file that is missing, say)."""
     return RecipeError(Problem(path, rule, got=got, remedy=remedy, where=source.where(path)))

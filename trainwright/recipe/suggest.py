@@ -1,16 +1,15 @@
-""" "Did you mean": from what was written to what the schema knows."""
+""" "Did you mean": finds the key or value of the schema that is nearest to what was written."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from typing import Any
 
 from trainwright.recipe.outline import keys_named, section_at
 from trainwright.recipe.section import Part
 from trainwright.recipe.showing import shown
 
-# Names that other training systems give to what a recipe has.
+# Keys of other training systems, and the path of the same setting here.
 _FAMILIAR = {
     "learning_rate": "optimizer.lr",
     "betas": "optimizer.args.betas",
@@ -54,7 +53,7 @@ _FAMILIAR_VALUES = {
 
 
 def for_unknown_key(keys: tuple[str, ...]) -> str:
-    """The remedy for a key that its section does not have: where it belongs, or what was meant."""
+    """Returns the remedy for a key that its section lacks: the section that has it, or the nearest key."""
     *above, key = keys
     section = section_at(above)
     allowed = list(section.model_fields) if section else []
@@ -71,7 +70,7 @@ def for_unknown_key(keys: tuple[str, ...]) -> str:
 
 
 def _for_key_of_part(key: str, here: str, allowed: list[str], elsewhere: list[str]) -> str:
-    """A part also takes arguments, which are the likeliest unknown keys."""
+    """For a part an unknown key is most likely one of its arguments."""
     close = _closest(key, allowed)
     if close:
         return f"did you mean {_join(here, close)}?"
@@ -81,8 +80,8 @@ def _for_key_of_part(key: str, here: str, allowed: list[str], elsewhere: list[st
     return f"{argument}; a recipe also has {_either(places)}" if places else argument
 
 
-def closest_choice(got: Any, allowed: Sequence[Any]) -> str:
-    """The remedy for a value that is not in a closed list."""
+def closest_choice(got: object, allowed: Sequence[object]) -> str:
+    """Returns the remedy for a value that is not in a closed list."""
     word = shown(got).strip("'").lower() if isinstance(got, (str, int)) else ""
     names = [value for value in allowed if isinstance(value, str)]
     familiar = _FAMILIAR_VALUES.get(word)
@@ -95,7 +94,7 @@ def closest_choice(got: Any, allowed: Sequence[Any]) -> str:
 
 
 def _closest(word: str, names: Sequence[str]) -> str:
-    # get_close_matches takes quadratic time: nobody means a word of 100 letters.
+    # get_close_matches takes quadratic time, and no name has 100 letters
     return next(iter(difflib.get_close_matches(word[:100], names, n=1, cutoff=0.6)), "")
 
 

@@ -1,14 +1,13 @@
-"""YAML text -> plain values with the line of each, and back.
+"""Reads YAML text as plain values with the line of each, and writes it.
 
 PyYAML reads YAML 1.1, where ``1e-3`` is a string, ``no`` is false, ``010`` is eight and ``12:30`` is 750.
-Only its parser is used here; scalars follow the YAML 1.2 core schema (https://yaml.org/spec/1.2.2/#103-core-schema).
+Only its parser is used here. Scalars follow the YAML 1.2 core schema (https://yaml.org/spec/1.2.2/#103-core-schema).
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
 
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
@@ -51,17 +50,17 @@ _REMEDIES = (
 
 @dataclass
 class Document:
-    """What a YAML text holds. ``unreadable`` are paths that have a problem here already."""
+    """The content of a YAML text. ``unreadable`` holds the paths whose value could not be read."""
 
     name: str
-    value: Any = None
+    value: object = None
     places: dict[str, Place] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     unreadable: set[str] = field(default_factory=set)
 
 
 class UnreadableError(Exception):
-    """The text as a whole cannot be read; carries the Problem."""
+    """The text as a whole cannot be read, for the reason in ``problem``."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(str(problem))
@@ -69,7 +68,7 @@ class UnreadableError(Exception):
 
 
 def core_tag(text: str) -> str:
-    """The tag that YAML 1.2 gives to a plain scalar."""
+    """Returns the tag that YAML 1.2 gives to a plain scalar."""
     for name, pattern in _CORE:
         if pattern.fullmatch(text):
             return _TAG + name
@@ -82,8 +81,8 @@ class _Loader(yaml.SafeLoader):
         self.document_name = name
         self.count = self.depth = 0
 
-    def compose_node(self, parent: Node | None, index: Any) -> Node | None:
-        """Both limits hold while parsing, before PyYAML spends a minute or the stack on a hostile text."""
+    def compose_node(self, parent: Node | None, index: int) -> Node | None:
+        """Checks both limits while parsing: a hostile text could take minutes, or the whole stack."""
         self.count += 1
         self.depth += 1
         if self.count > MAX_NODES:
@@ -94,32 +93,32 @@ class _Loader(yaml.SafeLoader):
         self.depth -= 1
         return node
 
-    def resolve(self, kind: type[Node], value: str | None, implicit: Any) -> Any:
+    def resolve(self, kind: type[Node], value: str | None, implicit: tuple[bool, bool]) -> str:
         if kind is ScalarNode and implicit[0]:
             return core_tag(value or "")
         return _TAG + {ScalarNode: "str", SequenceNode: "seq", MappingNode: "map"}[kind]
 
 
 class _Dumper(yaml.SafeDumper):
-    def resolve(self, kind: type[Node], value: str | None, implicit: Any) -> Any:
-        # What either version of YAML takes for something else than text gets quotes.
+    def resolve(self, kind: type[Node], value: str | None, implicit: tuple[bool, bool]) -> str:
+        # Text that one of the versions of YAML reads as something else gets quotes.
         tag = core_tag(value or "") if kind is ScalarNode and implicit[0] else _TAG + "str"
-        return tag if tag != _TAG + "str" else super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
+        return tag if tag != _TAG + "str" else str(super().resolve(kind, value, implicit))  # type: ignore[no-untyped-call]
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         return True
 
 
-def write(value: Any) -> str:
-    """Block-style YAML that `read` reads back equal, in any reader of YAML 1.1 or 1.2."""
+def write(value: object) -> str:
+    """Returns block-style YAML that `read`, and any reader of YAML 1.1 or 1.2, reads back equal."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
 def read(text: str, name: str) -> Document:
-    """Parse one document. ``name`` is the file for messages.
+    """Parses one document; ``name`` is the file for messages.
 
-    Raises UnreadableError when there is nothing to go on with; smaller faults (a duplicate key, a custom tag)
-    are collected in ``Document.problems``.
+    Raises UnreadableError for text that is not YAML; smaller faults (a duplicate key, a custom tag) are collected in
+    ``Document.problems``.
     """
     try:
         node = _compose(text, name)
@@ -156,23 +155,23 @@ def _too_deep(where: str) -> Problem:
 def _syntax_problem(error: Exception, name: str, text: str) -> Problem:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     line = mark.line + 1 if mark else text.count("\n", 0, getattr(error, "position", 0)) + 1
-    said = str(getattr(error, "problem", None) or getattr(error, "reason", None) or error)
+    message = str(getattr(error, "problem", None) or getattr(error, "reason", None) or error)
     context = str(getattr(error, "context", None) or "")
     got = text.splitlines()[line - 1].strip() if 0 < line <= len(text.splitlines()) else ""
-    fitting = [remedy for piece, remedy in _REMEDIES if re.search(piece, said) or re.search(piece, context)]
+    fitting = [remedy for piece, remedy in _REMEDIES if re.search(piece, message) or re.search(piece, context)]
     remedy = fitting[0] if fitting else "check how this line and the one above it are written"
-    rule = f"is not YAML: {', '.join(part for part in (context, said) if part)}"
+    rule = f"is not YAML: {', '.join(part for part in (context, message) if part)}"
     return Problem("", readable(rule), got=shown(got), remedy=remedy, where=str(Place(name, line)))
 
 
 class _Values:
-    """Nodes -> plain values, one walk; every alias is expanded into values of its own."""
+    """Turns nodes into plain values in one walk; every alias is expanded into values of its own."""
 
     def __init__(self, document: Document) -> None:
         self.document = document
         self.count = 0
 
-    def value(self, node: Node, path: str, depth: int) -> Any:
+    def value(self, node: Node, path: str, depth: int) -> object:
         self.count += 1
         if self.count > MAX_NODES:
             raise UnreadableError(_too_many(path, self._where(node)))
@@ -187,7 +186,7 @@ class _Values:
             return self._sequence(node, path, depth)
         return self._scalar(node, path)
 
-    def _sequence(self, node: SequenceNode, path: str, depth: int) -> list[Any]:
+    def _sequence(self, node: SequenceNode, path: str, depth: int) -> list[object]:
         values = []
         for index, item in enumerate(node.value):
             here = _join(path, str(index))
@@ -195,7 +194,7 @@ class _Values:
             values.append(self.value(item, here, depth + 1))
         return values
 
-    def _mapping(self, node: MappingNode, path: str, depth: int) -> dict[str, Any]:
+    def _mapping(self, node: MappingNode, path: str, depth: int) -> dict[str, object]:
         values = self._merged(node, path, depth)
         first_lines: dict[str, int] = {}
         for key_node, value_node in node.value:
@@ -211,11 +210,11 @@ class _Values:
             values[key] = self.value(value_node, here, depth + 1)
         return values
 
-    def _merged(self, node: MappingNode, path: str, depth: int) -> dict[str, Any]:
-        """``<<: *base`` or ``<<: [*a, *b]``: the earlier mapping wins, and keys of one's own over both."""
+    def _merged(self, node: MappingNode, path: str, depth: int) -> dict[str, object]:
+        """Returns the keys of ``<<: *base`` or ``<<: [*a, *b]``; the earlier mapping wins, and own keys over both."""
         merged = [value_node for key_node, value_node in node.value if key_node.tag == _TAG + "merge"]
         bases = [base for item in merged for base in (item.value if isinstance(item, SequenceNode) else [item])]
-        values: dict[str, Any] = {}
+        values: dict[str, object] = {}
         for base in reversed(bases):
             value = self.value(base, path, depth + 1)
             if isinstance(value, dict):
@@ -235,7 +234,7 @@ class _Values:
         self._problem(node, path, "a key must be text, not a list or a mapping", "", "write a plain word as key")
         return f"<line {_line(node)}>"
 
-    def _scalar(self, node: Node, path: str) -> Any:
+    def _scalar(self, node: Node, path: str) -> object:
         tag, text = node.tag.removeprefix(_TAG), str(node.value)
         if tag not in ("null", "bool", "int", "float"):
             if readable(text) != text:
@@ -246,7 +245,9 @@ class _Values:
             return text
         if tag == "int":
             return self._int(node, path, text)
-        return {"null": lambda _: None, "bool": _bool, "float": _float}[tag](text)
+        if tag == "null":
+            return None
+        return _bool(text) if tag == "bool" else _float(text)
 
     def _int(self, node: Node, path: str, text: str) -> int:
         base = {"0o": 8, "0x": 16}.get(text[:2], 10)

@@ -1,4 +1,4 @@
-"""Optimizers: parameter groups, torch's own where they do, and three that torch lacks or does not batch."""
+"""Optimizers: parameter groups, those of torch, three of our own, and optimizer offload."""
 
 from __future__ import annotations
 

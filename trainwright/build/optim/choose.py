@@ -1,17 +1,17 @@
-"""The optimizer by its name: torch's where torch has it, with the implementation that measured fastest."""
+"""Makes an optimizer by its name, with the implementation that was fastest when measured."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
-from trainwright.build.optim.groups import GroupRule, GroupSettings, param_groups
+from trainwright.build.optim.groups import Group, GroupRule, GroupSettings, param_groups
 from trainwright.build.optim.offload import offloaded
 from trainwright.build.resolve import imported
 from trainwright.errors import UsageError, require_choice, suggest
@@ -31,12 +31,12 @@ def make_optimizer(
     weight_decay: float = 0.0,
     decay_norms_and_biases: bool = False,
     rules: Sequence[GroupRule] = (),
-    args: Mapping[str, Any] | None = None,
+    args: Mapping[str, object] | None = None,
     offload: bool = False,
 ) -> Optimizer:
-    """The optimizer ``name`` over ``param_groups(model, ...)``; ``args`` are its further arguments.
+    """Returns the optimizer ``name`` over ``param_groups(model, ...)``; ``args`` are its further arguments.
 
-    sgd has momentum 0.9 unless told. muon takes also ``adamw_lr`` (3e-4; ``lr`` itself with
+    sgd has momentum 0.9 by default. muon takes also ``adamw_lr`` (3e-4; ``lr`` itself with
     ``adjust_lr="match_rms_adamw"``), ``adamw_betas``, ``adamw_eps`` and ``head`` (see ``muon_groups``).
     sgd, adam and adamw run fused on CPU and CUDA unless ``args`` has ``fused`` or ``foreach``: fused was the
     fastest in every case measured, and takes a skipped step on the device.
@@ -66,15 +66,15 @@ def make_optimizer(
 
 
 def accepted_args(name: str) -> list[str]:
-    """What ``args`` may hold for the optimizer ``name``."""
+    """Returns the names that ``args`` may hold for the optimizer ``name``."""
     row = OPTIMIZERS[name]
     accepted = inspect.signature(imported(row.factory)).parameters
     return [*(each for each in accepted if each not in _NOT_OURS_TO_GIVE), *row.group_args]
 
 
-def _require_known(name: str, given: Mapping[str, Any]) -> None:
+def _require_known(name: str, args: Mapping[str, object]) -> None:
     accepted = accepted_args(name)
-    for arg in given:
+    for arg in args:
         if arg in ("lr", "weight_decay"):
             raise UsageError(
                 f"{arg} of the optimizer is given twice", remedy=f"set optimizer.{arg}, not optimizer.args.{arg}"
@@ -85,7 +85,7 @@ def _require_known(name: str, given: Mapping[str, Any]) -> None:
             raise UsageError(f"the optimizer {name!r} has no argument {arg!r}", remedy=near + known)
 
 
-def _implementation(name: str, model: nn.Module, given: Mapping[str, Any]) -> dict[str, bool]:
+def _implementation(name: str, model: nn.Module, given: Mapping[str, object]) -> dict[str, bool]:
     """``fused`` wherever torch has it: a fixed rule, so that all starts of a recipe choose the same.
 
     It follows from measurements on two cores with torch 2.13, 7 to 30 interleaved rounds. AdamW, time of the whole
@@ -103,26 +103,26 @@ def _implementation(name: str, model: nn.Module, given: Mapping[str, Any]) -> di
 
 
 def _call(
-    factory: Factory, groups: list[dict[str, Any]], lr: float, given: Mapping[str, Any], *, offload: bool
+    factory: Factory, groups: list[Group], lr: float, options: Mapping[str, object], *, offload: bool
 ) -> Optimizer:
     @wraps(factory)
-    def finished(*args: Any, **options: Any) -> Optimizer:
-        return with_momentum_buffers(_steps_alone(factory(*args, **options)))
+    def checked(params: ParamsT, **arguments: object) -> Optimizer:
+        return with_momentum_buffers(_require_plain_step(factory(params, **arguments)))
 
     try:
-        return (offloaded(finished) if offload else finished)(groups, lr=lr, **given)
+        return (offloaded(checked) if offload else checked)(groups, lr=lr, **options)
     except UsageError:
         raise
     except (ValueError, TypeError, RuntimeError) as error:  # torch refuses bad values with any of these
         name = getattr(factory, "__name__", repr(factory))
-        said = ", ".join(f"{key}={value!r}" for key, value in {"lr": lr, **given}.items())
+        arguments = ", ".join(f"{key}={value!r}" for key, value in {"lr": lr, **options}.items())
         raise UsageError(
-            f"{name} refuses its arguments ({said}): {error}", remedy="change the argument that it names"
+            f"{name} refuses its arguments ({arguments}): {error}", remedy="change the argument that it names"
         ) from error
 
 
-def _steps_alone(optimizer: Optimizer) -> Optimizer:
-    """Raises UsageError for an optimizer that wants to compute the loss itself, as LBFGS does."""
+def _require_plain_step(optimizer: Optimizer) -> Optimizer:
+    """Returns ``optimizer``. Raises UsageError for one whose step needs a closure, as LBFGS does."""
     if not isinstance(optimizer, Optimizer):
         raise UsageError(
             f"the optimizer is a {type(optimizer).__name__}", remedy="return a torch.optim.Optimizer from its factory"
@@ -134,18 +134,18 @@ def _steps_alone(optimizer: Optimizer) -> Optimizer:
     ]
     if needed:
         raise UsageError(
-            f"{type(optimizer).__name__}.step needs {', '.join(needed)}: it computes the loss anew within a step",
+            f"{type(optimizer).__name__}.step needs {', '.join(needed)}: it computes the loss again within a step",
             remedy=f"choose an optimizer whose step() needs nothing, such as {', '.join(OPTIMIZERS)}",
         )
     return optimizer
 
 
 def with_momentum_buffers(optimizer: Optimizer) -> Optimizer:
-    """Gives a fused SGD its momentum buffers now, as zeros; returns ``optimizer``.
+    """Creates the momentum buffers of a fused SGD as zeros; returns ``optimizer``.
 
-    torch 2.13 allocates them in the first step by ``empty_like``. When that step is skipped by ``found_inf``
-    they keep whatever the memory held, and the second step trains on it. Zeros make the first step
-    b = momentum * 0 + g, the same as torch's b = g. (Not so with dampening, where torch's first step differs.)
+    torch 2.13 allocates them in the first step by ``empty_like``. When ``found_inf`` skips that step they stay
+    uninitialised, and the second step uses them. With zeros the first step is b = momentum * 0 + g, the same as
+    torch's b = g. (Not so with dampening, where torch's first step differs.)
     """
     if isinstance(optimizer, torch.optim.SGD):
         for group in optimizer.param_groups:

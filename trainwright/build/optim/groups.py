@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -29,8 +29,12 @@ class GroupRule:
     weight_decay: float | None = None
 
 
+Group: TypeAlias = dict[str, Any]
+"""One entry of ``param_groups`` of an optimizer: ``params``, and options whose types are the optimizer's."""
+
+
 class GroupSettings(TypedDict):
-    """What every maker of parameter groups is told; see ``param_groups``."""
+    """The arguments of every function that makes parameter groups; see ``param_groups``."""
 
     lr: float
     weight_decay: float
@@ -40,11 +44,11 @@ class GroupSettings(TypedDict):
 
 @dataclass(frozen=True)
 class Role:
-    """What else sets parameters apart: the learning rate of its members and further entries of their group."""
+    """A further split of the parameters: the learning rate of its members, and further entries of their group."""
 
     name: str
     lr: float
-    options: tuple[tuple[str, Any], ...] = ()
+    options: tuple[tuple[str, object], ...] = ()
 
 
 def param_groups(
@@ -55,8 +59,8 @@ def param_groups(
     decay_norms_and_biases: bool = False,
     rules: Sequence[GroupRule] = (),
     role_of: Callable[[nn.Parameter], Role] | None = None,
-) -> list[dict[str, Any]]:
-    """The trainable parameters of ``model`` in groups of one (lr, weight_decay, role), each with a ``name``.
+) -> list[Group]:
+    """Returns the trainable parameters of ``model`` in groups of one (lr, weight_decay, role), each with a ``name``.
 
     Weight decay is left off norms and biases: parameters with fewer than two dimensions, and those that a
     norm module owns. Embeddings and the output head do decay, as in GPT-2 and nanoGPT. The first rule that
@@ -75,7 +79,7 @@ def param_groups(
         _require_match(rule, names)
     normed = norm_parameters(model)
     default = Role("", lr)
-    groups: dict[tuple[float, float, Role], dict[str, Any]] = {}
+    groups: dict[tuple[float, float, Role], Group] = {}
     for parameter in trainable:
         role = role_of(parameter) if role_of else default
         rule = _first_match(rules, names[parameter])
@@ -93,7 +97,7 @@ def param_groups(
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Every parameter once, in the model's order, with all of its names."""
+    """Returns every parameter once, in the order of the model, with all of its names."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -105,7 +109,7 @@ def _first_match(rules: Sequence[GroupRule], names: Sequence[str]) -> GroupRule:
 
 
 def matches(pattern: str, names: Sequence[str]) -> bool:
-    """Whether the glob matches one of the names."""
+    """Returns whether the glob matches one of the names."""
     return any(fnmatchcase(name, pattern) for name in names)
 
 
@@ -133,7 +137,7 @@ def _require_match(rule: GroupRule, names: dict[nn.Parameter, list[str]]) -> Non
 
 
 def _globs(names: Sequence[str]) -> Iterator[str]:
-    """What a mistyped rule may have meant: names, their endings ``*.weight`` and beginnings ``blocks.0.*``."""
+    """Yields globs that a mistyped rule may mean: names, their endings ``*.weight`` and beginnings ``blocks.0.*``."""
     for name in names[:1000]:
         parts = name.split(".")
         yield name
@@ -142,5 +146,5 @@ def _globs(names: Sequence[str]) -> Iterator[str]:
 
 
 def norm_parameters(model: nn.Module) -> set[int]:
-    """ids of the parameters that a norm module owns."""
+    """Returns the ids of the parameters that a norm module owns."""
     return {id(p) for m in model.modules() if isinstance(m, NORMS) for p in m.parameters(recurse=False)}

@@ -4,36 +4,36 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
+from trainwright.build.optim.groups import Group
 from trainwright.errors import UsageError
 
-Group = dict[str, Any]
 State = dict[str, Tensor]
 BUCKET_BYTES = 2**28
-"""Parameters that are updated together: bounds the temporaries, and the copy that a guarded step keeps."""
+"""Size of the parameters that are updated together; bounds the temporaries, and the copy that a guarded step keeps."""
 
 
 class GuardedOptimizer(Optimizer):
     """Follows the contract of torch's fused optimizers with ``GradScaler``.
 
     ``found_inf`` (0-d float tensor) and ``grad_scale`` may be set before ``step()``. Gradients are divided by
-    ``grad_scale``; ``.grad`` stays as it is. Where ``found_inf`` is not 0, parameters and state come out the
-    same bits, whatever the gradients hold. A guarded step costs one copy of a bucket and its state.
+    ``grad_scale``; ``.grad`` stays as it is. Where ``found_inf`` is not 0, parameters and state keep
+    their bits, whatever the gradients hold. A guarded step costs one copy of a bucket and its state.
 
-    State is what ``_tensors`` names. ``step`` counts the updates that were applied: a 0-d float32 tensor on
-    the parameter's device.
+    ``_tensors`` names the tensors of the state. ``step`` counts the updates that were applied: a 0-d float32 tensor on
+    the device of the parameter.
     """
 
     _step_supports_amp_scaling = True
     found_inf: Tensor | None = None
     grad_scale: Tensor | None = None
 
-    def __init__(self, params: Any, defaults: Group) -> None:
+    def __init__(self, params: ParamsT, defaults: Group) -> None:
         # "capturable" makes torch's load_state_dict put the step counters on the parameter's device
         super().__init__(params, {**defaults, "capturable": True})
 
@@ -59,7 +59,7 @@ class GuardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient; returns what ``closure`` returned."""
+        """Updates every parameter that has a gradient; returns the value of ``closure``."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

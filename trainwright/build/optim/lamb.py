@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
+from trainwright.build.optim.groups import Group
 from trainwright.build.optim.guarded import (
-    Group,
     GuardedOptimizer,
     State,
     require_betas,
@@ -30,7 +30,7 @@ class Lamb(GuardedOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
@@ -75,7 +75,7 @@ class Lamb(GuardedOptimizer):
 
 
 def adapts(group: Group, parameter: Tensor) -> bool:
-    """Whether the step of this parameter is scaled to its norm."""
+    """Returns whether the step of this parameter is scaled to its norm."""
     return parameter.ndim >= 2 if group["adapt"] is None else bool(group["adapt"])
 
 

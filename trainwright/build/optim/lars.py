@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
+from trainwright.build.optim.groups import Group
 from trainwright.build.optim.guarded import (
-    Group,
     GuardedOptimizer,
     State,
     require_fractions,
@@ -31,7 +30,7 @@ class Lars(GuardedOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float = 0.1,
         momentum: float = 0.9,
         weight_decay: float = 0.0,

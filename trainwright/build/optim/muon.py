@@ -12,10 +12,10 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
+from torch.optim.optimizer import ParamsT
 
-from trainwright.build.optim.groups import GroupRule, GroupSettings, Role, matches, norm_parameters, param_groups
+from trainwright.build.optim.groups import Group, GroupRule, GroupSettings, Role, matches, norm_parameters, param_groups
 from trainwright.build.optim.guarded import (
-    Group,
     GuardedOptimizer,
     State,
     require_betas,
@@ -54,7 +54,7 @@ class Muon(GuardedOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float = 0.02,
         momentum: float = 0.95,
         weight_decay: float = 0.0,
@@ -150,12 +150,12 @@ def _muon(group: Group, parameters: list[Tensor], grads: list[Tensor], states: l
 
 
 def matrix_shape(parameter: Tensor) -> tuple[int, int]:
-    """(rows, columns) of the matrix that Muon sees: the first dimension, and all others together."""
+    """Returns (rows, columns) of a parameter as a matrix: the first dimension, and all others together."""
     return parameter.shape[0], parameter.shape[1:].numel()
 
 
 def adjustment(kind: AdjustLR, rows: int, columns: int) -> float:
-    """The factor on the learning rate of a matrix."""
+    """Returns the factor on the learning rate of a matrix."""
     if kind == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1.0, rows / columns))
@@ -180,7 +180,7 @@ def _ns_dtype(name: str, device: torch.device) -> torch.dtype:
         return _DTYPES[name]
     if device.type != "cpu":
         return torch.bfloat16
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # where torch has it
+    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # where torch has it
     fast = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
     return torch.bfloat16 if fast else torch.float32
 
@@ -198,9 +198,9 @@ def muon_groups(
     """``param_groups`` for Muon, the groups that it orthogonalises first.
 
     Hidden matrices go to Muon. AdamW gets all else: vectors, norms, single rows or columns, embeddings, and the
-    output head: the parameters whose name matches ``head``; by default the last ``nn.Linear``, unless an
-    embedding serves as the head (tied). ``head=""`` means none. ``adamw`` holds the ``lr`` (3e-4 unless
-    told), ``betas`` and ``eps`` of AdamW's groups.
+    output head: the parameters whose name matches ``head``; by default the last ``nn.Linear``, unless the head is tied
+    to an embedding. ``head=""`` means none. ``adamw`` holds ``lr`` (default 3e-4), ``betas`` and ``eps`` of the AdamW
+    groups.
     """
     options = {"lr": ADAMW_LR, "betas": (0.9, 0.999), "eps": 1e-8, **(adamw or {})}
     require_rates(adamw_lr=options["lr"], adamw_eps=options["eps"])
@@ -233,7 +233,7 @@ def groups_of_recipe(model: nn.Module, args: dict[str, Any], **shared: Unpack[Gr
 
 
 def _hidden(model: nn.Module, head: str | None) -> Callable[[nn.Parameter], bool]:
-    """Tells the hidden matrices from everything else."""
+    """Returns the predicate of the hidden matrices."""
     named = list(model.named_parameters(remove_duplicate=False))
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
     if head is None:

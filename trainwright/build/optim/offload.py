@@ -1,36 +1,37 @@
-"""Optimizer offload: moments and update in the host's memory, so that the device holds weights and gradients only.
+"""Optimizer offload: optimizer state and update are on the host, and the device holds weights and gradients only.
 
-The same maths as without (J. Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840). A step takes 4 bytes a trained fp32
-weight down to the host and 4 up, one after the other with the update. Not tested on a GPU so far.
+The maths is that of the optimizer (J. Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840). A step copies 4 bytes per
+trained fp32 weight to the host, updates, and copies 4 bytes back, one after the other. Not tested on a GPU so far.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
+from trainwright.build.optim.groups import Group
 from trainwright.errors import UsageError
 
 MASTER = "master"
-"""In the state of a 16-bit parameter: its weight in float32, which is what is updated."""
+"""Key in the state of a 16-bit parameter: its weight in float32, which is updated."""
 PIECE_BYTES = 2**30
 _ALIGNED = 64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-Group = dict[str, Any]
 
 
 def offloaded(factory: Callable[..., Optimizer]) -> type[Offloaded]:
-    """An optimizer class that does what ``factory`` does, in the host's memory.
+    """Returns an optimizer class that does what ``factory`` does, in the memory of the host.
 
-    Its instances bear the class name of what they wrap: checkpoints know an optimizer by it, so a run may go on with
-    or without.
+    Its instances have the class name of the optimizer that they wrap. Checkpoints identify an optimizer by it, so a run
+    may be continued with or without offload.
     """
     return type(getattr(factory, "__name__", "Offloaded"), (Offloaded,), {"factory": staticmethod(factory)})
 
@@ -38,32 +39,34 @@ def offloaded(factory: Callable[..., Optimizer]) -> type[Offloaded]:
 class Offloaded(Optimizer):
     """Steps another optimizer over copies of the parameters on the CPU; made by ``offloaded``.
 
-    ``param_groups`` hold the real parameters. ``state`` is by real parameter, too, and lies on the CPU; the wrapped
-    optimizer keeps nothing between two steps. Copies are in float32, or wider where the parameter is.
+    ``param_groups`` and ``state`` are by the parameters of the model; the state is on the CPU, and the wrapped
+    optimizer keeps none between two steps. Copies are in float32, or in float64 where the parameter is.
 
-    A weight that was written to since the last step goes to its copy first. Writes are known by the tensor's version
-    and address, and by the sum of its bits for those past autograd (``p.data.clamp_()``). A 16-bit weight is written
-    only where its master would not round to it.
+    A weight that was written to since the last step is copied first. A write is detected by the version and address of
+    the tensor, and by the sum of its bits where autograd does not see it (``p.data.clamp_()``). The master of a 16-bit
+    weight is replaced only where it does not round to the weight.
     """
 
     factory: ClassVar[Callable[..., Optimizer]]
 
-    def __init__(self, params: Iterable[Any], **options: Any) -> None:
+    def __init__(self, params: ParamsT, **options: object) -> None:
         self._hosts: dict[Tensor, _Host] = {}
         self._arrived: dict[torch.device, torch.cuda.Event] = {}
         groups = _as_groups(params)
         copies = [self._host_copies(group["params"]) for group in groups]
         with torch.device("cpu"):
-            inner = type(self).factory([{**group, "params": each} for group, each in zip(groups, copies)], **options)
-        made = inner.param_groups
+            on_host = [{**group, "params": each} for group, each in zip(groups, copies)]
+            inner = type(self).factory(on_host, **options)
+        inner_groups = inner.param_groups
         type(self).__name__ = type(inner).__name__
-        if [list(map(id, group["params"])) for group in made] != [list(map(id, each)) for each in copies]:
+        if [list(map(id, group["params"])) for group in inner_groups] != [list(map(id, each)) for each in copies]:
             raise UsageError(
-                f"{type(inner).__name__} makes other groups than it is given, so it cannot be offloaded",
+                f"{type(inner).__name__} changes its parameter groups, so it cannot be offloaded",
                 remedy="set optimizer.offload to false",
             )
         self._inner: Optimizer | None = None
-        super().__init__([{**mine, "params": group["params"]} for mine, group in zip(made, groups)], inner.defaults)
+        own_groups = [{**made, "params": group["params"]} for made, group in zip(inner_groups, groups)]
+        super().__init__(own_groups, inner.defaults)
         self._inner = inner
         self._take_back()
 
@@ -76,50 +79,50 @@ class Offloaded(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient; returns what ``closure`` returned. Waits for the device.
+        """Updates every parameter that has a gradient; returns the value of ``closure``. Synchronizes with the device.
 
-        ``.grad`` stays as it is.
+        ``.grad`` is not changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         assert self._inner is not None
-        due = self._gradients_down()
-        self._lend()
-        for _, host in due:
-            host.version = -1  # an update that fails half-way leaves copies that are not what the device holds
+        updated = self._copy_to_host()
+        self._lend_state()
+        for _, host in updated:
+            host.version = -1  # an update that fails half-way leaves copies that differ from the device
         _unhooked_step(self._inner)
         self._take_back()
-        self._weights_up(due)
+        self._copy_to_device(updated)
         return loss
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but nothing goes through the device's memory. Does not call hooks for loading."""
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+        """Loads a state dict without using memory of the device. Does not call the hooks for loading."""
         assert self._inner is not None
         self._inner.load_state_dict(state_dict)
-        inside = self._inner.param_groups
-        self.param_groups = [{**new, "params": old["params"]} for old, new in zip(self.param_groups, inside)]
+        loaded = self._inner.param_groups
+        self.param_groups = [{**new, "params": old["params"]} for old, new in zip(self.param_groups, loaded)]
         self._take_back()
         for host in self._hosts.values():
-            host.version = -1  # a master was loaded, too
+            host.version = -1  # masters were loaded, too
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         own = {"_inner": self._inner, "_hosts": self._hosts, "_arrived": {}}
         return {**super().__getstate__(), **own}
 
     def _host_copies(self, parameters: Sequence[Tensor]) -> list[nn.Parameter]:
-        """Makes them where there are none yet."""
+        """Returns the copies of the parameters; creates those that are missing."""
         new = [parameter for parameter in parameters if parameter not in self._hosts]
         pieces = {on_gpu: _Pieces(new, pinned=on_gpu) for on_gpu in {p.device.type == "cuda" for p in new}}
         for parameter in new:
             self._hosts[parameter] = _Host.of(parameter, pieces[parameter.device.type == "cuda"])
         return [self._hosts[parameter].weight for parameter in parameters]
 
-    def _gradients_down(self) -> list[tuple[Tensor, _Host]]:
-        """Copies gradients, and weights that were written to. Returns what is to be updated."""
+    def _copy_to_host(self) -> list[tuple[Tensor, _Host]]:
+        """Copies gradients, and weights that were written to. Returns the parameters to update."""
         for event in self._arrived.values():
-            event.synchronize()  # the copies that the last step sent are about to be written to
+            event.synchronize()  # the device may still read the copies, which are written to now
         due = []
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -139,14 +142,14 @@ class Offloaded(Optimizer):
             host.take_grad()
         return due
 
-    def _weights_up(self, due: list[tuple[Tensor, _Host]]) -> None:
+    def _copy_to_device(self, due: list[tuple[Tensor, _Host]]) -> None:
         for parameter, host in due:
             host.send_weight(parameter)
         for device in _gpus(due):
             self._arrived[device] = torch.cuda.current_stream(device).record_event()
 
-    def _lend(self) -> None:
-        """Options and state to the wrapped optimizer, as they are by now: schedules and loading change them here."""
+    def _lend_state(self) -> None:
+        """Gives options and state to the wrapped optimizer; schedules and loading change them here, not there."""
         assert self._inner is not None
         for mine, inside in zip(self.param_groups, self._inner.param_groups, strict=True):
             inside.update({key: value for key, value in mine.items() if key != "params"})
@@ -176,9 +179,9 @@ class Offloaded(Optimizer):
 
 @dataclass(eq=False)
 class _Host:
-    """The copy of one parameter. ``landing`` is where the weight of a 16-bit one is copied to and from.
+    """The copy of one parameter. ``landing`` is the buffer through which a 16-bit weight is copied.
 
-    ``version``, ``pointer`` and ``bits`` (0-d, on the device) are those of the parameter when both were last the same.
+    ``version``, ``pointer`` and ``bits`` (0-d, on the device) are of the parameter when it last equalled the copy.
     """
 
     weight: nn.Parameter
@@ -199,7 +202,7 @@ class _Host:
         return made
 
     def fetch_grad(self, grad: Tensor) -> None:
-        """Begins to copy."""
+        """Starts to copy the gradient."""
         if grad.layout != torch.strided:
             self.grad = grad.to("cpu")
             return
@@ -208,29 +211,29 @@ class _Host:
         self.grad.copy_(grad, non_blocking=True)
 
     def take_grad(self) -> None:
-        """When it is there."""
+        """Sets the gradient of the copy; the transfer must be complete."""
         assert self.grad is not None
         self.weight.grad = self.grad.to(self.weight.dtype)
 
     def fetch_weight(self, parameter: Tensor) -> None:
-        """Begins to copy."""
+        """Starts to copy the weight."""
         (self.weight if self.landing is None else self.landing).copy_(parameter, non_blocking=True)
 
     def take_weight(self, master: Tensor | None) -> None:
-        """When it is there. ``master`` is kept where it rounds to the weight."""
+        """Updates the master of a 16-bit weight, where it does not round to it; the transfer must be complete."""
         if self.landing is not None:
             known = self.weight if master is None else master
             self.weight.copy_(torch.where(known.to(self.landing.dtype) == self.landing, known, self.landing))
 
     def send_weight(self, parameter: Tensor) -> None:
-        """Begins to copy."""
+        """Starts to copy the updated weight to the device."""
         if self.landing is not None:
             self.landing.copy_(self.weight)
         parameter.copy_(self.weight if self.landing is None else self.landing, non_blocking=True)
         self._note(parameter)
 
     def was_moved(self, parameter: Tensor) -> bool:
-        """Whether the parameter was written to or is other memory, as far as torch counts it."""
+        """Returns whether the parameter was written to through autograd, or has other memory."""
         return (parameter._version, parameter.data_ptr()) != (self.version, self.pointer)
 
     def _note(self, parameter: Tensor) -> None:
@@ -238,7 +241,7 @@ class _Host:
 
 
 class _Pieces:
-    """Host memory for the copies of parameters and of their gradients, cut from large pieces.
+    """Allocates host memory for the copies of parameters and gradients from large pieces.
 
     torch rounds each page-locked allocation up to a power of two.
     """
@@ -249,7 +252,7 @@ class _Pieces:
         self._rest = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Memory that lies as the tensor's does: fused kernels read it so."""
+        """Returns an empty tensor of the shape and strides of ``tensor``, as fused kernels need it."""
         shape = torch.empty_like(tensor, device="meta")
         size = _aligned(shape.nbytes)
         if size > len(self._rest):
@@ -260,9 +263,9 @@ class _Pieces:
         return taken.view(shape.dtype).as_strided(shape.shape, shape.stride())
 
 
-def _as_groups(params: Iterable[Any]) -> list[Group]:
-    given = list(params)
-    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+def _as_groups(params: ParamsT) -> list[Group]:
+    entries: list[object] = list(params)
+    groups = [each for each in entries if isinstance(each, dict)] or [{"params": entries}]
     listed = [{**group, "params": group["params"]} for group in groups]
     for group in listed:
         group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
@@ -274,7 +277,7 @@ def _as_groups(params: Iterable[Any]) -> list[Group]:
 
 
 def _written(due: list[tuple[Tensor, _Host]]) -> list[tuple[Tensor, _Host]]:
-    """What is not as the last step left it. Waits for the devices."""
+    """Returns the parameters that were written to since the last step. Synchronizes with the devices."""
     found = [(parameter, host) for parameter, host in due if host.was_moved(parameter)]
     rest: dict[torch.device, list[tuple[Tensor, _Host]]] = {}
     for parameter, host in due:
@@ -288,26 +291,26 @@ def _written(due: list[tuple[Tensor, _Host]]) -> list[tuple[Tensor, _Host]]:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """0-d sum of the bits as integers: the same in any order, so what is only exchanged is not seen."""
+    """Returns the 0-d sum of the bits as integers. It does not depend on the order, so a permutation is not seen."""
     real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     return real.view(_INTEGERS[real.element_size()]).sum(dtype=torch.int64)
 
 
-def _widened(own: dict[str, Any], weight: Tensor) -> dict[str, Any]:
-    """State of a 16-bit parameter for its copy: without the master, and in float32 what was kept in 16 bits."""
+def _widened(state: dict[str, object], weight: Tensor) -> dict[str, object]:
+    """Returns the state of a 16-bit parameter for its float32 copy: without the master, and in float32."""
     return {
         key: each.to(weight.dtype) if isinstance(each, Tensor) and each.dtype in _WIDER else each
-        for key, each in own.items()
+        for key, each in state.items()
         if key != MASTER
     }
 
 
 def _unhooked_step(optimizer: Optimizer) -> None:
-    """Its step without torch's hooks, which would tell whoever listens of an optimizer that nobody knows."""
+    """Calls the step without torch's hooks: a listener must not hear of the wrapped optimizer."""
     step = type(optimizer).step
     while getattr(step, "hooked", False):
         step = step.__wrapped__  # type: ignore[attr-defined]
-    with torch.device("cpu"):  # whatever the default is: counters are made here
+    with torch.device("cpu"):  # the step counters are created here, whatever the default device
         step(optimizer)
 
 
@@ -315,7 +318,7 @@ def _gpus(due: list[tuple[Tensor, _Host]]) -> set[torch.device]:
     return {parameter.device for parameter, _ in due if parameter.device.type == "cuda"}
 
 
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
+def _layout(tensor: Tensor) -> tuple[object, ...]:
     return tensor.dtype, tensor.shape, tensor.stride()
 
 
