@@ -61,7 +61,7 @@ class Offloaded(Optimizer):
         type(self).__name__ = type(inner).__name__
         if [list(map(id, group["params"])) for group in inner_groups] != [list(map(id, each)) for each in copies]:
             raise UsageError(
-                f"{type(inner).__name__} changes its parameter groups, so it cannot be offloaded",
+                f"{type(inner).__name__} makes other groups than those that it gets, so it cannot be offloaded",
                 remedy="set optimizer.offload to false",
             )
         self._inner: Optimizer | None = None
