@@ -39,7 +39,7 @@ from trainwright.recipe import (
     json_schema,
     optimizer_row,
 )
-from trainwright.replay.experiments.precision import MASTERLESS
+from trainwright.replay.experiments.precision import NO_MASTER_WEIGHTS
 
 ROOT = Path(tw.__file__).parent.parent
 MLP = {"model": {"use": "mlp", "args": {"sizes": [64, 256, 256, 10]}}, "data": {"train": "digits"}}
@@ -248,7 +248,7 @@ def test_the_state_of_an_optimizer_weighs_what_its_row_says(name: str, args: dic
     values = sum(value.numel() for value in kept_values(optimizer).values())
     assert values / weights == pytest.approx(optimizer_row(name).values_per_weight(args), abs=0.02)
     full = {key.split(".")[1] for key, value in kept_values(optimizer).items() if value.numel() == 256 * 256}
-    assert full <= MASTERLESS, "a replay would take this state for a copy of the weights"
+    assert full <= NO_MASTER_WEIGHTS, "a replay would take this state for a copy of the weights"
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
