@@ -181,7 +181,7 @@ def test_a_row_of_a_device_is_all_that_a_plan_needs(tmp_path: Path) -> None:
     path.write_text("mine-9gb: {memory: 9GiB, bandwidth: 1e12, flops: {fp32: 2e13, bf16: 2e14}}\n")
     device = find_device("mine-9gb", load_devices(path))
     plan = forecast(from_mapping(MLP), device)
-    assert (plan.choice.best.way.precision, plan.choice.fits) == ("bf16", True)
+    assert (plan.choice.best.layout.precision, plan.choice.fits) == ("bf16", True)
     assert not forecast(from_mapping(MLP), device.with_memory(1 << 20)).choice.fits
 
 
