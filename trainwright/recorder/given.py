@@ -105,6 +105,10 @@ class GivenRing(Ring):
         while self.segments and len(self._given) > len(self.segments):
             del self._given[next(iter(self._given))]
 
+    def given(self, step: int) -> GivenStep:
+        """What a step that is held was given."""
+        return self._given[step]
+
     def way_to(self, step: int) -> tuple[Snapshot, list[RecordedStep]] | None:
         found = super().way_to(step)
         if found is None:

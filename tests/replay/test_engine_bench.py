@@ -1,0 +1,138 @@
+"""A step of our own engine, taken again on the bench: the same bits, whatever the step was made of, and no trace."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trainwright as tw
+from trainwright.engine.clip import ClipFn
+from trainwright.engine.spikes import NO_SPIKES, SpikeHandler
+from trainwright.engine.step import StepFn
+from trainwright.engine.witness import StepWitness
+from trainwright.recorder.given import GivenRecorder, GivenRing
+from trainwright.recorder.program import Backward, Call, ClipGradients, Multiply, RecordedStep
+from trainwright.replay.engine_bench import EngineBench
+from trainwright.replay.replayer import Replayer
+from trainwright.replay.session import ReplaySession
+from trainwright.state.cursor import MicroBatch, StepBatch
+from trainwright.watching.experiments import names_of
+
+STEPS = 7
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.drop = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.3)
+        self.last = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.drop(torch.tanh(self.norm(self.first(x)))))
+
+
+def halve(parameters: Sequence[Tensor], total_norm: Tensor) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+def weighted(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tw.Loss:
+    """Micro-batches of unequal weight: the gradients are multiplied by a correction."""
+    x, y = batch
+    wanted = y > 0
+    losses = nn.functional.cross_entropy(model(x), y, reduction="none")
+    return tw.Loss((losses * wanted).sum(), wanted.sum())
+
+
+def batch(seed: int, micro: int) -> StepBatch:
+    generator = torch.Generator().manual_seed(seed)
+    parts = []
+    for number in range(micro):
+        x, y = torch.randn(8, 6, generator=generator), torch.randint(3, (8,), generator=generator)
+        parts.append(MicroBatch((x, y), np.arange(8) + 8 * (micro * seed + number)))
+    return StepBatch(tuple(parts))
+
+
+class Run:
+    """Seven steps that are recorded by what they were given."""
+
+    def __init__(self, *, clip: ClipFn, precision: tw.Precision, micro: int, loss: Callable[..., object]) -> None:
+        torch.manual_seed(0)
+        model = Net()
+        self.state = tw.TrainState(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        self.state.scaler = precision.scaler(torch.device("cpu"))
+
+        def make(witness: StepWitness, spikes: SpikeHandler = NO_SPIKES) -> StepFn:
+            return tw.make_step(loss, clip=clip, precision=precision, witness=witness, spikes=spikes)
+
+        self.bench = EngineBench(self.state, make)
+        self.ring = GivenRing(keep=32, budget_bytes=math.inf, record=self.bench.record)
+        given = GivenRecorder(torch.device("cpu"))
+        advance = make(given)
+        self.ring.add_snapshot(self.bench.objects.snapshot(1))
+        for step in range(1, STEPS + 1):
+            result = advance(self.state, batch(step, micro))
+            recorded = RecordedStep(step, loss=result.loss, grad_norm=result.grad_norm, lr=result.lr)
+            assert given.newest is not None
+            self.ring.add_given(recorded, given.newest)
+        self.results = {each.step: (float(each.loss), float(each.grad_norm)) for each in self.ring.segments}
+
+    def replay(self, step: int) -> ReplaySession:
+        return ReplaySession(Replayer(self.bench.objects, names_of(self.bench.objects)), self.ring, step)
+
+
+CLIPS = {
+    "norm": tw.make_clip("norm", 0.05),
+    "value": tw.make_clip("value", 0.001),
+    "agc": tw.make_clip("agc", 0.01),
+    "none": tw.make_clip("none"),
+    "custom": halve,
+}
+
+
+@pytest.mark.parametrize("clip", list(CLIPS))
+@pytest.mark.parametrize("how", ["fp32", "bf16", "fp16", "weighted"])
+def test_a_step_taken_again_is_the_same_bits(clip: str, how: str) -> None:
+    precision = tw.Precision("fp32" if how == "weighted" else how, "cpu")
+    loss = weighted if how == "weighted" else nn.CrossEntropyLoss()
+    run = Run(clip=CLIPS[clip], precision=precision, micro=2, loss=loss)
+    model, optimizer = run.state.model, run.state.optimizer
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rng = torch.get_rng_state()
+
+    session = run.replay(STEPS)
+    result = session.run(upto="step")
+
+    parameters = dict(model.named_parameters())
+    assert all(torch.equal(result.after[name], value) for name, value in parameters.items())
+    assert not all(torch.equal(result.before[name], value) for name, value in parameters.items())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), rng) and len(optimizer.state) == len(parameters)
+    program = session.segment.program
+    assert sum(isinstance(each, Call) for each in program) == sum(isinstance(each, Backward) for each in program) == 2
+    assert [each.by for each in program if isinstance(each, ClipGradients)] == ([] if clip == "none" else [clip])
+    assert sum(isinstance(each, Multiply) for each in program) == (how in ("fp16", "weighted"))
+    assert [call.batch for call in session.segment.calls] == [0, 1]
+
+
+def test_only_the_steps_that_are_asked_for_have_a_program() -> None:
+    run = Run(clip=CLIPS["norm"], precision=tw.Precision("fp32", "cpu"), micro=1, loss=nn.CrossEntropyLoss())
+    assert not any(each.program for each in run.ring.segments)
+    run.ring.add_snapshot(run.bench.objects.snapshot(STEPS + 1))
+    run.replay(3)
+    assert [each.step for each in run.ring.segments if each.program] == [1, 2, 3]
+    assert [each.step for each in run.ring.recorded(3)] == [1, 2, 3]
+
+
+def test_an_input_that_was_written_to_is_not_taken_again() -> None:
+    run = Run(clip=CLIPS["norm"], precision=tw.Precision("fp32", "cpu"), micro=1, loss=nn.CrossEntropyLoss())
+    x, _ = run.ring.given(STEPS).batch.micro[0].data
+    x.zero_()
+    assert run.ring.way_to(STEPS) is None
+    assert run.ring.way_to(STEPS - 1) is not None
