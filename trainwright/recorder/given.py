@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from trainwright.engine.clip import ClipFn
 from trainwright.engine.oom_report import tensors_in
-from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.program import Ids, RecordedStep
 from trainwright.recorder.ring import Ring
 from trainwright.state.cursor import StepBatch
 from trainwright.state.scaler import LossScaler
@@ -24,13 +24,16 @@ HISTORY = 8
 
 @dataclass(slots=True)
 class GivenStep:
-    """Batch, random state, share of the run and loss scale at the begin of one step. ``versions`` are its tensors'.
+    """Batch, random state, share of the run and loss scale at the begin of one step.
+
+    ``versions`` are those of the ``tensors`` of the batch: each write in place adds one.
 
     ``left_out`` says why a spike policy left its update out; "": it did not.
     """
 
     step: int
     batch: StepBatch
+    tensors: list[Tensor]
     versions: list[int]
     rng: Tensor
     rng_cuda: Tensor | None
@@ -42,21 +45,16 @@ class GivenStep:
     @property
     def is_unchanged(self) -> bool:
         """Whether nobody has written into the batch since, in place."""
-        return versions_of(self.batch) == self.versions
+        return [tensor._version for tensor in self.tensors] == self.versions
 
     @property
-    def ids(self) -> list[tuple[int, ...]]:
+    def ids(self) -> list[Ids]:
         """Sample ids of each micro-batch."""
         return [tuple(micro.ids.tolist()) for micro in self.batch.micro]
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for micro in self.batch.micro for tensor in tensors_in(micro.data))
-
-
-def versions_of(batch: StepBatch) -> list[int]:
-    """Each in-place write to a tensor of the batch adds one to its version."""
-    return [t._version for micro in batch.micro for t in tensors_in(micro.data) if not t.is_inference()]
+        return sum([tensor.nbytes for tensor in self.tensors])
 
 
 class GivenRecorder:
@@ -68,10 +66,12 @@ class GivenRecorder:
 
     def step_begins(self, state: TrainState, batch: StepBatch) -> None:
         scaler = state.scaler
+        tensors = [t for micro in batch.micro for t in tensors_in(micro.data) if not t.is_inference()]
         self.newest = GivenStep(
             state.step + 1,
             batch,
-            versions_of(batch),
+            tensors,
+            [t._version for t in tensors],
             torch.default_generator.get_state(),
             torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None,
             state.fraction,
@@ -109,6 +109,11 @@ class GivenRing(Ring):
         """What a step that is held was given."""
         return self._given[step]
 
+    def name_samples(self, step: RecordedStep) -> None:
+        """Writes the sample ids into a step that is held: of most steps nobody reads them."""
+        if not step.ids and step.step in self._given:
+            step.ids = self._given[step.step].ids
+
     def way_to(self, step: int) -> tuple[Snapshot, list[RecordedStep]] | None:
         found = super().way_to(step)
         if found is None:
@@ -145,6 +150,7 @@ class GivenRing(Ring):
             return
         for each in way:
             given = self._given[each.step]
+            each.ids = given.ids
             if not given.is_unchanged:
                 each.blind = "the model writes into its input, so the step cannot be taken again"
         if not any(each.blind for each in way):

@@ -57,10 +57,11 @@ def ask(segment: RecordedStep) -> Callable[[], Numbers]:
 
 def late(values: Sequence[Tensor | float]) -> Callable[[], list[float]]:
     """Starts to copy 0-d tensors to the host; on the CPU they are read at once, for somebody may write to them."""
-    device = next((v.device for v in values if isinstance(v, Tensor) and v.device.type == "cuda"), None)
-    if device is None:
+    devices = [v.device for v in values if isinstance(v, Tensor) and v.is_cuda]
+    if not devices:
         known = [float(v.detach()) if isinstance(v, Tensor) else v for v in values]
         return lambda: known
+    device = devices[0]
     with torch.no_grad():
         there = [torch.as_tensor(v, device=device).detach().double().reshape(()) for v in values]
         here = torch.empty(len(there), dtype=torch.float64, pin_memory=True)

@@ -25,7 +25,8 @@ class Ring:
     def add(self, segment: RecordedStep) -> None:
         self.segments.append(segment)
         self._segment_bytes += segment.num_bytes
-        self._shrink()
+        if len(self.segments) > self.keep or self.num_bytes > self.budget_bytes:
+            self._shrink()
 
     def add_snapshot(self, snapshot: Snapshot) -> None:
         num_bytes = snapshot.num_bytes

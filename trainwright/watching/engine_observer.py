@@ -65,7 +65,7 @@ class EngineSession:
         made = make_probes(objects, LoopObjects(accumulation=accumulation))
         self._probes: list[Probe] = [each for each in made if each.name not in NEEDS_A_LIVE_LOOP]
         self._bench.probes = self._probes
-        self.log = FindingsLog(self.runner, self._probes, write)
+        self.log = FindingsLog(self.runner, self._probes, write, complete=self.ring.name_samples)
         self._incidents = Incidents(bundles, self.runner, write)
         self._looks, self._snapshots = LookSchedule(self.step, planned_s), SnapshotSchedule(KEEP)
         self._late = lateness(device)
@@ -89,7 +89,6 @@ class EngineSession:
             given = dataclasses.replace(given, batch=result.batch, left_out=reason)
         if result.spike is not None:
             self._note_spike(step, result.spike)
-        step.ids = list(given.ids)
         self.ring.add_given(step, given)
         self._unread.append((step, late([result.loss, result.grad_norm])))
         while len(self._unread) > self._late:

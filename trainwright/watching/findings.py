@@ -30,7 +30,8 @@ class FindingsLog:
     """Notes every step, looks at one when asked to, and keeps the findings.
 
     ``write`` takes every record that is to be kept. ``point_at`` gives the line of the user's source that a code is
-    about. ``known`` are the records of an earlier process.
+    about. ``known`` are the records of an earlier process. ``complete`` is called before
+    a step becomes a record.
     """
 
     def __init__(
@@ -41,9 +42,10 @@ class FindingsLog:
         point_at: Callable[[str], str | None] = lambda code: None,
         *,
         known: Iterable[Record] = (),
+        complete: Callable[[RecordedStep], None] = lambda step: None,
     ) -> None:
         self._runner, self._probes, self._write, self._point_at = runner, probes, write, point_at
-        self._records = list(known)
+        self._records, self._complete = list(known), complete
         self._unrecorded: deque[tuple[RecordedStep, Numbers]] = deque()
         self._found: dict[str, Found] = {}
 
@@ -123,12 +125,16 @@ class FindingsLog:
         step, numbers = self._unrecorded.popleft()
         is_plain = step.blind is None and step.values.keys() <= ORDINARY
         if step.step <= EVERY_STEP or step.step % 8 == 0 or not is_plain:
-            self._remember(as_record(step, numbers))
+            self._record(step, numbers)
 
     def _record_all(self) -> None:
         for step, numbers in self._unrecorded:
-            self._remember(as_record(step, numbers))
+            self._record(step, numbers)
         self._unrecorded.clear()
+
+    def _record(self, step: RecordedStep, numbers: Numbers) -> None:
+        self._complete(step)
+        self._remember(as_record(step, numbers))
 
     def _remember(self, record: Record) -> None:
         self._write(record)
