@@ -20,7 +20,7 @@ from trainwright.engine.losses import language_model
 from trainwright.errors import DataError
 from trainwright.models.gpt import gpt
 from trainwright.replay import classified
-from trainwright.verbs.check.first_batch import Tap
+from trainwright.verbs.check.first_batch import LossRecorder
 
 VOCABULARY, LENGTH = 33, 16
 
@@ -200,15 +200,15 @@ def test_means_of_unequal_micro_batches(parts: bool) -> None:
     assert said(accumulated(parts=parts, by_all=True)) == []
 
 
-def test_the_first_batch_is_heard_alike_by_a_check() -> None:
+def test_the_first_batch_is_recorded_alike_by_a_check() -> None:
     """The loss of a guess, and the classes; of a sample of the rows."""
     model, (ids, target) = gpt(vocab_size=VOCABULARY, block_size=LENGTH, layers=1, heads=2, d_model=32), right(texts(8))
-    heard = []
+    calls = []
     for parts in (False, True):
-        with Tap() as tap:
+        with LossRecorder() as recorder:
             language_model(model, (ids, target.masked_fill(target == 3, -100)), chunked=parts)
-        heard.append(tap.heard[0])
-    whole, sample = heard
+        calls.append(recorder.calls[0])
+    whole, sample = calls
     assert sample.op == whole.op and sample.classes == whole.classes == VOCABULARY
     assert len(sample.target) == 64 == len(sample.rows()) and len(whole.target) == 128
     torch.testing.assert_close(sample.output, whole.output[::2])

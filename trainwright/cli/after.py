@@ -84,7 +84,7 @@ def verify_checkpoint(
     as_json: Json = False,
 ) -> None:
     """Check every file, hash, tensor and value of checkpoints."""
-    from trainwright.verbs.verify.resume import verify_checkpoint as verify
+    from trainwright.verbs.verify.checkpoint import verify_checkpoint as verify
 
     found, say = verify(path), say_to(as_json)
     for each in found:

@@ -1,1 +1,14 @@
-"""The work of each verb of the command line."""
+"""The work of each verb of the command line; ``cli/`` only parses arguments and prints.
+
+check        would this recipe train? verdicts on data, model, loss, learning rate and first steps
+plan         what a run would hold and take on a device, and the best layout
+graph        the modules of a model and the autograd graph of one step
+batch_size   the largest micro-batch that fits, by training
+lr_range     the learning rate range test
+verify       whether checkpoints are whole, and a resumed run has the same bits
+replay       a recorded step again
+export       the weights of a run for other programs
+demo         a small run that ships with the package; demo_faults is ``demo --break``
+
+Training itself is in ``training/``, environments and reports in ``report/``.
+"""

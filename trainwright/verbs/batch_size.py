@@ -1,4 +1,4 @@
-"""The largest micro-batch of a recipe that trains without running out of memory. Composition, like find_lr.py."""
+"""``batch-size RECIPE``: the largest micro-batch that trains without running out of memory, found by training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
 
 from trainwright.build.assemble import build_loading, training_batches, validation_batches
 from trainwright.engine.evaluate import evaluate
@@ -19,15 +18,15 @@ from trainwright.state.cursor import Cursor
 from trainwright.training.job import Job, make_advance, prepare
 from trainwright.world.memory import capacity_bytes, give_back, peak_bytes, start_peak
 
-STEPS = 3  # the first makes the optimizer's state, the second has it, the third finds memory as the second left it
+STEPS = 3  # the first makes the optimizer's state, the second has it, the third starts from the memory the second left
 FIRST = 8  # samples
 PRECISE = 16  # the answer is within a sixteenth of the limit
-ENOUGH_GROWTH = 0.02  # of the peak, between two sizes, to be told from noise
+ENOUGH_GROWTH = 0.02  # of the peak between two sizes, to be distinguished from noise
 
 
 @dataclass(frozen=True)
 class SizeTried:
-    """Some steps of one micro-batch of ``micro`` samples each, and an evaluation. ``peak_bytes`` None: it ran out."""
+    """Some steps of one micro-batch of ``micro`` samples, and an evaluation. ``peak_bytes`` None: out of memory."""
 
     micro: int
     peak_bytes: int | None
@@ -35,11 +34,11 @@ class SizeTried:
 
 
 @dataclass(frozen=True)
-class Largest:
-    """What was found. ``micro`` is for the recipe's global batch: its largest divisor that is no more than ``most``.
+class LargestBatch:
+    """The result. ``micro`` suits the recipe's global batch: its largest divisor that is at most ``most``.
 
-    ``most`` was trained with, and took at most ``allowed_bytes``: ``capacity_bytes`` but for the margin. ``bounded``
-    says what ended the search, where it was not memory.
+    ``most`` was trained with and took at most ``allowed_bytes``, which is ``capacity_bytes`` without the margin.
+    ``bounded`` says what ended the search where it was not memory.
     """
 
     most: int
@@ -50,12 +49,12 @@ class Largest:
     tried: tuple[SizeTried, ...]
     bounded: str
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """What ``--json`` prints."""
         return {**vars(self), "tried": [vars(each) for each in self.tried]}
 
     def lines(self) -> list[str]:
-        """What a person reads."""
+        """The text for people."""
         rows = [
             f"  {each.micro:>8,}  "
             + (
@@ -83,12 +82,12 @@ def find_batch_size(
     memory_bytes: int | None = None,
     budget_s: float = 120.0,
     say: Callable[[str], None] = lambda line: None,
-) -> Largest:
-    """Trains a fresh model of the recipe a few steps at sizes that double while they fit, then in between.
+) -> LargestBatch:
+    """Trains a new model of the recipe a few steps at sizes that double while they fit, then at sizes between.
 
     Each size has real batches, the optimizer's state, and an evaluation between its steps. ``margin`` of the memory
-    stays free: samples may be longer than those seen here. ``most`` bounds the search (else the size of the dataset),
-    ``memory_bytes`` the memory, ``budget_s`` the time: no size is begun that would pass it.
+    stays free, since samples may be longer than those seen here. ``most`` bounds the search (default: the size of the
+    dataset), ``memory_bytes`` the memory, ``budget_s`` the time: no size is started that would exceed it.
 
     Raises OutOfMemory when one sample does not fit.
     """
@@ -109,7 +108,7 @@ def find_batch_size(
             "model, or a device with more memory",
         )
     micro = max(size for size in range(1, min(found, batch) + 1) if batch % size == 0)
-    return Largest(found, micro, batch, capacity, search.allowed, tuple(search.tried), search.bounded)
+    return LargestBatch(found, micro, batch, capacity, search.allowed, tuple(search.tried), search.bounded)
 
 
 def _global_batch(recipe: Recipe) -> int:
@@ -122,7 +121,7 @@ def _samples(job: Job) -> int:
 
 
 class _Search:
-    """Peaks are affine in the size, so two of them say where the limit is; each answer is trained with all the same."""
+    """Peaks are affine in the size, so two of them predict the limit; each prediction is then tried by training."""
 
     def __init__(self, job: Job, capacity: int, margin: float, deadline_s: float, say: Callable[[str], None]) -> None:
         self.job, self._margin, self._deadline_s, self._say = job, margin, deadline_s, say
@@ -130,7 +129,7 @@ class _Search:
         self.tried: list[SizeTried] = []
         self.bounded = ""
         self._step = make_advance(job)
-        self._last_s = 0.0  # what a sample of the last trial took
+        self._last_s = 0.0  # seconds for a sample in the last trial
 
     def run(self, bound: int) -> int:
         """The largest size that fits, 0 when none does."""
@@ -142,11 +141,11 @@ class _Search:
                 break
             if self._fits(size):
                 fits = size
-            else:  # one that ran out says where the limit is, in whatever is limited: the margin is taken from there
+            else:  # running out of memory shows where the limit is: the margin is subtracted from there
                 ran_out = self.tried[-1].peak_bytes is None
                 too_large = max(1, int(size * (1 - self._margin))) if ran_out else size
-                sound = [each.micro for each in self.tried if each.peak_bytes is not None and each.micro < too_large]
-                fits = max(sound, default=0)
+                fitting = [each.micro for each in self.tried if each.peak_bytes is not None and each.micro < too_large]
+                fits = max(fitting, default=0)
             size = self._next(fits, too_large)
             if not fits < size < too_large:
                 break
@@ -166,18 +165,18 @@ class _Search:
         return tried.peak_bytes <= self.allowed
 
     def _next(self, fits: int, too_large: int) -> int:
-        """Twice as many while that is foreseen to fit, else as many as are; halfway where nothing can be foreseen."""
-        foreseen = self._foreseen()
-        if foreseen is None:
+        """Twice the size while that is predicted to fit, else the predicted size; halfway without a prediction."""
+        predicted = self._predict()
+        if predicted is None:
             return min(2 * fits, too_large - 1) if fits else too_large // 2
         halfway = (fits + too_large) // 2
-        if not fits < foreseen:
+        if not fits < predicted:
             return halfway
-        belied = foreseen >= too_large and any(each.micro >= too_large for each in self.tried)
-        return min(foreseen, 2 * fits if fits else foreseen, halfway if belied else too_large - 1)
+        is_refuted = predicted >= too_large and any(each.micro >= too_large for each in self.tried)
+        return min(predicted, 2 * fits if fits else predicted, halfway if is_refuted else too_large - 1)
 
-    def _foreseen(self) -> int | None:
-        """The size whose peak is what is allowed, on the line through the two largest sizes that did not run out."""
+    def _predict(self) -> int | None:
+        """The size whose peak is the allowed one, on the line through the two largest sizes that did not run out."""
         seen = sorted((each.micro, each.peak_bytes) for each in self.tried if each.peak_bytes is not None)[-2:]
         if len(seen) < 2 or seen[1][1] < (1 + ENOUGH_GROWTH) * seen[0][1]:
             return None

@@ -1,4 +1,4 @@
-"""The demo: a recipe in the box, text samples while it learns, a verdict at the end."""
+"""``demo``: trains a recipe that ships with the package, with samples of text meanwhile and a verdict at the end."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SAMPLE_TOKENS = 160
 
 
 def recipe_folder() -> Path:
-    """Where the recipes in the box lie: inside an installed package, beside a checkout."""
+    """The folder of the recipes that ship: inside an installed package, beside it in a checkout."""
     package = Path(__file__).parents[1]
     inside = package / "recipes"
     return inside if inside.is_dir() else package.parent / "recipes"
 
 
 def demo(task: str, *, budget: str, settings: list[str], console: Console | None = None, quiet: bool = False) -> Result:
-    """Trains the demo of that task for ``budget`` (a duration). ``settings`` are overrides, ``path=value``."""
+    """Trains the demo of ``task`` for ``budget`` (a duration). ``settings`` are overrides, ``path=value``."""
     if task not in TASKS:
         raise UsageError(f"there is no demo {task!r}", remedy=f"choose one of: {', '.join(TASKS)}")
     loaded = load(recipe_folder() / TASKS[task], overrides=[f"until={budget}", *settings])
@@ -39,7 +39,7 @@ def demo(task: str, *, budget: str, settings: list[str], console: Console | None
 
 
 class _FinalToo(TextSamples):
-    """Shows one more sample when the run is over, whatever ended it."""
+    """Shows one more sample when the run has ended for any reason."""
 
     def close(self) -> None:
         self.show("the end")
@@ -54,7 +54,7 @@ def text_samples(job: Job, folder: RunFolder, progress: Progress) -> TextSamples
 
 
 def writer(job: Job) -> Callable[[], str]:
-    """A function that lets the model of ``job`` continue a prompt; leaves no trace in it."""
+    """A function that lets the model of ``job`` continue a prompt, without changing its state."""
     data: Any = job.parts.train.dataset
 
     def write() -> str:

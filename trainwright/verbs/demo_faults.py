@@ -1,4 +1,4 @@
-"""``demo --break``: a plain PyTorch loop with a fault planted in it, watched, so that one sees the doctor at work."""
+"""``demo --break``: a plain PyTorch loop with a planted fault under ``tw.watch``, to show what the doctor reports."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ CONTEXT, BATCH = 16, 32
 
 
 @dataclass(frozen=True)
-class Loop:
-    """A small network that guesses the next character, trained by hand. Each field breaks one thing."""
+class FaultyLoop:
+    """A small network that predicts the next character, trained by a plain loop. Each field breaks one thing."""
 
     what: str = "nothing is broken"
     lr: float = 3e-3
@@ -39,22 +39,22 @@ class Loop:
     steps: int = 60
 
 
-FAULTS: dict[str, Loop] = {
-    "none": Loop(),
-    "lr": Loop("the learning rate is 3.0", lr=3.0),
-    "nan": Loop("one input of sample 137 is NaN", poisoned=137),
-    "fp16": Loop("the weights are so large that fp16 overflows, and there is no loss scaler", fp16_gain=1000.0),
-    "labels": Loop("the labels count from 10", first_label=10),
-    "zero-grad": Loop("optimizer.zero_grad() is missing", zero_grad=False, lr=0.1),
-    "sign": Loop("the loss is maximised", sign=-1.0),
-    "softmax": Loop("softmax is applied before cross-entropy", softmax=True),
-    "params": Loop("the optimizer was given the last layer only", head_only=True),
-    "step": Loop("optimizer.step() is missing", step=False),
+FAULTS: dict[str, FaultyLoop] = {
+    "none": FaultyLoop(),
+    "lr": FaultyLoop("the learning rate is 3.0", lr=3.0),
+    "nan": FaultyLoop("one input of sample 137 is NaN", poisoned=137),
+    "fp16": FaultyLoop("the weights are so large that fp16 overflows, and there is no loss scaler", fp16_gain=1000.0),
+    "labels": FaultyLoop("the labels count from 10", first_label=10),
+    "zero-grad": FaultyLoop("optimizer.zero_grad() is missing", zero_grad=False, lr=0.1),
+    "sign": FaultyLoop("the loss is maximised", sign=-1.0),
+    "softmax": FaultyLoop("softmax is applied before cross-entropy", softmax=True),
+    "params": FaultyLoop("the optimizer was given the last layer only", head_only=True),
+    "step": FaultyLoop("optimizer.step() is missing", step=False),
 }
 
 
 def show(fault: str, say: Callable[[str], None]) -> Report:
-    """Trains the broken loop and gives the doctor's report. Raises UsageError for a fault that is not there."""
+    """Trains the loop with that fault and returns the doctor's report. Raises UsageError for an unknown fault."""
     require_choice("the fault", fault, tuple(FAULTS))
     loop = FAULTS[fault]
     say(f"planted: {loop.what}; {loop.steps} steps of a plain PyTorch loop under tw.watch")
@@ -66,9 +66,9 @@ def show(fault: str, say: Callable[[str], None]) -> Report:
 
 
 class _Windows(Dataset[tuple[Tensor, Tensor]]):
-    """One-hot rows of CONTEXT characters (CONTEXT * V,), and the character that follows."""
+    """Samples of CONTEXT one-hot characters, shape (CONTEXT * V,), and the id of the next character."""
 
-    def __init__(self, text: str, loop: Loop) -> None:
+    def __init__(self, text: str, loop: FaultyLoop) -> None:
         self.symbols = sorted(set(text))
         ids = {symbol: number for number, symbol in enumerate(self.symbols)}
         self.ids = torch.tensor([ids[symbol] for symbol in text])
@@ -85,7 +85,7 @@ class _Windows(Dataset[tuple[Tensor, Tensor]]):
         return x, piece[-1] + self.loop.first_label
 
 
-def _train(loop: Loop, out: Path) -> RunFolder:
+def _train(loop: FaultyLoop, out: Path) -> RunFolder:
     data = _Windows("".join(topics.values())[:8000], loop)
     vocab = len(data.symbols)
     model = nn.Sequential(
@@ -99,7 +99,7 @@ def _train(loop: Loop, out: Path) -> RunFolder:
     optimizer: torch.optim.Optimizer = kind(parameters, lr=loop.lr)
     loader = DataLoader(data, batch_size=BATCH, shuffle=True)
     taken, watching = 0, watch(model, optimizer, loader=loader, out=out, quiet=True)
-    with suppress(IndexError), watching:  # labels that are out of range end it so
+    with suppress(IndexError), watching:  # labels that are out of range raise it
         while taken < loop.steps:
             for x, target in loader:
                 if loop.zero_grad:

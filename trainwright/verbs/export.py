@@ -1,4 +1,4 @@
-"""Export: the weights of a run as other programs read them. Composition, like run.py."""
+"""``export RUN``: writes the weights of a run in formats that other programs read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -38,7 +37,7 @@ _ADAPTER = (".lora_A.default.weight", ".lora_B.default.weight")
 class Exported:
     """A folder of weights. ``tensors`` counts names (a tied weight has several), ``bytes`` all files.
 
-    ``stepped_over`` says what is wrong with each newer checkpoint.
+    ``stepped_over`` has a message for each newer checkpoint, which is damaged.
     """
 
     path: Path
@@ -48,7 +47,7 @@ class Exported:
     bytes: int
     stepped_over: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """What ``--json`` prints."""
         return {**vars(self), "path": str(self.path), "stepped_over": list(self.stepped_over)}
 
@@ -80,7 +79,7 @@ def export(
     out = out or folder.path / "export" / f"{kind}-{name_of(step)}{'-average' if average else ''}"
     if out.exists():
         raise UsageError(f"{out} is there already", remedy="give another folder with --out, or remove it")
-    with _aside(out) as draft:
+    with _draft_of(out) as draft:
         weights = read_weights(checkpoint, average=average)
         about = {"format": "pt", "step": str(step), "weights": "average" if average else "trained"}
         if adapter:
@@ -108,48 +107,54 @@ def _require_possible(recipe: Recipe, layout: str, adapter: bool) -> None:
 
 
 def _chosen(run: RunFolder, which: str) -> tuple[Path, tuple[str, ...]]:
-    """The checkpoint that is asked for, and what is wrong with newer ones that were stepped over."""
+    """The checkpoint that ``which`` names, and messages on newer ones that are damaged."""
     folder = run.checkpoints
     if which == "last":
-        newest, broken = newest_valid(folder)
+        newest, damaged = newest_valid(folder)
         if newest is None:
-            lines = [*broken, f"{run.path} has no checkpoint that verifies"]
+            lines = [*damaged, f"{run.path} has no checkpoint that verifies"]
             raise CheckpointError("\n".join(lines), remedy="train it anew: its recipe.yaml is in that folder")
-        return newest, tuple(broken)
-    there = {step_of(path): path for path in reversed(checkpoints(folder))}
-    remedy = f"--which last, or a step that is there: {', '.join(map(str, there)) or 'none'}"
+        return newest, tuple(damaged)
+    by_step = {step_of(path): path for path in reversed(checkpoints(folder))}
+    remedy = f"--which last, or a step that is there: {', '.join(map(str, by_step)) or 'none'}"
     if which == "best":
         best = read_best(folder)
         if best is None:
             raise UsageError(f"{run.path} has no best checkpoint: none was evaluated, or it is gone", remedy=remedy)
-        return there[best.step], ()
+        return by_step[best.step], ()
     if not which.isdecimal():
         raise UsageError(f"{which!r} is not last, best or a step", remedy=remedy)
-    if int(which) not in there:
+    if int(which) not in by_step:
         raise UsageError(f"{run.path} has no checkpoint of step {which}", remedy=remedy)
-    return there[int(which)], ()
+    return by_step[int(which)], ()
 
 
-def _save_model(weights: dict[str, Any], loaded: Loaded, layout: str, folder: Path, about: dict[str, str]) -> int:
-    if layout == "hf" or loaded.recipe.model.lora is not None:  # only then is the model itself needed
+def _save_model(weights: dict[str, object], loaded: Loaded, layout: str, folder: Path, about: dict[str, str]) -> int:
+    if layout == "hf" or loaded.recipe.model.lora is not None:  # only these need the model itself
         model = _rebuilt(loaded, weights)
         weights = plain_state_dict(model)
     if layout == "hf":
         _save_pretrained(model, folder)
     elif layout == "safetensors":
-        if extra := [name for name, value in weights.items() if not isinstance(value, Tensor)]:
+        tensors = _tensors(weights)
+        if extra := [name for name in weights if name not in tensors]:
             remedy = "--format state_dict keeps it"
             raise UsageError(f"{extra[0]} is not a tensor, and safetensors has no place for it", remedy=remedy)
-        save_file(on_host(weights), folder / "model.safetensors", about)  # tied ones under all names
+        save_file(on_host(tensors), folder / "model.safetensors", about)  # tied weights under all their names
     else:
-        whole = io.BytesIO()  # as large as the model: torch itself says nothing of a full disk when it writes a file
+        whole = io.BytesIO()  # as large as the model; torch.save to a file does not report a full disk
         torch.save(weights, whole)
         (folder / "model.pt").write_bytes(whole.getbuffer())
     return len(weights)
 
 
-def _rebuilt(loaded: Loaded, weights: Mapping[str, Any]) -> nn.Module:
-    """The recipe's model with these weights, on the CPU; adapters are merged into it."""
+def _tensors(weights: Mapping[str, object]) -> dict[str, Tensor]:
+    """The values that are tensors: a state dict may hold others."""
+    return {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+
+
+def _rebuilt(loaded: Loaded, weights: Mapping[str, object]) -> nn.Module:
+    """The recipe's model with these weights, on the CPU, with adapters merged into it."""
     lora = loaded.recipe.model.lora
     with preserved_rng():
         model, _ = build_model(loaded)
@@ -171,7 +176,7 @@ def _rebuilt(loaded: Loaded, weights: Mapping[str, Any]) -> nn.Module:
 
 
 def _save_pretrained(model: nn.Module, folder: Path) -> None:
-    base = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)  # imported by whoever built such a model
+    base = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)  # whoever built the model imported it
     if base is None or not isinstance(model, base):
         raise UsageError(
             f"--format hf is for models of the transformers library (PreTrainedModel), not for {type(model).__name__}",
@@ -180,15 +185,16 @@ def _save_pretrained(model: nn.Module, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def _save_adapter(weights: Mapping[str, Any], lora: Lora, folder: Path, about: dict[str, str]) -> int:
-    """The layout of ``PeftModel.save_pretrained``. The names and shapes say all of it: no model is built."""
+def _save_adapter(weights: Mapping[str, object], lora: Lora, folder: Path, about: dict[str, str]) -> int:
+    """Writes the layout of ``PeftModel.save_pretrained`` from names and shapes alone: no model is built."""
     try:
         import peft
     except ModuleNotFoundError as error:
         if error.name != "peft":
             raise
         raise MissingExtra("peft", extra="lora", needed_for="--adapter") from None
-    tensors = {name: value for name, value in weights.items() if name.endswith(_ADAPTER)}
+    all_tensors = _tensors(weights)
+    tensors = {name: value for name, value in all_tensors.items() if name.endswith(_ADAPTER)}
     targets = sorted({name.rpartition(".lora_")[0] for name in tensors})
     config = peft.LoraConfig(
         r=lora.rank,
@@ -196,24 +202,24 @@ def _save_adapter(weights: Mapping[str, Any], lora: Lora, folder: Path, about: d
         lora_dropout=lora.dropout,
         target_modules=targets,
         bias="none",
-        fan_in_fan_out=any(_is_transposed(weights, target) for target in targets),
+        fan_in_fan_out=any(_is_transposed(all_tensors, target) for target in targets),
         inference_mode=True,
     )
     config.save_pretrained(folder)
-    theirs = {f"base_model.model.{name.removesuffix('.default.weight')}.weight": tensors[name] for name in tensors}
-    save_file(on_host(theirs), folder / "adapter_model.safetensors", about)
-    return len(theirs)
+    renamed = {f"base_model.model.{name.removesuffix('.default.weight')}.weight": tensors[name] for name in tensors}
+    save_file(on_host(renamed), folder / "adapter_model.safetensors", about)
+    return len(renamed)
 
 
 def _is_transposed(weights: Mapping[str, Tensor], target: str) -> bool:
-    """Whether a layer keeps its weight as (in, out), like transformers' Conv1D; a square one does not tell."""
+    """Whether a layer keeps its weight as (in, out), like transformers' Conv1D; False for a square one."""
     rows, columns = weights[f"{target}.base_layer.weight"].shape
     return rows != columns and rows == weights[f"{target}.lora_A.default.weight"].shape[1]
 
 
 @contextmanager
-def _aside(out: Path) -> Iterator[Path]:
-    """A folder to write into, which gets the name ``out`` once all is written and durable; else nothing stays."""
+def _draft_of(out: Path) -> Iterator[Path]:
+    """A folder to write into, renamed to ``out`` once all is written and synced; removed on an error."""
     draft = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         draft.mkdir(parents=True)

@@ -1,10 +1,9 @@
-"""The learning rate range test of a recipe, with its picture. Composition, like run.py."""
+"""``lr-range RECIPE``: the learning rate range test, with its picture."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -19,8 +18,8 @@ from trainwright.training.job import prepare
 
 def find_lr(
     loaded: Loaded, *, steps: int, lowest: float, highest: float, out: Path, console: Console
-) -> dict[str, Any]:
-    """Runs the test on a fresh model of the recipe and writes the picture to ``out`` (SVG).
+) -> dict[str, object]:
+    """Runs the test on a new model of the recipe and writes the picture to ``out`` (SVG).
 
     Returns the suggestion (None when the loss never fell), the rate where it diverged, and the curve.
     """
@@ -48,8 +47,8 @@ def find_lr(
     except OSError as error:
         raise StorageError(f"{out} cannot be written: {error}", remedy="give another --out") from None
     console.print(line_chart_text([curve], width=72, height=14), markup=False, highlight=False)
-    said = f"{found.suggestion:.3g}" if found.suggestion else "none: the loss never fell by 1 %"
-    console.print(f"suggested lr  {said}\nrecipe's lr   {job.plan.lr:.3g}\npicture       {out}", highlight=False)
+    suggestion = f"{found.suggestion:.3g}" if found.suggestion else "none: the loss never fell by 1 %"
+    console.print(f"suggested lr  {suggestion}\nrecipe's lr   {job.plan.lr:.3g}\npicture       {out}", highlight=False)
     return {
         "suggestion": found.suggestion,
         "diverged_at": found.stopped_at,

@@ -12,7 +12,7 @@ from trainwright.verbs.check.check import Budget, check
 from trainwright.verbs.check.verdict import Checkup
 
 PARTS = "tests.checking.parts"
-SHORT = Budget(read_s=2.0, range_s=3.0, heart_s=4.0, smoke_s=20.0, most_samples=1024)
+SHORT = Budget(read_s=2.0, range_s=3.0, one_batch_s=4.0, smoke_s=20.0, most_samples=1024)
 
 
 def recipe(changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,7 +82,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "a sample that cannot be read": (train("Torn"), "fail", "samples", "sample 40"),
     "validation is training": ({"data.val.args": {"fault": "val is train"}}, "fail", "validation", "100%"),
     "no validation": ({"data.val": None}, "warn", "validation", "no validation"),
-    "augmentation destroys labels": (train("Augmented", destroy=True), "fail", "alignment", "hides their class"),
+    "augmentation destroys labels": (train("Augmented", destroy=True), "fail", "alignment", "hides the class"),
     "slow loader": (train("Slow"), "warn", "loading", "waiting"),
     "batch larger than the data": ({"batch.size": 1024}, "warn", "batch size", "larger than"),
     "batch norm with batches of one": ({**model("net", norm=True), "batch.micro": 1}, "fail", "batch norm", "1 sample"),
@@ -102,7 +102,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "output ignores the input": (model("Blind"), "fail", "output", "same for every sample"),
     "output of the wrong size": (model("net", outputs=3), "fail", "labels", "0 to 2"),
     "input of the wrong size": (model("net", inputs=7), "fail", "first batch", "mat1 and mat2"),
-    "model larger than memory": (model("Huge"), "fail", "memory", "at hand"),
+    "model larger than memory": (model("Huge"), "fail", "memory", "are available"),
     "softmax before cross-entropy": (loss("softmax_first"), "fail", "loss", "softmax"),
     "nll of probabilities": (loss("probabilities"), "fail", "loss", "logarithms"),
     "sign of the loss": (loss("upwards"), "fail", "initial loss", "minus"),

@@ -1,7 +1,7 @@
-"""Do labels belong to their inputs? Neighbours in the input space tell, without any model.
+"""Whether labels belong to their inputs: found by nearest neighbours in the input space, without any model.
 
-The class of a sample is guessed from its nearest neighbours (leave one out; Cover and Hart 1967). Where that works no
-better than chance, it is tried with the labels of the sample before or after: that it works then is no accident.
+The class of a sample is predicted from its nearest neighbours (leave one out; Cover and Hart 1967). Where that is no
+better than chance, it is tried with the labels of the samples before and after: if that works, labels are shifted.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ LEAST, MOST = 64, 1024
 SHIFTS = (1, -1, 2, -2)
 CLASHES = 0.02
 CLEAR = 0.2
-"""By how much neighbours must do better with other labels."""
+"""The gain in accuracy that other labels must give."""
 
 
 def alignment(train: DatasetSample, val: DatasetSample | None) -> tuple[Verdict, bool] | None:
-    """The verdict, and whether inputs are known to tell of labels; None where there are no classes to look at."""
+    """The verdict, and whether inputs are known to predict labels; None where there are no classes."""
     train = thinned(train, MOST)
-    told = _read(train)
-    if told is None:
+    arrays = _arrays(train)
+    if arrays is None:
         return None
-    x, y = told
+    x, y = arrays
     near, base = _neighbours(x), majority(y)
     now = _accuracy(near, y)
-    said = f"nearest neighbours tell {now:.0%} of the labels, chance {base:.0%}"
+    message = f"nearest neighbours predict {now:.0%} of the labels, chance {base:.0%}"
     if now > base + 4 * _error(base, len(y)):
-        return Verdict("ok", "alignment", said), True
+        return Verdict("ok", "alignment", message), True
     for shift in SHIFTS:
         then = _shifted(train, near, y, shift)
         if then is not None and then > max(now, base) + CLEAR:
-            return _is_shifted(said, shift, then), False
-    if val is not None and train.random and (other := _read(thinned(val, MOST))) is not None:
+            return _is_shifted(message, shift, then), False
+    if val is not None and train.random and (other := _arrays(thinned(val, MOST))) is not None:
         there = _accuracy(_neighbours(other[0]), other[1])
         if there > majority(other[1]) + CLEAR and there > now + CLEAR:
-            return _destroyed(said, there), False
-    return Verdict("cannot tell", "alignment", f"{said}: inputs alone do not tell"), False
+            return _destroyed(message, there), False
+    return Verdict("cannot tell", "alignment", f"{message}: inputs alone do not decide it"), False
 
 
 def contradictions(train: DatasetSample) -> Iterator[Verdict]:
@@ -55,36 +55,37 @@ def contradictions(train: DatasetSample) -> Iterator[Verdict]:
     clash = []
     for item in train.items:
         assert item.target is not None
-        first = seen.setdefault(item.mark, (item.id, int(item.target)))
+        first = seen.setdefault(item.digest, (item.id, int(item.target)))
         if first[1] != int(item.target):
             clash.append((first[0], item.id))
     if len(clash) > CLASHES * len(train.items) and len(seen) > 1:
-        told = f"{len(clash)} samples have another label than an equal one, such as {clash[0][1]} and {clash[0][0]}"
-        yield Verdict("warn", "alignment", told, "look at both: one of the labels is wrong")
+        message = f"{len(clash)} samples have another label than an equal one, such as {clash[0][1]} and {clash[0][0]}"
+        yield Verdict("warn", "alignment", message, "look at both: one of the labels is wrong")
 
 
-def _is_shifted(said: str, shift: int, then: float) -> Verdict:
+def _is_shifted(message: str, shift: int, then: float) -> Verdict:
     which = f"{abs(shift)} {'before' if shift < 0 else 'after'} it"
     return Verdict(
         "fail",
         "alignment",
-        f"labels are shifted: {said}, but {then:.0%} with the label of the sample {which}",
+        f"labels are shifted: {message}, but {then:.0%} with the label of the sample {which}",
         "pair inputs and labels by name or id: one list has a row more, or was sorted or shuffled alone",
         code="data.label_feature_misaligned",
     )
 
 
-def _destroyed(said: str, there: float) -> Verdict:
+def _destroyed(message: str, there: float) -> Verdict:
     return Verdict(
         "fail",
         "alignment",
-        f"{said}; in the validation set they tell {there:.0%}: what is done to training samples hides their class",
+        f"{message}; in the validation set they predict {there:.0%}: augmentation hides the class",
         "look at augmented samples by eye; weaken or drop what changes the class (crops, flips of digits, noise)",
         code="data.label_feature_misaligned",
     )
 
 
-def _read(samples: DatasetSample) -> tuple[NDArray[np.float64], NDArray[np.int64]] | None:
+def _arrays(samples: DatasetSample) -> tuple[NDArray[np.float64], NDArray[np.int64]] | None:
+    """Standardised inputs (n, d) and classes (n,); None where neighbours cannot be compared."""
     x, y = samples.features(), samples.labels()
     if x is None or y is None or len(y) < LEAST or len(np.unique(y)) < 2 or not np.isfinite(x).all():
         return None
@@ -95,7 +96,7 @@ def _read(samples: DatasetSample) -> tuple[NDArray[np.float64], NDArray[np.int64
 
 
 def _neighbours(x: NDArray[np.float64]) -> NDArray[np.int64]:
-    """(n, k) positions of the nearest others."""
+    """Positions (n, k) of each sample's nearest other samples."""
     squared = (x**2).sum(1)
     distance = squared[:, None] + squared[None] - 2 * x @ x.T
     np.fill_diagonal(distance, np.inf)
@@ -104,7 +105,7 @@ def _neighbours(x: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def _accuracy(near: NDArray[np.int64], y: NDArray[np.int64]) -> float:
-    """How often most neighbours are of the sample's class."""
+    """The share of samples whose class most of their neighbours have."""
     classes, codes = np.unique(y, return_inverse=True)
     votes = np.zeros((len(y), len(classes)))
     np.add.at(votes, (np.arange(len(y))[:, None], codes[near]), 1.0)
@@ -112,7 +113,7 @@ def _accuracy(near: NDArray[np.int64], y: NDArray[np.int64]) -> float:
 
 
 def _shifted(train: DatasetSample, near: NDArray[np.int64], y: NDArray[np.int64], shift: int) -> float | None:
-    """The accuracy if each sample had the label of the one ``shift`` places on, over those where that was read."""
+    """The accuracy if each sample had the label of the one ``shift`` places later, where that one was read."""
     place = {item.id: n for n, item in enumerate(train.items)}
     other = np.array([place.get(item.id + shift, -1) for item in train.items])
     known = other >= 0
@@ -126,4 +127,5 @@ def _shifted(train: DatasetSample, near: NDArray[np.int64], y: NDArray[np.int64]
 
 
 def _error(share: float, count: int) -> float:
+    """The standard error of a share."""
     return math.sqrt(share * (1 - share) / count)

@@ -1,4 +1,4 @@
-"""Verdicts on what a dataset holds, before any model sees it."""
+"""Verdicts on the samples of a dataset, before any model sees them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from trainwright.verbs.check.verdict import Verdict
 
 IGNORE = -100
 LARGE, UNEVEN = 10.0, 1e3
-"""Root mean square of inputs, and ratio of the scales of two columns, from which on training suffers."""
+"""Root mean square of inputs, and ratio of the scales of two columns, above which training suffers."""
 FEW_VALUES = 8
-"""Inputs of so few numbers may well be equal by chance, and so may rows of fewer tokens than eight times that."""
+"""Inputs of so few numbers, and rows of so few tokens times four, are often equal by chance."""
 OVERLAP, ALL = 0.01, 0.5
-"""Share of the validation samples that are in the training set too: of concern, and of all."""
+"""Share of the validation samples that are also in the training set: worth a warning, and a failure."""
 
 
 def readable(train: DatasetSample) -> Iterator[Verdict]:
-    """What a sample is, and whether all that were tried can be read."""
+    """The shape of a sample, and whether all that were tried can be read."""
     if train.size is None:
-        yield Verdict("cannot tell", "samples", "a stream: its samples are looked at only in the steps below")
+        yield Verdict("cannot tell", "samples", "a stream: its samples are checked only in the steps below")
         return
     if train.failed:
         position, why = train.failed
@@ -32,13 +32,13 @@ def readable(train: DatasetSample) -> Iterator[Verdict]:
             "fail",
             "samples",
             f"sample {position} cannot be read: {why}",
-            "open it with dataset[i] and mend it, or set data.on_bad_sample: quarantine",
+            "open it with dataset[i] and repair it, or set data.on_bad_sample: quarantine",
         )
         return
     shapes = Counter(" ".join(_shown(x) for x in (*item.inputs, item.target) if x is not None) for item in train.items)
     kind, _ = shapes.most_common(1)[0]
     varied = f", and {len(shapes) - 1} other shapes" if len(shapes) > 1 else ""
-    again = "; drawn anew at each reading" if train.random else ""
+    again = "; different at each reading" if train.random else ""
     yield Verdict("ok", "samples", f"{len(train.items):,} of {train.size:,} read: {kind}{varied}{again}")
 
 
@@ -55,18 +55,18 @@ def finite(train: DatasetSample) -> Iterator[Verdict]:
             "fail",
             "values",
             f"NaN or infinity in {len(bad)} of {len(train.items):,} samples: {', '.join(map(str, bad[:5]))}{more}",
-            "mend them at the source, or leave them out with data.quarantine; each would cost the step it is in",
+            "repair them at the source, or leave them out with data.quarantine; each would cost its step",
             code="data.nonfinite_input",
         )
 
 
 def _is_bad(x: torch.Tensor) -> bool:
-    """NaN or plus infinity; minus infinity is what masks are made of."""
+    """Whether there is NaN or plus infinity; minus infinity is used in masks."""
     return bool(x.isnan().any() or x.isposinf().any()) if x.is_floating_point() else False
 
 
 def scale(train: DatasetSample, *, normalised_inside: bool) -> Iterator[Verdict]:
-    """Whether inputs vary, and are near mean 0 and deviation 1. ``normalised_inside``: the model begins with a norm."""
+    """Whether inputs vary around 0 with deviation about 1. ``normalised_inside``: the model starts with a norm."""
     x = train.features()
     if x is None or len(x) < 4 or not np.isfinite(x).all():
         return
@@ -81,23 +81,23 @@ def scale(train: DatasetSample, *, normalised_inside: bool) -> Iterator[Verdict]
         )
         return
     size, mean, std = float(np.sqrt((x**2).mean())), float(x.mean()), float(x.std())
-    said = f"mean {mean:.3g}, deviation {std:.3g}, from {x.min():.3g} to {x.max():.3g}"
+    message = f"mean {mean:.3g}, deviation {std:.3g}, from {x.min():.3g} to {x.max():.3g}"
     living = spread[spread > 0]
     uneven = float(living.max() / np.median(living)) if len(living) > 1 else 1.0
     if normalised_inside:
-        yield Verdict("ok", "inputs", f"{said}; the model normalises them first")
+        yield Verdict("ok", "inputs", f"{message}; the model normalises them first")
     elif size > LARGE:
         bytes_ = x.min() >= 0 and 1 < x.max() <= 255 and bool((x == x.round()).all())
         remedy = "divide by 255 and subtract the mean" if bytes_ else "subtract the mean and divide by the deviation"
-        yield Verdict("warn", "inputs", f"not normalised: {said}", f"{remedy}, once", "data.unnormalised_input")
+        yield Verdict("warn", "inputs", f"not normalised: {message}", f"{remedy}, once", "data.unnormalised_input")
     elif uneven > UNEVEN:
-        told = f"one column varies {uneven:.2g} times as much as the usual one"
-        yield Verdict("warn", "inputs", told, "standardise each column by its own mean and deviation")
+        message = f"one column varies {uneven:.2g} times as much as the usual one"
+        yield Verdict("warn", "inputs", message, "standardise each column by its own mean and deviation")
     elif std < 0.02 and abs(mean) > 5 * std:
-        remedy = "normalise once: it is most often done in the dataset and again in a transform"
-        yield Verdict("warn", "inputs", f"hardly vary: {said}", remedy, "data.double_normalised")
+        remedy = "normalise once: most often the dataset does it and a transform does it again"
+        yield Verdict("warn", "inputs", f"hardly vary: {message}", remedy, "data.double_normalised")
     else:
-        yield Verdict("ok", "inputs", said)
+        yield Verdict("ok", "inputs", message)
 
 
 def _targets_vary(train: DatasetSample) -> bool:
@@ -128,15 +128,17 @@ def labels(train: DatasetSample, classes: int | None, ignored: int = IGNORE) -> 
         )
         return
     if not len(counted):
-        yield Verdict("fail", "labels", f"every label is {ignored}: nothing is counted", "label what is to be learned")
+        yield Verdict(
+            "fail", "labels", f"every label is {ignored}: nothing is counted", "label what the model should learn"
+        )
         return
     values, counts = np.unique(counted, return_counts=True)
-    said = f"{len(values)} classes, {values[0]} to {values[-1]}; the largest has {counts.max() / len(counted):.0%}"
+    message = f"{len(values)} classes, {values[0]} to {values[-1]}; the largest has {counts.max() / len(counted):.0%}"
     if len(values) == 1 and len(counted) >= 32:
         remedy = "check how labels are read; of a sorted dataset, that all of it is"
         yield Verdict("fail" if train.whole else "warn", "labels", f"all {len(counted)} are {values[0]}", remedy)
     else:
-        yield Verdict("ok", "labels", said)
+        yield Verdict("ok", "labels", message)
 
 
 def _dense_targets(train: DatasetSample, classes: int | None, ignored: int) -> Iterator[Verdict]:
@@ -147,23 +149,23 @@ def _dense_targets(train: DatasetSample, classes: int | None, ignored: int) -> I
     for position, y in whole:
         wrong = y[(y != ignored) & ((y < 0) | (y >= classes))]
         if len(wrong):
-            told = f"sample {position} has {int(wrong[0])} among its targets, they must be 0 to {classes - 1}"
-            remedy = f"give the model more outputs, or mend the data; what is to be left out is {ignored}"
-            yield Verdict("fail", "labels", told, remedy, "data.label_out_of_range")
+            message = f"sample {position} has {int(wrong[0])} among its targets, they must be 0 to {classes - 1}"
+            remedy = f"give the model more outputs, or repair the data; the target to leave out is {ignored}"
+            yield Verdict("fail", "labels", message, remedy, "data.label_out_of_range")
             return
     yield Verdict("ok", "labels", f"{sum(y.numel() for _, y in whole):,} targets lie within 0 to {classes - 1}")
 
 
 def ids_fit(train: DatasetSample, rows: int | None) -> Iterator[Verdict]:
-    """Whether the table that the model looks its first input up in has a row for each id."""
+    """Whether the embedding of the model's first input has a row for each id."""
     if rows is None or not train.tokens:
         return
     for item in train.items:
         ids = item.inputs[0]
         if ids.numel() and not 0 <= (worst := int(ids.max() if ids.max() >= rows else ids.min())) < rows:
-            told = f"sample {item.id} has id {worst}, the embedding has rows 0 to {rows - 1}"
+            message = f"sample {item.id} has id {worst}, the embedding has rows 0 to {rows - 1}"
             remedy = "give the model the vocabulary of the tokenizer, special tokens included"
-            yield Verdict("fail", "inputs", told, remedy)
+            yield Verdict("fail", "inputs", message, remedy)
             return
     yield Verdict("ok", "inputs", f"all ids lie within the {rows:,} rows of the embedding")
 
@@ -173,30 +175,30 @@ def _real_targets(train: DatasetSample) -> Iterator[Verdict]:
     if y is None or not np.isfinite(y).all():
         return
     mean, std = float(y.mean()), float(y.std())
-    said = f"real numbers, mean {mean:.3g}, deviation {std:.3g}"
+    message = f"real numbers, mean {mean:.3g}, deviation {std:.3g}"
     if len(y) >= 4 and not y.std(0).any():
         remedy = "check how targets are read: there is nothing to learn"
-        yield Verdict("fail" if train.whole else "warn", "targets", f"all are the same: {said}", remedy)
+        yield Verdict("fail" if train.whole else "warn", "targets", f"all are the same: {message}", remedy)
     elif max(abs(mean), std) > 100:
-        yield Verdict("warn", "targets", said, "standardise the targets, and undo it after predicting")
+        yield Verdict("warn", "targets", message, "standardise the targets, and undo it after predicting")
     else:
-        yield Verdict("ok", "targets", said)
+        yield Verdict("ok", "targets", message)
 
 
 def repeated(train: DatasetSample) -> Iterator[Verdict]:
-    """Samples that are in the training set more than once."""
+    """Samples that occur in the training set more than once."""
     if len(train.items) < 8 or not_comparable(train):
         return
-    counts = Counter(item.mark for item in train.items)
+    counts = Counter(item.digest for item in train.items)
     twice = sum(n - 1 for n in counts.values())
     share = twice / len(train.items)
     if share > OVERLAP and len(counts) > 1:
-        first = next(mark for mark, n in counts.items() if n > 1)
-        where = [item.id for item in train.items if item.mark == first][:2]
+        first = next(digest for digest, n in counts.items() if n > 1)
+        where = [item.id for item in train.items if item.digest == first][:2]
         yield Verdict(
             "warn",
             "duplicates",
-            f"{share:.0%} of the samples are there before, such as {where[1]}, which equals {where[0]}",
+            f"{share:.0%} of the samples repeat an earlier one, such as {where[1]}, which equals {where[0]}",
             "remove them before the split: they weigh more, and end up on both sides of it",
         )
     elif len(counts) > 1:
@@ -204,28 +206,28 @@ def repeated(train: DatasetSample) -> Iterator[Verdict]:
 
 
 def not_comparable(samples: DatasetSample) -> str:
-    """Why equal inputs would mean nothing, "" where they do."""
+    """Why equal inputs would be no evidence; "" where they are."""
     first = samples.items[0].inputs if samples.items else ()
     if samples.random:
-        return "samples are drawn anew at each reading"
+        return "samples are different at each reading"
     size = sum(x.numel() for x in first)
     parts = (x for item in samples.items for x in item.inputs)
     if all(not x.is_floating_point() or bool((x == x.round()).all()) for x in parts) and size < (
         4 * FEW_VALUES if samples.tokens else FEW_VALUES
     ):
         return "inputs of so few values are often equal"
-    return "" if size else "inputs are no tensors"
+    return "" if size else "inputs are not tensors"
 
 
 def overlap(train: DatasetSample, val: DatasetSample | None) -> Iterator[Verdict]:
-    """Validation samples that are trained on."""
+    """Validation samples that are in the training set."""
     if val is None:
-        remedy = "hold some samples out and name them in data.val: learning by heart is not seen otherwise"
+        remedy = "hold some samples out and name them in data.val: overfitting is not visible otherwise"
         yield Verdict("warn", "validation", "there is no validation set", remedy)
         return
     if val.failed:
-        said = f"sample {val.failed[0]} of the validation set cannot be read: {val.failed[1]}"
-        yield Verdict("fail", "validation", said, "open it with dataset[i] and mend it")
+        message = f"sample {val.failed[0]} of the validation set cannot be read: {val.failed[1]}"
+        yield Verdict("fail", "validation", message, "open it with dataset[i] and repair it")
         return
     if train.size is None or val.size is None or not train.items or not val.items:
         yield Verdict("cannot tell", "validation", "whether it overlaps with the training set: one of them is a stream")
@@ -237,12 +239,12 @@ def overlap(train: DatasetSample, val: DatasetSample | None) -> Iterator[Verdict
 
 
 def _overlap(train: DatasetSample, val: DatasetSample) -> Verdict:
-    """The share is taken over what was read of the training set: a part finds a part of what is in both."""
-    known = {item.mark: item.id for item in train.items}
-    both = [item for item in val.items if item.mark in known]
+    """The share is scaled up by the part of the training set that was read, since only matches with it are seen."""
+    known = {item.digest: item.id for item in train.items}
+    both = [item for item in val.items if item.digest in known]
     covered = len(train.items) / (train.size or 1)
     share = min(1.0, len(both) / len(val.items) / covered)
-    by_chance = 0.0  # rows that are common anyway are found among a part of the samples, too, and in both parts
+    by_chance = 0.0  # frequent rows are found in a part of the samples, too, and in both sets
     if not train.whole:
         twice = len(train.items) - len(known)
         by_chance = 4 * twice * len(val.items) / len(train.items) + 2
@@ -252,7 +254,7 @@ def _overlap(train: DatasetSample, val: DatasetSample) -> Verdict:
         return Verdict(
             "fail" if share > ALL else "warn",
             "validation",
-            f"{about}{share:.0%} of its samples are in the training set too: {first.id} is {known[first.mark]} there",
+            f"{about}{share:.0%} of its samples are in the training set too: {first.id} is {known[first.digest]} there",
             "split before anything else, by source (patient, document) and not by sample",
             code="data.train_val_overlap",
         )
@@ -262,14 +264,14 @@ def _overlap(train: DatasetSample, val: DatasetSample) -> Verdict:
 def batch_fits(
     train: DatasetSample, size: int, micro: int, *, drop_last: bool, has_batch_norm: bool
 ) -> Iterator[Verdict]:
-    """Whether the dataset fills a batch, and what its last one would be."""
+    """Whether the dataset fills a batch, and the size of its last one."""
     if train.size is None:
         return
     last = 0 if drop_last else (train.size % size) % micro
     if size > train.size:
         word, remedy = "warn", f"set batch.size to {train.size} or less"
-        said = f"a batch of {size} is larger than the training set ({train.size}): each step sees all of it"
-        yield Verdict("fail" if drop_last else word, "batch size", said, remedy)  # type: ignore[arg-type]
+        message = f"a batch of {size} is larger than the training set ({train.size}): each step sees all of it"
+        yield Verdict("fail" if drop_last else word, "batch size", message, remedy)  # type: ignore[arg-type]
     if has_batch_norm and (micro == 1 or last == 1):
         which = "micro-batches" if micro == 1 else "the last micro-batch of each epoch"
         yield Verdict(
@@ -282,11 +284,11 @@ def batch_fits(
 
 
 def majority(labels: NDArray[np.int64]) -> float:
-    """The share that is right when the most frequent class is always told."""
+    """The accuracy of always predicting the most frequent class."""
     return float(np.unique(labels, return_counts=True)[1].max() / len(labels))
 
 
 def entropy(labels: NDArray[np.int64]) -> float:
-    """In nats, of the frequencies of the classes."""
+    """The entropy of the class frequencies, in nats."""
     share = np.unique(labels[labels != IGNORE], return_counts=True)[1] / max(1, (labels != IGNORE).sum())
     return float(-(share * np.log(share)).sum())

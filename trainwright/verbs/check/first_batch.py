@@ -1,4 +1,4 @@
-"""The first batch: one forward and one backward pass of the untrained model, listened to."""
+"""The first batch: one forward and one backward pass of the untrained model, and verdicts on what they show."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm
 
 
 @dataclass(frozen=True)
-class Scored:
-    """A call of a loss of torch: what it was given, without graphs."""
+class LossCall:
+    """One call of a loss function of torch: its output and target, detached."""
 
     op: str
     output: Tensor
@@ -36,25 +36,25 @@ class Scored:
 
     @property
     def classes(self) -> int | None:
-        """How many classes a cross-entropy tells apart."""
+        """The number of classes of a cross-entropy, None for other losses."""
         if self.op not in CLASSES or self.output.dim() == 0:
             return None
         return self.output.shape[1 if self.output.dim() > 1 else 0]
 
     def rows(self) -> Tensor:
-        """Scores (n, c), one row a prediction."""
+        """Scores (n, c), one row for each prediction."""
         x = self.output
         x = x.movedim(1, -1) if self.op in CLASSES and x.dim() > 1 else x
         return x.reshape(-1, x.shape[-1]) if self.op in CLASSES else x.reshape(len(x) if x.dim() else 1, -1)
 
     def value(self) -> float:
-        """The loss itself, a mean over what counts."""
-        given: dict[str, Any] = {"ignore_index": self.ignored} if self.op in CLASSES else {}
+        """The loss of this call, a mean over all targets that count."""
+        options = {"ignore_index": self.ignored} if self.op in CLASSES else {}
         function: Callable[..., Tensor] = getattr(F, self.op)
-        return float(function(self.output.float(), self._target(), **given))
+        return float(function(self.output.float(), self._target(), **options))
 
     def chance(self) -> float | None:
-        """The loss of a model that knows nothing: ln C, ln 2, the mean square of the targets."""
+        """The loss of an untrained model: ln C, ln 2, or the mean square of the targets; None where it is unknown."""
         if self.op in CLASSES:
             return math.log(max(2, self.classes or 2))
         if self.op in YES_NO:
@@ -65,44 +65,50 @@ class Scored:
         return self.target.float() if self.op not in CLASSES or self.target.is_floating_point() else self.target
 
 
-class Tap(TorchFunctionMode):
-    """Keeps what the losses of torch are given while it is entered; what it hears goes on unchanged."""
+class LossRecorder(TorchFunctionMode):
+    """Records the calls of torch's loss functions while it is entered; their results stay the same."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.heard: list[Scored] = []
+        self.calls: list[LossCall] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        of_chunks = classified(name, args, kwargs) if name == CHUNKED else None
-        if of_chunks is not None and len(self.heard) < 16:
-            self.heard.append(_of_chunks(of_chunks))
-        elif name in (*CLASSES, *YES_NO, *NUMBERS) and len(self.heard) < 16:
-            given = dict(zip(("input", "target"), args, strict=False)) | kwargs
-            output, target = given.get("input"), given.get("target")
+        chunked = classified(name, args, kwargs) if name == CHUNKED else None
+        if chunked is not None and len(self.calls) < 16:
+            self.calls.append(_of_chunks(chunked))
+        elif name in (*CLASSES, *YES_NO, *NUMBERS) and len(self.calls) < 16:
+            arguments = dict(zip(("input", "target"), args, strict=False)) | kwargs
+            output, target = arguments.get("input"), arguments.get("target")
             if isinstance(output, Tensor) and isinstance(target, Tensor):
                 ignored = kwargs.get("ignore_index", -100)
-                self.heard.append(Scored(name, output.detach().clone(), target.detach().clone(), ignored))
+                self.calls.append(LossCall(name, output.detach().clone(), target.detach().clone(), ignored))
         return func(*args, **kwargs)
 
 
-def _of_chunks(given: Classified) -> Scored:
-    """A loss in chunks as a plain one, of some of its rows."""
-    at = given.sample()
-    target = given.target[at].masked_fill(given.target[at] < 0, given.ignore_index)
-    return Scored("cross_entropy", given.scores(at), target, given.ignore_index)
+def _of_chunks(call: Classified) -> LossCall:
+    """A loss in chunks as a plain call on some of its rows."""
+    at = call.sample()
+    target = call.target[at].masked_fill(call.target[at] < 0, call.ignore_index)
+    return LossCall("cross_entropy", call.scores(at), target, call.ignore_index)
 
 
 @dataclass
-class First:
-    """What the first batch gave. ``loss`` is a mean; ``error`` is what it raised instead, in words.
+class FirstBatch:
+    """The results of the first batch. ``loss`` is a mean; ``error`` is the message of what it raised instead.
 
-    ``rows`` are those of the embedding that looks the first input up, None where there is none.
+    ``rows`` are those of the embedding of the first input, None where there is none.
     """
 
     micro: MicroBatch
-    heard: list[Scored] = field(default_factory=list)
+    loss_calls: list[LossCall] = field(default_factory=list)
     loss: float = math.nan
     error: str = ""
     remedy: str = ""
@@ -114,40 +120,41 @@ class First:
     rows: int | None = None
 
     @property
-    def scored(self) -> Scored | None:
-        """The one call of a loss, None where there was none or several."""
-        return self.heard[0] if len(self.heard) == 1 else None
+    def loss_call(self) -> LossCall | None:
+        """The only call of a loss function, None where there was none or several."""
+        return self.loss_calls[0] if len(self.loss_calls) == 1 else None
 
     @property
     def classes(self) -> int | None:
-        return next((each.classes for each in self.heard if each.classes is not None), None)
+        """The number of classes of the first cross-entropy, None without one."""
+        return next((each.classes for each in self.loss_calls if each.classes is not None), None)
 
 
-def ignored_by(seen: First) -> int:
-    """The ignore_index of its cross-entropy."""
-    return next((each.ignored for each in seen.heard if each.classes is not None), -100)
+def ignored_by(seen: FirstBatch) -> int:
+    """The ``ignore_index`` of the first batch's cross-entropy."""
+    return next((each.ignored for each in seen.loss_calls if each.classes is not None), -100)
 
 
-def first_batch(parts: Parts, micro: MicroBatch) -> First:
-    """Forward and backward of ``micro``; afterwards none has a gradient. Buffers are the caller's to put back."""
-    seen, order, tap = First(micro), list[nn.Module](), Tap()
+def first_batch(parts: Parts, micro: MicroBatch) -> FirstBatch:
+    """Runs forward and backward on ``micro`` and drops the gradients. The caller must restore buffers."""
+    seen, order, recorder = FirstBatch(micro), list[nn.Module](), LossRecorder()
     leaves = [module for module in parts.model.modules() if not list(module.children())]
-    given = micro.data[0] if isinstance(micro.data, tuple | list) and micro.data else None
+    first_input = micro.data[0] if isinstance(micro.data, tuple | list) and micro.data else None
 
-    def entered(module: nn.Module, args: Any) -> None:
+    def entered(module: nn.Module, args: tuple[object, ...]) -> None:
         order.append(module)
-        if isinstance(module, nn.Embedding) and args and args[0] is given:
+        if isinstance(module, nn.Embedding) and args and args[0] is first_input:
             seen.rows = module.num_embeddings
 
     handles = [leaf.register_forward_pre_hook(entered) for leaf in leaves]
     try:
-        with tap:
+        with recorder:
             output = call_loss(as_loss_fn(parts.loss), parts.model, micro, "the first batch")
         mean = output.total / max(float(output.weight), 1e-12) if isinstance(output, Loss) else output
         seen.loss = float(mean.detach())
         if mean.requires_grad:
             mean.backward()  # type: ignore[no-untyped-call]
-        _look_at_gradients(seen, parts.model)
+        _check_gradients(seen, parts.model)
     except TrainwrightError as error:
         seen.error, seen.remedy = error.message, error.remedy
     except Exception as error:
@@ -157,12 +164,12 @@ def first_batch(parts: Parts, micro: MicroBatch) -> First:
             handle.remove()
         for parameter in parts.model.parameters():
             parameter.grad = None
-    seen.heard = tap.heard
+    seen.loss_calls = recorder.calls
     seen.begins_with_norm = bool(order) and isinstance(order[0], NORMS)
     return seen
 
 
-def _look_at_gradients(seen: First, model: nn.Module) -> None:
+def _check_gradients(seen: FirstBatch, model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -174,116 +181,121 @@ def _look_at_gradients(seen: First, model: nn.Module) -> None:
             seen.bad_grad.append(name)
 
 
-def _remedy(said: str, data: Any) -> str:
-    """For errors of torch that are met most often."""
-    if "dtype" in said or "expected scalar type" in said or "Long but found Float" in said or "same type" in said:
+def _remedy(message: str, data: object) -> str:
+    """The remedy for the most frequent errors of torch."""
+    if (
+        "dtype" in message
+        or "expected scalar type" in message
+        or "Long but found Float" in message
+        or "same type" in message
+    ):
         return "give the model the type that it computes in: x.float(), or x.float() / 255 for bytes; labels as int64"
-    if "shapes cannot be multiplied" in said or "size mismatch" in said or "expected input" in said:
+    if "shapes cannot be multiplied" in message or "size mismatch" in message or "expected input" in message:
         return "the model was made for inputs of another size: compare its first layer with a sample"
-    if "out of bounds" in said or "index out of range" in said:
+    if "out of bounds" in message or "index out of range" in message:
         return "an id or label is larger than the model has rows or outputs for"
-    if "more than 1 value per channel" in said:
+    if "more than 1 value per channel" in message:
         return "BatchNorm needs more than one sample: take a larger batch.micro, or GroupNorm"
     return "call the model and the loss on one batch by hand"
 
 
-def fits(seen: First) -> Iterator[Verdict]:
-    """Whether model, loss and batch go together at all."""
+def fits(seen: FirstBatch) -> Iterator[Verdict]:
+    """Whether model, loss and batch fit each other."""
     shapes = "; ".join(described(seen.micro.data)) or type(seen.micro.data).__name__
     if seen.error:
         yield Verdict("fail", "first batch", f"{seen.error.splitlines()[0]} [{shapes}]", seen.remedy)
         return
-    given = seen.scored
-    made = f" -> {given.op}{tuple(given.output.shape)}" if given else ""
+    call = seen.loss_call
+    made = f" -> {call.op}{tuple(call.output.shape)}" if call else ""
     yield Verdict("ok", "first batch", f"{shapes}{made}")
 
 
-def described(data: Any) -> list[str]:
+def described(data: object) -> list[str]:
     """Type, shape and device of each tensor of a batch."""
     if isinstance(data, Tensor):
         return [f"{str(data.dtype).removeprefix('torch.')}{tuple(data.shape)} on {data.device}"]
     values = data.values() if isinstance(data, dict) else data if isinstance(data, tuple | list) else ()
-    return [said for value in values for said in described(value)]
+    return [text for value in values for text in described(value)]
 
 
-def initial_loss(seen: First) -> Iterator[Verdict]:
-    """The loss before any update, against that of a guess."""
+def initial_loss(seen: FirstBatch) -> Iterator[Verdict]:
+    """The loss before any update, compared with that of an untrained model."""
     if seen.error:
         return
     if not math.isfinite(seen.loss):
         remedy = "look for NaN in the data, logarithms of 0 and divisions by 0"
         yield Verdict("fail", "initial loss", f"it is {seen.loss}", remedy)
         return
-    given = seen.scored
-    chance = given.chance() if given else None
-    if given is None or chance is None:
-        yield Verdict("cannot tell", "initial loss", f"{seen.loss:.4g}: what a guess has is not known for this loss")
-        return
-    own = given.value()
-    if own > 0 and abs(seen.loss + own) < 0.1 * own:
-        told = f"{seen.loss:.4g} is minus {given.op}: it would be maximised"
-        yield Verdict("fail", "initial loss", told, "return the loss itself, not its negative", "loss.wrong_sign")
-        return
-    said = f"{seen.loss:.4g}, a guess has {chance:.4g}"
-    if given.op != "mse_loss" and own > 1.5 * chance + 0.5:
-        remedy = "normalise the inputs; begin with weights of the usual size (or none in the last layer)"
-        yield Verdict("warn", "initial loss", said, remedy, "init.too_large")
-    elif given.op in CLASSES and own < 0.5 * chance:
+    call = seen.loss_call
+    chance = call.chance() if call else None
+    if call is None or chance is None:
         yield Verdict(
-            "ok", "initial loss", f"{said}: weights that were trained before, or labels that are easy to guess"
+            "cannot tell", "initial loss", f"{seen.loss:.4g}: the loss of a guess is unknown for this function"
         )
-    else:
-        yield Verdict("ok", "initial loss", said)
-
-
-def right_loss(seen: First, train: DatasetSample) -> Iterator[Verdict]:
-    """Whether the loss is made for what it is given."""
-    given = seen.scored
-    if given is None or seen.error:
         return
-    rows = given.rows()
+    own = call.value()
+    if own > 0 and abs(seen.loss + own) < 0.1 * own:
+        message = f"{seen.loss:.4g} is minus {call.op}: it would be maximised"
+        yield Verdict("fail", "initial loss", message, "return the loss itself, not its negative", "loss.wrong_sign")
+        return
+    message = f"{seen.loss:.4g}, a guess has {chance:.4g}"
+    if call.op != "mse_loss" and own > 1.5 * chance + 0.5:
+        remedy = "normalise the inputs; initialise weights with the usual size (or zeros in the last layer)"
+        yield Verdict("warn", "initial loss", message, remedy, "init.too_large")
+    elif call.op in CLASSES and own < 0.5 * chance:
+        yield Verdict("ok", "initial loss", f"{message}: pretrained weights, or labels that are easy to guess")
+    else:
+        yield Verdict("ok", "initial loss", message)
+
+
+def right_loss(seen: FirstBatch, train: DatasetSample) -> Iterator[Verdict]:
+    """Whether the loss function suits its inputs."""
+    call = seen.loss_call
+    if call is None or seen.error:
+        return
+    rows = call.rows()
     is_share = rows.shape[-1] > 1 and bool((rows >= 0).all()) and bool(((rows.sum(-1) - 1).abs() < 1e-3).all())
-    if given.op in CLASSES and is_share and rows.shape[-1] > 1:
-        log = given.op == "nll_loss"
-        said = "nll_loss is given probabilities, not their logarithms" if log else "softmax comes before cross_entropy"
+    if call.op in CLASSES and is_share and rows.shape[-1] > 1:
+        log = call.op == "nll_loss"
+        message = "nll_loss gets probabilities, not their logarithms" if log else "softmax comes before cross_entropy"
         remedy = "take log_softmax, or cross_entropy on plain scores" if log else "give cross_entropy the plain scores"
         code = "loss.nll_on_probs" if log else "loss.softmax_before_ce"
-        yield Verdict("fail", "loss", f"{said}: each row sums to 1, which bounds gradient and loss", remedy, code)
-    elif given.op == YES_NO[1] and bool(((given.output >= 0) & (given.output <= 1)).all()) and given.output.numel() > 8:
+        yield Verdict("fail", "loss", f"{message}: each row sums to 1, which bounds gradient and loss", remedy, code)
+    elif call.op == YES_NO[1] and bool(((call.output >= 0) & (call.output <= 1)).all()) and call.output.numel() > 8:
         remedy = "give it the plain scores: it takes the sigmoid itself"
-        yield Verdict("warn", "loss", f"all scores of {given.op} lie between 0 and 1: a sigmoid twice?", remedy)
+        yield Verdict("warn", "loss", f"all scores of {call.op} lie between 0 and 1: a sigmoid twice?", remedy)
     classes = train.labels()
-    if given.op in NUMBERS and classes is not None and 2 < len(set(classes.tolist())) <= 1000:
-        said = f"{given.op} on whole numbers, {len(set(classes.tolist()))} of them: they look like classes"
-        yield Verdict("warn", "loss", said, "use cross_entropy with an output for each class")
-    elif given.op in NUMBERS and given.output.shape != given.target.shape:
-        said = f"{given.op} compares {tuple(given.output.shape)} with {tuple(given.target.shape)}, each with all others"
-        yield Verdict("fail", "loss", said, "give both the same shape: output.squeeze(-1)", "loss.broadcast_target")
+    if call.op in NUMBERS and classes is not None and 2 < len(set(classes.tolist())) <= 1000:
+        message = f"{call.op} on whole numbers, {len(set(classes.tolist()))} of them: they look like classes"
+        yield Verdict("warn", "loss", message, "use cross_entropy with an output for each class")
+    elif call.op in NUMBERS and call.output.shape != call.target.shape:
+        message = f"{call.op} compares {tuple(call.output.shape)} with {tuple(call.target.shape)}, each with all others"
+        yield Verdict("fail", "loss", message, "give both the same shape: output.squeeze(-1)", "loss.broadcast_target")
 
 
-def gradients(seen: First) -> Iterator[Verdict]:
-    """Whether every parameter that is to be trained gets one."""
+def gradients(seen: FirstBatch) -> Iterator[Verdict]:
+    """Whether every trained parameter gets a finite gradient."""
     if seen.error or not math.isfinite(seen.loss):
         return
     if not seen.trained or seen.values_without == seen.trained:
-        said = "nothing is trained: no parameter gets a gradient"
+        message = "nothing is trained: no parameter gets a gradient"
         yield Verdict(
-            "fail", "gradients", said, "look for .detach(), no_grad and requires_grad=False", "grad.graph_cut"
+            "fail", "gradients", message, "look for .detach(), no_grad and requires_grad=False", "grad.graph_cut"
         )
     elif seen.bad_grad:
-        said = f"not finite in {_some(seen.bad_grad)}"
-        yield Verdict("fail", "gradients", said, "look for sqrt, log or division at 0", "num.nonfinite")
+        message = f"not finite in {_some(seen.bad_grad)}"
+        yield Verdict("fail", "gradients", message, "look for sqrt, log or division at 0", "num.nonfinite")
     elif seen.without_grad:
         share = seen.values_without / seen.trained
         yield Verdict(
             "fail" if share >= 0.5 else "warn",
             "gradients",
             f"none for {len(seen.without_grad)} parameters ({share:.0%} of all values): {_some(seen.without_grad)}",
-            "look for .detach() or .data behind them; freeze with model.freeze what is not to be trained",
+            "look for .detach() or .data after them; freeze parameters that should not train with model.freeze",
             code="grad.graph_cut",
         )
     else:
-        yield Verdict("ok", "gradients", f"all {seen.trained:,} values that are trained get one")
+        yield Verdict("ok", "gradients", f"all {seen.trained:,} trained values get one")
 
 
 def _some(names: list[str]) -> str:

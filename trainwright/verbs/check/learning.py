@@ -1,9 +1,9 @@
-"""Verdicts of short trainings on the first batches: which learning rates would do, and one batch learned by heart."""
+"""Verdicts of short trainings on the first batches: the range of learning rates, and one batch learned by heart."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,42 +19,43 @@ from trainwright.engine.step import make_step
 from trainwright.engine.until import for_steps
 from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.state.train_state import TrainState
-from trainwright.verbs.check.first_batch import Tap
+from trainwright.verbs.check.first_batch import LossRecorder
 from trainwright.verbs.check.sandbox import Sandbox, within
 from trainwright.verbs.check.verdict import Verdict
 
 LOWEST, HIGHEST = 1e-6, 10.0
 RANGE_STEPS, LEAST_STEPS = 60, 24
 BY_HEART, HEART_STEPS = 16, 200
-"""Samples that are to be learned by heart, and updates at the most."""
+"""Samples to learn by heart, and the most updates for it."""
 LEARNED, NOT_AT_ALL = 0.5, 0.05
-"""Share of the first loss by which it is to fall, and from which down nothing was learned."""
+"""The fall of the loss, as a share of its first value, that is success; below the second, nothing was learned."""
 MOVES = 10.0
+"""The size of the first update over the size of the weights from which on it destroys them."""
 TOO_HIGH, SLOWLY, FALL = 10.0, 5.0, 0.05
-"""Rate over the one at which the loss explodes; rates of all steps over the one that helps; fall that is clear."""
+"""Rate over that at which the loss explodes; sum of rates over that which helps; relative fall that is clear."""
 
 
-def range_test(bench: Sandbox, *, budget_s: float, step_s: float) -> LrRange | None:
-    """Smith's test on the first batches; None where there is no time for steps enough."""
+def range_test(sandbox: Sandbox, *, budget_s: float, step_s: float) -> LrRange | None:
+    """Smith's range test on the first batches; None where there is no time for enough steps."""
     count = min(RANGE_STEPS, int(budget_s / max(step_s, 1e-9)))
-    if count < LEAST_STEPS or not bench.kept:
+    if count < LEAST_STEPS or not sandbox.kept:
         return None
-    clip = bench.job.recipe.optimizer.clip
-    with bench.fresh() as state:
+    clip = sandbox.job.recipe.optimizer.clip
+    with sandbox.fresh() as state:
         return lr_range(
             state,
-            within(bench.again(), 3 * budget_s),
-            bench.job.parts.loss,
+            within(sandbox.again(), 3 * budget_s),
+            sandbox.job.parts.loss,
             lowest=LOWEST,
             highest=HIGHEST,
             num_steps=count,
-            precision=bench.job.precision,
+            precision=sandbox.job.precision,
             clip=make_clip(clip.by, clip.at),
         )
 
 
 def falls_from(found: LrRange) -> float | None:
-    """The rate of the test from which on the loss was clearly below its first value, down to its least; None: never."""
+    """The rate from which on the loss stays clearly below its first value until its minimum; None: never."""
     enough = found.losses[0] - FALL * abs(found.losses[0])
     finite = [loss if math.isfinite(loss) else math.inf for loss in found.losses]
     place = finite.index(min(finite))
@@ -65,14 +66,14 @@ def falls_from(found: LrRange) -> float | None:
     return found.lrs[place]
 
 
-def first_update(bench: Sandbox) -> float:
+def first_update(sandbox: Sandbox) -> float:
     """How far one update at the peak rate moves the weights: norm of the change over norm of the weights."""
-    job, clip = bench.job, bench.job.recipe.optimizer.clip
+    job, clip = sandbox.job, sandbox.job.recipe.optimizer.clip
     advance = make_step(job.parts.loss, precision=job.precision, clip=make_clip(clip.by, clip.at))
-    with bench.fresh() as state:
+    with sandbox.fresh() as state:
         trained = [p for group in state.optimizer.param_groups for p in group["params"]]
         before = [p.detach().clone() for p in trained]
-        advance(state, bench.kept[0])
+        advance(state, sandbox.kept[0])
         moved = float(get_total_norm([p.detach() - was for p, was in zip(trained, before, strict=True)]))
         size = float(get_total_norm(before))
     return moved / size if size else 0.0
@@ -81,47 +82,47 @@ def first_update(bench: Sandbox) -> float:
 def learning_rate(found: LrRange | None, lr: float, num_steps: float, moved: float) -> Verdict:
     """The peak rate of the recipe against the test and the first update.
 
-    Where updates are small they add up: if the rates of all steps of the run come to less than the one rate at which
-    the loss began to fall, the run ends before that.
+    Small updates add up: if the sum of the rates of all steps is less than the rate at which the loss began to fall,
+    the run ends before the loss falls.
     """
     if moved > MOVES:
-        told = f"{lr:.3g}: the first update changes the weights by {moved:,.3g} times their size"
-        return Verdict("fail", "learning rate", told, "begin with a thousandth of it", "opt.lr_too_high")
+        message = f"{lr:.3g}: the first update changes the weights by {moved:,.3g} times their size"
+        return Verdict("fail", "learning rate", message, "start with a thousandth of it", "opt.lr_too_high")
     if found is None:
         return Verdict("cannot tell", "learning rate", f"{lr:.3g}; a step takes too long for a range test here")
     good, start = found.suggestion, falls_from(found)
     if good is None or start is None:
         return Verdict("cannot tell", "learning rate", f"{lr:.3g}; the loss falls at no rate of the range test")
     end = f"it explodes at {found.stopped_at:.1g}" if found.stopped_at else "it never explodes"
-    said = f"{lr:.3g}; in a range test the loss falls from {start:.1g} on, {end}"
+    message = f"{lr:.3g}; in a range test the loss falls from {start:.1g} on, {end}"
     remedy = f"try optimizer.lr between {min(start, good):.1g} and {good:.1g} (trainwright lr-range draws the curve)"
     if found.stopped_at is not None and lr > TOO_HIGH * found.stopped_at:
-        return Verdict("fail", "learning rate", said, remedy, "opt.lr_too_high")
+        return Verdict("fail", "learning rate", message, remedy, "opt.lr_too_high")
     if lr > 2 * (found.stopped_at or math.inf):
-        return Verdict("warn", "learning rate", said, remedy, "opt.lr_too_high")
+        return Verdict("warn", "learning rate", message, remedy, "opt.lr_too_high")
     if lr * num_steps < start:
-        told = f"{said}: nothing would move in {num_steps:,.0f} steps"
-        return Verdict("fail", "learning rate", told, remedy, "opt.lr_too_low")
+        message = f"{message}: nothing would move in {num_steps:,.0f} steps"
+        return Verdict("fail", "learning rate", message, remedy, "opt.lr_too_low")
     if lr * num_steps < SLOWLY * start:
-        return Verdict("warn", "learning rate", f"{said}: it would learn slowly", remedy, "opt.lr_too_low")
-    return Verdict("ok", "learning rate", said)
+        return Verdict("warn", "learning rate", f"{message}: it would learn slowly", remedy, "opt.lr_too_low")
+    return Verdict("ok", "learning rate", message)
 
 
 def plausible(found: LrRange | None, lr: float) -> list[float]:
-    """Rates to learn a batch by heart with: first the recipe's own, unless the test speaks against it."""
+    """Learning rates for one batch: the recipe's own first, unless the range test contradicts it."""
     if found is None or found.suggestion is None or (start := falls_from(found)) is None:
         return [lr]
     middle = math.sqrt(start * 10 * found.suggestion)
-    ours = start / 30 <= lr <= 3 * (found.stopped_at or math.inf)
-    return [lr, middle] if ours else [middle, lr]
+    own_is_plausible = start / 30 <= lr <= 3 * (found.stopped_at or math.inf)
+    return [lr, middle] if own_is_plausible else [middle, lr]
 
 
 @dataclass
-class Heart:
-    """What came of learning a few samples by heart. ``constant``: all predictions are equal afterwards.
+class BatchFit:
+    """The result of learning a few samples by heart. ``constant``: all predictions are equal afterwards.
 
-    ``dead`` are layers all of whose units are 0, ``zero_grads`` parameters whose gradient was 0 in each step that was
-    looked at, ``zeros`` those of them that were 0 and so stay.
+    ``dead`` are layers whose units are all 0, ``zero_grads`` parameters whose gradient was 0 in each step that was
+    checked, ``zeros`` those of them that are 0 and so stay 0.
     """
 
     first: float = math.nan
@@ -135,37 +136,37 @@ class Heart:
 
     @property
     def fell(self) -> float:
-        """By which share of its first value the loss fell."""
+        """The fall of the loss as a share of its first value."""
         return (self.first - self.best) / max(abs(self.first), 1e-12)
 
 
-def learn_by_heart(bench: Sandbox, *, lr: float, budget_s: float) -> Heart:
-    """Trains on a few samples of the first micro-batch at a constant rate, dropout off."""
-    told, micro = Heart(lr=lr), fewer(bench.kept[0].micro[0], BY_HEART)
+def learn_by_heart(sandbox: Sandbox, *, lr: float, budget_s: float) -> BatchFit:
+    """Trains on a few samples of the first micro-batch at a constant rate, without dropout."""
+    fit, micro = BatchFit(lr=lr), fewer(sandbox.kept[0].micro[0], BY_HEART)
     batch = StepBatch((micro,))
-    clip = bench.job.recipe.optimizer.clip
-    advance = make_step(bench.job.parts.loss, precision=bench.job.precision, clip=make_clip(clip.by, clip.at))
+    clip = sandbox.job.recipe.optimizer.clip
+    advance = make_step(sandbox.job.parts.loss, precision=sandbox.job.precision, clip=make_clip(clip.by, clip.at))
     ever: set[str] = set()
-    with bench.fresh() as state:
+    with sandbox.fresh() as state:
         without_dropout(state.model)
         scale_lr(state, lr)
         for result in steps(state, within(_same(batch), budget_s), advance, until=for_steps(HEART_STEPS)):
             loss = float(result.loss)
-            told.steps += 1
-            told.first = loss if told.steps == 1 else told.first
-            told.best = loss if not told.best <= loss else told.best
-            if told.steps <= 8 or told.steps % 16 == 0:
+            fit.steps += 1
+            fit.first = loss if fit.steps == 1 else fit.first
+            fit.best = loss if not fit.best <= loss else fit.best
+            if fit.steps <= 8 or fit.steps % 16 == 0:
                 ever |= {
                     name for name, p in state.model.named_parameters() if p.grad is not None and bool(p.grad.any())
                 }
-            if not math.isfinite(loss) or told.fell > 0.9:
+            if not math.isfinite(loss) or fit.fell > 0.9:
                 break
         trained = [name for name, p in state.model.named_parameters() if p.requires_grad and p.grad is not None]
-        told.zero_grads = tuple(name for name in trained if name not in ever)
+        fit.zero_grads = tuple(name for name in trained if name not in ever)
         named = dict(state.model.named_parameters())
-        told.zeros = tuple(name for name in told.zero_grads if named[name].dim() > 1 and not bool(named[name].any()))
-        told.constant, told.dead = _looked_at(bench, state.model, micro)
-    return told
+        fit.zeros = tuple(name for name in fit.zero_grads if named[name].dim() > 1 and not bool(named[name].any()))
+        fit.constant, fit.dead = _inspect(sandbox, state.model, micro)
+    return fit
 
 
 def _same(batch: StepBatch) -> Iterator[StepBatch]:
@@ -174,14 +175,14 @@ def _same(batch: StepBatch) -> Iterator[StepBatch]:
 
 
 def without_dropout(model: nn.Module) -> None:
-    """Sets layers of dropout to evaluation; the rest trains."""
+    """Sets dropout layers to evaluation mode."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.eval()
 
 
 def scale_lr(state: TrainState, lr: float) -> None:
-    """Makes ``lr`` the rate of the first group; the others keep their ratio to it."""
+    """Sets ``lr`` as the rate of the first group; the other groups keep their ratio to it."""
     groups = state.optimizer.param_groups
     factor = lr / groups[0]["lr"]
     for group in groups:
@@ -189,14 +190,15 @@ def scale_lr(state: TrainState, lr: float) -> None:
 
 
 def fewer(micro: MicroBatch, count: int) -> MicroBatch:
-    """The first samples, where every tensor has one row for each; else all."""
+    """The first ``count`` samples, where every tensor has one row for each; else all."""
     size = micro.size
     if size <= count or not _by_rows(micro.data, size):
         return micro
     return MicroBatch(_cut(micro.data, count), micro.ids[:count])
 
 
-def _by_rows(data: Any, size: int) -> bool:
+def _by_rows(data: object, size: int) -> bool:
+    """Whether the first dimension of every tensor counts samples."""
     if isinstance(data, Tensor):
         return data.dim() > 0 and data.shape[0] == size
     if isinstance(data, Mapping):
@@ -213,67 +215,67 @@ def _cut(data: Any, count: int) -> Any:
     return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
 
 
-def _looked_at(bench: Sandbox, model: nn.Module, micro: MicroBatch) -> tuple[bool, tuple[str, ...]]:
-    """(every prediction is the same, names of layers of ReLU all of whose units are 0 for every sample)."""
-    tap, dead = Tap(), list[str]()
+def _inspect(sandbox: Sandbox, model: nn.Module, micro: MicroBatch) -> tuple[bool, tuple[str, ...]]:
+    """Whether all predictions are equal, and the names of ReLU layers whose units are 0 for every sample."""
+    recorder, dead = LossRecorder(), list[str]()
 
-    def heard(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
+    def hook_for(name: str) -> Callable[[nn.Module, object, object], None]:
+        def hook(module: nn.Module, args: object, output: object) -> None:
             if isinstance(output, Tensor) and output.numel() and not bool(output.any()):
                 dead.append(name)
 
         return hook
 
     relus = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ReLU | nn.ReLU6)]
-    handles = [module.register_forward_hook(heard(name)) for name, module in relus]
+    handles = [module.register_forward_hook(hook_for(name)) for name, module in relus]
     try:
-        with evaluating(model, bench.job.parts.loss), tap, bench.job.precision.autocast():
-            as_loss_fn(bench.job.parts.loss)(model, micro.data)
-    except Exception:  # a model may be unable to evaluate: the validation says so
+        with evaluating(model, sandbox.job.parts.loss), recorder, sandbox.job.precision.autocast():
+            as_loss_fn(sandbox.job.parts.loss)(model, micro.data)
+    except Exception:  # a model may be unable to evaluate: the verdict on evaluation says so
         return False, tuple(dead)
     finally:
         for handle in handles:
             handle.remove()
-    if len(tap.heard) != 1:
+    if len(recorder.calls) != 1:
         return False, tuple(dead)
-    rows = tap.heard[0].rows().float()
+    rows = recorder.calls[0].rows().float()
     spread = float((rows - rows[:1]).abs().max()) if len(rows) > 1 else math.inf
     return spread <= 1e-6 * max(1e-3, float(rows.abs().max())), tuple(dead)
 
 
-def by_heart(told: Heart, *, inputs_vary: bool, chance: float | None) -> Iterator[Verdict]:
-    """Whether a few samples can be learned; if not, what stands out."""
-    yield from _stands_out(told, inputs_vary)
-    said = f"loss {told.first:.4g} -> {told.best:.4g} in {told.steps} steps at lr {told.lr:.2g}"
-    if told.fell >= LEARNED or (chance is not None and told.best < 0.1 * chance):
-        yield Verdict("ok", "one batch", f"learned by heart: {said}")
-    elif told.steps < LEAST_STEPS:
-        yield Verdict("cannot tell", "one batch", f"too few steps in the time: {said}")
-    elif told.fell < NOT_AT_ALL:
-        remedy = "mend this first: what cannot learn 16 samples learns nothing (loss, gradients, initial weights)"
-        yield Verdict("fail", "one batch", f"cannot be learned by heart: {said}", remedy)
-    elif told.steps < HEART_STEPS:
-        yield Verdict("cannot tell", "one batch", f"half learned in the time: {said}")
+def by_heart(fit: BatchFit, *, inputs_vary: bool, chance: float | None) -> Iterator[Verdict]:
+    """The verdict on learning a few samples by heart, and on what was seen meanwhile."""
+    yield from _symptoms(fit, inputs_vary)
+    message = f"loss {fit.first:.4g} -> {fit.best:.4g} in {fit.steps} steps at lr {fit.lr:.2g}"
+    if fit.fell >= LEARNED or (chance is not None and fit.best < 0.1 * chance):
+        yield Verdict("ok", "one batch", f"learned by heart: {message}")
+    elif fit.steps < LEAST_STEPS:
+        yield Verdict("cannot tell", "one batch", f"too few steps in the time: {message}")
+    elif fit.fell < NOT_AT_ALL:
+        remedy = "repair this first: what cannot learn 16 samples learns nothing (loss, gradients, initial weights)"
+        yield Verdict("fail", "one batch", f"cannot be learned by heart: {message}", remedy)
+    elif fit.steps < HEART_STEPS:
+        yield Verdict("cannot tell", "one batch", f"half learned in the time: {message}")
     else:
-        remedy = "look whether the loss can be 0, and equal inputs have equal targets; a larger model may be needed"
-        yield Verdict("warn", "one batch", f"half learned: {said}", remedy)
+        remedy = "check that the loss can reach 0 and equal inputs have equal targets; a larger model may be needed"
+        yield Verdict("warn", "one batch", f"half learned: {message}", remedy)
 
 
-def _stands_out(told: Heart, inputs_vary: bool) -> Iterator[Verdict]:
-    """What was seen of the model while it learned."""
-    if told.zeros:
-        said = f"{_some(told.zeros)} are 0 and stay 0: no gradient passes them"
+def _symptoms(fit: BatchFit, inputs_vary: bool) -> Iterator[Verdict]:
+    """Verdicts on the weights, activations, output and gradients that were seen."""
+    if fit.zeros:
+        message = f"{_some(fit.zeros)} are 0 and stay 0: no gradient passes through them"
         remedy = "random weights, nn.init.kaiming_uniform_ or xavier_uniform_; only biases and last layers may be 0"
-        yield Verdict("fail", "weights", said, remedy, "init.symmetric")
-    elif told.dead:
+        yield Verdict("fail", "weights", message, remedy, "init.symmetric")
+    elif fit.dead:
         remedy = "weights of Kaiming's size, biases 0 (He et al. 2015), or LeakyReLU"
-        yield Verdict("fail", "activations", f"every unit of {told.dead[0]} is 0", remedy, "model.dead_relu")
-    elif told.constant and inputs_vary:
-        remedy = "follow the input through forward(): it is overwritten, zeroed, or nothing of it arrives"
+        yield Verdict("fail", "activations", f"every unit of {fit.dead[0]} is 0", remedy, "model.dead_relu")
+    elif fit.constant and inputs_vary:
+        remedy = "follow the input through forward(): it is overwritten, set to zero, or never used"
         yield Verdict("fail", "output", "the prediction is the same for every sample, whatever goes in", remedy)
-    elif told.zero_grads and told.steps >= 8:
-        said = f"exactly 0 in each step for {_some(told.zero_grads)}"
-        yield Verdict("warn", "gradients", said, "nothing reaches them: look for weights of 0 and dead units")
+    elif fit.zero_grads and fit.steps >= 8:
+        message = f"exactly 0 in each step for {_some(fit.zero_grads)}"
+        yield Verdict("warn", "gradients", message, "no gradient reaches them: look for weights of 0 and dead units")
 
 
 def _some(names: Sequence[str]) -> str:

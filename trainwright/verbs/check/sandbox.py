@@ -1,4 +1,4 @@
-"""Where a check trains: a job whose state is made anew for each experiment and thrown away after it."""
+"""Where a check trains: a job with a new state for each experiment, which is dropped afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEPT, KEPT_BYTES = 4, 2**28
 
 @contextmanager
 def untouched(*roots: object) -> Iterator[None]:
-    """Weights, buffers, modes and generators are afterwards as before, and no gradient is left."""
+    """Restores weights, buffers, modes and random state on exit, and drops gradients."""
     modules = [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
     modes = [(module, module.training) for module in modules]
     tensors = [t for m in modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False)) if _has_storage(t)]
@@ -36,7 +36,7 @@ def untouched(*roots: object) -> Iterator[None]:
             for module, mode in modes:
                 module.training = mode
             with torch.no_grad():
-                for module, name, buffer in places:  # a forward may put another tensor there
+                for module, name, buffer in places:  # a forward pass may assign another tensor
                     setattr(module, name, buffer)
                 for tensor, was in before:
                     tensor.copy_(was)
@@ -49,14 +49,14 @@ def _has_storage(tensor: Tensor) -> bool:
 
 @dataclass
 class Sandbox:
-    """A planned job and its first batches. ``load_s`` are the seconds that reading each took."""
+    """A planned job and its first batches. ``load_s`` are the seconds for reading each."""
 
     job: Job
     kept: list[StepBatch] = field(default_factory=list)
     load_s: list[float] = field(default_factory=list)
 
     def keep(self, seconds: float) -> None:
-        """Reads the first batches, a few of them."""
+        """Reads a few of the first batches, for at most so many seconds."""
         end_s, size = time.perf_counter() + seconds, 0
         while len(self.kept) < KEPT and size < KEPT_BYTES and time.perf_counter() < end_s:
             begin_s = time.perf_counter()
@@ -68,16 +68,16 @@ class Sandbox:
             size += sum(_bytes(micro.data) for micro in batch.micro)
 
     def again(self) -> Iterator[StepBatch]:
-        """The first batches, over and over."""
+        """The first batches, repeated without end."""
         return cycle(self.kept)
 
     def stream(self) -> Iterator[StepBatch]:
-        """All batches in their order, as a run would see them. Once."""
+        """All batches in the order of a run. To be called once."""
         return chain(self.kept, self.job.batches)
 
     @contextmanager
     def fresh(self) -> Iterator[TrainState]:
-        """A state as before the first step; model and generators are put back afterwards."""
+        """A state as before the first step; model and random state are restored on exit."""
         job = self.job
         with untouched(job.parts.model, job.parts.loss):
             state = build_state(job.parts, job.loaded, job.plan)
@@ -94,7 +94,7 @@ def _bytes(data: object) -> int:
 
 
 def within(batches: Iterator[StepBatch], seconds: float) -> Iterator[StepBatch]:
-    """Batches as long as the time lasts."""
+    """The batches until the time is over, at least one."""
     end_s = time.perf_counter() + seconds
     for batch in batches:
         yield batch

@@ -1,4 +1,4 @@
-"""Proof on one's own files: checkpoints that are whole, a killed and resumed run that is the same bits. Composition."""
+"""``verify resume``: whether a killed and resumed run of a recipe has the same bits as one that ran straight."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 
@@ -22,37 +22,14 @@ from trainwright.recipe import Recipe, load
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Evaluated, Record, Started, Step
-from trainwright.state.examine import CheckpointDifference, CheckpointReport, differences, examine
-from trainwright.state.manifest import NAME, name_of, step_of
-from trainwright.state.store import checkpoints
+from trainwright.state.examine import CheckpointDifference, differences, examine
+from trainwright.state.manifest import name_of
 from trainwright.verbs.verify.trial import OTHER_DISK, STEP_S, TrialPart
-
-
-def verify_checkpoint(path: Path) -> list[CheckpointReport]:
-    """Examines a checkpoint, or each in a ``checkpoints`` folder or a run folder, the newest first.
-
-    Raises UsageError for a path that is none of these.
-    """
-    if path.is_dir() and ((path / NAME).is_file() or step_of(path) is not None):
-        return [examine(path)]
-    for folder in (path / "checkpoints", path):
-        if folder.is_dir() and (found := checkpoints(folder)):
-            return [examine(each) for each in found]
-    if not path.is_dir():
-        raise UsageError(
-            f"{path} {'is not a folder' if path.exists() else 'does not exist'}",
-            remedy="give a checkpoint (runs/<name>/checkpoints/step-XXXXXXXX) or a run folder",
-        )
-    there = sorted(each.name for each in path.iterdir())
-    raise UsageError(
-        f"{path} holds no checkpoint; there is {', '.join(there[:8]) or 'nothing'}{' ...' if there[8:] else ''}",
-        remedy="give a checkpoint (runs/<name>/checkpoints/step-XXXXXXXX) or a run folder",
-    )
 
 
 @dataclass(frozen=True)
 class ResumeTrial:
-    """What ``verify resume`` does: 2N steps straight, and N, an end, N more with another number of workers."""
+    """One trial: 2N steps straight; and N steps, an end, then N more with another number of workers."""
 
     recipe: Path
     steps: int = 6
@@ -64,9 +41,9 @@ class ResumeTrial:
 
 @dataclass(frozen=True)
 class Proof:
-    """What came of a Trial. Compared was what the log says ``upto`` a step, and the checkpoint of that step.
+    """The result of a trial. It compares the log ``upto`` a step, and the checkpoint of that step.
 
-    ``cause`` of a difference is "recipe", where two straight runs differ too, or "resume".
+    The ``cause`` of a difference is "recipe" where two straight runs differ too, else "resume".
     """
 
     trial: ResumeTrial
@@ -82,29 +59,34 @@ class Proof:
 
     @property
     def equal(self) -> bool:
+        """Whether log and checkpoint are the same bits."""
         return self.log is None and not self.checkpoint
 
     @property
     def exit_code(self) -> int:
+        """0 when equal, else 1."""
         return 0 if self.equal else 1
 
     def lines(self) -> list[str]:
-        """For a person: one line when all is equal."""
+        """The text for people: one line when all is equal."""
         trial, n = self.trial, self.trial.steps
-        what = f"{2 * n} steps straight and {n} + {'SIGKILL' if trial.kill else 'stop'} + {n}"
-        how = f"workers {trial.workers} -> {trial.then_workers}; {self.precision}"
+        runs = f"{2 * n} steps straight and {n} + {'SIGKILL' if trial.kill else 'stop'} + {n}"
+        settings = f"workers {trial.workers} -> {trial.then_workers}; {self.precision}"
         kept = [f"kept: {self.folder}"] if self.folder else []
         if self.equal:
-            return [f"{what}: {self.tensors} tensors, {2 * n} losses, {self.samples} sample ids equal; {how}", *kept]
-        said = [f"NOT the same bits: {what}; {how}"]
-        said += [f"log: {self.log}"] if self.log else ["log: no step differs"]
+            return [
+                f"{runs}: {self.tensors} tensors, {2 * n} losses, {self.samples} sample ids equal; {settings}",
+                *kept,
+            ]
+        lines = [f"NOT the same bits: {runs}; {settings}"]
+        lines += [f"log: {self.log}"] if self.log else ["log: no step differs"]
         if self.checkpoint:
             first = ", ".join(map(str, self.checkpoint[:4]))
             more = f" and {len(self.checkpoint) - 4} more" if len(self.checkpoint) > 4 else ""
-            said.append(f"checkpoint of step {self.upto}: {first}{more}")
-        return [*said, f"cause: {_CAUSES[self.cause or '']}", *kept]
+            lines.append(f"checkpoint of step {self.upto}: {first}{more}")
+        return [*lines, f"cause: {_CAUSES[self.cause or '']}", *kept]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """What ``--json`` prints."""
         trial = self.trial
         return {
@@ -135,24 +117,32 @@ _CAUSES = {
 
 
 def verify_resume(trial: ResumeTrial, *, keep: bool = False, say: Callable[[str], None] = lambda text: None) -> Proof:
-    """Runs the trial in processes of its own, in a temporary folder that stays if something differs, or ``keep``.
+    """Runs the trial in processes of its own, in a temporary folder that stays if something differs, or with ``keep``.
 
-    Raises whatever a user's mistake raises in one of them, with its sentence and exit code.
+    An error of the user's in one of the processes is raised here, with its message and exit code.
     """
-    recipe = load(trial.recipe, overrides=trial.settings).recipe  # a wrong one is told at once
+    recipe = load(trial.recipe, overrides=trial.settings).recipe  # raises for a wrong one before anything runs
     folder = Path(tempfile.mkdtemp(prefix="trainwright-verify-"))
     proof = None
     try:
-        proof = _Bench(trial, folder, say, [*trial.settings, *_settings(recipe, trial.steps, folder)]).prove(keep)
+        proof = _TrialRuns(trial, folder, say, [*trial.settings, *_settings(recipe, trial.steps, folder)]).prove(keep)
     finally:
         if proof is None or not proof.folder:
             shutil.rmtree(folder, ignore_errors=True)
     return proof
 
 
+class _PartOptions(TypedDict, total=False):
+    """Optional fields of a TrialPart."""
+
+    resume: str
+    end_at: int
+    committed: str
+
+
 @dataclass
-class _Bench:
-    """Where a trial is made: its folder, and the settings that all its parts have in common."""
+class _TrialRuns:
+    """The processes of a trial: their folder, and the settings that all of them share."""
 
     trial: ResumeTrial
     folder: Path
@@ -160,6 +150,7 @@ class _Bench:
     shared: list[str]
 
     def prove(self, keep: bool) -> Proof:
+        """Runs the straight and the interrupted run and compares them."""
         begin_s, trial, n = time.monotonic(), self.trial, self.trial.steps
         straight = self._straight("straight")
         precision = str(json.loads(straight.plan.read_text())["precision"])
@@ -170,7 +161,7 @@ class _Bench:
             self._resume(halves)
             upto, log = 2 * n, _first_difference(straight, halves, range(n + 1, 2 * n + 1), "resumed")
         unequal = tuple(differences(*(run.checkpoints / name_of(upto) for run in (straight, halves))))
-        if log or unequal:  # before a resume, it cannot be the resume
+        if log or unequal:  # before the resume, so it cannot be the cause
             cause = "recipe" if upto == n else self._cause(straight)
         return Proof(
             trial,
@@ -186,7 +177,7 @@ class _Bench:
         )
 
     def _cause(self, straight: RunFolder) -> str:
-        """Whether a second straight run differs too."""
+        """ "recipe" if a second straight run differs from the first, else "resume"."""
         self.say("something differs; once more, to see whether two straight runs do too:")
         again, last = self._straight("again"), name_of(2 * self.trial.steps)
         same = _table(read(again.log).records) == _table(read(straight.log).records)
@@ -194,7 +185,7 @@ class _Bench:
         return "resume" if same else "recipe"
 
     def _straight(self, name: str) -> RunFolder:
-        """All 2N steps in one process."""
+        """Runs all 2N steps in one process."""
         n = self.trial.steps
         self.say(f"{2 * n} steps straight, {self.trial.workers} workers")
         outcome = self._run(name, [f"name={name}", f"data.workers={self.trial.workers}"])
@@ -211,7 +202,7 @@ class _Bench:
         return run
 
     def _interrupted(self) -> RunFolder:
-        """The run that is ended once step N is on disk; a kill comes some steps later."""
+        """Runs until the checkpoint of step N is on disk and ends there; a kill comes some steps later."""
         trial, n = self.trial, self.trial.steps
         run, start = self.folder / "halves", ["name=halves", f"data.workers={trial.workers}"]
         if trial.kill:
@@ -227,34 +218,34 @@ class _Bench:
         self.say(f"resumed to {2 * self.trial.steps} steps, {workers} workers")
         self._run("resumed", [f"data.workers={workers}"], resume=str(run.path))
 
-    def _run(self, name: str, settings: list[str], **more: Any) -> dict[str, Any]:
-        """One part in a process of its own; returns what it says of its end. Raises what it raised."""
+    def _run(self, name: str, settings: list[str], **more: Unpack[_PartOptions]) -> dict[str, Any]:
+        """Runs one part in a process of its own and returns its outcome. Raises the error that it raised."""
         outcome = self.folder / f"{name}.json"
-        asked = settings if "resume" in more else [*self.shared, *settings]
-        part = TrialPart(str(self.trial.recipe), asked, str(outcome), **more)
+        settings = settings if "resume" in more else [*self.shared, *settings]
+        part = TrialPart(str(self.trial.recipe), settings, str(outcome), **more)
         command = [sys.executable, "-m", "trainwright.verbs.verify.trial", json.dumps(asdict(part))]
         with (self.folder / f"{name}.txt").open("w") as file:  # no pipe: workers that outlive a kill would hold it open
             done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=_environment())
         if part.committed and done.returncode == -signal.SIGKILL and Path(part.committed).is_dir():
             return {}
         if not outcome.exists():
-            said = f"the {name} part ended with exit code {done.returncode}: {self._last_words(name)}"
-            raise TrainwrightError(said, remedy="run it by hand: trainwright train")
-        told: dict[str, Any] = json.loads(outcome.read_text())
-        if "error" in told:
-            error = TrainwrightError(told["error"])
-            error.exit_code = told["exit"]
+            message = f"the {name} part ended with exit code {done.returncode}: {self._last_words(name)}"
+            raise TrainwrightError(message, remedy="run it by hand: trainwright train")
+        result: dict[str, Any] = json.loads(outcome.read_text())
+        if "error" in result:
+            error = TrainwrightError(result["error"])
+            error.exit_code = result["exit"]
             raise error
-        return told
+        return result
 
     def _last_words(self, name: str) -> str:
         lines = (self.folder / f"{name}.txt").read_text(errors="replace").strip().splitlines()
-        telling = [line for line in lines if "is not saved" in line]
-        return (telling or lines or ["it said nothing"])[-1]
+        saving = [line for line in lines if "is not saved" in line]
+        return (saving or lines or ["it printed nothing"])[-1]
 
 
 def _settings(recipe: Recipe, n: int, folder: Path) -> list[str]:
-    """What a trial asks for instead of the recipe: 2N steps, the N-th saved, each logged, validation kept cheap."""
+    """The settings of a trial: 2N steps, a checkpoint at step N, every step logged, a short validation."""
     in_time, warmup = recipe.until.unit == "s", recipe.schedule.warmup
     fits = warmup.unit == "run" or (warmup.unit == "steps" and warmup.value < 2 * n)
     return [
@@ -268,13 +259,13 @@ def _settings(recipe: Recipe, n: int, folder: Path) -> list[str]:
         "evaluation.batches=1",
         "log.every=1steps",
         "log.sinks=[]",
-        "log.doctor=false",  # a watched run is the same bits, and slower to begin
+        "log.doctor=false",  # a watched run has the same bits and starts more slowly
         f"folder={json.dumps(str(folder))}",
     ]
 
 
 def _environment() -> dict[str, str]:
-    """Modules are found as here, and all parts compute with one number of threads: sums depend on it."""
+    """The environment of the parts: this module path, and one number of threads, as sums depend on it."""
     threads = os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads()))
     places = os.pathsep.join(place or str(Path.cwd()) for place in sys.path)
     return {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": places}
@@ -285,7 +276,7 @@ _OF_EVALUATION = ("validation loss", "validation weight", "validation metrics")
 
 
 def _table(records: Iterable[Record]) -> dict[int, dict[str, str]]:
-    """What a log says of each step, as text: equal where the bits are, NaN included."""
+    """The logged values of each step as text, which is equal where the bits are, NaN included."""
     table: dict[int, dict[str, str]] = {}
     for record in records:
         if isinstance(record, Step):
@@ -299,7 +290,7 @@ def _table(records: Iterable[Record]) -> dict[int, dict[str, str]]:
 
 
 def _first_difference(straight: RunFolder, halves: RunFolder, steps: range, which: str) -> str | None:
-    """The first step whose log differs, in words. Of ``halves``, what the newest of its processes logged."""
+    """The first step whose log differs, in words. Of ``halves`` only the records of its newest process count."""
     records = read(halves.log).records
     begins = [i for i, record in enumerate(records) if isinstance(record, Started)]
     expected, seen = _table(read(straight.log).records), _table(records[begins[-1] :])

@@ -1,4 +1,4 @@
-"""One part of ``verify resume`` in a process of its own: time that is counted, and an end on demand."""
+"""One part of ``verify resume`` in a process of its own, with a counting clock and an end at a given step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -24,17 +23,17 @@ from trainwright.state.train_state import TrainState
 from trainwright.training.run import train
 from trainwright.world.group import Solo
 
-STEP_S = 1 / 32  # of counted time: sums of it have no rounding, in whatever order
+STEP_S = 1 / 32  # of counted time: sums of it are exact in any order
 COMMIT_WITHIN_S = 600.0
 OTHER_DISK = "make room, or set TMPDIR to a folder on another disk"
 
 
 @dataclass(frozen=True)
 class TrialPart:
-    """What is trained: a recipe, or the rest of the run ``resume``, to its end or to the step ``end_at``.
+    """One training: of a recipe, or of the rest of the run ``resume``, to its end or to the step ``end_at``.
 
-    There it ends by SIGKILL once the checkpoint ``committed`` is on disk; in good order where none is named. What
-    came of it is written to the file ``outcome``: what ``Result.to_json`` gives, or an error and its exit code.
+    There it ends by SIGKILL once the checkpoint ``committed`` is on disk, or by an orderly stop where that is None.
+    The result is written to the file ``outcome``: ``Result.to_json()``, or an error and its exit code.
     """
 
     recipe: str
@@ -46,9 +45,9 @@ class TrialPart:
 
 
 class CountedTime(Solo):
-    """A world whose clock counts how often it was asked: the same seconds in every process.
+    """A world whose clock counts its calls, so that every process sees the same seconds.
 
-    The loop asks three times a step, and a step lasts from the first to the third.
+    The loop calls it three times a step, and a step lasts from the first call to the third.
     """
 
     def __init__(self) -> None:
@@ -60,7 +59,7 @@ class CountedTime(Solo):
 
 
 class _End:
-    """An Observer that ends the run at its step: by SIGKILL once a checkpoint is committed, else in good order."""
+    """An Observer that ends the run at a step: by SIGKILL once a checkpoint is committed, else by a Stop."""
 
     def __init__(self, part: TrialPart) -> None:
         self._at, self._committed = part.end_at or 0, part.committed
@@ -80,7 +79,7 @@ class _End:
     def close(self) -> None: ...
 
 
-def _train(part: TrialPart) -> dict[str, Any]:
+def _train(part: TrialPart) -> dict[str, object]:
     folder = RunFolder.open(part.resume) if part.resume else None
     if folder:
         loaded = load(folder.recipe, overrides=part.settings, environ={})
@@ -97,7 +96,7 @@ def _train(part: TrialPart) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Trains one Part, given as JSON, and writes what came of it where the part says."""
+    """Runs the TrialPart that the first argument gives as JSON, and writes its outcome."""
     part = TrialPart(**json.loads(sys.argv[1]))
     try:
         outcome = _train(part)
