@@ -74,9 +74,9 @@ def test_what_does_not_fit_gets_settings_that_do() -> None:
     made = forecast(gpt(), small)
     assert not made.written.fits
     assert made.choice.fits
-    settled = forecast(gpt(*made.settings), small)
-    assert settled.written.fits
-    assert settled.written.peak_bytes == made.choice.best.peak_bytes
+    resolved = forecast(gpt(*made.settings), small)
+    assert resolved.written.fits
+    assert resolved.written.peak_bytes == made.choice.best.peak_bytes
 
 
 def test_where_nothing_fits_other_training_is_proposed_and_not_silently_taken() -> None:
@@ -128,11 +128,11 @@ def test_auto_is_settled_the_same_each_time_and_can_be_kept() -> None:
 
 def test_a_budget_in_bytes_is_kept_by_the_true_peak() -> None:
     loaded = gpt("batch.micro=24", "model.activation_checkpointing=26MiB")
-    settled = resolve(loaded, cpu(GIB))
-    assert settled.planned is not None
-    assert 0 < settled.planned.count <= 4
+    resolved = resolve(loaded, cpu(GIB))
+    assert resolved.planned is not None
+    assert 0 < resolved.planned.count <= 4
     survey = LayoutSurvey(make_blueprint(loaded), cpu(GIB), "fp32")
-    traced = survey.trace(24, chunked=False, checkpointing=settled.planned, accumulation=2)
+    traced = survey.trace(24, chunked=False, checkpointing=resolved.planned, accumulation=2)
     assert traced.peak.total <= 26 * MIB < survey.trace(24, chunked=False).peak.total
 
 
@@ -149,8 +149,8 @@ def test_a_model_handed_over_in_python_is_planned_as_a_copy() -> None:
         assert [p.requires_grad for p in copied.parameters()] == [p.requires_grad for p in model.parameters()]
     data = unwrap((torch.zeros(64, 64), torch.zeros(64, dtype=torch.int64)))
     mapping = {"model": "live:model", "data": {"train": "live:train"}, "batch": {"size": 64, "micro": "auto"}}
-    settled = resolve(from_mapping(mapping), cpu(GIB), parts=Parts(model, data, None, nn.CrossEntropyLoss()))
-    assert settled.loaded.recipe.batch.micro == 64
+    resolved = resolve(from_mapping(mapping), cpu(GIB), parts=Parts(model, data, None, nn.CrossEntropyLoss()))
+    assert resolved.loaded.recipe.batch.micro == 64
     assert type(model[0].weight) is nn.Parameter
 
 
@@ -205,14 +205,14 @@ def test_two_billion_parameters_where_not_even_that_fits() -> None:
 def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     svg = tmp_path / "step.svg"
     small = [f"--set={each}" for each in TINY]
-    asked = ["plan", str(RECIPES / "gpt-tiny.yaml"), "--device", "a100-40gb", "--svg", str(svg), "--frontier", *small]
-    done = CliRunner().invoke(app, asked)
+    command = ["plan", str(RECIPES / "gpt-tiny.yaml"), "--device", "a100-40gb", "--svg", str(svg), "--frontier", *small]
+    done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     assert "as written" in done.output
     assert "<- peak" in done.output
     assert "memory against time" in done.output
     assert ET.fromstring(svg.read_text()).tag.endswith("svg")
-    refused = CliRunner().invoke(app, [*asked[:2], "--device", "a100-40gb", "--memory", "650MiB", "--json", *small])
+    refused = CliRunner().invoke(app, [*command[:2], "--device", "a100-40gb", "--memory", "650MiB", "--json", *small])
     answer = json.loads(refused.output.splitlines()[-1])
     assert refused.exit_code == 3
     assert answer["fits"] is False
@@ -261,23 +261,23 @@ def test_the_optimizer_goes_to_the_host_where_nothing_else_fits(tight: Device) -
     assert forecast(shallow("optimizer.offload=true"), a100(2 * GIB)).written.layout.offload is not None
 
 
-@pytest.mark.parametrize("asked", ["auto", "true", "false"])
-def test_offload_is_settled_and_kept(asked: str, tight: Device) -> None:
-    loaded = shallow("batch.micro=1", "model.activation_checkpointing=block", f"optimizer.offload={asked}")
-    if asked == "auto":
+@pytest.mark.parametrize("setting", ["auto", "true", "false"])
+def test_offload_is_settled_and_kept(setting: str, tight: Device) -> None:
+    loaded = shallow("batch.micro=1", "model.activation_checkpointing=block", f"optimizer.offload={setting}")
+    if setting == "auto":
         assert resolve(loaded, a100(2 * GIB)).loaded.recipe.optimizer.offload is False
-    found = resolve(loaded, tight) if asked != "false" else resolve(loaded, a100(2 * GIB))
-    assert found.loaded.recipe.optimizer.offload is (asked != "false")
+    found = resolve(loaded, tight) if setting != "false" else resolve(loaded, a100(2 * GIB))
+    assert found.loaded.recipe.optimizer.offload is (setting != "false")
     again = resolved_before(loaded, json.loads(json.dumps(found.to_json())))
     assert again.loaded.recipe == found.loaded.recipe
-    assert [note.topic for note in found.notes] == (["optimizer offload"] if asked == "auto" else [])
+    assert [note.topic for note in found.notes] == (["optimizer offload"] if setting == "auto" else [])
 
 
 def test_offload_beside_what_else_the_plan_decides(tight: Device) -> None:
-    asked = ("batch.micro=auto", "model.activation_checkpointing=auto")
+    left_open = ("batch.micro=auto", "model.activation_checkpointing=auto")
     with pytest.raises(UsageError, match="no micro-batch fits"):
         resolve(shallow("batch.micro=auto"), tight)
-    found = resolve(shallow(*asked, "optimizer.offload=auto"), tight)
+    found = resolve(shallow(*left_open, "optimizer.offload=auto"), tight)
     assert found.loaded.recipe.optimizer.offload is True
     assert found.planned is not None
     assert {note.topic for note in found.notes} == {"micro-batch", "optimizer offload", "checkpointing"}
@@ -315,9 +315,9 @@ def test_the_arithmetic_of_offload_is_that_of_a_trace(accumulation: int) -> None
 
 def test_a_run_with_it_is_the_same_bits_on_a_cpu() -> None:
     finals = []
-    for asked in ("false", "true", "auto"):
-        job = prepare(shallow("precision=fp32", "batch.size=8", f"optimizer.offload={asked}"))
-        assert isinstance(job.state.optimizer, Offloaded) is (asked == "true")
+    for setting in ("false", "true", "auto"):
+        job = prepare(shallow("precision=fp32", "batch.size=8", f"optimizer.offload={setting}"))
+        assert isinstance(job.state.optimizer, Offloaded) is (setting == "true")
         advance = make_advance(job)
         for data in islice(job.batches, 3):
             advance(job.state, data)

@@ -92,7 +92,7 @@ def test_optimizers_of_torch_update_all_parameters_at_once() -> None:
     assert trace.resident["optimizer"] > 0
 
 
-def test_recomputation_lowers_the_peak_as_on_the_cpu() -> None:
+def test_activation_checkpointing_lowers_the_peak_as_on_the_cpu() -> None:
     every = Checkpointing.every(3)
     assert on_cuda(make_gpt, checkpointing=every).peak.total < on_cuda(make_gpt).peak.total
 

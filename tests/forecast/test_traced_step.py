@@ -52,7 +52,7 @@ def test_the_state_of_any_optimizer_is_there_before_the_step(optimizer: str) -> 
 
 
 @pytest.mark.parametrize("keep", [(), ("matmul",)], ids=["whole", "matmul"])
-def test_the_peak_with_recomputation_is_that_of_a_real_step(keep: tuple[str, ...]) -> None:
+def test_the_peak_with_activation_checkpointing_is_that_of_a_real_step(keep: tuple[str, ...]) -> None:
     checkpointing = Checkpointing.every(3, keep)
     real = measured_peak(make_gpt, checkpointing=checkpointing)
     trace = trace_step(make_gpt, device="cpu", checkpointing=checkpointing)

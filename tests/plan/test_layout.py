@@ -24,7 +24,7 @@ def test_the_plainest_that_fits_is_taken() -> None:
     assert choice.best.peak_bytes <= DEVICE.usable_bytes
 
 
-def test_recomputing_is_taken_where_nothing_else_fits() -> None:
+def test_checkpointing_is_taken_where_nothing_else_fits() -> None:
     small = DEVICE.with_memory(34 * GIB)
     assert not weigh(NONE, small, 64, 1).fits
     choice = choose([NONE, BLOCK], small, 64)

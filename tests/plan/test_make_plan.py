@@ -96,23 +96,23 @@ def test_durations_in_time_and_shares() -> None:
 
 
 @each_row(
-    ("text", "pace", "said"),
+    ("text", "pace", "message"),
     [
         ("2ep", replace(PACE, steps_per_epoch=None), "a stream"),
         ("2Mtok", replace(PACE, tokens_per_sample=0), "token ids"),
         ("5s", PACE, "budgeted in seconds"),
     ],
 )
-def test_durations_that_cannot_be_met(text: str, pace: Pace, said: str) -> None:
-    with pytest.raises(RecipeError, match=said):
+def test_durations_that_cannot_be_met(text: str, pace: Pace, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
         span(Duration.parse(text), Extent(steps=10), pace, "schedule.warmup")
 
 
 def test_lr_rules() -> None:
     assert scale_lr(0.1, rule="linear", batch=1024, base_batch=256) == pytest.approx(0.4)
     assert scale_lr(0.1, rule="sqrt", batch=1024, base_batch=256) == pytest.approx(0.2)
-    asked = recipe(batch={"size": 512}, optimizer={"lr": 0.1, "lr_rule": {"rule": "linear", "base_batch": 256}})
-    plan = make_plan(asked, FACTS)
+    changed = recipe(batch={"size": 512}, optimizer={"lr": 0.1, "lr_rule": {"rule": "linear", "base_batch": 256}})
+    plan = make_plan(changed, FACTS)
     assert plan.lr == pytest.approx(0.2)
     note = next(note for note in plan.notes if note.topic == "learning rate")
     assert "256" in note.why and "linear" in note.why
@@ -140,31 +140,31 @@ def test_an_epoch_ends_in_a_short_step_unless_told() -> None:
 def test_what_is_left_is_counted_in_the_new_batch(until: str, drop_last: bool, steps: int) -> None:
     """After 20 steps of 72 samples, the last of the first epoch a short one."""
     spent = Spent(step=20, samples=1440, tokens=92160, epoch=1, position=440)
-    asked = recipe(until=until, batch={"size": 32}, data={"train": "digits", "drop_last": drop_last})
-    plan = make_plan(asked, FACTS, kept=Kept(spent=spent))
+    changed = recipe(until=until, batch={"size": 32}, data={"train": "digits", "drop_last": drop_last})
+    plan = make_plan(changed, FACTS, kept=Kept(spent=spent))
     assert (plan.extent.steps, plan.spent) == (steps, spent)
     assert next(note.choice for note in plan.notes if note.topic == "steps left") == str(steps - 20)
     assert f"length      {steps} steps" in preflight(plan)
 
 
 def test_what_was_planned_is_kept() -> None:
-    asked = recipe(until="1000steps", schedule={"warmup": "0.1run"}, checkpoint={"keep_every": "0.1run"})
-    assert (make_plan(asked, FACTS).warmup, make_plan(asked, FACTS).keep_every) == (100, 100)
-    kept = make_plan(asked, FACTS, kept=Kept(warmup=7, keep_every=30))
+    changed = recipe(until="1000steps", schedule={"warmup": "0.1run"}, checkpoint={"keep_every": "0.1run"})
+    assert (make_plan(changed, FACTS).warmup, make_plan(changed, FACTS).keep_every) == (100, 100)
+    kept = make_plan(changed, FACTS, kept=Kept(warmup=7, keep_every=30))
     assert (kept.warmup, kept.keep_every) == (7, 30)
 
 
 @each_row(
-    ("until", "warmup", "said"),
+    ("until", "warmup", "message"),
     [
         ("60steps", 80, "the warm-up of 80 steps is not shorter than the run of 60 steps (until: 60steps)"),
         ("6s", 2.0, "the warm-up of 12 s is not shorter than the run of 6 s (until: 6s)"),
     ],
 )
-def test_a_run_shorter_than_the_warm_up_that_it_keeps(until: str, warmup: int | float, said: str) -> None:
+def test_a_run_shorter_than_the_warm_up_that_it_keeps(until: str, warmup: int | float, message: str) -> None:
     with pytest.raises(RecipeError) as caught:
         make_plan(recipe(until=until), FACTS, kept=Kept(warmup=warmup))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_empty_and_too_small_datasets() -> None:
@@ -176,7 +176,7 @@ def test_empty_and_too_small_datasets() -> None:
 
 
 @each_row(
-    ("asked", "device", "has", "seconds", "chosen"),
+    ("setting", "device", "has", "seconds", "chosen"),
     [
         ("auto", "cpu", ("bf16",), {"fp32": 1.0, "bf16": 0.5}, "bf16"),
         ("auto", "cpu", ("bf16",), {"fp32": 1.0, "bf16": 1.0}, "fp32"),
@@ -190,11 +190,11 @@ def test_empty_and_too_small_datasets() -> None:
         ("tf32", "cuda", ("tf32",), {}, "tf32"),
     ],
 )
-def test_precision(asked: str, device: str, has: tuple[str, ...], seconds: dict[str, float], chosen: str) -> None:
-    precision, note = choose_precision(asked, device, has, seconds)
+def test_precision(setting: str, device: str, has: tuple[str, ...], seconds: dict[str, float], chosen: str) -> None:
+    precision, note = choose_precision(setting, device, has, seconds)
     assert precision == chosen == note.choice
     assert note.why
-    assert precision in candidates(asked, device, has) or asked == "auto"
+    assert precision in candidates(setting, device, has) or setting == "auto"
 
 
 def test_the_preflight_says_what_a_person_needs() -> None:
@@ -208,7 +208,7 @@ def test_the_preflight_says_what_a_person_needs() -> None:
         memory_bytes=memory_bytes("adamw", {}, parameters=5000, trainable=5000, activations=1 << 20),
     )
     assert plan.expected_loss == math.log(10)
-    said = "\n".join(preflight(plan))
+    message = "\n".join(preflight(plan))
     for fragment in (
         "5,000",
         "100 steps",
@@ -219,7 +219,7 @@ def test_the_preflight_says_what_a_person_needs() -> None:
         "ln 10 = 2.3026",
         "1 MiB",
     ):
-        assert fragment in said, said
+        assert fragment in message, message
     assert "far above" in "\n".join(preflight(replace(plan, initial_loss=9.0)))
     assert "NOT FINITE" in "\n".join(preflight(replace(plan, initial_loss=math.nan)))
 

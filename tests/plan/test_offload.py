@@ -44,12 +44,12 @@ def test_it_is_taken_only_where_nothing_else_fits() -> None:
     assert roomy.best.layout.offload is None
     assert small.best.layout.offload is not None
     assert small.fits
-    said = [{note.topic: note for note in each.notes}["optimizer offload"] for each in (roomy, small)]
-    assert [note.choice for note in said] == ["no", "yes"]
-    assert "it would be" in said[0].why
-    assert "slower" in said[0].why
-    assert "nothing fits without" in said[1].why
-    assert "24 GiB of the host's memory" in said[1].why
+    notes = [{note.topic: note for note in each.notes}["optimizer offload"] for each in (roomy, small)]
+    assert [note.choice for note in notes] == ["no", "yes"]
+    assert "it would be" in notes[0].why
+    assert "slower" in notes[0].why
+    assert "nothing fits without" in notes[1].why
+    assert "24 GiB of the host's memory" in notes[1].why
 
 
 def test_what_does_not_fit_either_way_is_told_as_it_stands() -> None:

@@ -37,8 +37,13 @@ ROW = re.compile(
 
 
 def recipe(*settings: str) -> dict[str, Any]:
-    asked = {"until": "1000steps", "model": "mynets:Net", "data": {"train": "mydata:train_set"}, "batch": {"size": 32}}
-    return from_mapping(asked, overrides=list(settings)).recipe.model_dump(mode="json")
+    base = {
+        "until": "1000steps",
+        "model": "mynets:Net",
+        "data": {"train": "mydata:train_set"},
+        "batch": {"size": 32},
+    }
+    return from_mapping(base, overrides=list(settings)).recipe.model_dump(mode="json")
 
 
 def provenance(**known: Any) -> dict[str, Any]:
@@ -229,8 +234,8 @@ def test_an_average_that_is_begun_loses_nothing() -> None:
 
 def test_weights_that_do_not_fit_are_fatal_for_what_built_them() -> None:
     many = [f"layers.{i}.weight is not in the checkpoint" for i in range(5)]
-    asked = run_metadata("model.args.width=128", "model.compile=true", "optimizer.lr=0.1")
-    kinds = {each.path: each.kind for each in compare(run_metadata(), asked, step=STEP, misfits=many)}
+    changed = run_metadata("model.args.width=128", "model.compile=true", "optimizer.lr=0.1")
+    kinds = {each.path: each.kind for each in compare(run_metadata(), changed, step=STEP, misfits=many)}
     assert kinds == {"model.args.width": "fatal", "optimizer.lr": "maths", "model.compile": "safe"}
     edited = only(compare(run_metadata(), run_metadata(sources={"mynets": HASH["b"]}), step=STEP, misfits=many))
     assert (edited.path, edited.kind) == ("code", "fatal")
@@ -255,8 +260,8 @@ def test_a_spike_policy_that_changes_updates_changes_the_maths(before: str, afte
 
 
 def test_the_gravest_comes_first() -> None:
-    asked = run_metadata("log.every=1steps", "seed=7", "optimizer.use=sgd", "name=other", python="3.12.1")
-    assert [each.kind for each in compare(run_metadata(), asked, step=STEP)] == [
+    changed = run_metadata("log.every=1steps", "seed=7", "optimizer.use=sgd", "name=other", python="3.12.1")
+    assert [each.kind for each in compare(run_metadata(), changed, step=STEP)] == [
         "fatal",
         "maths",
         "safe",
@@ -273,8 +278,8 @@ def test_a_fingerprint_that_says_too_little(print_: str | None) -> None:
     )
     found = compare(before, after, step=STEP)
     assert [(each.path, each.kind) for each in found] == [("data.train.args.path", "maths"), ("data.train", "safe")]
-    told = only(compare(before, before, step=STEP))
-    assert (told.path, told.why) == ("data.train", "whether the data is the same is not known")
+    change = only(compare(before, before, step=STEP))
+    assert (change.path, change.why) == ("data.train", "whether the data is the same is not known")
 
 
 def test_the_words_of_a_stream_are_those_that_are_looked_for() -> None:
@@ -340,15 +345,15 @@ def test_provenance_before_sources_were_kept() -> None:
 def test_a_file_that_was_edited_in_truth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     file = tmp_path / "nets_to_edit.py"
-    asked = recipe("model.use=nets_to_edit:Net", "data.train.use=digits")
+    named = recipe("model.use=nets_to_edit:Net", "data.train.use=digits")
     found = []
     for source in ("class Net: ...\n", "class Net: ...\n", "class Net:\n    width = 2\n"):
         file.write_text(source)
         importlib.import_module("nets_to_edit")
         prints = {"train": f"sha256:{HASH['a']} (all items)"}
-        modules = modules_of(asked)
+        modules = modules_of(named)
         where = written_provenance(data_fingerprints=prints, seeds={}, command=[], folder=tmp_path, modules=modules)
-        found.append({"recipe": asked, "provenance": json.loads(json.dumps(where))})
+        found.append({"recipe": named, "provenance": json.loads(json.dumps(where))})
     assert compare(found[0], found[1], step=STEP) == []
     change = only(compare(found[1], found[2], step=STEP))
     assert (change.path, change.kind, change.why) == ("code", "maths", "the source of nets_to_edit differs")

@@ -19,9 +19,9 @@ HEADLINE = Headline("small", "Net", 4, "fp32", 1234, 20, 30, notes=("a < b & <sc
 Box = tuple[float, float, float, float]
 
 
-def anatomy(blocks: int, *, bytes_of_last: int = 4000) -> GraphProfile:
+def chain_of_blocks(blocks: int, *, bytes_of_last: int = 4000) -> GraphProfile:
     """A chain of equal residual blocks, the last of which may keep more or less."""
-    parts = [
+    modules = [
         ModuleProfile("", "Net", 0, 0, calls=1),
         ModuleProfile("stem", "Linear", 10, 10, calls=1),
         ModuleProfile("blocks", "ModuleList", 0, 0),
@@ -31,7 +31,7 @@ def anatomy(blocks: int, *, bytes_of_last: int = 4000) -> GraphProfile:
         path, entry = f"blocks.{index}", len(nodes) - 1
         size = bytes_of_last if index == blocks - 1 else 4000
         inputs = (SavedTensor("", 10 * entry, 4000, "activations"),)
-        parts += [
+        modules += [
             ModuleProfile(path, "Block", 0, 0, calls=1, inputs=inputs),
             ModuleProfile(f"{path}.inner", "Linear", 100, 90, calls=1),
         ]
@@ -40,9 +40,9 @@ def anatomy(blocks: int, *, bytes_of_last: int = 4000) -> GraphProfile:
             Node("GeluBackward0", path, (SavedTensor("self", 10 * entry + 1, 500, "activations"),), (len(nodes),)),
             Node("AddBackward0", path, (), (entry, len(nodes) + 1)),
         ]
-    parts.append(ModuleProfile(LOSS, "", 0, 0))
+    modules.append(ModuleProfile(LOSS, "", 0, 0))
     nodes.append(Node("NllLossBackward0", LOSS, (SavedTensor("self", -1, 8, "activations"),), (len(nodes) - 1,)))
-    return GraphProfile(tuple(parts), tuple(nodes))
+    return GraphProfile(tuple(modules), tuple(nodes))
 
 
 def drawing(folded: Folded) -> ET.Element:
@@ -74,7 +74,7 @@ def overlap(one: Box, two: Box) -> bool:
 
 
 def test_equal_blocks_are_one_row_with_the_sums_of_all() -> None:
-    tree = fold(anatomy(12))
+    tree = fold(chain_of_blocks(12))
     rows = {row.path: row for row in tree.rows}
     block = rows["blocks.0-11"]
     assert block.count == 12
@@ -88,31 +88,31 @@ def test_equal_blocks_are_one_row_with_the_sums_of_all() -> None:
 
 
 def test_a_block_that_differs_stands_alone() -> None:
-    rows = {row.path: row for row in fold(anatomy(4, bytes_of_last=5000)).rows}
+    rows = {row.path: row for row in fold(chain_of_blocks(4, bytes_of_last=5000)).rows}
     assert rows["blocks.0-2"].count == 3
     assert rows["blocks.3"].saved_bytes == 5500
     assert "blocks.0-3" not in rows
 
 
 def test_depth_cuts_the_tree_and_joins_nodes() -> None:
-    tree = fold(anatomy(3), depth=1)
+    tree = fold(chain_of_blocks(3), depth=1)
     assert [row.path for row in tree.rows] == ["", "stem", "blocks", LOSS]
     assert [run.path for run in tree.runs] == ["stem", "blocks", LOSS]
-    assert fold(anatomy(3), depth=9).depth == 3
+    assert fold(chain_of_blocks(3), depth=9).depth == 3
 
 
 def test_the_default_depth_fits_on_a_screen() -> None:
-    many = anatomy(1)
-    parts = [ModuleProfile("a", "List", 0, 0)] + [
+    many = chain_of_blocks(1)
+    modules = [ModuleProfile("a", "List", 0, 0)] + [
         ModuleProfile(f"a.layer{i}", "Linear", i, i, calls=1) for i in range(100)
     ]
-    wide = replace(many, parts=(*many.parts, *parts))
+    wide = replace(many, modules=(*many.modules, *modules))
     assert fold(wide).depth == 1
     assert len(fold(wide, depth=2).rows) > 100
 
 
 def test_the_text_has_a_line_for_each_row() -> None:
-    lines = graph_text(HEADLINE, fold(anatomy(12)))
+    lines = graph_text(HEADLINE, fold(chain_of_blocks(12)))
     assert lines[0] == "small: Net, 1.23 K parameters; one micro-batch of 4 samples, fp32, traced as on a CPU"
     (block,) = [line for line in lines if "Block " in line]
     assert block.split()[3:] == ["Block", "1.2", "K", "1.08", "K", "52.7", "KiB", "5.86", "KiB"]
@@ -122,7 +122,7 @@ def test_the_text_has_a_line_for_each_row() -> None:
 @each_row("count", [1, 2, 12])
 @each_row("depth", [1, 2, 3])
 def test_nothing_in_the_drawing_lies_on_anything_else(count: int, depth: int) -> None:
-    root = drawing(fold(anatomy(count), depth))
+    root = drawing(fold(chain_of_blocks(count), depth))
     _, _, width, height = map(float, root.attrib["viewBox"].split())
     words = texts(root)
     for (one, box), (two, other) in combinations(words, 2):
@@ -145,7 +145,7 @@ def test_edges_of_one_lane_never_run_side_by_side() -> None:
 
 
 def test_the_drawing_is_complete_in_itself_and_readable_on_light_and_dark() -> None:
-    svg = graph_svg(HEADLINE, fold(anatomy(3)))
+    svg = graph_svg(HEADLINE, fold(chain_of_blocks(3)))
     for foreign in ("<script", "href", "url(", "<style", "<image", "foreignObject", " on"):
         assert foreign not in re.sub(r">[^<]*<|aria-label=\"[^\"]*\"", "><", svg), foreign
     assert "a < b & <script>" in " ".join(said for said, _ in texts(ET.fromstring(svg)))

@@ -74,8 +74,8 @@ def limited(mib: int, *words: str) -> dict[str, Any]:
     command = [sys.executable, "-c", LIMITED, str(mib), *words, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=300)
     assert done.returncode == 0, done.stderr
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return told
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are set by Linux's RLIMIT_DATA")

@@ -119,13 +119,13 @@ def test_models_and_data_of_all_kinds(
     folder: Path, monkeypatch: pytest.MonkeyPatch, verb: str, model: str, data: str, loss: str
 ) -> None:
     on = ["--device", "rtx4090"] if verb == "plan" else []
-    code, answer, said = ask(monkeypatch, verb, recipe(model, data, loss), *on)
-    assert code == 0, said
+    code, answer, message = ask(monkeypatch, verb, recipe(model, data, loss), *on)
+    assert code == 0, message
     assert answer["parameters" if verb == "plan" else "modules"]
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "message"),
     [
         ("Raises", "my model is broken at "),
         ("Exits", "sys.exit(0)"),
@@ -137,25 +137,25 @@ def test_models_and_data_of_all_kinds(
 )
 @pytest.mark.parametrize("verb", ["plan", "graph"])
 def test_a_model_that_cannot_be_planned(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, verb: str, model: str, said: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, verb: str, model: str, message: str
 ) -> None:
     on = ["--device", "rtx4090"] if verb == "plan" else []
     code, answer, _ = ask(monkeypatch, verb, recipe(model), *on)
     assert code == answer["exit"] != 0
-    assert said in answer["error"]
+    assert message in answer["error"]
     assert "remedy" in answer["error"]
 
 
 def test_a_model_that_is_not_ready_is_no_puzzle_for_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for model, said in (("Lazy", "has no shape yet"), ("on_meta", "has no values")):
+    for model, message in (("Lazy", "has no shape yet"), ("on_meta", "has no values")):
         for verb in ("train", "check", "batch-size"):
             code, answer, _ = ask(monkeypatch, verb, recipe(model))
             assert (code, answer["exit"]) == (2, 2)
-            assert said in answer["error"]
+            assert message in answer["error"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["plan", "--memory=-1"], "no size of memory"),
         (["plan", "--memory=nan"], "no size of memory"),
@@ -173,11 +173,11 @@ def test_a_model_that_is_not_ready_is_no_puzzle_for_a_run(folder: Path, monkeypa
         (["batch-size", "--margin", "nan"], "no share"),
     ],
 )
-def test_wrong_options(folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str) -> None:
+def test_wrong_options(folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str) -> None:
     verb, *options = arguments
     code, answer, _ = ask(monkeypatch, verb, recipe("Net"), *options)
     assert code == answer["exit"] in (1, 2)
-    assert said in answer["error"]
+    assert message in answer["error"]
 
 
 def test_an_empty_dataset(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,6 +187,6 @@ def test_an_empty_dataset(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_check_that_is_cut_short_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, answer, said = ask(monkeypatch, "check", recipe("Raises"))
+    code, answer, message = ask(monkeypatch, "check", recipe("Raises"))
     assert (code, answer["trains"], answer["complete"]) == (3, False, False)
-    assert "the rest was not looked at" in said
+    assert "the rest was not checked" in message

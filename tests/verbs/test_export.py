@@ -220,8 +220,8 @@ def test_which_checkpoint() -> None:
     write_best(result.run / "checkpoints", Best(5, "loss", 1.0))
     best = export(result.run, format="safetensors", which="best", out=Path("best"))
     assert best.step == 5 and same(load_file("best/model.safetensors"), load_file(steps[5]))
-    for which, said in [("7", "no checkpoint of step 7"), ("newest", "'newest' is not last, best or a step")]:
-        with pytest.raises(UsageError, match=said) as caught:
+    for which, message in [("7", "no checkpoint of step 7"), ("newest", "'newest' is not last, best or a step")]:
+        with pytest.raises(UsageError, match=message) as caught:
             export(result.run, format="safetensors", which=which)
         assert "5, 10" in caught.value.remedy
 
@@ -452,18 +452,18 @@ def test_a_recipe_that_no_longer_fits_is_said(folder: Path) -> None:
 
 def test_the_verb() -> None:
     run = trained(MLP).run
-    code, said = invoke("export", str(run))
-    assert code == 0 and f"{run}/export/safetensors-step-00000010" in said and "step 10" in said
-    code, said = invoke("export", str(run), "--format", "state_dict", "--out", "there", "--which", "5", "--json")
+    code, message = invoke("export", str(run))
+    assert code == 0 and f"{run}/export/safetensors-step-00000010" in message and "step 10" in message
+    code, message = invoke("export", str(run), "--format", "state_dict", "--out", "there", "--which", "5", "--json")
     assert code == 0
-    answer = json.loads(said)
+    answer = json.loads(message)
     size = Path("there/model.pt").stat().st_size
     expected = Exported(Path("there"), "state_dict", 5, 4, size)
     assert answer == expected.to_json()
-    code, said = invoke("export", str(run), "--format", "safetensor")
-    assert code == 2 and "did you mean 'safetensors'" in said
-    code, said = invoke("export", "nowhere")
-    assert code == 2 and "nowhere does not exist" in said
+    code, message = invoke("export", str(run), "--format", "safetensor")
+    assert code == 2 and "did you mean 'safetensors'" in message
+    code, message = invoke("export", "nowhere")
+    assert code == 2 and "nowhere does not exist" in message
 
 
 @pytest.mark.slow
@@ -485,7 +485,7 @@ def test_every_command_of_the_page_runs(folder: Path) -> None:
         for line in text.splitlines():
             command = line.partition("#")[0].split()
             assert command[0] == "trainwright"
-            code, said = invoke(*command[1:])
-            assert code == 0, f"{line}\n{said}"
+            code, message = invoke(*command[1:])
+            assert code == 0, f"{line}\n{message}"
             ran += 1
     assert ran >= 8

@@ -167,15 +167,15 @@ def test_a_fake_step_has_the_same_graph(name: str) -> None:
 
     def make(place: torch.device) -> TracedObjects:
         model, data, loss = case(name)
-        given = (lambda model, batch: loss(model, batch)) if loss.__name__ == "loss" else loss
-        return TracedObjects(model, given, None, fake_batch(data, place))
+        wrapped = (lambda model, batch: loss(model, batch)) if loss.__name__ == "loss" else loss
+        return TracedObjects(model, wrapped, None, fake_batch(data, place))
 
     fake = profile_graph(make)
     assert names_of(fake) == names_of(real)
     assert [node.inputs for node in fake.nodes] == [node.inputs for node in real.nodes]
     assert [node.module for node in fake.nodes] == [node.module for node in real.nodes]
-    assert [part.parameters for part in fake.parts] == [part.parameters for part in real.parts]
-    assert fake.parts[0].path == "" and sum(part.forward_flops for part in fake.parts) > 0
+    assert [module.parameters for module in fake.modules] == [module.parameters for module in real.modules]
+    assert fake.modules[0].path == "" and sum(module.forward_flops for module in fake.modules) > 0
     if name == "lstm":  # the workspace of oneDNN has no size in a fake tensor: it is counted beside them
         assert fake.saved_bytes < real.saved_bytes
         assert fake.saved_bytes + fake.elsewhere_bytes == pytest.approx(real.saved_bytes, rel=0.01)
@@ -224,7 +224,7 @@ def test_tied_weights_count_once_and_are_named() -> None:
     _, data, _ = of_text(model)
     profile = profiler.read(over_ids(model(data[0]), data[1]), data)
     profiler.close()
-    head = next(part for part in profile.parts if part.path == "head")
+    head = next(module for module in profile.modules if module.path == "head")
     assert head.parameters == 0 and head.tied == ("tokens.weight",)
 
 
@@ -247,8 +247,8 @@ def test_a_checkpoint_frees_what_is_promised(name: str) -> None:
     def kept(checkpointing: Checkpointing | None) -> int:
         def make(place: torch.device) -> TracedObjects:
             model, data, loss = case(name)
-            given = (lambda model, batch: loss(model, batch)) if loss.__name__ == "loss" else loss
-            return TracedObjects(model, given, None, fake_batch(data, place))
+            wrapped = (lambda model, batch: loss(model, batch)) if loss.__name__ == "loss" else loss
+            return TracedObjects(model, wrapped, None, fake_batch(data, place))
 
         return sum(trace_step(make, device="cpu", checkpointing=checkpointing).kept.values())
 
@@ -256,14 +256,14 @@ def test_a_checkpoint_frees_what_is_promised(name: str) -> None:
     blocks = find_blocks(model)
     paths = {id(module): path for path, module in model.named_modules()}
     whole = kept(None)
-    buffers = 4096 if name == "resnet" else 64  # BatchNorm's, of which the recomputation starts from a copy
+    buffers = 4096 if name == "resnet" else 64  # BatchNorm's, of which the second forward pass starts from a copy
     for index in (1, len(blocks) - 1):
         keep: list[tuple[str, ...] | None] = [None] * len(blocks)
         keep[index] = ()
-        part = next(part for part in profile.parts if part.path == paths[id(blocks[index])])
+        module = next(module for module in profile.modules if module.path == paths[id(blocks[index])])
         freed = whole - kept(Checkpointing(tuple(keep)))
-        assert freed == pytest.approx(profile.freed_bytes(part), abs=buffers)
-        assert profile.freed_bytes(part) > 1000
+        assert freed == pytest.approx(profile.freed_bytes(module), abs=buffers)
+        assert profile.freed_bytes(module) > 1000
 
 
 def test_what_is_checkpointed_already_is_not_counted_and_not_computed_again() -> None:
@@ -331,10 +331,10 @@ def test_the_verb_prints_draws_and_answers_in_json(tmp_path: Path) -> None:
     args = ["graph", str(RECIPES / "gpt-tiny.yaml"), "--depth", "2", "--svg", str(file), "--json"]
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 0, result.output
-    said = json.loads(result.stdout.splitlines()[-1])
-    assert said["folded"]["depth"] == 2
-    assert said["saved_bytes"] == said["folded"]["rows"][0]["saved_bytes"]
-    assert len(said["nodes"]) == said["headline"]["nodes"] and len(said["edges"]) == said["headline"]["edges"]
+    answer = json.loads(result.stdout.splitlines()[-1])
+    assert answer["folded"]["depth"] == 2
+    assert answer["saved_bytes"] == answer["folded"]["rows"][0]["saved_bytes"]
+    assert len(answer["nodes"]) == answer["headline"]["nodes"] and len(answer["edges"]) == answer["headline"]["edges"]
     assert file.read_text().startswith("<svg")
 
 

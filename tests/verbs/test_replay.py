@@ -114,8 +114,8 @@ def in_another_process(run: RunFolder, step: int) -> dict[str, object]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
     assert done.returncode == 0, done.stderr
-    told: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
-    return told
+    result: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,8 @@ def test_a_step_of_a_run_is_the_same_bits(folder: Path, kind: str, precision: st
         assert {each.what for each in done.compared} >= {"loss", "gradient norm", "learning rate", "sample ids"}
         assert not [each for each in done.findings if each.severity == "critical"], done.lines()
         assert any(getattr(each, "experiment", "") == "again" for each in done.records)
-    told = in_another_process(run, 14)
-    assert told["same_bits"] is True, told["outcome"]
+    result = in_another_process(run, 14)
+    assert result["same_bits"] is True, result["outcome"]
     assert contents(run) == before, "the run folder was touched"
 
 
@@ -149,8 +149,8 @@ def test_a_run_that_is_counted_in_seconds(folder: Path) -> None:
     last = max(int(path.name[5:]) for path in run.checkpoints.glob("step-*"))
     assert rerun(run.path, min(30, last)).same_bits, "the learning rate of each is known"
     done = rerun(run.path, last)
-    told = any("follows the clock" in note for note in done.notes)
-    assert done.same_bits or (done.inexact and not done.findings and told)
+    result = any("follows the clock" in note for note in done.notes)
+    assert done.same_bits or (done.inexact and not done.findings and result)
 
 
 def test_another_recipe_gives_other_bits_and_no_finding(folder: Path) -> None:
@@ -178,18 +178,18 @@ def test_a_step_that_dies_dies_again(folder: Path) -> None:
     run = RunFolder.open("runs/tiny")
     done = rerun(run.path, 8)
     assert done.error == "ValueError: what a sample" and done.exit_code == 0, done.lines()
-    told = next(each for each in done.records if isinstance(each, Examined) and each.experiment == "unfinished")
-    assert told.values["error"] == done.error
+    result = next(each for each in done.records if isinstance(each, Examined) and each.experiment == "unfinished")
+    assert result.values["error"] == done.error
     deaths = deaths_in(read(run.log).records, 8, [])
     bundle = write_bundle(run, 8, run.checkpoints / "step-00000005", read(run.log).records, deaths)
     again = rerun(bundle)
     assert again.error == done.error and again.exit_code == 0, again.lines()
 
 
-@pytest.mark.parametrize(("step", "said"), [(None, "many steps"), (0, "no step 0"), (99, "has 14 steps")])
-def test_mistakes_are_told(folder: Path, step: int | None, said: str) -> None:
+@pytest.mark.parametrize(("step", "message"), [(None, "many steps"), (0, "no step 0"), (99, "has 14 steps")])
+def test_mistakes_are_told(folder: Path, step: int | None, message: str) -> None:
     run = train()
-    with pytest.raises(UsageError, match=said) as caught:
+    with pytest.raises(UsageError, match=message) as caught:
         rerun(run.path, step)
     assert caught.value.remedy
 

@@ -98,15 +98,15 @@ def invoke(*arguments: str) -> tuple[int, str]:
 
 
 def prove(*options: str) -> tuple[int, dict[str, Any], str]:
-    code, said = invoke("verify", "resume", "tiny.yaml", "--json", *options)
-    *lines, last = said.splitlines()
-    assert "Traceback" not in said
+    code, message = invoke("verify", "resume", "tiny.yaml", "--json", *options)
+    *lines, last = message.splitlines()
+    assert "Traceback" not in message
     return code, json.loads(last), "\n".join(lines)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--workers", "2", "--then-workers", "3"], "6 + SIGKILL + 6: 21 tensors, 12 losses, 96 sample ids equal"),
         (["--workers", "0", "--then-workers", "2", "--set", "precision=bf16", "--steps", "3"], "workers 0 -> 2; bf16"),
@@ -118,10 +118,10 @@ def prove(*options: str) -> tuple[int, dict[str, Any], str]:
     ],
     ids=["fp32", "bf16", "fp16-stopped", "in-time"],
 )
-def test_a_resumed_run_is_the_same_bits(folder: Path, options: list[str], said: str) -> None:
+def test_a_resumed_run_is_the_same_bits(folder: Path, options: list[str], message: str) -> None:
     code, proof, text = prove(*options)
     assert code == 0 and proof["equal"], text
-    assert said in text and "steps straight, " in text and "resumed to " in text
+    assert message in text and "steps straight, " in text and "resumed to " in text
     assert proof["cause"] is None and proof["checkpoint"] == [] and proof["samples"] == 8 * 2 * proof["steps"]
     assert not list((folder / "aside").iterdir()), "nothing stays behind"
     assert not (folder / "runs").exists(), "the user's own runs are left alone"
@@ -152,7 +152,7 @@ def test_state_that_no_checkpoint_holds_is_found_and_told_from_chance(folder: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("train", "code", "said"),
+    ("train", "code", "message"),
     [
         ("parts:Broken", 1, "this image is truncated for sample 17"),
         ("parts:Drawm", 2, "did you mean 'Drawn'"),
@@ -160,16 +160,16 @@ def test_state_that_no_checkpoint_holds_is_found_and_told_from_chance(folder: Pa
         ("parts:Dying", 1, "the straight part ended with exit code 3"),
     ],
 )
-def test_a_mistake_is_passed_on(folder: Path, train: str, code: int, said: str) -> None:
+def test_a_mistake_is_passed_on(folder: Path, train: str, code: int, message: str) -> None:
     (folder / "tiny.yaml").write_text(RECIPE.replace('train: {use: "parts:Drawn"}', f'train: {{use: "{train}"}}'))
     got, text = invoke("verify", "resume", "tiny.yaml", "--workers", "0")
-    assert got == code and said in text and "remedy" in text and "Traceback" not in text
+    assert got == code and message in text and "remedy" in text and "Traceback" not in text
     assert not list((folder / "aside").iterdir())
 
 
 def test_a_wrong_recipe_is_told_before_anything_runs(folder: Path) -> None:
-    code, said = invoke("verify", "resume", "tiny.yaml", "--set", "optimizer.lr=-1")
-    assert code == 2 and "optimizer.lr" in said and "steps straight" not in said
+    code, message = invoke("verify", "resume", "tiny.yaml", "--set", "optimizer.lr=-1")
+    assert code == 2 and "optimizer.lr" in message and "steps straight" not in message
 
 
 @pytest.fixture(scope="module")
@@ -183,8 +183,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.syspath_prepend(str(root))
         sys.modules.pop("parts", None)
         settings = ["until=8steps", "schedule=constant", "checkpoint.every=4steps", "checkpoint.best=null"]
-        code, said = invoke("train", "tiny.yaml", *(option for each in settings for option in ("--set", each)))
-    assert code == 0, said
+        code, message = invoke("train", "tiny.yaml", *(option for each in settings for option in ("--set", each)))
+    assert code == 0, message
     return root / "runs/tiny"
 
 
@@ -195,11 +195,11 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 def test_what_is_whole_is_ok(run: Path) -> None:
     for path, count in ((run, 2), (run / "checkpoints", 2), (run / "checkpoints/step-00000004", 1)):
-        code, said = invoke("verify", "checkpoint", str(path))
-        assert code == 0 and said.count("ok ") == len(said.splitlines()) == count
-        assert "step 4, " in said and "21 tensors" in said
-    code, said = invoke("verify", "checkpoint", str(run), "--json")
-    answer = json.loads(said.splitlines()[-1])
+        code, message = invoke("verify", "checkpoint", str(path))
+        assert code == 0 and message.count("ok ") == len(message.splitlines()) == count
+        assert "step 4, " in message and "21 tensors" in message
+    code, message = invoke("verify", "checkpoint", str(run), "--json")
+    answer = json.loads(message.splitlines()[-1])
     assert answer["ok"] and [each["step"] for each in answer["checkpoints"]] == [8, 4]
     assert set(answer["checkpoints"][0]) == {"path", "ok", "step", "bytes", "tensors", "problems", "warnings"}
 
@@ -260,10 +260,10 @@ def test_damage_is_named(run: Path, name: str) -> None:
     damage, what = DAMAGES[name]
     newest = run / "checkpoints/step-00000008"
     damage(newest)
-    code, said = invoke("verify", "checkpoint", str(run))
-    assert code == 1 and "Traceback" not in said
-    first, second = said.splitlines()
-    assert first.startswith("broken ") and str(newest) in first and what in first, said
+    code, message = invoke("verify", "checkpoint", str(run))
+    assert code == 1 and "Traceback" not in message
+    first, second = message.splitlines()
+    assert first.startswith("broken ") and str(newest) in first and what in first, message
     assert second.startswith("ok ") and "step-00000004" in second
 
 
@@ -271,8 +271,8 @@ def test_a_planted_file_is_named_beside_other_damage(run: Path) -> None:
     newest = run / "checkpoints/step-00000008"
     (newest / "pytorch_model.bin").write_bytes(b"")
     flip(newest / "state.json")
-    code, said = invoke("verify", "checkpoint", str(newest))
-    assert code == 1 and "pytorch_model.bin is not in the manifest" in said and "state.json is damaged" in said
+    code, message = invoke("verify", "checkpoint", str(newest))
+    assert code == 1 and "pytorch_model.bin is not in the manifest" in message and "state.json is damaged" in message
 
 
 @pytest.mark.parametrize(
@@ -291,9 +291,9 @@ def test_values_that_are_not_finite_are_warned_of(run: Path, part: str, place: s
     tensors[name].view(-1)[0] = float(value)
     save_file(tensors, newest / f"{part}.safetensors")
     write_manifest(newest, 8)
-    code, said = invoke("verify", "checkpoint", str(newest))
-    assert code == 0 and said.count("warning ") == count
-    assert count == 0 or f"{part}.safetensors: 1 of {tensors[name].numel()} values of {name} are" in said
+    code, message = invoke("verify", "checkpoint", str(newest))
+    assert code == 0 and message.count("warning ") == count
+    assert count == 0 or f"{part}.safetensors: 1 of {tensors[name].numel()} values of {name} are" in message
 
 
 def test_a_mask_among_the_buffers_may_hold_infinity(run: Path) -> None:
@@ -308,8 +308,8 @@ def test_a_mask_among_the_buffers_may_hold_infinity(run: Path) -> None:
 
 def test_a_path_that_holds_none(run: Path) -> None:
     shutil.rmtree(run / "checkpoints")
-    code, said = invoke("verify", "checkpoint", str(run))
-    assert code == 2 and "holds no checkpoint; there is " in said and "plan.json" in said and "remedy" in said
+    code, message = invoke("verify", "checkpoint", str(run))
+    assert code == 2 and "holds no checkpoint; there is " in message and "plan.json" in message and "remedy" in message
     assert "is not a folder" in invoke("verify", "checkpoint", str(run / "plan.json"))[1]
     assert "does not exist" in invoke("verify", "checkpoint", str(run / "nowhere"))[1]
 

@@ -75,46 +75,46 @@ class _Tree:
 
     def __init__(self, profile: GraphProfile) -> None:
         self.profile = profile
-        self.children = children_of(profile.parts)
+        self.children = children_of(profile.modules)
         self.names = {"": ""}
         self._signatures: dict[str, int] = {}
         self._own = _by_module(profile)
-        self._groups: list[tuple[str, list[ModuleProfile]]] = [("", [profile.parts[0]])]
-        self._walk([profile.parts[0]], "")
+        self._groups: list[tuple[str, list[ModuleProfile]]] = [("", [profile.modules[0]])]
+        self._walk([profile.modules[0]], "")
 
-    def _walk(self, alike: list[ModuleProfile], shown: str) -> None:
-        """Groups the children of the equal modules ``alike``, which are shown as ``shown``."""
-        first = alike[0]
+    def _walk(self, equal: list[ModuleProfile], shown: str) -> None:
+        """Groups the children of the ``equal`` modules, which are shown as ``shown``."""
+        first = equal[0]
         for group in _alike(self.children.get(first.path, []), self._signature):
             name = group[0].name if len(group) == 1 else f"{group[0].name}-{group[-1].name}"
             path = f"{shown}.{name}" if shown else name
             members = [
-                part
-                for each in alike
-                for part in self.children[each.path]
-                if part.name in {child.name for child in group}
+                module
+                for each in equal
+                for module in self.children[each.path]
+                if module.name in {child.name for child in group}
             ]
             for member in members:
                 self.names[member.path] = path
             self._groups.append((path, members))
             self._walk(members, path)
 
-    def _signature(self, part: ModuleProfile) -> int:
+    def _signature(self, module: ModuleProfile) -> int:
         """A hash that is equal for modules with equal children, work and saved tensors."""
-        if part.path not in self._signatures:
-            below = [(child.name, self._signature(child)) for child in self.children.get(part.path, [])]
-            tied = tuple(name.removeprefix(f"{part.path}.") for name in part.tied)
-            own = (part.kind, part.parameters, part.trainable, tied, part.calls, part.output)
-            work = (part.forward_flops, part.backward_flops, tuple(self._own.get(part.path, ())))
-            self._signatures[part.path] = hash((own, work, tuple(below)))
-        return self._signatures[part.path]
+        if module.path not in self._signatures:
+            below = [(child.name, self._signature(child)) for child in self.children.get(module.path, [])]
+            tied = tuple(name.removeprefix(f"{module.path}.") for name in module.tied)
+            own = (module.kind, module.parameters, module.trainable, tied, module.calls, module.output)
+            work = (module.forward_flops, module.backward_flops, tuple(self._own.get(module.path, ())))
+            self._signatures[module.path] = hash((own, work, tuple(below)))
+        return self._signatures[module.path]
 
     def rows(self) -> Iterator[Row]:
         """One row for each group, parents before children."""
         for path, members in self._groups:
-            within_them = [part for each in members for part in self._subtree(each)]
+            within_them = [module for each in members for module in self._subtree(each)]
             first = members[0]
-            kept = sum(size for part in within_them for _, size, _ in self._own.get(part.path, ()))
+            kept = sum(size for module in within_them for _, size, _ in self._own.get(module.path, ()))
             yield Row(
                 path,
                 path.rpartition(".")[2],
@@ -122,11 +122,11 @@ class _Tree:
                 len(members),
                 first.kind,
                 first.output,
-                sum(part.parameters for part in within_them),
-                sum(part.trainable for part in within_them),
+                sum(module.parameters for module in within_them),
+                sum(module.trainable for module in within_them),
                 first.tied,
-                sum(part.forward_flops for part in within_them),
-                sum(part.backward_flops for part in within_them),
+                sum(module.forward_flops for module in within_them),
+                sum(module.backward_flops for module in within_them),
                 kept,
                 self._freed(members),
             )
@@ -135,11 +135,11 @@ class _Tree:
         first = members[0]
         if not first.path or not first.calls or not self.children.get(first.path):
             return None
-        return sum(self.profile.freed_bytes(part) for part in members)
+        return sum(self.profile.freed_bytes(module) for module in members)
 
-    def _subtree(self, part: ModuleProfile) -> Iterator[ModuleProfile]:
-        yield part
-        for child in self.children.get(part.path, []):
+    def _subtree(self, module: ModuleProfile) -> Iterator[ModuleProfile]:
+        yield module
+        for child in self.children.get(module.path, []):
             yield from self._subtree(child)
 
 
@@ -147,9 +147,9 @@ def _alike(
     children: Sequence[ModuleProfile], signature: Callable[[ModuleProfile], int]
 ) -> Iterator[list[ModuleProfile]]:
     """Groups equal neighbours in a list of modules; all others are groups of one."""
-    for (_, numbered), group in groupby(children, key=lambda part: (signature(part), part.name.isdigit())):
+    for (_, numbered), group in groupby(children, key=lambda module: (signature(module), module.name.isdigit())):
         members = list(group)
-        yield from [members] if numbered else ([part] for part in members)
+        yield from [members] if numbered else ([module] for module in members)
 
 
 def _by_module(profile: GraphProfile) -> dict[str, list[tuple[str, int, int]]]:
@@ -177,11 +177,11 @@ def _runs(profile: GraphProfile, names: dict[str, str], depth: int) -> tuple[Run
         numbers.setdefault((stretch.name, stretch.turn), len(numbers))
     home = {index: place for place, stretch in enumerate(stretches) for index in stretch.nodes}
     number_of = [numbers[stretch.name, stretch.turn] for stretch in stretches]
-    alike: list[list[int]] = [[] for _ in numbers]
+    places_of: list[list[int]] = [[] for _ in numbers]
     for place, number in enumerate(number_of):
-        alike[number].append(place)
+        places_of[number].append(place)
     found = []
-    for places in alike:
+    for places in places_of:
         edges = (
             (place, home.get(i)) for place in places for j in stretches[place].nodes for i in profile.nodes[j].inputs
         )
@@ -190,12 +190,12 @@ def _runs(profile: GraphProfile, names: dict[str, str], depth: int) -> tuple[Run
     return tuple(found)
 
 
-def _run(profile: GraphProfile, alike: Sequence[_Stretch], inputs: tuple[int, ...]) -> Run:
-    members = [index for stretch in alike for index in stretch.nodes]
-    ops = Counter(_short(profile.nodes[index].op) for index in alike[0].nodes)
+def _run(profile: GraphProfile, equal: Sequence[_Stretch], inputs: tuple[int, ...]) -> Run:
+    members = [index for stretch in equal for index in stretch.nodes]
+    ops = Counter(_short(profile.nodes[index].op) for index in equal[0].nodes)
     size = sum(profile.fresh_bytes[index] for index in members)
     hidden = sum(profile.nodes[index].hidden for index in members)
-    return Run(alike[0].name, len(alike), len(members), tuple(ops.items()), size, hidden, inputs)
+    return Run(equal[0].name, len(equal), len(members), tuple(ops.items()), size, hidden, inputs)
 
 
 def _stretches(profile: GraphProfile, names: dict[str, str], depth: int) -> Iterator[_Stretch]:

@@ -71,7 +71,7 @@ class GraphProfile:
     ``elsewhere_bytes`` are also kept for backward, but in no saved tensor: workspaces of kernels.
     """
 
-    parts: tuple[ModuleProfile, ...]
+    modules: tuple[ModuleProfile, ...]
     nodes: tuple[Node, ...]
     elsewhere_bytes: int = 0
 
@@ -99,13 +99,13 @@ class GraphProfile:
         """The positions of the nodes that a module and those in it made."""
         return [index for index, node in enumerate(self.nodes) if within(node.module, path)]
 
-    def freed_bytes(self, part: ModuleProfile) -> int:
+    def freed_bytes(self, module: ModuleProfile) -> int:
         """Bytes that activation checkpointing of this module frees: all that it keeps except its inputs.
 
         Storages that nodes outside keep too are not freed. Negative when its input would be kept for this alone.
         """
-        inside, outside = self._keepers(part.path)
-        inputs = {saved.storage: saved.bytes for saved in part.inputs if saved.role == "activations"}
+        inside, outside = self._keepers(module.path)
+        inputs = {saved.storage: saved.bytes for saved in module.inputs if saved.role == "activations"}
         freed = sum(size for storage, size in inside.items() if storage not in inputs and storage not in outside)
         kept_for_it = (size for storage, size in inputs.items() if storage not in inside and storage not in outside)
         return freed - sum(kept_for_it)
@@ -128,26 +128,27 @@ class GraphProfile:
         for each in trace.work:
             if each.phase in ("forward", "backward"):
                 (forward if each.phase == "forward" else backward)[each.module] += each.flops
-        parts = (
-            replace(part, forward_flops=forward[part.path], backward_flops=backward[part.path]) for part in self.parts
+        modules = (
+            replace(module, forward_flops=forward[module.path], backward_flops=backward[module.path])
+            for module in self.modules
         )
         elsewhere = max(0, sum(trace.kept.values()) - self.saved_bytes)
-        return replace(self, parts=tuple(parts), elsewhere_bytes=elsewhere)
+        return replace(self, modules=tuple(modules), elsewhere_bytes=elsewhere)
 
     def to_json(self) -> dict[str, object]:
         """All modules and nodes. ``edges`` are pairs of positions in ``nodes``: a node and one of its inputs."""
         modules = [
             {
-                "path": part.path,
-                "class": part.kind,
-                "parameters": part.parameters,
-                "trainable": part.trainable,
-                "tied": list(part.tied),
-                "output": None if part.output is None else list(part.output),
-                "forward_flops": part.forward_flops,
-                "backward_flops": part.backward_flops,
+                "path": module.path,
+                "class": module.kind,
+                "parameters": module.parameters,
+                "trainable": module.trainable,
+                "tied": list(module.tied),
+                "output": None if module.output is None else list(module.output),
+                "forward_flops": module.forward_flops,
+                "backward_flops": module.backward_flops,
             }
-            for part in self.parts
+            for module in self.modules
         ]
         nodes = [
             {
@@ -168,10 +169,10 @@ def within(path: str, above: str) -> bool:
     return not above or path == above or path.startswith(f"{above}.")
 
 
-def children_of(parts: Iterable[ModuleProfile]) -> Mapping[str, list[ModuleProfile]]:
+def children_of(modules: Iterable[ModuleProfile]) -> Mapping[str, list[ModuleProfile]]:
     """The children of each module, by its path."""
     found: dict[str, list[ModuleProfile]] = {}
-    for part in parts:
-        if part.path:
-            found.setdefault(part.path.rpartition(".")[0], []).append(part)
+    for module in modules:
+        if module.path:
+            found.setdefault(module.path.rpartition(".")[0], []).append(module)
     return found

@@ -279,7 +279,7 @@ def require_accepted(changes: Sequence[Change], accept: Sequence[str], *, comman
     undo = [each.path for each in fatal if each.path != _MISFIT]
     remedy = "undo them, or accept them" if refused else "leave out what is no path"
     raise UsageError(
-        "\n  ".join(["the run cannot go on from its checkpoint as it is asked to:", *lines]),
+        "\n  ".join(["the run cannot continue from its checkpoint with these changes:", *lines]),
         remedy=f"{'undo what is fatal, then' if fatal else remedy}: {command(_widest(wanted), undo)}",
     )
 

@@ -63,10 +63,10 @@ def draw_graph(loaded: Loaded, *, depth: int | None = None) -> GraphPicture:
     profile = profile_graph(make, precision=precision)
     headline = Headline(
         name=recipe.name,
-        model=profile.parts[0].kind,
+        model=profile.modules[0].kind,
         samples=samples,
         precision=precision,
-        parameters=sum(part.parameters for part in profile.parts),
+        parameters=sum(module.parameters for module in profile.modules),
         nodes=len(profile.nodes),
         edges=profile.edges,
         notes=tuple(_notes(recipe, profile)),

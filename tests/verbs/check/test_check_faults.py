@@ -17,7 +17,7 @@ SHORT = Budget(read_s=2.0, range_s=3.0, one_batch_s=4.0, smoke_s=20.0, most_samp
 
 def recipe(changes: Mapping[str, Any]) -> dict[str, Any]:
     """A healthy recipe with changes by dotted path; a value of None leaves the key out."""
-    given: dict[str, Any] = {
+    mapping: dict[str, Any] = {
         "until": "20ep",
         "device": "cpu",
         "precision": "fp32",
@@ -31,14 +31,14 @@ def recipe(changes: Mapping[str, Any]) -> dict[str, Any]:
     }
     for path, value in changes.items():
         *sections, last = path.split(".")
-        place = given
+        place = mapping
         for section in sections:
             place = place.setdefault(section, {})
         if value is None:
             place.pop(last)
         else:
             place[last] = value
-    return given
+    return mapping
 
 
 def checked(changes: Mapping[str, Any]) -> Checkup:
@@ -153,9 +153,9 @@ HEALTHY: dict[str, dict[str, Any]] = {
 def test_finds_the_planted_fault(name: str) -> None:
     changes, word, what, words = FAULTS[name]
     found = checked(changes)
-    told = [f"{v.word} {v.what}: {v.seen} [{v.code}]" for v in found.verdicts]
+    lines = [f"{v.word} {v.what}: {v.seen} [{v.code}]" for v in found.verdicts]
     graver = [v for v in found.verdicts if v.word in (word, "fail") and what in v.what]
-    assert any(words in f"{v.seen} {v.code}" and v.remedy for v in graver), "\n".join(told)
+    assert any(words in f"{v.seen} {v.code}" and v.remedy for v in graver), "\n".join(lines)
     if word == "fail":
         assert found.exit_code == 3
 

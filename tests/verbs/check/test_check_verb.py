@@ -81,9 +81,9 @@ def test_a_broken_one_exits_with_3_and_says_why(place: Path) -> None:
     settings = ["--set", "data.train.args={labels: 9}"]
     done = CliRunner().invoke(app, ["check", "recipe.yaml", "--json", *settings])
     assert done.exit_code == 3
-    told = json.loads(done.stdout)
-    assert told["exit"] == 3 and not told["trains"]
-    failed = {each["what"]: each for each in told["verdicts"] if each["word"] == "fail"}
+    result = json.loads(done.stdout)
+    assert result["exit"] == 3 and not result["trains"]
+    failed = {each["what"]: each for each in result["verdicts"] if each["word"] == "fail"}
     assert "labels must be 0 to 2" in failed["labels"]["seen"] and failed["labels"]["remedy"]
 
 

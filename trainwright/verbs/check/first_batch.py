@@ -17,7 +17,7 @@ from trainwright.errors import TrainwrightError
 from trainwright.replay.classified import CHUNKED, Classified, classified
 from trainwright.state.cursor import MicroBatch
 from trainwright.verbs.check.samples import DatasetSample
-from trainwright.verbs.check.verdict import Verdict
+from trainwright.verbs.check.verdict import Verdict, first_of
 
 CLASSES = ("cross_entropy", "nll_loss")
 YES_NO = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
@@ -283,20 +283,16 @@ def gradients(seen: FirstBatch) -> Iterator[Verdict]:
             "fail", "gradients", message, "look for .detach(), no_grad and requires_grad=False", "grad.graph_cut"
         )
     elif seen.bad_grad:
-        message = f"not finite in {_some(seen.bad_grad)}"
+        message = f"not finite in {first_of(seen.bad_grad)}"
         yield Verdict("fail", "gradients", message, "look for sqrt, log or division at 0", "num.nonfinite")
     elif seen.without_grad:
         share = seen.values_without / seen.trained
         yield Verdict(
             "fail" if share >= 0.5 else "warn",
             "gradients",
-            f"none for {len(seen.without_grad)} parameters ({share:.0%} of all values): {_some(seen.without_grad)}",
+            f"none for {len(seen.without_grad)} parameters ({share:.0%} of all values): {first_of(seen.without_grad)}",
             "look for .detach() or .data after them; freeze parameters that should not train with model.freeze",
             code="grad.graph_cut",
         )
     else:
         yield Verdict("ok", "gradients", f"all {seen.trained:,} trained values get one")
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.state.train_state import TrainState
 from trainwright.verbs.check.first_batch import LossRecorder
 from trainwright.verbs.check.sandbox import Sandbox, within
-from trainwright.verbs.check.verdict import Verdict
+from trainwright.verbs.check.verdict import Verdict, first_of
 
 LOWEST, HIGHEST = 1e-6, 10.0
 RANGE_STEPS, LEAST_STEPS = 60, 24
@@ -264,7 +264,7 @@ def by_heart(fit: BatchFit, *, inputs_vary: bool, chance: float | None) -> Itera
 def _symptoms(fit: BatchFit, inputs_vary: bool) -> Iterator[Verdict]:
     """Verdicts on the weights, activations, output and gradients that were seen."""
     if fit.zeros:
-        message = f"{_some(fit.zeros)} are 0 and stay 0: no gradient passes through them"
+        message = f"{first_of(fit.zeros)} are 0 and stay 0: no gradient passes through them"
         remedy = "random weights, nn.init.kaiming_uniform_ or xavier_uniform_; only biases and last layers may be 0"
         yield Verdict("fail", "weights", message, remedy, "init.symmetric")
     elif fit.dead:
@@ -274,9 +274,5 @@ def _symptoms(fit: BatchFit, inputs_vary: bool) -> Iterator[Verdict]:
         remedy = "follow the input through forward(): it is overwritten, set to zero, or never used"
         yield Verdict("fail", "output", "the prediction is the same for every sample, whatever goes in", remedy)
     elif fit.zero_grads and fit.steps >= 8:
-        message = f"exactly 0 in each step for {_some(fit.zero_grads)}"
+        message = f"exactly 0 in each step for {first_of(fit.zero_grads)}"
         yield Verdict("warn", "gradients", message, "no gradient reaches them: look for weights of 0 and dead units")
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

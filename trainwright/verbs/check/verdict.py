@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
@@ -81,3 +81,8 @@ def lines_of(verdict: Verdict) -> list[str]:
     if verdict.remedy:
         lines += textwrap.wrap(verdict.remedy, WIDTH, initial_indent=f"{indent}-> ", subsequent_indent=f"{indent}   ")
     return lines
+
+
+def first_of(names: Sequence[str]) -> str:
+    """The first three names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
