@@ -1,15 +1,20 @@
-# make demo   sets everything up and trains a small GPT on the text that ships with Python
-# make test   sets everything up, then checks format, lint, types, structure, and runs the whole suite
+# make demo    sets everything up and trains a small GPT on the text that ships with Python
+# make quick   sets everything up, then runs the tests that take under a minute together: those marked neither
+#              slow (more than a few seconds, the zoo, the benchmarks) nor process (starts a Python process)
+# make test    sets everything up, then checks format, lint, types, structure, and runs the whole suite
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check clean
+.PHONY: demo quick test check clean
 
 demo: .venv/core
 	$(BIN)/trainwright demo $(ARGS)
 
+quick: .venv/dev
+	scripts/test --quick
+
 test: .venv/dev
-	scripts/check
+	scripts/check --static
 	scripts/test
 
 check: .venv/dev

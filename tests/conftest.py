@@ -1,17 +1,47 @@
 """One thread, here and in every process that a test starts: the models are tiny, and on a busy machine the threads of
-OpenMP wait for each other by spinning."""
+OpenMP wait for each other by spinning.
+
+Where tests marked ``process`` are left out (``make quick``), a test that starts one without the mark fails.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: fixtures of a module run before those of a test
 
 import pytest
 import torch
 
+STARTED: list[str] = []
+
+
+def _hear(event: str, args: tuple[object, ...]) -> None:
+    """Forks, and commands that run a Python; ``git`` and the like, which provenance asks, end at once."""
+    if event in ("os.fork", "os.forkpty"):
+        STARTED.append(event)
+    elif event == "subprocess.Popen":
+        command = [str(part) for part in args[1]] if isinstance(args[1], list | tuple) else str(args[1]).split()
+        if any(Path(part).name.startswith(("python", "trainwright")) for part in command):
+            STARTED.append(" ".join(command))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "not process" in config.getoption("markexpr"):
+        sys.addaudithook(_hear)
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     """Before each test: a run that was tested before may have set another number."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def starts_no_process() -> Iterator[None]:
+    before = len(STARTED)
+    yield
+    assert STARTED[before:] == [], "mark this test with pytest.mark.process"

@@ -138,6 +138,7 @@ def trained(model: nn.Module, until: str, resume: Path | None = None) -> tw.Resu
     )
 
 
+@pytest.mark.process
 def test_what_one_row_adds_is_trained_with(added: None) -> None:
     model, before = net(), net()
     fit = trained(model, "8steps")
@@ -201,6 +202,7 @@ def test_every_row_names_a_factory_and_says_what_it_is() -> None:
             assert len(row.doc) < 100, name
 
 
+@pytest.mark.process
 def test_the_page_of_the_catalog_is_as_its_script_prints_it() -> None:
     printed = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "catalog.py")], capture_output=True, text=True, check=True

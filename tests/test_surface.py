@@ -55,6 +55,7 @@ def test_verbs() -> None:
         assert "--json" in {option for parameter in verb.params for option in parameter.opts}, name
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "code",
     [
@@ -70,6 +71,7 @@ def test_torch_stays_unloaded(code: str) -> None:
     assert python(f"{code}\nimport sys\nprint('torch' in sys.modules)") == "False"
 
 
+@pytest.mark.process
 def test_help_leaves_torch_unloaded() -> None:
     code = """
 import sys
@@ -85,6 +87,7 @@ print("torch" in sys.modules, "pydantic" in sys.modules)
     assert python(code).splitlines()[-1] == "False False"
 
 
+@pytest.mark.process
 def test_the_first_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     readme = (Path(tw.__file__).parent.parent / "README.md").read_text()

@@ -172,6 +172,7 @@ class Drawing:
         return index, noise()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("make", [Augmented, AugmentedStream])
 def test_a_collate_function_that_draws_is_the_same_in_any_worker(make: type) -> None:
     expected = take(make(), 5, collate=Drawing())
@@ -329,6 +330,7 @@ class Deadly(Augmented):
         return super().__getitem__(index)
 
 
+@pytest.mark.process
 def test_a_worker_that_is_killed() -> None:
     with pytest.raises(DataError, match="a process that loads data was killed") as caught:
         take(Deadly(), 99, workers=2, epochs=1)

@@ -6,6 +6,8 @@ import gc
 import subprocess
 import sys
 
+import pytest
+
 from trainwright.cli.app import importing_torch
 
 FRESH = """
@@ -19,6 +21,7 @@ print(gc.get_freeze_count())
 """
 
 
+@pytest.mark.process
 def test_a_fresh_process_collects_no_garbage_while_it_imports_torch() -> None:
     ended = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, check=True)
     assert int(ended.stdout) > 100_000

@@ -156,6 +156,7 @@ def test_an_unknown_code_gets_a_suggestion(wrong: str, right: str) -> None:
         title(wrong)
 
 
+@pytest.mark.process
 def test_pages_need_no_torch() -> None:
     program = "import sys; from trainwright.doctor.pages import page; page('num.'); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)

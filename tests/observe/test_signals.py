@@ -133,15 +133,18 @@ def said_by_a_run(*, grace: str | None, wait_for: str, saving_s: str = "unknown"
 SAVING = "SIGTERM: saving at the end of this step"
 
 
+@pytest.mark.process
 def test_without_a_grace_nothing_is_said_of_time() -> None:
     assert said_by_a_run(grace=None, wait_for="SIGTERM", saving_s="5") == [f"{SAVING}; once more quits at once"]
 
 
+@pytest.mark.process
 def test_a_step_that_ends_in_time() -> None:
     said = said_by_a_run(grace="600", wait_for="SIGTERM", saving_s="5")
     assert said == [f"{SAVING} (600 s are left); once more quits at once"]
 
 
+@pytest.mark.process
 def test_a_step_that_outlasts_the_grace_is_told_before_the_kill() -> None:
     first, late = said_by_a_run(grace="0.5", wait_for="newest")
     assert first == f"{SAVING} (0.5 s are left); once more quits at once"
@@ -151,6 +154,7 @@ def test_a_step_that_outlasts_the_grace_is_told_before_the_kill() -> None:
     )
 
 
+@pytest.mark.process
 def test_a_save_that_takes_longer_than_what_is_left_is_tried_all_the_same() -> None:
     _, times = said_by_a_run(grace="600", wait_for="SIGTERM", saving_s="3600")
     assert times.startswith("saving step 3: ") and "s are left and the last save took 3600.0 s" in times
@@ -172,6 +176,7 @@ assert signals.received is None
 """
 
 
+@pytest.mark.process
 def test_a_forked_child_answers_to_its_parent_alone() -> None:
     done = subprocess.run([sys.executable, "-c", POOL], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -209,6 +214,7 @@ print(asked.is_set(), b"SIGTERM: saving at the end of this step; once more quits
 """
 
 
+@pytest.mark.process
 def test_a_signal_in_the_midst_of_printing() -> None:
     done = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -233,6 +239,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_kill_when_the_patience_is_over_is_not_the_fault_of_the_step(tmp_path: Path, when: str) -> None:
     done = subprocess.run([sys.executable, "-c", PREEMPTED, str(tmp_path), when], stdout=subprocess.DEVNULL)

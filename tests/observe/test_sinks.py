@@ -139,6 +139,7 @@ def test_no_names_no_sinks_and_a_name_twice_is_one(tmp_path: Path) -> None:
     sinks[0].close(0)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
 def test_a_package_that_is_not_installed(name: str) -> None:
     code = (

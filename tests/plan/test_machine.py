@@ -148,6 +148,7 @@ def test_this_machine_as_the_system_sees_it() -> None:
     assert machine.gpus == read_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or os.cpu_count() == 1, reason="no second core to do without")
 def test_a_process_that_is_pinned_has_the_cores_it_is_pinned_to() -> None:
     code = (
@@ -161,6 +162,7 @@ def test_disk_free_of_a_folder_that_is_yet_to_be_made(tmp_path: Path) -> None:
     assert 0 < disk_free_bytes(tmp_path / "a" / "b") <= psutil.disk_usage(str(tmp_path)).total
 
 
+@pytest.mark.process
 def test_torch_is_not_imported() -> None:
     code = "import sys, trainwright.plan.machine as m; m.read_machine(); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"

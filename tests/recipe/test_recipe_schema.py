@@ -209,6 +209,7 @@ def test_public_names_exist() -> None:
     assert all(hasattr(room, name) for name in room.__all__)
 
 
+@pytest.mark.process
 def test_importing_the_room_leaves_torch_unloaded() -> None:
     code = "import sys, trainwright.recipe; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

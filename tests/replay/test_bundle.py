@@ -118,6 +118,7 @@ def replayed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Kept, 
     return {kind: (kept[kind], told[3 * at : 3 * at + 3], folder / kind) for at, kind in enumerate(KINDS)}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_of_the_last_steps_is_the_same_bits_in_another_process(kind: str, replayed: Any) -> None:
     kept, replays, folder = replayed[kind]

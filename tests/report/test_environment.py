@@ -9,6 +9,7 @@ import sys
 from dataclasses import asdict, replace
 from typing import Any
 
+import pytest
 import torch
 
 from tests.rows import each_row
@@ -214,6 +215,7 @@ def run(code: str, **variables: str) -> str:
     return answer.stdout
 
 
+@pytest.mark.process
 def test_a_torch_that_cannot_be_imported_is_a_line_and_no_traceback() -> None:
     said = run(
         "import sys; sys.modules['torch'] = None\n"
@@ -224,6 +226,7 @@ def test_a_torch_that_cannot_be_imported_is_a_line_and_no_traceback() -> None:
     assert "bad   torch" in said
 
 
+@pytest.mark.process
 def test_oversubscribed_threads_for_real() -> None:
     said = run(
         "import torch; torch.set_num_threads(999)\n"  # as a CPU quota does that OpenMP does not know of
@@ -237,6 +240,7 @@ def test_oversubscribed_threads_for_real() -> None:
     assert "(OMP_NUM_THREADS=2)" in said
 
 
+@pytest.mark.process
 def test_torch_is_imported_only_by_gather() -> None:
     code = "import sys, trainwright.report.environment, trainwright.report.chart; print('torch' in sys.modules)"
     assert run(code) == "False\n"

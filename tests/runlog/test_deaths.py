@@ -265,6 +265,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.process
 def test_processes_that_die_until_one_is_refused(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, "x")
     folder.write_text("recipe.yaml", "name: x\n")

@@ -32,6 +32,7 @@ def test_a_file_with_the_name_is_in_the_way(tmp_path: Path) -> None:
     assert RunFolder.create(tmp_path, "gpt").name == "gpt-2"
 
 
+@pytest.mark.process
 def test_processes_at_once_get_a_folder_each(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom trainwright.runlog.folder import RunFolder\nsys.stdin.read()\n"

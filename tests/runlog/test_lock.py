@@ -16,6 +16,8 @@ import pytest
 from trainwright.errors import StorageError, UsageError
 from trainwright.runlog.lock import RunLock
 
+pytestmark = pytest.mark.process
+
 HOLD = """
 import os, subprocess, sys
 from pathlib import Path

@@ -103,6 +103,7 @@ def kill_while_writing(log: Path, after_s: float) -> int:
     return int.from_bytes(told[-8:], "little")
 
 
+@pytest.mark.process
 def test_a_kill_at_any_instant_costs_at_most_the_line_being_written(tmp_path: Path) -> None:
     instants = random.Random(0)
     for attempt in range(20):
@@ -182,6 +183,7 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
         LogWriter(tmp_path / "gone" / "log.jsonl")
 
 
+@pytest.mark.process
 def test_a_folder_without_permission() -> None:
     code = (
         "import os, sys\n"

@@ -218,6 +218,7 @@ class Centring(nn.Module):
         return nn.functional.cross_entropy(output - self.mean, target)
 
 
+@pytest.mark.process
 def test_a_loss_that_keeps_a_mean_is_resumed_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(1)

@@ -151,6 +151,7 @@ def test_with_skipped_steps(tmp_path: Path, name: PrecisionName) -> None:
     assert_resumes(tmp_path, "adamw", name, ema=True, bad=17, workers=0, at=6)
 
 
+@pytest.mark.process
 def test_with_workers_in_mid_epoch(tmp_path: Path) -> None:
     assert_resumes(tmp_path, "adamw", "fp32", ema=True, bad=None, workers=2, at=6)
 

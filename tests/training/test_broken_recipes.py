@@ -169,12 +169,14 @@ def train(folder: Path, text: str, *options: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
+@pytest.mark.process
 def test_the_good_one_trains(folder: Path) -> None:
     code, said = train(folder, GOOD)
     assert code == 0, said
     assert "verdict" in said
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken(folder: Path, name: str) -> None:
     edits, expected, fragments = BROKEN[name]
@@ -193,6 +195,7 @@ def test_there_are_thirty_of_them() -> None:
     assert len(BROKEN) >= 30
 
 
+@pytest.mark.process
 def test_a_learning_rate_of_1e_3_is_a_number(folder: Path) -> None:
     code, said = train(folder, GOOD + "optimizer: {lr: 1e-3}\nlog: {every: 1steps}\nschedule: constant\n")
     assert code == 0, said
@@ -214,6 +217,7 @@ def test_a_missing_file_names_its_neighbour(folder: Path) -> None:
     assert "gpt.yaml" in done.output
 
 
+@pytest.mark.process
 def test_json_tells_the_error_too(folder: Path) -> None:
     (folder / "recipe.yaml").write_text(GOOD.replace("3steps", "3"))
     command = [sys.executable, "-m", "trainwright", "train", "recipe.yaml", "--json"]

@@ -36,6 +36,7 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 3))
 
 
+@pytest.mark.process
 def test_three_lines() -> None:
     model = net()
     result = tw.fit(model, data(), nn.CrossEntropyLoss(), until="20ep", lr=1e-2, quiet=True)
@@ -46,6 +47,7 @@ def test_three_lines() -> None:
     assert (model(x).argmax(1) == y).float().mean() > 0.9
 
 
+@pytest.mark.process
 def test_a_loader_is_taken_apart() -> None:
     loader = DataLoader(TensorDataset(*data()), batch_size=64, shuffle=False, drop_last=True, num_workers=0)
     result = tw.fit(net(), loader, nn.functional.cross_entropy, until="2ep", quiet=True)
@@ -55,6 +57,7 @@ def test_a_loader_is_taken_apart() -> None:
     assert "shuffle: false" in (result.run / "recipe.yaml").read_text()
 
 
+@pytest.mark.process
 def test_the_collate_function_of_a_loader_of_tensors_is_taken_over() -> None:
     sizes: list[int] = []
 
@@ -67,6 +70,7 @@ def test_the_collate_function_of_a_loader_of_tensors_is_taken_over() -> None:
     assert sizes.count(64) == 3
 
 
+@pytest.mark.process
 def test_a_loss_over_model_and_batch_with_validation() -> None:
     def loss(model: nn.Module, batch: Any) -> tw.Loss:
         x, y = batch
@@ -81,12 +85,14 @@ def test_a_loss_over_model_and_batch_with_validation() -> None:
     assert not [note for note in plan["notes"] if "plain mean" in note["why"]]
 
 
+@pytest.mark.process
 def test_a_mean_loss_is_said_in_the_plan() -> None:
     result = tw.fit(net(), data(), nn.CrossEntropyLoss(), until="2steps", quiet=True)
     notes = json.loads((result.run / "plan.json").read_text())["notes"]
     assert any("plain mean" in note["why"] and "batch size" in note["choice"] for note in notes)
 
 
+@pytest.mark.process
 def test_settings_reach_any_path() -> None:
     result = tw.fit(
         net(), data(), nn.CrossEntropyLoss(), until="2steps", quiet=True, settings={"optimizer.clip.at": 0.25}
@@ -94,6 +100,7 @@ def test_settings_reach_any_path() -> None:
     assert "at: 0.25" in (result.run / "recipe.yaml").read_text()
 
 
+@pytest.mark.process
 def test_resume_in_python_is_the_same_bits() -> None:
     def weights(model: nn.Module) -> list[torch.Tensor]:
         return [p.detach().clone() for p in model.parameters()]
@@ -117,6 +124,7 @@ def test_resume_in_python_is_the_same_bits() -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights(straight), weights(second), strict=True))
 
 
+@pytest.mark.process
 def test_mistakes_name_their_remedy() -> None:
     with pytest.raises(UsageError, match="Module"):
         tw.fit({}, data(), nn.CrossEntropyLoss())  # type: ignore[arg-type]
@@ -130,6 +138,7 @@ def test_mistakes_name_their_remedy() -> None:
         tw.fit(net(), (data()[0],), nn.CrossEntropyLoss(), until="1steps", quiet=True)
 
 
+@pytest.mark.process
 def test_a_stream_is_read_only_once() -> None:
     class OneShot(torch.utils.data.IterableDataset[Any]):
         def __init__(self) -> None:
@@ -147,6 +156,7 @@ def test_a_stream_is_read_only_once() -> None:
     assert (result.ending, result.step, stream.given) == ("data_exhausted", 5, 80)
 
 
+@pytest.mark.process
 def test_a_rehearsal_leaves_no_trace_in_a_buffer_that_is_put_anew() -> None:
     class Mean(nn.Module):
         def __init__(self) -> None:

@@ -125,6 +125,7 @@ def test_ctrl_c_reaches_the_whole_group_and_workers_do_not_die_of_it(folder: Pat
     assert newest_valid(folder / "runs/slow/checkpoints")[0] is not None
 
 
+@pytest.mark.process
 def test_a_resume_keeps_what_it_was_told(folder: Path) -> None:
     assert invoke("train", "slow.yaml", "--set", "until=20steps", "--set", "schedule=constant")[0] == 0
     changed = ["resume", "runs/slow", "--set", "until=30steps", "--set", "optimizer.lr=1e-5"]
@@ -183,6 +184,7 @@ def test_skipped_steps_are_logged_once_over_a_resume(folder: Path) -> None:
     assert all(5 in r.sample_ids for r in skipped)
 
 
+@pytest.mark.process
 def test_a_reader_that_goes_away_ends_no_training(folder: Path) -> None:
     command = f"{sys.executable} -m trainwright train slow.yaml --set until=10steps | head -1"
     subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, check=True)

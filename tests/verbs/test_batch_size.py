@@ -78,6 +78,7 @@ def limited(mib: int, *words: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are set by Linux's RLIMIT_DATA")
 def test_what_it_names_trains_under_the_same_limit(recipe: Path) -> None:
     """A sample wants about 3 MiB at the peak."""

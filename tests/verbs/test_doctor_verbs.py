@@ -11,6 +11,8 @@ import pytest
 
 from trainwright.verbs.demo_faults import FAULTS
 
+pytestmark = pytest.mark.process
+
 
 def trainwright(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "trainwright", *arguments]

@@ -118,6 +118,7 @@ def in_another_process(run: RunFolder, step: int) -> dict[str, object]:
     return result
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("kind", "precision"),
     [("norm", "fp32"), ("norm", "fp16"), ("lstm", "fp32"), ("lstm", "bf16"), ("again", "bf16"), ("again", "fp16")],

@@ -167,6 +167,7 @@ def test_a_mistake_is_passed_on(folder: Path, train: str, code: int, message: st
     assert not list((folder / "aside").iterdir())
 
 
+@pytest.mark.process
 def test_a_wrong_recipe_is_told_before_anything_runs(folder: Path) -> None:
     code, message = invoke("verify", "resume", "tiny.yaml", "--set", "optimizer.lr=-1")
     assert code == 2 and "optimizer.lr" in message and "steps straight" not in message

@@ -25,7 +25,7 @@ hf = pytest.importorskip("transformers")
 from trainwright.adapters.lightning import WatchCallback as LightningWatch  # noqa: E402
 from trainwright.adapters.transformers import WatchTrainerCallback as TrainerWatch  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 STEPS, BATCH, BAD_SAMPLE = 24, 16, 37
 Loss = Callable[[Tensor, Tensor], Tensor]
 
