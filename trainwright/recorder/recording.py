@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from trainwright.recorder.callers import caller
 from trainwright.recorder.graph import leaves_of
 from trainwright.recorder.hooks import Listener
 from trainwright.recorder.listener import inside
@@ -58,7 +59,8 @@ class LoopRecorder(Listener):
         self.tape = Tape(self.device.type)
         self.segment = RecordedStep(first_step)
         self.budget_bytes = math.inf  # of what one step may hold
-        self.careful = False  # whether to see what the loop does to gradients by hand: costs a look at each of them
+        self.careful = False  # whether to see what the loop does to gradients by hand, and which line makes each call
+        self._last_lines: list[list[str]] | None = None
         self._versions: list[tuple[int, int] | None] | None = None
         self._edits = self._is_foreign = self._retains = False
         self._last_wanted: tuple[bool, ...] = ()
@@ -77,6 +79,12 @@ class LoopRecorder(Listener):
         self._fetched: deque[tuple[Ids, set[int]]] = deque(maxlen=16)
         self._ended_s = time.perf_counter()
         self._waited_s = 0.0
+
+    def _happened(self, kind: str, value: object) -> None:
+        """An event; in a step that will be looked at, with the line of the user's source that it comes from."""
+        self.segment.events.append((kind, value))
+        if self.careful and (line := caller()) is not None:
+            self.segment.values.setdefault("lines", []).append([kind, line])
 
     # what is consumed
 
@@ -99,7 +107,7 @@ class LoopRecorder(Listener):
             return
         grad = torch.is_grad_enabled()
         index = self._root_of[id(root)]
-        self.segment.events.append(("forward", (index, root.training, grad)))
+        self._happened("forward", (index, root.training, grad))
         if not grad:
             return
         self.tape.stop()  # what the model does is not the loop's doing, and a mode on the stack would be compiled in
@@ -184,9 +192,7 @@ class LoopRecorder(Listener):
         if carried:
             self.segment.values["carried"] = _grads(self.parameters)
         cut = not losses[0].requires_grad or (losses[0].is_leaf and id(losses[0]) not in self._numbers)
-        self.segment.events.append(
-            ("backward", {"carried": carried, "cut": cut, "retain": bool(how.get("retain_graph"))})
-        )
+        self._happened("backward", {"carried": carried, "cut": cut, "retain": bool(how.get("retain_graph"))})
 
     def _note_backward(self, loss: Tensor, gradient: Any, how: dict[str, Any]) -> None:
         slot = self.tape.slot_of(loss)
@@ -216,7 +222,7 @@ class LoopRecorder(Listener):
         outputs, inputs = ([each] if isinstance(each, Tensor) else list(each) for each in (outputs, inputs))
         if how.get("create_graph") or not any(id(each) in self._numbers for each in inputs):
             return
-        self.segment.events.append(("autograd_grad", len(inputs)))
+        self._happened("autograd_grad", len(inputs))
         self.segment.losses += [each.detach() for each in outputs if each.numel() == 1]
         self.segment.blind = "the gradients are made by torch.autograd.grad, and what becomes of them is not seen"
 
@@ -244,10 +250,10 @@ class LoopRecorder(Listener):
             if owner not in self.optimizers:
                 return
             self.segment.program.append(ZeroGrad(self.optimizers.index(owner)))
-            self.segment.events.append(("zero_grad", self.optimizers.index(owner)))
+            self._happened("zero_grad", self.optimizers.index(owner))
         elif owner in self.roots:
             self.segment.program.append(ZeroGrad(None))
-            self.segment.events.append(("zero_grad", -1))
+            self._happened("zero_grad", -1)
 
     def begin_again(self) -> None:
         """The step so far is dropped: it ran out of memory, and nothing of that try is held."""
@@ -264,23 +270,23 @@ class LoopRecorder(Listener):
             factor = None if scale is None else scale.detach().clone().double().reciprocal().float()
             numbers = [self._numbers[id(p)] for p in _owned(optimizer) if id(p) in self._numbers]
             self.segment.program.append(Multiply(numbers, factor))
-            self.segment.events.append(("unscale", self.optimizers.index(optimizer)))
+            self._happened("unscale", self.optimizers.index(optimizer))
 
     def on_multiplied(self, factor: Any) -> None:
         self.segment.program.append(Multiply(None, factor.detach().clone() if isinstance(factor, Tensor) else factor))
-        self.segment.events.append(("multiply", None))
+        self._happened("multiply", None)
 
     def on_clip(self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None, function: Any = None) -> None:
         numbers = [self._numbers[id(p)] for p in parameters if id(p) in self._numbers]
         self.segment.program.append(ClipGradients(by, at, numbers, function))
         seen = None if norm is None else norm.detach()
-        self.segment.events.append(("clip", {"by": by, "at": at, "norm": seen, "parameters": len(parameters)}))
+        self._happened("clip", {"by": by, "at": at, "norm": seen, "parameters": len(parameters)})
 
     # the update
 
     def on_step(self, optimizer: Optimizer, args: tuple[Any, ...]) -> None:
         if optimizer not in self.optimizers:
-            self.segment.events.append(("other_step", self._shared_with(optimizer)))
+            self._happened("other_step", self._shared_with(optimizer))
             return
         index = self.optimizers.index(optimizer)
         if self._versions is not None and self._versions != _versions(self.parameters):
@@ -290,9 +296,7 @@ class LoopRecorder(Listener):
         groups = [_hyperparameters(group) for group in optimizer.param_groups]
         step = OptimizerStep(index, groups, getattr(optimizer, "grad_scale", None))
         self.segment.lr = float(groups[0].get("lr", 0.0)) if index == 0 else self.segment.lr
-        self.segment.events.append(
-            ("step", {"optimizer": index, "autocast": torch.is_autocast_enabled(self.device.type)})
-        )
+        self._happened("step", {"optimizer": index, "autocast": torch.is_autocast_enabled(self.device.type)})
         if inside.backward:
             self.segment.blind = "the optimizer steps inside of backward"
         self._before_update(self.segment, optimizer)
@@ -313,12 +317,12 @@ class LoopRecorder(Listener):
 
     def on_scaler_step(self, scaler: GradScaler, optimizer: Optimizer, stepped: bool) -> None:
         if optimizer in self.optimizers and not stepped:
-            self.segment.events.append(("scaler_skipped", self.optimizers.index(optimizer)))
+            self._happened("scaler_skipped", self.optimizers.index(optimizer))
             self._before_update(self.segment, optimizer)
             self._one_stepped(optimizer)
 
     def on_scaler_update(self, scaler: GradScaler) -> None:
-        self.segment.events.append(("scaler_update", float(scaler.get_scale()) if self.device.type == "cpu" else None))
+        self._happened("scaler_update", float(scaler.get_scale()) if self.device.type == "cpu" else None)
 
     def _one_stepped(self, optimizer: Optimizer) -> None:
         index = self.optimizers.index(optimizer)
@@ -328,7 +332,7 @@ class LoopRecorder(Listener):
             self.close()
 
     def on_schedule(self, scheduler: Any) -> None:
-        self.segment.events.append(("schedule", type(scheduler).__name__))
+        self._happened("schedule", type(scheduler).__name__)
 
     def close(self) -> None:
         """The step is over; what comes now belongs to the next."""
@@ -341,6 +345,10 @@ class LoopRecorder(Listener):
         done.ended_s = time.time()
         done.num_bytes, self.tape.num_bytes = self.tape.num_bytes, 0
         done.values["step_s"], done.values["wait_s"] = now_s - self._ended_s, self._waited_s
+        if (lines := done.values.get("lines")) is not None:
+            if lines == self._last_lines:  # told once
+                del done.values["lines"]
+            self._last_lines = lines
         self.segment = RecordedStep(done.step + 1)
         self._closed(done)
         self._ended_s, self._waited_s = time.perf_counter(), 0.0

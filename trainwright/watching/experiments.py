@@ -87,6 +87,7 @@ class ExperimentRunner:
             "error": None if error is None else f"{type(error).__name__}: {error}",
             "events": [kind for kind, _ in segment.events],
             "ids": [list(ids) if ids else None for ids in segment.ids],
+            "lines": segment.values.get("lines", []),
         }
         if tape.failed is not None:
             name, written = tape.failed

@@ -20,7 +20,7 @@ from trainwright.runlog.records import Found, Record
 from trainwright.watching.experiments import ExperimentRunner
 
 EVERY_STEP, KEPT_RECORDS, UNRECORDED = 64, 1024, 16
-ORDINARY = {"grads", "step_s", "wait_s", "on_device"}
+ORDINARY = {"grads", "step_s", "wait_s", "on_device", "lines"}
 """Values that every step has. A step with others has something to tell."""
 ROUNDS = 4
 """How often the doctor may ask for further experiments in one look."""

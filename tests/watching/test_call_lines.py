@@ -1,0 +1,48 @@
+"""A finding points at the line that made the call, also where the loop does not stand inside of the ``with``."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import trainwright as tw
+from trainwright.runlog.reader import read
+from trainwright.runlog.records import Watched
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    x, y = torch.randn(8, 4), torch.randint(3, (8,))
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def line_of(text: str) -> str:
+    lines, first = inspect.getsourcelines(one_step)
+    (offset,) = [number for number, line in enumerate(lines) if text in line]
+    return f"{Path(__file__).name}:{first + offset}"
+
+
+def watched(folder: Path) -> tw.watch:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with tw.watch(model, optimizer, out=folder, quiet=True) as watch:
+        for _ in range(6):
+            one_step(model, optimizer)
+    return watch
+
+
+def test_a_finding_points_into_the_function_that_made_the_call(tmp_path: Path) -> None:
+    (found,) = watched(tmp_path / "run").findings()
+    assert (found.code, found.where.source) == ("opt.missing_zero_grad", line_of(".backward()"))
+
+
+def test_lines_are_recorded_once_while_they_are_the_same(tmp_path: Path) -> None:
+    records = [each for each in read(watched(tmp_path / "run").folder.log).records if isinstance(each, Watched)]
+    lines = [each.values["lines"] for each in records if "lines" in each.values]
+    calls = [["forward", line_of(".backward()")], ["backward", line_of(".backward()")], ["step", line_of("step()")]]
+    assert lines == [calls]
