@@ -8,7 +8,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal, TypedDict
 
-from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.errors import MissingExtra
@@ -17,7 +16,7 @@ from trainwright.errors import MissingExtra
 class WatchChoices(TypedDict, total=False):
     """The options of ``tw.watch`` that a callback takes; the model, optimizer, loader, ... are those of the trainer."""
 
-    loss: nn.Module
+    loss: object
     accumulation: int | None
     out: str | Path | None
     on_nonfinite: Literal["skip", "stop", "observe"]
