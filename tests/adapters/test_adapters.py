@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import trainwright as tw
-from trainwright.adapters import innermost, required
+from trainwright.adapters import WatchChoices, innermost, required
 from trainwright.errors import MissingExtra
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.records import Found
@@ -242,6 +243,11 @@ def test_a_callback_can_be_used_twice(tmp_path: Path) -> None:
     for _ in range(2):
         fit(Module(""), callback, tmp_path)
         assert callback.watch is not None and callback.watch.step == STEPS
+
+
+def test_a_callback_takes_every_option_of_the_watch_that_the_trainer_does_not_give() -> None:
+    given = {"model", "optimizer", "loader", "scaler", "scheduler"}
+    assert set(WatchChoices.__annotations__) == set(inspect.signature(tw.watch).parameters) - given
 
 
 def test_the_optimizer_that_really_steps() -> None:
