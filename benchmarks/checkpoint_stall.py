@@ -115,7 +115,7 @@ class Ours:
 
     def __init__(self, folder: Path, *, asynchronous: bool, ahead: bool = True) -> None:
         policy = SavePolicy(asynchronous=asynchronous)
-        self.saving, self.ahead = Saving(folder, policy, told=self, warn=_fail), ahead
+        self.saving, self.ahead = Saving(folder, policy, listener=self, warn=_fail), ahead
         self.told = 0
 
     def stepped(self, state: TrainState) -> None:

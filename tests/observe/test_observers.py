@@ -144,7 +144,7 @@ class Told:
 def test_saving_that_fails_leaves_the_run_going(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
     said: list[str] = []
-    saving = Saving(tmp_path / "checkpoints", SavePolicy(Every(steps=2)), told=Told(), warn=said.append)
+    saving = Saving(tmp_path / "checkpoints", SavePolicy(Every(steps=2)), listener=Told(), warn=said.append)
     outcome = run(make_state(), batches(4), make_step(loss), until=for_steps(4), saving=saving)
     assert outcome.ending == "finished" and saving.last is None
     assert len(said) == 2 and "step 2 is not saved" in said[0]
@@ -152,7 +152,7 @@ def test_saving_that_fails_leaves_the_run_going(tmp_path: Path) -> None:
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     told = Told()
-    saving = Saving(tmp_path / "checkpoints", SavePolicy(Every(steps=2)), told=told, warn=pytest.fail)
+    saving = Saving(tmp_path / "checkpoints", SavePolicy(Every(steps=2)), listener=told, warn=pytest.fail)
     run(make_state(), batches(9), make_step(loss), until=for_steps(9), saving=saving)
     assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-00000009", "step-00000008"]
     assert [step for step, _ in told.heard] == [2, 4, 6, 8, 9]
@@ -173,7 +173,7 @@ def test_a_signal_ends_the_run_at_the_edge_of_the_step(number: signal.Signals, t
 
         def close(self) -> None: ...
 
-    saving = Saving(tmp_path, SavePolicy(), told=Told(), warn=pytest.fail)
+    saving = Saving(tmp_path, SavePolicy(), listener=Told(), warn=pytest.fail)
     outcome = run(
         make_state(),
         batches(9),

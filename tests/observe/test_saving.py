@@ -50,7 +50,7 @@ def state_at(step: int) -> TrainState:
 
 
 def saving_in(folder: Path, heard: Heard, clock: Callable[[], float] = lambda: 0.0, **policy: object) -> Saving:
-    return Saving(folder, SavePolicy(**policy), told=heard, warn=heard.said.append, clock=clock)  # type: ignore[arg-type]
+    return Saving(folder, SavePolicy(**policy), listener=heard, warn=heard.said.append, clock=clock)  # type: ignore[arg-type]
 
 
 def seen(loss: float) -> EvaluationResult:
@@ -100,7 +100,7 @@ def test_without_a_copy_training_waits(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_where_memory_is_short_training_waits_and_it_is_said(tmp_path: Path) -> None:
     heard, state = Heard(), state_at(1)
-    saving = Saving(tmp_path, SavePolicy(), told=heard, warn=heard.said.append, free_memory=lambda: 100)
+    saving = Saving(tmp_path, SavePolicy(), listener=heard, warn=heard.said.append, free_memory=lambda: 100)
     saving.due(state)
     saving(state)
     assert [step_of(path) for path in checkpoints(tmp_path)] == [1]
@@ -217,7 +217,7 @@ def test_a_disk_without_room_is_told_before_anything_is_written(
 def test_where_no_copy_can_be_made_training_waits_and_it_is_said_once(tmp_path: Path) -> None:
     heard, state = Heard(), state_at(1)
     state.model.register_buffer("huge", torch.zeros(1).expand(2**55))  # more than can be addressed
-    saving = Saving(tmp_path, SavePolicy(), told=heard, warn=heard.said.append, free_memory=lambda: 2**60)
+    saving = Saving(tmp_path, SavePolicy(), listener=heard, warn=heard.said.append, free_memory=lambda: 2**60)
     saving.due(state)
     state.model.register_buffer("huge", torch.zeros(1))
     saving(state)
@@ -285,7 +285,7 @@ def test_whatever_comes_ahead_of_a_save_leaves_the_run_going(tmp_path: Path) -> 
     root.write_text("")
     heard = Heard()
     before = (root / "run").mkdir  # the root of the run folder was replaced: NotADirectoryError
-    saving = Saving(tmp_path / "run", SavePolicy(), told=heard, warn=heard.said.append, before=before)
+    saving = Saving(tmp_path / "run", SavePolicy(), listener=heard, warn=heard.said.append, before=before)
     saving(state_at(1))
     saving.close()
     assert heard.not_saved_steps == [1] and "a part of the path is a file" in heard.said[0]
@@ -296,7 +296,7 @@ def test_whatever_a_write_raises_leaves_the_run_going(tmp_path: Path, asynchrono
     heard = Heard()
     papers: dict[str, Any] = {"model": object()}  # no JSON: TypeError
     policy = SavePolicy(asynchronous=asynchronous)
-    saving = Saving(tmp_path, policy, told=heard, warn=heard.said.append, papers=papers)
+    saving = Saving(tmp_path, policy, listener=heard, warn=heard.said.append, run_metadata=papers)
     saving.due(state_at(1))
     saving(state_at(1))
     saving(state_at(2))
@@ -333,7 +333,7 @@ def test_a_save_that_failed_is_in_the_log(tmp_path: Path) -> None:
     recorder, said = StepLog(journal, [], Every(steps=1)), []
     state = state_at(3)
     nn.init.constant_(state.model.weight, float("nan"))  # type: ignore[arg-type]
-    saving = Saving(tmp_path / "checkpoints", SavePolicy(), told=recorder, warn=said.append)
+    saving = Saving(tmp_path / "checkpoints", SavePolicy(), listener=recorder, warn=said.append)
     saving(state)
     saving.close()
     journal.close()

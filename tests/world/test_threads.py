@@ -89,7 +89,7 @@ def test_the_thread_that_writes_checkpoints_starts_no_pool(tmp_path: Path) -> No
     def save() -> int:
         fill()  # the pool of training
         before, listener = num_threads(), Listener()
-        saving = Saving(tmp_path, SavePolicy(), told=listener, warn=print)
+        saving = Saving(tmp_path, SavePolicy(), listener=listener, warn=print)
         saving.due(state)  # makes the buffers, in the thread
         saving(state)
         end_s = time.monotonic() + 60

@@ -33,10 +33,10 @@ class PeriodicEvaluation:
         every: Every,
         *,
         precision: Precision,
-        told: Sequence[EvaluationListener] = (),
+        listeners: Sequence[EvaluationListener] = (),
     ) -> None:
         self._batches, self._loss, self._every = batches, loss, every
-        self._precision, self._told = precision, told
+        self._precision, self._listeners = precision, listeners
         self.last: EvaluationResult | None = None
 
     def due(self, state: TrainState) -> bool:
@@ -50,5 +50,5 @@ class PeriodicEvaluation:
             metrics = {**seen.metrics, "ema_loss": average.loss}
             seen = replace(seen, metrics=metrics, seconds=seen.seconds + average.seconds)
         self.last = seen
-        for each in self._told:
-            each.evaluated(state.step, seen)
+        for listener in self._listeners:
+            listener.evaluated(state.step, seen)

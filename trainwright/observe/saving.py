@@ -68,7 +68,7 @@ class Saving:
 
     A save that fails, whatever the reason, leaves the run going, warned, and older checkpoints intact. The copy takes
     as much host memory as the state; where ``free_memory`` (bytes) has no room for it or it cannot be made, training
-    waits for the write instead. ``before`` is called ahead of each save; ``papers`` are kept in each checkpoint.
+    waits for the write instead. ``before`` is called ahead of each save; ``run_metadata`` are kept in each checkpoint.
     """
 
     def __init__(
@@ -76,15 +76,15 @@ class Saving:
         folder: Path,
         policy: SavePolicy,
         *,
-        told: SaveListener,
+        listener: SaveListener,
         warn: Callable[[str], None],
-        papers: Mapping[str, Any] | None = None,
+        run_metadata: Mapping[str, Any] | None = None,
         before: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         free_memory: Callable[[], int] = _available_bytes,
     ) -> None:
-        self._folder, self._policy, self._told, self._warn = folder, policy, told, warn
-        self._papers, self._before, self._clock, self._free_memory = papers, before, clock, free_memory
+        self._folder, self._policy, self._listener, self._warn = folder, policy, listener, warn
+        self._run_metadata, self._before, self._clock, self._free_memory = run_metadata, before, clock, free_memory
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=single_threaded)
         self._looked = False
         self._staging: Staging | None = None
@@ -128,14 +128,14 @@ class Saving:
     def _captured(self, state: TrainState) -> CheckpointData:
         """A copy that was made; the live tensors where none can be made, which is said once."""
         if self._staging is None:
-            return capture(state, None, self._papers)
+            return capture(state, None, self._run_metadata)
         try:
             reserving, self._reserving = self._reserving, None
             if reserving:
                 reserving.result()
-            return capture(state, self._staging, self._papers)
+            return capture(state, self._staging, self._run_metadata)
         except (MemoryError, RuntimeError) as error:  # torch has no room: RuntimeError
-            snapshot = capture(state, None, self._papers)  # raises again unless it was the copy
+            snapshot = capture(state, None, self._run_metadata)  # raises again unless it was the copy
             self._staging = None
             self._warn(f"checkpoints are written while training waits: no copy can be made ({_brief(error)})")
             return snapshot
@@ -164,7 +164,7 @@ class Saving:
             return
         self._best.settle(step)
         self.last, self.last_s = done.path, done.seconds
-        self._told.saved(step, f"{done.path.parent.name}/{done.path.name}", done.num_bytes, done.seconds, blocked_s)
+        self._listener.saved(step, f"{done.path.parent.name}/{done.path.name}", done.num_bytes, done.seconds, blocked_s)
         if done.trouble:
             self._warn(done.trouble)
 
@@ -173,7 +173,7 @@ class Saving:
         known = _explained(error, self._folder)
         reason = f"{known.message} ({known.remedy})"
         self._warn(f"step {step} is not saved: {reason}")
-        self._told.not_saved(step, reason)
+        self._listener.not_saved(step, reason)
 
     def evaluated(self, step: int, seen: EvaluationResult) -> None:
         """Hears of a validation: the best one so far is worth a checkpoint, or is in the one of this very step."""

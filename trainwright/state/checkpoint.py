@@ -3,7 +3,7 @@
 checkpoints/step-00000400/
   model.safetensors    the model's state_dict under its own key names
   rest.safetensors     tensors of the optimizer, EMA and random generators
-  state.json           everything else, and the papers of the run
+  state.json           everything else, and the metadata of the run
   manifest.json        step, sizes and sha256
 """
 
@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,9 +23,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from trainwright.errors import CheckpointError, StorageError
-from trainwright.state.codec import decode, encode
+from trainwright.state.codec import StateDict, Tree, decode, encode
 from trainwright.state.cursor import Cursor
-from trainwright.state.manifest import fsync, name_of, told_as_forged, verify, write_manifest
+from trainwright.state.manifest import fsync, name_of, raising_checkpoint_error, verify, write_manifest
 from trainwright.state.moments import load_moments, moments
 from trainwright.state.rng import RngBag
 from trainwright.state.staging import Staging, num_bytes, on_host
@@ -45,33 +44,33 @@ class CheckpointData:
     step: int
     model: Mapping[str, Tensor]
     rest: Mapping[str, Tensor]
-    values: Mapping[str, Any]
+    values: Mapping[str, Tree]
     trained: frozenset[str]
 
 
 def capture(
-    state: TrainState, staging: Staging | None = None, papers: Mapping[str, Any] | None = None
+    state: TrainState, staging: Staging | None = None, run_metadata: Mapping[str, Tree] | None = None
 ) -> CheckpointData:
-    """What a checkpoint of ``state`` holds. With ``staging`` training may go on at once, else when it is written.
+    """Returns what a checkpoint of ``state`` holds: with ``staging`` a copy, else the live tensors.
 
-    ``papers`` is JSON about the run that is kept as it is. Raises CheckpointError for state that no file can take.
+    ``run_metadata`` is JSON about the run, stored unchanged. Raises CheckpointError for state that cannot be stored.
     """
-    tensors, values = _taken_apart(state)
+    tensors, values = _encoded_parts(state)
     copies = staging.copy(tensors) if staging else on_host(tensors)
     parts = {part: {name: copy for (of, name), copy in copies.items() if of == part} for part in ("model", "rest")}
     named = unwrapped(state.model).named_parameters(remove_duplicate=False)
     trained = frozenset(plain_name(name) for name, parameter in named if parameter.requires_grad)
-    return CheckpointData(state.step, parts["model"], parts["rest"], {**values, "papers": papers or {}}, trained)
+    return CheckpointData(state.step, parts["model"], parts["rest"], {**values, "papers": run_metadata or {}}, trained)
 
 
 def tensors_of(state: TrainState) -> dict[tuple[str, str], Tensor]:
     """The live tensors that ``capture`` copies, by file and name."""
-    return _taken_apart(state)[0]
+    return _encoded_parts(state)[0]
 
 
-def _taken_apart(state: TrainState) -> tuple[dict[tuple[str, str], Tensor], dict[str, Any]]:
+def _encoded_parts(state: TrainState) -> tuple[dict[tuple[str, str], Tensor], StateDict]:
     tensors: dict[tuple[str, str], Tensor] = {}
-    values: dict[str, Any] = {}
+    values: StateDict = {}
     for part, tree in (("model", plain_state_dict(state.model)), ("rest", _rest(state))):
         try:
             named, values[part] = encode(tree)
@@ -84,7 +83,7 @@ def _taken_apart(state: TrainState) -> tuple[dict[tuple[str, str], Tensor], dict
     return tensors, values
 
 
-def _rest(state: TrainState) -> dict[str, Any]:
+def _rest(state: TrainState) -> StateDict:
     return {
         "optimizer": moments(state.model, state.optimizer),
         "scaler": state.scaler.state_dict(),
@@ -102,7 +101,7 @@ def _rest(state: TrainState) -> dict[str, Any]:
 
 
 def _transient(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that a state_dict leaves out: most are tables made anew, but a forward pass may write into one."""
+    """Yields the non-persistent buffers, which a state_dict leaves out: a forward pass may write into one."""
     for path, module in unwrapped(model).named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name in module._non_persistent_buffers_set and buffer.layout == torch.strided:
@@ -110,10 +109,10 @@ def _transient(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def commit(snapshot: CheckpointData, folder: Path, best: Best | None = None) -> tuple[Path, int]:
-    """Writes ``folder/step-XXXXXXXX``, which says whether it is the best so far. Returns its path and its bytes.
+    """Writes ``folder/step-XXXXXXXX``; ``best`` is stored in its manifest. Returns its path and its size in bytes.
 
-    A kill at any instant leaves either the whole checkpoint or none. Raises StorageError when it cannot be
-    written and CheckpointError for a state that is not finite; nothing half-written stays behind then.
+    A kill at any time leaves either the whole checkpoint or none. Raises StorageError when it cannot be written, and
+    CheckpointError for a state that is not finite; both remove what was written.
     """
     _require_finite(snapshot)
     values = json.dumps(snapshot.values)
@@ -138,21 +137,23 @@ def commit(snapshot: CheckpointData, folder: Path, best: Best | None = None) -> 
     return target, written
 
 
-def save_checkpoint(state: TrainState, folder: Path | str, papers: Mapping[str, Any] | None = None) -> tuple[Path, int]:
-    """``capture`` and ``commit`` in one: the caller waits until it is on disk. Returns its path and its bytes."""
-    return commit(capture(state, papers=papers), Path(folder))
+def save_checkpoint(
+    state: TrainState, folder: Path | str, run_metadata: Mapping[str, Tree] | None = None
+) -> tuple[Path, int]:
+    """Saves ``state`` and waits until it is on disk. Returns the path of the checkpoint and its size in bytes."""
+    return commit(capture(state, run_metadata=run_metadata), Path(folder))
 
 
 def load_checkpoint(state: TrainState, path: Path | str, *, verified: bool = False) -> None:
     """Loads ``path`` into ``state`` in place, random generators of the process included.
 
-    Verifies it first unless that was just done. The stream of batches must be made anew from ``state.data``. Raises
-    CheckpointError when a file is missing or damaged, or when model or optimizer do not fit.
+    Verifies it first unless ``verified``. The caller must restart the data at ``state.data``. Raises CheckpointError
+    when a file is missing or damaged, or when model or optimizer do not fit.
     """
     path = Path(path)
     if not verified:
         verify(path)
-    with told_as_forged(path):
+    with raising_checkpoint_error(path):
         loaded = json.loads((path / "state.json").read_text())
         model = decode(load_file(path / "model.safetensors"), loaded["model"])
         rest = decode(load_file(path / "rest.safetensors"), loaded["rest"])
@@ -169,7 +170,7 @@ def load_checkpoint(state: TrainState, path: Path | str, *, verified: bool = Fal
             f"{path} does not fit the model or optimizer built from the recipe: {_brief(error)}",
             remedy="resume with the recipe of the run (recipe.yaml in its folder)",
         ) from None
-    with told_as_forged(path):
+    with raising_checkpoint_error(path):
         state.ledger.load_state_dict(rest["ledger"])
         state.spikes.load_state_dict(rest.get("spikes", {}))
         state.quarantine = {*state.quarantine, *rest["quarantine"]}
@@ -182,40 +183,43 @@ def load_checkpoint(state: TrainState, path: Path | str, *, verified: bool = Fal
 
 @torch.no_grad()
 def _load_transient(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """A table of another length is made anew by its module when it needs one."""
+    """Skips buffers of another shape: their module computes them when it needs them."""
     for name, buffer in _transient(model):
         if name in saved and saved[name].shape == buffer.shape:
             buffer.copy_(saved[name])
 
 
-def read_run_metadata(path: Path) -> dict[str, Any]:
-    """The papers that a verified checkpoint was saved with."""
-    with told_as_forged(path):
-        papers = json.loads((path / "state.json").read_text())["papers"]
-        return {"recipe": papers["recipe"], "plan": papers["plan"], "provenance": papers["provenance"]}
+def read_run_metadata(path: Path) -> StateDict:
+    """Recipe, plan and provenance that a verified checkpoint was saved with."""
+    with raising_checkpoint_error(path):
+        metadata = json.loads((path / "state.json").read_text())["papers"]
+        return {name: metadata[name] for name in ("recipe", "plan", "provenance")}
 
 
 def misfits(state: TrainState, path: Path) -> list[str]:
-    """Where the model's tensors and those of a verified checkpoint differ in name or shape, one line each."""
+    """Returns one line for each tensor in which the model and a verified checkpoint differ in name or shape."""
     built = {name: each for name, each in plain_state_dict(state.model).items() if isinstance(each, Tensor)}
-    with told_as_forged(path), safe_open(path / "model.safetensors", framework="pt") as file:
+    with raising_checkpoint_error(path), safe_open(path / "model.safetensors", framework="pt") as file:
         names = json.loads((path / "state.json").read_text())["model"]
-        there = {
+        shapes = {
             name: tuple(file.get_slice(value["__tensor__"]).get_shape())
             for name, value in names.items()
             if isinstance(value, dict) and "__tensor__" in value
         }
-    said = [f"{name} is not in the checkpoint" for name in built if name not in there]
-    said += [f"{name} of the checkpoint is not in the model" for name in there if name not in built]
-    return said + [
+    lines = [f"{name} is not in the checkpoint" for name in built if name not in shapes]
+    lines += [f"{name} of the checkpoint is not in the model" for name in shapes if name not in built]
+    return lines + [
         f"{name} has the shape {tuple(built[name].shape)}, in the checkpoint {shape}"
-        for name, shape in there.items()
+        for name, shape in shapes.items()
         if name in built and tuple(built[name].shape) != shape
     ]
 
 
 def _require_finite(snapshot: CheckpointData) -> None:
-    """What is trained, averages and moments are finite; all else may hold infinities (masks do) but no NaN."""
+    """Raises CheckpointError unless trained weights, averages and moments are finite and nothing else holds a NaN.
+
+    Other tensors may hold infinities, as masks do.
+    """
     masks = snapshot.model.keys() - snapshot.trained
     poisoned = [name for name, each in snapshot.model.items() if not _is_finite(each, or_infinite=name in masks)]
     own = ("optimizer.", "ema.")
@@ -230,18 +234,18 @@ def _require_finite(snapshot: CheckpointData) -> None:
 
 
 def _is_finite(tensor: Tensor, *, or_infinite: bool = False) -> bool:
-    """Reads the tensor once and makes no second one: NaN and infinity are carried into the extremes."""
+    """Reads the tensor once without a copy of it: minimum and maximum are NaN or infinite if any element is."""
     if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64) or not tensor.numel():
         return True
     extremes = torch.stack(torch.aminmax(tensor))
     return not bool(extremes.isnan().any() if or_infinite else (~extremes.isfinite()).any())
 
 
-def _require_space(folder: Path, needed: int) -> None:
+def _require_space(folder: Path, needed_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
-    if free < needed:
+    if free < needed_bytes:
         raise StorageError(
-            f"the checkpoint needs {needed / 1e9:.3g} GB and the disk of {folder} has {free / 1e9:.3g} GB left",
+            f"the checkpoint needs {needed_bytes / 1e9:.3g} GB and the disk of {folder} has {free / 1e9:.3g} GB left",
             remedy="free space there; older checkpoints are intact",
         )
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+Tree: TypeAlias = Any
+"""Nested dicts, lists and tuples of tensors, numbers, strings, dtypes and None: what a checkpoint can hold."""
+StateDict: TypeAlias = dict[str, Tree]
+"""What ``state_dict()`` returns."""
+
 _MARKS = ("__tensor__", "__tuple__", "__items__", "__float__", "__dtype__", "__sparse__")
 
 
-def encode(tree: Any) -> tuple[dict[str, Tensor], Any]:
+def encode(tree: Tree) -> tuple[dict[str, Tensor], Tree]:
     """Takes dicts, lists, tuples, strings, numbers, dtypes, None and tensors apart.
 
     Returns the tensors by a path-like name, and a JSON value in which each stands as a reference. A tensor
@@ -20,12 +25,12 @@ def encode(tree: Any) -> tuple[dict[str, Tensor], Any]:
     so. Raises TypeError for anything else, with its path.
     """
     tensors: dict[str, Tensor] = {}
-    names: dict[tuple[Any, ...], str] = {}
+    names: dict[tuple[Tree, ...], str] = {}
 
     def below(path: str, key: object) -> str:
         return f"{path}.{key}" if path else str(key)
 
-    def walk(value: Any, path: str) -> Any:
+    def walk(value: Tree, path: str) -> Tree:
         match value:
             case Tensor() if value.layout == torch.sparse_coo:
                 parts = {"indices": value._indices(), "values": value._values(), "size": list(value.shape)}
@@ -57,7 +62,7 @@ def encode(tree: Any) -> tuple[dict[str, Tensor], Any]:
     return tensors, walk(tree, "")
 
 
-def decode(tensors: Mapping[str, Tensor], value: Any) -> Any:
+def decode(tensors: Mapping[str, Tensor], value: Tree) -> Tree:
     """The inverse of ``encode``."""
     if isinstance(value, list):
         return [decode(tensors, item) for item in value]
@@ -79,15 +84,15 @@ def decode(tensors: Mapping[str, Tensor], value: Any) -> Any:
     return {key: decode(tensors, item) for key, item in value.items()}
 
 
-def _beside(tensor: Tensor) -> dict[str, Any]:
+def _beside(tensor: Tensor) -> StateDict:
     """What a file of contiguous real numbers does not say of a tensor: fused kernels read memory as it lies."""
-    said: dict[str, Any] = {"complex": True} if tensor.is_complex() else {}
+    said: StateDict = {"complex": True} if tensor.is_complex() else {}
     if tensor.layout == torch.strided and not tensor.is_contiguous() and _is_dense(tensor):
         said["stride"] = list(tensor.stride())
     return said
 
 
-def _restored(tensor: Tensor, reference: Mapping[str, Any]) -> Tensor:
+def _restored(tensor: Tensor, reference: Mapping[str, Tree]) -> Tensor:
     if reference.get("complex"):
         tensor = torch.view_as_complex(tensor)
     if "stride" not in reference:
@@ -105,7 +110,7 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def _identity(tensor: Tensor) -> tuple[Any, ...]:
+def _identity(tensor: Tensor) -> tuple[Tree, ...]:
     """Equal for tensors that are the same memory seen the same way; an empty tensor is only itself."""
     if tensor.numel() == 0 or tensor.device.type == "meta":
         return (id(tensor),)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainwright.errors import UsageError
+from trainwright.state.codec import StateDict
 from trainwright.state.weights import plain_name, unwrapped
 
 
@@ -51,11 +51,11 @@ class Ema:
             live = self._live[name]
             live.data, self.shadow[name] = shadow, live.data
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {"num_updates": self.num_updates, "shadow": self.shadow}
 
     @torch.no_grad()
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: StateDict) -> None:
         """A weight that was not averaged before begins with its live value, which must be loaded by now."""
         self.num_updates = saved.get("num_updates", 0)
         before = saved.get("shadow", {})
@@ -72,7 +72,7 @@ class NoEma:
     def swapped(self) -> Iterator[None]:
         yield
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {}
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None: ...
+    def load_state_dict(self, saved: StateDict) -> None: ...

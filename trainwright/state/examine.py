@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -14,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from trainwright.errors import CheckpointError
-from trainwright.state.codec import decode, same_bits
+from trainwright.state.codec import StateDict, Tree, decode, same_bits
 from trainwright.state.manifest import NAME, read_manifest, step_of, verify
 
 PARTS = ("model", "rest")
@@ -38,7 +37,7 @@ class CheckpointReport:
         size = f"{self.num_bytes:,} bytes, {self.num_tensors} tensors"
         return [f"ok       {self.path}: step {self.step}, {size}", *(f"warning  {each}" for each in self.warnings)]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> StateDict:
         """For ``--json``."""
         return {
             "path": str(self.path),
@@ -58,7 +57,7 @@ def examine(path: Path) -> CheckpointReport:
     """
     try:
         manifest = read_manifest(path)
-        files: dict[str, Any] = manifest["files"]
+        files: StateDict = manifest["files"]
         strange = [f"{each} is not in the manifest" for each in _unlisted(path, files)]
     except CheckpointError as error:
         return CheckpointReport(path, step_of(path), problems=(error.message,))
@@ -79,7 +78,7 @@ def examine(path: Path) -> CheckpointReport:
     )
 
 
-def _unlisted(path: Path, files: Mapping[str, Any]) -> list[Path]:
+def _unlisted(path: Path, files: Mapping[str, Tree]) -> list[Path]:
     return sorted(each for each in path.iterdir() if each.name not in files and each.name != NAME)
 
 
@@ -91,7 +90,7 @@ def _tensors(file: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{file} is no safetensors file: {error}") from None
 
 
-def _decoded(file: Path, part: str, tensors: Mapping[str, Tensor]) -> Any:
+def _decoded(file: Path, part: str, tensors: Mapping[str, Tensor]) -> Tree:
     try:
         return decode(tensors, json.loads(file.read_text())[part])
     except KeyError as error:
@@ -103,7 +102,7 @@ def _decoded(file: Path, part: str, tensors: Mapping[str, Tensor]) -> Any:
         raise CheckpointError(f"{file} cannot be decoded: {error}") from None
 
 
-def _trained(file: Path, rest: Any, step: int) -> frozenset[str]:
+def _trained(file: Path, rest: Tree, step: int) -> frozenset[str]:
     """The names of what the optimizer trains."""
     try:
         names = frozenset(name for group in rest["optimizer"]["param_groups"] for name in group["params"])
@@ -143,7 +142,7 @@ class CheckpointDifference:
 
 
 def differences(one: Path, two: Path) -> Iterator[CheckpointDifference]:
-    """Every tensor and value in which two verified checkpoints differ by a bit; not the papers, which say when."""
+    """Yields every tensor and value in which two verified checkpoints differ by a bit, the run metadata aside."""
     for part in PARTS:
         ours, theirs = (load_file(each / f"{part}.safetensors") for each in (one, two))
         for name in sorted({*ours, *theirs}):
@@ -166,7 +165,7 @@ def _between(one: Tensor | None, two: Tensor | None) -> tuple[str, float | None]
     return f"by up to {largest:.3g}", largest
 
 
-def _unequal(path: str, one: Any, two: Any) -> Iterator[CheckpointDifference]:
+def _unequal(path: str, one: Tree, two: Tree) -> Iterator[CheckpointDifference]:
     """Values of state.json, down to whatever is no mapping and no list; by their text, which tells 0.0 from -0.0."""
     if isinstance(one, dict) and isinstance(two, dict):
         for key in sorted({*one, *two}):
@@ -178,6 +177,6 @@ def _unequal(path: str, one: Any, two: Any) -> Iterator[CheckpointDifference]:
         yield CheckpointDifference(path, f"{_brief(one)} and {_brief(two)}")
 
 
-def _brief(value: Any) -> str:
+def _brief(value: Tree) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from trainwright.state.codec import StateDict
 from trainwright.state.cursor import Ids, StepBatch
 
 SETTLE_EVERY = 256
@@ -95,11 +96,11 @@ class SkipLedger:
         self.settle()
         return len(self.entries)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         self.settle()
         return {"entries": [asdict(entry) for entry in self.entries]}
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: StateDict) -> None:
         self._pending = []
         self.entries = [
             SkippedStep(**{**entry, "sample_ids": tuple(entry["sample_ids"])}) for entry in saved["entries"]

@@ -8,11 +8,11 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 
 from trainwright.errors import CheckpointError
+from trainwright.state.codec import StateDict, Tree
 
 NAME = "manifest.json"
 FORMAT = 2
@@ -30,7 +30,7 @@ def step_of(path: Path) -> int | None:
     return int(number) if path.name.startswith("step-") and number.isdecimal() else None
 
 
-def write_manifest(folder: Path, step: int, best: Mapping[str, Any] | None = None) -> int:
+def write_manifest(folder: Path, step: int, best: Mapping[str, Tree] | None = None) -> int:
     """Lists all files of ``folder``, makes them and itself durable (fsync). Returns the bytes in all.
 
     ``best`` says by which metric and value the state is the best so far.
@@ -45,10 +45,10 @@ def write_manifest(folder: Path, step: int, best: Mapping[str, Any] | None = Non
     return sum(int(entry["bytes"]) for entry in files.values())
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> StateDict:
     """What the manifest says. Raises CheckpointError when it cannot be read, is damaged or of another format."""
     try:
-        manifest: dict[str, Any] = json.loads((folder / NAME).read_text())
+        manifest: StateDict = json.loads((folder / NAME).read_text())
         if not isinstance(manifest["files"], dict) or not isinstance(manifest["step"], int):
             raise TypeError("files is no mapping, or step no number")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -63,7 +63,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _sum(body: Mapping[str, Any]) -> str:
+def _sum(body: Mapping[str, Tree]) -> str:
     """Of the manifest itself, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
@@ -85,7 +85,7 @@ def verify(folder: Path, needed: Sequence[str] = NEEDED) -> None:
 
 
 @contextmanager
-def told_as_forged(path: Path) -> Iterator[None]:
+def raising_checkpoint_error(path: Path) -> Iterator[None]:
     """What goes wrong in reading a verified checkpoint: its sums are right, and its content is none of ours."""
     try:
         yield

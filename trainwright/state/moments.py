@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainwright.state.codec import StateDict, Tree
 from trainwright.state.weights import plain_name, unwrapped
 
-Plain = dict[str, Any]
+Plain = StateDict
 _SET_BY_RECIPE = ("lr", "weight_decay", "betas", "momentum", "eps", "nesterov", "initial_lr")
 
 
-def moments(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def moments(model: nn.Module, optimizer: Optimizer) -> StateDict:
     """The optimizer's ``state`` and ``param_groups`` with names where torch has positions; its class; how it was built.
 
     A parameter that is none of the model's is named by its position, as ``#3``.
@@ -28,7 +28,7 @@ def moments(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return {"class": type(optimizer).__name__, "built": _built(optimizer), **parts}
 
 
-def load_moments(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+def load_moments(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Tree]) -> None:
     """Puts what ``moments`` gave back; what a recipe sets stays as the optimizer was built.
 
     A parameter that was not trained before begins without moments, and moments of one that no longer is are
@@ -52,7 +52,7 @@ def load_moments(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any
             optimizer.state[parameter] = before[parameter]
 
 
-def _as_saved(loaded: Any, saved: Any, parameter: Tensor) -> Any:
+def _as_saved(loaded: Tree, saved: Tree, parameter: Tensor) -> Tree:
     """State as it was, where torch has put it.
 
     torch casts it to the type of its parameter, and a file forgets how its memory was laid out: fused kernels take
@@ -75,7 +75,7 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
     return [known.get(id(parameter), f"#{i}") for i, parameter in enumerate(parameters)]
 
 
-def _continued(group: Mapping[str, Any], names: list[str], saved: Mapping[str, Any], built: Plain) -> dict[str, Any]:
+def _continued(group: Mapping[str, Tree], names: list[str], saved: Mapping[str, Tree], built: Plain) -> StateDict:
     """A group as it was built, with the counters that an optimizer kept in the group of the same parameters.
 
     Counters cannot be told from options by name; but an option that was built otherwise this time was asked for.

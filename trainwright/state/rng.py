@@ -7,11 +7,12 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from trainwright.state.codec import StateDict, Tree
 
 
 def seed_all(seed: int) -> None:
@@ -25,8 +26,8 @@ def seed_all(seed: int) -> None:
 class RngBag:
     """The state of every generator at one instant. ``torch_cuda`` has one entry for each visible device."""
 
-    python: tuple[Any, ...]
-    numpy: Mapping[str, Any]
+    python: tuple[Tree, ...]
+    numpy: Mapping[str, Tree]
     torch_cpu: Tensor
     torch_cuda: tuple[Tensor, ...] = ()
 
@@ -46,7 +47,7 @@ class RngBag:
         for index, state in enumerate(self.torch_cuda[: torch.cuda.device_count()]):  # fewer GPUs than at capture
             torch.cuda.set_rng_state(state, index)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Plain values and tensors, for a checkpoint."""
         numpy_state = {
             **self.numpy,
@@ -60,7 +61,7 @@ class RngBag:
         }
 
     @classmethod
-    def from_state_dict(cls, saved: Mapping[str, Any]) -> RngBag:
+    def from_state_dict(cls, saved: Mapping[str, Tree]) -> RngBag:
         """The inverse of ``state_dict``."""
         inner = saved["numpy"]["state"]
         key = np.array(inner["key"], dtype=np.uint32)

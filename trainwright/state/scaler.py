@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+
+from trainwright.state.codec import StateDict
 
 SMALLEST_SCALE = 2.0**-14  # a denormal scale has the reciprocal inf: every later step would be skipped
 
@@ -49,10 +49,10 @@ class LossScaler:
         self.scale = torch.where(overflowed, shrunk, torch.where(due, grown, self.scale))
         self.clean_steps = torch.where(overflowed | due, torch.zeros_like(clean), clean)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {"scale": float(self.scale), "clean_steps": int(self.clean_steps)}
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: StateDict) -> None:
         """Of a run that had no scaler before, nothing: it begins at the initial scale."""
         if not saved:
             return
@@ -72,7 +72,7 @@ class NoScaler:
 
     def update(self, grad_norm: Tensor) -> None: ...
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {}
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None: ...
+    def load_state_dict(self, saved: StateDict) -> None: ...

@@ -1,9 +1,9 @@
-"""Staging: a copy of tensors on the host that the next update cannot tear, in buffers kept between saves."""
+"""Staging: a copy of the state on the host, in buffers kept between saves, so that training need not wait."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,28 +12,28 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 class Staging:
-    """Buffers by name. Memory is touched for the first time when they are made, which costs far more than a copy.
+    """Host buffers by name. To allocate them costs far more than to copy into them: the system maps each page first.
 
-    1.5 GB on two CPU cores: 3 s to make, 0.1 s to fill. ``reserve`` makes them ahead of the first save.
+    1.5 GB on two CPU cores take 3 s to allocate, 0.1 s to fill. ``reserve`` allocates ahead of the first save.
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[Any, Tensor] = {}
+        self._buffers: dict[Hashable, Tensor] = {}
 
     def reserve(self, tensors: Mapping[Name, Tensor]) -> None:
-        """Makes the buffers that ``copy`` of the like will need, and none besides."""
+        """Allocates the buffers that ``copy`` of such tensors needs, and frees all others."""
         self._buffers = {name: self._fitting(name, tensor) for name, tensor in tensors.items()}
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
-        """Contiguous copies on the host; valid until the next call. Waits for the device once."""
+        """Returns contiguous copies on the host, valid until the next call. Synchronizes with each device once."""
         self.reserve(tensors)
         devices = {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}
         for name, tensor in tensors.items():
             self._buffers[name].copy_(tensor.detach(), non_blocking=True)
         for device in devices:
             torch.cuda.synchronize(device)
-        return dict(self._buffers)
+        return {name: self._buffers[name] for name in tensors}
 
     def _fitting(self, name: Hashable, tensor: Tensor) -> Tensor:
         kept = self._buffers.get(name)
@@ -44,7 +44,7 @@ class Staging:
 
 
 def on_host(tensors: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
-    """The tensors themselves where a file can take them as they are, else copies: no memory to spare is needed."""
+    """Returns the tensors themselves where safetensors can write them as they are, else copies."""
     hosted: dict[Name, Tensor] = {}
     taken: set[int] = set()  # safetensors takes no two tensors of one memory
     for name, tensor in tensors.items():
@@ -58,5 +58,5 @@ def on_host(tensors: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
 
 
 def num_bytes(tensors: Mapping[Name, Tensor]) -> int:
-    """What they weigh."""
+    """The size of all tensors together."""
     return sum(tensor.nbytes for tensor in tensors.values())

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from trainwright.errors import CheckpointError
 from trainwright.state.manifest import fsync, name_of, read_manifest, step_of, verify
@@ -155,9 +154,11 @@ def _pointed_to(folder: Path) -> Best | None:
     return None
 
 
-def _as_best(read: Any) -> Best | None:
+def _as_best(read: object) -> Best | None:
     """A pointer that is torn, or was edited into something else, points nowhere."""
-    with suppress(TypeError, KeyError, OverflowError):
+    with suppress(KeyError, OverflowError):
+        if not isinstance(read, dict):
+            return None
         step, metric, value = read["step"], read["metric"], read["value"]
         if type(step) is int and type(metric) is str and type(value) in (int, float) and math.isfinite(value):
             return Best(step, metric, float(value))

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from trainwright.errors import CheckpointError
-from trainwright.state.codec import decode
-from trainwright.state.manifest import told_as_forged, verify
+from trainwright.state.codec import StateDict, Tree, decode
+from trainwright.state.manifest import raising_checkpoint_error, verify
 
 _WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
 
@@ -34,7 +33,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-def plain_state_dict(model: nn.Module) -> dict[str, Any]:
+def plain_state_dict(model: nn.Module) -> StateDict:
     """The whole state_dict, buffers and extra state too, under plain names; the tensors are the live ones."""
     state = unwrapped(model).state_dict()
     plain = {plain_name(name): value for name, value in state.items()}
@@ -42,7 +41,7 @@ def plain_state_dict(model: nn.Module) -> dict[str, Any]:
     return plain
 
 
-def load_plain_state_dict(model: nn.Module, tensors: Mapping[str, Any]) -> None:
+def load_plain_state_dict(model: nn.Module, tensors: Mapping[str, Tree]) -> None:
     """Loads what ``plain_state_dict`` gave, into a model that may be wrapped otherwise than it was then.
 
     Raises torch's RuntimeError with the names when some are missing, left over or of another shape.
@@ -52,7 +51,7 @@ def load_plain_state_dict(model: nn.Module, tensors: Mapping[str, Any]) -> None:
     inside.load_state_dict({wrapped.get(name, name): value for name, value in tensors.items()})
 
 
-def read_weights(checkpoint: Path, *, average: bool = False) -> dict[str, Any]:
+def read_weights(checkpoint: Path, *, average: bool = False) -> StateDict:
     """The model's whole state_dict as it was saved, on the CPU: parameters, buffers and extra state.
 
     Tied weights are one tensor under several names. With ``average``, the moving average stands in the place of
@@ -60,9 +59,9 @@ def read_weights(checkpoint: Path, *, average: bool = False) -> dict[str, Any]:
     are. Raises CheckpointError when the checkpoint is damaged, or holds no average.
     """
     verify(checkpoint)
-    with told_as_forged(checkpoint):
+    with raising_checkpoint_error(checkpoint):
         state = json.loads((checkpoint / "state.json").read_text())
-        weights: dict[str, Any] = decode(load_file(checkpoint / "model.safetensors"), state["model"])
+        weights: StateDict = decode(load_file(checkpoint / "model.safetensors"), state["model"])
         if not average:
             return weights
         shadow = decode(load_file(checkpoint / "rest.safetensors"), state["rest"]["ema"]).get("shadow")
@@ -74,7 +73,7 @@ def read_weights(checkpoint: Path, *, average: bool = False) -> dict[str, Any]:
     return _with_average(weights, shadow)
 
 
-def _with_average(weights: dict[str, Any], shadow: Mapping[str, Tensor]) -> dict[str, Any]:
+def _with_average(weights: StateDict, shadow: Mapping[str, Tensor]) -> StateDict:
     """An average is kept under one name of its parameter; it goes into all places of a tied one."""
     averages = {}
     for name, average in shadow.items():

@@ -1,4 +1,4 @@
-"""A run before its first step: built, planned, rehearsed. Composition, like run.py, which takes it from here."""
+"""A run before its first step: built, planned and tried with one batch. run.py trains it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from trainwright.state.rng import seed_all, set_deterministic
 from trainwright.state.spikes import SpikeDetector
 from trainwright.state.train_state import TrainState
 from trainwright.training.resume import Earlier
-from trainwright.training.run_metadata import where_from
+from trainwright.training.run_metadata import describe_origin
 from trainwright.world import SOLO, World, choose_device, device_name, low_precision, usable_threads
 
 
@@ -89,11 +89,11 @@ class Job:
 
 
 def prepare(loaded: Loaded, parts: Parts | None = None, *, earlier: Earlier | None = None) -> Job:
-    """Builds, plans and rehearses; afterwards nothing has been trained and no random number drawn.
+    """Builds and plans a run and does a dry run; nothing is trained and the random generators stay as they are.
 
-    The batch that is rehearsed is the first that will be trained on: a stream is read only once. What an
-    ``earlier`` part of the run measured and chose stays, or the bits would change. ``parts`` are live objects instead
-    of what the recipe names.
+    The batch of the dry run is the first that will be trained on: a stream is read only once. What an ``earlier`` part
+    of the run measured and chose stays, or the bits would change. ``parts`` are live objects instead of what the recipe
+    names.
     """
     machine = read_machine()
     with at_recipe(loaded, "device"):
@@ -114,7 +114,7 @@ def prepare(loaded: Loaded, parts: Parts | None = None, *, earlier: Earlier | No
     state.spikes = SpikeDetector(recipe.spikes.factor)
     state.loss = parts.loss if isinstance(parts.loss, nn.Module) else None
     sink_factories(recipe.log.sinks)  # a package that is missing is said before the first step
-    provenance = where_from(recipe, parts)
+    provenance = describe_origin(recipe, parts)
     seed_all(recipe.seed)  # training draws the same numbers whatever was done to get here
     precision: str = recipe.precision
     accepted: list[str] = []
@@ -124,14 +124,14 @@ def prepare(loaded: Loaded, parts: Parts | None = None, *, earlier: Earlier | No
         accepted = earlier.load(state, recipe, precision, provenance)
     _require_something_left(recipe, plan, state)
     if earlier:
-        earlier.lock.beat(state.step + 1)  # reading its batch and rehearsing it belong to the step
+        earlier.lock.beat(state.step + 1)  # reading its batch and the dry run belong to the step
     loading = build_loading(parts, recipe, plan, device, quarantine=state.quarantine)
     batches = iter(training_batches(parts, loading, state.data))
     first = next(batches, None)
     if first is None:
         raise DataError("the training data gave no batch", remedy="check that it is not empty or used up")
     job = Job(loaded, parts, plan, state, device, machine, chain([first], batches), schedule, provenance, accepted)
-    job.plan = _rehearsed(job, facts, first, precision)
+    job.plan = _after_dry_run(job, facts, first, precision)
     if not earlier:
         state.scaler = job.precision.scaler(device)
     return job
@@ -164,8 +164,8 @@ def _require_something_left(recipe: Recipe, plan: Plan, state: TrainState) -> No
         raise UsageError(f"the run has done what it was asked for ({done})", remedy=f"add {doubled(recipe.until)}")
 
 
-def _rehearsed(job: Job, facts: RunFacts, first: StepBatch, asked: str) -> Plan:
-    """The plan with what the first micro-batch showed: loss, time by precision and threads, activations."""
+def _after_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str) -> Plan:
+    """Returns the plan with what the first micro-batch showed: loss, time by precision and threads, activations."""
     one = replace(first, micro=(copy.deepcopy(first.micro[0]),))  # a model may write into its input
     names = candidates(asked, job.device.type, facts.low_precision)
     most, *fewer = facts.threads

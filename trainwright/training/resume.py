@@ -23,7 +23,7 @@ from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.lock import RunLock
 from trainwright.state.checkpoint import load_checkpoint, misfits, read_run_metadata
 from trainwright.state.cursor import Cursor
-from trainwright.state.manifest import step_of, told_as_forged
+from trainwright.state.manifest import raising_checkpoint_error, step_of
 from trainwright.state.store import checkpoints, newest_valid, set_aside_newer
 from trainwright.state.train_state import TrainState
 
@@ -35,7 +35,7 @@ class Earlier:
     folder: RunFolder
     lock: RunLock
     checkpoint: Path
-    papers: Mapping[str, Any]
+    run_metadata: Mapping[str, Any]
     accept: tuple[str, ...]
     say: Callable[[str], None]
     again: CommandWith
@@ -43,23 +43,23 @@ class Earlier:
     @property
     def threads(self) -> int:
         """CPU threads are measured once in a run: with another number sums have other last bits."""
-        return int(self.papers["plan"]["threads"])
+        return int(self.run_metadata["plan"]["threads"])
 
     @property
     def settled(self) -> Mapping[str, Any]:
         """What was decided before the model was built, where the recipe left it to the plan."""
-        kept: Mapping[str, Any] = self.papers["plan"].get("settled", {})
+        kept: Mapping[str, Any] = self.run_metadata["plan"].get("settled", {})
         return kept
 
     def precision(self, asked: str, facts: RunFacts) -> PrecisionName:
         """``auto`` means what it was found to mean when the run began."""
         if asked == "auto":
-            return cast(PrecisionName, self.papers["plan"]["precision"])
+            return cast(PrecisionName, self.run_metadata["plan"]["precision"])
         return choose_precision(asked, facts.device, facts.low_precision, {})[0]
 
     def what_was_planned(self, recipe: Recipe) -> Kept:
         """What the recipe asks for as before and is done in part: as a share of another whole it would be another."""
-        then, asked, before = self.papers["plan"], recipe.model_dump(mode="json"), self.papers["recipe"]
+        then, asked, before = self.run_metadata["plan"], recipe.model_dump(mode="json"), self.run_metadata["recipe"]
         batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation)
         return Kept(
             self._warmup(recipe) if asked["schedule"]["warmup"] == before["schedule"]["warmup"] else None,
@@ -69,10 +69,10 @@ class Earlier:
 
     def _warmup(self, recipe: Recipe) -> int | float | None:
         """Of the same length: steps as they are, and a share of so many seconds as a share of those that it is now."""
-        warmup: int | float = self.papers["plan"]["warmup"]
+        warmup: int | float = self.run_metadata["plan"]["warmup"]
         if isinstance(warmup, int):
             return warmup
-        was_s = self.papers["plan"]["extent"]["seconds"]
+        was_s = self.run_metadata["plan"]["extent"]["seconds"]
         return warmup * (was_s / recipe.until.value) if recipe.until.unit == "s" else None
 
     def load(self, state: TrainState, recipe: Recipe, precision: str, now: Mapping[str, Any]) -> list[str]:
@@ -97,13 +97,16 @@ class Earlier:
         return [change.path for change in accepted]
 
     def _changes(self, state: TrainState, recipe: Recipe, precision: str, now: Mapping[str, Any]) -> list[Change]:
-        then = {**self.papers, "recipe": {**self.papers["recipe"], "precision": self.papers["plan"]["precision"]}}
+        then = {
+            **self.run_metadata,
+            "recipe": {**self.run_metadata["recipe"], "precision": self.run_metadata["plan"]["precision"]},
+        }
         asked = {"recipe": {**recipe.model_dump(mode="json"), "precision": precision}, "provenance": now}
         return compare(then, asked, step=step_of(self.checkpoint) or 0, misfits=misfits(state, self.checkpoint))
 
 
 def _spent(checkpoint: Path) -> Spent:
-    with told_as_forged(checkpoint):
+    with raising_checkpoint_error(checkpoint):
         rest = json.loads((checkpoint / "state.json").read_text())["rest"]
         counters, data = rest["counters"], rest["data"]
         return Spent(counters["step"], counters["num_samples"], counters["num_tokens"], data["epoch"], data["position"])
@@ -120,11 +123,11 @@ def find_earlier(folder: RunFolder, lock: RunLock, accept: Sequence[str], say: C
     if path is None:
         anew = f"start it anew: {program()} train {shlex.quote(str(folder.recipe))}"
         raise CheckpointError("\n".join([*broken, f"{folder.path} has no checkpoint that verifies"]), remedy=anew)
-    papers = read_run_metadata(path)
-    live = str(papers["recipe"]["model"]["use"]).startswith(f"{LIVE}:")
+    metadata = read_run_metadata(path)
+    live = str(metadata["recipe"]["model"]["use"]).startswith(f"{LIVE}:")
     call = in_python(folder) if live else on_command_line(called(folder))
     require_no_crash_loop(folder, lock, path, accept, call)
-    return Earlier(folder, lock, path, papers, tuple(accept), say, call)
+    return Earlier(folder, lock, path, metadata, tuple(accept), say, call)
 
 
 def again(folder: RunFolder, *, live: bool = False) -> str:

@@ -225,9 +225,9 @@ def _saving(job: Job, stage: Stage, logbook: Logbook) -> Saving:
     return Saving(
         stage.folder.checkpoints,
         policy,
-        told=logbook.recorder,
+        listener=logbook.recorder,
         warn=stage.progress.say,
-        papers=run_metadata(job),
+        run_metadata=run_metadata(job),
         before=keep_there(stage.folder, job, stage.progress.say),
         clock=stage.world.clock,
         free_memory=lambda: read_machine().available_bytes,  # what a container may use, not what the machine has
@@ -244,7 +244,7 @@ def _evaluation(job: Job, stage: Stage, logbook: Logbook, saving: Saving) -> Per
         job.parts.loss,
         _every(job.plan.evaluate_every, job.state),
         precision=job.precision,
-        told=(logbook.recorder, stage.progress, saving),
+        listeners=(logbook.recorder, stage.progress, saving),
     )
 
 

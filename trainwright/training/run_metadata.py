@@ -1,4 +1,4 @@
-"""The papers of a run: recipe, plan and provenance, as files in its folder and as JSON in each checkpoint."""
+"""The metadata of a run: recipe, plan and provenance, as files in its folder and as JSON in each checkpoint."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from trainwright.training.job import Job
 
 
-def where_from(recipe: Recipe, parts: Parts) -> dict[str, Any]:
-    """Code, packages, machine, data and seeds as they are now."""
+def describe_origin(recipe: Recipe, parts: Parts) -> dict[str, Any]:
+    """Describes the code, packages, machine, data and seeds of this process."""
     roots = (parts.model, parts.train.dataset, parts.loss)
     modules = chain.from_iterable(each.modules() for each in roots if isinstance(each, nn.Module))
     sets = {"train": parts.train, "val": parts.val}
@@ -35,7 +35,7 @@ def where_from(recipe: Recipe, parts: Parts) -> dict[str, Any]:
 
 
 def run_metadata(job: Job) -> dict[str, Any]:
-    """What each checkpoint keeps: enough to say on a resume what is different by then."""
+    """What each checkpoint keeps, so that a resumed run can say what has changed."""
     return {
         "recipe": job.recipe.model_dump(mode="json"),
         "plan": job.plan.to_json(),
@@ -44,14 +44,14 @@ def run_metadata(job: Job) -> dict[str, Any]:
 
 
 def lay_down(folder: RunFolder, job: Job) -> None:
-    """Writes the papers of a run that begins."""
+    """Writes recipe, plan and provenance of a run that begins."""
     folder.write_text("recipe.yaml", dump(job.recipe))
     folder.write_json("plan.json", job.plan.to_json())
     folder.write_json("provenance.json", job.provenance)
 
 
 def lay_down_again(folder: RunFolder, job: Job) -> None:
-    """Writes what holds from here on; papers that differ from it are kept beside them."""
+    """Writes recipe, plan and provenance of a resumed run; a recipe that differs is kept beside the new one."""
     step = f"step-{job.state.step:08d}"
     before, now = folder.recipe.read_text(encoding="utf-8"), dump(job.recipe)
     if before != now:
@@ -62,12 +62,12 @@ def lay_down_again(folder: RunFolder, job: Job) -> None:
 
 
 def keep_there(folder: RunFolder, job: Job, say: Callable[[str], None]) -> Callable[[], None]:
-    """Asked before each save: a folder that was deleted while training gets its papers again."""
+    """Returns what to call before each save: it writes the metadata again if the folder was deleted."""
 
     def look() -> None:
         if not folder.recipe.exists():
             folder.path.mkdir(parents=True, exist_ok=True)
             lay_down(folder, job)
-            say(f"{folder.path} was deleted while training: its papers and this checkpoint are written anew")
+            say(f"{folder.path} was deleted while training: its metadata and this checkpoint are written again")
 
     return look
