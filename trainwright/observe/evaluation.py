@@ -18,13 +18,13 @@ from trainwright.state.train_state import TrainState
 
 
 class EvaluationListener(Protocol):
-    """Whoever wants to hear of an evaluation."""
+    """Is called with the result of each evaluation."""
 
     def evaluated(self, step: int, seen: EvaluationResult) -> None: ...
 
 
 class PeriodicEvaluation:
-    """Validates when due; ``last`` is what was seen. With EMA the metric ``ema_loss`` is that of the average."""
+    """Evaluates when due; ``last`` is the newest result. With EMA, the metric ``ema_loss`` is that of the average."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Keeps the run's lock telling which step is in progress, so that a kill leaves behind where it struck."""
+"""Keeps the number of the step in progress in the run's lock, so that a kill leaves it behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The log as training sees it: a full disk costs log lines and a warning, never the run."""
+"""The log of a run that goes on when it cannot be written: a full disk costs lines and a warning."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainwright.runlog.writer import LogWriter
 
 
 class Journal:
-    """Writes records; the first failure is told by ``warn``, and how many lines were lost at the end."""
+    """Writes records. Calls ``warn`` at the first failure, and at the end with the number of lost lines."""
 
     def __init__(self, writer: LogWriter, warn: Callable[[str], None]) -> None:
         self._writer, self._warn = writer, warn

@@ -27,8 +27,7 @@ from trainwright.state.train_state import TrainState
 class Logbook:
     """A context: writes Started when entered and Ended when left, also by an exception.
 
-    ``ended`` is set by whoever runs the loop, before leaving; an exception that leaves without it is written
-    as ``failed`` with its reason.
+    The caller sets ``ended`` before leaving; without it, an exception is written as ``failed`` with its reason.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class Logbook:
         self.journal.close()
 
     def _keep_traceback(self, error: BaseException | None) -> None:
-        """error.txt of the run folder, for errors that are not told with their remedy anyway."""
+        """Writes error.txt to the run folder, for errors that have no remedy of their own."""
         if error is None or isinstance(error, TrainwrightError | KeyboardInterrupt):
             return
         with contextlib.suppress(OSError):

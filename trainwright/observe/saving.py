@@ -1,4 +1,4 @@
-"""Saving when it is due: training waits for a copy in memory, a thread writes it."""
+"""Saves when it is due: training waits for a copy in memory, and a thread writes it to disk."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SavePolicy:
 
 
 class SaveListener(Protocol):
-    """Whoever wants to hear what came of a save; ``path`` is relative to the run folder."""
+    """Is called with the outcome of each save; ``path`` is relative to the run folder."""
 
     def saved(self, step: int, path: str, num_bytes: int, seconds: float, blocked_s: float) -> None: ...
     def not_saved(self, step: int, reason: str) -> None: ...
@@ -51,7 +51,7 @@ class SaveListener(Protocol):
 
 @dataclass(frozen=True)
 class _Done:
-    """A checkpoint on disk. ``trouble`` is what went wrong after it was there."""
+    """A checkpoint on disk. ``trouble`` is what went wrong after it was written."""
 
     path: Path
     num_bytes: int
@@ -96,7 +96,7 @@ class Saving:
         self.last_s: float | None = None
 
     def due(self, state: TrainState) -> bool:
-        """Also tells of a write that has ended since. Costs no host sync.
+        """Whether to save now. Also reports a write that has ended since. Costs no host sync.
 
         The first call looks at what is to be saved, and raises CheckpointError for state that no file can take.
         """
@@ -126,7 +126,7 @@ class Saving:
         self._writing = state.step, time.perf_counter() - begin_s, future
 
     def _captured(self, state: TrainState) -> CheckpointData:
-        """A copy that was made; the live tensors where none can be made, which is said once."""
+        """Returns a copy of the state, or the live tensors where memory has no room for one, with one warning."""
         if self._staging is None:
             return capture(state, None, self._run_metadata)
         try:
@@ -141,7 +141,7 @@ class Saving:
             return snapshot
 
     def _write(self, snapshot: CheckpointData, best: Best | None) -> _Done:
-        """In the thread: commits, and only then lets older ones go."""
+        """In the thread: writes the checkpoint, and only then deletes older ones."""
         begin_s, trouble = time.perf_counter(), ""
         path, written = commit(snapshot, self._folder, best)
         try:
@@ -153,7 +153,7 @@ class Saving:
         return _Done(path, written, time.perf_counter() - begin_s, trouble)
 
     def _finish(self) -> None:
-        """Waits for the write in flight and tells what came of it."""
+        """Waits for the write in progress and reports its outcome."""
         if self._writing is None:
             return
         (step, blocked_s, future), self._writing = self._writing, None
@@ -176,7 +176,7 @@ class Saving:
         self._listener.not_saved(step, reason)
 
     def evaluated(self, step: int, seen: EvaluationResult) -> None:
-        """Hears of a validation: the best one so far is worth a checkpoint, or is in the one of this very step."""
+        """Notes the result of an evaluation: the best one so far is saved, unless this step was saved already."""
         if self._writing and self._best.at(self._writing[0]):
             self._finish()  # what the next best has to beat is known when that one is on disk
         best = self._best.evaluated(step, seen)
@@ -191,19 +191,19 @@ class Saving:
         self._best.settle(step)
 
     def close(self) -> None:
-        """Waits until what was asked for is on disk."""
+        """Waits until all saves are on disk."""
         self._finish()
         self._thread.shutdown()
 
     def __exit__(self, *error: object) -> None:
-        """As ``close``; who interrupts twice does not wait, and keeps the checkpoint before."""
+        """Like ``close``, but a second interrupt does not wait: the checkpoint before it remains."""
         if any(isinstance(each, BaseException) and not isinstance(each, Exception) for each in error):
             self._thread.shutdown(wait=False, cancel_futures=True)
         else:
             self.close()
 
     def _look(self, state: TrainState) -> None:
-        """Memory for the copy is made beside the next steps; none where it would not fit."""
+        """Starts to allocate memory for the copy while training goes on, unless it would not fit."""
         self._looked = True
         tensors = tensors_of(state)
         if not self._policy.asynchronous:
@@ -217,7 +217,7 @@ class Saving:
 
 
 def _explained(error: Exception, folder: Path) -> TrainwrightError:
-    """Any error as one with a remedy."""
+    """Returns ``error`` as one that has a remedy."""
     if isinstance(error, TrainwrightError):
         return error
     if isinstance(error, OSError):

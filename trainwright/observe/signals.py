@@ -1,4 +1,4 @@
-"""Signals as an Observer: asked to stop, a run ends at the edge of the step and is saved."""
+"""Signals as an Observer: a signal to stop ends the run after the step in progress, with a checkpoint."""
 
 from __future__ import annotations
 

@@ -86,10 +86,10 @@ def decode(tensors: Mapping[str, Tensor], value: Tree) -> Tree:
 
 def _beside(tensor: Tensor) -> StateDict:
     """What a file of contiguous real numbers does not say of a tensor: fused kernels read memory as it lies."""
-    said: StateDict = {"complex": True} if tensor.is_complex() else {}
+    details: StateDict = {"complex": True} if tensor.is_complex() else {}
     if tensor.layout == torch.strided and not tensor.is_contiguous() and _is_dense(tensor):
-        said["stride"] = list(tensor.stride())
-    return said
+        details["stride"] = list(tensor.stride())
+    return details
 
 
 def _restored(tensor: Tensor, reference: Mapping[str, Tree]) -> Tensor:

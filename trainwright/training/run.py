@@ -74,7 +74,7 @@ Extra = Callable[[Job, RunFolder, Progress], Observer]
 
 @dataclass(frozen=True)
 class Stage:
-    """What surrounds the training: where it is told, what it is told by, what it is held by."""
+    """What a run needs besides its job: its folder and the lock on it, output, signals, and the other ranks."""
 
     folder: RunFolder
     lock: RunLock
@@ -101,7 +101,7 @@ def train(
     part of the run that are wanted. ``world.clock`` gives the time that a run budgeted in seconds goes by. Raises
     a TrainwrightError for whatever is the user's to mend.
     """
-    said: list[str] = []
+    lines: list[str] = []
     progress = Progress(console or Console(), quiet=quiet)
     signals = Signals(progress.say, loaded.recipe.checkpoint.signals, grace_s(os.environ))
     with process_settings(), ExitStack() as closing_down:
@@ -109,26 +109,26 @@ def train(
         closing_down.callback(signals.close)
         signals.listen()
         lock = closing_down.enter_context(_held(resume, signals)) if resume else None
-        earlier = find_earlier(resume, lock, accept, said.append) if resume and lock else None
+        earlier = find_earlier(resume, lock, accept, lines.append) if resume and lock else None
         job = prepare(loaded, parts, earlier=earlier)
         progress.marks = job.marks
         folder = resume or RunFolder.create(job.recipe.folder, job.recipe.name)
         lock = lock or closing_down.enter_context(_held(folder, signals))
         if not lock.exclusive:
-            said.append(f"the file system of {folder.path} has no locks: see to it that nobody else trains there")
+            lines.append(f"the file system of {folder.path} has no locks: see to it that nobody else trains there")
         (lay_down_again if earlier else lay_down)(folder, job)
         if earlier:
-            said.append(f"resumed from {earlier.checkpoint} at step {job.state.step}")
-        for line in [*said, *preflight(job.plan)]:
+            lines.append(f"resumed from {earlier.checkpoint} at step {job.state.step}")
+        for line in [*lines, *preflight(job.plan)]:
             progress.say(line)
         return _run(job, Stage(folder, lock, progress, signals, world, earlier), extras)
 
 
 @contextmanager
 def _held(folder: RunFolder, signals: Signals) -> Iterator[RunLock]:
-    """The lock of a run folder; an exception leaves the step in which it came in the lock, as a kill does.
+    """Holds the lock of a run folder. An exception leaves its step in the lock, as a kill does.
 
-    Not one that no step is guilty of: a mistake in the call, a full disk, a signal that asked the run to stop.
+    Except where the step is not at fault: a mistake in the call, a full disk, a signal to stop.
     """
     lock = RunLock.acquire(folder.path)
     signals.asked = lock.excuse
@@ -145,7 +145,7 @@ def _held(folder: RunFolder, signals: Signals) -> Iterator[RunLock]:
 
 @contextmanager
 def process_settings() -> Iterator[None]:
-    """Torch's process-wide settings that a run changes are put back after it."""
+    """Restores the process-wide settings of torch that a run changes."""
     threads, matmul = torch.get_num_threads(), torch.get_float32_matmul_precision()
     tf32, deterministic = torch.backends.cudnn.allow_tf32, torch.are_deterministic_algorithms_enabled()
     try:
@@ -180,7 +180,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         extra = [*([doctor] if doctor else []), *(make(job, folder, progress) for make in extras)]
         witness = doctor.witness if doctor else SILENT
         advance = make_advance(job, stage.world, witness, spike_handler(job.loaded))
-        with _told_where_it_is_saved(job, folder, saving):
+        with _noting_the_checkpoint(job, folder, saving):
             if job.accepted:  # a kill before the next save would ask for it again
                 saving(state)
             outcome = run(
@@ -249,8 +249,8 @@ def _evaluation(job: Job, stage: Stage, logbook: Logbook, saving: Saving) -> Per
 
 
 @contextmanager
-def _told_where_it_is_saved(job: Job, folder: RunFolder, saving: Saving) -> Iterator[None]:
-    """An error of a user's code carries with it how to go on."""
+def _noting_the_checkpoint(job: Job, folder: RunFolder, saving: Saving) -> Iterator[None]:
+    """Adds to an exception which checkpoint is the newest and how to resume from it."""
     try:
         yield
     except Exception as error:
@@ -280,7 +280,7 @@ def _ended(outcome: Outcome, evaluation: PeriodicEvaluation | None, logbook: Log
 def _closed(
     job: Job, folder: RunFolder, outcome: Outcome, logbook: Logbook, saved: Path | None, progress: Progress
 ) -> Result:
-    """Says the closing words and gives the result."""
+    """Prints how the run ended and returns the result."""
     progress.close()
     ended, recorder = logbook.ended, logbook.recorder
     assert ended is not None

@@ -10,20 +10,20 @@ from trainwright.errors import UsageError
 from trainwright.plan.machine import Machine
 
 
-def choose_device(asked: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
     """``auto`` takes the first CUDA device where there is one, else the CPU.
 
     Raises UsageError when CUDA is asked for and not there.
     """
-    if asked == "auto":
+    if name == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    if asked.startswith("cuda") and not torch.cuda.is_available():
+    if name.startswith("cuda") and not torch.cuda.is_available():
         built = torch.version.cuda or "no CUDA (a CPU build)"
         raise UsageError(
-            f"device {asked!r} was asked for, but torch sees no CUDA device; torch is built for {built}",
+            f"device {name!r} was asked for, but torch sees no CUDA device; torch is built for {built}",
             remedy="use device: cpu or auto, or run `trainwright env` to see what is missing",
         )
-    return torch.device(asked)
+    return torch.device(name)
 
 
 def low_precision(device: torch.device, machine: Machine) -> tuple[str, ...]:
@@ -43,7 +43,7 @@ def usable_threads(device: torch.device) -> tuple[int, ...]:
 
 
 def device_name(device: torch.device, machine: Machine) -> str:
-    """What a person calls it."""
+    """The name of the device for people, such as that of the GPU or CPU model."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return machine.cpu

@@ -1,4 +1,4 @@
-"""The memory of a device as this process may use it: how much it holds, how much it may, how much it held at most."""
+"""The memory of a device: what this process holds, what it may hold, and its peak."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _left_by_rlimits() -> list[int]:
 
 
 def start_peak(device: torch.device) -> None:
-    """From here on ``peak_bytes`` counts."""
+    """Resets the peak that ``peak_bytes`` returns."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -87,7 +87,7 @@ def _of_status(name: str) -> int | None:
 
 
 def give_back(device: torch.device) -> None:
-    """Lets go of what nobody uses any more: cycles of objects, cached blocks. Takes some ten milliseconds."""
+    """Frees what is no longer used: cycles of objects, cached blocks. Takes some ten milliseconds."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
