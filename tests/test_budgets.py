@@ -89,7 +89,6 @@ def test_no_public_function_takes_whatever_comes() -> None:
     assert [each.name for each in public if each.args.vararg or each.args.kwarg] == []
 
 
-@pytest.mark.xfail(strict=True, reason="replay and recorder have many left")
 def test_types_say_something() -> None:
     anys, sizes = Counter[str](), Counter[str]()
     for path in files():
