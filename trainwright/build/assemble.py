@@ -1,4 +1,4 @@
-"""Recipe and plan in, live objects out: datasets, model, loss, state, batches."""
+"""Builds the live objects of a recipe and its plan: datasets, model, loss, state, batches."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from trainwright.state.ema import Ema, NoEma
 from trainwright.state.rng import seed_all
 from trainwright.state.train_state import TrainState
 
-ENOUGH_TRIES = 16  # samples that are tried for one that can be read, to count its tokens
+ENOUGH_TRIES = 16  # samples that are tried until one can be read, to count its tokens
 LIVE = "live"
-"""Module name in a recipe for objects that were handed over in Python and cannot be built from a file."""
+"""The module in ``use:`` of an object that was passed in Python and cannot be built from a file."""
 
 
 @dataclass
 class Parts:
-    """The live objects that a recipe names, or that were handed over in Python.
+    """The live objects that a recipe names, or that were passed in Python.
 
-    ``prepared`` once ``prepare`` has done to the model what the recipe asks for.
+    ``prepared``: ``prepare`` has applied the recipe to the model.
     """
 
     model: nn.Module
@@ -51,7 +51,7 @@ class Parts:
 
 @contextmanager
 def at_recipe(loaded: Loaded, path: str) -> Iterator[None]:
-    """Gives errors from building a part the place in the recipe that it comes from."""
+    """Adds to errors inside the context the place in the recipe that they come from."""
     where = loaded.source.where
     try:
         yield
@@ -59,7 +59,7 @@ def at_recipe(loaded: Loaded, path: str) -> Iterator[None]:
         placed = [replace(p, where=p.where or where(p.path or path)) for p in error.problems]
         raise RecipeError(placed) from None
     except UsageError as error:
-        if type(error) is not UsageError:  # a missing extra is no fault of the recipe
+        if type(error) is not UsageError:  # a missing extra is not an error of the recipe
             raise
         raise RecipeError(Problem(path, error.message, remedy=error.remedy, where=where(path))) from None
 
@@ -72,7 +72,7 @@ def build_parts(loaded: Loaded, device: torch.device, planned: Checkpointing | N
     recipe = loaded.recipe
     if recipe.model.use.startswith(f"{LIVE}:"):
         raise UsageError(
-            f"the model {recipe.model.use} was handed over in Python and cannot be rebuilt from a recipe",
+            f"the model {recipe.model.use} was passed in Python and cannot be built from a recipe",
             remedy="run the script again with tw.fit(..., resume=<run folder>)",
         )
     seed_all(recipe.seed)
@@ -83,7 +83,7 @@ def build_parts(loaded: Loaded, device: torch.device, planned: Checkpointing | N
 
 
 def build_loss(loaded: Loaded) -> Callable[..., Any]:
-    """The loss that a recipe names. Raises RecipeError when ``chunked`` is asked of one that has no such parameter."""
+    """Returns the loss of a recipe. Raises RecipeError where ``chunked`` is set and the loss has no such parameter."""
     ask = loaded.recipe.loss
     loss = find(ask.use, LOSSES, "loss", loaded.source)
     if ask.args or inspect.isclass(loss):
@@ -104,7 +104,7 @@ def _has_chunks(loss: Callable[..., Any]) -> bool:
 
 
 def build_model(loaded: Loaded, train: Unwrapped | None = None) -> tuple[nn.Module, tuple[Note, ...]]:
-    """The model that a recipe names, before LoRA and the like; the training set is built if its size depends on it."""
+    """Returns the model of a recipe, before LoRA and the like; builds the training set if its size depends on it."""
     recipe, where = loaded.recipe, loaded.source.where
     args, notes = _with_classes(loaded, train)
     seed_all(recipe.seed)  # the weights depend on the seed alone, not on how the data was read
@@ -116,10 +116,10 @@ def build_model(loaded: Loaded, train: Unwrapped | None = None) -> tuple[nn.Modu
 
 
 def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Checkpointing | None = None) -> Parts:
-    """What the recipe does to a model, built or handed over: LoRA, freezing, checkpointing, device, compile.
+    """Applies the recipe to a model: LoRA, freezing, activation checkpointing, device, compile.
 
-    ``planned`` is what was chosen where the recipe leaves the choice of what to compute again to the plan.
-    Raises RecipeError also for what it says of the training set and cannot be.
+    ``planned`` is the activation checkpointing of the plan, where the recipe leaves it to the plan. Raises RecipeError,
+    also for a quarantine that the training set does not have.
     """
     recipe, model, notes = loaded.recipe, parts.model, list(parts.notes)
     _require_in_set(parts.train, loaded)
@@ -147,7 +147,7 @@ def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Checkpo
 def gather_facts(
     parts: Parts, device: torch.device, device_name: str, low_precision: tuple[str, ...], threads: tuple[int, ...]
 ) -> RunFacts:
-    """Counts what the plan needs to know of the live objects."""
+    """Returns the facts of the live objects that the plan needs."""
     total, trainable = count_parameters(parts.model)
     return RunFacts(
         train_samples=_length(parts.train),
@@ -165,9 +165,9 @@ def gather_facts(
 
 
 def build_state(parts: Parts, loaded: Loaded, plan: Plan) -> TrainState:
-    """The state before the first step."""
+    """Returns the state before the first step."""
     ask = loaded.recipe.optimizer
-    factory: Any = ask.use if ask.use in OPTIMIZERS else find(ask.use, {}, "optimizer", loaded.source)
+    factory = ask.use if ask.use in OPTIMIZERS else find(ask.use, {}, "optimizer", loaded.source)
     with at_recipe(loaded, "optimizer"):
         optimizer = make_optimizer(
             factory,
@@ -184,7 +184,7 @@ def build_state(parts: Parts, loaded: Loaded, plan: Plan) -> TrainState:
 
 
 def build_schedule(loaded: Loaded, plan: Plan) -> Callable[[int, float], float]:
-    """The learning rate schedule; one of the user's own gets ``total``, ``warmup`` and ``floor`` too."""
+    """Returns the learning rate schedule; one of the user's own gets ``total``, ``warmup`` and ``floor``, too."""
     ask = loaded.recipe.schedule
     shared: dict[str, Any] = {"total": plan.extent.steps, "warmup": plan.warmup, "floor": ask.floor}
     if ask.use not in SCHEDULES:
@@ -197,7 +197,7 @@ def build_schedule(loaded: Loaded, plan: Plan) -> Callable[[int, float], float]:
 def build_loading(
     parts: Parts, recipe: Recipe, plan: Plan, device: torch.device, *, quarantine: Collection[int] = ()
 ) -> Loading:
-    """How training batches are made. ``quarantine`` are the samples that the run itself found to be bad."""
+    """Returns how training batches are made. ``quarantine`` holds the samples that the run itself found to be bad."""
     pin = recipe.data.pin_memory
     return Loading(
         batch_size=plan.batch.size,
@@ -216,7 +216,7 @@ def build_loading(
 
 
 def training_batches(parts: Parts, loading: Loading, cursor: Cursor) -> StepBatches:
-    """The stream of global batches from ``cursor`` on. Raises DataError when the quarantine leaves no sample."""
+    """Returns the stream of global batches from ``cursor`` on. Raises DataError where no sample is left."""
     if (size := _length(parts.train)) and sum(i < size for i in loading.quarantine) == size:
         remedy = "take those that can be trained on out of data.quarantine"
         raise DataError(f"all {size} samples of the training set are in quarantine", remedy=remedy)
@@ -224,7 +224,7 @@ def training_batches(parts: Parts, loading: Loading, cursor: Cursor) -> StepBatc
 
 
 def validation_batches(parts: Parts, recipe: Recipe, loading: Loading) -> EvaluationBatches | None:
-    """One pass over the validation set, read in this process; None without one."""
+    """Returns the batches of the validation set, read in this process; None without one."""
     if parts.val is None:
         return None
     size = recipe.evaluation.batch or loading.micro_size
@@ -253,8 +253,8 @@ def _require_in_set(train: Unwrapped, loaded: Loaded) -> None:
         raise RecipeError(Problem(path, rule, got, remedy, where))
 
 
-def _with_classes(loaded: Loaded, train: Unwrapped | None) -> tuple[dict[str, Any], tuple[Note, ...]]:
-    """Fills in ``vocab_size`` or ``classes`` of the model from the dataset, where the recipe leaves it out."""
+def _with_classes(loaded: Loaded, train: Unwrapped | None) -> tuple[dict[str, object], tuple[Note, ...]]:
+    """Returns the arguments of the model, with ``vocab_size`` or ``classes`` of the dataset where they are missing."""
     ask, args = loaded.recipe.model, dict(loaded.recipe.model.args)
     accepted = inspect.signature(find(ask.use, MODELS, "model", loaded.source)).parameters
     name = next((n for n in ("vocab_size", "classes") if n in accepted), None)
@@ -284,5 +284,5 @@ def _tokens_per_sample(data: Unwrapped) -> int:
         except TrainwrightError:
             raise
         except Exception:
-            continue  # it may be in quarantine; else the batch that it is in will raise the same, with its id
+            continue  # it may be in quarantine; else its batch raises the same error, with its id
     return 0
