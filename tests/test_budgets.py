@@ -82,7 +82,7 @@ def test_a_call_fits_in_mind() -> None:
     assert {name: count for name, count in counts.items() if count > 8} == {}
 
 
-@pytest.mark.xfail(strict=True, reason="tw.watch takes **more, tw.lr_range takes **step_options")
+@pytest.mark.xfail(strict=True, reason="tw.lr_range takes **step_options")
 def test_no_public_function_takes_whatever_comes() -> None:
     public = list(public_functions())
     assert len(public) > 10
