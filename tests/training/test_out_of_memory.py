@@ -18,9 +18,10 @@ from trainwright.doctor.diagnose import diagnose
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Found, OutOfMemory, Watched
 
-pytestmark = pytest.mark.process
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are set by Linux's RLIMIT_DATA")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are set by Linux's RLIMIT_DATA"),
+]
 PROGRAM = Path(__file__).parent / "limited.py"
 FITS_16 = 36  # MiB; 16 samples take 24, and 32 of them 48
 
