@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from typing import Any, NamedTuple
 
 WARM, WINDOW, ACCEPTED = 16, 64, 4
 """Steps before the first median, norms that it is taken of, and spikes in a row after which the level is accepted."""
+DEVIATIONS = 6.0
+"""How far above the median a spike lies, in standard deviations of the logarithms: norms of a noisy run vary by more
+than any fixed factor (policy gradients, likelihoods of densities)."""
+TINY = 1e-30
 
 
 class Spike(NamedTuple):
@@ -25,6 +30,8 @@ class Spike(NamedTuple):
 class SpikeDetector:
     """A gradient norm of more than ``factor`` times the median of the last 64 is a spike; not in the first 16 steps.
 
+    It also lies at least 6 standard deviations above the median, by the median absolute deviation of their logarithms.
+
     A norm that stays high is no spike: after 4 in a row the new level is accepted. Part of the state of a run, so that
     a resumed run decides as one that was never interrupted.
     """
@@ -33,20 +40,28 @@ class SpikeDetector:
         self.factor = factor
         self._norms: deque[float] = deque(maxlen=WINDOW)
         self._in_a_row = self._count = 0
-        self._usual = self._initial = 0.0
+        self._usual = self._initial = self._limit = 0.0
 
     def detect(self, step: int, grad_norm: float) -> Spike | None:
         """Takes the finite norm of each step, before clipping, in order."""
-        if self._usual and grad_norm > self.factor * self._usual and self._in_a_row < ACCEPTED:
+        if not self._usual or grad_norm <= self._limit:
+            self._in_a_row = 0
+        elif self._in_a_row < ACCEPTED:
             self._in_a_row += 1
             return Spike(step, grad_norm, self._usual, self._initial)
-        self._in_a_row = 0
         self._norms.append(grad_norm)
         self._count += 1
         if self._count % WARM == 0:  # a median costs 10 us
-            self._usual = statistics.median(self._norms)
-            self._initial = self._initial or self._usual
+            self._measure()
         return None
+
+    def _measure(self) -> None:
+        self._usual = statistics.median(self._norms)
+        self._initial = self._initial or self._usual
+        usual = math.log(max(self._usual, TINY))
+        spread = statistics.median(abs(math.log(max(norm, TINY)) - usual) for norm in self._norms)
+        noise = math.exp(min(DEVIATIONS * 1.4826 * spread, 100.0))  # 1.4826: of a normal distribution
+        self._limit = max(self.factor, noise) * self._usual
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -55,6 +70,7 @@ class SpikeDetector:
             "count": self._count,
             "usual": self._usual,
             "initial": self._initial,
+            "limit": self._limit,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -63,3 +79,4 @@ class SpikeDetector:
             self._norms = deque(saved["norms"], maxlen=WINDOW)
             self._in_a_row, self._count = saved["in_a_row"], saved["count"]
             self._usual, self._initial = saved["usual"], saved["initial"]
+            self._limit = saved["limit"]
