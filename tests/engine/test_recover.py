@@ -81,7 +81,7 @@ def test_the_same_bits_as_with_the_smaller_micro_batch(at: str, scaler: bool) ->
     assert_same_bits(bits(short.model), bits(straight.model))
     assert torch.equal(drawn, torch.rand(3)) and torch.equal(short.model.seen, straight.model.seen)
     assert [float(r.loss) for r in results] == [float(r.loss) for r in others]
-    assert [each.phase for each in results[0].shortages] == [at, at] and not results[1].shortages
+    assert [each.phase for each in results[0].oom_reports] == [at, at] and not results[1].oom_reports
     assert short.micro_limit == 4 and [micro.size for micro in results[2].batch.micro] == [4] * 4
 
 
@@ -124,7 +124,7 @@ def test_a_run_that_runs_out_in_each_step_ends_and_says_that_something_grows() -
     advance, tries = make_step(loss), []
     for room in (8, 4, 2, 1):
         model.room = room
-        tries.append([each.micro for each in advance(state, cut(data(), 16)).shortages])
+        tries.append([each.micro for each in advance(state, cut(data(), 16)).oom_reports])
     assert tries == [[16], [8], [4], [2]] and state.micro_limit == 1
     before = bits(model)
     model.room = 0
@@ -217,11 +217,11 @@ def test_the_first_draw_ever_is_told_when_it_cannot_be_undone() -> None:
         advance(state, cut(data(), 16))
     model.room = 8
     first = advance(state, cut(data(), 16))
-    assert "drawn from" in first.shortages[0].notes[0]
+    assert "drawn from" in first.oom_reports[0].notes[0]
     np.random.seed(0)
     model.room = 4
     second = advance(state, cut(data(), 16))
-    assert second.shortages[0].notes == ()
+    assert second.oom_reports[0].notes == ()
     np.random.seed(0), [np.random.rand() for _ in range(4)]
     expected = np.random.rand()
     np.random.seed(0)
@@ -270,7 +270,7 @@ def test_what_is_reported_and_counted_is_that_of_the_smaller_micro_batch(bad: bo
         return state, make_step(counted)(state, batch)
 
     (short, result), (straight, other) = done(4, 16), done(99, 4)
-    assert len(result.shortages) == 2 and not other.shortages
+    assert len(result.oom_reports) == 2 and not other.oom_reports
     assert_same_bits(bits(short.model), bits(straight.model))
     assert_same_bits(short.ema.shadow, straight.ema.shadow)  # type: ignore[union-attr]
     assert torch.equal(result.metrics["right"], other.metrics["right"]) and result.weight == other.weight == 16.0
@@ -291,7 +291,7 @@ def test_a_compiled_model_and_one_that_computes_again() -> None:
     straight, _ = stepped(whole, 4)
     assert_same_bits(bits(stepped_again.model), bits(straight.model))
     assert_same_bits(bits(compiled), bits(straight.model))
-    assert [each.micro for each in results[0].shortages] == [16, 8]
+    assert [each.micro for each in results[0].oom_reports] == [16, 8]
 
 
 def test_tokens_are_those_of_the_batch_as_it_was_given() -> None:

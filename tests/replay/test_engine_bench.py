@@ -62,9 +62,17 @@ def batch(seed: int, micro: int) -> StepBatch:
 class Run:
     """Seven steps that are recorded by what they were given."""
 
-    def __init__(self, *, clip: ClipFn, precision: tw.Precision, micro: int, loss: Callable[..., object]) -> None:
+    def __init__(
+        self,
+        *,
+        clip: ClipFn,
+        precision: tw.Precision,
+        micro: int,
+        loss: Callable[..., object],
+        net: type[nn.Module] = Net,
+    ) -> None:
         torch.manual_seed(0)
-        model = Net()
+        model = net()
         self.state = tw.TrainState(model, torch.optim.AdamW(model.parameters(), lr=0.01))
         self.state.scaler = precision.scaler(torch.device("cpu"))
 
@@ -114,11 +122,11 @@ def test_a_step_taken_again_is_the_same_bits(clip: str, how: str) -> None:
     assert not all(torch.equal(result.before[name], value) for name, value in parameters.items())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), rng) and len(optimizer.state) == len(parameters)
-    program = session.segment.program
+    program = session.recorded_step.program
     assert sum(isinstance(each, Call) for each in program) == sum(isinstance(each, Backward) for each in program) == 2
     assert [each.by for each in program if isinstance(each, ClipGradients)] == ([] if clip == "none" else [clip])
     assert sum(isinstance(each, Multiply) for each in program) == (how in ("fp16", "weighted"))
-    assert [call.batch for call in session.segment.calls] == [0, 1]
+    assert [call.batch for call in session.recorded_step.calls] == [0, 1]
 
 
 def test_only_the_steps_that_are_asked_for_have_a_program() -> None:
@@ -136,3 +144,38 @@ def test_an_input_that_was_written_to_is_not_taken_again() -> None:
     x.zero_()
     assert run.ring.way_to(STEPS) is None
     assert run.ring.way_to(STEPS - 1) is not None
+
+
+class Counting(nn.Module):
+    """It keeps a mean of what it sees in a tensor that is no buffer, and writes to it in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.mean = nn.Linear(6, 3), torch.zeros(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.mean(0), 0.1)
+        return self.layer(x - self.mean)
+
+
+def test_a_tensor_that_a_forward_pass_writes_to_is_restored_and_is_the_live_one_again() -> None:
+    run = Run(
+        clip=CLIPS["norm"], precision=tw.Precision("fp32", "cpu"), micro=1, loss=nn.CrossEntropyLoss(), net=Counting
+    )
+    live = run.state.model.mean
+    before = live.clone()
+    result = run.replay(STEPS).run(upto="step")
+    assert all(torch.equal(result.after[name], value) for name, value in run.state.model.named_parameters())
+    assert run.state.model.mean is live and torch.equal(live, before)
+
+
+def test_no_batch_is_held_that_the_budget_has_no_room_for() -> None:
+    ring = GivenRing(keep=32, budget_bytes=1000, record=lambda snapshot, steps: None)
+    recorder = GivenRecorder(torch.device("cpu"))
+    state = tw.TrainState(model := nn.Linear(6, 3), torch.optim.SGD(model.parameters(), 0.1))
+    for step in range(1, 41):
+        recorder.step_begins(state, batch(step, micro=4))
+        assert recorder.newest is not None and recorder.newest.num_bytes > 1000
+        ring.add_given(RecordedStep(step), recorder.newest)
+    with pytest.raises(KeyError):
+        ring.given(1)

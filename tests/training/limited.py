@@ -107,7 +107,7 @@ class Listening:
         self.losses: list[float] = []
 
     def observe(self, result: tw.StepResult, state: tw.TrainState) -> None:
-        self.shortages += [vars(each) for each in result.shortages]
+        self.shortages += [vars(each) for each in result.oom_reports]
         self.losses.append(float(result.loss))
         if result.step == self.limit_after:
             limit_memory(self.mib)

@@ -110,6 +110,12 @@ def test_a_spike_rolls_back_to_a_snapshot(tmp_path: Path) -> None:
     assert torch.equal(weights[19], weights[skipped[0] - 2])
 
 
+def test_a_rollback_does_not_count_an_update_twice_that_was_left_out_before(tmp_path: Path) -> None:
+    _, _, watch = train(40, tmp_path / "run", bad={34: math.nan, 36: 100.0}, on_spike="rollback")
+    skipped = [r.step for r in read(watch.folder.log).records if isinstance(r, Skipped)]
+    assert skipped[0] == 34 and skipped[-1] == 36 and sorted(set(skipped)) == sorted(skipped) and len(skipped) > 2
+
+
 def test_what_was_left_out_is_left_out_again(tmp_path: Path) -> None:
     """A loop that is begun again from its start, on the same order of samples, with the skip list of the first."""
     x, y = torch.randn(256, 4), torch.randint(3, (256,))

@@ -92,6 +92,7 @@ class SpikeGuard:
         self._kept: list[_KeptState] = []
         self._since: list[SkippedStep] = []  # the steps that a rollback would undo
         self._spike: Spike | None = None  # that this step rolls back for
+        self._is_skipped = False  # whether the update of this step is left out
 
     def before_step(self, state: TrainState) -> None:
         if self._policy in ("warn", "skip"):
@@ -101,8 +102,8 @@ class SpikeGuard:
             self._since = [each for each in self._since if each.step > self._kept[0].step]
 
     def decide(self, state: TrainState, grad_norm: Tensor, skipped: Tensor) -> SpikeDecision | None:
-        self._spike = None
-        spike = None if bool(skipped) else state.spikes.detect(state.step + 1, float(grad_norm))
+        self._spike, self._is_skipped = None, bool(skipped)
+        spike = None if self._is_skipped else state.spikes.detect(state.step + 1, float(grad_norm))
         if spike is None:
             return None
         action = action_for(self._policy, spike)
@@ -110,15 +111,15 @@ class SpikeGuard:
             self._spike = spike
             return SpikeDecision(spike, action, _undone(spike, self._kept[0].step))
         if action == "skip":
+            self._is_skipped = True
             norms = f"a gradient norm of {spike.grad_norm:.4g}, where {spike.usual:.4g} is usual"
             return SpikeDecision(spike, action, f"spike: {norms}")
         return SpikeDecision(spike, action)
 
     def after_step(self, state: TrainState, batch: StepBatch, done: Accumulated, grad_norm: Tensor) -> None:
-        if not self._kept:
-            return
         if self._spike is not None:
             self._roll_back(state, self._spike)
+        if not self._kept or self._spike is not None or self._is_skipped:  # nothing that a rollback could undo
             return
         loss, ids = float(torch.stack(list(done.micro_losses)).sum()), tuple(batch.ids.tolist())
         self._since.append(SkippedStep(state.step, "", loss, float(grad_norm), None, ids, None))
@@ -146,7 +147,9 @@ class _KeptState:
     @classmethod
     def of(cls, state: TrainState) -> _KeptState:
         roots = [state.model, *([state.loss] if state.loss is not None else [])]
-        objects = LiveObjects(roots, [state.optimizer], [p for root in roots for p in root.parameters()])
+        trained = [p for group in state.optimizer.param_groups for p in group["params"]]
+        parameters = {id(p): p for p in [*trained, *(p for root in roots for p in root.parameters())]}
+        objects = LiveObjects(roots, [state.optimizer], list(parameters.values()))
         shadow = state.ema.state_dict().get("shadow", {})
         average = {name: each.clone() for name, each in shadow.items()}
         return cls(state.step, objects, objects.snapshot(state.step + 1), average)

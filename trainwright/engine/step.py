@@ -31,7 +31,7 @@ class StepResult:
 
     ``step`` is the number of this step, 1-based: ``state.step`` after it. ``wait_s`` is how long the loop
     waited for the batch. ``skipped`` is true when the update was not applied. ``batch`` is in the micro-batches that
-    it was trained in; ``shortages`` are the tries before that ran out of memory. ``spike`` is what a
+    it was trained in; ``oom_reports`` are of the tries before, which ran out of memory. ``spike`` is what a
     SpikeGuard decided.
     """
 
@@ -46,7 +46,7 @@ class StepResult:
     probed: Mapping[str, Tensor] = field(default_factory=dict)
     wait_s: float = 0.0
     step_s: float = 0.0
-    shortages: Sequence[OomReport] = ()
+    oom_reports: Sequence[OomReport] = ()
     spike: SpikeDecision | None = None
 
 
@@ -133,7 +133,7 @@ def make_step(
             state.step, skipped, grad_norm=grad_norm, losses=losses, batch=batch, scale=scale, reason=reason
         )
         result = StepResult(state.step, done.loss, grad_norm, lr, done.weight, skipped, batch, done.metrics, probed)
-        result.shortages, result.spike = reports, decision
+        result.oom_reports, result.spike = reports, decision
         return result
 
     return advance

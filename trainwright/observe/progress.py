@@ -61,7 +61,7 @@ class Progress:
     def observe(self, result: StepResult, state: TrainState) -> None:
         for bad in result.batch.bad:
             self.say(f"step {result.step:>6}   sample {bad.id} cannot be read and is left out from now on: {bad.what}")
-        for each in result.shortages:
+        for each in result.oom_reports:
             self.say(f"step {result.step:>6}   {each}")
         self._wait_s += result.wait_s
         self._work_s += result.step_s

@@ -58,7 +58,7 @@ class StepLog:
             self._journal.write(
                 records.Quarantined(time_s=now_s, step=result.step, sample_ids=(bad.id,), reason=bad.what)
             )
-        self.ran_out(result.shortages)
+        self.ran_out(result.oom_reports)
         self._count += 1
         self._step_s += result.step_s
         self._wait_s += result.wait_s

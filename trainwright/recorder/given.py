@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -102,8 +103,9 @@ class GivenRing(Ring):
         segment.num_bytes = given.num_bytes
         self._given[segment.step] = given
         self.add(segment)
-        while self.segments and len(self._given) > len(self.segments):
-            del self._given[next(iter(self._given))]
+        oldest = self.segments[0].step if self.segments else math.inf
+        while self._given and (first := next(iter(self._given))) < oldest:
+            del self._given[first]
 
     def given(self, step: int) -> GivenStep:
         """What a step that is held was given."""

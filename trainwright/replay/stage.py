@@ -71,7 +71,7 @@ def _load(subject: LiveObjects, snapshot: Snapshot) -> None:
     for (module, name), buffer in zip(subject.buffers(), snapshot.buffers):
         module._buffers[name] = None if buffer is None else buffer.clone()
     for module, attributes in zip(subject.modules, snapshot.attributes):
-        vars(module).update(attributes)
+        vars(module).update({name: _written(value) for name, value in attributes.items()})
     for optimizer, state, groups in zip(subject.optimizers, snapshot.states, snapshot.groups):
         fresh_state: Any = type(optimizer.state)(dict)
         for number, own in state.items():
@@ -80,6 +80,11 @@ def _load(subject: LiveObjects, snapshot: Snapshot) -> None:
         for group, kept in zip(optimizer.param_groups, groups):
             group.update({k: fresh(v) for k, v in kept.items()})
     snapshot.rng.restore()
+
+
+def _written(value: object) -> object:
+    """What a forward pass may write to instead of the snapshot's tensor. A tensor that is trained is the live one."""
+    return value.clone() if isinstance(value, Tensor) and not value.requires_grad else value
 
 
 def _point(parameter: Tensor, data: Tensor) -> None:

@@ -43,6 +43,7 @@ class LiveObjects:
     ) -> None:
         self.roots, self.optimizers, self.parameters = list(roots), list(optimizers), list(parameters)
         self.modules = list({id(m): m for root in roots for m in root.modules()}.values())
+        self._copies: dict[tuple[int, str], tuple[Tensor, int, Tensor]] = {}
         self._own = [not type(m).__module__.startswith("torch.nn.") for m in self.modules]
 
     def hooks(self) -> tuple[int, ...]:
@@ -72,8 +73,26 @@ class LiveObjects:
             [{k: _copied(v) for k, v in g.items() if k != "params"} for g in o.param_groups] for o in self.optimizers
         ]
         buffers = [_copied(module._buffers[name]) for module, name in self.buffers()]
-        attributes = [_attributes(m) if own else {} for m, own in zip(self.modules, self._own)]
+        attributes = [self._attributes(m) if own else {} for m, own in zip(self.modules, self._own)]
         return Snapshot(step, copies, buffers, states, groups, RngBag.capture(), attributes, self.hooks())
+
+    def _attributes(self, module: nn.Module) -> dict[str, Any]:
+        """What a forward pass of one's own may count or keep; torch's own modules have no such thing."""
+        attributes: dict[str, Any] = {}
+        for name, value in vars(module).items():
+            if type(value) in _PLAIN:
+                attributes[name] = value
+            elif isinstance(value, Tensor) and value.grad_fn is None:
+                may_change = not value.requires_grad and not value.is_inference()
+                attributes[name] = self._copy_of((id(module), name), value) if may_change else value
+        return attributes
+
+    def _copy_of(self, place: tuple[int, str], live: Tensor) -> Tensor:
+        """A copy; the last one where nobody has written to the tensor since: many are tables."""
+        known = self._copies.get(place)
+        if known is None or known[0] is not live or known[1] != live._version:
+            known = self._copies[place] = (live, live._version, live.clone())
+        return known[2]
 
 
 @torch.no_grad()
@@ -94,15 +113,6 @@ def put_back(subject: LiveObjects, snapshot: Snapshot) -> None:
                 optimizer.state[parameter].update({k: _copied(v) for k, v in states[number].items()})
             else:
                 optimizer.state.pop(parameter, None)
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """What a forward pass of one's own may count or keep; torch's own modules have no such thing."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if type(value) in _PLAIN or (isinstance(value, Tensor) and value.grad_fn is None)
-    }
 
 
 def _copied(value: Any) -> Any:

@@ -198,7 +198,7 @@ class _Search:
                 result = self._step(job.state, batch)
             except OutOfMemory:
                 return SizeTried(size, None, None)
-            if result.shortages:
+            if result.oom_reports:
                 return SizeTried(size, None, None)
             float(result.loss)  # waits for the device
             step_s = time.perf_counter() - begin_s

@@ -150,7 +150,8 @@ class EngineSession:
             self._judge(*self._unread.popleft())
         if error is not None and not isinstance(error, OutOfMemory):
             self._examine_unfinished(error)
-        if self.step > self._first_step and (newest := self.ring.segments[-1]):
+        if self.ring.segments:
+            newest = self.ring.segments[-1]
             self._make_program(newest, self._numbers(newest))
         self.log.look(self.step, "end", limits=self._limits(), finished=True)
 

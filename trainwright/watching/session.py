@@ -201,7 +201,8 @@ class WatchSession:
             return
         put_back(self._objects, snapshot)
         self._went_back = step.step
-        undone = [each for each in self.ring.segments if snapshot.step <= each.step <= step.step]
+        since = [each for each in self.ring.segments if snapshot.step <= each.step <= step.step]
+        undone = [each for each in since if each is step or "vetoed" not in each.values]
         reason = f"spike in step {step.step}: back to the state before step {snapshot.step}"
         self._incidents.note_skipped(undone, reason)
 
