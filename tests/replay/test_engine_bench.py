@@ -89,7 +89,7 @@ class Run:
             recorded = RecordedStep(step, loss=result.loss, grad_norm=result.grad_norm, lr=result.lr)
             assert given.newest is not None
             self.ring.add_given(recorded, given.newest)
-        self.results = {each.step: (float(each.loss), float(each.grad_norm)) for each in self.ring.segments}
+        self.results = {each.step: (float(each.loss), float(each.grad_norm)) for each in self.ring.steps}
 
     def replay(self, step: int) -> ReplaySession:
         return ReplaySession(Replayer(self.bench.objects, names_of(self.bench.objects)), self.ring, step)
@@ -131,10 +131,10 @@ def test_a_step_taken_again_is_the_same_bits(clip: str, how: str) -> None:
 
 def test_only_the_steps_that_are_asked_for_have_a_program() -> None:
     run = Run(clip=CLIPS["norm"], precision=tw.Precision("fp32", "cpu"), micro=1, loss=nn.CrossEntropyLoss())
-    assert not any(each.program for each in run.ring.segments)
+    assert not any(each.program for each in run.ring.steps)
     run.ring.add_snapshot(run.bench.objects.snapshot(STEPS + 1))
     run.replay(3)
-    assert [each.step for each in run.ring.segments if each.program] == [1, 2, 3]
+    assert [each.step for each in run.ring.steps if each.program] == [1, 2, 3]
     assert [each.step for each in run.ring.recorded(3)] == [1, 2, 3]
 
 

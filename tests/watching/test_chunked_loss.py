@@ -79,7 +79,7 @@ def test_the_same_bits_watched_and_replayed(make: Callable[[], Any], precision: 
         assert played.error is None
         assert float(played.losses[0]) == float(losses[step - 1])
         assert same(played.after, live[step - 1])
-    names = [each.name for each in session.ring.segments[-1].program if hasattr(each, "name")]
+    names = [each.name for each in session.ring.steps[-1].program if hasattr(each, "name")]
     assert "chunked_cross_entropy" in names
     assert "nll_loss" not in names
 

@@ -378,7 +378,7 @@ def test_a_loop_that_never_steps_holds_no_graph() -> None:
         del output
         gc.collect()
         assert sum(ref() is not None for ref in seen) <= 1
-        segment = watch.session.recording.segment
+        segment = watch.session.recording.current
         assert len(segment.program) <= 4200
     assert watch.session.failures == []
 

@@ -1,50 +1,53 @@
-"""Hooks that hear the forward calls of a root module, and that a copy or a pickle of it does not take along."""
+"""Hooks on the forward calls of a module, which a copy or a pickle of the module does not contain."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import cast
 
 import torch
 from torch import nn
 
+from trainwright.recorder.user_types import Args, Kwargs
 
-class Ear:
-    """A hook on one module. What is called while it is being compiled must leave no trace in the graph."""
+
+class Hook:
+    """A hook on one module. It does nothing while the module is being compiled: the graph must not contain it."""
 
     is_recorders = True  # not one of the loop's own hooks
 
-    def __init__(self, root: nn.Module, heard: Callable[..., None]) -> None:
-        self._root, self._heard = root, heard
+    def __init__(self, root: nn.Module, call: Callable[..., None]) -> None:
+        self._root, self._call = root, call
 
-    def __call__(self, module: nn.Module, *given: Any) -> None:
+    def __call__(self, module: nn.Module, *arguments: object) -> None:
         if not torch.compiler.is_compiling() and module is self._root:  # a replica of DataParallel has our hook too
-            self._heard(module, *given)
+            self._call(module, *arguments)
 
-    def __reduce__(self) -> Any:
-        """In a copy and in a pickle: something of Python's own that takes any arguments and does nothing."""
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        """A copy or a pickle gets a function of Python's own instead, which takes any arguments and does nothing."""
         return getattr, (nullcontext(), "__exit__")
 
 
 @contextmanager
-def hearing(
+def call_hooks(
     root: nn.Module,
-    before: Callable[[nn.Module, Any, Any], None],
-    after: Callable[[nn.Module, Any, Any], None],
+    before: Callable[[nn.Module, Args, Kwargs], None],
+    after: Callable[[nn.Module, Args, object], None],
 ) -> Iterator[None]:
     """Calls ``before(root, args, kwargs)`` and ``after(root, args, output)`` around every forward call.
 
-    Where a call raises, ``after`` is given None for its output.
+    Where a call raises, ``output`` is None.
     """
-    last = root.register_forward_hook(Ear(root, after), always_call=True)
+    last = root.register_forward_hook(Hook(root, after), always_call=True)
 
-    def begin(root: nn.Module, args: Any, kwargs: Any) -> None:
-        hooks: Any = root._forward_hooks  # an OrderedDict
+    def begin(root: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        hooks = cast("OrderedDict[int, object]", root._forward_hooks)
         hooks.move_to_end(last.id)  # the loop's own hooks belong to the call, also those that came later
         before(root, args, kwargs)
 
-    first = root.register_forward_pre_hook(Ear(root, begin), with_kwargs=True, prepend=True)
+    first = root.register_forward_pre_hook(Hook(root, begin), with_kwargs=True, prepend=True)
     try:
         yield
     finally:
@@ -53,7 +56,7 @@ def hearing(
 
 
 def parts_of(root: nn.Module) -> list[nn.Module]:
-    """The modules right inside of it that own parameters and can be called."""
+    """The children of ``root`` that own parameters and can be called; of a ModuleList or ModuleDict its children."""
     found = []
     for child in root.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):

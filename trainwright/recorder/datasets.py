@@ -1,30 +1,39 @@
-"""Asks a data set for samples without leaving a trace: on a copy of it, or in workers like its own."""
+"""Reads samples of a data set without changing it: from a copy of it, or in workers like its own."""
 
 from __future__ import annotations
 
 import copy
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, get_worker_info
 
 from trainwright.recorder.hooks import muted
 from trainwright.recorder.program import tensors_of
+from trainwright.recorder.user_types import Loader
+from trainwright.runlog.json_values import Facts
 from trainwright.state.rng import preserved_rng
 
 COPY_BYTES, COPY_OBJECTS = 64 * 2**20, 20_000
-"""A data set that holds more than this is not copied to be asked."""
+"""A data set that holds more than this is not copied."""
 PEEK_S, TIMEOUT_S = 0.25, 20.0
 _Generators = np.random.Generator | np.random.RandomState | random.Random | torch.Generator
 
 
-def base_of(dataset: Any) -> tuple[Any, Sequence[int] | None]:
-    """The data set under all Subsets, and the positions in it that are left; None for all of them."""
+def length_of(value: object) -> int | None:
+    """Its length; None for what has none, as a loader of an iterable data set."""
+    try:
+        return len(value) if isinstance(value, Sized) else None
+    except TypeError:
+        return None
+
+
+def base_of(dataset: object) -> tuple[object, Sequence[int] | None]:
+    """The data set under all Subsets, and the positions in it that they keep; None for all of them."""
     positions: Sequence[int] | None = None
     while isinstance(dataset, Subset):
         own = dataset.indices
@@ -33,25 +42,25 @@ def base_of(dataset: Any) -> tuple[Any, Sequence[int] | None]:
     return dataset, positions
 
 
-def peek(dataset: Any, positions: Sequence[int]) -> list[list[Tensor]]:
-    """The tensors of some samples, read from a copy; none where it is too big to copy or cannot be."""
+def peek(dataset: Dataset[object], positions: Sequence[int]) -> list[list[Tensor]]:
+    """The tensors of some samples, read from a copy of the data set; [] where it is too large, or cannot be copied."""
     if not _is_small(dataset):
         return []
     with muted(), preserved_rng():
         try:
             copied = copy.deepcopy(dataset)
-            end_s, told = time.perf_counter() + PEEK_S, []
+            end_s, samples = time.perf_counter() + PEEK_S, []
             for position in positions:
-                told.append(leaves_of(copied[position]))
+                samples.append(leaves_of(copied[position]))
                 if time.perf_counter() > end_s:
                     break
-            return told
-        except Exception:  # a stranger's data set: what cannot be copied is not looked at
+            return samples
+        except Exception:  # the user's data set: what cannot be copied is not read
             return []
 
 
-def leaves_of(sample: Any) -> list[Tensor]:
-    """Its tensors; a plain number counts as one, as collating makes one of it."""
+def leaves_of(sample: object) -> list[Tensor]:
+    """The tensors of a sample. A plain number counts as one: collating makes a tensor of it."""
     if isinstance(sample, bool | int | float | np.generic | np.ndarray):
         return [torch.as_tensor(sample)]
     if isinstance(sample, Mapping):
@@ -61,7 +70,7 @@ def leaves_of(sample: Any) -> list[Tensor]:
     return tensors_of(sample)
 
 
-def _is_small(dataset: Any) -> bool:
+def _is_small(dataset: object) -> bool:
     num_bytes = 0
     for num_objects, leaf in enumerate(_walk(dataset)):
         num_bytes += leaf.nbytes if isinstance(leaf, Tensor | np.ndarray) else 0
@@ -70,13 +79,13 @@ def _is_small(dataset: Any) -> bool:
     return True
 
 
-def _walk(value: Any, depth: int = 6) -> Iterator[Any]:
-    """All objects that one is made of, as far as attributes and containers show."""
+def _walk(value: object, depth: int = 6) -> Iterator[object]:
+    """An object and all those that it holds in attributes and containers, down to a depth."""
     yield value
     if depth == 0 or isinstance(value, Tensor | np.ndarray | str | bytes | int | float | type):
         return
     if isinstance(value, Mapping):
-        items: Any = value.values()
+        items: Iterable[object] = value.values()
     elif isinstance(value, list | tuple | set):
         items = value
     else:
@@ -85,7 +94,7 @@ def _walk(value: Any, depth: int = 6) -> Iterator[Any]:
         yield from _walk(item, depth - 1)
 
 
-def draws(loader: DataLoader[Any], position: int) -> dict[str, Any]:
+def draws(loader: Loader, position: int) -> Facts:
     """Whether workers of ``loader`` draw equal random numbers: two of them read one sample twice, in two epochs.
 
     ``random``: two reads of it by one worker differ. ``equal_workers``, ``equal_epochs``: the reads are the same in
@@ -94,21 +103,21 @@ def draws(loader: DataLoader[Any], position: int) -> dict[str, Any]:
     """
     context = loader.multiprocessing_context
     method = torch.multiprocessing.get_start_method() if context is None else context.get_start_method()
-    if method != "fork" or isinstance(loader.dataset, torch.utils.data.IterableDataset):
+    if method != "fork" or isinstance(loader.dataset, IterableDataset):
         return {}
     with muted(), preserved_rng():
         try:
             now = _epochs(loader, position, loader.worker_init_fn)
-            told = _compared(now, persistent=loader.persistent_workers)
-            if told["random"] and (told["equal_workers"] or told["equal_epochs"]):
+            facts = _compared(now, persistent=loader.persistent_workers)
+            if facts["random"] and (facts["equal_workers"] or facts["equal_epochs"]):
                 after = _compared(_epochs(loader, position, _seeding(loader.worker_init_fn)), persistent=False)
-                told["with_seeds"] = after["equal_workers"] or after["equal_epochs"]
-            return told
-        except Exception as error:  # workers of a stranger's data set
+                facts["with_seeds"] = after["equal_workers"] or after["equal_epochs"]
+            return facts
+        except Exception as error:  # in the user's data set
             return {"blind": f"{type(error).__name__}: {error}"}
 
 
-def _compared(epochs: list[list[tuple[int, ...]]], *, persistent: bool) -> dict[str, Any]:
+def _compared(epochs: list[list[tuple[int, ...]]], *, persistent: bool) -> Facts:
     first, second = epochs
     return {
         "random": any(len(set(of_worker)) > 1 for of_worker in first),
@@ -117,9 +126,9 @@ def _compared(epochs: list[list[tuple[int, ...]]], *, persistent: bool) -> dict[
     }
 
 
-def _epochs(loader: DataLoader[Any], position: int, init: Any) -> list[list[tuple[int, ...]]]:
+def _epochs(loader: Loader, position: int, init: Callable[[int], None] | None) -> list[list[tuple[int, ...]]]:
     """For each of two epochs and two workers: digests of what it read."""
-    asked = DataLoader(
+    twin = DataLoader(
         loader.dataset,
         batch_sampler=[[position, position], [position, position]],
         num_workers=2,
@@ -129,10 +138,10 @@ def _epochs(loader: DataLoader[Any], position: int, init: Any) -> list[list[tupl
         generator=torch.Generator().manual_seed(1),
         timeout=TIMEOUT_S,
     )
-    return [list(asked) for _ in range(2)]
+    return [list(twin) for _ in range(2)]
 
 
-def _digests(samples: list[Any]) -> tuple[int, ...]:
+def _digests(samples: list[object]) -> tuple[int, ...]:
     return tuple([hash(tuple([_bytes(leaf) for leaf in leaves_of(sample)])) for sample in samples])
 
 
@@ -140,8 +149,8 @@ def _bytes(leaf: Tensor) -> bytes:
     return leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _seeding(before: Any) -> Callable[[int], None]:
-    """The remedy as a worker_init_fn."""
+def _seeding(before: Callable[[int], None] | None) -> Callable[[int], None]:
+    """A worker_init_fn that calls ``before`` and then seeds every generator that the data set holds."""
 
     def init(worker: int) -> None:
         if before is not None:
@@ -158,10 +167,9 @@ def _seeding(before: Any) -> Callable[[int], None]:
     return init
 
 
-def _seed(generator: Any, seed: int) -> None:
+def _seed(generator: _Generators, seed: int) -> None:
     if isinstance(generator, np.random.Generator):
-        kind: Any = type(generator.bit_generator)
-        generator.bit_generator.state = kind(seed).state
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
     elif isinstance(generator, np.random.RandomState | random.Random):
         generator.seed(seed)
     else:

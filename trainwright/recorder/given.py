@@ -98,12 +98,12 @@ class GivenRing(Ring):
         self._given: dict[int, GivenStep] = {}
         self._record = record
 
-    def add_given(self, segment: RecordedStep, given: GivenStep) -> None:
-        """``segment`` has the numbers and the sample ids of the step, and no program yet."""
-        segment.num_bytes = given.num_bytes
-        self._given[segment.step] = given
-        self.add(segment)
-        oldest = self.segments[0].step if self.segments else math.inf
+    def add_given(self, step: RecordedStep, given: GivenStep) -> None:
+        """``step`` has the numbers and the sample ids of the step, and no program yet."""
+        step.num_bytes = given.num_bytes
+        self._given[step.step] = given
+        self.add(step)
+        oldest = self.steps[0].step if self.steps else math.inf
         while self._given and (first := next(iter(self._given))) < oldest:
             del self._given[first]
 
@@ -141,11 +141,11 @@ class GivenRing(Ring):
     def recorded(self, step: int) -> list[RecordedStep]:
         """The newest steps up to ``step`` that have a program; at least HISTORY of them, if they are held."""
         for snapshot in reversed(self.snapshots):
-            with_program = [each for each in self.segments if each.step <= step and each.program]
+            with_program = [each for each in self.steps if each.step <= step and each.program]
             if snapshot.step <= step and len(with_program) < HISTORY:
                 oldest = min((each.step for each in with_program), default=step + 1)
                 self.way_from(snapshot, max(snapshot.step, oldest - 1))
-        return [each for each in self.segments if each.step <= step and each.program]
+        return [each for each in self.steps if each.step <= step and each.program]
 
     def _fill(self, snapshot: Snapshot, way: list[RecordedStep]) -> None:
         if all(each.program or each.blind for each in way):

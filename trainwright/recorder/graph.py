@@ -1,10 +1,9 @@
-"""What an autograd graph ends in: the leaves that a backward pass would give a gradient to."""
+"""The leaves of an autograd graph: the tensors that a backward pass accumulates gradients into."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
+from torch.autograd.graph import Node
 
 
 def leaves_of(tensor: Tensor, limit: int = 100_000) -> list[Tensor] | None:
@@ -15,8 +14,8 @@ def leaves_of(tensor: Tensor, limit: int = 100_000) -> list[Tensor] | None:
     if tensor.grad_fn is None:
         return [tensor] if tensor.requires_grad else []
     found: list[Tensor] = []
-    seen: set[Any] = {tensor.grad_fn}
-    waiting: list[Any] = [tensor.grad_fn]
+    seen: set[Node] = {tensor.grad_fn}
+    waiting: list[Node] = [tensor.grad_fn]
     while waiting:
         node = waiting.pop()
         if (leaf := getattr(node, "variable", None)) is not None:

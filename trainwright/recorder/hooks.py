@@ -1,13 +1,13 @@
-"""Sees what a training loop does, without a change to it: the calls that every loop makes, told to a listener."""
+"""Hooks and patches on the calls that every training loop makes: each calls the methods of the listeners."""
 
 from __future__ import annotations
 
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,17 +17,18 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
 
-from trainwright.recorder.calls import hearing
+from trainwright.recorder.calls import call_hooks
 from trainwright.recorder.listener import Listener as Listener
-from trainwright.recorder.listener import careful, inside, is_heard, listeners, listens_to, sort_listeners, tell_of
+from trainwright.recorder.listener import careful, inside, is_heard, listeners, listens_to, methods_for, sort_listeners
 from trainwright.recorder.listener import muted as muted
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 
 
 @contextmanager
 def listening(group: Sequence[Listener], roots: Sequence[nn.Module]) -> Iterator[None]:
-    """Tells each of ``group`` of every forward call of ``roots``, and of every backward, step, ... of this thread.
+    """Registers listeners for every forward call of ``roots``, and every backward, step, ... of this thread.
 
-    Torch's classes are patched while somebody listens and are as before when nobody does.
+    Torch's classes are patched while any listener is registered, and unpatched after the last.
     """
     mine = [(listener, threading.get_ident()) for listener in group]
     with calls_heard(group, roots):
@@ -49,33 +50,39 @@ def listening(group: Sequence[Listener], roots: Sequence[nn.Module]) -> Iterator
 
 @contextmanager
 def calls_heard(group: Sequence[Listener], modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Tells those of ``group`` who listen to it of every forward call of ``modules`` in this thread.
+    """Registers listeners for every forward call of ``modules`` in this thread.
 
-    Not of those inside of backward: there activation checkpointing calls the model again, not the loop.
+    Calls inside of backward are left out: there activation checkpointing calls the model, not the loop.
     """
     thread = threading.get_ident()
     begins, ends = (
         [careful(each, method) for each in group if listens_to(each, method)] for method in ("on_forward", "on_output")
     )
 
-    def before(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if thread == threading.get_ident() and is_heard() and not inside.backward:
-            for tell in begins:
-                tell(root, args, kwargs)
+            for call in begins:
+                call(root, args, kwargs)
 
-    def after(root: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def after(root: nn.Module, args: Args, output: object) -> None:
         if thread == threading.get_ident() and is_heard() and not inside.backward:
-            for tell in ends:
-                tell(root, output)
+            for call in ends:
+                call(root, output)
 
     with ExitStack() as undo:
         for module in modules:
-            undo.enter_context(hearing(module, before, after))
+            undo.enter_context(call_hooks(module, before, after))
         yield
 
 
+class _LoaderIterator(Protocol):
+    """An iterator of a DataLoader, with the attribute that is put on it."""
+
+    _trainwright_ids: list[object]
+
+
 class _Patches:
-    """Everything that is replaced in torch, and how it is put back."""
+    """Replaces functions and methods of torch, and puts them back."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
@@ -83,7 +90,7 @@ class _Patches:
     def enter(self) -> None:
         for owner, name, wrap in _WRAPPERS:
             original = owner.__dict__.get(name) if isinstance(owner, type) else getattr(owner, name, None)
-            if original is not None:  # a version of torch without it is not heard there
+            if original is not None:  # else this version of torch does not have it
                 setattr(owner, name, functools.wraps(original)(wrap(original)))
                 self._undo.append(functools.partial(setattr, owner, name, original))
         for handle in (register_optimizer_step_pre_hook(_on_step), register_optimizer_step_post_hook(_on_stepped)):
@@ -99,80 +106,80 @@ _patches = _Patches()
 _changing = threading.Lock()
 
 
-def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given = (*args[1:], *kwargs.values())
-    closure = next((each for each in given if callable(each)), None)
+def _on_step(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+    values = (*args[1:], *kwargs.values())
+    closure = next((each for each in values if callable(each)), None)
     if closure is None or not is_heard():
-        for tell in tell_of("on_step"):
-            tell(optimizer, given)
+        for call in methods_for("on_step"):
+            call(optimizer, values)
         return None
     calls = 0
 
     @functools.wraps(closure)
-    def heard() -> Any:
+    def counted() -> object:
         nonlocal calls
         result = closure()
         calls += 1
-        for tell in tell_of("on_step") if calls == 1 else ():
-            tell(optimizer, given)
-        for tell in tell_of("on_closure_again") if calls > 1 else ():
-            tell(optimizer)
+        for call in methods_for("on_step") if calls == 1 else ():
+            call(optimizer, values)
+        for call in methods_for("on_closure_again") if calls > 1 else ():
+            call(optimizer)
         return result
 
-    return tuple(heard if a is closure else a for a in args), {
-        k: heard if v is closure else v for k, v in kwargs.items()
+    return tuple(counted if a is closure else a for a in args), {
+        k: counted if v is closure else v for k, v in kwargs.items()
     }
 
 
-def _on_stepped(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for tell in tell_of("on_stepped"):
-        tell(optimizer)
+def _on_stepped(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
+    for call in methods_for("on_stepped"):
+        call(optimizer)
 
 
-def _tell_changed() -> None:
-    for tell in tell_of("on_gradients_changed"):
-        tell()
+def _call_gradients_changed() -> None:
+    for call in methods_for("on_gradients_changed"):
+        call()
 
 
-def _wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
-    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+def _wrap_backward(original: TorchFunction) -> TorchFunction:
+    def backward(tensors: Tensor | Iterable[Tensor], *args: object, **kwargs: object) -> object:
         if inside.backward or not is_heard():
             return original(tensors, *args, **kwargs)
         losses = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         names = ("grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
-        how = dict(zip(names, args)) | kwargs
-        for tell in tell_of("on_backward"):
-            tell(losses, how)
+        options = dict(zip(names, args)) | kwargs
+        for call in methods_for("on_backward"):
+            call(losses, options)
         inside.enter("backward")
         try:
             result = original(tensors, *args, **kwargs)
         finally:
             inside.leave("backward")
-        for tell in tell_of("on_gradients"):
-            tell()
+        for call in methods_for("on_gradients"):
+            call()
         return result
 
     return backward
 
 
-def _wrap_tensor_backward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Itself a torch function: whoever listens to those can stop before it begins."""
+def _wrap_tensor_backward(original: TorchFunction) -> TorchFunction:
+    """Tensor.backward is a torch function: the tape must stop before the call reaches it."""
 
-    def backward(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        for tell in tell_of("on_backward_called"):
-            tell()
+    def backward(self: Tensor, *args: object, **kwargs: object) -> object:
+        for call in methods_for("on_backward_called"):
+            call()
         return original(self, *args, **kwargs)
 
     return backward
 
 
-def _wrap_grad(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls itself again through a mode that hears torch functions: that is one call."""
+def _wrap_grad(original: TorchFunction) -> TorchFunction:
+    """Through a mode for torch functions it calls itself again: that counts as one call."""
 
-    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def grad(outputs: object, inputs: object, *args: object, **kwargs: object) -> object:
         names = ("grad_outputs", "retain_graph", "create_graph")
-        for tell in () if inside.grad or inside.backward else tell_of("on_autograd_grad"):
-            tell(outputs, inputs, dict(zip(names, args)) | kwargs)
+        for call in () if inside.grad or inside.backward else methods_for("on_autograd_grad"):
+            call(outputs, inputs, dict(zip(names, args)) | kwargs)
         inside.enter("grad")
         try:
             return original(outputs, inputs, *args, **kwargs)
@@ -182,38 +189,38 @@ def _wrap_grad(original: Callable[..., Any]) -> Callable[..., Any]:
     return grad
 
 
-def _wrap_zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
-    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for tell in tell_of("on_zero_grad"):
-            tell(self)
+def _wrap_zero_grad(original: TorchFunction) -> TorchFunction:
+    def zero_grad(self: object, *args: object, **kwargs: object) -> object:
+        for call in methods_for("on_zero_grad"):
+            call(self)
         return original(self, *args, **kwargs)
 
     return zero_grad
 
 
-def _wrap_scale(original: Callable[..., Any]) -> Callable[..., Any]:
-    def scale(self: Any, outputs: Any) -> Any:
+def _wrap_scale(original: TorchFunction) -> TorchFunction:
+    def scale(self: object, outputs: object) -> object:
         scaled = original(self, outputs)
-        for tell in tell_of("on_scaled"):
-            tell(self, outputs, scaled)
+        for call in methods_for("on_scaled"):
+            call(self, outputs, scaled)
         return scaled
 
     return scale
 
 
-def _wrap_unscale(original: Callable[..., Any]) -> Callable[..., Any]:
-    def unscale_(self: GradScaler, optimizer: Optimizer) -> Any:
-        for tell in tell_of("on_unscale"):
-            tell(self, optimizer)
+def _wrap_unscale(original: TorchFunction) -> TorchFunction:
+    def unscale_(self: GradScaler, optimizer: Optimizer) -> object:
+        for call in methods_for("on_unscale"):
+            call(self, optimizer)
         result = original(self, optimizer)
-        _tell_changed()
+        _call_gradients_changed()
         return result
 
     return unscale_
 
 
-def _wrap_scaler_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    def step(self: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+def _wrap_scaler_step(original: TorchFunction) -> TorchFunction:
+    def step(self: GradScaler, optimizer: Optimizer, *args: object, **kwargs: object) -> object:
         if not is_heard():
             return original(self, optimizer, *args, **kwargs)
         seen: list[Optimizer] = []
@@ -222,93 +229,97 @@ def _wrap_scaler_step(original: Callable[..., Any]) -> Callable[..., Any]:
             result = original(self, optimizer, *args, **kwargs)
         finally:
             handle.remove()
-        for tell in tell_of("on_scaler_step"):
-            tell(self, optimizer, bool(seen))
+        for call in methods_for("on_scaler_step"):
+            call(self, optimizer, bool(seen))
         return result
 
     return step
 
 
-def _wrap_update(original: Callable[..., Any]) -> Callable[..., Any]:
-    def update(self: GradScaler, *args: Any, **kwargs: Any) -> Any:
+def _wrap_update(original: TorchFunction) -> TorchFunction:
+    def update(self: GradScaler, *args: object, **kwargs: object) -> object:
         result = original(self, *args, **kwargs)
-        for tell in tell_of("on_scaler_update"):
-            tell(self)
+        for call in methods_for("on_scaler_update"):
+            call(self)
         return result
 
     return update
 
 
-def _wrap_clip_norm(original: Callable[..., Any]) -> Callable[..., Any]:
-    def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _wrap_clip_norm(original: TorchFunction) -> TorchFunction:
+    def clip_grads_with_norm_(
+        parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor, *args: object, **kwargs: object
+    ) -> object:
         if not is_heard():
             return original(parameters, max_norm, total_norm, *args, **kwargs)
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        for tell in tell_of("on_clip"):
-            tell("norm", float(max_norm), given, total_norm)
-        result = original(given, max_norm, total_norm, *args, **kwargs)
-        _tell_changed()
+        clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for call in methods_for("on_clip"):
+            call("norm", float(max_norm), clipped, total_norm)
+        result = original(clipped, max_norm, total_norm, *args, **kwargs)
+        _call_gradients_changed()
         return result
 
     return clip_grads_with_norm_
 
 
-def _wrap_clip_value(original: Callable[..., Any]) -> Callable[..., Any]:
-    def clip_grad_value_(parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> Any:
+def _wrap_clip_value(original: TorchFunction) -> TorchFunction:
+    def clip_grad_value_(
+        parameters: Tensor | Iterable[Tensor], clip_value: float, *args: object, **kwargs: object
+    ) -> object:
         if not is_heard():
             return original(parameters, clip_value, *args, **kwargs)
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        for tell in tell_of("on_clip"):
-            tell("value", float(clip_value), given, None)
-        result = original(given, clip_value, *args, **kwargs)
-        _tell_changed()
+        clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for call in methods_for("on_clip"):
+            call("value", float(clip_value), clipped, None)
+        result = original(clipped, clip_value, *args, **kwargs)
+        _call_gradients_changed()
         return result
 
     return clip_grad_value_
 
 
-def _wrap_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _wrap_schedule(original: TorchFunction) -> TorchFunction:
+    def step(self: object, *args: object, **kwargs: object) -> object:
         inside.enter("schedule")  # a SequentialLR steps others inside
         try:
             result = original(self, *args, **kwargs)
         finally:
             inside.leave("schedule")
         if not inside.schedule:
-            for tell in tell_of("on_metric") if args or kwargs else ():
-                tell(self, (*args, *kwargs.values())[0])
-            for tell in tell_of("on_schedule"):
-                tell(self)
+            for call in methods_for("on_metric") if args or kwargs else ():
+                call(self, (*args, *kwargs.values())[0])
+            for call in methods_for("on_schedule"):
+                call(self)
         return result
 
     return step
 
 
-def _wrap_iter_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    def init(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-        self._trainwright_ids = []  # what the sampler gave and no batch was made of yet
+def _wrap_iter_init(original: TorchFunction) -> TorchFunction:
+    def init(self: _LoaderIterator, loader: object, *args: object, **kwargs: object) -> None:
+        self._trainwright_ids = []  # from the sampler, of batches that were not returned yet
         original(self, loader, *args, **kwargs)
-        for tell in tell_of("on_epoch"):
-            tell(loader, self)
+        for call in methods_for("on_epoch"):
+            call(loader, self)
 
     return init
 
 
-def _wrap_reset(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_reset(original: TorchFunction) -> TorchFunction:
     """Persistent workers reset an iterator instead of making one. Iterators of several workers call it when made."""
 
-    def reset(self: Any, loader: Any, first_iter: bool = False) -> None:
+    def reset(self: _LoaderIterator, loader: object, first_iter: bool = False) -> None:
         self._trainwright_ids = []
         original(self, loader, first_iter)
         if not first_iter:
-            for tell in tell_of("on_epoch"):
-                tell(loader, self)
+            for call in methods_for("on_epoch"):
+                call(loader, self)
 
     return reset
 
 
-def _wrap_next_index(original: Callable[..., Any]) -> Callable[..., Any]:
-    def next_index(self: Any) -> Any:
+def _wrap_next_index(original: TorchFunction) -> TorchFunction:
+    def next_index(self: object) -> object:
         ids = original(self)
         if hasattr(self, "_trainwright_ids"):
             self._trainwright_ids.append(ids)
@@ -317,22 +328,22 @@ def _wrap_next_index(original: Callable[..., Any]) -> Callable[..., Any]:
     return next_index
 
 
-def _wrap_next(original: Callable[..., Any]) -> Callable[..., Any]:
-    def next_batch(self: Any) -> Any:
+def _wrap_next(original: TorchFunction) -> TorchFunction:
+    def next_batch(self: object) -> object:
         begin_s = time.perf_counter()
         batch = original(self)
         waiting = getattr(self, "_trainwright_ids", None)
         ids = waiting.pop(0) if waiting else None
-        for tell in tell_of("on_batch"):
-            tell(self, ids, batch, time.perf_counter() - begin_s)
+        for call in methods_for("on_batch"):
+            call(self, ids, batch, time.perf_counter() - begin_s)
         return batch
 
     return next_batch
 
 
-_Iter: Any = dataloader._BaseDataLoaderIter
-_MultiIter: Any = dataloader._MultiProcessingDataLoaderIter
-_WRAPPERS: tuple[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]], ...] = (
+_Iter: type = dataloader._BaseDataLoaderIter
+_MultiIter: type = dataloader._MultiProcessingDataLoaderIter
+_WRAPPERS: tuple[tuple[object, str, Callable[[TorchFunction], TorchFunction]], ...] = (
     (torch.autograd, "backward", _wrap_backward),
     (torch.autograd, "grad", _wrap_grad),
     (Tensor, "backward", _wrap_tensor_backward),

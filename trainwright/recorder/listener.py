@@ -1,115 +1,121 @@
-"""Who listens to a loop, and what can be heard."""
+"""The events of a training loop, and which listeners of a thread receive them."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from trainwright.errors import TrainwrightError
+from trainwright.recorder.user_types import Args, Kwargs, Loader, TorchFunction
 
 
 class Listener:
-    """What a loop can be heard to do. Each method is called right when it happens and does nothing by itself.
+    """Receives the events of a loop. Each method is called at its event; by default it does nothing.
 
-    It hears the thread that it began to listen in. One that raises is told nothing any more; ``failed`` says why.
+    A listener receives the events of the thread in which it was registered. One that raises receives no more events;
+    ``failed`` is what it raised.
     """
 
     failed: Exception | None = None
 
     def fail(self, error: Exception) -> None:
-        """It has raised: from here on it is told nothing."""
+        """Called with what a method has raised; after it no method is called."""
         self.failed = error
 
-    def on_epoch(self, loader: Any, iterator: Any) -> None: ...
-    def on_batch(self, iterator: Any, ids: Any, batch: Any, wait_s: float) -> None: ...
-    def on_forward(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
-    def on_output(self, root: nn.Module, output: Any) -> None: ...
+    def on_epoch(self, loader: Loader, iterator: object) -> None: ...
+    def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None: ...
+    def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None: ...
+    def on_output(self, root: nn.Module, output: object) -> None: ...
     def on_backward_called(self) -> None: ...
-    def on_backward(self, losses: tuple[Tensor, ...], how: dict[str, Any]) -> None: ...
+    def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None: ...
     def on_gradients(self) -> None: ...
     def on_gradients_changed(self) -> None:
-        """Right after clipping, unscaling, ... has changed them."""
+        """The gradients were clipped, unscaled, ... by a function that is recorded."""
 
-    def on_autograd_grad(self, outputs: Any, inputs: Any, how: dict[str, Any]) -> None: ...
+    def on_autograd_grad(self, outputs: object, inputs: object, options: Kwargs) -> None: ...
     def on_zero_grad(self, owner: Optimizer | nn.Module) -> None: ...
-    def on_scaled(self, scaler: Any, given: Any, scaled: Any) -> None: ...
+    def on_scaled(self, scaler: object, loss: object, scaled: object) -> None: ...
     def on_unscale(self, scaler: GradScaler, optimizer: Optimizer) -> None: ...
     def on_scaler_step(self, scaler: GradScaler, optimizer: Optimizer, stepped: bool) -> None: ...
     def on_scaler_update(self, scaler: GradScaler) -> None: ...
-    def on_multiplied(self, factor: Any) -> None: ...
-    def on_clip(self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None, function: Any = None) -> None:
+    def on_multiplied(self, factor: Tensor | float) -> None: ...
+    def on_clip(
+        self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None, function: TorchFunction | None = None
+    ) -> None:
         """``by`` is norm, value, agc, or custom: then ``function`` is what clips."""
 
-    def on_step(self, optimizer: Optimizer, args: tuple[Any, ...]) -> None:
+    def on_step(self, optimizer: Optimizer, args: Args) -> None:
         """Right before the update: where a closure makes the gradients, when it has made them."""
 
     def on_closure_again(self, optimizer: Optimizer) -> None: ...
     def on_stepped(self, optimizer: Optimizer) -> None: ...
-    def on_schedule(self, scheduler: Any) -> None: ...
-    def on_metric(self, scheduler: Any, metric: Any) -> None: ...
+    def on_schedule(self, scheduler: object) -> None: ...
+    def on_metric(self, scheduler: object, metric: object) -> None: ...
 
 
 listeners: list[tuple[Listener, int]] = []
-"""With the thread that each one hears."""
-_who: dict[tuple[int, str], list[Callable[..., None]]] = {}
-"""By thread and method: those who listen to it, and do not just inherit it."""
+"""Each with the thread whose events it receives."""
+_methods: dict[tuple[int, str], list[Callable[..., None]]] = {}
+"""By thread and event: the methods to call. With "" for the event: an entry for each thread that has listeners."""
 _muted: set[int] = set()
 
 
-def tell_of(method: str) -> Sequence[Callable[..., None]]:
-    """Whom of this thread's listeners to tell."""
+def methods_for(method: str) -> Sequence[Callable[..., None]]:
+    """Returns the methods to call in this thread at the event ``method``."""
     thread = threading.get_ident()
-    return () if thread in _muted else _who.get((thread, method), ())
+    return () if thread in _muted else _methods.get((thread, method), ())
 
 
 def is_heard() -> bool:
-    """Whether anybody listens to this thread."""
+    """Whether this thread has listeners and is not muted."""
     thread = threading.get_ident()
-    return thread not in _muted and (thread, "") in _who
+    return thread not in _muted and (thread, "") in _methods
 
 
 def sort_listeners() -> None:
-    """After a change to ``listeners``. Other threads may be telling theirs."""
-    global _who
-    who: dict[tuple[int, str], list[Callable[..., None]]] = {}
+    """Builds the table of methods anew. Must be called after each change to ``listeners``."""
+    global _methods  # replaced at once: other threads may be reading it
+    table: dict[tuple[int, str], list[Callable[..., None]]] = {}
     for listener, thread in listeners:
-        who[thread, ""] = []
+        table[thread, ""] = []
         for method in (name for name in vars(Listener) if name.startswith("on_")):
             if listens_to(listener, method):
-                who.setdefault((thread, method), []).append(careful(listener, method))
-    _who = who
+                table.setdefault((thread, method), []).append(careful(listener, method))
+    _methods = table
 
 
 def listens_to(listener: Listener, method: str) -> bool:
-    """Whether it does not just inherit the method that does nothing."""
+    """Whether the listener overrides the method."""
     return getattr(type(listener), method) is not getattr(Listener, method)
 
 
 def careful(listener: Listener, method: str) -> Callable[..., None]:
-    """A listener's mistake is not the loop's: what it raises ends its listening, but for what we raise on purpose."""
-    tell = getattr(listener, method)
+    """Wraps a method of a listener: an exception in it calls ``fail`` and does not reach the loop.
 
-    def told(*args: Any) -> None:
+    A TrainwrightError is raised on purpose and passes.
+    """
+    call = getattr(listener, method)
+
+    def call_carefully(*args: object) -> None:
         if listener.failed is None:
             try:
-                tell(*args)
+                call(*args)
             except TrainwrightError:
                 raise
             except Exception as error:
                 listener.fail(error)
 
-    return told
+    return call_carefully
 
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """What is done inside is heard by nobody: a replay is not the loop."""
+    """A context in which this thread has no events: a replay is not the loop."""
     thread = threading.get_ident()
     if thread in _muted:
         yield
@@ -123,7 +129,7 @@ def muted() -> Iterator[None]:
 
 @contextmanager
 def heard_again() -> Iterator[None]:
-    """Inside of ``muted``: what is done here is heard after all."""
+    """A context inside of ``muted`` in which this thread has events again."""
     thread = threading.get_ident()
     was_muted = thread in _muted
     _muted.discard(thread)
@@ -135,7 +141,7 @@ def heard_again() -> Iterator[None]:
 
 
 class CallDepth(threading.local):
-    """How deep this thread is in functions that call themselves, or others that are heard too."""
+    """How many calls of backward, of autograd.grad and of a scheduler's step this thread is in: they may be nested."""
 
     backward = grad = schedule = 0
 

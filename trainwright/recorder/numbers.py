@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainwright.recorder.program import RecordedStep
+from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Watched
 
 LATE = 2
@@ -24,7 +24,7 @@ def lateness(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Of one segment. ``loss`` is NaN where it is not known; ``clips`` are the norms that clipping has found."""
+    """Of one step. ``loss`` is NaN where it is not known; ``clips`` are the norms that clipping has found."""
 
     losses: tuple[float, ...]
     loss: float
@@ -33,16 +33,16 @@ class Numbers:
 
     @property
     def are_finite(self) -> bool:
-        """A loss that nobody told is not bad."""
+        """A loss that is not known is not bad."""
         return math.isfinite(self.norm) and all(map(math.isfinite, self.losses)) and not math.isinf(self.loss)
 
 
-def ask(segment: RecordedStep) -> Callable[[], Numbers]:
-    """Asks for the numbers of a segment; calling the answer reads them, and waits if it must."""
-    losses = [each for each in segment.losses if each.numel() == 1]
-    clips = [value["norm"] for kind, value in segment.events if kind == "clip" and isinstance(value["norm"], Tensor)]
-    own = [] if segment.loss is None else [segment.loss]
-    norm = [] if segment.grad_norm is None else [segment.grad_norm]
+def ask(step: RecordedStep) -> Callable[[], Numbers]:
+    """Asks for the numbers of a step; calling the answer reads them, and waits if it must."""
+    losses = [each for each in step.losses if each.numel() == 1]
+    clips = [value["norm"] for kind, value in step.events if kind == "clip" and isinstance(value["norm"], Tensor)]
+    own = [] if step.loss is None else [step.loss]
+    norm = [] if step.grad_norm is None else [step.grad_norm]
     read = late([*losses, *own, *norm, *clips])
 
     def numbers() -> Numbers:
@@ -77,29 +77,29 @@ def late(values: Sequence[Tensor | float]) -> Callable[[], list[float]]:
     return read
 
 
-def as_record(segment: RecordedStep, numbers: Numbers | None = None) -> Watched:
-    """A segment for the log. Without its ``numbers`` they are read, for which a GPU is waited for."""
-    numbers = numbers or ask(segment)()
-    ids = [None if ids is None else len(ids) for ids in segment.ids]
-    values: dict[str, Any] = {"losses": list(numbers.losses), "ids": ids, **segment.values}
+def as_record(step: RecordedStep, numbers: Numbers | None = None) -> Watched:
+    """A step for the log. Without its ``numbers`` they are read, for which a GPU is waited for."""
+    numbers = numbers or ask(step)()
+    ids = [None if ids is None else len(ids) for ids in step.ids]
+    values: Facts = {"losses": list(numbers.losses), "ids": ids, **step.values}
     if "carried" in values:
         values["carried"] = True
-    if segment.blind:
-        values["blind"] = segment.blind
+    if step.blind:
+        values["blind"] = step.blind
     clips = iter(numbers.clips)
     return Watched(
-        time_s=segment.ended_s,
-        step=segment.step,
+        time_s=step.ended_s,
+        step=step.step,
         loss=numbers.loss,
         grad_norm=numbers.norm,
-        lr=segment.lr,
+        lr=step.lr,
         events=[
-            (kind, value | {"norm": _next(clips, value)} if kind == "clip" else value) for kind, value in segment.events
+            (kind, value | {"norm": _next(clips, value)} if kind == "clip" else value) for kind, value in step.events
         ],
         values=values,
     )
 
 
-def _next(clips: Any, clip: dict[str, Any]) -> float | None:
+def _next(clips: Iterator[float], clip: Facts) -> float | None:
     norm = clip["norm"]
     return next(clips) if isinstance(norm, Tensor) else None if norm is None else float(norm)

@@ -1,14 +1,17 @@
-"""The program of a step: what a loop did, written down so that it can be read and run again."""
+"""The program of a step: what a loop did, as instructions that can be read and run again."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
+from trainwright.runlog.json_values import Event, Facts
 
 Ids = tuple[int, ...] | None
 """Dataset positions of one batch; None where they are not known."""
@@ -23,7 +26,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A tensor that comes from outside: an input, a target, a mask. ``version`` tells whether it was written to."""
+    """A tensor from outside of the program: an input, a target, a mask; with its version when it was recorded."""
 
     tensor: Tensor
     version: int
@@ -41,14 +44,15 @@ Autocast = tuple[bool, torch.dtype, bool]
 class Call:
     """A forward call of a root module. ``outputs`` are the slots of its tensors, in the order of ``tensors_of``.
 
-    ``training`` holds the mode of every module of every root, ``wanted`` which parameters wanted a gradient;
-    ``batch`` is which of the segment's batches it reads, ``part`` the path of what was called in its root.
+    ``training`` holds the mode of every module of every root, ``wanted`` the ``requires_grad`` of every parameter;
+    ``batch`` is the index in the step's ``ids`` of the batch that it reads; ``part`` is the path, in its root, of the
+    module that was called.
     """
 
     root: int
-    args: Any
-    kwargs: Any
-    rng: Any
+    args: Args
+    kwargs: Kwargs
+    rng: tuple[Tensor, Tensor | None]
     training: tuple[bool, ...]
     autocast: Autocast
     outputs: list[int] = field(default_factory=list)
@@ -62,9 +66,9 @@ class Operation:
     """A torch function between the outputs and the loss."""
 
     name: str
-    function: Callable[..., Any]
-    args: Any
-    kwargs: Any
+    function: TorchFunction
+    args: Args
+    kwargs: Kwargs
     autocast: Autocast
     outputs: list[int]
     in_place: bool = False
@@ -75,11 +79,11 @@ class Backward:
     """``loss.backward()``. ``slot`` is None for a loss that the program does not know how to make."""
 
     slot: int | None
-    value: Any
+    value: Tensor
     scale_at: float | Tensor = 1.0
-    gradient: Any = None
+    gradient: object = None
     retain: bool = False
-    inputs: Any = None
+    inputs: object = None
 
     @property
     def scale(self) -> float:
@@ -99,7 +103,7 @@ class Multiply:
     """The gradients of these parameters, by number, times a 0-d tensor or a number."""
 
     parameters: list[int] | None
-    factor: Any
+    factor: Tensor | float | None
 
 
 @dataclass(slots=True)
@@ -117,8 +121,8 @@ class OptimizerStep:
     """The update. ``groups`` are the hyperparameters that may change between two steps."""
 
     optimizer: int
-    groups: list[dict[str, Any]]
-    grad_scale: Any = None
+    groups: list[Kwargs]
+    grad_scale: Tensor | None = None
     closure: bool = False
 
 
@@ -127,25 +131,25 @@ Instruction = Call | Operation | Backward | ZeroGrad | Multiply | ClipGradients 
 
 @dataclass(slots=True)
 class RecordedStep:
-    """One optimizer step as it was heard. ``ids`` are those of each batch it consumed.
+    """One optimizer step as it was recorded. ``ids`` are the sample ids of each batch that it read.
 
-    ``losses`` are as given to backward, without a loss scale; ``loss`` is their mean where a loop tells it.
+    ``losses`` are those that backward was called on, without a loss scale; ``loss`` is their mean, where it is known.
 
-    ``blind`` says why it cannot be run again; None if it can. ``num_bytes`` is what its tensors hold.
+    ``blind`` says why it cannot be run again; None if it can. ``num_bytes`` is the memory that its tensors keep.
     """
 
     step: int
     program: list[Instruction] = field(default_factory=list)
-    events: list[tuple[str, Any]] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
     ids: list[Ids] = field(default_factory=list)
-    losses: list[Any] = field(default_factory=list)
-    loss: Any = None
-    grad_norm: Any = None
+    losses: list[Tensor] = field(default_factory=list)
+    loss: Tensor | float | None = None
+    grad_norm: Tensor | float | None = None
     lr: float = 0.0
     num_bytes: int = 0
     ended_s: float = 0.0
     blind: str | None = None
-    values: dict[str, Any] = field(default_factory=dict)
+    values: Facts = field(default_factory=dict)
 
     @property
     def calls(self) -> list[Call]:
@@ -157,7 +161,7 @@ def alive(program: list[Instruction]) -> list[Instruction]:
     needed: set[int] = set()
     kept: list[Instruction] = []
 
-    def need(value: Any) -> None:
+    def need(value: object) -> None:
         mapped(value, lambda leaf: needed.add(leaf.number) if isinstance(leaf, Slot) else None)
 
     for each in reversed(program):
@@ -175,14 +179,14 @@ def alive(program: list[Instruction]) -> list[Instruction]:
     return kept[::-1]
 
 
-def constants_of(value: Any) -> list[Constant]:
+def constants_of(value: object) -> list[Constant]:
     """All Constants in nested containers, in order."""
     found: list[Constant] = []
     mapped(value, lambda leaf: found.append(leaf) if isinstance(leaf, Constant) else None)
     return found
 
 
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+def mapped(value: object, change: Callable[[Any], object]) -> Any:
     """``value`` with every leaf replaced; containers are rebuilt, objects of other classes are leaves."""
     if isinstance(value, tuple):
         items = [mapped(item, change) for item in value]
@@ -196,14 +200,14 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def tensors_of(value: Any, depth: int = 6) -> list[Tensor]:
+def tensors_of(value: object, depth: int = 6) -> list[Tensor]:
     """The tensors in what a model returned, always in the same order: containers, dataclasses, plain objects."""
     if isinstance(value, Tensor):
         return [value]
     if depth == 0 or value is None or isinstance(value, str | bytes | int | float):
         return []
     if isinstance(value, Mapping):
-        items: Any = [value[key] for key in value]
+        items: Iterable[object] = [value[key] for key in value]
     elif isinstance(value, list | tuple):
         items = value
     elif dataclasses.is_dataclass(value) or type(value).__module__ not in ("builtins", "torch"):

@@ -10,7 +10,7 @@ from trainwright.state.snapshot import Snapshot
 
 
 class Ring:
-    """The last ``keep`` segments, and those between them and the snapshot that they are run again from.
+    """The last ``keep`` steps, and those between them and the snapshot that they are run again from.
 
     Never more than ``budget_bytes``: what is oldest goes first. A state that alone is larger is not kept.
     """
@@ -18,14 +18,14 @@ class Ring:
     def __init__(self, *, keep: int, budget_bytes: float) -> None:
         self.keep, self.budget_bytes = keep, budget_bytes
         self.refused_bytes = 0  # of a snapshot that was too large
-        self.segments: deque[RecordedStep] = deque()
+        self.steps: deque[RecordedStep] = deque()
         self.snapshots: deque[Snapshot] = deque()
-        self._segment_bytes = self._snapshot_bytes = 0
+        self._step_bytes = self._snapshot_bytes = 0
 
-    def add(self, segment: RecordedStep) -> None:
-        self.segments.append(segment)
-        self._segment_bytes += segment.num_bytes
-        if len(self.segments) > self.keep or self.num_bytes > self.budget_bytes:
+    def add(self, step: RecordedStep) -> None:
+        self.steps.append(step)
+        self._step_bytes += step.num_bytes
+        if len(self.steps) > self.keep or self.num_bytes > self.budget_bytes:
             self._shrink()
 
     def add_snapshot(self, snapshot: Snapshot) -> None:
@@ -39,20 +39,20 @@ class Ring:
 
     @property
     def num_bytes(self) -> int:
-        return self._segment_bytes + self._snapshot_bytes * len(self.snapshots)
+        return self._step_bytes + self._snapshot_bytes * len(self.snapshots)
 
     def _shrink(self) -> None:
         while len(self.snapshots) > 1 and (self._is_spare() or self.num_bytes > self.budget_bytes):
             self.snapshots.popleft()
         first = self.snapshots[0].step if self.snapshots else math.inf
-        while self.segments and (
-            (self.segments[0].step < first and len(self.segments) > self.keep) or self.num_bytes > self.budget_bytes
+        while self.steps and (
+            (self.steps[0].step < first and len(self.steps) > self.keep) or self.num_bytes > self.budget_bytes
         ):
-            self._segment_bytes -= self.segments.popleft().num_bytes
+            self._step_bytes -= self.steps.popleft().num_bytes
 
     def _is_spare(self) -> bool:
-        """Whether the last ``keep`` segments can all be run again from the second snapshot."""
-        first = self.segments[-self.keep].step if len(self.segments) >= self.keep else -math.inf
+        """Whether the last ``keep`` steps can all be run again from the second snapshot."""
+        first = self.steps[-self.keep].step if len(self.steps) >= self.keep else -math.inf
         return self.snapshots[1].step <= first
 
     def before(self, step: int) -> Snapshot | None:
@@ -62,22 +62,22 @@ class Ring:
 
     def recorded(self, step: int) -> list[RecordedStep]:
         """The recorded steps up to ``step`` that are held, oldest first."""
-        return [segment for segment in self.segments if segment.step <= step]
+        return [each for each in self.steps if each.step <= step]
 
     def way_from(self, snapshot: Snapshot, step: int) -> list[RecordedStep] | None:
         """All steps from that state up to ``step``; None when one is gone or cannot be run again."""
         return self._way(snapshot, step)
 
     def _way(self, snapshot: Snapshot, step: int) -> list[RecordedStep] | None:
-        way = [segment for segment in self.segments if snapshot.step <= segment.step <= step]
-        whole = len(way) == step - snapshot.step + 1 and not any(segment.blind for segment in way)
+        way = [each for each in self.steps if snapshot.step <= each.step <= step]
+        whole = len(way) == step - snapshot.step + 1 and not any(each.blind for each in way)
         return way if whole else None
 
     def way_to(self, step: int) -> tuple[Snapshot, list[RecordedStep]] | None:
-        """A state and all segments from it up to ``step``; None when they are gone or one cannot be run again."""
+        """A state and all steps from it up to ``step``; None when they are gone or one cannot be run again."""
         for snapshot in reversed(self.snapshots):
             if snapshot.step <= step:
                 way = self._way(snapshot, step)
-                by_hand = any("edited" in segment.values for segment in (way or [])[:-1])  # such an update is not known
+                by_hand = any("edited" in each.values for each in (way or [])[:-1])  # such an update is not known
                 return None if way is None or by_hand else (snapshot, way)
         return None

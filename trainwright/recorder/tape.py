@@ -1,31 +1,32 @@
-"""Writes down the torch functions between a model's outputs and the loss, as they are called."""
+"""Records the torch functions between a model's outputs and the loss, as they are called."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
-from trainwright.recorder.program import Autocast, Constant, Operation, Slot, mapped, tensors_of
+from trainwright.recorder.program import Autocast, Constant, Instruction, Operation, Slot, mapped, tensors_of
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 
 _SIMPLE = frozenset({int, float, bool, str, type(None), torch.dtype})
 _LIKE = frozenset({"rand_like", "randn_like", "randint_like", "zeros_like", "ones_like", "full_like", "empty_like"})
-SMALL = 16  # elements: a copy of so little is cheaper than to ask whether somebody wrote to it
+SMALL = 16  # elements: a copy of so little is cheaper than a check whether it was written to
 
 
 def autocast_now(device_type: str) -> Autocast:
-    """What autocast does at this instant."""
+    """The present state of autocast for a type of device."""
     on = torch.is_autocast_enabled(device_type)
     dtype = torch.get_autocast_dtype(device_type) if on else torch.float32
     return (on, dtype, torch.is_autocast_cache_enabled())
 
 
 class Tape(TorchFunctionMode):
-    """While it runs, every torch function that gives a tensor is written to ``operations``.
+    """While it runs, every torch function that returns a tensor is added to ``operations``.
 
     Tensors that the program made are known by identity, and are not kept alive: the graph behind them is the loop's.
     """
@@ -38,13 +39,13 @@ class Tape(TorchFunctionMode):
         self.num_bytes = 0  # of the tensors that were written down as constants
         self.leaves = False  # a leaf that wants a gradient was used outside of the models
         self.grafted = False  # a tensor with a graph that the program does not know was used
-        self.operations: list[Any] = []
+        self.operations: list[Instruction] = []
         self.failed: tuple[str, Any] | None = None  # a function that raised, and what it was given
         self.running = self._pushed = False
 
     def __torch_function__(
-        self, function: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
+        self, function: TorchFunction, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         if not self.running or torch.compiler.is_compiling():  # stopped from within a function that it is around
             return function(*args, **(kwargs or {}))
         try:
@@ -60,7 +61,7 @@ class Tape(TorchFunctionMode):
                 self._note(function, args, kwargs or {}, made)
         return result
 
-    def _note(self, function: Callable[..., Any], args: Any, kwargs: Any, made: list[Tensor]) -> None:
+    def _note(self, function: TorchFunction, args: Args, kwargs: Kwargs, made: list[Tensor]) -> None:
         name = getattr(function, "__name__", "?")
         in_place = bool(args) and any(each is args[0] for each in made)
         before = self._reads
@@ -71,7 +72,7 @@ class Tape(TorchFunctionMode):
         autocast = autocast_now(self._device_type)
         self.operations.append(Operation(name, function, *known, autocast, self.slots(made), in_place))
 
-    def write(self, value: Any) -> Any:
+    def write(self, value: object) -> Any:
         """``value`` with its tensors as Slots or Constants."""
         if type(value) is tuple:  # by far the most frequent: cheaper without the walk
             return tuple([self._one(each) for each in value])
@@ -79,12 +80,12 @@ class Tape(TorchFunctionMode):
             return value
         return mapped(value, self._written) if value else value
 
-    def _one(self, value: Any) -> Any:
+    def _one(self, value: object) -> object:
         if isinstance(value, Tensor):
             return self._written(value)
         return value if type(value) in _SIMPLE else mapped(value, self._written)
 
-    def _written(self, leaf: Any) -> Any:
+    def _written(self, leaf: object) -> object:
         if not isinstance(leaf, Tensor):
             return leaf
         if (number := self.slot_of(leaf)) is not None:
@@ -109,7 +110,7 @@ class Tape(TorchFunctionMode):
             self._next += 1
         return numbers
 
-    def outputs(self, output: Any) -> list[int]:
+    def outputs(self, output: object) -> list[int]:
         """Slots for what a model returned."""
         return self.slots(tensors_of(output))
 

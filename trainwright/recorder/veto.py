@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -51,38 +51,38 @@ class Veto:
             for guard, root in zip(self._buffers, self.roots):
                 guard.keep(root)
 
-    def before_update(self, segment: RecordedStep, optimizer: Optimizer) -> None:
+    def before_update(self, step: RecordedStep, optimizer: Optimizer) -> None:
         owned = [p for group in optimizer.param_groups for p in group["params"]]
         grads = [p.grad for p in owned if p.grad is not None]
         norm = _norm([g for g in grads if not g.is_sparse])
-        segment.grad_norm = norm if segment.grad_norm is None else segment.grad_norm
-        segment.values["grads"] = [len(grads), len(owned)]
-        if self._skip and frozenset(i for of_batch in segment.ids for i in of_batch or ()) in self._skip:
+        step.grad_norm = norm if step.grad_norm is None else step.grad_norm
+        step.values["grads"] = [len(grads), len(owned)]
+        if self._skip and frozenset(i for of_batch in step.ids for i in of_batch or ()) in self._skip:
             self._hide(owned)
-            segment.values["vetoed"] = "skip list"
+            step.values["vetoed"] = "skip list"
             return
-        is_skipped = bool(segment.events) and segment.events[-1][0] == "scaler_skipped"  # no update will come
+        is_skipped = bool(step.events) and step.events[-1][0] == "scaler_skipped"  # no update will come
         if self.how == "observe" or is_skipped or getattr(optimizer, "found_inf", None) is not None:
             return
         if self._takes_it_on_device(norm, optimizer):
             self._flag = ~torch.isfinite(norm)
             optimizer.found_inf, optimizer.grad_scale = self._flag.float(), None  # type: ignore[attr-defined]
-            segment.values["on_device"] = True
+            step.values["on_device"] = True
         elif not math.isfinite(norm):
             self._hide(owned)
-            segment.values["vetoed"] = "gradients"
-        elif self._on_spike != "warn" and (found := self._spike(segment, optimizer, float(norm))) is not None:
+            step.values["vetoed"] = "gradients"
+        elif self._on_spike != "warn" and (found := self._spike(step, optimizer, float(norm))) is not None:
             spike, action = found
-            segment.values["spike"] = [spike.grad_norm, spike.usual, spike.initial, action]
+            step.values["spike"] = [spike.grad_norm, spike.usual, spike.initial, action]
             if action != "warn":
                 self._hide(owned)
-                segment.values["vetoed"] = "spike"
+                step.values["vetoed"] = "spike"
         elif self._low:
             self._before = _state_of(optimizer, owned)
 
-    def _spike(self, segment: RecordedStep, optimizer: Optimizer, norm: float) -> tuple[Spike, SpikeAction] | None:
+    def _spike(self, step: RecordedStep, optimizer: Optimizer, norm: float) -> tuple[Spike, SpikeAction] | None:
         detector = self._detectors.setdefault(id(optimizer), SpikeDetector())
-        spike = detector.detect(segment.step, _before_clipping(segment, norm))
+        spike = detector.detect(step.step, _before_clipping(step, norm))
         return None if spike is None else (spike, action_for(self._on_spike, spike))
 
     def _takes_it_on_device(self, norm: Tensor, optimizer: Optimizer) -> bool:
@@ -90,11 +90,11 @@ class Veto:
         can = getattr(optimizer, "_step_supports_amp_scaling", False) and not hasattr(optimizer, "grad_scale")
         return self.device_type != "cpu" and norm.device.type == self.device_type and is_alone and bool(can)
 
-    def was_vetoed_on_device(self, segment: RecordedStep, norm: float) -> bool:
-        """Whether the device has left out the update, now that its norm is known; then the segment says so."""
-        if "on_device" not in segment.values or math.isfinite(norm):
+    def was_vetoed_on_device(self, step: RecordedStep, norm: float) -> bool:
+        """Whether the device has left out the update, now that its norm is known; then ``step`` says so."""
+        if "on_device" not in step.values or math.isfinite(norm):
             return False
-        segment.values["vetoed"] = "gradients"
+        step.values["vetoed"] = "gradients"
         self.vetoed += 1
         return True
 
@@ -104,7 +104,7 @@ class Veto:
         for p in owned:
             p.grad = None
 
-    def after_update(self, segment: RecordedStep, optimizer: Optimizer) -> None:
+    def after_update(self, step: RecordedStep, optimizer: Optimizer) -> None:
         if self._flag is not None:
             del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
             self._restore_buffers(self._flag)
@@ -121,7 +121,7 @@ class Veto:
             if not bool(torch.isfinite(torch.stack(torch._foreach_norm(written))).all()):
                 put_back()
                 self._restore_buffers()
-                segment.values["vetoed"] = "update"
+                step.values["vetoed"] = "update"
                 self.vetoed += 1
 
     def _restore_buffers(self, flag: Tensor | None = None) -> None:
@@ -140,9 +140,9 @@ def _norm(grads: list[Tensor]) -> Tensor:
     return norm
 
 
-def _before_clipping(segment: RecordedStep, norm: float) -> float:
+def _before_clipping(step: RecordedStep, norm: float) -> float:
     """What clipping that came right before the update found; else the norm itself. Only spikes are judged by it."""
-    kind, clip = segment.events[-2] if len(segment.events) > 1 else ("", {})
+    kind, clip = step.events[-2] if len(step.events) > 1 else ("", {})
     return float(clip["norm"]) if kind == "clip" and clip["norm"] is not None else norm
 
 
@@ -164,7 +164,7 @@ def _state_of(optimizer: Optimizer, owned: list[Tensor]) -> tuple[list[Tensor], 
                 optimizer.state.pop(p, None)
                 continue
             for key, value in states[p].items():
-                live: Any = optimizer.state[p].get(key)
+                live: object = optimizer.state[p].get(key)
                 if isinstance(value, Tensor) and isinstance(live, Tensor):
                     live.copy_(value)
                 else:

@@ -134,7 +134,7 @@ def keep(folder: Path, replayer: Replayer, ring: Ring, step: int, about: Mapping
     found = ring.way_to(step)
     if found is None:
         older = [each for each in ring.snapshots if each.step <= step]
-        at = [each for each in ring.segments if each.step == step]
+        at = [each for each in ring.steps if each.step == step]
         if not older or not at:
             return None
         found = older[-1], at

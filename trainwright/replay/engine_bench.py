@@ -17,7 +17,7 @@ from trainwright.engine.step import StepFn
 from trainwright.engine.witness import StepWitness
 from trainwright.recorder.given import GivenStep
 from trainwright.recorder.hooks import Listener, listening
-from trainwright.recorder.listener import heard_again, tell_of
+from trainwright.recorder.listener import heard_again, methods_for
 from trainwright.recorder.program import Backward, Call, RecordedStep
 from trainwright.recorder.recording import LoopRecorder
 from trainwright.recorder.tape import Tape
@@ -78,14 +78,14 @@ class EngineBench:
             try:
                 return self._recorded(steps[-1]), None
             except Exception as error:
-                unfinished = self._recorder.segment
+                unfinished = self._recorder.current
                 unfinished.ids = list(steps[-1].ids)
                 return unfinished, error
 
     def _recorded(self, given: GivenStep) -> RecordedStep:
         recorder = self._recorder
         self._taken.clear()
-        recorder.segment = RecordedStep(given.step)
+        recorder.current = RecordedStep(given.step)
         state = self._state_at(given)
         with ExitStack() as heard:
             heard.enter_context(heard_again())
@@ -161,19 +161,19 @@ class _BenchWitness:
         self._tries += 1
         if self._tries > 1:  # memory ran out here
             self._recorder.begin_again()
-        for tell in tell_of("on_zero_grad"):
-            tell(optimizer)
+        for call in methods_for("on_zero_grad"):
+            call(optimizer)
 
     def loss_is_scaled(self, loss: Tensor, scaled: Tensor) -> None:
         assert self._state is not None
-        for tell in tell_of("on_scaled"):
-            tell(self._state.scaler, loss, scaled)
+        for call in methods_for("on_scaled"):
+            call(self._state.scaler, loss, scaled)
 
     def gradients_are_multiplied(self, factor: Tensor | float) -> None:
-        for tell in tell_of("on_multiplied"):
-            tell(factor)
+        for call in methods_for("on_multiplied"):
+            call(factor)
 
     def gradients_are_clipped(self, clip: ClipFn, parameters: Sequence[Tensor], total_norm: Tensor) -> None:
         by, at = (clip.by, clip.at) if isinstance(clip, GradientClip) else ("custom", float("nan"))
-        for tell in tell_of("on_clip"):
-            tell(by, at, list(parameters), total_norm, clip if by == "custom" else None)
+        for call in methods_for("on_clip"):
+            call(by, at, list(parameters), total_norm, clip if by == "custom" else None)

@@ -24,7 +24,7 @@ class ReplaySession:
     def __init__(self, replayer: Replayer, ring: Ring, step: int) -> None:
         found = ring.way_to(step)
         if found is None:
-            blind = next((s.blind for s in ring.segments if s.step == step and s.blind), None)
+            blind = next((s.blind for s in ring.steps if s.step == step and s.blind), None)
             raise NotReplayable(blind or f"the recorder does not hold step {step} any more")
         self.replayer, self._ring = replayer, ring
         self._base, steps = found

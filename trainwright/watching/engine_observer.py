@@ -125,7 +125,7 @@ class EngineSession:
         except Exception as error:  # a mistake of ours, or of a stranger's model: the run goes on
             step.blind = f"{type(error).__name__}: {str(error)[:200]}"
             return
-        for each in self.ring.segments:
+        for each in self.ring.steps:
             if self._told < each.step <= step.step and each.program:
                 self._told = each.step
                 for probe in self._probes:
@@ -150,8 +150,8 @@ class EngineSession:
             self._judge(*self._unread.popleft())
         if error is not None and not isinstance(error, OutOfMemory):
             self._examine_unfinished(error)
-        if self.ring.segments:
-            newest = self.ring.segments[-1]
+        if self.ring.steps:
+            newest = self.ring.steps[-1]
             self._make_program(newest, self._numbers(newest))
         self.log.look(self.step, "end", limits=self._limits(), finished=True)
 
@@ -169,6 +169,7 @@ class EngineSession:
         self.log.examined(given.step, facts)
 
     def _numbers(self, step: RecordedStep) -> Numbers:
+        assert step.loss is not None and step.grad_norm is not None  # the engine measures both
         loss, norm = float(step.loss), float(step.grad_norm)
         return Numbers((loss,), loss, norm, ())
 

@@ -124,7 +124,7 @@ class WatchSession:
         self.recording.tape.stop()
         try:
             if error is None or isinstance(error, Exception):
-                unfinished = self.recording.segment
+                unfinished = self.recording.current
                 if error is not None or unfinished.program or self.step == 0:
                     facts: Facts = {"unfinished": self.runner.unfinished(unfinished, self.recording.tape, error)}
                     facts |= self.runner.abandoned(unfinished, self.recording.tape)
@@ -201,7 +201,7 @@ class WatchSession:
             return
         put_back(self._objects, snapshot)
         self._went_back = step.step
-        since = [each for each in self.ring.segments if snapshot.step <= each.step <= step.step]
+        since = [each for each in self.ring.steps if snapshot.step <= each.step <= step.step]
         undone = [each for each in since if each is step or "vetoed" not in each.values]
         reason = f"spike in step {step.step}: back to the state before step {snapshot.step}"
         self._incidents.note_skipped(undone, reason)

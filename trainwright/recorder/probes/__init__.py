@@ -1,4 +1,4 @@
-"""What only the living loop can show: each probe listens all the time at next to no cost and tells at checkups."""
+"""Probes: listeners that measure what only the live loop shows. They cost next to nothing and report at checkups."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from trainwright.recorder.hooks import Listener
 from trainwright.recorder.numbers import Numbers
 from trainwright.recorder.program import RecordedStep
+from trainwright.runlog.json_values import Facts
 from trainwright.state.snapshot import LiveObjects
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopObjects:
-    """What of a loop was handed over, and how many micro-batches make a step (None: not declared)."""
+    """The objects of a loop that the watch was called with, and the micro-batches of a step (None: not declared)."""
 
     loaders: tuple[object, ...] = ()
     scalers: tuple[object, ...] = ()
@@ -26,26 +26,26 @@ class LoopObjects:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchedObjects(LoopObjects):
-    """The same with the live models and optimizers."""
+    """These, and the live models and optimizers."""
 
     subject: LiveObjects
 
 
 class Probe(Listener):
-    """A listener that can say what it has seen. ``name`` is the experiment of its Examined records."""
+    """A listener that reports facts. ``name`` is the experiment of its Examined records."""
 
     name = ""
     urgent = False
-    """Set by a probe that has heard what should not wait for the next checkup. Unset when it is asked."""
+    """Set by a probe whose facts should not wait for the next checkup. Unset by ``values``."""
 
-    def on_closed(self, segment: RecordedStep) -> None:
+    def on_closed(self, step: RecordedStep) -> None:
         """A step is over; on a GPU its numbers may not be there yet."""
 
-    def on_read(self, segment: RecordedStep, numbers: Numbers) -> None:
-        """The numbers of a step are known: at once, or of a GPU some steps later."""
+    def on_read(self, step: RecordedStep, numbers: Numbers) -> None:
+        """The numbers of a step are known: at once, or some steps later on a GPU."""
 
-    def values(self) -> dict[str, Any] | None:
-        """What is known by now, as JSON values; None when there is nothing new to say."""
+    def values(self) -> Facts | None:
+        """The facts so far, as JSON values; None if there is nothing new."""
         return None
 
 

@@ -1,4 +1,4 @@
-"""What a run does not give back: graphs, outputs, copies of the model, pages of the data in the workers."""
+"""Memory that a run does not release: graphs, outputs, copies of the model, pages of the data in the workers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import multiprocessing
 import time
 import weakref
 from collections import deque
-from typing import Any, cast
+from collections.abc import Callable
+from typing import cast
 
 import psutil
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from trainwright.recorder.probes import Probe, WatchedObjects, probe
 from trainwright.recorder.program import RecordedStep, tensors_of
+from trainwright.recorder.user_types import Args, Kwargs, Loader
+from trainwright.runlog.json_values import Facts
 
 REMEMBERED = 64
 YOUNG = 3  # steps for which a loop may well keep its last losses
@@ -22,12 +27,12 @@ SCAN_SHARE = 0.01
 
 
 class _Mark:
-    """Lies in the metadata of a graph's node and so lives as long as that."""
+    """Is put into the metadata of a node of a graph and so lives as long as the node."""
 
 
 @probe
 class Memory(Probe):
-    """Nothing is kept alive: what was is asked of weak references."""
+    """Keeps nothing alive: weak references show what the loop still holds."""
 
     name = "memory"
 
@@ -41,42 +46,42 @@ class Memory(Probe):
         self._counted_at = 0
         self._copies: list[list[int]] = []
         self._next_scan_s = 0.0
-        self._loader: Any = None
-        self._iterator: Any = lambda: None
+        self._loader: Loader | None = None
+        self._iterator: Callable[[], object] = lambda: None
         self._private: list[list[float]] = []
         self._held: list[int] | None = None
 
-    def on_epoch(self, loader: Any, iterator: Any) -> None:
-        """Its workers are not there yet: they are asked for when they are weighed."""
+    def on_epoch(self, loader: Loader, iterator: object) -> None:
+        """The workers do not exist yet; ``values`` reads them from the iterator."""
         if getattr(loader, "num_workers", 0) and _is_forked(loader):
             self._loader, self._iterator, self._private = loader, weakref.ref(iterator), []
 
-    def on_forward(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         self._depth += 1
 
-    def on_output(self, root: nn.Module, output: Any) -> None:
+    def on_output(self, root: nn.Module, output: object) -> None:
         self._depth = max(0, self._depth - 1)
         if self._depth == 0 and not self._rests:
             for tensor in tensors_of(output)[:4]:
                 if tensor.grad_fn is not None and tensor.numel() > 1:
                     self._outputs.append((self._steps, weakref.ref(tensor)))
 
-    def on_backward(self, losses: tuple[Tensor, ...], how: dict[str, Any]) -> None:
+    def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
         node = losses[0].grad_fn
         if node is None or self._rests:
             return
-        mark, metadata = _Mark(), cast(dict[str, Any], node.metadata)
+        mark, metadata = _Mark(), cast("dict[str, object]", node.metadata)
         metadata["trainwright"] = mark
         self._losses.append((self._steps, weakref.ref(losses[0]), weakref.ref(mark)))
         if self._steps >= self._counted_at and len(self._nodes) < 32:
             self._counted_at = max(self._steps + 1, self._steps * 5 // 4)
-            self._nodes.append([self._steps + 1, _count(node), int(bool(how.get("retain_graph")))])
+            self._nodes.append([self._steps + 1, _count(node), int(bool(options.get("retain_graph")))])
 
-    def on_closed(self, segment: RecordedStep) -> None:
-        self._steps, self._depth = segment.step, 0
-        self._rests = segment.step > REMEMBERED and segment.step % 4 > 0
+    def on_closed(self, step: RecordedStep) -> None:
+        self._steps, self._depth = step.step, 0
+        self._rests = step.step > REMEMBERED and step.step % 4 > 0
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> Facts:
         self._scan()
         self._weigh_workers()
         old = [each for each in self._losses if each[0] < self._steps - YOUNG]
@@ -97,15 +102,15 @@ class Memory(Probe):
         }
 
     def _scan(self) -> None:
-        """How many more models of the roots' kind there are. Never more than a small share of the time."""
+        """Counts other modules of the roots' classes and shapes. Takes at most SCAN_SHARE of the time."""
         begin_s = time.perf_counter()
         if self._steps < 8 or begin_s < self._next_scan_s:
             return
-        kinds = {type(root): _shape(root) for root in self._roots}
+        kinds = {type(root): _shapes(root) for root in self._roots}
         own = {id(root) for root in self._roots}
         whole = [each for each in gc.get_objects() if type(each) in kinds and id(each) not in own]
         alike = [each for each in whole if "_parameters" in vars(each)]  # else it is being made
-        copies = sum(_shape(each) == kinds[type(each)] for each in alike)
+        copies = sum(_shapes(each) == kinds[type(each)] for each in alike)
         self._copies.append([self._steps, copies, sum(p.nbytes for p in self._roots[0].parameters())])
         del self._copies[:-32]
         now_s = time.perf_counter()
@@ -121,7 +126,7 @@ class Memory(Probe):
                 self._held = list(_python_objects(getattr(self._loader, "dataset", None)))
 
 
-def _count(node: Any) -> int:
+def _count(node: Node) -> int:
     """Nodes of the graph behind this one, up to a limit."""
     seen, todo = {node}, [node]
     while todo and len(seen) < MOST_NODES:
@@ -132,11 +137,11 @@ def _count(node: Any) -> int:
     return len(seen)
 
 
-def _shape(module: nn.Module) -> list[Any]:
+def _shapes(module: nn.Module) -> list[torch.Size]:
     return [p.shape for p in module.parameters()]
 
 
-def _is_forked(loader: Any) -> bool:
+def _is_forked(loader: Loader) -> bool:
     context = getattr(loader, "multiprocessing_context", None)
     return bool((context or multiprocessing.get_context()).get_start_method() == "fork")
 
@@ -148,7 +153,7 @@ def _private_bytes(pid: int) -> float:
         return 0.0
 
 
-def _python_objects(dataset: Any, depth: int = 4) -> tuple[int, int]:
+def _python_objects(dataset: object, depth: int = 4) -> tuple[int, int]:
     """How many Python objects the lists and dicts of a dataset hold, by a sample of each, and their bytes."""
     objects = held = 0
     for value in getattr(dataset, "__dict__", {}).values():
@@ -165,7 +170,7 @@ def _python_objects(dataset: Any, depth: int = 4) -> tuple[int, int]:
     return objects, held
 
 
-def _weight(value: Any, depth: int) -> tuple[int, int]:
+def _weight(value: object, depth: int) -> tuple[int, int]:
     """Objects below a value and their bytes; of many, a few are looked at."""
     if not isinstance(value, list | tuple | dict) or not value or not depth:
         return 1, value.__sizeof__() if isinstance(value, str | bytes | int | float | list | tuple | dict) else 64

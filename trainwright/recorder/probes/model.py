@@ -1,15 +1,16 @@
-"""Whether weights that were loaded are still there when the training begins."""
+"""Whether weights that were loaded are unchanged when the training begins."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from trainwright.recorder.calls import Ear
+from trainwright.recorder.calls import Hook
 from trainwright.recorder.probes import Probe, WatchedObjects, probe
 from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.user_types import Args
+from trainwright.runlog.json_values import Facts
 
 SAMPLED = 512
 """Values of each weight that are remembered."""
@@ -24,17 +25,17 @@ class LoadedWeights(Probe):
     def __init__(self, watched: WatchedObjects) -> None:
         self._roots = watched.subject.roots
         self._loaded: dict[str, Tensor] = {}
-        self._told: dict[str, Any] | None = None
+        self._facts: Facts | None = None
         self._waits = True
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         for root in self._roots:
-            self._handles.append(root.register_load_state_dict_post_hook(Ear(root, self._on_loaded)))  # type: ignore[no-untyped-call]
-        self._handles += [root.register_forward_pre_hook(Ear(root, self._on_first)) for root in self._roots]
+            self._handles.append(root.register_load_state_dict_post_hook(Hook(root, self._on_loaded)))  # type: ignore[no-untyped-call]
+        self._handles += [root.register_forward_pre_hook(Hook(root, self._on_first)) for root in self._roots]
 
-    def _on_loaded(self, module: nn.Module, keys: Any) -> None:
+    def _on_loaded(self, module: nn.Module, keys: object) -> None:
         self._loaded |= {name: sampled(p) for name, p in module.named_parameters() if p.dim() > 1}
 
-    def _on_first(self, root: nn.Module, args: tuple[Any, ...]) -> None:
+    def _on_first(self, root: nn.Module, args: Args) -> None:
         self._stop()
         if not self._loaded:
             return
@@ -42,13 +43,13 @@ class LoadedWeights(Probe):
         known = [(name, was, now[name]) for name, was in self._loaded.items() if name in now]
         gone = [name for name, was, p in known if not _alike(was, sampled(p))]
         sizes = {name: p.numel() for name, _, p in known}
-        self._told = {
+        self._facts = {
             "weights": len(known),
             "gone": gone,
             "share": sum(sizes[name] for name in gone) / max(1, sum(sizes.values())),
         }
 
-    def on_closed(self, segment: RecordedStep) -> None:
+    def on_closed(self, step: RecordedStep) -> None:
         if self._waits:
             self._stop()
 
@@ -57,9 +58,9 @@ class LoadedWeights(Probe):
         for handle in self._handles:
             handle.remove()
 
-    def values(self) -> dict[str, Any] | None:
-        told, self._told = self._told, None
-        return told
+    def values(self) -> Facts | None:
+        facts, self._facts = self._facts, None
+        return facts
 
 
 @torch.no_grad()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -11,6 +9,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from trainwright.recorder.probes import Probe, WatchedObjects, probe
 from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.user_types import Args, Kwargs
+from trainwright.runlog.json_values import Facts
 
 EARLY = 4
 """Steps before which it is not known whether a pass without gradients belongs to every step."""
@@ -26,7 +26,9 @@ class Modes(Probe):
         self._roots, self._modules = watched.subject.roots, watched.subject.modules
         self._names = _names(self._roots)
         self._depends = [n for n, module in enumerate(self._modules) if depends_on_mode(module)]
-        self._same: Any = None  # the modes of the last step, the same object while they are the same
+        self._same: tuple[bool, ...] | None = (
+            None  # the modes of the last step, the same object while they are the same
+        )
         self._was_training: set[int] = set()
         self._eval: dict[int, int] = {}  # modules that are in eval mode in training, and since when
         self._depth = self._steps = 0
@@ -36,10 +38,10 @@ class Modes(Probe):
         self._gaps: dict[bool, list[int]] = {True: [], False: []}
         self._num_gaps = 0
 
-    def on_batch(self, iterator: Any, ids: Any, batch: Any, wait_s: float) -> None:
+    def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
         self._fetched = id(iterator)
 
-    def on_forward(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         self._depth += 1
         if self._depth > 1:
             return
@@ -48,25 +50,25 @@ class Modes(Probe):
         elif self._depends and (self._fetched is None or self._fetched != self._feeding):
             self._gap.add(root.training and all(self._modules[n].training for n in self._depends))
 
-    def on_output(self, root: nn.Module, output: Any) -> None:
+    def on_output(self, root: nn.Module, output: object) -> None:
         self._depth = max(0, self._depth - 1)
 
-    def on_closed(self, segment: RecordedStep) -> None:
-        self._steps, self._depth, self._fetched = segment.step, 0, None
+    def on_closed(self, step: RecordedStep) -> None:
+        self._steps, self._depth, self._fetched = step.step, 0, None
         self._note_evaluation()
-        calls = segment.calls
+        calls = step.calls
         if not calls or (len(calls) == 1 and calls[0].training is self._same):
             return
         self._same = calls[0].training
         training = {n for call in calls for n, on in enumerate(call.training) if on}
         gone = {n for n in range(len(self._modules)) if n not in training}
-        self._eval = {n: self._eval.get(n, segment.step) for n in gone}
-        if any(n in self._was_training and self._eval[n] == segment.step for n in gone.intersection(self._depends)):
+        self._eval = {n: self._eval.get(n, step.step) for n in gone}
+        if any(n in self._was_training and self._eval[n] == step.step for n in gone.intersection(self._depends)):
             self.urgent = True
         self._was_training |= training
 
     def _note_evaluation(self) -> None:
-        """What was run without gradients since the last step, on something else than the training batches."""
+        """Notes the calls without gradients since the last step, on other batches than those that are trained on."""
         for in_train in self._gap:
             steps = self._gaps[in_train]
             steps.append(self._steps)
@@ -75,14 +77,14 @@ class Modes(Probe):
         self._num_gaps += True in self._gap
         self._gap = set()
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> Facts:
         self.urgent = False
         return {
             "steps": self._steps,
             "depends": len(self._depends),
             "norms": sum(isinstance(self._modules[n], _NormBase) for n in self._depends),
             "roots_in_eval": [root in self._eval_modules() for root in self._roots],
-            "eval": [self._told(n) for n in sorted(self._eval)][:256],
+            "eval": [self._facts_of(n) for n in sorted(self._eval)][:256],
             "evaluated_in_train": list(self._gaps[True]),
             "evaluated_in_eval": list(self._gaps[False]),
             "num_evaluated_in_train": self._num_gaps,
@@ -91,7 +93,7 @@ class Modes(Probe):
     def _eval_modules(self) -> list[nn.Module]:
         return [self._modules[n] for n in self._eval]
 
-    def _told(self, n: int) -> dict[str, Any]:
+    def _facts_of(self, n: int) -> Facts:
         module = self._modules[n]
         trained = any(p.requires_grad for p in self._owner(n).parameters())
         return {
@@ -115,7 +117,7 @@ class Modes(Probe):
 
 
 def depends_on_mode(module: nn.Module) -> bool:
-    """Whether its forward pass is another in eval mode; of a class that torch does not know, by its code."""
+    """Whether its forward pass differs in eval mode; for a class that is not torch's, judged by its code."""
     if isinstance(module, _NormBase):
         return module.track_running_stats
     if isinstance(module, _DropoutNd):

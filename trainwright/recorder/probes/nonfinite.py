@@ -1,9 +1,9 @@
-"""What of a step was non-finite while it lay there: inputs, gradients before a clip spread them, running statistics."""
+"""What was non-finite in a step: inputs, gradients before a clip spread them, running statistics."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -11,17 +11,19 @@ from torch import Tensor, nn
 from trainwright.recorder.numbers import Numbers
 from trainwright.recorder.probes import Probe, WatchedObjects, probe
 from trainwright.recorder.program import Constant, RecordedStep, mapped
+from trainwright.recorder.user_types import TorchFunction
+from trainwright.runlog.json_values import Facts
 
 LIMIT = 64
-"""Names that are told."""
+"""Names that are reported."""
 
 
 @probe
 class NonFinite(Probe):
-    """Looks where a norm or a loss that is not finite says that there is something to see; no tensor else is read.
+    """Reads tensors only after a norm or a loss was not finite.
 
     A forward pass in training mode that no backward pass follows moves the running statistics of BatchNorm unseen:
-    after such a step these are looked at too, and at every checkup. A segment with anything bad is marked "nonfinite".
+    after such a step these are looked at too, and at every checkup. A step with anything bad is marked "nonfinite".
     """
 
     name = "nonfinite"
@@ -43,25 +45,27 @@ class NonFinite(Probe):
         self._before_clip: list[str] | None = None
         self._newest = 0
         self._poisoned: set[str] = set()
-        self._told: dict[str, Any] | None = None
+        self._facts: Facts | None = None
 
-    def on_clip(self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None, function: Any = None) -> None:
+    def on_clip(
+        self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None, function: TorchFunction | None = None
+    ) -> None:
         on_cpu = norm is not None and norm.device.type == "cpu"  # a GPU would be waited for
         if self._before_clip is None and on_cpu and norm is not None and not math.isfinite(norm):
             self._before_clip = self._bad_gradients()
 
-    def on_closed(self, segment: RecordedStep) -> None:
-        self._newest = segment.step
+    def on_closed(self, step: RecordedStep) -> None:
+        self._newest = step.step
 
-    def on_read(self, segment: RecordedStep, numbers: Numbers) -> None:
+    def on_read(self, step: RecordedStep, numbers: Numbers) -> None:
         before_clip, self._before_clip = self._before_clip, None
-        vetoed = segment.values.get("vetoed") in ("gradients", "update")
+        vetoed = step.values.get("vetoed") in ("gradients", "update")
         is_bad = before_clip is not None or vetoed or not numbers.are_finite
         if is_bad:
-            gradients = self._bad_gradients() if segment.step == self._newest else []  # else they are of another step
-            self._told = {
-                "step": segment.step,
-                "inputs": _bad_inputs(segment),
+            gradients = self._bad_gradients() if step.step == self._newest else []  # else they are of another step
+            self._facts = {
+                "step": step.step,
+                "inputs": _bad_inputs(step),
                 "gradients": (gradients if before_clip is None else before_clip)[:LIMIT],
                 "num_gradients": len(gradients if before_clip is None else before_clip),
                 "num_after_clip": None if before_clip is None else len(gradients),
@@ -69,20 +73,20 @@ class NonFinite(Probe):
                 "of": sum(p.grad is not None for p in self._parameters.values()),
                 "weights": self._named(p for p in self._parameters.values())[:LIMIT],
             }
-        if (is_bad or self._has_loose_forward(segment)) and (poisoned := self._newly_poisoned()):
-            self._told = {**(self._told or {"step": segment.step}), "poisoned": poisoned}
-        if self._told is not None:
-            segment.values["nonfinite"] = True
+        if (is_bad or self._has_loose_forward(step)) and (poisoned := self._newly_poisoned()):
+            self._facts = {**(self._facts or {"step": step.step}), "poisoned": poisoned}
+        if self._facts is not None:
+            step.values["nonfinite"] = True
 
-    def values(self) -> dict[str, Any] | None:
-        told, self._told = self._told, None
-        if told is None and (poisoned := self._newly_poisoned()):
+    def values(self) -> Facts | None:
+        facts, self._facts = self._facts, None
+        if facts is None and (poisoned := self._newly_poisoned()):
             return {"poisoned": poisoned}
-        return told
+        return facts
 
-    def _has_loose_forward(self, segment: RecordedStep) -> bool:
-        trained = sum(kind == "forward" and value[1] for kind, value in segment.events)
-        return bool(self._statistics) and trained > sum(kind == "backward" for kind, _ in segment.events)
+    def _has_loose_forward(self, step: RecordedStep) -> bool:
+        trained = sum(kind == "forward" and value[1] for kind, value in step.events)
+        return bool(self._statistics) and trained > sum(kind == "backward" for kind, _ in step.events)
 
     def _newly_poisoned(self) -> list[str]:
         """Paths of modules whose running statistics have become non-finite since they were last found so."""
@@ -103,7 +107,7 @@ class NonFinite(Probe):
         first = next((p for key, p in self._parameters.items() if names and self._names.get(key) == names[0]), None)
         return None if first is None else str(first.dtype).removeprefix("torch.")
 
-    def _named(self, tensors: Any) -> list[str]:
+    def _named(self, tensors: Iterable[Tensor | None]) -> list[str]:
         """Names of the parameters that these belong to, of those that are not finite."""
         pairs = list(zip(self._parameters, tensors))
         return [self._names.get(key, "?") for key, t in pairs if t is not None and not _is_finite(t.detach())]
@@ -114,18 +118,18 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(values.isfinite().all())
 
 
-def _bad_inputs(segment: RecordedStep) -> list[dict[str, Any]]:
-    """Of each tensor that a model was given and that is not finite: the call, and the samples in it."""
-    found: list[dict[str, Any]] = []
+def _bad_inputs(step: RecordedStep) -> list[Facts]:
+    """Of each argument of a model that is not finite: the call, and the samples in it."""
+    found: list[Facts] = []
 
-    def look(leaf: Any) -> None:
+    def look(leaf: object) -> None:
         if not isinstance(leaf, Constant) or not leaf.tensor.is_floating_point() or not leaf.is_unchanged:
             return
         tensor = leaf.tensor.detach()
         if tensor.dim() and not _is_finite(tensor):
             bad = ~tensor.isfinite()
             rows = bad.flatten(1).any(1) if bad.dim() > 1 else bad
-            ids = segment.ids[call.batch] if 0 <= call.batch < len(segment.ids) else None
+            ids = step.ids[call.batch] if 0 <= call.batch < len(step.ids) else None
             which = rows.nonzero().flatten().tolist()
             found.append(
                 {
@@ -138,6 +142,6 @@ def _bad_inputs(segment: RecordedStep) -> list[dict[str, Any]]:
                 }
             )
 
-    for number, call in enumerate(segment.calls):  # noqa: B007  look() reads both
+    for number, call in enumerate(step.calls):  # noqa: B007  look() reads both
         mapped((call.args, call.kwargs), look)
     return found

@@ -1,9 +1,8 @@
-"""Who owns which weight, and whether backward, unscale, clip and step come in an order that has the effect meant."""
+"""Which optimizer owns which weight, and whether backward, unscale, clip and step come in the right order."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +11,19 @@ from torch.optim import Optimizer
 
 from trainwright.recorder.probes import Probe, WatchedObjects, probe
 from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.user_types import Args, Kwargs, Loader, TorchFunction
+from trainwright.runlog.json_values import Facts
 
 SAMPLE = 16
-"""Elements of a weight that are compared to tell whether it has moved."""
+"""Elements of a weight that are compared to see whether it has changed."""
 
-TOLD = ("lr", "initial_lr", "weight_decay", "momentum")
+HYPERPARAMETERS = ("lr", "initial_lr", "weight_decay", "momentum")
+"""Those of a parameter group that are reported."""
 
 
 @probe
 class Contract(Probe):
-    """Optimizers that nobody named are heard too; a step inside another's step is not a step of its own."""
+    """Also records optimizers that the watch was not called with. A step inside of another one is not counted."""
 
     name = "contract"
 
@@ -34,9 +36,9 @@ class Contract(Probe):
         self._sharing: dict[int, list[tuple[int, list[Tensor]]]] | None = None
         self._depth = self._backwards = self._since = self._doubles = self._again = 0
         self._stepped_at: dict[int, int] = {}
-        self._scale: Any = None  # of losses that were scaled and whose gradients were not yet scaled back
+        self._scale: Tensor | None = None  # of losses whose gradients were not unscaled yet
         self._unscaled: set[int] = set()
-        self._scaled_clips: list[tuple[float, Any, Any]] = []
+        self._scaled_clips: list[tuple[float, Tensor | None, Tensor]] = []
         self._num_scaled_clips = self._num_clips = 0
         self._split = 0
         self._windows: list[list[int]] = []
@@ -47,7 +49,7 @@ class Contract(Probe):
 
     # the order of things
 
-    def on_backward(self, losses: tuple[Tensor, ...], how: dict[str, Any]) -> None:
+    def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
         self._backwards += 1
         self._since += 1
 
@@ -55,11 +57,11 @@ class Contract(Probe):
         if id(owner) in self._ours:
             self._since = self._split = 0
 
-    def on_epoch(self, loader: Any, iterator: Any) -> None:
+    def on_epoch(self, loader: Loader, iterator: object) -> None:
         self._split = self._split or self._since
 
-    def on_scaled(self, scaler: Any, given: Any, scaled: Any) -> None:
-        if scaled is not given:
+    def on_scaled(self, scaler: object, loss: object, scaled: object) -> None:
+        if scaled is not loss:
             self._scale = scaler._scale if isinstance(scaler, GradScaler) else None
 
     def on_unscale(self, scaler: GradScaler, optimizer: Optimizer) -> None:
@@ -71,17 +73,19 @@ class Contract(Probe):
     def on_scaler_update(self, scaler: GradScaler) -> None:
         self._scale = None
 
-    def on_clip(self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None, function: Any = None) -> None:
+    def on_clip(
+        self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None, function: TorchFunction | None = None
+    ) -> None:
         self._num_clips += 1
         if self._scale is None or not parameters or not math.isfinite(at):
             return
         owner = next((key for key, each in self._owners.items() if _owns(each, parameters[0])), None)
         if owner is not None and owner not in self._unscaled:
             self._num_scaled_clips += 1
-            seen = None if norm is None else norm.detach()
-            self._scaled_clips = [*self._scaled_clips[-1:], (at, seen, self._scale.detach().clone())]
+            found = None if norm is None else norm.detach()
+            self._scaled_clips = [*self._scaled_clips[-1:], (at, found, self._scale.detach().clone())]
 
-    def on_step(self, optimizer: Optimizer, args: tuple[Any, ...]) -> None:
+    def on_step(self, optimizer: Optimizer, args: Args) -> None:
         self._depth += 1
         if self._depth > 1:  # an optimizer that is built on another
             self._owners.setdefault(id(optimizer), optimizer)
@@ -108,17 +112,17 @@ class Contract(Probe):
             }
         return [(other, shared) for other, shared in self._sharing.get(id(optimizer), ()) if shared]
 
-    def on_closed(self, segment: RecordedStep) -> None:
+    def on_closed(self, step: RecordedStep) -> None:
         if self._split:
-            self._windows = [*self._windows[-31:], [segment.step, self._split, self._since]]
+            self._windows = [*self._windows[-31:], [step.step, self._split, self._since]]
         self._since = self._split = 0
-        self._last = segment
+        self._last = step
 
-    # what is told
+    # the facts
 
-    def values(self) -> dict[str, Any] | None:
+    def values(self) -> Facts | None:
         missing = self._missing()
-        told: dict[str, Any] = {
+        facts: Facts = {
             "optimizers": [self._about(optimizer) for optimizer in self._optimizers],
             "missing": missing,
             "missing_share": self._share(missing),
@@ -132,21 +136,19 @@ class Contract(Probe):
         }
         if self._last is None:
             moved = [not torch.equal(_sample(p), self._at_first[id(p)]) for p in self._parameters[:64]]
-            told |= {"backwards": self._backwards, "moved": any(moved), "steps_heard": len(self._stepped_at)}
+            facts |= {"backwards": self._backwards, "moved": any(moved), "steps_heard": len(self._stepped_at)}
         else:
-            told["carried"] = self._carried(self._last)
-        return told
+            facts["carried"] = self._carried(self._last)
+        return facts
 
-    def _about(self, optimizer: Optimizer) -> dict[str, Any]:
+    def _about(self, optimizer: Optimizer) -> Facts:
         inside = {id(p) for root in self._roots for p in root.parameters()}
         stale = [p for p in _owned(optimizer) if id(p) not in inside and p.grad is None]
         groups = []
         for group in optimizer.param_groups:
-            told = {
-                k: float(group[k]) for k in ("lr", "initial_lr", "weight_decay", "momentum") if _is_number(group, k)
-            }
+            numbers = {k: float(group[k]) for k in HYPERPARAMETERS if _is_number(group, k)}
             with_grad = [p for p in group["params"] if p.grad is not None]
-            groups.append(told | {"parameters": len(group["params"]), "with_grad": len(with_grad)})
+            groups.append(numbers | {"parameters": len(group["params"]), "with_grad": len(with_grad)})
         return {
             "kind": type(optimizer).__name__,
             "parameters": len(_owned(optimizer)),
@@ -155,7 +157,7 @@ class Contract(Probe):
         }
 
     def _missing(self) -> list[str]:
-        """Parameters that get a gradient, that no optimizer has, and that did not move between two looks."""
+        """Names of parameters with a gradient that no optimizer has, and that did not change since the last checkup."""
         owned = {id(p) for optimizer in self._owners.values() for p in _owned(optimizer)}
         found = []
         for name, p in _named(self._roots).items():
@@ -171,13 +173,13 @@ class Contract(Probe):
         return found
 
     def _share(self, missing: list[str]) -> float:
-        """Of the weights that can be trained: those that are missing."""
+        """The share of the missing parameters in all trainable ones, by elements."""
         sizes = {name: p.numel() for name, p in _named(self._roots).items() if p.requires_grad}
         return sum(sizes[name] for name in missing) / max(1, sum(sizes.values()))
 
-    def _carried(self, segment: RecordedStep) -> list[float]:
-        """For each optimizer the norm of the gradients that were there before the first backward pass of the step."""
-        by_id = {id(p): g for p, g in zip(self._parameters, segment.values.get("carried") or ()) if g is not None}
+    def _carried(self, step: RecordedStep) -> list[float]:
+        """For each optimizer the norm of the gradients that existed before the first backward pass of the step."""
+        by_id = {id(p): g for p, g in zip(self._parameters, step.values.get("carried") or ()) if g is not None}
         norms = []
         for optimizer in self._optimizers:
             grads = [by_id[id(p)] for p in _owned(optimizer) if id(p) in by_id]
@@ -201,14 +203,14 @@ def _named(roots: list[nn.Module]) -> dict[str, Tensor]:
 
 
 def _sample(parameter: Tensor) -> Tensor:
-    """Elements from all over, so that one that happens to have no gradient does not stand for all."""
+    """Elements from all over the parameter: some of them may happen to have no gradient."""
     flat = parameter.detach().flatten()
     return flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE].clone()
 
 
-def _is_number(group: dict[str, Any], key: str) -> bool:
+def _is_number(group: Facts, key: str) -> bool:
     return isinstance(group.get(key), int | float) or (isinstance(group.get(key), Tensor) and group[key].numel() == 1)
 
 
-def _plain(value: Any) -> float | None:
+def _plain(value: Tensor | float | None) -> float | None:
     return None if value is None else float(value)

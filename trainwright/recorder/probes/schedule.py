@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import Any
+from typing import SupportsFloat
 
 from torch import Tensor
-from torch.optim import lr_scheduler
+from torch.optim import Optimizer, lr_scheduler
 
+from trainwright.recorder.datasets import length_of
 from trainwright.recorder.probes import Probe, WatchedObjects, probe
 from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.user_types import Kwargs, Loader
+from trainwright.runlog.json_values import Facts
 
 KEPT = 64
 FACTS = (
@@ -19,11 +22,11 @@ FACTS = (
 )  # fmt: skip
 
 
-class _Heard:
-    """One scheduler: how it was stepped between two optimizer steps."""
+class _SchedulerCalls:
+    """How often a scheduler was stepped. A window lies between two optimizer steps; ``run`` counts calls in a row."""
 
-    def __init__(self, scheduler: Any, given: bool, window: int) -> None:
-        self.scheduler, self.given, self.since = scheduler, given, window
+    def __init__(self, scheduler: object, declared: bool, since: int) -> None:
+        self.scheduler, self.declared, self.since = scheduler, declared, since
         self.calls = self.in_window = self.run = self.longest = 0
         self.windows: deque[list[int]] = deque(maxlen=8)
         self.metrics: deque[list[float]] = deque(maxlen=KEPT)
@@ -41,13 +44,15 @@ class _Heard:
 
 @probe
 class ScheduleProbe(Probe):
-    """Also hears schedulers that were not given to the watch. ``urgent``: a cosine has begun to climb, or lr fell."""
+    """Also records schedulers that the watch was not called with. ``urgent``: a cosine began to climb, or lr fell."""
 
     name = "schedule"
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._optimizers = watched.subject.optimizers
-        self._heard = {id(s): _Heard(s, True, 0) for s in watched.schedulers if _is_ours(s, self._optimizers)}
+        self._schedulers = {
+            id(s): _SchedulerCalls(s, True, 0) for s in watched.schedulers if _is_ours(s, self._optimizers)
+        }
         self._steps = self._backwards = self._epochs = 0
         self._length: int | None = None
         self._changes: deque[list[float]] = deque(maxlen=KEPT)
@@ -56,45 +61,45 @@ class ScheduleProbe(Probe):
         self._window_losses: deque[Tensor] = deque(maxlen=512)
         self._warned: set[str] = set()
 
-    def on_epoch(self, loader: Any, iterator: Any) -> None:
-        if self._length is None or _length(loader) == self._length:
+    def on_epoch(self, loader: Loader, iterator: object) -> None:
+        if self._length is None or length_of(loader) == self._length:
             self._epochs += 1
-            self._length = self._length or _length(loader)
+            self._length = self._length or length_of(loader)
 
-    def on_backward(self, losses: tuple[Tensor, ...], how: dict[str, Any]) -> None:
+    def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
         self._backwards += 1
-        for heard in self._heard.values():
-            heard.run = 0
+        for calls in self._schedulers.values():
+            calls.run = 0
 
-    def _of(self, scheduler: Any) -> _Heard | None:
-        """What is known of it; None where it steers another optimizer."""
-        if id(scheduler) not in self._heard and _is_ours(scheduler, self._optimizers):
-            self._heard[id(scheduler)] = _Heard(scheduler, False, self._steps)
-        return self._heard.get(id(scheduler))
+    def _of(self, scheduler: object) -> _SchedulerCalls | None:
+        """The calls of a scheduler; None where it belongs to another optimizer."""
+        if id(scheduler) not in self._schedulers and _is_ours(scheduler, self._optimizers):
+            self._schedulers[id(scheduler)] = _SchedulerCalls(scheduler, False, self._steps)
+        return self._schedulers.get(id(scheduler))
 
-    def on_schedule(self, scheduler: Any) -> None:
-        if (heard := self._of(scheduler)) is not None:
-            heard.step()
+    def on_schedule(self, scheduler: object) -> None:
+        if (calls := self._of(scheduler)) is not None:
+            calls.step()
 
-    def on_metric(self, scheduler: Any, metric: Any) -> None:
-        heard = self._of(scheduler)
-        if heard is not None and isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):  # others are given an epoch
+    def on_metric(self, scheduler: object, metric: object) -> None:
+        calls = self._of(scheduler)
+        if calls is not None and isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):  # to others the epoch is passed
             lr = max(float(group["lr"]) for group in scheduler.optimizer.param_groups)
-            heard.metrics.append([self._steps, float(metric), self._mean_loss(), lr])
+            calls.metrics.append([self._steps, _as_float(metric), self._mean_loss(), lr])
 
     def _mean_loss(self) -> float:
-        """Of the training since it was last asked."""
+        """The mean loss of the training steps since the last call."""
         losses = list(self._window_losses)
         self._window_losses.clear()
         return sum(float(each) for each in losses) / len(losses) if losses else math.nan
 
-    def on_closed(self, segment: RecordedStep) -> None:
+    def on_closed(self, step: RecordedStep) -> None:
         self._steps += 1
-        for heard in self._heard.values():
-            heard.close(self._backwards)
+        for calls in self._schedulers.values():
+            calls.close(self._backwards)
         self._backwards = 0
-        if segment.losses and segment.losses[0].numel() == 1:
-            self._window_losses.append(segment.losses[0])
+        if step.losses and step.losses[0].numel() == 1:
+            self._window_losses.append(step.losses[0])
         self._note_lr(max((float(g["lr"]) for o in self._optimizers for g in o.param_groups), default=0.0))
 
     def _note_lr(self, lr: float) -> None:
@@ -110,17 +115,17 @@ class ScheduleProbe(Probe):
             return
         self._changes.append([self._steps, lr])
         if before is not None and lr < before:
-            self._cry("fell")
-        elif before is not None and any(_is_past_its_end(h.scheduler) for h in self._heard.values()):
-            self._cry("climbs")
+            self._warn("fell")
+        elif before is not None and any(_is_past_its_end(h.scheduler) for h in self._schedulers.values()):
+            self._warn("climbs")
 
-    def _cry(self, why: str) -> None:
-        """Once in a run: what a schedule does first is what its fault shows in."""
+    def _warn(self, why: str) -> None:
+        """Makes the probe urgent, once in a run for each reason: the first change of a schedule shows its fault."""
         if why not in self._warned:
             self._warned.add(why)
             self.urgent = True
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> Facts:
         self.urgent = False
         attached = any("initial_lr" in group for o in self._optimizers for group in o.param_groups)
         return {
@@ -133,52 +138,50 @@ class ScheduleProbe(Probe):
             "zero_steps": self._zero_steps,
             "exhausted": self._exhausted,
             "attached": attached,
-            "schedulers": [_told(each) for each in self._heard.values()],
+            "schedulers": [_facts_of(each) for each in self._schedulers.values()],
         }
 
 
-def _is_ours(scheduler: Any, optimizers: list[Any]) -> bool:
-    known = isinstance(scheduler, lr_scheduler.LRScheduler | lr_scheduler.ReduceLROnPlateau)
-    return known and any(scheduler.optimizer is each for each in optimizers)
+def _is_ours(scheduler: object, optimizers: list[Optimizer]) -> bool:
+    if not isinstance(scheduler, lr_scheduler.LRScheduler | lr_scheduler.ReduceLROnPlateau):
+        return False
+    return any(scheduler.optimizer is each for each in optimizers)
 
 
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:
-        return None
-
-
-def _parts(scheduler: Any) -> list[Any]:
-    """It and those that it steps."""
+def _parts(scheduler: object) -> list[object]:
+    """The scheduler and those that it steps."""
     inner = getattr(scheduler, "_schedulers", None)
     return [scheduler, *(part for each in inner for part in _parts(each))] if isinstance(inner, list) else [scheduler]
 
 
-def _is_past_its_end(scheduler: Any) -> bool:
+def _as_float(metric: object) -> float:
+    return float(metric) if isinstance(metric, SupportsFloat) else math.nan
+
+
+def _is_past_its_end(scheduler: object) -> bool:
     return any(getattr(part, "last_epoch", 0) > getattr(part, "T_max", math.inf) for part in _parts(scheduler))
 
 
-def _told(heard: _Heard) -> dict[str, Any]:
+def _facts_of(calls: _SchedulerCalls) -> Facts:
     return {
-        "given": heard.given,
-        "since": heard.since,
-        "calls": heard.calls,
-        "windows": [list(each) for each in heard.windows],
-        "metrics": [list(each) for each in heard.metrics],
-        "parts": [_facts(part) for part in _parts(heard.scheduler)],
+        "given": calls.declared,
+        "since": calls.since,
+        "calls": calls.calls,
+        "windows": [list(each) for each in calls.windows],
+        "metrics": [list(each) for each in calls.metrics],
+        "parts": [_facts(part) for part in _parts(calls.scheduler)],
     }
 
 
-def _facts(scheduler: Any) -> dict[str, Any]:
+def _facts(scheduler: object) -> Facts:
     classes = [c for c in type(scheduler).__mro__ if c.__module__.startswith("torch.optim")] or [type(scheduler)]
-    told: dict[str, Any] = {"class": classes[0].__name__}
+    facts: Facts = {"class": classes[0].__name__}
     for name in FACTS:
         value = getattr(scheduler, name, None)
         if isinstance(value, int | float | str):
-            told[name] = value
+            facts[name] = value
         elif isinstance(value, list | tuple):
-            told[name] = [float(each) for each in value if isinstance(each, int | float)]
+            facts[name] = [float(each) for each in value if isinstance(each, int | float)]
     if isinstance(milestones := getattr(scheduler, "milestones", None), dict):
-        told["milestones"] = sorted(milestones)
-    return told
+        facts["milestones"] = sorted(milestones)
+    return facts

@@ -1,0 +1,39 @@
+"""What a forward call depends on besides its arguments: modes, ``requires_grad``, random state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class CallState:
+    """Reads that state before each call. Equal values of successive calls are one object, which saves memory."""
+
+    def __init__(self, modules: Sequence[nn.Module], parameters: Sequence[Tensor], device: torch.device) -> None:
+        self._modules, self._parameters, self._device = modules, parameters, device
+        self._last_modes: tuple[bool, ...] = ()
+        self._last_wanted: tuple[bool, ...] = ()
+        self._last_rng: Tensor | None = None
+
+    def modes(self) -> tuple[bool, ...]:
+        """``training`` of every module."""
+        modes = tuple([module.training for module in self._modules])
+        if modes != self._last_modes:
+            self._last_modes = modes
+        return self._last_modes
+
+    def wanted(self) -> tuple[bool, ...]:
+        """``requires_grad`` of every parameter."""
+        wanted = tuple([p.requires_grad for p in self._parameters])
+        if wanted != self._last_wanted:
+            self._last_wanted = wanted
+        return self._last_wanted
+
+    def rng(self) -> tuple[Tensor, Tensor | None]:
+        """The states of the CPU's default generator and of the GPU's, None without a GPU."""
+        now = torch.default_generator.get_state()
+        if self._last_rng is None or not torch.equal(now, self._last_rng):
+            self._last_rng = now
+        return self._last_rng, torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None

@@ -1,0 +1,221 @@
+"""The epochs of all data loaders: which samples each returned, in which order, for training or for evaluation."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from trainwright.recorder.datasets import base_of, length_of
+from trainwright.recorder.user_types import Loader
+from trainwright.runlog.json_values import Facts
+
+MARKS = 4096
+"""Batches of an epoch whose order is remembered."""
+SPREAD = 1 << 16
+"""Samples of a data set that are remembered."""
+_AT_RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+@dataclass
+class Source:
+    """A loader, and the data set under all its Subsets: ``base`` is its number, ``positions`` the samples used.
+
+    ``epochs`` were begun; ``empty`` of them returned no batch.
+    """
+
+    number: int
+    loader: Callable[[], object]
+    facts: Facts
+    base: int
+    positions: Sequence[int] | None
+    stride: int
+    epochs: int = 0
+    empty: int = 0
+
+
+@dataclass
+class Epoch:
+    """What one iterator returned. ``ids`` are positions in the base; of a large one only every ``stride``-th.
+
+    Of its ``batches``, ``trained`` were followed by a backward pass, ``evaluating`` came in eval mode or without
+    gradients. ``marks`` are hashes of the ids of each batch, ``first`` the ids of the first one.
+    """
+
+    source: Source
+    loader: Loader
+    batches: int = 0
+    trained: int = 0
+    evaluating: int = 0
+    samples: int = 0
+    marks: list[int] = field(default_factory=list)
+    ids: set[int] = field(default_factory=set)
+    first: tuple[int, ...] = ()
+    ascending: bool = True
+
+    @property
+    def role(self) -> str:
+        if 2 * self.trained >= max(1, self.batches):
+            return "training"
+        return "evaluation" if 2 * self.evaluating > self.batches else "unknown"
+
+    def add_batch(self, ids: object, *, evaluating: bool) -> None:
+        """Counts a batch. ``ids`` are what the sampler returned for it: a list of positions, or anything else."""
+        self.batches += 1
+        self.evaluating += evaluating
+        self.source.empty -= self.batches == 1
+        if isinstance(ids, list | tuple) and ids and all(type(each) is int for each in (ids[0], ids[-1])):
+            self._add_ids(ids)
+
+    def _add_ids(self, ids: Sequence[int]) -> None:
+        source = self.source
+        chosen = ids if source.positions is None else [source.positions[i] for i in ids]
+        if len(self.marks) < MARKS:
+            self.marks.append(hash(tuple(chosen)))
+        if not self.samples:
+            self.first = tuple(ids[:64])
+            self.ascending = len(ids) > 1 and all(b == a + 1 for a, b in pairwise(ids))
+        self.samples += len(ids)
+        self.ids.update(chosen if source.stride == 1 else [i for i in chosen if i % source.stride == 0])
+
+
+@dataclass
+class PendingBatch:
+    """A batch that no backward pass has followed yet. ``leaves`` are its tensors, where its labels are wanted."""
+
+    epoch: Epoch
+    leaves: list[Tensor]
+    ids: object
+    evaluating: bool
+
+
+class Sources:
+    """All loaders of the process, each with the data set that it reads."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, Source] = {}
+        self._bases: list[Callable[[], object]] = []
+        self._num_loaders = 0
+
+    def of(self, loader: Loader) -> Source:
+        """The source of a loader; a new one for a loader that was not seen before."""
+        known = self._by_id.get(id(loader))
+        if known is not None and known.loader() is loader:
+            return known
+        base, positions = base_of(getattr(loader, "dataset", None))
+        number = next((n for n, each in enumerate(self._bases) if each() is base), len(self._bases))
+        if number == len(self._bases):
+            self._bases.append(_reference(base))
+        size = length_of(base) or 0
+        stride = max(1, size // SPREAD)
+        source = Source(self._num_loaders, _reference(loader), _facts(loader), number, positions, stride)
+        self._num_loaders += 1
+        self._by_id[id(loader)] = source
+        return source
+
+    def empty(self) -> list[Facts]:
+        """The loaders that never returned a batch."""
+        return [
+            each.facts | {"epochs": each.epochs}
+            for each in self._by_id.values()
+            if each.epochs and each.empty == each.epochs
+        ]
+
+    @property
+    def num_epochs(self) -> int:
+        return sum(each.epochs for each in self._by_id.values())
+
+
+class EpochHistory:
+    """Which samples were trained on, which were used for evaluation, and which epochs repeated an order."""
+
+    def __init__(self) -> None:
+        self.evaluated: dict[int, tuple[Source, set[int]]] = {}
+        self.repeats: list[Facts] = []
+        self._trained: dict[int, set[int]] = {}
+        self._last: dict[int, Epoch] = {}
+
+    def add(self, epoch: Epoch, step: int, *, whole: bool) -> None:
+        """Adds an epoch that is over (``whole``), or the begin of one that is not."""
+        self.compare(epoch, step, whole=whole)
+        if epoch.role == "training":
+            self._trained.setdefault(epoch.source.base, set()).update(epoch.ids)
+            if whole:
+                self._last[epoch.source.base] = epoch
+        elif epoch.role == "evaluation":
+            _, ids = self.evaluated.setdefault(epoch.source.number, (epoch.source, set()))
+            ids.update(epoch.ids)
+            if len(self.evaluated) > 8:  # a loader made anew for each evaluation
+                del self.evaluated[min(self.evaluated)]
+
+    def follows_another(self, epoch: Epoch) -> bool:
+        """Whether an earlier epoch trained on the same data."""
+        return epoch.source.base in self._last
+
+    def compare(self, epoch: Epoch, step: int, *, whole: bool) -> None:
+        """Notes how many batches of an epoch are those of the epoch before it on the same data, in the same order."""
+        before = self._last.get(epoch.source.base)
+        if before is None or epoch.role != "training" or not epoch.marks:
+            return
+        length = min(len(epoch.marks), len(before.marks))
+        equal = next((n for n in range(length) if epoch.marks[n] != before.marks[n]), length)
+        facts: Facts = {"batches": length, "equal": equal, "first": list(epoch.first), "epoch": epoch.source.epochs}
+        facts |= {"samples": epoch.samples, "ascending": epoch.ascending, **_order_of(epoch.loader)}
+        facts |= {"step": step, "whole": whole}
+        self.repeats = [*[each for each in self.repeats if each["whole"]][-7:], facts]
+
+    def overlaps(self) -> list[Facts]:
+        """Of each loader that was used for evaluation: how many of its samples were trained on."""
+        rows: list[Facts] = []
+        trained_by = {each.source.number for each in self._last.values()}
+        for number, (source, ids) in self.evaluated.items():
+            trained = self._trained.get(source.base, set())
+            shared = sorted(ids & trained)
+            rows.append(
+                {"loader": number, "samples": len(ids) * source.stride, "shared": len(shared) * source.stride}
+                | {"trained": len(trained) * source.stride, "same_loader": number in trained_by}
+                | {"ids": shared[:256]}
+            )
+        return rows
+
+
+def _reference(value: object) -> Callable[[], object]:
+    try:
+        return weakref.ref(value)
+    except TypeError:  # a list or a tuple has no weak references, so it is kept alive
+        return lambda: value
+
+
+def _order_of(loader: Loader) -> Facts:
+    """What decides the order. ``random``: a sampler that draws another one each epoch."""
+    sampler: object = getattr(loader, "sampler", None)
+    own = getattr(loader, "batch_sampler", None)
+    if own is not None and type(own) is not BatchSampler:
+        sampler = own
+    distributed = isinstance(sampler, DistributedSampler) and bool(sampler.shuffle)
+    return {
+        "sampler": type(sampler).__name__,
+        "random": isinstance(sampler, _AT_RANDOM) or distributed,
+        "distributed": distributed,
+        "sequential": isinstance(sampler, SequentialSampler),
+    }
+
+
+def _facts(loader: Loader) -> Facts:
+    return {
+        "samples": length_of(getattr(loader, "dataset", None)),
+        "batch_size": getattr(loader, "batch_size", None),
+        "drop_last": bool(getattr(loader, "drop_last", False)),
+        "length": length_of(loader),
+    }

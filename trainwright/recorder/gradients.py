@@ -1,0 +1,205 @@
+"""Records how the gradients of a step come about: loss scale, backward, unscale, clipping, zero_grad."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from trainwright.recorder.callers import caller
+from trainwright.recorder.graph import leaves_of
+from trainwright.recorder.listener import Listener
+from trainwright.recorder.program import Backward, ClipGradients, Multiply, RecordedStep, ZeroGrad
+from trainwright.recorder.tape import Tape
+from trainwright.recorder.user_types import Kwargs, TorchFunction
+
+
+class ScaledLosses:
+    """The losses of a step that were multiplied by a loss scale."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, tuple[Tensor, Tensor, float | Tensor]] = {}
+
+    def add(self, scaler: object, loss: object, scaled: object) -> None:
+        """``scaled`` is ``loss`` times the scale of ``scaler``, a GradScaler or our own."""
+        if isinstance(loss, Tensor) and isinstance(scaled, Tensor) and scaled is not loss:
+            scale = getattr(scaler, "_scale" if isinstance(scaler, GradScaler) else "scale")
+            on_gpu = isinstance(scale, Tensor) and scale.device.type != "cpu"
+            scale_at = scale.detach().clone() if on_gpu else float(scale)  # a GPU is not waited for
+            self._by_id[id(scaled)] = (scaled, loss.detach(), scale_at)
+
+    def unscaled(self, loss: Tensor) -> tuple[Tensor, float | Tensor]:
+        """The loss without its scale, and the scale; 1.0 for a loss that was not scaled."""
+        _, value, scale = self._by_id.get(id(loss)) or (loss, loss.detach(), 1.0)
+        return value, scale
+
+    def clear(self) -> None:
+        self._by_id.clear()
+
+
+class GradientRecorder(Listener):
+    """Writes all that makes or changes gradients into ``current``, the RecordedStep that is being made.
+
+    ``parameters`` are those of the roots first, then those that only an optimizer has. ``careful`` turns on what costs
+    time: whether the loop changes gradients by hand, and which line of the user's source makes each call.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module], optimizers: Sequence[Optimizer], first_step: int) -> None:
+        self.roots, self.optimizers = list(roots), list(optimizers)
+        self.parameters = _unique([p for root in roots for p in root.parameters()], *map(owned_by, optimizers))
+        self._numbers = {id(p): number for number, p in enumerate(self.parameters)}
+        self.device = self.parameters[0].device if self.parameters else torch.device("cpu")
+        self.tape = Tape(self.device.type)
+        self.current = RecordedStep(first_step)
+        self.careful = False
+        self.misses_calls = False  # a loss depends on our parameters, and no call of a root was recorded
+        self._scaled_losses = ScaledLosses()
+        self._versions: list[tuple[int, int] | None] | None = None
+        self._is_foreign = self._retains = False
+
+    def _happened(self, kind: str, value: object) -> None:
+        """Adds an event; in careful mode also the line of the user's source that caused it."""
+        self.current.events.append((kind, value))
+        if self.careful and (line := caller()) is not None:
+            self.current.values.setdefault("lines", []).append([kind, line])
+
+    def on_scaled(self, scaler: object, loss: object, scaled: object) -> None:
+        self._scaled_losses.add(scaler, loss, scaled)
+
+    def on_backward_called(self) -> None:
+        self.tape.stop()
+
+    def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
+        self.tape.stop()
+        self._is_foreign = not any(self._is_ours(loss) for loss in losses)
+        if self._is_foreign:
+            return
+        self._retains = bool(options.get("retain_graph"))
+        self.current.program += self.tape.operations
+        self.tape.operations = []
+        gradients = options.get("grad_tensors") or [None] * len(losses)
+        gradients = [gradients] if isinstance(gradients, Tensor) else list(gradients)
+        carried = not self._has_backward() and any(p.grad is not None for p in self.parameters)
+        for loss, gradient in zip(losses, gradients):
+            self._note_backward(loss, gradient, options)
+        if carried:
+            self.current.values["carried"] = _copies_of_gradients(self.parameters)
+        cut = not losses[0].requires_grad or (losses[0].is_leaf and id(losses[0]) not in self._numbers)
+        self._happened("backward", {"carried": carried, "cut": cut, "retain": bool(options.get("retain_graph"))})
+
+    def _note_backward(self, loss: Tensor, gradient: object, options: Kwargs) -> None:
+        slot = self.tape.slot_of(loss)
+        value, scale = self._scaled_losses.unscaled(loss)
+        if slot is None and self.current.blind is None:
+            self.current.blind = "the loss is not made of what the watched model returned"
+            self.misses_calls |= loss.grad_fn is not None and not self.current.calls
+        self.current.losses.append(value)
+        backward = Backward(slot, value, scale, None if gradient is None else self.tape.write(gradient))
+        backward.retain = bool(options.get("retain_graph") or options.get("create_graph"))
+        if options.get("create_graph"):
+            self.current.blind = "backward(create_graph=True) gives gradients that have a graph of their own"
+        if (inputs := options.get("inputs")) is not None:
+            backward.inputs = self.tape.write([inputs] if isinstance(inputs, Tensor) else list(inputs))
+        self.current.program.append(backward)
+
+    def _is_ours(self, loss: Tensor) -> bool:
+        """Whether a loss depends on our parameters, also where its path from our outputs was not recorded."""
+        is_known = self.tape.slot_of(loss) is not None and not self.tape.leaves
+        if is_known or loss.grad_fn is None:
+            return True
+        leaves = leaves_of(loss)
+        return not leaves or any(id(leaf) in self._numbers for leaf in leaves)
+
+    def on_autograd_grad(self, outputs: object, inputs: object, options: Kwargs) -> None:
+        """Training without backward. With ``create_graph`` the gradients are a part of a loss instead."""
+        variables = _as_list(inputs)
+        if options.get("create_graph") or not any(id(each) in self._numbers for each in variables):
+            return
+        self._happened("autograd_grad", len(variables))
+        self.current.losses += [each.detach() for each in _as_list(outputs) if each.numel() == 1]
+        self.current.blind = "the gradients are made by torch.autograd.grad, and what becomes of them is not seen"
+
+    def _has_backward(self) -> bool:
+        return any(isinstance(each, Backward) for each in self.current.program)
+
+    def on_gradients(self) -> None:
+        if self._is_foreign or self._retains:
+            self.tape.start()  # there is more to come
+        if self._is_foreign:
+            return
+        self.on_gradients_changed()
+        self._scaled_losses.clear()
+        if self.tape.grafted:
+            self.current.values["grafted"] = True
+            self.tape.grafted = False
+
+    def on_gradients_changed(self) -> None:
+        """Remembers the versions of the gradients: other ones at the update mean that the loop has changed them."""
+        self._versions = _versions(self.parameters) if self.careful else None
+
+    def _are_edited(self) -> bool:
+        """Whether the loop itself has written to a gradient, or replaced one, since the last call that is recorded."""
+        return self._versions is not None and self._versions != _versions(self.parameters)
+
+    def on_zero_grad(self, owner: Optimizer | nn.Module) -> None:
+        self._versions = None
+        if isinstance(owner, Optimizer):
+            if owner not in self.optimizers:
+                return
+            self.current.program.append(ZeroGrad(self.optimizers.index(owner)))
+            self._happened("zero_grad", self.optimizers.index(owner))
+        elif owner in self.roots:
+            self.current.program.append(ZeroGrad(None))
+            self._happened("zero_grad", -1)
+
+    def on_unscale(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+        if scaler.is_enabled() and optimizer in self.optimizers:
+            scale = scaler._scale
+            factor = None if scale is None else scale.detach().clone().double().reciprocal().float()
+            self.current.program.append(Multiply(self._numbers_of(owned_by(optimizer)), factor))
+            self._happened("unscale", self.optimizers.index(optimizer))
+
+    def on_multiplied(self, factor: Tensor | float) -> None:
+        self.current.program.append(Multiply(None, factor.detach().clone() if isinstance(factor, Tensor) else factor))
+        self._happened("multiply", None)
+
+    def on_clip(
+        self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None, function: TorchFunction | None = None
+    ) -> None:
+        self.current.program.append(ClipGradients(by, at, self._numbers_of(parameters), function))
+        found = None if norm is None else norm.detach()
+        self._happened("clip", {"by": by, "at": at, "norm": found, "parameters": len(parameters)})
+
+    def _numbers_of(self, parameters: Iterable[Tensor]) -> list[int]:
+        """The numbers of those parameters that are ours."""
+        return [self._numbers[id(p)] for p in parameters if id(p) in self._numbers]
+
+
+def owned_by(optimizer: Optimizer) -> list[Tensor]:
+    """All parameters of all groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _unique(*groups: list[Tensor]) -> list[Tensor]:
+    """Each tensor once, in the order of its first occurrence."""
+    return list({id(p): p for group in groups for p in group}.values())
+
+
+def _versions(parameters: Sequence[Tensor]) -> list[tuple[int, int] | None]:
+    """Identity and version of each gradient: they change when it is replaced or written to."""
+    grads = [p.grad for p in parameters]
+    return [None if grad is None else (id(grad), grad._version) for grad in grads]
+
+
+def _copies_of_gradients(parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.detach().clone() for p in parameters]
+
+
+def _as_list(tensors: object) -> list[Tensor]:
+    """The tensors that torch.autograd.grad was called with: one, or a sequence."""
+    if isinstance(tensors, Tensor):
+        return [tensors]
+    return list(tensors) if isinstance(tensors, Iterable) else []

@@ -1,0 +1,114 @@
+"""The labels in the batches: how often each value came, compared with batches drawn at random."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trainwright.recorder.datasets import length_of, peek
+from trainwright.recorder.epochs import Epoch, PendingBatch
+from trainwright.recorder.program import Call, Operation, RecordedStep, constants_of
+from trainwright.runlog.json_values import Facts
+
+LABELLED = 64
+"""Batches whose labels are counted."""
+PEEKED = 64
+"""Samples that are read from a data set to estimate how often each label occurs in all of it."""
+
+
+class LabelCounts:
+    """Counts of each value of the labels: in each batch, and in samples from all over the data set.
+
+    The labels are the column of a batch that the loss reads as its target.
+    """
+
+    def __init__(self) -> None:
+        self._column: int | None = None
+        self._batches: list[Counter[float]] = []
+        self._everywhere: Counter[float] | None = None
+
+    def wants(self, num_steps: int) -> bool:
+        """Whether the tensors of the next batch are needed, after so many steps."""
+        return (self._column is None or len(self._batches) < LABELLED) and num_steps < 4 * LABELLED
+
+    def add(self, step: RecordedStep, batches: Sequence[PendingBatch], num_steps: int) -> None:
+        """Counts the labels in the batches that ``step``, the ``num_steps``-th, trained on."""
+        with_leaves = [each for each in batches if each.leaves and not each.evaluating]
+        if with_leaves and self._column is None and num_steps <= 4:
+            self._column = _column_of_labels(step, with_leaves[-1])
+        if self._column is not None and len(self._batches) < LABELLED:
+            for each in with_leaves:
+                if len(each.leaves) > self._column:
+                    values = each.leaves[self._column].flatten()
+                    self._batches.append(Counter(values.tolist()))
+
+    def look_everywhere(self, epoch: Epoch | None) -> None:
+        """Reads labels from all over the data set, once, if it is read in its order and batches hold few of them."""
+        if self._everywhere is not None or epoch is None or not epoch.ascending or not self._batches:
+            return
+        if sum(_entropy(each) for each in self._batches) > 1.5 * len(self._batches):
+            return
+        self._everywhere = Counter()
+        dataset, column = epoch.loader.dataset, self._column
+        size = length_of(dataset) or 0
+        positions = [37 * i % PEEKED * size // PEEKED for i in range(PEEKED)] if size > PEEKED else []
+        for leaves in peek(dataset, positions) if positions else []:
+            if column is not None and len(leaves) > column and leaves[column].numel() == 1:
+                self._everywhere[leaves[column].item()] += 1
+
+    def facts(self) -> Facts:
+        """Entropies in nats: of the labels of each batch, of all batches together, of the whole data set."""
+        return {
+            "entropies": [_entropy(each) for each in self._batches],
+            "pooled": _entropy(sum(self._batches, Counter())),
+            "everywhere": _entropy(self._everywhere) if self._everywhere else None,
+            "mixed": self._mixed(),
+        }
+
+    def _mixed(self) -> list[float]:
+        """The lowest and the mean entropy of as many batches when their samples are drawn at random.
+
+        Each is the mean over the batches of one of 16 draws.
+        """
+        known = self._everywhere or (sum(self._batches, Counter()) if len(self._batches) >= 4 else None)
+        if not known:
+            return []
+        values, weights = list(known), list(known.values())
+        generator, means = random.Random(0), []
+        for _ in range(16):
+            drawn = [Counter(generator.choices(values, weights, k=each.total())) for each in self._batches[:16]]
+            means.append(sum(map(_entropy, drawn)) / len(drawn))
+        return [min(means), sum(means) / len(means)]
+
+
+def _column_of_labels(step: RecordedStep, batch: PendingBatch) -> int | None:
+    """The column of a batch that the loss reads as its target; sample ids and features are not."""
+    targets = [t.flatten() for t in _targets(step)]
+    ids = list(batch.ids) if isinstance(batch.ids, list | tuple) else []
+    for column, leaf in enumerate(batch.leaves):
+        flat = leaf.flatten()
+        if leaf.ndim == 0 or len(flat) != len(leaf) or flat.tolist() == ids:
+            continue
+        if any(t.shape == flat.shape and torch.equal(t.cpu().double(), flat.cpu().double()) for t in targets):
+            return column
+    return None
+
+
+def _targets(step: RecordedStep) -> list[Tensor]:
+    """Tensors that reach the loss, or a model beside its input, from outside."""
+    found = []
+    for each in step.program:
+        if isinstance(each, Operation | Call):
+            found += [c.tensor for c in constants_of((each.args, each.kwargs)) if not c.tensor.requires_grad]
+    return found
+
+
+def _entropy(counts: Counter[float]) -> float:
+    """In nats."""
+    total = sum(counts.values())
+    return max(0.0, -sum(n / total * math.log(n / total) for n in counts.values())) if total else 0.0

@@ -1,0 +1,20 @@
+"""Types of what the user's loop passes around: arguments of calls, functions of torch, data loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from torch.utils.data import DataLoader
+
+Args: TypeAlias = tuple[Any, ...]
+"""The positional arguments of a torch function or a module; their types are those of the user's call."""
+
+Kwargs: TypeAlias = dict[str, Any]
+"""Its keyword arguments."""
+
+TorchFunction: TypeAlias = Callable[..., Any]
+"""A function or method of torch, with any signature."""
+
+Loader: TypeAlias = DataLoader[Any]
+"""A DataLoader of samples of any type."""
