@@ -15,7 +15,7 @@ from trainwright.engine.clip import ClipFn
 from trainwright.engine.spikes import NO_SPIKES, SpikeHandler
 from trainwright.engine.step import StepFn
 from trainwright.engine.witness import StepWitness
-from trainwright.recorder.given import GivenRecorder, GivenRing
+from trainwright.recorder.inputs import InputRecorder, InputRing
 from trainwright.recorder.program import Backward, Call, ClipGradients, Multiply, RecordedStep
 from trainwright.replay.engine_bench import EngineBench
 from trainwright.replay.replayer import Replayer
@@ -60,7 +60,7 @@ def batch(seed: int, micro: int) -> StepBatch:
 
 
 class Run:
-    """Seven steps that are recorded by what they were given."""
+    """Seven steps that are recorded by their inputs."""
 
     def __init__(
         self,
@@ -80,15 +80,15 @@ class Run:
             return tw.make_step(loss, clip=clip, precision=precision, witness=witness, spikes=spikes)
 
         self.bench = EngineBench(self.state, make)
-        self.ring = GivenRing(keep=32, budget_bytes=math.inf, record=self.bench.record)
-        given = GivenRecorder(torch.device("cpu"))
-        advance = make(given)
+        self.ring = InputRing(keep=32, budget_bytes=math.inf, record=self.bench.record)
+        recorder = InputRecorder(torch.device("cpu"))
+        advance = make(recorder)
         self.ring.add_snapshot(self.bench.objects.snapshot(1))
         for step in range(1, STEPS + 1):
             result = advance(self.state, batch(step, micro))
             recorded = RecordedStep(step, loss=result.loss, grad_norm=result.grad_norm, lr=result.lr)
-            assert given.newest is not None
-            self.ring.add_given(recorded, given.newest)
+            assert recorder.newest is not None
+            self.ring.add_with_inputs(recorded, recorder.newest)
         self.results = {each.step: (float(each.loss), float(each.grad_norm)) for each in self.ring.steps}
 
     def replay(self, step: int) -> ReplaySession:
@@ -140,10 +140,10 @@ def test_only_the_steps_that_are_asked_for_have_a_program() -> None:
 
 def test_an_input_that_was_written_to_is_not_taken_again() -> None:
     run = Run(clip=CLIPS["norm"], precision=tw.Precision("fp32", "cpu"), micro=1, loss=nn.CrossEntropyLoss())
-    x, _ = run.ring.given(STEPS).batch.micro[0].data
+    x, _ = run.ring.inputs_of(STEPS).batch.micro[0].data
     x.zero_()
-    assert run.ring.way_to(STEPS) is None
-    assert run.ring.way_to(STEPS - 1) is not None
+    assert run.ring.steps_to(STEPS) is None
+    assert run.ring.steps_to(STEPS - 1) is not None
 
 
 class Counting(nn.Module):
@@ -170,12 +170,12 @@ def test_a_tensor_that_a_forward_pass_writes_to_is_restored_and_is_the_live_one_
 
 
 def test_no_batch_is_held_that_the_budget_has_no_room_for() -> None:
-    ring = GivenRing(keep=32, budget_bytes=1000, record=lambda snapshot, steps: None)
-    recorder = GivenRecorder(torch.device("cpu"))
+    ring = InputRing(keep=32, budget_bytes=1000, record=lambda snapshot, steps: None)
+    recorder = InputRecorder(torch.device("cpu"))
     state = tw.TrainState(model := nn.Linear(6, 3), torch.optim.SGD(model.parameters(), 0.1))
     for step in range(1, 41):
         recorder.step_begins(state, batch(step, micro=4))
         assert recorder.newest is not None and recorder.newest.num_bytes > 1000
-        ring.add_given(RecordedStep(step), recorder.newest)
+        ring.add_with_inputs(RecordedStep(step), recorder.newest)
     with pytest.raises(KeyError):
-        ring.given(1)
+        ring.inputs_of(1)

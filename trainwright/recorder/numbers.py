@@ -37,8 +37,8 @@ class Numbers:
         return math.isfinite(self.norm) and all(map(math.isfinite, self.losses)) and not math.isinf(self.loss)
 
 
-def ask(step: RecordedStep) -> Callable[[], Numbers]:
-    """Asks for the numbers of a step; calling the answer reads them, and waits if it must."""
+def begin_reading(step: RecordedStep) -> Callable[[], Numbers]:
+    """Starts to copy the numbers of a step to the host; the function that it returns waits for them."""
     losses = [each for each in step.losses if each.numel() == 1]
     clips = [value["norm"] for kind, value in step.events if kind == "clip" and isinstance(value["norm"], Tensor)]
     own = [] if step.loss is None else [step.loss]
@@ -56,7 +56,7 @@ def ask(step: RecordedStep) -> Callable[[], Numbers]:
 
 
 def late(values: Sequence[Tensor | float]) -> Callable[[], list[float]]:
-    """Starts to copy 0-d tensors to the host; on the CPU they are read at once, for somebody may write to them."""
+    """Starts to copy 0-d tensors to the host; on the CPU they are read at once, for the loop may write to them."""
     devices = [v.device for v in values if isinstance(v, Tensor) and v.is_cuda]
     if not devices:
         known = [float(v.detach()) if isinstance(v, Tensor) else v for v in values]
@@ -79,7 +79,7 @@ def late(values: Sequence[Tensor | float]) -> Callable[[], list[float]]:
 
 def as_record(step: RecordedStep, numbers: Numbers | None = None) -> Watched:
     """A step for the log. Without its ``numbers`` they are read, for which a GPU is waited for."""
-    numbers = numbers or ask(step)()
+    numbers = numbers or begin_reading(step)()
     ids = [None if ids is None else len(ids) for ids in step.ids]
     values: Facts = {"losses": list(numbers.losses), "ids": ids, **step.values}
     if "carried" in values:

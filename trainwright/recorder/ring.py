@@ -12,7 +12,7 @@ from trainwright.state.snapshot import Snapshot
 class Ring:
     """The last ``keep`` steps, and those between them and the snapshot that they are run again from.
 
-    Never more than ``budget_bytes``: what is oldest goes first. A state that alone is larger is not kept.
+    Holds at most ``budget_bytes``: the oldest are dropped first. A snapshot that alone is larger is not kept.
     """
 
     def __init__(self, *, keep: int, budget_bytes: float) -> None:
@@ -64,20 +64,20 @@ class Ring:
         """The recorded steps up to ``step`` that are held, oldest first."""
         return [each for each in self.steps if each.step <= step]
 
-    def way_from(self, snapshot: Snapshot, step: int) -> list[RecordedStep] | None:
+    def steps_from(self, snapshot: Snapshot, step: int) -> list[RecordedStep] | None:
         """All steps from that state up to ``step``; None when one is gone or cannot be run again."""
-        return self._way(snapshot, step)
+        return self._steps_between(snapshot, step)
 
-    def _way(self, snapshot: Snapshot, step: int) -> list[RecordedStep] | None:
-        way = [each for each in self.steps if snapshot.step <= each.step <= step]
-        whole = len(way) == step - snapshot.step + 1 and not any(each.blind for each in way)
-        return way if whole else None
+    def _steps_between(self, snapshot: Snapshot, step: int) -> list[RecordedStep] | None:
+        steps = [each for each in self.steps if snapshot.step <= each.step <= step]
+        whole = len(steps) == step - snapshot.step + 1 and not any(each.blind for each in steps)
+        return steps if whole else None
 
-    def way_to(self, step: int) -> tuple[Snapshot, list[RecordedStep]] | None:
+    def steps_to(self, step: int) -> tuple[Snapshot, list[RecordedStep]] | None:
         """A state and all steps from it up to ``step``; None when they are gone or one cannot be run again."""
         for snapshot in reversed(self.snapshots):
             if snapshot.step <= step:
-                way = self._way(snapshot, step)
-                by_hand = any("edited" in each.values for each in (way or [])[:-1])  # such an update is not known
-                return None if way is None or by_hand else (snapshot, way)
+                steps = self._steps_between(snapshot, step)
+                by_hand = any("edited" in each.values for each in (steps or [])[:-1])  # such an update is not known
+                return None if steps is None or by_hand else (snapshot, steps)
         return None

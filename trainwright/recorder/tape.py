@@ -40,7 +40,7 @@ class Tape(TorchFunctionMode):
         self.leaves = False  # a leaf that wants a gradient was used outside of the models
         self.grafted = False  # a tensor with a graph that the program does not know was used
         self.operations: list[Instruction] = []
-        self.failed: tuple[str, Any] | None = None  # a function that raised, and what it was given
+        self.failed: tuple[str, object] | None = None  # a function that raised, and its arguments
         self.running = self._pushed = False
 
     def __torch_function__(

@@ -1,4 +1,4 @@
-"""Under ``tw.watch``: an update that is not finite does not reach the weights, whoever owns the loop."""
+"""Under ``tw.watch``: an update that is not finite does not reach the weights."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def keep(folder: Path, replayer: Replayer, ring: Ring, step: int, about: Mapping
 
     A step that cannot be run again is kept with its inputs and the last weights before it.
     """
-    found = ring.way_to(step)
+    found = ring.steps_to(step)
     if found is None:
         older = [each for each in ring.snapshots if each.step <= step]
         at = [each for each in ring.steps if each.step == step]

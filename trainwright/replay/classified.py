@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainwright.engine.chunked import IGNORE, chunked_cross_entropy
 from trainwright.engine.head import Head
-from trainwright.replay.functions import Args, Kwargs
+from trainwright.recorder.user_types import Args, Kwargs
 
 CHUNKED = chunked_cross_entropy.__name__
 CLASSIFYING = frozenset({"cross_entropy", "nll_loss", CHUNKED})

@@ -15,8 +15,8 @@ from trainwright.engine.clip import ClipFn, GradientClip
 from trainwright.engine.spikes import SpikeDecision, SpikeHandler
 from trainwright.engine.step import StepFn
 from trainwright.engine.witness import StepWitness
-from trainwright.recorder.given import GivenStep
 from trainwright.recorder.hooks import Listener, listening
+from trainwright.recorder.inputs import StepInputs
 from trainwright.recorder.listener import heard_again, methods_for
 from trainwright.recorder.program import Backward, Call, RecordedStep
 from trainwright.recorder.recording import LoopRecorder
@@ -59,22 +59,22 @@ class EngineBench:
     def tape(self) -> Tape:
         return self._recorder.tape
 
-    def record(self, snapshot: Snapshot, steps: Sequence[tuple[RecordedStep, GivenStep]]) -> None:
+    def record(self, snapshot: Snapshot, steps: Sequence[tuple[RecordedStep, StepInputs]]) -> None:
         """Writes the program of each step that has none. What the user's code raises comes out."""
         with staged(self.objects, snapshot):
-            for recorded, given in steps:
+            for recorded, inputs in steps:
                 if recorded.program:
-                    self._advance(self._state_at(given), given.batch)
+                    self._advance(self._state_at(inputs), inputs.batch)
                 else:
-                    _complete(recorded, self._recorded(given))
+                    _complete(recorded, self._recorded(inputs))
 
     def record_unfinished(
-        self, snapshot: Snapshot, steps: Sequence[GivenStep]
+        self, snapshot: Snapshot, steps: Sequence[StepInputs]
     ) -> tuple[RecordedStep, Exception | None]:
         """The last of the steps, which raised: what it did until then, and what it raises now; None: it does not."""
         with staged(self.objects, snapshot):
-            for given in steps[:-1]:
-                self._advance(self._state_at(given), given.batch)
+            for inputs in steps[:-1]:
+                self._advance(self._state_at(inputs), inputs.batch)
             try:
                 return self._recorded(steps[-1]), None
             except Exception as error:
@@ -82,33 +82,33 @@ class EngineBench:
                 unfinished.ids = list(steps[-1].ids)
                 return unfinished, error
 
-    def _recorded(self, given: GivenStep) -> RecordedStep:
+    def _recorded(self, inputs: StepInputs) -> RecordedStep:
         recorder = self._recorder
         self._taken.clear()
-        recorder.current = RecordedStep(given.step)
-        state = self._state_at(given)
+        recorder.current = RecordedStep(inputs.step)
+        state = self._state_at(inputs)
         with ExitStack() as heard:
             heard.enter_context(heard_again())
             heard.enter_context(listening([recorder, *self.probes], recorder.roots))
             heard.callback(recorder.tape.stop)
-            self._advance(state, given.batch)
+            self._advance(state, inputs.batch)
         if recorder.failed is not None:
             raise recorder.failed
         if not self._taken:  # its update was skipped
             recorder.close()
         return self._taken.pop()
 
-    def _state_at(self, given: GivenStep) -> TrainState:
+    def _state_at(self, inputs: StepInputs) -> TrainState:
         """A state of its own around the live model and optimizer, which stand where the step began."""
-        torch.default_generator.set_state(given.rng)
-        if given.rng_cuda is not None:
-            torch.cuda.set_rng_state(given.rng_cuda, self._recorder.device)
-        self._spikes.left_out = given.left_out
+        torch.default_generator.set_state(inputs.rng)
+        if inputs.rng_cuda is not None:
+            torch.cuda.set_rng_state(inputs.rng_cuda, self._recorder.device)
+        self._spikes.left_out = inputs.left_out
         state = TrainState(self._state.model, self._state.optimizer, loss=self._state.loss)
-        state.step, state.fraction, state.micro_limit = given.step - 1, given.fraction, given.micro_limit
-        if given.scale is not None and isinstance(self._state.scaler, LossScaler):
+        state.step, state.fraction, state.micro_limit = inputs.step - 1, inputs.fraction, inputs.micro_limit
+        if inputs.scale is not None and isinstance(self._state.scaler, LossScaler):
             state.scaler = scaler = copy(self._state.scaler)
-            scaler.scale, scaler.clean_steps = given.scale
+            scaler.scale, scaler.clean_steps = inputs.scale
         return state
 
 

@@ -6,15 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from trainwright.recorder.program import mapped
-
-Args: TypeAlias = tuple[Any, ...]
-"""The positional arguments of a torch function or a module; their types are those of the user's call."""
-
-Kwargs: TypeAlias = dict[str, Any]
-"""Its keyword arguments."""
-
-TorchFunction: TypeAlias = Callable[..., Any]
-"""A function of torch, as ``__torch_function__`` receives it."""
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 
 OpHandler: TypeAlias = Callable[[TorchFunction, Args, Kwargs], object]
 """For ``Intervention.ops``: is called in place of every torch function, and returns what the call shall return."""

@@ -12,7 +12,8 @@ from torch.autograd import Function
 from torch.autograd.graph import Node
 
 from trainwright.recorder.program import tensors_of
-from trainwright.replay.functions import Args, Kwargs, TorchFunction, function_name
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
+from trainwright.replay.functions import function_name
 from trainwright.replay.modules import ModuleStack
 from trainwright.replay.replayer import Intervention, ReplayResult, Upto
 from trainwright.replay.session import ReplaySession

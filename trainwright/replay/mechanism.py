@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainwright.replay.functions import Args, Kwargs, TorchFunction
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 

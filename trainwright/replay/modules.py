@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from torch import nn
 
-from trainwright.replay.functions import Args, Kwargs
+from trainwright.recorder.user_types import Args, Kwargs
 
 Enter: TypeAlias = Callable[[str, nn.Module, Args, Kwargs], None]
 Leave: TypeAlias = Callable[[str, nn.Module, object], None]

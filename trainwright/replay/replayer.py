@@ -31,7 +31,8 @@ from trainwright.recorder.program import (
     mapped,
     tensors_of,
 )
-from trainwright.replay.functions import Args, InputHandler, Kwargs, OpHandler, TorchFunction
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
+from trainwright.replay.functions import InputHandler, OpHandler
 from trainwright.replay.stage import NotReplayable as NotReplayable
 from trainwright.replay.stage import fresh, staged
 from trainwright.state.snapshot import LiveObjects, Snapshot

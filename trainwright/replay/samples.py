@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from trainwright.recorder.program import Call, Operation, RecordedStep, constants_of
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.classified import CHUNKED, CLASSIFYING, classes_in
-from trainwright.replay.functions import Args, InputHandler, Kwargs, TorchFunction, change_leaves, function_name
+from trainwright.replay.functions import InputHandler, change_leaves, function_name
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 

@@ -22,7 +22,7 @@ class ReplaySession:
     """
 
     def __init__(self, replayer: Replayer, ring: Ring, step: int) -> None:
-        found = ring.way_to(step)
+        found = ring.steps_to(step)
         if found is None:
             blind = next((s.blind for s in ring.steps if s.step == step and s.blind), None)
             raise NotReplayable(blind or f"the recorder does not hold step {step} any more")
@@ -126,7 +126,7 @@ class ReplaySession:
     def _longest(self, steps: int) -> tuple[Snapshot, list[RecordedStep]]:
         """The most recorded steps up to this one, at most ``steps``, that begin at a snapshot."""
         for snapshot in self._ring.snapshots:  # from the oldest one begin the most steps
-            if 1 < self.step - snapshot.step + 1 <= steps and (found := self._ring.way_from(snapshot, self.step)):
+            if 1 < self.step - snapshot.step + 1 <= steps and (found := self._ring.steps_from(snapshot, self.step)):
                 for recorded in found:
                     recorded.program = alive(recorded.program)
                 return snapshot, found

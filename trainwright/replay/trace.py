@@ -23,7 +23,7 @@ from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from trainwright.replay.functions import Args, Kwargs, TorchFunction
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.mechanism import Range, in_fp32, pooled
 from trainwright.replay.modules import ModuleStack
 from trainwright.replay.storages import is_float

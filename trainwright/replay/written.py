@@ -34,7 +34,7 @@ from trainwright.recorder.program import (
     alive,
     tensors_of,
 )
-from trainwright.replay.functions import Kwargs, TorchFunction
+from trainwright.recorder.user_types import Kwargs, TorchFunction
 from trainwright.runlog.json_values import Facts
 
 ALIGNED = 64

@@ -1,4 +1,4 @@
-"""The doctor beside our own engine: it keeps what each step is given, and takes a step again when it looks at it."""
+"""The doctor beside our own engine: it keeps the inputs of each step, and runs a step again to examine it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainwright.engine.step import StepResult
 from trainwright.engine.witness import StepWitness
 from trainwright.errors import OutOfMemory, TrainwrightError
 from trainwright.observe.journal import Journal
-from trainwright.recorder.given import GivenRecorder, GivenRing
+from trainwright.recorder.inputs import InputRecorder, InputRing
 from trainwright.recorder.numbers import Numbers, late, lateness
 from trainwright.recorder.probes import LoopObjects, Probe, make_probes
 from trainwright.recorder.program import RecordedStep
@@ -36,7 +36,7 @@ NEEDS_A_LIVE_LOOP = {"loaded", "loaders"}
 
 
 class EngineSession:
-    """Records a run of our own engine by what its steps were given, looks at some steps, and asks the doctor.
+    """Records a run of our own engine by the inputs of its steps, looks at some steps, and asks the doctor.
 
     ``witness`` is to be given to the step that trains. ``make_step`` makes the same step with another witness: that one
     takes a step again on the bench, where it is heard and taped. ``write`` takes every record that is to be kept.
@@ -59,8 +59,8 @@ class EngineSession:
         objects = self._bench.objects
         device = objects.parameters[0].device
         self.witness: StepWitness
-        self.witness = self._given = GivenRecorder(device)
-        self.ring = GivenRing(keep=KEEP, budget_bytes=enough_bytes(objects.roots), record=self._bench.record)
+        self.witness = self._inputs = InputRecorder(device)
+        self.ring = InputRing(keep=KEEP, budget_bytes=enough_bytes(objects.roots), record=self._bench.record)
         self.runner = ExperimentRunner(objects, self.ring)
         made = make_probes(objects, LoopObjects(accumulation=accumulation))
         self._probes: list[Probe] = [each for each in made if each.name not in NEEDS_A_LIVE_LOOP]
@@ -77,19 +77,19 @@ class EngineSession:
 
     def note(self, result: StepResult) -> None:
         """A step is over."""
-        given = self._given.newest
-        assert given is not None and given.step == result.step
+        inputs = self._inputs.newest
+        assert inputs is not None and inputs.step == result.step
         self.step = result.step
         step = RecordedStep(result.step, lr=result.lr)
         step.loss, step.grad_norm, step.losses = result.loss, result.grad_norm, [result.loss]
         step.values = {"step_s": result.step_s, "wait_s": result.wait_s}
         step.ended_s = time.time()
-        if result.batch is not given.batch or result.spike is not None:  # memory ran out, or its update was left out
+        if result.batch is not inputs.batch or result.spike is not None:  # memory ran out, or its update was left out
             reason = "" if result.spike is None else result.spike.reason
-            given = dataclasses.replace(given, batch=result.batch, left_out=reason)
+            inputs = dataclasses.replace(inputs, batch=result.batch, left_out=reason)
         if result.spike is not None:
             self._note_spike(step, result.spike)
-        self.ring.add_given(step, given)
+        self.ring.add_with_inputs(step, inputs)
         self._unread.append((step, late([result.loss, result.grad_norm])))
         while len(self._unread) > self._late:
             self._judge(*self._unread.popleft())
@@ -121,7 +121,7 @@ class EngineSession:
     def _make_program(self, step: RecordedStep, numbers: Numbers) -> None:
         """The step is taken again on the bench, where the probes hear it."""
         try:
-            self.ring.way_to(step.step)
+            self.ring.steps_to(step.step)
         except Exception as error:  # a mistake of ours, or of a stranger's model: the run goes on
             step.blind = f"{type(error).__name__}: {str(error)[:200]}"
             return
@@ -157,16 +157,16 @@ class EngineSession:
 
     def _examine_unfinished(self, error: Exception) -> None:
         """Of a step that raised: the operation that did, by taking it again where it is heard."""
-        given = self._given.newest
-        if given is None or given.step != self.step + 1:  # it was no step that raised
+        inputs = self._inputs.newest
+        if inputs is None or inputs.step != self.step + 1:  # it was no step that raised
             return
-        found = self.ring.way_to_unfinished(given)
+        found = self.ring.steps_to_unfinished(inputs)
         if found is None:
             return
         unfinished, again = self._bench.record_unfinished(*found)
         facts: Facts = {"unfinished": self.runner.unfinished(unfinished, self._bench.tape, again or error)}
         self._bench.tape.forget()
-        self.log.examined(given.step, facts)
+        self.log.examined(inputs.step, facts)
 
     def _numbers(self, step: RecordedStep) -> Numbers:
         assert step.loss is not None and step.grad_norm is not None  # the engine measures both

@@ -19,7 +19,7 @@ from trainwright.errors import TrainwrightError
 from trainwright.recorder.calls import parts_of
 from trainwright.recorder.hooks import calls_heard, listening
 from trainwright.recorder.listener import careful
-from trainwright.recorder.numbers import Numbers, ask, lateness
+from trainwright.recorder.numbers import Numbers, begin_reading, lateness
 from trainwright.recorder.probes import LoopObjects, Probe, make_probes
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.recording import LoopRecorder
@@ -152,7 +152,7 @@ class WatchSession:
         self.ring.add(step)
         for tell in self._hear_closed:
             tell(step)
-        self._unread.append((step, ask(step)))
+        self._unread.append((step, begin_reading(step)))
         at_once = "vetoed" in step.values  # the host knows: it has waited for it
         bad = False
         while len(self._unread) > (0 if at_once else self._late):

@@ -17,10 +17,11 @@ from trainwright.recorder.program import (
     ZeroGrad,
     constants_of,
 )
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.classified import classified
 from trainwright.replay.experiments import experiment
 from trainwright.replay.experiments.optim import norm_of
-from trainwright.replay.functions import Args, Kwargs, TorchFunction, function_name
+from trainwright.replay.functions import function_name
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 from trainwright.runlog.json_values import Facts

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainwright.recorder.program import tensors_of
+from trainwright.recorder.user_types import Args
 from trainwright.replay.experiments import experiment
-from trainwright.replay.functions import Args
 from trainwright.replay.replayer import Intervention, NotReplayable
 from trainwright.replay.samples import (
     classes_of,

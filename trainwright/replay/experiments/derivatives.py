@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from trainwright.recorder.program import tensors_of
+from trainwright.recorder.user_types import Args
 from trainwright.replay.experiments import experiment
-from trainwright.replay.functions import Args
 from trainwright.replay.inspector import StepInspector, custom_functions_of
 from trainwright.replay.session import ReplaySession
 from trainwright.runlog.json_values import Facts

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from trainwright.recorder.program import mapped
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.classified import Classified, classified
 from trainwright.replay.experiments import experiment
-from trainwright.replay.functions import Args, InputHandler, Kwargs, TorchFunction, change_leaves, function_name
+from trainwright.replay.functions import InputHandler, change_leaves, function_name
 from trainwright.replay.inspector import StepInspector
 from trainwright.replay.replayer import Intervention, NotReplayable
 from trainwright.replay.session import ReplaySession

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainwright.recorder.program import tensors_of
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.classified import classes_in
 from trainwright.replay.experiments import experiment
 from trainwright.replay.experiments.modes import DROPOUTS
 from trainwright.replay.experiments.precision import has_half_parameters
-from trainwright.replay.functions import Args, Kwargs, TorchFunction, argument, function_name
+from trainwright.replay.functions import argument, function_name
 from trainwright.replay.inspector import StepInspector
 from trainwright.replay.replayer import Intervention, ReplayResult
 from trainwright.replay.session import ReplaySession

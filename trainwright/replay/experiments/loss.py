@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from trainwright.recorder.program import Backward, Instruction, Operation, RecordedStep, Slot
+from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.replay.classified import CHUNKED, CLASSIFYING, Classified, classified
 from trainwright.replay.experiments import experiment
-from trainwright.replay.functions import Args, Kwargs
 from trainwright.replay.inspector import StepInspector
 from trainwright.replay.replayer import Intervention, NotReplayable
 from trainwright.replay.session import ReplaySession

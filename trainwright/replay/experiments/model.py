@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from trainwright.recorder.program import tensors_of
+from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.replay.experiments import experiment
 from trainwright.replay.experiments.layers import MAPS
-from trainwright.replay.functions import Args, InputHandler, Kwargs
+from trainwright.replay.functions import InputHandler
 from trainwright.replay.inspector import StepInspector, checksum, custom_functions_of, leaves_of
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.experiments import experiment
-from trainwright.replay.functions import Args, Kwargs, TorchFunction, argument, function_name
+from trainwright.replay.functions import argument, function_name
 from trainwright.replay.modules import ModuleStack
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from trainwright.recorder.program import mapped, tensors_of
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.experiments import experiment
-from trainwright.replay.functions import Args, Kwargs, TorchFunction, error_text, function_name
+from trainwright.replay.functions import error_text, function_name
 from trainwright.replay.mechanism import HALF_DTYPES
 from trainwright.replay.modules import ModuleStack
 from trainwright.replay.replayer import Intervention, ReplayResult

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.experiments import experiment
-from trainwright.replay.functions import Args, Kwargs, TorchFunction, function_name
+from trainwright.replay.functions import function_name
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 from trainwright.runlog.json_values import Facts

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.classified import classified
-from trainwright.replay.functions import Args, Kwargs, OpHandler, TorchFunction, change_leaves, function_name
+from trainwright.replay.functions import OpHandler, change_leaves, function_name
 from trainwright.replay.replayer import AS_IT_WAS, Intervention
 from trainwright.replay.samples import classes_of, pooled, standardised
 from trainwright.replay.session import ReplaySession

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.classified import Classified, classified
 from trainwright.replay.experiments.labels import Placed, place, tensor_leaves, token_inputs, tokens
-from trainwright.replay.functions import Args, Kwargs, OpHandler, TorchFunction, function_name
+from trainwright.replay.functions import OpHandler, function_name
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried, trial

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.experiments.modes import DROPOUTS
-from trainwright.replay.functions import Args, Kwargs, TorchFunction, argument, function_name
+from trainwright.replay.functions import argument, function_name
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import trial

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from trainwright.recorder.program import Call, Instruction, Operation, Slot
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.experiments.loss import PAIRED, class_dim, is_simplex, loss_course, terms
-from trainwright.replay.functions import Args, Kwargs, OpHandler, TorchFunction, function_name
+from trainwright.replay.functions import OpHandler, function_name
 from trainwright.replay.replayer import AS_IT_WAS, Intervention
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried, course, trial

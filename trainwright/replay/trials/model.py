@@ -15,10 +15,11 @@ import torch.utils.checkpoint as checkpointing
 from torch import Tensor
 
 from trainwright.recorder.program import tensors_of
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.experiments.derivatives import custom_functions, has_context, replaced
 from trainwright.replay.experiments.layers import smaller
 from trainwright.replay.experiments.model import EXACT_POSITIONS, aliased, copied_from_next, unregistered_parameters
-from trainwright.replay.functions import Args, Kwargs, TorchFunction, function_name
+from trainwright.replay.functions import function_name
 from trainwright.replay.mechanism import HALF_DTYPES
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession

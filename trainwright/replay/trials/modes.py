@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from trainwright.recorder.program import tensors_of
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.experiments.modes import DROPOUTS
-from trainwright.replay.functions import Args, Kwargs, TorchFunction, function_name
+from trainwright.replay.functions import function_name
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried, trial

@@ -9,8 +9,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.experiments.nonfinite import is_finite, loss_scale, non_finite_buffers, num_backward
-from trainwright.replay.functions import Args, Kwargs, TorchFunction, function_name
+from trainwright.replay.functions import function_name
 from trainwright.replay.replayer import Intervention, ReplayResult
 from trainwright.replay.session import ReplaySession, without_veto
 from trainwright.replay.trials import NotTried, trial

@@ -17,7 +17,7 @@ from typing import Any
 from trainwright.engine.step import StepResult
 from trainwright.errors import CheckpointError, UsageError
 from trainwright.recipe import load
-from trainwright.recorder.given import GivenRecorder, GivenRing
+from trainwright.recorder.inputs import InputRecorder, InputRing
 from trainwright.recorder.numbers import as_record
 from trainwright.recorder.program import RecordedStep
 from trainwright.replay import bundle as bundles
@@ -194,7 +194,7 @@ def _compare_trained(done: Rerun, origin: Origin, begin: int, live: _Live) -> No
 
 
 class _Live:
-    """A run on its way to the step; what the last of its steps are given is kept."""
+    """A run on its way to the step; the inputs of its last steps are kept."""
 
     def __init__(self, job: Job, step: int, seconds: dict[int, float]) -> None:
         state = job.state
@@ -202,9 +202,9 @@ class _Live:
         self.first = max(state.step + 1, step - HISTORY)
         self.bench = EngineBench(state, lambda witness, spikes: make_advance(job, witness=witness, spikes=spikes))
         self.objects = self.bench.objects
-        self.ring = GivenRing(keep=HISTORY + 1, budget_bytes=UNBOUNDED, record=self.bench.record)
+        self.ring = InputRing(keep=HISTORY + 1, budget_bytes=UNBOUNDED, record=self.bench.record)
         self.runner = ExperimentRunner(self.objects, self.ring)
-        self._given = GivenRecorder(job.device)
+        self._inputs = InputRecorder(job.device)
         self.results: dict[int, StepResult] = {}
         self.error: str | None = None
         self.unfinished: Facts | None = None
@@ -212,7 +212,7 @@ class _Live:
     def go(self) -> None:
         """Trains up to the step, the engine's way: what it raises before that is the user's to see."""
         state, until = self.job.state, until_of(self.job.plan)
-        advance = make_advance(self.job, witness=self._given, spikes=spike_handler(self.job.loaded))
+        advance = make_advance(self.job, witness=self._inputs, spikes=spike_handler(self.job.loaded))
         stream = iter(self.job.batches)
         while state.step < self.step and self.error is None:
             state.fraction = until(state)
@@ -233,18 +233,18 @@ class _Live:
         self.results[result.step] = dataclasses.replace(
             result, batch=StepBatch(tuple(MicroBatch(None, micro.ids) for micro in result.batch.micro))
         )
-        if result.step >= self.first and (given := self._given.newest) is not None:
+        if result.step >= self.first and (inputs := self._inputs.newest) is not None:
             step = RecordedStep(result.step, lr=result.lr, loss=result.loss, grad_norm=result.grad_norm)
             reason = "" if result.spike is None else result.spike.reason
-            given = dataclasses.replace(given, batch=result.batch, left_out=reason)
-            step.losses, step.ids = [result.loss], list(given.ids)
-            self.ring.add_given(step, given)
+            inputs = dataclasses.replace(inputs, batch=result.batch, left_out=reason)
+            step.losses, step.ids = [result.loss], list(inputs.ids)
+            self.ring.add_with_inputs(step, inputs)
 
     def _note_unfinished(self, error: Exception) -> None:
         """The step raised: it is taken again where it is heard."""
         self.error = f"{type(error).__name__}: {error}"
-        given = self._given.newest
-        found = None if given is None else self.ring.way_to_unfinished(given)
+        inputs = self._inputs.newest
+        found = None if inputs is None else self.ring.steps_to_unfinished(inputs)
         if found is not None:
             unfinished, again = self.bench.record_unfinished(*found)
             self.unfinished = self.runner.unfinished(unfinished, self.bench.tape, again or error)

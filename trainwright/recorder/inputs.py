@@ -1,4 +1,4 @@
-"""What each step of our own engine is given, kept while it trains: enough for the engine to take the step again."""
+"""The inputs of each step of our own engine, kept while it trains: enough for the engine to run the step again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HISTORY = 8
 
 
 @dataclass(slots=True)
-class GivenStep:
+class StepInputs:
     """Batch, random state, share of the run and loss scale at the begin of one step.
 
     ``versions`` are those of the ``tensors`` of the batch: each write in place adds one.
@@ -45,7 +45,7 @@ class GivenStep:
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether nobody has written into the batch since, in place."""
+        """Whether the batch was not written to since."""
         return [tensor._version for tensor in self.tensors] == self.versions
 
     @property
@@ -58,17 +58,17 @@ class GivenStep:
         return sum([tensor.nbytes for tensor in self.tensors])
 
 
-class GivenRecorder:
-    """The witness of a live run: it notes what each step is given. About 5 us a step."""
+class InputRecorder:
+    """The witness of a live run: it records the inputs of each step. About 5 us a step."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.newest: GivenStep | None = None
+        self.newest: StepInputs | None = None
 
     def step_begins(self, state: TrainState, batch: StepBatch) -> None:
         scaler = state.scaler
         tensors = [t for micro in batch.micro for t in tensors_in(micro.data) if not t.is_inference()]
-        self.newest = GivenStep(
+        self.newest = StepInputs(
             state.step + 1,
             batch,
             tensors,
@@ -86,56 +86,56 @@ class GivenRecorder:
     def gradients_are_clipped(self, clip: ClipFn, parameters: Sequence[Tensor], total_norm: Tensor) -> None: ...
 
 
-RecordFn = Callable[[Snapshot, Sequence[tuple[RecordedStep, GivenStep]]], None]
-"""Takes given steps again from a state, and writes the program of each into its RecordedStep where it has none."""
+RecordFn = Callable[[Snapshot, Sequence[tuple[RecordedStep, StepInputs]]], None]
+"""Runs steps again from a state and their inputs, and writes a program into each RecordedStep that has none."""
 
 
-class GivenRing(Ring):
-    """A flight recorder of given steps: ``record`` makes their programs when somebody asks for them."""
+class InputRing(Ring):
+    """A flight recorder of the inputs of steps: ``record`` makes the programs when they are needed."""
 
     def __init__(self, *, keep: int, budget_bytes: float, record: RecordFn) -> None:
         super().__init__(keep=keep, budget_bytes=budget_bytes)
-        self._given: dict[int, GivenStep] = {}
+        self._inputs: dict[int, StepInputs] = {}
         self._record = record
 
-    def add_given(self, step: RecordedStep, given: GivenStep) -> None:
-        """``step`` has the numbers and the sample ids of the step, and no program yet."""
-        step.num_bytes = given.num_bytes
-        self._given[step.step] = given
+    def add_with_inputs(self, step: RecordedStep, inputs: StepInputs) -> None:
+        """Adds a step that has numbers and no program yet."""
+        step.num_bytes = inputs.num_bytes
+        self._inputs[step.step] = inputs
         self.add(step)
         oldest = self.steps[0].step if self.steps else math.inf
-        while self._given and (first := next(iter(self._given))) < oldest:
-            del self._given[first]
+        while self._inputs and (first := next(iter(self._inputs))) < oldest:
+            del self._inputs[first]
 
-    def given(self, step: int) -> GivenStep:
-        """What a step that is held was given."""
-        return self._given[step]
+    def inputs_of(self, step: int) -> StepInputs:
+        """The inputs of a step that is held."""
+        return self._inputs[step]
 
     def name_samples(self, step: RecordedStep) -> None:
-        """Writes the sample ids into a step that is held: of most steps nobody reads them."""
-        if not step.ids and step.step in self._given:
-            step.ids = self._given[step.step].ids
+        """Writes the sample ids into a step that is held: for most steps they are never read."""
+        if not step.ids and step.step in self._inputs:
+            step.ids = self._inputs[step.step].ids
 
-    def way_to(self, step: int) -> tuple[Snapshot, list[RecordedStep]] | None:
-        found = super().way_to(step)
+    def steps_to(self, step: int) -> tuple[Snapshot, list[RecordedStep]] | None:
+        found = super().steps_to(step)
         if found is None:
             return None
         self._fill(*found)
-        return super().way_to(step)  # a program may show that a step cannot be replayed
+        return super().steps_to(step)  # a program may show that a step cannot be replayed
 
-    def way_from(self, snapshot: Snapshot, step: int) -> list[RecordedStep] | None:
-        way = self._way(snapshot, step)
-        if way is None:
+    def steps_from(self, snapshot: Snapshot, step: int) -> list[RecordedStep] | None:
+        steps = self._steps_between(snapshot, step)
+        if steps is None:
             return None
-        self._fill(snapshot, way)
-        return self._way(snapshot, step)
+        self._fill(snapshot, steps)
+        return self._steps_between(snapshot, step)
 
-    def way_to_unfinished(self, given: GivenStep) -> tuple[Snapshot, list[GivenStep]] | None:
-        """The same for a step that raised and is not in the ring: a state, and what the steps from it on were given."""
+    def steps_to_unfinished(self, inputs: StepInputs) -> tuple[Snapshot, list[StepInputs]] | None:
+        """The same for a step that raised and is not in the ring: a state, and the inputs of the steps from it on."""
         for snapshot in reversed(self.snapshots):
-            if snapshot.step <= given.step and (way := self._way(snapshot, given.step - 1)) is not None:
-                steps = [*(self._given[each.step] for each in way), given]
-                return (snapshot, steps) if all(each.is_unchanged for each in steps) else None
+            if snapshot.step <= inputs.step and (steps := self._steps_between(snapshot, inputs.step - 1)) is not None:
+                every = [*(self._inputs[each.step] for each in steps), inputs]
+                return (snapshot, every) if all(each.is_unchanged for each in every) else None
         return None
 
     def recorded(self, step: int) -> list[RecordedStep]:
@@ -144,16 +144,16 @@ class GivenRing(Ring):
             with_program = [each for each in self.steps if each.step <= step and each.program]
             if snapshot.step <= step and len(with_program) < HISTORY:
                 oldest = min((each.step for each in with_program), default=step + 1)
-                self.way_from(snapshot, max(snapshot.step, oldest - 1))
+                self.steps_from(snapshot, max(snapshot.step, oldest - 1))
         return [each for each in self.steps if each.step <= step and each.program]
 
-    def _fill(self, snapshot: Snapshot, way: list[RecordedStep]) -> None:
-        if all(each.program or each.blind for each in way):
+    def _fill(self, snapshot: Snapshot, steps: list[RecordedStep]) -> None:
+        if all(each.program or each.blind for each in steps):
             return
-        for each in way:
-            given = self._given[each.step]
-            each.ids = given.ids
-            if not given.is_unchanged:
+        for each in steps:
+            inputs = self._inputs[each.step]
+            each.ids = inputs.ids
+            if not inputs.is_unchanged:
                 each.blind = "the model writes into its input, so the step cannot be taken again"
-        if not any(each.blind for each in way):
-            self._record(snapshot, [(each, self._given[each.step]) for each in way])
+        if not any(each.blind for each in steps):
+            self._record(snapshot, [(each, self._inputs[each.step]) for each in steps])
