@@ -1,4 +1,4 @@
-"""The numbers of a step as floats: from a GPU they are copied beside the training and read some steps later."""
+"""The numbers of a step as floats: from a GPU they are copied asynchronously and read some steps later."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Watched
 
 LATE = 2
-"""Steps after which a GPU has made the numbers of a step, as a rule: reading them then waits for nothing."""
+"""Steps after which a GPU has usually computed the numbers of a step, so that reading them does not wait."""
 
 
 def lateness(device: torch.device) -> int:
-    """By how many steps the numbers of a step are read later than it."""
+    """After how many further steps the numbers of a step are read."""
     return LATE if device.type == "cuda" else 0
 
 
@@ -78,7 +78,7 @@ def late(values: Sequence[Tensor | float]) -> Callable[[], list[float]]:
 
 
 def as_record(step: RecordedStep, numbers: Numbers | None = None) -> Watched:
-    """A step for the log. Without its ``numbers`` they are read, for which a GPU is waited for."""
+    """The record of a step for the log. Without ``numbers`` they are read, which waits for a GPU."""
     numbers = numbers or begin_reading(step)()
     ids = [None if ids is None else len(ids) for ids in step.ids]
     values: Facts = {"losses": list(numbers.losses), "ids": ids, **step.values}

@@ -111,11 +111,11 @@ class Tape(TorchFunctionMode):
         return numbers
 
     def outputs(self, output: object) -> list[int]:
-        """Slots for what a model returned."""
+        """New slots for the tensors in the output of a model."""
         return self.slots(tensors_of(output))
 
     def last_scalar(self) -> Tensor | None:
-        """The newest number with a graph that was made: the loss, where backward has not been called yet."""
+        """The newest recorded tensor of one element with a graph: the loss, if backward was not called yet."""
         made = [tensor for reference, _ in self._slots.values() if (tensor := reference()) is not None]
         return next((t for t in reversed(made) if t.numel() == 1 and t.grad_fn is not None), None)
 
@@ -130,7 +130,7 @@ class Tape(TorchFunctionMode):
             self._pushed = True
 
     def stop(self) -> None:
-        """Takes itself off torch's stack of modes, wherever it lies by now."""
+        """Removes this mode from torch's stack of modes, wherever it is in it."""
         self.running = False
         if not self._pushed or self not in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             return  # or it is around the function that this is called from: the next stop will find it
@@ -142,7 +142,7 @@ class Tape(TorchFunctionMode):
         self._pushed = False
 
     def forget(self) -> None:
-        """Lets go of all tensors."""
+        """Drops all tensors."""
         self._slots.clear()
         self.leaves = False
         self.operations = []

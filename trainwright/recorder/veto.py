@@ -20,10 +20,10 @@ OnNonfinite = Literal["skip", "stop", "observe"]
 
 
 class Veto:
-    """Looks at the gradients before each update and at 16-bit weights after it.
+    """Checks the gradients before each update and 16-bit weights after it.
 
-    A vetoed optimizer finds no gradients, so it changes nothing; afterwards they are back. Buffers that the forward
-    pass has changed go back too. On a GPU, a fused optimizer takes the veto on the device (``found_inf``, the contract
+    A vetoed optimizer finds no gradients, so it changes nothing; afterwards they are restored. So are buffers that the
+    forward pass has changed. On a GPU, a fused optimizer takes the veto on the device (``found_inf``, the contract
     of torch's GradScaler) unless spikes are skipped too; for any other the host waits for the device at the update.
     """
 
@@ -46,7 +46,7 @@ class Veto:
         self.vetoed: int = 0
 
     def begin(self) -> None:
-        """Before the first forward pass of a step."""
+        """Must be called before the first forward pass of a step."""
         if self.how != "observe":
             for guard, root in zip(self._buffers, self.roots):
                 guard.keep(root)
@@ -91,7 +91,7 @@ class Veto:
         return self.device_type != "cpu" and norm.device.type == self.device_type and is_alone and bool(can)
 
     def was_vetoed_on_device(self, step: RecordedStep, norm: float) -> bool:
-        """Whether the device has left out the update, now that its norm is known; then ``step`` says so."""
+        """Whether the device has skipped the update, now that its norm is known; if so, marks the step as vetoed."""
         if "on_device" not in step.values or math.isfinite(norm):
             return False
         step.values["vetoed"] = "gradients"
@@ -99,7 +99,7 @@ class Veto:
         return True
 
     def _hide(self, owned: list[Tensor]) -> None:
-        """An optimizer that finds no gradients changes nothing."""
+        """Takes the gradients away: an optimizer that finds none changes nothing."""
         self._hidden = [(p, p.grad) for p in owned]
         for p in owned:
             p.grad = None
@@ -131,7 +131,7 @@ class Veto:
 
 @torch.no_grad()
 def _norm(grads: list[Tensor]) -> Tensor:
-    """As ``get_total_norm``, which sorts them by device and type first: 20 us."""
+    """As ``get_total_norm``, without its grouping by device and type, which takes 20 us."""
     if not grads:
         return torch.zeros(())
     if {(type(g), g.device) for g in grads} != {(Tensor, grads[0].device)}:
@@ -141,14 +141,14 @@ def _norm(grads: list[Tensor]) -> Tensor:
 
 
 def _before_clipping(step: RecordedStep, norm: float) -> float:
-    """What clipping that came right before the update found; else the norm itself. Only spikes are judged by it."""
+    """The norm that clipping found right before the update; else ``norm``. Only for the detection of spikes."""
     kind, clip = step.events[-2] if len(step.events) > 1 else ("", {})
     return float(clip["norm"]) if kind == "clip" and clip["norm"] is not None else norm
 
 
 @torch.no_grad()
 def _state_of(optimizer: Optimizer, owned: list[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
-    """Weights to look at afterwards, and how they and the optimizer's state become again what they are now."""
+    """The weights, and a function that restores them and the optimizer's state to their present values."""
     weights = [p.detach() for p in owned]
     copies = [w.clone() for w in weights]
     states = {

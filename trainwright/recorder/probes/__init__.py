@@ -53,7 +53,7 @@ PROBES: list[Callable[[WatchedObjects], Probe]] = []
 
 
 def probe(make: Callable[[WatchedObjects], Probe]) -> Callable[[WatchedObjects], Probe]:
-    """Registers a class or function that makes a Probe for what is watched."""
+    """Registers a class or function that makes a Probe for the watched objects."""
     PROBES.append(make)
     return make
 
@@ -65,7 +65,7 @@ def load_all() -> None:
 
 
 def make_probes(subject: LiveObjects, loop: LoopObjects) -> list[Probe]:
-    """One of each."""
+    """Returns a new probe of each kind."""
     load_all()
     watched = WatchedObjects(subject=subject, **vars(loop))
     return [make(watched) for make in PROBES]

@@ -127,7 +127,7 @@ class Memory(Probe):
 
 
 def _count(node: Node) -> int:
-    """Nodes of the graph behind this one, up to a limit."""
+    """The number of nodes of the graph behind this one, up to MOST_NODES."""
     seen, todo = {node}, [node]
     while todo and len(seen) < MOST_NODES:
         for other, _ in todo.pop().next_functions:
@@ -171,7 +171,7 @@ def _python_objects(dataset: object, depth: int = 4) -> tuple[int, int]:
 
 
 def _weight(value: object, depth: int) -> tuple[int, int]:
-    """Objects below a value and their bytes; of many, a few are looked at."""
+    """The number of objects that a value holds and their bytes; of many items, a sample is measured."""
     if not isinstance(value, list | tuple | dict) or not value or not depth:
         return 1, value.__sizeof__() if isinstance(value, str | bytes | int | float | list | tuple | dict) else 64
     items = list(value.values()) if isinstance(value, dict) else value

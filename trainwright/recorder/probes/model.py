@@ -65,13 +65,13 @@ class LoadedWeights(Probe):
 
 @torch.no_grad()
 def sampled(parameter: Tensor) -> Tensor:
-    """Some values of a tensor, always at the same places."""
+    """Some values of a tensor, always at the same positions."""
     flat = parameter.detach().flatten()
     return flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED].float().clone()
 
 
 def _alike(was: Tensor, now: Tensor) -> bool:
-    """The same values but for a factor or rounding: casting and scaling keep what was learned."""
+    """Whether values are equal up to a factor or rounding: casting and scaling keep what was learned."""
     if was.shape != now.shape or bool((was == now).all()):
         return was.shape == now.shape
     return bool(torch.nn.functional.cosine_similarity(was, now, dim=0) > 0.5)

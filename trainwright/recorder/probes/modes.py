@@ -18,7 +18,7 @@ EARLY = 4
 
 @probe
 class Modes(Probe):
-    """``urgent``: a part of the model has left train mode for good, or it was evaluated in train mode."""
+    """``urgent``: a module has left train mode, or the model was evaluated in train mode."""
 
     name = "modes"
 

@@ -89,7 +89,7 @@ class NonFinite(Probe):
         return bool(self._statistics) and trained > sum(kind == "backward" for kind, _ in step.events)
 
     def _newly_poisoned(self) -> list[str]:
-        """Paths of modules whose running statistics have become non-finite since they were last found so."""
+        """Paths of modules whose running statistics are non-finite and were not reported yet."""
         held = [(m, b) for m, n in self._statistics if (b := m._buffers[n]) is not None and b.is_floating_point()]
         if not held or bool(torch.isfinite(torch.stack(torch._foreach_norm([b for _, b in held]))).all()):
             self._poisoned.clear()
@@ -108,7 +108,7 @@ class NonFinite(Probe):
         return None if first is None else str(first.dtype).removeprefix("torch.")
 
     def _named(self, tensors: Iterable[Tensor | None]) -> list[str]:
-        """Names of the parameters that these belong to, of those that are not finite."""
+        """The names of parameters whose tensor is not finite; one tensor, or None, for each parameter."""
         pairs = list(zip(self._parameters, tensors))
         return [self._names.get(key, "?") for key, t in pairs if t is not None and not _is_finite(t.detach())]
 

@@ -1,4 +1,4 @@
-"""What the learning rate does, and how often each scheduler is stepped for an optimizer step."""
+"""The course of the learning rate, and how often each scheduler is stepped between two optimizer steps."""
 
 from __future__ import annotations
 
