@@ -16,7 +16,7 @@ from trainwright.errors import UsageError
 from trainwright.runlog.deaths import deaths_in, write_bundle
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.reader import read
-from trainwright.runlog.records import Examined
+from trainwright.runlog.records import Examined, Skipped, Watched
 from trainwright.verbs.replay import rerun
 
 PARTS = """\
@@ -35,6 +35,10 @@ class Data(torch.utils.data.Dataset):
 class Dying(Data):
     def __getitem__(self, index):
         return super().__getitem__(index) if index != 95 else (torch.full((12,), 1e3), 0)
+
+class Wild(Data):
+    def __getitem__(self, index):
+        return super().__getitem__(index) if index != 95 else (1e3 * torch.randn(12), 0)
 
 class Strict(nn.Linear):
     def forward(self, x):
@@ -159,6 +163,19 @@ def test_another_recipe_gives_other_bits_and_no_finding(folder: Path) -> None:
     done = rerun(run.path, 7, settings=["optimizer.lr=0.5"])
     assert done.exit_code == 1 and "with optimizer.lr=0.5" in done.outcome
     assert all(each.code != "hw.not_reproducible" for each in done.findings)
+
+
+def test_a_step_after_a_rollback(folder: Path) -> None:
+    """The steps before it are run again too: those after the rollback from the state that it went back to."""
+    settings = ["model.args.kind=again", "data.train.use=parts:Wild", "data.shuffle=false", "optimizer.clip.by=none"]
+    run = train(*settings, "until=44steps", "checkpoint.every=50steps", "spikes.policy=rollback")
+    log = read(run.log).records
+    last = max(each.step for each in log if isinstance(each, Skipped))
+    done = rerun(run.path, last + 4)
+    then = {each.step: each.grad_norm for each in log if isinstance(each, Watched)}
+    now = {each.step: each.grad_norm for each in done.records if isinstance(each, Watched)}
+    assert done.same_bits and now.keys() >= set(range(last - 3, last + 5)), done.lines()
+    assert {step: then[step] for step in now} == now
 
 
 def test_a_changed_dataset_is_told(folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import reduce
 from operator import add
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -15,9 +15,11 @@ from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState
 
+N = TypeVar("N", Tensor, Tensor | float)
+
 
 class Accumulated(NamedTuple):
-    """What all forward and backward passes of one step gave.
+    """The results of all forward and backward passes of one step.
 
     ``loss`` is the mean over the whole global batch; ``micro_losses`` are the 0-d totals (or means) of each
     micro-batch, in order. ``correction`` is what the gradients must still be multiplied by, None for 1.
@@ -82,6 +84,6 @@ def _combined(outputs: list[Loss], provisional: Tensor | float | None, size: int
     return Accumulated(loss, weight, totals, metrics, correction)
 
 
-def _sum(values: Sequence[Any]) -> Any:
+def _sum(values: Sequence[N]) -> N:
     """Without the `0 +` of Python's sum, which is one more kernel for tensors."""
     return reduce(add, values)

@@ -1,4 +1,4 @@
-"""What is done between two steps, where the state is whole: evaluation, saving, and what fails there costs no step."""
+"""Evaluation and saving between two steps. The state is whole there: an error loses no step."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from trainwright.state.train_state import TrainState
 
 
 class Periodic(Protocol):
-    """Something that is done when it is due: evaluation, saving."""
+    """An action that runs when it is due: evaluation, saving."""
 
     def due(self, state: TrainState) -> bool: ...
     def __call__(self, state: TrainState) -> None: ...
 
 
 class Saver(Periodic, Protocol):
-    """Saves; a step that is saved already costs nothing. When it is left, all that was asked for is on disk."""
+    """Saves the state; a step that is saved already costs nothing. On exit every save has reached the disk."""
 
     def __exit__(self, *error: object) -> None: ...
 
@@ -35,7 +35,7 @@ NEVER = _Never()
 
 
 class Whole:
-    """What fails in here, between two steps, costs no step. Not KeyboardInterrupt: that quits at once."""
+    """Saves the state when an exception leaves the context. Not for KeyboardInterrupt: that quits at once."""
 
     def __init__(self, state: TrainState, saving: Saver) -> None:
         self.state, self.saving = state, saving
@@ -61,7 +61,7 @@ class LastGood:
 
 
 def each_batch(batches: Iterable[StepBatch], whole: Whole) -> Iterator[StepBatch]:
-    """The batches; one that cannot be read costs no step either."""
+    """Yields the batches; an error while one is read saves the state."""
     stream = iter(batches)
     while True:
         with whole:

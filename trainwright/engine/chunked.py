@@ -89,12 +89,12 @@ def chunked_cross_entropy(
     Raises IndexError for a target that is no class (on the CPU), UsageError for a second derivative or a derivative by
     ``weight_V``, which it has not.
     """
-    given = [t for t in (hidden_ND, weight_VD, target_N, bias_V, weight_V) if t is not None]
-    if has_torch_function(given):  # seen by whoever records torch's functions, as those of F are
-        seen: Tensor = handle_torch_function(
-            chunked_cross_entropy, given, hidden_ND, weight_VD, target_N, bias_V=bias_V, weight_V=weight_V, **options
+    tensors = [t for t in (hidden_ND, weight_VD, target_N, bias_V, weight_V) if t is not None]
+    if has_torch_function(tensors):  # seen by whoever records torch's functions, as those of F are
+        total: Tensor = handle_torch_function(
+            chunked_cross_entropy, tensors, hidden_ND, weight_VD, target_N, bias_V=bias_V, weight_V=weight_V, **options
         )
-        return seen
+        return total
     on = torch.is_grad_enabled()
     if on and weight_V is not None and weight_V.requires_grad:
         raise UsageError("the weights of classes are not learned", remedy="give weight_V.detach()")
@@ -111,8 +111,8 @@ def chunked_cross_entropy(
         ),
         **options,
     )
-    total: Tensor = _Chunked.apply(hidden_ND, weight_VD, bias_V, weight_V, target_N, how)  # type: ignore[no-untyped-call]
-    return total
+    loss: Tensor = _Chunked.apply(hidden_ND, weight_VD, bias_V, weight_V, target_N, how)  # type: ignore[no-untyped-call]
+    return loss
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
@@ -132,8 +132,8 @@ def _chunk_rows(rows: int, classes: int, kind: str, compute: torch.dtype) -> int
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor:
-        *tensors, how = given
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        *tensors, how = args
         early = replace(how, wanted=(False,) * 3) if how.is_late else how
         total, made = _pass(_Given(*tensors), early)
         ctx.how, ctx.spent = how, how.is_late

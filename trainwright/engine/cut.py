@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +13,8 @@ from trainwright.errors import UsageError
 from trainwright.state.cursor import MicroBatch, StepBatch
 
 _PLAIN = (Tensor, np.ndarray, np.generic, bool, int, float, complex, str, bytes, type(None))
-Piece = Callable[[slice], Any]
-"""Gives some of the samples of what it was made for."""
+Piece = Callable[[slice], object]
+"""Returns the samples in a slice of the data that it was made for."""
 
 
 def cut(batch: StepBatch, limit: int | None) -> StepBatch:
@@ -40,7 +39,7 @@ def cut_micro(micro: MicroBatch, limit: int) -> list[MicroBatch]:
     return [MicroBatch(piece(some), micro.ids[some]) for some in rows]
 
 
-def _piece_of(data: Any, size: int, path: str) -> Piece | None:
+def _piece_of(data: object, size: int, path: str) -> Piece | None:
     """How to take samples out of ``data``; None for a number, a string or the like, which count for all samples.
 
     Raises UsageError where a tensor has another first dimension, or what is in it is not known.
@@ -63,7 +62,7 @@ def _piece_of(data: Any, size: int, path: str) -> Piece | None:
     raise _refused(f"{path} is a {type(data).__name__}", size)
 
 
-def _piece_of_several(data: tuple[Any, ...] | list[Any], size: int, path: str) -> Piece | None:
+def _piece_of_several(data: tuple[object, ...] | list[object], size: int, path: str) -> Piece | None:
     """The parts of a batch, or as many samples as there are: then nothing in them has a row for each sample.
 
     Where both may be, a tuple at the top holds parts, and a list there whose parts would all be lists of samples holds
@@ -86,11 +85,11 @@ def _piece_of_several(data: tuple[Any, ...] | list[Any], size: int, path: str) -
         raise refusal
     if not has_rows:
         return None
-    make: Callable[[Iterable[Any]], Any] = getattr(type(data), "_make", type(data))
+    make: Callable[[Iterable[object]], object] = getattr(type(data), "_make", type(data))
     return lambda rows: make(_some(piece, value, rows) for piece, value in zip(pieces, data, strict=True))
 
 
-def _alike(data: Mapping[Any, Any], made: dict[Any, Any]) -> Any:
+def _alike(data: Mapping[object, object], made: dict[object, object]) -> object:
     """Of the class that ``data`` is of, whose values may be read as attributes; a plain one where it is not made so."""
     try:
         return made if type(data) is dict else type(data)(made)  # type: ignore[call-arg]
@@ -102,7 +101,7 @@ def _takes_samples(piece: Piece | None) -> bool:
     return isinstance(getattr(piece, "__self__", None), tuple | list)
 
 
-def _some(piece: Piece | None, value: Any, rows: slice) -> Any:
+def _some(piece: Piece | None, value: object, rows: slice) -> object:
     return value if piece is None else piece(rows)
 
 

@@ -70,11 +70,11 @@ def _unwrapped(model: Any) -> Any:
     return model.module if parallel else model
 
 
-def _takes_hidden(forward: Any) -> bool:
+def _takes_hidden(forward: object) -> bool:
     return "hidden" in (getattr(forward, "__kwdefaults__", None) or ())
 
 
-def _is_plain(head: Any) -> TypeGuard[nn.Linear]:
+def _is_plain(head: object) -> TypeGuard[nn.Linear]:
     """Whether it is nothing but a linear layer: no adapter in it, no weight that a hook makes, not sharded."""
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return False

@@ -52,14 +52,14 @@ def liger_cross_entropy(
     **options: float,
 ) -> Tensor:
     """The sum over all rows. ``options`` as in ``chunked.Options``."""
-    given: dict[str, Any] = {
+    options_of_liger: dict[str, Any] = {
         "ignore_index": options.get("ignore_index", -100),
         "label_smoothing": options.get("label_smoothing", 0.0),
         "lse_square_scale": options.get("z_loss", 0.0),
         "softcap": options.get("softcap") or None,
     }
     if weight_V is not None:
-        given["ce_weight"] = weight_V.float()
+        options_of_liger["ce_weight"] = weight_V.float()
     if "accum_dtype" in _parameters():  # since 0.6
-        given["accum_dtype"] = torch.float32
-    return _fused()(hidden_ND, weight_VD, target_N, bias=bias_V, reduction="sum", **given).float()
+        options_of_liger["accum_dtype"] = torch.float32
+    return _fused()(hidden_ND, weight_VD, target_N, bias=bias_V, reduction="sum", **options_of_liger).float()

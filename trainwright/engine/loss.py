@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from numbers import Real
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,9 @@ class Loss(NamedTuple):
     metrics: Mapping[str, Any] = _NO_METRICS
 
 
-LossFn = Callable[[nn.Module, Any], Loss | Tensor]
+Batch: TypeAlias = Any
+"""The data of one micro-batch: whatever the user's dataset gives and the loss function takes."""
+LossFn = Callable[[nn.Module, Batch], Loss | Tensor]
 """``loss(model, batch)``. A plain 0-d tensor is taken as a mean over the samples of the micro-batch."""
 
 
@@ -58,7 +60,7 @@ def require_callable(loss: object) -> None:
         raise UsageError(f"the loss must be a function or a module; got {got}", remedy=remedy)
 
 
-def takes_model(loss: Callable[..., Any]) -> bool:
+def takes_model(loss: Callable[..., object]) -> bool:
     """Whether the first parameter is named ``model``."""
     target = loss.forward if isinstance(loss, nn.Module) else loss
     try:
@@ -95,7 +97,7 @@ def call_loss(loss_fn: LossFn, model: nn.Module, micro: MicroBatch, where: str) 
     return Loss(total, _weight(output.weight, total), metrics)
 
 
-def _weight(weight: Any, total: Tensor) -> Tensor | float:
+def _weight(weight: object, total: Tensor) -> Tensor | float:
     """On the loss's device, whatever made it, without a gradient; on the CPU a plain number."""
     if isinstance(weight, Tensor) and weight.numel() == 1:
         if total.device.type != "cpu":
@@ -111,7 +113,7 @@ def _weight(weight: Any, total: Tensor) -> Tensor | float:
     )
 
 
-def _metric(name: str, value: Any, total: Tensor) -> Tensor:
+def _metric(name: str, value: object, total: Tensor) -> Tensor:
     if isinstance(value, Real):
         return torch.tensor(float(value), dtype=torch.float64, device=total.device)
     if isinstance(value, Tensor) and value.numel() == 1:
@@ -128,7 +130,7 @@ class _Supervised:
     def __init__(self, loss: Callable[..., Loss | Tensor]) -> None:
         self.loss = loss
 
-    def __call__(self, model: nn.Module, batch: Any) -> Loss | Tensor:
+    def __call__(self, model: nn.Module, batch: Batch) -> Loss | Tensor:
         if not isinstance(batch, tuple | list) or len(batch) < 2:
             raise UsageError(
                 f"a loss of (output, target) needs batches of (input, target); this batch is a {type(batch).__name__}",

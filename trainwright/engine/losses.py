@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from trainwright.engine.chunked import IGNORE, chunked_cross_entropy, is_worth_chunking
 from trainwright.engine.head import Head, head_of, hf_head_of, hidden_of_hf
-from trainwright.engine.loss import Loss
+from trainwright.engine.loss import Batch, Loss
 from trainwright.errors import DataError, UsageError
 
 Chunked = Literal["auto"] | bool
 
 
-def cross_entropy(model: nn.Module, batch: Any) -> Loss:
+def cross_entropy(model: nn.Module, batch: Batch) -> Loss:
     """Classification: batch ``(input, label_B)``, logits_BC; per sample, with ``accuracy``.
 
     Labels of -100 are not counted. Raises DataError naming the rows whose label is out of range (on the CPU;
@@ -30,7 +30,7 @@ def cross_entropy(model: nn.Module, batch: Any) -> Loss:
     return Loss(loss, (label_B != IGNORE).sum(), {"accuracy": correct})
 
 
-def language_model(model: nn.Module, batch: Any, *, chunked: Chunked = "auto") -> Loss:
+def language_model(model: nn.Module, batch: Batch, *, chunked: Chunked = "auto") -> Loss:
     """Next-token prediction: batch ``(ids_BT, target_BT)``, logits_BTV; per token that is not -100.
 
     ``chunked``: the logits are made a part at a time and never whole, which the model must be made for (see
@@ -43,7 +43,7 @@ def language_model(model: nn.Module, batch: Any, *, chunked: Chunked = "auto") -
     return _token_loss(model(ids_BT), target_BT)
 
 
-def mse(model: nn.Module, batch: Any) -> Loss:
+def mse(model: nn.Module, batch: Batch) -> Loss:
     """Regression: batch ``(input, target)``; per element of the target.
 
     Raises UsageError when output and target differ in shape, where broadcasting would compare every sample
@@ -60,7 +60,7 @@ def mse(model: nn.Module, batch: Any) -> Loss:
     return Loss(F.mse_loss(output.float(), target.float(), reduction="sum"), float(target.numel()))
 
 
-def hf_causal_lm(model: nn.Module, batch: Any, *, chunked: Chunked = "auto") -> Loss:
+def hf_causal_lm(model: nn.Module, batch: Batch, *, chunked: Chunked = "auto") -> Loss:
     """A causal model of ``transformers`` on batches ``(ids_BT, target_BT)`` whose target is shifted.
 
     ``chunked`` as in ``language_model``; the call is then one of ``model.base_model``.

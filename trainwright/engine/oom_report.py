@@ -1,4 +1,4 @@
-"""What a try that ran out of memory leaves to be told: where it was, and what held the memory."""
+"""Reports of a try that ran out of memory: where it happened, and what held the memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +32,9 @@ _UNITS = {"": 1, "bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 2**
 
 @dataclass(frozen=True)
 class OomSnapshot:
-    """What can be said at the instant of the error, as plain values: nothing in it keeps a tensor alive.
+    """What is known at the instant of the error, as plain values: nothing in it keeps a tensor alive.
 
-    ``otherwise`` says what it was where it was not memory.
+    ``otherwise`` describes an error that is not about memory.
     """
 
     phase: str = "on another rank"
@@ -48,13 +47,13 @@ class OomSnapshot:
 
     @property
     def asked_bytes(self) -> int | None:
-        """What the allocator says it was asked for."""
+        """The size of the allocation that failed, from the message of the allocator."""
         found = _ASKED.search(self.error)
         return int(float(found[1]) * _UNITS[(found[2] or "").lower()]) if found else None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether it is, or comes from, an allocator that had no more to give."""
+    """Whether ``error`` is, or was caused by, an allocation that failed."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, MemoryError | torch.OutOfMemoryError):
@@ -66,12 +65,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def oom_snapshot(error: Exception, state: TrainState, batch: StepBatch, device: torch.device) -> OomSnapshot:
-    """Looks at a failed try while all that it holds is still there; then lets go of its frames, which hold tensors."""
+    """Describes a failed try while its tensors are alive; then clears its frames, which hold them."""
     in_use, reserved = held_bytes(device), reserved_bytes(device)
     phase, module = _place(error.__traceback__, state.model)
-    said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    message = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     traceback.clear_frames(error.__traceback__)
-    return OomSnapshot(phase, module, said[:400], in_use, reserved, holdings(state, batch))
+    return OomSnapshot(phase, module, message[:400], in_use, reserved, holdings(state, batch))
 
 
 def _place(trace: TracebackType | None, model: nn.Module) -> tuple[str, str]:
@@ -93,7 +92,7 @@ def holdings(state: TrainState, batch: StepBatch) -> dict[str, int]:
     """Bytes of what a step works on, by kind; tensors that share memory count once."""
     parameters = list(state.model.parameters())
     shadow = getattr(state.ema, "shadow", {})
-    kinds: dict[str, Iterable[Any]] = {
+    kinds: dict[str, Iterable[object]] = {
         "weights": parameters,
         "buffers": state.model.buffers(),
         "gradients": [p.grad for p in parameters],
@@ -106,18 +105,18 @@ def holdings(state: TrainState, batch: StepBatch) -> dict[str, int]:
     return {kind: _bytes(tensors) for kind, tensors in kinds.items()}
 
 
-def _beside(tensor: Any, parameters: Sequence[Tensor]) -> bool:
+def _beside(tensor: object, parameters: Sequence[Tensor]) -> bool:
     """Whether it is where the weights are: an offloaded optimizer's state is not."""
     return isinstance(tensor, Tensor) and any(tensor.device.type == p.device.type for p in parameters[:1])
 
 
-def _bytes(tensors: Iterable[Any]) -> int:
+def _bytes(tensors: Iterable[object]) -> int:
     strided = [each for each in tensors if isinstance(each, Tensor) and each.layout == torch.strided]
     sizes = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in strided}
     return sum(sizes.values())
 
 
-def tensors_in(data: Any) -> list[Tensor]:
+def tensors_in(data: object) -> list[Tensor]:
     """Every tensor of a batch of any nesting."""
     if isinstance(data, Tensor):
         return [data]
@@ -131,7 +130,7 @@ def tensors_in(data: Any) -> list[Tensor]:
 def oom_report(
     seen: OomSnapshot, *, step: int, micro: int, next_micro: int | None, device: torch.device, notes: tuple[str, ...]
 ) -> OomReport:
-    """The whole story, once the failed try has been let go of."""
+    """Makes the report, after the tensors of the failed try have been freed."""
     return OomReport(
         step=step,
         phase=seen.phase,

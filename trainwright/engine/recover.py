@@ -1,4 +1,4 @@
-"""Recovery from running out of memory: the step is begun again with smaller micro-batches, as if it never was.
+"""Recovery from running out of memory: the step begins again with smaller micro-batches; no trace of the try is left.
 
 Only a step's passes over its data are tried again, up to the gradients as they will be applied. They write nothing but
 gradients, buffers and generators, which are all put back; so are the weights of the sum, which any split leaves the
@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ ONE_IS_TOO_MUCH = "a micro-batch of one sample does not fit"
 
 
 class Recovery:
-    """Tries the passes of a step until they fit. ``forget`` drops what a failed try leaves in the state.
+    """Tries the passes of a step until they fit. ``forget`` clears what a failed try leaves in the state.
 
     The limit that is found stays in the state: it is never raised again, for the memory that was short once will be
     short again, and a resumed run must cut its batches as the first one did. What an ordinary step pays is a look at
@@ -48,36 +48,36 @@ class Recovery:
     def __call__(
         self, passes: Passes[T], state: TrainState, batch: StepBatch
     ) -> tuple[T, StepBatch, tuple[OomReport, ...]]:
-        """What ``passes`` gave, the micro-batches that it was given, and what was seen of each try that failed.
+        """Returns the result of ``passes``, the micro-batches that it ran on, and a report of each try that failed.
 
         Raises OutOfMemory when a micro-batch of one sample does not fit or cannot be cut; the state is then that of
         the last good step.
         """
-        told: list[OomReport] = []
+        reports: list[OomReport] = []
         limit_before = state.micro_limit
         device = state.optimizer.param_groups[0]["params"][0].device
         self._generators.keep(device)
         versions = _versions(batch)
         while True:
             pieces = cut(batch, state.micro_limit)
-            seen, done = self._tried(passes, state, pieces, device, again=bool(told))
+            seen, done = self._tried(passes, state, pieces, device, again=bool(reports))
             limit = self._world.least(_wanted(seen, pieces))
             if limit == FITS:
                 assert done is not None
-                return done[0], pieces, tuple(told)
+                return done[0], pieces, tuple(reports)
             done = None
             notes, trouble = self._as_before(state, batch, versions)
             trouble = trouble or (seen.otherwise if seen else "") or _cannot_shrink(batch, limit)
             following = None if trouble else limit
-            told.append(make_room(seen or OomSnapshot(), pieces, following, state, device, notes))
+            reports.append(make_room(seen or OomSnapshot(), pieces, following, state, device, notes))
             state.micro_limit = following or limit_before
             if trouble:
-                raise given_up(told, trouble + _though_it_did(limit_before, limit))
+                raise given_up(reports, trouble + _though_it_did(limit_before, limit))
 
     def _tried(
         self, passes: Passes[T], state: TrainState, pieces: StepBatch, device: torch.device, *, again: bool
     ) -> tuple[OomSnapshot | None, tuple[T] | None]:
-        """Once this has returned, the error is gone, and with it the frames that hold the tensors of the try.
+        """One try. When this returns, the error is gone, and with it the frames that hold the tensors of the try.
 
         Where it is tried ``again``, another error ends the tries as well: BatchNorm takes no single sample.
         """
@@ -138,16 +138,16 @@ def make_room(
     device: torch.device,
     notes: tuple[str, ...] = (),
 ) -> OomReport:
-    """Gives back what the failed try held, and puts down what there is to say of it."""
+    """Frees what the failed try held, and returns the report of it."""
     keep_no_blocks()
     give_back(device)
     largest = max(micro.size for micro in pieces.micro)
     return oom_report(seen, step=state.step + 1, micro=largest, next_micro=following, device=device, notes=notes)
 
 
-def given_up(told: list[OomReport], trouble: str) -> OutOfMemory:
-    """The error of a step that does not fit: where it was, what held the memory, what would help."""
-    last = told[-1]
+def given_up(reports: list[OomReport], trouble: str) -> OutOfMemory:
+    """Returns the error of a step that does not fit: where it was, what held the memory, what would help."""
+    last = reports[-1]
     where = f" in {last.module}" if last.module else ""
     largest = max(last.held, key=lambda kind: last.held[kind], default="")
     held = f"{largest} take {_gib(last.held[largest])}" if largest else "what held it is not known"
@@ -155,7 +155,7 @@ def given_up(told: list[OomReport], trouble: str) -> OutOfMemory:
         f"out of memory in step {last.step} ({last.phase}{where}, {last.micro} samples at a time): {trouble}. "
         f"Of {_gib(last.in_use_bytes)} in use {held}, activations and temporaries of the step "
         f"{_gib(last.given_back_bytes)}; {_gib(last.capacity_bytes)} may be used in all",
-        reports=told,
+        reports=reports,
         remedy="smaller batch.micro, model.activation_checkpointing: block, precision: bf16, shorter samples, "
         "an optimizer with less state (sgd, adafactor) or with it on the host of a GPU (optimizer.offload: true), "
         "or a device with more memory",
@@ -194,7 +194,7 @@ class _Generators:
     def __init__(self) -> None:
         self._torch: Tensor = torch.empty(0)
         self._cuda: tuple[torch.device, Tensor] | None = None
-        self._slow: tuple[Any, ...] | None = None
+        self._slow: _SlowStates | None = None
         self._moving = False
         self._steps = 0
 
@@ -222,11 +222,17 @@ class _Generators:
         return True
 
 
-def _slow_generators() -> tuple[Any, ...]:
-    return random.getstate(), np.random.get_state(legacy=False)
+_SlowStates: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+"""The states of Python's and NumPy's generator, as their modules return them."""
 
 
-def _moved(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+def _slow_generators() -> _SlowStates:
+    numpys = np.random.get_state(legacy=False)
+    assert isinstance(numpys, dict)
+    return random.getstate(), numpys
+
+
+def _moved(before: _SlowStates, now: _SlowStates) -> bool:
     was, here = before[1], now[1]
     numbers = ("has_gauss", "gauss")
     return bool(

@@ -55,11 +55,11 @@ class SpikeDecision(NamedTuple):
 
 
 class SpikeHandler(Protocol):
-    """What the step asks around its update."""
+    """What the step calls around its update."""
 
     def before_step(self, state: TrainState) -> None: ...
     def decide(self, state: TrainState, grad_norm: Tensor, skipped: Tensor) -> SpikeDecision | None:
-        """Right before the update, which is ``skipped`` anyway where that is true. None: nothing is out of line."""
+        """Called right before the update, which is left out where ``skipped`` is true. None: there is no spike."""
         ...
 
     def after_step(self, state: TrainState, batch: StepBatch, done: Accumulated, grad_norm: Tensor) -> None: ...

@@ -29,10 +29,10 @@ from trainwright.world.group import SOLO, World
 class StepResult:
     """What one step did. Tensors are 0-d and on the device; nobody reads them unless due.
 
-    ``step`` is the number of this step, 1-based: ``state.step`` after it. ``wait_s`` is how long the loop
-    waited for the batch. ``skipped`` is true when the update was not applied. ``batch`` is in the micro-batches that
-    it was trained in; ``oom_reports`` are of the tries before, which ran out of memory. ``spike`` is what a
-    SpikeGuard decided.
+    ``step`` is the number of this step, 1-based: ``state.step`` after it. ``wait_s`` is how long the loop waited for
+    the batch. ``skipped`` is true when the update was not applied. ``batch`` has the micro-batches that were trained
+    on; ``oom_reports`` has one report for each try before that ran out of memory. ``spike`` is the decision of a
+    SpikeGuard, None without a spike.
     """
 
     step: int
@@ -79,9 +79,9 @@ def make_step(
     parameter group is its ``lr`` when the first step is taken (kept in ``initial_lr``, as torch's schedulers
     do).
 
-    A step that runs out of memory is begun again in smaller micro-batches, on all ranks of ``world``; what it trained
-    on, and with what weight, stays. ``spikes`` is a ``SpikeGuard`` or
-    nothing. ``witness`` is internal: the recorder of a run.
+    A step that runs out of memory begins again in smaller micro-batches, on all ranks of ``world``; its samples and
+    their weights stay the same. ``spikes`` is a ``SpikeGuard``, or by default does nothing. ``witness`` is internal:
+    the recorder of a run.
 
     Raises UsageError for a part that is not made yet, such as ``clip=1.0``. The step raises OutOfMemory where nothing
     helps.
@@ -91,7 +91,7 @@ def make_step(
     recovery = Recovery(lambda state: clear_grads(state.optimizer), world)
 
     def gradients(state: TrainState, batch: StepBatch) -> _Gradients:
-        """All of a step that can be begun again: it leaves nothing but gradients, buffers and random numbers drawn."""
+        """The part of a step that can begin again: it changes nothing but gradients, buffers and generators."""
         witness.gradients_are_cleared(state.optimizer)
         clear_grads(state.optimizer)
         done = accumulate(state, batch, loss_fn, precision, witness)
@@ -99,7 +99,7 @@ def make_step(
         if grads:
             _unscale(state, grads, done, witness)
         probed = {name: value for probe in probes for name, value in probe(state).items()}
-        grad_norm = get_total_norm(grads) if grads else _zero_beside(state.optimizer)
+        grad_norm = get_total_norm(grads) if grads else _zero_norm(state.optimizer)
         if grads and clip is not no_clip:
             witness.gradients_are_clipped(clip, parameters, grad_norm)
             clip(parameters, grad_norm)
@@ -140,7 +140,7 @@ def make_step(
 
 
 def _count(state: TrainState, batch: StepBatch, num_tokens: int) -> None:
-    """One more step. Tokens are counted as they were given: of lists of samples only the first is counted."""
+    """Counts the step. ``num_tokens`` is of the batch before any split: of a list of samples the first counts."""
     state.step += 1
     state.num_samples += batch.size
     state.num_tokens += num_tokens
@@ -149,7 +149,7 @@ def _count(state: TrainState, batch: StepBatch, num_tokens: int) -> None:
 
 
 class _Gradients(NamedTuple):
-    """A step before its update: the gradients lie in ``.grad``, unscaled and clipped."""
+    """The result of the passes of a step: the gradients are in ``.grad``, unscaled and clipped."""
 
     done: Accumulated
     grad_norm: Tensor
@@ -158,13 +158,13 @@ class _Gradients(NamedTuple):
 
 def _require_made(schedule: object, precision: object, clip: object) -> None:
     """``clip=1.0`` would otherwise fail inside the first step, after the first batch."""
-    for name, given, fits, example in (
+    for name, part, fits, example in (
         ("schedule", schedule, callable(schedule), "make_schedule('cosine', total=1000), or any f(step, fraction)"),
         ("precision", precision, isinstance(precision, Precision), "Precision('bf16', 'cuda')"),
         ("clip", clip, callable(clip), "make_clip('norm', 1.0)"),
     ):
         if not fits:
-            raise UsageError(f"make_step: {name} is {given!r}, which is not made yet", remedy=f"give {example}")
+            raise UsageError(f"make_step: {name} is {part!r}, which is not made yet", remedy=f"give {example}")
 
 
 def set_lr(optimizer: Optimizer, factor: float) -> float:
@@ -191,8 +191,8 @@ def _unscale(state: TrainState, grads: list[Tensor], done: Accumulated, witness:
         torch._foreach_mul_(grads, done.correction)
 
 
-def _zero_beside(optimizer: Optimizer) -> Tensor:
-    """The norm of no gradients, where theirs would be: a loss that counts nothing may lie elsewhere."""
+def _zero_norm(optimizer: Optimizer) -> Tensor:
+    """The norm where there are no gradients, on the device of the parameters."""
     return torch.zeros((), device=optimizer.param_groups[0]["params"][0].device)
 
 

@@ -1,4 +1,4 @@
-"""What a step tells the recorder while it runs. Internal: users have ``Probe`` and ``Observer``."""
+"""The protocol by which a step reports to the recorder. Internal: users have ``Probe`` and ``Observer``."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from trainwright.state.train_state import TrainState
 
 
 class StepWitness(Protocol):
-    """Hears what an observer cannot know after the step: the state of the generators at its begin, and its order.
+    """Called during a step, for what an observer cannot know afterwards: the batch, the generators at its begin.
 
-    Each method is called right before it happens, on the thread that trains. A witness reads only, and does not raise:
-    an exception would end the step.
+    Each method is called right before the operation that it names, on the thread that trains. A witness reads only,
+    and does not raise: an exception would end the step.
     """
 
     def step_begins(self, state: TrainState, batch: StepBatch) -> None:
-        """Nothing of the step has been done. ``batch`` is as the data gave it, before any split."""
+        """The step begins. ``batch`` is as it came from the data, before any split."""
 
     def gradients_are_cleared(self, optimizer: Optimizer) -> None:
-        """The passes over the micro-batches begin. A second call in one step: the try before ran out of memory."""
+        """The passes over the micro-batches begin. A second call in one step: the first try ran out of memory."""
 
     def loss_is_scaled(self, loss: Tensor, scaled: Tensor) -> None:
         """``scaled`` is what ``backward`` is called on; ``loss`` is the same without the loss scale."""

@@ -94,8 +94,9 @@ class EngineBench:
             self._advance(state, inputs.batch)
         if recorder.failed is not None:
             raise recorder.failed
-        if not self._taken:  # its update was skipped
+        if not self._taken:  # its update was skipped, and no norm was seen at an update
             recorder.close()
+            self._taken[-1].grad_norm = None
         return self._taken.pop()
 
     def _state_at(self, inputs: StepInputs) -> TrainState:
@@ -122,7 +123,9 @@ def _complete(recorded: RecordedStep, again: RecordedStep) -> None:
             each.batch = micro
         elif isinstance(each, Backward):
             micro += 1
-    recorded.blind, recorded.grad_norm = again.blind, again.grad_norm
+    recorded.blind = again.blind
+    if again.grad_norm is not None:
+        recorded.grad_norm = again.grad_norm
     recorded.values |= {name: value for name, value in again.values.items() if name not in recorded.values}
 
 

@@ -1,1 +1,1 @@
-"""Watching a loop: the recorder hears it, experiments look closely, findings are kept and told."""
+"""Watches a training loop: records its steps, runs experiments on some of them, and keeps the findings."""

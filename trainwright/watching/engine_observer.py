@@ -1,4 +1,4 @@
-"""The doctor beside our own engine: it keeps the inputs of each step, and runs a step again to examine it."""
+"""The doctor beside our own engine: keeps the inputs of each step, and runs a step again to look at it."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ NEEDS_A_LIVE_LOOP = {"loaded", "loaders"}
 
 
 class EngineSession:
-    """Records a run of our own engine by the inputs of its steps, looks at some steps, and asks the doctor.
+    """Records the inputs of each step of our own engine, looks closely at some steps, and asks the doctor.
 
-    ``witness`` is to be given to the step that trains. ``make_step`` makes the same step with another witness: that one
-    takes a step again on the bench, where it is heard and taped. ``write`` takes every record that is to be kept.
-    ``planned_s`` is how long the run will take. ``warns_of_spikes``: the step itself has no SpikeGuard.
+    Pass ``witness`` to the step function that trains. ``make_step`` makes the same step function with another witness;
+    it runs a step again, with hooks and tape on. ``write`` is called with every record. ``planned_s`` is the planned
+    length of the run in seconds. ``warns_of_spikes`` is true where the step function has no SpikeGuard.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class EngineSession:
         self._late = lateness(device)
         self._unread: deque[tuple[RecordedStep, Callable[[], list[float]]]] = deque()
         self._warns, self._went_back = warns_of_spikes, -1
-        self._told = 0  # the newest step whose program the probes were told of
+        self._newest_heard = 0  # the newest step whose program the probes have heard
         self._begin_s, self._first_step = time.perf_counter(), self.step
         self._prepare_next(self.step)
 
     def note(self, result: StepResult) -> None:
-        """A step is over."""
+        """Records a step that is over."""
         inputs = self._inputs.newest
         assert inputs is not None and inputs.step == result.step
         self.step = result.step
@@ -119,22 +119,22 @@ class EngineSession:
             self._went_back = step.step
 
     def _make_program(self, step: RecordedStep, numbers: Numbers) -> None:
-        """The step is taken again on the bench, where the probes hear it."""
+        """Runs the step again on the bench, where the probes hear it."""
         try:
             self.ring.steps_to(step.step)
         except Exception as error:  # a mistake of ours, or of a stranger's model: the run goes on
             step.blind = f"{type(error).__name__}: {str(error)[:200]}"
             return
         for each in self.ring.steps:
-            if self._told < each.step <= step.step and each.program:
-                self._told = each.step
+            if self._newest_heard < each.step <= step.step and each.program:
+                self._newest_heard = each.step
                 for probe in self._probes:
                     _tell(probe, lambda probe=probe, each=each: probe.on_closed(each))  # type: ignore[misc]
         for probe in self._probes:
             _tell(probe, lambda probe=probe: probe.on_read(step, numbers))  # type: ignore[misc]
 
     def _prepare_next(self, step: int) -> None:
-        """The state before the next step is kept when that one will be looked at, and now and then."""
+        """Takes a snapshot before a step that will be looked at, after a rollback, and every few steps."""
         now_s = time.perf_counter()
         is_due = self._looks.is_next_due(step, now_s) or self._snapshots.is_due(step) or self._went_back == step
         if is_due and not self.ring.refused_bytes:
@@ -143,30 +143,35 @@ class EngineSession:
             self._snapshots.paid(step, time.perf_counter() - now_s, step_s)
 
     def end(self, error: BaseException | None) -> None:
-        """The last look: at a step that raised too."""
+        """Looks at the last step; at the one that raised ``error`` too."""
         if error is not None and not isinstance(error, Exception):
             return
         while self._unread:
             self._judge(*self._unread.popleft())
-        if error is not None and not isinstance(error, OutOfMemory):
-            self._examine_unfinished(error)
+        examined = error is not None and not isinstance(error, OutOfMemory) and self._examine_unfinished(error)
+        if self.step == self._first_step and not examined:
+            return  # no step: there is nothing to say
         if self.ring.steps:
             newest = self.ring.steps[-1]
             self._make_program(newest, self._numbers(newest))
         self.log.look(self.step, "end", limits=self._limits(), finished=True)
 
-    def _examine_unfinished(self, error: Exception) -> None:
-        """Of a step that raised: the operation that did, by taking it again where it is heard."""
+    def _examine_unfinished(self, error: Exception) -> bool:
+        """Finds the operation that raised, by running the step again with hooks and tape on. False: it cannot."""
         inputs = self._inputs.newest
         if inputs is None or inputs.step != self.step + 1:  # it was no step that raised
-            return
+            return False
         found = self.ring.steps_to_unfinished(inputs)
         if found is None:
-            return
-        unfinished, again = self._bench.record_unfinished(*found)
+            return False
+        try:
+            unfinished, again = self._bench.record_unfinished(*found)
+        except Exception:  # what came before it cannot be run again: the last look is still worth it
+            return False
         facts: Facts = {"unfinished": self.runner.unfinished(unfinished, self._bench.tape, again or error)}
         self._bench.tape.forget()
         self.log.examined(inputs.step, facts)
+        return True
 
     def _numbers(self, step: RecordedStep) -> Numbers:
         assert step.loss is not None and step.grad_norm is not None  # the engine measures both
@@ -175,7 +180,7 @@ class EngineSession:
 
     @property
     def failures(self) -> list[str]:
-        """Our own mistakes: which listener had to stop, and why."""
+        """Which listeners raised and were stopped, and what they raised."""
         return failures_of({probe.name: probe for probe in self._probes})
 
     def _limits(self) -> Facts:
@@ -183,7 +188,7 @@ class EngineSession:
 
 
 class EngineObserver:
-    """An Observer: a session beside a run, in whose folder it logs. It tells the findings at the end."""
+    """An Observer that keeps an EngineSession, logs into the folder of the run, and prints the findings at the end."""
 
     def __init__(
         self,
@@ -214,12 +219,12 @@ class EngineObserver:
         return self.session.witness
 
     def observe(self, result: StepResult, state: TrainState) -> None:
-        """A mistake of ours is not the run's: it goes on, and is not watched any more."""
+        """Records the step. Where that raises, the run goes on and is not watched any more."""
         if self._failed is None:
             self._guarded(lambda: self.session.note(result))
 
     def findings(self) -> list[Found]:
-        """What is known by now, the first cause first."""
+        """The findings so far, the first cause first."""
         return self.session.log.findings()
 
     def close(self) -> None:

@@ -1,11 +1,12 @@
-"""Composition of replay and doctor: makes the experiments that are due or wished for, and tries remedies."""
+"""Runs the experiments that are due or that the doctor requests, and tries remedies on a replayed step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+
+from torch import Tensor
 
 from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
 from trainwright.recorder.program import Backward, Constant, RecordedStep, mapped
@@ -16,74 +17,75 @@ from trainwright.replay.experiments import EXPERIMENTS
 from trainwright.replay.replayer import NotReplayable, Replayer
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried
+from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Tried
 from trainwright.state.snapshot import LiveObjects
 
 
 class ExperimentRunner:
-    """Looks closely at the steps of a ring."""
+    """Runs experiments on the steps that a ring holds, each once per step."""
 
     def __init__(self, subject: LiveObjects, ring: Ring) -> None:
         experiments.load_all()
         trials.load_all()
         self._ring = ring
         self.replayer = Replayer(subject, names_of(subject))
-        self._made: set[tuple[str, int]] = set()
+        self._done: set[tuple[str, int]] = set()
         self._first = True
-        self._bench: ReplaySession | None = None
+        self._session: ReplaySession | None = None
 
-    def _bench_of(self, step: int) -> ReplaySession:
-        if self._bench is None or self._bench.step != step:
-            self._bench = ReplaySession(self.replayer, self._ring, step)
-        return self._bench
+    def _session_of(self, step: int) -> ReplaySession:
+        if self._session is None or self._session.step != step:
+            self._session = ReplaySession(self.replayer, self._ring, step)
+        return self._session
 
-    def look(self, step: int, why: str) -> dict[str, Any]:
-        """What the experiments that are due at a checkup, an incident or the end give, by name."""
+    def look(self, step: int, why: str) -> Facts:
+        """Runs the experiments that are due for the reason ``why``; returns their facts by name."""
         due: tuple[str, ...] = ("incident",) if why == "incident" else ("checkup",)
         if self._first and why != "incident":
             due, self._first = (*due, "first"), False
-        return self._make([e.name for e in EXPERIMENTS.values() if e.when in due], step)
+        return self._run([e.name for e in EXPERIMENTS.values() if e.when in due], step)
 
-    def grant(self, step: int, wishes: Iterable[ExperimentRequest]) -> dict[str, Any]:
-        """What the doctor wished for and was not made yet."""
-        told: dict[str, Any] = {}
-        for wish in wishes:
-            told |= self._make([wish.experiment], wish.step or step)
-        return told
+    def run_requested(self, step: int, requests: Iterable[ExperimentRequest]) -> Facts:
+        """Runs what the doctor requests, unless it was run on that step before; returns the facts by name."""
+        facts: Facts = {}
+        for request in requests:
+            facts |= self._run([request.experiment], request.step or step)
+        return facts
 
-    def _make(self, names: Iterable[str], step: int) -> dict[str, Any]:
-        told: dict[str, Any] = {}
+    def _run(self, names: Iterable[str], step: int) -> Facts:
+        facts: Facts = {}
         for name in names:
-            if step == 0 or (name, step) in self._made or name not in EXPERIMENTS:
+            if step == 0 or (name, step) in self._done or name not in EXPERIMENTS:
                 continue
-            self._made.add((name, step))
+            self._done.add((name, step))
             try:
-                told[name] = {**EXPERIMENTS[name].run(self._bench_of(step)), "step": step}
+                facts[name] = {**EXPERIMENTS[name].run(self._session_of(step)), "step": step}
             except NotReplayable as error:
-                told[name] = {"blind": str(error), "step": step}
+                facts[name] = {"blind": str(error), "step": step}
             except Exception as error:  # an experiment on a stranger's model must never end his run
-                told[name] = {"blind": f"{type(error).__name__}: {str(error)[:200]}", "step": step}
-        return told
+                facts[name] = {"blind": f"{type(error).__name__}: {str(error)[:200]}", "step": step}
+        return facts
 
-    def attempt(self, step: int, trial: RemedyTrial | None) -> tuple[Tried, ...]:
-        """Tries the remedy of a finding."""
+    def try_remedy(self, step: int, trial: RemedyTrial | None) -> tuple[Tried, ...]:
+        """Tries the remedy of a finding on the replay; returns what came of it, or nothing where it cannot be tried."""
         if trial is None or step == 0:
             return ()
         try:
-            result = trials.attempt(trial.name, self._bench_of(step), trial.args)
+            result = trials.attempt(trial.name, self._session_of(step), trial.args)
         except (NotReplayable, NotTried):
             return ()
         except Exception as error:
             result = f"the trial itself failed: {type(error).__name__}: {error}"
         return (Tried(remedy=trial.name.replace("_", " "), result=result),)
 
-    def keep(self, folder: Path, step: int, about: Mapping[str, Any]) -> Path | None:
+    def keep(self, folder: Path, step: int, about: Mapping[str, object]) -> Path | None:
         """Writes a bundle of ``step``; None when the recorder does not hold it any more. Raises StorageError."""
         return bundle.keep(folder, self.replayer, self._ring, step, about)
 
-    def unfinished(self, segment: RecordedStep, tape: Tape, error: BaseException | None) -> dict[str, Any]:
-        """What is known of a step that did not end: an exception came, or the loop was over."""
-        told: dict[str, Any] = {
+    def unfinished(self, segment: RecordedStep, tape: Tape, error: BaseException | None) -> Facts:
+        """Returns the facts of a step that did not end: it raised ``error``, or the loop was left."""
+        facts: Facts = {
             "error": None if error is None else f"{type(error).__name__}: {error}",
             "events": [kind for kind, _ in segment.events],
             "ids": [list(ids) if ids else None for ids in segment.ids],
@@ -91,37 +93,37 @@ class ExperimentRunner:
         }
         if tape.failed is not None:
             name, written = tape.failed
-            found: list[Any] = []
-            mapped(written, lambda leaf: found.append(leaf.tensor if isinstance(leaf, Constant) else leaf))
-            told["failed"] = {"op": name, "arguments": [_described(each) for each in found]}
-        return told
+            arguments: list[object] = []
+            mapped(written, lambda leaf: arguments.append(leaf.tensor if isinstance(leaf, Constant) else leaf))
+            facts["failed"] = {"op": name, "arguments": [_described(each) for each in arguments]}
+        return facts
 
-    def abandoned(self, segment: RecordedStep, tape: Tape) -> dict[str, Any]:
-        """Where the loop was left at a loss that is not finite, before its backward pass: which op made it so."""
+    def abandoned(self, segment: RecordedStep, tape: Tape) -> Facts:
+        """Traces a loss that is not finite, where the loop was left before its backward pass."""
         loss = tape.last_scalar()
         if loss is None or math.isfinite(loss.detach()) or (slot := tape.slot_of(loss)) is None:
             return {}
         segment.program += [*tape.operations, Backward(slot, loss.detach())]
         segment.losses.append(loss.detach())
         self._ring.add(segment)
-        return self._make(["trace"], segment.step)
+        return self._run(["trace"], segment.step)
 
 
-def _described(value: Any) -> Any:
-    """Of a tensor its shape, type and extremes; small integer tensors whole."""
-    if not hasattr(value, "dtype") or not hasattr(value, "shape"):
+def _described(value: object) -> object:
+    """A tensor as its shape, dtype and extremes, a short vector of integers whole; a plain value as it is."""
+    if not isinstance(value, Tensor):
         return value if isinstance(value, int | float | str | bool | None) else str(type(value).__name__)
-    told: dict[str, Any] = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+    facts: Facts = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
     value = value.detach()
     if value.numel() and not value.is_complex():
-        told |= {"min": float(value.min()), "max": float(value.max())}
+        facts |= {"min": float(value.min()), "max": float(value.max())}
     if not value.is_floating_point() and value.dim() == 1 and value.numel() <= 65536:
-        told["values"] = value.tolist()
-    return told
+        facts["values"] = value.tolist()
+    return facts
 
 
 def names_of(subject: LiveObjects) -> list[str]:
-    """A name for each parameter: its path in its root, or that only an optimizer has it."""
+    """Returns the name of each parameter: its path in its root, or that only an optimizer has it."""
     names: dict[int, str] = {}
     for number, root in enumerate(subject.roots):
         start = "" if len(subject.roots) == 1 else f"{number}."

@@ -1,4 +1,4 @@
-"""What is known of a run: its steps as records, the facts of closer looks, and what the doctor finds in them."""
+"""Keeps the records of a run: its steps, the facts of experiments, and the findings of the doctor."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ class FindingsLog:
     """Notes every step, looks at one when asked to, and keeps the findings.
 
     ``write`` takes every record that is to be kept. ``point_at`` gives the line of the user's source that a code is
-    about. ``known`` are the records of an earlier process. ``complete`` is called before
-    a step becomes a record.
+    about. ``known`` are the records of an earlier process. ``complete`` is called before a step becomes a record.
     """
 
     def __init__(
@@ -51,22 +50,22 @@ class FindingsLog:
 
     @property
     def records(self) -> list[Record]:
-        """What is remembered: of a long run not every step."""
+        """The records that are kept in memory: of a long run not every step."""
         self._record_all()
         return self._records
 
     def findings(self) -> list[Found]:
-        """What is known by now, the first cause first."""
+        """The findings so far, the first cause first."""
         return list(self._found.values())
 
     def note(self, step: RecordedStep, numbers: Numbers) -> None:
-        """A step is over. It becomes a record when somebody looks, or later."""
+        """Takes a step that is over. It becomes a record at the next look, or some steps later."""
         self._unrecorded.append((step, numbers))
         if len(self._unrecorded) > UNRECORDED:
             self._record_oldest()
 
     def look(self, step: int, *reasons: str, limits: Facts | None = None, finished: bool = False) -> None:
-        """Makes the experiments of these ``reasons`` on ``step`` and asks the doctor, who may ask for more.
+        """Runs the experiments of these ``reasons`` on ``step`` and asks the doctor, which may request more.
 
         ``reasons`` are "checkup", "incident" or "end"; ``limits`` say what the recorder could not do.
         """
@@ -78,14 +77,14 @@ class FindingsLog:
                 self.examined(step, self._runner.look(step, reason))
             for _ in range(ROUNDS):
                 diagnosis = diagnose(Case(self._records, finished=finished))
-                facts = self._runner.grant(step, diagnosis.requests)
+                facts = self._runner.run_requested(step, diagnosis.requests)
                 if not facts:
                     break
                 self.examined(step, facts)
             self._conclude(diagnosis)
 
     def _probed(self) -> Facts:
-        """The facts of each probe; one that raises is told nothing any more."""
+        """Returns the facts of each probe; one that raises is stopped."""
         found: Facts = {}
         for probe in self._probes:
             try:
@@ -98,7 +97,7 @@ class FindingsLog:
         return found
 
     def examined(self, step: int, outcomes: Facts) -> None:
-        """Writes down what experiments and probes gave, by name."""
+        """Records the facts of experiments and probes, by name."""
         for name, values in outcomes.items():
             at = values.pop("step", step)
             self._remember(records.Examined(time_s=time.time(), step=at, experiment=name, values=values))
@@ -108,7 +107,7 @@ class FindingsLog:
         for each in diagnosis.findings:
             known, found = self._found.get(each.found.code), each.found
             if known is None:
-                tried = self._runner.attempt(found.step, each.trial)
+                tried = self._runner.try_remedy(found.step, each.trial)
                 where = found.where
                 if where.source is None and (line := self._point_at(found.code)):
                     where = dataclasses.replace(where, source=line)
@@ -146,7 +145,7 @@ class FindingsLog:
 
 
 def limits_of(ring: Ring, listeners: Mapping[str, Listener]) -> Facts:
-    """What the recorder could not do: our own mistakes, and a state that was too large to keep. Empty: nothing."""
+    """Returns what the recorder could not do: listeners that failed, a state too large to keep. Empty: nothing."""
     failures = failures_of(listeners)
     if not failures and not ring.refused_bytes:
         return {}
@@ -156,6 +155,6 @@ def limits_of(ring: Ring, listeners: Mapping[str, Listener]) -> Facts:
 
 
 def failures_of(listeners: Mapping[str, Listener]) -> list[str]:
-    """What each listener that had to stop has raised."""
+    """Returns what each listener raised that had to stop."""
     failed = {name: each.failed for name, each in listeners.items() if each.failed is not None}
     return [f"{name}: {type(error).__name__}: {str(error)[:200]}" for name, error in failed.items()]

@@ -1,4 +1,4 @@
-"""What is kept of an incident: a record of each update that was left out, and a bundle to run the step again."""
+"""Keeps incidents: a record of each update that was left out, and a bundle to run the step again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Incidents:
         self._count = 0
 
     def keep_bundle(self, step: int, codes: Sequence[str]) -> None:
-        """What it takes to run an incident again elsewhere: of the 1st, 2nd, 4th, 8th, ... of a run."""
+        """Writes the bundle of an incident, if it is the 1st, 2nd, 4th, 8th, ... of the run."""
         self._count += 1
         if self._folder is None or self._count & (self._count - 1):
             return
@@ -33,7 +33,7 @@ class Incidents:
             self._write(records.NotSaved(time_s=time.time(), step=step, reason=f"no bundle: {error}"))
 
     def note_skipped(self, steps: Sequence[RecordedStep], reason: str) -> None:
-        """The ledger: one Skipped record for each update that was not made, or was undone."""
+        """Writes a Skipped record for each update that was not made, or was undone."""
         for each in steps:
             self._write(
                 records.Skipped(

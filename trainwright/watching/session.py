@@ -1,4 +1,4 @@
-"""A loop that somebody else owns: it is heard, its last steps are kept, and some are looked at closely."""
+"""Watches a loop that somebody else owns: records its last steps, and looks closely at some of them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class WatchOptions:
 
 
 class WatchSession:
-    """Hears a loop, keeps its last steps, looks closely when that is due, and asks the doctor.
+    """Records the last steps of a loop, looks closely at those that are due, and asks the doctor.
 
     ``write`` takes every record that is to be kept. ``point_at`` gives the line of the user's source that a code is
     about.
@@ -107,20 +107,20 @@ class WatchSession:
         self._hears_parts = False
 
     def begin(self) -> None:
-        """From here on the loop is heard."""
+        """Starts to listen to the loop."""
         self._begin_s = time.perf_counter()
         self._open.enter_context(listening([self.recording, *self._probes], self._roots))
         self._prepare_next(self.step)
 
     def hear_parts(self) -> None:
-        """Hears the modules right inside of the roots too: a loop may call these and never the root."""
+        """Listens to the direct children of the roots too: a loop may call these and never the root."""
         if not self._hears_parts:
             self._hears_parts = True
             parts = [part for root in self._roots for part in parts_of(root)]
             self._open.enter_context(calls_heard([self.recording, *self._probes], parts))
 
     def end(self, error: BaseException | None) -> None:
-        """The last look: at a step that was not finished too, and at what never came. Nothing is heard any more."""
+        """Looks at the last step, and at one that was not finished; then stops listening."""
         self.recording.tape.stop()
         try:
             if error is None or isinstance(error, Exception):
@@ -139,7 +139,7 @@ class WatchSession:
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Wall time since the watch began."""
         return time.perf_counter() - self._begin_s
 
     @property
@@ -166,7 +166,7 @@ class WatchSession:
             raise NonFiniteStep(f"step {step.step} is not finite", remedy="\n".join(lines_of(self.findings(), None)))
 
     def _judge(self, step: RecordedStep, read: Callable[[], Numbers]) -> bool:
-        """Whether a step is bad; looks at it closely if that is due or there is reason to."""
+        """Returns whether the step is bad; looks at it closely where that is due or there is reason to."""
         numbers = read()
         if self._veto.was_vetoed_on_device(step, numbers.norm):
             self._note_veto(step)
@@ -192,7 +192,7 @@ class WatchSession:
             step.values["spike"] = [spike.grad_norm, spike.usual, spike.initial, "warn"]
 
     def _note_veto(self, step: RecordedStep) -> None:
-        """The ledger, for an update that was not made; after a spike perhaps back to an earlier state."""
+        """Records an update that was left out; for a rollback, restores an earlier state."""
         reason = str(step.values["vetoed"])
         to_undo = reason == "spike" and step.values["spike"][-1] == "rollback"
         snapshot = self.ring.before(step.step) if to_undo else None
@@ -207,7 +207,7 @@ class WatchSession:
         self._incidents.note_skipped(undone, reason)
 
     def _prepare_next(self, step: int) -> None:
-        """The state before the next step is kept when that one will be looked at, and now and then."""
+        """Takes a snapshot before a step that will be looked at, after a rollback, and every few steps."""
         self._veto.begin()
         now_s = time.perf_counter()
         looks_next = self._looks.is_next_due(step, now_s)
@@ -220,7 +220,7 @@ class WatchSession:
 
     @property
     def failures(self) -> list[str]:
-        """Our own mistakes: which listener had to stop, and why."""
+        """Which listeners raised and were stopped, and what they raised."""
         return failures_of(self._listeners)
 
     def _limits(self) -> Facts:
@@ -232,7 +232,7 @@ class WatchSession:
         return self.ring.num_bytes
 
     def findings(self) -> list[Found]:
-        """What is known by now, the first cause first."""
+        """The findings so far, the first cause first."""
         return self.findings_log.findings()
 
 

@@ -1,4 +1,4 @@
-"""Composition for a loop that somebody else owns: ``with tw.watch(model, optimizer):`` around it, and nothing else."""
+"""``tw.watch``: the context manager that is put around a loop that somebody else owns."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Watch:
 
     @property
     def records(self) -> list[Record]:
-        """What is remembered: of a long run not every step."""
+        """The records that are kept in memory: of a long run not every step."""
         return self.session.findings_log.records
 
     @property
@@ -99,7 +99,7 @@ class Watch:
         return self.session.held_bytes
 
     def findings(self) -> list[Found]:
-        """What is known by now, the first cause first."""
+        """The findings so far, the first cause first."""
         return self.session.findings()
 
     def _write(self, record: Record) -> None:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trainwright.engine.step import StepResult
 from trainwright.errors import CheckpointError, UsageError
@@ -80,9 +79,9 @@ class Origin:
         return cls(path, about["step"], path / "recipe.yaml", path / "plan.json", held, _records(log))
 
 
-def _plan(path: Path) -> dict[str, Any]:
-    """What was planned, and measured once, when the run began."""
-    plan: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+def _plan(path: Path) -> Facts:
+    """Reads plan.json: what was planned, and measured once, when the run began."""
+    plan: Facts = json.loads(path.read_text()) if path.exists() else {}
     return plan
 
 
@@ -219,7 +218,7 @@ class _Live:
             batch = next(stream, None) if state.fraction < 1.0 else None
             if batch is None:
                 raise UsageError(f"the run ends with step {state.step}", remedy="name one of its steps")
-            if state.step + 1 in (self.first, self.step):
+            if state.step + 1 in (self.first, self.step) and not self._has_snapshot(state.step + 1):
                 self.ring.add_snapshot(self.objects.snapshot(state.step + 1))
             try:
                 self._note(advance(state, batch))
@@ -227,6 +226,9 @@ class _Live:
                 if state.step + 1 < self.step:
                     raise
                 self._note_unfinished(error)
+
+    def _has_snapshot(self, step: int) -> bool:
+        return any(snapshot.step == step for snapshot in self.ring.snapshots)
 
     def _note(self, result: StepResult) -> None:
         self.job.state.elapsed_s += self._seconds.get(result.step, 0.0)
@@ -239,6 +241,9 @@ class _Live:
             inputs = dataclasses.replace(inputs, batch=result.batch, left_out=reason)
             step.losses, step.ids = [result.loss], list(inputs.ids)
             self.ring.add_with_inputs(step, inputs)
+            if result.spike is not None and result.spike.action == "rollback":  # the state after it is another
+                step.values["edited"] = True
+                self.ring.add_snapshot(self.objects.snapshot(result.step + 1))
 
     def _note_unfinished(self, error: Exception) -> None:
         """The step raised: it is taken again where it is heard."""

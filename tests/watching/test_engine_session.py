@@ -1,0 +1,86 @@
+"""The doctor beside our own engine where a run is out of the ordinary: no step at all, no room for one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import trainwright as tw
+from trainwright.engine.spikes import SpikeHandler
+from trainwright.engine.step import StepFn
+from trainwright.engine.witness import StepWitness
+from trainwright.recorder.program import RecordedStep
+from trainwright.runlog.records import Examined, Found, Record
+from trainwright.state.cursor import MicroBatch, StepBatch
+from trainwright.watching.engine_observer import EngineSession
+
+
+def make(witness: StepWitness, spikes: SpikeHandler) -> StepFn:
+    return tw.make_step(nn.CrossEntropyLoss(), witness=witness, spikes=spikes)
+
+
+def session() -> tuple[EngineSession, tw.TrainState, list[Record]]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    state = tw.TrainState(model, torch.optim.Adam(model.parameters(), 0.01))
+    written: list[Record] = []
+    return EngineSession(state, make, write=written.append, planned_s=100.0), state, written
+
+
+def batch(step: int, label: int = 0) -> StepBatch:
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+    return StepBatch((MicroBatch((x, torch.full((8,), label)), np.arange(8) + 8 * step),))
+
+
+def train(watched: EngineSession, state: tw.TrainState, steps: int) -> StepFn:
+    advance = tw.make_step(nn.CrossEntropyLoss(), witness=watched.witness)
+    for step in range(1, steps + 1):
+        watched.note(advance(state, batch(step)))
+    return advance
+
+
+def test_a_run_without_a_step_has_no_finding() -> None:
+    watched, _, written = session()
+    watched.end(None)
+    assert written == [] and watched.log.findings() == []
+
+
+def test_a_run_whose_steps_do_not_fit_into_the_recorder_ends_well() -> None:
+    watched, state, written = session()
+    watched.ring.budget_bytes = 300
+    train(watched, state, 6)
+    watched.end(None)
+    assert len(watched.ring.steps) == 0 and not any(isinstance(each, Found) for each in written)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_of_a_step_that_raised_the_operation_is_named(steps: int) -> None:
+    watched, state, written = session()
+    advance = train(watched, state, steps)
+    with pytest.raises(IndexError) as raised:
+        advance(state, batch(steps + 1, label=7))
+    watched.end(raised.value)
+    (unfinished,) = [each for each in written if isinstance(each, Examined) and each.experiment == "unfinished"]
+    assert unfinished.step == steps + 1 and "cross_entropy" in unfinished.values["failed"]["op"]
+
+
+def test_the_last_look_is_made_though_the_step_that_raised_cannot_be_run_again() -> None:
+    """The model has another module since: nothing can be restored."""
+    watched, state, written = session()
+    advance = train(watched, state, 3)
+    state.model.register_module("late", nn.Linear(1, 1))
+    with pytest.raises(IndexError) as raised:
+        advance(state, batch(4, label=7))
+    before = len(written)
+    watched.end(raised.value)
+    assert [each for each in written[before:] if isinstance(each, Examined)]
+
+
+def test_a_step_is_held_with_its_samples() -> None:
+    watched, state, _ = session()
+    train(watched, state, 2)
+    step: RecordedStep = watched.ring.steps[-1]
+    watched.ring.name_samples(step)
+    assert [list(ids or ()) for ids in step.ids] == [list(range(16, 24))]
