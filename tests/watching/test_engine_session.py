@@ -78,6 +78,17 @@ def test_the_last_look_is_made_though_the_step_that_raised_cannot_be_run_again()
     assert [each for each in written[before:] if isinstance(each, Examined)]
 
 
+def test_no_batch_is_held_in_shared_memory() -> None:
+    """A worker's batch is there, and each of its tensors keeps a file open: of a long accumulation too many."""
+    watched, state, _ = session()
+    advance = tw.make_step(nn.CrossEntropyLoss(), witness=watched.witness)
+    x, y = (tensor.share_memory_() for tensor in batch(1).micro[0].data)
+    before = x.clone()
+    watched.note(advance(state, StepBatch((MicroBatch((x, y), np.arange(8)),))))
+    assert not x.is_shared() and not y.is_shared() and torch.equal(x, before)
+    assert watched.ring.way_to(1) is not None, "it is still the batch that was trained on"
+
+
 def test_a_step_is_held_with_its_samples() -> None:
     watched, state, _ = session()
     train(watched, state, 2)

@@ -86,8 +86,14 @@ class InputRecorder:
     def gradients_are_clipped(self, clip: ClipFn, parameters: Sequence[Tensor], total_norm: Tensor) -> None: ...
 
 
-RecordFn = Callable[[Snapshot, Sequence[tuple[RecordedStep, StepInputs]]], None]
-"""Runs steps again from a state and their inputs, and writes a program into each RecordedStep that has none."""
+def _leave_shared_memory(tensor: Tensor) -> None:
+    """Moves a tensor that a DataLoader worker made: each one in shared memory is an open file of this process."""
+    if tensor.device.type == "cpu" and tensor.untyped_storage().is_shared() and not tensor.is_inference():
+        tensor.data = tensor.data.clone()
+
+
+RecordFn = Callable[[Snapshot, Sequence[tuple[RecordedStep, GivenStep]]], None]
+"""Takes inputs steps again from a state, and writes the program of each into its RecordedStep where it has none."""
 
 
 class InputRing(Ring):
@@ -98,9 +104,12 @@ class InputRing(Ring):
         self._inputs: dict[int, StepInputs] = {}
         self._record = record
 
-    def add_with_inputs(self, step: RecordedStep, inputs: StepInputs) -> None:
-        """Adds a step that has numbers and no program yet."""
+    def add_with_inputs(self, step: RecordedStep, inputs: GivenStep) -> None:
+        """``step`` has the numbers and the sample ids of the step, and no program yet."""
         step.num_bytes = inputs.num_bytes
+        for micro in inputs.batch.micro:
+            for tensor in tensors_in(micro.data):
+                _leave_shared_memory(tensor)
         self._inputs[step.step] = inputs
         self.add(step)
         oldest = self.steps[0].step if self.steps else math.inf
