@@ -86,7 +86,7 @@ def test_no_batch_is_held_in_shared_memory() -> None:
     before = x.clone()
     watched.note(advance(state, StepBatch((MicroBatch((x, y), np.arange(8)),))))
     assert not x.is_shared() and not y.is_shared() and torch.equal(x, before)
-    assert watched.ring.way_to(1) is not None, "it is still the batch that was trained on"
+    assert watched.ring.steps_to(1) is not None, "it is still the batch that was trained on"
 
 
 def test_a_step_is_held_with_its_samples() -> None:

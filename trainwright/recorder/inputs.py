@@ -92,8 +92,8 @@ def _leave_shared_memory(tensor: Tensor) -> None:
         tensor.data = tensor.data.clone()
 
 
-RecordFn = Callable[[Snapshot, Sequence[tuple[RecordedStep, GivenStep]]], None]
-"""Takes inputs steps again from a state, and writes the program of each into its RecordedStep where it has none."""
+RecordFn = Callable[[Snapshot, Sequence[tuple[RecordedStep, StepInputs]]], None]
+"""Runs steps again from a state and their inputs, and writes a program into each RecordedStep that has none."""
 
 
 class InputRing(Ring):
@@ -104,7 +104,7 @@ class InputRing(Ring):
         self._inputs: dict[int, StepInputs] = {}
         self._record = record
 
-    def add_with_inputs(self, step: RecordedStep, inputs: GivenStep) -> None:
+    def add_with_inputs(self, step: RecordedStep, inputs: StepInputs) -> None:
         """``step`` has the numbers and the sample ids of the step, and no program yet."""
         step.num_bytes = inputs.num_bytes
         for micro in inputs.batch.micro:
