@@ -11,7 +11,7 @@ from trainwright.recipe import from_mapping
 from trainwright.verbs.check.check import Budget, check
 from trainwright.verbs.check.verdict import Checkup
 
-PARTS = "tests.checking.parts"
+PARTS = "tests.verbs.check.parts"
 SHORT = Budget(read_s=2.0, range_s=3.0, one_batch_s=4.0, smoke_s=20.0, most_samples=1024)
 
 
