@@ -75,7 +75,7 @@ def spikes_found(watch: tw.watch) -> list[tuple[str, str, int]]:
 
 
 def test_a_spike_is_only_warned_of(tmp_path: Path) -> None:
-    _, weights, watch = train(24, tmp_path / "run", bad={20: 100.0})
+    _, weights, watch = train(24, tmp_path / "run", bad={20: 5000.0})
     assert not torch.equal(weights[19], weights[18])
     assert spikes_found(watch) == [("grad.spike", "warning", 20)]
 

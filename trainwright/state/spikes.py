@@ -12,6 +12,8 @@ WARM, WINDOW, ACCEPTED = 16, 64, 4
 DEVIATIONS = 6.0
 """How far above the median a spike lies, in standard deviations of the logarithms: norms of a noisy run vary by more
 than any fixed factor (policy gradients, likelihoods of densities)."""
+BEYOND = 2.0
+"""A spike is larger than this many times every norm of the window: where norms grow, the next is no surprise."""
 TINY = 1e-30
 
 
@@ -61,7 +63,7 @@ class SpikeDetector:
         usual = math.log(max(self._usual, TINY))
         spread = statistics.median(abs(math.log(max(norm, TINY)) - usual) for norm in self._norms)
         noise = math.exp(min(DEVIATIONS * 1.4826 * spread, 100.0))  # 1.4826: of a normal distribution
-        self._limit = max(self.factor, noise) * self._usual
+        self._limit = max(max(self.factor, noise) * self._usual, BEYOND * max(self._norms))
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
 
 from trainwright.doctor.case import Case
@@ -15,14 +16,15 @@ def gradient_spike(case: Case) -> Iterator[Finding]:
     """The gradient norm of a step is many times the usual one, and larger than at the start of the run.
 
     Where training has converged, the usual norm is small; a batch that is hard is then many times as large and does no
-    harm. So a norm below that of the first steps is no finding. A spike that was clipped is told of, and no warning.
+    harm. So a norm below that of the first steps is no finding. A spike that was clipped, or after which the loss is no
+    higher, is told of and no warning.
     """
     spikes = [record for record in case.watched if _is_large(record)]
     if not spikes:
         return
     record = spikes[0]
     norm, usual, _, action = record.values["spike"]
-    harmless = action == "warn" and _is_clipped(record, norm)
+    harmless = action == "warn" and (_is_clipped(record, norm) or _went_on_well(case, record.step))
     yield finding(
         "grad.spike",
         "info" if harmless else "warning",
@@ -48,6 +50,15 @@ _DONE = {"warn": "the update was made", "skip": "the update was left out", "roll
 def _is_large(record: Watched) -> bool:
     spike: Sequence[float] = record.values.get("spike") or ()
     return len(spike) == 4 and spike[0] > spike[2]
+
+
+def _went_on_well(case: Case, step: int) -> bool:
+    """The losses right after it are no higher than those right before: the update has undone nothing."""
+    before = [each.loss for each in case.watched if step - 8 <= each.step <= step]
+    after = [each.loss for each in case.watched if step < each.step <= step + 8]
+    usual = statistics.median(before)
+    noise = statistics.median(abs(loss - usual) for loss in before)
+    return bool(after) and statistics.median(after) <= usual + 3 * noise
 
 
 def _is_clipped(record: Watched, norm: float) -> bool:
