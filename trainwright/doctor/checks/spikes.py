@@ -53,12 +53,10 @@ def _is_large(record: Watched) -> bool:
 
 
 def _went_on_well(case: Case, step: int) -> bool:
-    """The losses right after it are no higher than those right before: the update has undone nothing."""
-    before = [each.loss for each in case.watched if step - 8 <= each.step <= step]
+    """The loss after it is no higher than it was just before, noise included: the update has undone nothing."""
+    before = [each.loss for each in case.watched if step - 16 <= each.step < step]
     after = [each.loss for each in case.watched if step < each.step <= step + 8]
-    usual = statistics.median(before)
-    noise = statistics.median(abs(loss - usual) for loss in before)
-    return bool(after) and statistics.median(after) <= usual + 3 * noise
+    return bool(after and before) and statistics.median(after) <= max(before)
 
 
 def _is_clipped(record: Watched, norm: float) -> bool:
