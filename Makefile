@@ -1,5 +1,5 @@
 # make demo    sets everything up and trains a small GPT on the text that ships with Python
-# make quick   sets everything up, then runs the tests that take under a minute together: those marked neither
+# make quick   sets everything up, then runs the quicker tests: those marked neither
 #              slow (more than a few seconds, the zoo, the benchmarks) nor process (starts a Python process)
 # make test    sets everything up, then checks format, lint, types, structure, and runs the whole suite
 PYTHON ?= python3
