@@ -18,7 +18,6 @@ import trainwright as tw
 from tests.house import files, modules, own_names, shown, tree
 
 
-@pytest.mark.xfail(strict=True, reason="the error and the record of memory that ran out share a name")
 def test_a_public_class_name_is_defined_once() -> None:
     places = defaultdict(list)
     for path in files():

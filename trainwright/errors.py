@@ -6,7 +6,7 @@
     │   └── MissingExtra              exit 2   an optional package is needed and not installed
     ├── DataError                     exit 1   a sample or a batch is wrong: names the sample ids
     ├── StorageError                  exit 1   disk full, no permission, folder gone
-    ├── OutOfMemory                   exit 1   a step does not fit, even one sample at a time: says what held the memory
+    ├── OutOfMemoryError              exit 1   a step does not fit, even one sample at a time: says what held the memory
     └── CheckpointError               exit 1   a checkpoint is missing, torn or does not fit
 
 A user's mistake ends in one of these, without a traceback; an ``AssertionError`` is a bug of ours. ``suggest`` and
@@ -124,7 +124,7 @@ class OomReport:
         return f"out of memory ({self.phase}{where}) with {self.micro} samples at a time: {then}{notes}"
 
 
-class OutOfMemory(TrainwrightError):
+class OutOfMemoryError(TrainwrightError):
     """A step does not fit into memory, in however small micro-batches. ``reports``: one for each attempt.
 
     ``whole``: the state is that of the last good step and may be saved.

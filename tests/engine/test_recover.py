@@ -24,7 +24,7 @@ from trainwright.engine.loss import Loss
 from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.precision import FP32
 from trainwright.engine.step import make_step
-from trainwright.errors import OutOfMemory, UsageError
+from trainwright.errors import OutOfMemoryError, UsageError
 from trainwright.state.cursor import BadSample, MicroBatch
 from trainwright.state.ema import Ema
 from trainwright.state.scaler import LossScaler
@@ -108,7 +108,7 @@ def test_what_does_not_fit_leaves_the_state_of_the_last_good_step() -> None:
     before = bits(state.model)
     torch.manual_seed(4)
     generator = torch.get_rng_state()
-    with pytest.raises(OutOfMemory, match="one sample does not fit") as caught:
+    with pytest.raises(OutOfMemoryError, match="one sample does not fit") as caught:
         make_step(loss)(state, cut(data(), 16))
     assert caught.value.whole and state.step == 0 and state.micro_limit is None
     assert [each.micro for each in caught.value.reports] == [16, 8, 4, 2, 1]  # type: ignore[attr-defined]
@@ -130,7 +130,7 @@ def test_a_run_that_runs_out_in_each_step_ends_and_says_that_something_grows() -
     model.room = 0
     for _ in range(2):  # also for a loop that takes the error and goes on: one try, and the same end
         with pytest.raises(
-            OutOfMemory, match=r"one sample does not fit, though 1 at a time did .* something grows"
+            OutOfMemoryError, match=r"one sample does not fit, though 1 at a time did .* something grows"
         ) as caught:
             advance(state, cut(data(), 16))
         assert [each.micro for each in caught.value.reports] == [1]  # type: ignore[attr-defined]
@@ -153,7 +153,7 @@ def test_an_accumulated_step_that_runs_out_in_its_last_micro_batch_ends_too() ->
     x[-1, 0] = 99.0
     state, _ = stepped(Heavy(99, norm=False), 4, 2)
     before = bits(state.model)
-    with pytest.raises(OutOfMemory, match="one sample does not fit") as caught:
+    with pytest.raises(OutOfMemoryError, match="one sample does not fit") as caught:
         make_step(loss)(state, cut((x, y), 4))
     assert [each.micro for each in caught.value.reports] == [4, 2, 1]  # type: ignore[attr-defined]
     assert state.step == 2 and state.micro_limit is None
@@ -163,7 +163,7 @@ def test_an_accumulated_step_that_runs_out_in_its_last_micro_batch_ends_too() ->
 def test_a_model_that_takes_no_single_sample_says_so() -> None:
     state, _ = stepped(Small(1), 16, 0)
     before = bits(state.model)
-    with pytest.raises(OutOfMemory, match="ValueError in smaller micro-batches: Expected more than 1 value"):
+    with pytest.raises(OutOfMemoryError, match="ValueError in smaller micro-batches: Expected more than 1 value"):
         make_step(loss)(state, cut(data(), 16))
     assert_same_bits(bits(state.model), before)
 
@@ -198,7 +198,7 @@ def test_a_buffer_too_large_to_be_kept_twice_is_told() -> None:
         return loss(model, batch)
 
     state, _ = stepped(model, 16, 0)
-    with pytest.raises(OutOfMemory, match="the buffer cache, which is too large to be kept twice"):
+    with pytest.raises(OutOfMemoryError, match="the buffer cache, which is too large to be kept twice"):
         make_step(writes)(state, cut(data(), 16))
 
 
@@ -234,7 +234,7 @@ def test_the_evaluation_takes_halves() -> None:
     batches = [MicroBatch(data(), np.arange(16)), MicroBatch(data(5), np.arange(5))]
     small, large = Small(4), Small(99)
     assert evaluate(small, loss, batches).loss == pytest.approx(evaluate(large, loss, batches).loss, abs=1e-6)
-    with pytest.raises(OutOfMemory, match="batch 0 of the evaluation: one sample"):
+    with pytest.raises(OutOfMemoryError, match="batch 0 of the evaluation: one sample"):
         evaluate(Small(0), loss, batches)
 
 
@@ -244,7 +244,7 @@ def test_the_rehearsal_takes_what_fits() -> None:
     seen = dry_run(state, cut(data(), 16), loss, modes=modes, budget_s=0.0)
     assert seen.seconds["fp32", 1] > 0 and state.micro_limit is None
     assert_same_bits(bits(state.model), before)
-    with pytest.raises(OutOfMemory, match="one sample does not fit"):
+    with pytest.raises(OutOfMemoryError, match="one sample does not fit"):
         dry_run(stepped(Small(0, norm=False), 16, 0)[0], cut(data(), 16), loss, modes=modes, budget_s=0.0)
 
 
@@ -381,5 +381,5 @@ def test_data_that_cannot_be_cut_end_in_a_sentence() -> None:
         raise AssertionError
 
     state, _ = stepped(Small(4), 16, 0)
-    with pytest.raises(OutOfMemory, match=r"cannot be cut: batch\[1\] has the shape"):
+    with pytest.raises(OutOfMemoryError, match=r"cannot be cut: batch\[1\] has the shape"):
         make_step(graphs)(state, one_micro((X, torch.zeros(7)), 4))

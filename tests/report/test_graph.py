@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import combinations
 
 from tests.rows import each_row
-from trainwright.plan.fold import Folded, Run, fold
+from trainwright.plan.fold import Folded, NodeRun, fold
 from trainwright.plan.profile import LOSS, GraphProfile, ModuleProfile, Node, SavedTensor
 from trainwright.report.graph import Headline, graph_text, human_count, ops_text, size_text
 from trainwright.report.graph_svg import CHARACTER, SIZE, graph_svg, lanes_of
@@ -134,7 +134,7 @@ def test_nothing_in_the_drawing_lies_on_anything_else(count: int, depth: int) ->
 
 
 def test_edges_of_one_lane_never_run_side_by_side() -> None:
-    runs = [Run(str(i), 1, 1, (), 0, 0, tuple({max(0, i - 1), i // 2, i // 3, min(19, i + 2)})) for i in range(20)]
+    runs = [NodeRun(str(i), 1, 1, (), 0, 0, tuple({max(0, i - 1), i // 2, i // 3, min(19, i + 2)})) for i in range(20)]
     edges = lanes_of(runs)
     assert {(edge.start, edge.end) for edge in edges} == {(j, i) for i, run in enumerate(runs) for j in run.inputs}
     for one, two in combinations([edge for edge in edges if edge.lane], 2):
@@ -166,7 +166,7 @@ def test_numbers_as_people_read_them() -> None:
 
 
 def test_operators_are_cut_and_views_left_out() -> None:
-    run = Run("", 1, 5, (("View", 2), ("Addmm", 1), ("Mul", 3)), 0, 0, ())
+    run = NodeRun("", 1, 5, (("View", 2), ("Addmm", 1), ("Mul", 3)), 0, 0, ())
     assert ops_text(run) == "Addmm, Mul x 3"
     assert ops_text(replace(run, ops=(("View", 2),))) == "View x 2"
     long = ops_text(replace(run, ops=tuple((f"Operator{i}", 1) for i in range(9))))

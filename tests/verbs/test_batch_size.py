@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from trainwright.errors import OutOfMemory, UsageError
+from trainwright.errors import OutOfMemoryError, UsageError
 from trainwright.recipe import load
 from trainwright.verbs.batch_size import find_batch_size
 
@@ -102,5 +102,5 @@ def test_the_bound_and_the_margin_are_kept(recipe: Path) -> None:
 def test_what_cannot_be_asked_for_is_said(recipe: Path) -> None:
     with pytest.raises(UsageError, match=r"--margin 1\.5"):
         find_batch_size(load(recipe), margin=1.5)
-    with pytest.raises(OutOfMemory, match="one sample takes more than"):
+    with pytest.raises(OutOfMemoryError, match="one sample takes more than"):
         find_batch_size(load(recipe), memory_bytes=2**20)

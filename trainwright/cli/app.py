@@ -28,7 +28,7 @@ ENDED = "the code that the recipe names ended the process: sys.exit({!r})"
 KEEP_RUNNING = "put what only a script does, such as parse_args(), below `if __name__ == '__main__':`"
 
 
-class Result(Protocol):
+class VerbResult(Protocol):
     """What a verb ends with."""
 
     @property
@@ -36,7 +36,7 @@ class Result(Protocol):
     def to_json(self) -> Mapping[str, object]: ...
 
 
-class Report(Result, Protocol):
+class PrintedResult(VerbResult, Protocol):
     """A result that is printed as lines of text without --json."""
 
     def lines(self) -> list[str]: ...
@@ -130,14 +130,14 @@ def say_to(as_json: bool) -> Callable[[str], None]:
     return functools.partial(console_for(as_json).print, markup=False, highlight=False, soft_wrap=True)
 
 
-def finish(result: Result, as_json: bool) -> None:
+def finish(result: VerbResult, as_json: bool) -> None:
     """Prints the result as JSON if asked to, and ends the process with its exit code."""
     if as_json:
         print(json.dumps(result.to_json()))
     raise typer.Exit(result.exit_code)
 
 
-def answer(report: Report, as_json: bool) -> None:
+def answer(report: PrintedResult, as_json: bool) -> None:
     """Prints a report, and ends the process with its exit code."""
     if as_json:
         print(json.dumps(report.to_json()))

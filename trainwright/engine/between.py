@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-from trainwright.errors import OutOfMemory
+from trainwright.errors import OutOfMemoryError
 from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState
 
@@ -56,7 +56,7 @@ class LastGood:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OutOfMemory) and error.whole and self.state.step:
+        if isinstance(error, OutOfMemoryError) and error.whole and self.state.step:
             self.saving(self.state)
 
 

@@ -106,7 +106,7 @@ def dry_run(
     """Runs ``batch`` in all modes in turn and times it, until ``budget_s`` have passed, but at least three times.
 
     Twice is enough where that takes a second. A batch that does not fit into memory is halved until it does, and its
-    times are scaled up. Raises OutOfMemory when one sample does not fit.
+    times are scaled up. Raises OutOfMemoryError when one sample does not fit.
     """
     device = state.optimizer.param_groups[0]["params"][0].device
     part, reports = batch, []

@@ -15,7 +15,7 @@ from trainwright.engine.cut import cut_micro
 from trainwright.engine.loss import Loss, LossFn, as_loss_fn, call_loss
 from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.precision import FP32, Precision
-from trainwright.errors import OutOfMemory
+from trainwright.errors import OutOfMemoryError
 from trainwright.state.cursor import MicroBatch
 from trainwright.state.rng import preserved_rng
 from trainwright.world.memory import give_back
@@ -61,8 +61,8 @@ def evaluate(
 ) -> EvaluationResult:
     """The loss over ``batches``, weighted exactly. One host sync at the end.
 
-    A batch that does not fit into memory is evaluated in halves, and so are all after it. Raises OutOfMemory when one
-    sample does not fit.
+    A batch that does not fit into memory is evaluated in halves, and so are all after it. Raises OutOfMemoryError when
+    one sample does not fit.
     """
     loss_fn = as_loss_fn(loss)
     begin_s = time.perf_counter()
@@ -111,7 +111,7 @@ def _output(
         if not is_out_of_memory(error):
             raise
         if micro.size == 1:
-            raise OutOfMemory(
+            raise OutOfMemoryError(
                 f"out of memory in {where}: one sample does not fit",
                 remedy="evaluate shorter samples, or on a device with more memory",
             ) from None

@@ -84,7 +84,8 @@ def run(
 
     Saves once more at the end unless the Stop says that the state is poisoned; a run that was not stopped
     is evaluated at its end. An exception of an observer or of the evaluation saves too: between two steps the
-    state is whole. One from within a step closes all and saves nothing, but for an OutOfMemory that leaves it whole.
+    state is whole. One from within a step closes all and saves nothing, but for an OutOfMemoryError that leaves it
+    whole.
     """
     stop, last, evaluated = None, None, -1
     with ExitStack() as closing:

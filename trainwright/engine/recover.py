@@ -19,7 +19,7 @@ from torch import Tensor
 from trainwright.engine.cut import cut
 from trainwright.engine.guard import BufferGuard
 from trainwright.engine.oom_report import OomSnapshot, is_out_of_memory, oom_report, oom_snapshot, tensors_in
-from trainwright.errors import OomReport, OutOfMemory, TrainwrightError, UsageError
+from trainwright.errors import OomReport, OutOfMemoryError, TrainwrightError, UsageError
 from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState
 from trainwright.world.group import SOLO, World
@@ -50,8 +50,8 @@ class Recovery:
     ) -> tuple[T, StepBatch, tuple[OomReport, ...]]:
         """Returns the result of ``passes``, the micro-batches that it ran on, and a report of each try that failed.
 
-        Raises OutOfMemory when a micro-batch of one sample does not fit or cannot be cut; the state is then that of
-        the last good step.
+        Raises OutOfMemoryError when a micro-batch of one sample does not fit or cannot be cut; the state is then that
+        of the last good step.
         """
         reports: list[OomReport] = []
         limit_before = state.micro_limit
@@ -145,13 +145,13 @@ def make_room(
     return oom_report(seen, step=state.step + 1, micro=largest, next_micro=following, device=device, notes=notes)
 
 
-def given_up(reports: list[OomReport], trouble: str) -> OutOfMemory:
+def given_up(reports: list[OomReport], trouble: str) -> OutOfMemoryError:
     """Returns the error of a step that does not fit: where it was, what held the memory, what would help."""
     last = reports[-1]
     where = f" in {last.module}" if last.module else ""
     largest = max(last.held, key=lambda kind: last.held[kind], default="")
     held = f"{largest} take {_gib(last.held[largest])}" if largest else "what held it is not known"
-    return OutOfMemory(
+    return OutOfMemoryError(
         f"out of memory in step {last.step} ({last.phase}{where}, {last.micro} samples at a time): {trouble}. "
         f"Of {_gib(last.in_use_bytes)} in use {held}, activations and temporaries of the step "
         f"{_gib(last.given_back_bytes)}; {_gib(last.capacity_bytes)} may be used in all",
@@ -167,11 +167,11 @@ def _gib(num_bytes: int) -> str:
 
 
 def tell_torn(state: TrainState, error: Exception) -> None:
-    """Raises OutOfMemory if that is what happened inside of the update: some weights may be updated, others not."""
+    """Raises OutOfMemoryError where memory ran out inside of the update: some weights may be updated, others not."""
     if not is_out_of_memory(error):
         return
     first = "" if state.optimizer.state and state.step else " (the first one makes the optimizer's state)"
-    raise OutOfMemory(
+    raise OutOfMemoryError(
         f"out of memory in the update of step {state.step + 1}{first}: {str(error).splitlines()[0][:200]}. "
         "Weights and moments may be updated in part, so this state is not saved",
         whole=False,

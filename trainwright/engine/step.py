@@ -83,8 +83,8 @@ def make_step(
     their weights stay the same. ``spikes`` is a ``SpikeGuard``, or by default does nothing. ``witness`` is internal:
     the recorder of a run.
 
-    Raises UsageError for a part that is not made yet, such as ``clip=1.0``. The step raises OutOfMemory where nothing
-    helps.
+    Raises UsageError for a part that is not made yet, such as ``clip=1.0``. The step raises OutOfMemoryError where
+    nothing helps.
     """
     _require_made(schedule, precision, clip)
     loss_fn, own = as_loss_fn(loss), loss if isinstance(loss, nn.Module) else None

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from trainwright.errors import OutOfMemory, TrainwrightError
+from trainwright.errors import OutOfMemoryError, TrainwrightError
 from trainwright.observe.cadence import Every
 from trainwright.observe.journal import Journal
 from trainwright.observe.sinks import SinkFactory, open_sinks
@@ -90,7 +90,7 @@ class Logbook:
                 skipped=self.recorder.num_skipped,
                 seconds=self.seconds,
             )
-        if isinstance(error, OutOfMemory):
+        if isinstance(error, OutOfMemoryError):
             self.recorder.ran_out(error.reports)
         self.journal.write(self.ended)
         for sink in self.sinks:

@@ -14,7 +14,7 @@ SCREEN = 32
 
 
 @dataclass(frozen=True)
-class Row:
+class ModuleRow:
     """The sum over ``count`` equal modules and all in them. ``freed_bytes`` is None for what is not called itself."""
 
     path: str
@@ -33,7 +33,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Run:
+class NodeRun:
     """Neighbouring autograd nodes of one module in ``count`` equal blocks. ``inputs``: the runs it is computed from."""
 
     path: str
@@ -50,8 +50,8 @@ class Folded:
     """The module tree and the autograd graph of one step, equal blocks as one, down to ``depth``."""
 
     depth: int
-    rows: tuple[Row, ...]
-    runs: tuple[Run, ...]
+    rows: tuple[ModuleRow, ...]
+    runs: tuple[NodeRun, ...]
 
     def to_json(self) -> dict[str, object]:
         """Rows and runs as plain data."""
@@ -109,13 +109,13 @@ class _Tree:
             self._signatures[module.path] = hash((own, work, tuple(below)))
         return self._signatures[module.path]
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[ModuleRow]:
         """One row for each group, parents before children."""
         for path, members in self._groups:
             within_them = [module for each in members for module in self._subtree(each)]
             first = members[0]
             kept = sum(size for module in within_them for _, size, _ in self._own.get(module.path, ()))
-            yield Row(
+            yield ModuleRow(
                 path,
                 path.rpartition(".")[2],
                 path.count(".") + 1 if path else 0,
@@ -169,7 +169,7 @@ class _Stretch:
     nodes: tuple[int, ...]
 
 
-def _runs(profile: GraphProfile, names: dict[str, str], depth: int) -> tuple[Run, ...]:
+def _runs(profile: GraphProfile, names: dict[str, str], depth: int) -> tuple[NodeRun, ...]:
     """Folds the stretches of equal blocks, with the edges between them. Leaves are left out."""
     stretches = list(_stretches(profile, names, depth))
     numbers: dict[tuple[str, int], int] = {}
@@ -190,12 +190,12 @@ def _runs(profile: GraphProfile, names: dict[str, str], depth: int) -> tuple[Run
     return tuple(found)
 
 
-def _run(profile: GraphProfile, equal: Sequence[_Stretch], inputs: tuple[int, ...]) -> Run:
+def _run(profile: GraphProfile, equal: Sequence[_Stretch], inputs: tuple[int, ...]) -> NodeRun:
     members = [index for stretch in equal for index in stretch.nodes]
     ops = Counter(_short(profile.nodes[index].op) for index in equal[0].nodes)
     size = sum(profile.fresh_bytes[index] for index in members)
     hidden = sum(profile.nodes[index].hidden for index in members)
-    return Run(equal[0].name, len(equal), len(members), tuple(ops.items()), size, hidden, inputs)
+    return NodeRun(equal[0].name, len(equal), len(members), tuple(ops.items()), size, hidden, inputs)
 
 
 def _stretches(profile: GraphProfile, names: dict[str, str], depth: int) -> Iterator[_Stretch]:

@@ -48,13 +48,13 @@ class StepTime:
 
 def step_time(trace: Trace, device: Device, precision: str) -> StepTime:
     """The time of a whole step. ``precision`` is the recipe's: it decides how float32 matmuls are computed."""
-    rows: list[Row] = [(work.phase, work.dtype, work.calls, work.flops, work.bytes, 1) for work in trace.work]
+    rows: list[_WorkRow] = [(work.phase, work.dtype, work.calls, work.flops, work.bytes, 1) for work in trace.work]
     return _priced(rows, device, precision)
 
 
 def scaled_time(scaled: Scaled, micro: int, accumulation: int, device: Device, precision: str) -> StepTime:
     """``step_time`` of ``scaled.at(micro, accumulation)``, computed faster: equal layers are priced once."""
-    rows: list[Row] = []
+    rows: list[_WorkRow] = []
     for (phase, dtype, calls, flops, moved), count in scaled.distinct.items():
         times = count * (accumulation if phase in PASSES else 1)
         amounts = [fixed + each * micro for fixed, each in (calls, flops, moved)]
@@ -65,10 +65,10 @@ def scaled_time(scaled: Scaled, micro: int, accumulation: int, device: Device, p
     return _priced(rows, device, precision)
 
 
-Row = tuple[Phase, str, float, float, float, int]
+_WorkRow = tuple[Phase, str, float, float, float, int]
 
 
-def _priced(rows: list[Row], device: Device, precision: str) -> StepTime:
+def _priced(rows: list[_WorkRow], device: Device, precision: str) -> StepTime:
     """Rows are (phase, dtype, calls, FLOPs, bytes, how often)."""
     spent = {"arithmetic": 0.0, "memory": 0.0, "launches": 0.0}
     busy: dict[Phase, float] = {}

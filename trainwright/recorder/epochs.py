@@ -29,7 +29,7 @@ _AT_RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 @dataclass
-class Source:
+class EpochSource:
     """A loader, and the data set under all its Subsets: ``base`` is its number, ``positions`` the samples used.
 
     ``epochs`` were begun; ``empty`` of them returned no batch.
@@ -53,7 +53,7 @@ class Epoch:
     gradients. ``marks`` are hashes of the ids of each batch, ``first`` the ids of the first one.
     """
 
-    source: Source
+    source: EpochSource
     loader: Loader
     batches: int = 0
     trained: int = 0
@@ -100,15 +100,15 @@ class PendingBatch:
     evaluating: bool
 
 
-class Sources:
+class EpochSources:
     """All loaders of the process, each with the data set that it reads."""
 
     def __init__(self) -> None:
-        self._by_id: dict[int, Source] = {}
+        self._by_id: dict[int, EpochSource] = {}
         self._bases: list[Callable[[], object]] = []
         self._num_loaders = 0
 
-    def of(self, loader: Loader) -> Source:
+    def of(self, loader: Loader) -> EpochSource:
         """The source of a loader; a new one for a loader that was not seen before."""
         known = self._by_id.get(id(loader))
         if known is not None and known.loader() is loader:
@@ -119,7 +119,7 @@ class Sources:
             self._bases.append(_reference(base))
         size = length_of(base) or 0
         stride = max(1, size // SPREAD)
-        source = Source(self._num_loaders, _reference(loader), _facts(loader), number, positions, stride)
+        source = EpochSource(self._num_loaders, _reference(loader), _facts(loader), number, positions, stride)
         self._num_loaders += 1
         self._by_id[id(loader)] = source
         return source
@@ -141,7 +141,7 @@ class EpochHistory:
     """Which samples were trained on, which were used for evaluation, and which epochs repeated an order."""
 
     def __init__(self) -> None:
-        self.evaluated: dict[int, tuple[Source, set[int]]] = {}
+        self.evaluated: dict[int, tuple[EpochSource, set[int]]] = {}
         self.repeats: list[Facts] = []
         self._trained: dict[int, set[int]] = {}
         self._last: dict[int, Epoch] = {}

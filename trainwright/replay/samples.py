@@ -22,7 +22,7 @@ MAX_SAMPLES = 2048
 
 
 @dataclass
-class LossCall:
+class RecordedLoss:
     """A call of a loss function. ``classes`` is None where the targets are no classes."""
 
     name: str
@@ -39,15 +39,15 @@ class Samples:
     at: dict[int, tuple[int, int]]
 
 
-def losses_of(session: ReplaySession) -> list[LossCall]:
+def losses_of(session: ReplaySession) -> list[RecordedLoss]:
     """The calls of loss functions in the step, also those within the model."""
-    calls: list[LossCall] = []
+    calls: list[RecordedLoss] = []
 
     def collect(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         name = function_name(function)
         if name in COMPARING:
             target = args[2] if name == CHUNKED else (dict(zip(("input", "target"), args)) | kwargs)["target"]
-            calls.append(LossCall(name, target.detach(), classes_in(name, args, kwargs)))
+            calls.append(RecordedLoss(name, target.detach(), classes_in(name, args, kwargs)))
         return function(*args, **kwargs)
 
     session.run(Intervention(ops=collect), upto="forward")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from trainwright.plan.explain import human_bytes
-from trainwright.plan.fold import Folded, Row, Run
+from trainwright.plan.fold import Folded, ModuleRow, NodeRun
 
 _VIEWS = {"T", "View", "UnsafeView", "Transpose", "Permute", "Expand", "ReshapeAlias", "Alias", "Squeeze", "Unsqueeze"}
 _VIEWS |= {"Slice", "Select", "Split", "SplitWithSizes", "AsStrided", "Unbind", "Detach"}
@@ -45,7 +45,7 @@ def graph_text(headline: Headline, folded: Folded) -> list[str]:
     ]
 
 
-def _rest(rows: Sequence[Row]) -> Iterator[str]:
+def _rest(rows: Sequence[ModuleRow]) -> Iterator[str]:
     """A line on the FLOPs of the root that are in no row below it, where the table does not add up."""
     top, below = rows[0], [row for row in rows if row.depth == 1]
     forward = top.forward_flops - sum(row.forward_flops for row in below)
@@ -71,7 +71,7 @@ def human_count(count: float) -> str:
     return f"{count:.3g} E"
 
 
-def label(row: Row) -> str:
+def label(row: ModuleRow) -> str:
     """The name of a row, `0-11 x 12` for several equal modules; for the root the class of the model."""
     alone = row.count if "-" in row.name and row.name.replace("-", "").isdigit() else 1
     if not row.path:
@@ -87,7 +87,7 @@ def size_text(size: int | None) -> str:
     return f"-{human_bytes(-size)}" if size < 0 else human_bytes(size)
 
 
-def ops_text(run: Run, width: int = _OPS_WIDTH) -> str:
+def ops_text(run: NodeRun, width: int = _OPS_WIDTH) -> str:
     """`Addmm, Mul x 2`: the operators of a run, without views unless there are only views."""
     shown = [(op, count) for op, count in run.ops if op not in _VIEWS] or list(run.ops)
     words = [op if count == 1 else f"{op} x {count}" for op, count in shown]
@@ -107,7 +107,7 @@ def module_cells(folded: Folded) -> list[tuple[str, ...]]:
     return [_cells(row, frozen) for row in folded.rows]
 
 
-def _cells(row: Row, frozen: bool) -> tuple[str, ...]:
+def _cells(row: ModuleRow, frozen: bool) -> tuple[str, ...]:
     tied = f"= {row.tied[0]}" if row.tied and not row.parameters else ""
     return (
         "  " * row.depth + label(row),

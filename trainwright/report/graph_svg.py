@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from trainwright.plan.fold import Folded, Row, Run
+from trainwright.plan.fold import Folded, ModuleRow, NodeRun
 from trainwright.report.graph import (
     MODULE_COLUMNS,
     RUN_COLUMNS,
@@ -71,7 +71,7 @@ def _tree(folded: Folded, top: float) -> tuple[list[str], float]:
     return [*lines, *filter(None, guides), *bars, *legend], right + max(_BAR, 70 + 18 * CHARACTER) + _EDGE
 
 
-def _guide(rows: Sequence[Row], index: int, top: float) -> str:
+def _guide(rows: Sequence[ModuleRow], index: int, top: float) -> str:
     """The line from a module down to the last of its children."""
     children = [i for i, row in enumerate(rows) if row.depth == rows[index].depth + 1 and _parent(rows, i) == index]
     if not children:
@@ -82,11 +82,11 @@ def _guide(rows: Sequence[Row], index: int, top: float) -> str:
     return f'<path d="M{x:.1f} {start + 4:.1f}V{end - 4:.1f}{ticks}" stroke="{INK}" stroke-opacity="0.45" fill="none"/>'
 
 
-def _parent(rows: Sequence[Row], index: int) -> int:
+def _parent(rows: Sequence[ModuleRow], index: int) -> int:
     return next((i for i in range(index - 1, -1, -1) if rows[i].depth < rows[index].depth), -1)
 
 
-def _bar(row: Row, x: float, y: float, most: int) -> Iterator[str]:
+def _bar(row: ModuleRow, x: float, y: float, most: int) -> Iterator[str]:
     if not most or not row.saved_bytes:
         return
     length = max(1.0, _BAR * row.saved_bytes / most)
@@ -115,7 +115,7 @@ def _graph(headline: Headline, folded: Folded, top: float) -> tuple[list[str], f
     return [text(_EDGE, top, caption, _BOLD), *boxes, *drawn, *circles, *lines, *marks], wider + _EDGE
 
 
-def lanes_of(runs: Sequence[Run]) -> list[_Edge]:
+def lanes_of(runs: Sequence[NodeRun]) -> list[_Edge]:
     """The edges between rows; an edge that passes other rows gets a lane that no overlapping edge has."""
     wanted = {(behind, here) for here, run in enumerate(runs) for behind in run.inputs}
     found: list[_Edge] = []
@@ -144,7 +144,7 @@ def _edge(edge: _Edge, x: float, ys: Sequence[float]) -> str:
     return f'<path d="{path}" stroke="{_FLOW}" fill="none"{dashes}/>'
 
 
-def _boxes(runs: Sequence[Run], x: float, right: float, ys: Sequence[float]) -> tuple[list[str], float]:
+def _boxes(runs: Sequence[NodeRun], x: float, right: float, ys: Sequence[float]) -> tuple[list[str], float]:
     """A frame around the rows that represent several equal blocks, with their number."""
     found, wider = [], right
     for name, group in groupby(range(len(runs)), key=lambda i: _block(runs[i])):
@@ -163,7 +163,7 @@ def _boxes(runs: Sequence[Run], x: float, right: float, ys: Sequence[float]) -> 
     return found, wider
 
 
-def _block(run: Run) -> str:
+def _block(run: NodeRun) -> str:
     """The path up to the first name that represents several modules, ``blocks.0-11``; "" where there is none."""
     names = run.path.split(".")
     folded = [i for i, name in enumerate(names) if "-" in name and name.replace("-", "").isdigit()]

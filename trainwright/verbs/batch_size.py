@@ -11,7 +11,7 @@ from itertools import islice
 from trainwright.build.assemble import build_loading, training_batches, validation_batches
 from trainwright.engine.evaluate import evaluate
 from trainwright.engine.step import clear_grads
-from trainwright.errors import OutOfMemory, UsageError
+from trainwright.errors import OutOfMemoryError, UsageError
 from trainwright.plan.batch import solve_batch
 from trainwright.recipe import Loaded, Recipe
 from trainwright.state.cursor import Cursor
@@ -89,7 +89,7 @@ def find_batch_size(
     stays free, since samples may be longer than those seen here. ``most`` bounds the search (default: the size of the
     dataset), ``memory_bytes`` the memory, ``budget_s`` the time: no size is started that would exceed it.
 
-    Raises OutOfMemory when one sample does not fit.
+    Raises OutOfMemoryError when one sample does not fit.
     """
     if not 0 <= margin < 1:
         raise UsageError(f"--margin {margin:g} is no share of the memory", remedy="give 0.1 for a tenth")
@@ -102,7 +102,7 @@ def find_batch_size(
     search = _Search(job, capacity, margin, time.perf_counter() + budget_s, say)
     found = search.run(min(most or sys.maxsize, _samples(job)))
     if not found:
-        raise OutOfMemory(
+        raise OutOfMemoryError(
             f"one sample takes more than {search.allowed / 2**30:.3g} GiB, of {capacity / 2**30:.3g} GiB in all",
             remedy="model.activation_checkpointing: block, precision: bf16, an optimizer with less state, a smaller "
             "model, or a device with more memory",
@@ -196,7 +196,7 @@ class _Search:
             job.state.micro_limit, begin_s = None, time.perf_counter()
             try:
                 result = self._step(job.state, batch)
-            except OutOfMemory:
+            except OutOfMemoryError:
                 return SizeTried(size, None, None)
             if result.oom_reports:
                 return SizeTried(size, None, None)

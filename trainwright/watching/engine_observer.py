@@ -12,7 +12,7 @@ from pathlib import Path
 from trainwright.engine.spikes import SpikeDecision
 from trainwright.engine.step import StepResult
 from trainwright.engine.witness import StepWitness
-from trainwright.errors import OutOfMemory, TrainwrightError
+from trainwright.errors import OutOfMemoryError, TrainwrightError
 from trainwright.observe.journal import Journal
 from trainwright.recorder.inputs import InputRecorder, InputRing
 from trainwright.recorder.numbers import Numbers, late, lateness
@@ -148,7 +148,7 @@ class EngineSession:
             return
         while self._unread:
             self._judge(*self._unread.popleft())
-        examined = error is not None and not isinstance(error, OutOfMemory) and self._examine_unfinished(error)
+        examined = error is not None and not isinstance(error, OutOfMemoryError) and self._examine_unfinished(error)
         if self.step == self._first_step and not examined:
             return  # no step: there is nothing to say
         if self.ring.steps:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from trainwright.recorder.datasets import draws, leaves_of
-from trainwright.recorder.epochs import Epoch, EpochHistory, PendingBatch, Sources
+from trainwright.recorder.epochs import Epoch, EpochHistory, EpochSources, PendingBatch
 from trainwright.recorder.labels import LabelCounts
 from trainwright.recorder.probes import Probe, WatchedObjects, probe
 from trainwright.recorder.program import RecordedStep
@@ -25,7 +25,7 @@ class Loaders(Probe):
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._roots = watched.subject.roots
-        self._sources, self._history, self._labels = Sources(), EpochHistory(), LabelCounts()
+        self._sources, self._history, self._labels = EpochSources(), EpochHistory(), LabelCounts()
         self._running: weakref.WeakKeyDictionary[object, Epoch] = weakref.WeakKeyDictionary()
         self._epoch: Epoch | None = None  # the newest
         self._training: Epoch | None = None  # the newest that was trained on
