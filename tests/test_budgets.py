@@ -8,8 +8,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-import pytest
-
 import trainwright as tw
 from tests.house import Function, files, functions, modules, room_of, shown, tree
 
@@ -78,7 +76,6 @@ def test_a_call_fits_in_mind() -> None:
     assert {name: count for name, count in counts.items() if count > 8} == {}
 
 
-@pytest.mark.xfail(strict=True, reason="tw.lr_range takes **step_options")
 def test_no_public_function_takes_whatever_comes() -> None:
     public = list(public_functions())
     assert len(public) > 10

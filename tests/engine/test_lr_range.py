@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import SGD
 
 from tests.engine.plain import cut
+from trainwright.engine.clip import make_clip
 from trainwright.engine.lr_range import lr_range, suggest
 from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState
@@ -48,6 +49,12 @@ def test_a_parabola_diverges_past_its_limit_and_stops_there(lr: float) -> None:
     assert found.lrs[0] == pytest.approx(1e-5)
     growth = [after / before for before, after in zip(found.lrs, found.lrs[1:], strict=False)]
     assert growth == pytest.approx([(100 / 1e-5) ** (1 / 99)] * len(growth))
+
+
+def test_a_clipped_gradient_takes_longer_to_diverge() -> None:
+    plain = lr_range(parabola(), stream(), height)
+    clipped = lr_range(parabola(), stream(), height, clip=make_clip("norm", 1e-3))
+    assert plain.stopped_at is not None and clipped.stopped_at is None
 
 
 def test_a_network_on_data() -> None:

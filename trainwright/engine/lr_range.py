@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
+from trainwright.engine.clip import ClipFn, no_clip
 from trainwright.engine.loop import steps
 from trainwright.engine.loss import Loss
+from trainwright.engine.precision import FP32, Precision
 from trainwright.engine.step import make_step
 from trainwright.engine.until import for_steps
 from trainwright.state.cursor import StepBatch
@@ -41,16 +42,18 @@ def lr_range(
     lowest: float = 1e-6,
     highest: float = 10.0,
     num_steps: int = 100,
-    **step_options: Any,
+    precision: Precision = FP32,
+    clip: ClipFn = no_clip,
 ) -> LrRange:
     """Trains ``num_steps`` at rates from ``lowest`` to ``highest``, growing geometrically; uses ``state`` up.
 
+    ``precision`` and ``clip`` are those of the training that the rate is for: clipping raises the rate that diverges.
     The losses are smoothed by a bias-corrected moving average; a host sync a step is what the test costs.
     """
     for group in state.optimizer.param_groups:  # every group keeps its ratio to the first
         group["initial_lr"] = group["lr"] / state.optimizer.param_groups[0]["lr"] * lowest
     growth = (highest / lowest) ** (1 / max(num_steps - 1, 1))
-    advance = make_step(loss, schedule=lambda step, fraction: growth**step, **step_options)
+    advance = make_step(loss, schedule=lambda step, fraction: growth**step, precision=precision, clip=clip)
     lrs: list[float] = []
     losses: list[float] = []
     average, best = 0.0, math.inf
