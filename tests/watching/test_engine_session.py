@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -12,9 +14,10 @@ from trainwright.engine.spikes import SpikeHandler
 from trainwright.engine.step import StepFn
 from trainwright.engine.witness import StepWitness
 from trainwright.recorder.program import RecordedStep
+from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.records import Examined, Found, Record
 from trainwright.state.cursor import MicroBatch, StepBatch
-from trainwright.watching.engine_observer import EngineSession
+from trainwright.watching.engine_observer import EngineObserver, EngineSession
 
 
 def make(witness: StepWitness, spikes: SpikeHandler) -> StepFn:
@@ -95,3 +98,20 @@ def test_a_step_is_held_with_its_samples() -> None:
     step: RecordedStep = watched.ring.steps[-1]
     watched.ring.name_samples(step)
     assert [list(ids or ()) for ids in step.ids] == [list(range(16, 24))]
+
+
+def test_an_observer_that_is_closed_twice_prints_its_findings_once(tmp_path: Path) -> None:
+    _, state, _ = session()
+    said: list[str] = []
+    observer = EngineObserver(state, make, folder=RunFolder.create(tmp_path, "run"), say=said.append, planned_s=100.0)
+    advance = tw.make_step(nn.CrossEntropyLoss(), witness=observer.witness)
+    for step in (1, 2):
+        bad = batch(step)
+        bad.micro[0].data[0].fill_(torch.nan)
+        observer.observe(advance(state, bad), state)
+    observer.close()
+    once = list(said)
+    log = (tmp_path / "run" / "log.jsonl").read_text()
+    observer.close()
+    assert any("data.nonfinite" in line for line in once)
+    assert said == once and (tmp_path / "run" / "log.jsonl").read_text() == log

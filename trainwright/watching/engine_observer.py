@@ -204,6 +204,7 @@ class EngineObserver:
         self._folder, self._say = folder.path, say
         self._journal = Journal(LogWriter(folder.log), say)
         self._failed: Exception | None = None
+        self._is_closed = False
         self.session = EngineSession(
             state,
             make_step,
@@ -228,6 +229,10 @@ class EngineObserver:
         return self.session.log.findings()
 
     def close(self) -> None:
+        """Looks at the last step and prints the findings; the second time it does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         error = sys.exc_info()[1]
         if self._failed is None:
             self._guarded(lambda: self.session.end(error))
