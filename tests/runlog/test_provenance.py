@@ -62,6 +62,107 @@ def test_a_tree_without_commits(tmp_path: Path) -> None:
     assert state_of(tmp_path) == {"commit": None, "dirty": False, "diff_sha256": None}
 
 
+COMMANDS = {  # settings that name a program
+    "core.fsmonitor": "touch {}/fsmonitor; false",
+    "diff.external": "touch {}/external",
+    "diff.mine.command": "touch {}/driver",
+    "diff.mine.textconv": "touch {}/textconv; cat",
+    "filter.mine.clean": "touch {}/clean; cat",
+    "core.sshCommand": "touch {}/ssh; false",
+    "core.pager": "touch {}/pager; cat",
+}
+
+
+def plant(tree: Path, ran: Path, commands: dict[str, str]) -> None:
+    """Configures the repository so that looking at it runs ``commands``, each of which leaves a file in ``ran``."""
+    ran.mkdir()
+    (tree / ".gitattributes").write_text("* diff=mine filter=mine\n")
+    hook = tree / ".git" / "hooks" / "post-index-change"
+    hook.write_text(f"#!/bin/sh\ntouch {ran}/hook\n")
+    hook.chmod(0o755)
+    for key, command in commands.items():
+        git(tree, "config", key, command.format(ran))
+    (tree / "train.py").write_text("lr = 2\n")
+
+
+def test_nothing_runs_that_a_repository_names(
+    tree: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = tmp_path_factory.mktemp("elsewhere") / "ran"
+    plant(tree, ran, COMMANDS)
+    monkeypatch.setenv("GIT_EXTERNAL_DIFF", f"touch {ran}/variable")
+    commit = git(tree, "rev-parse", "HEAD")
+    assert state_of(tree) == {"commit": commit, "dirty": None, "diff_sha256": None}  # a filter: git would run it
+    assert list(ran.iterdir()) == []
+    git(tree, "status")
+    git(tree, "diff", "--ext-diff")
+    assert {"fsmonitor", "clean", "hook"} < {each.name for each in ran.iterdir()}  # those would have run
+
+
+def test_a_repository_without_filters_is_looked_at_all_the_same(
+    tree: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    ran = tmp_path_factory.mktemp("elsewhere") / "ran"
+    plant(tree, ran, {key: value for key, value in COMMANDS.items() if not key.startswith("filter")})
+    state = state_of(tree)
+    assert state["dirty"] is True and len(state["diff_sha256"]) == 64
+    assert list(ran.iterdir()) == []
+
+
+def test_nothing_runs_that_a_submodule_names(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    ran, inner = tmp_path_factory.mktemp("elsewhere") / "ran", tmp_path_factory.mktemp("inner")
+    git(inner, "init", "-q")
+    (inner / "train.py").write_text("lr = 1\n")
+    git(inner, "add", ".")
+    git(inner, "commit", "-q", "-m", "first")
+    git(tree, "-c", "protocol.file.allow=always", "submodule", "add", "-q", str(inner), "sub")
+    git(tree, "commit", "-q", "-m", "second")
+    clean = state_of(tree)
+    git(tree / "sub", "config", "core.fsmonitor", f"mkdir -p {ran}; touch {ran}/fsmonitor; false")
+    git(tree / "sub", "config", "filter.mine.clean", f"mkdir -p {ran}; touch {ran}/clean; cat")
+    (tree / "sub" / ".gitattributes").write_text("* filter=mine\n")
+    (tree / "sub" / "train.py").write_text("lr = 3\n")
+    assert state_of(tree) == clean
+    assert not ran.exists()
+    git(tree, "status")
+    assert ran.exists()
+
+
+def test_nothing_is_fetched_for_a_clone_that_lacks_objects(
+    tree: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """git asks the remote of a partial clone by itself, and the address of a remote may be a command."""
+    ran = tmp_path_factory.mktemp("elsewhere")
+    blob = git(tree, "rev-parse", "HEAD:train.py")
+    (tree / ".git" / "objects" / blob[:2] / blob[2:]).unlink()
+    (tree / "train.py").write_text("lr = 2\n")
+    settings = {
+        "core.repositoryFormatVersion": "1",
+        "extensions.partialClone": "origin",
+        "protocol.ext.allow": "always",
+    }
+    settings |= {"remote.origin.promisor": "true", "remote.origin.url": f"ext::touch {ran}/fetched"}
+    for key, value in settings.items():
+        git(tree, "config", key, value)
+    assert state_of(tree)["dirty"] is True
+    assert list(ran.iterdir()) == []
+    subprocess.run(["git", "diff", "HEAD"], cwd=tree, capture_output=True, check=False)
+    assert [each.name for each in ran.iterdir()] == ["fetched"]
+
+
+def test_the_repository_is_the_one_around_the_folder(
+    tree: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a process that a git hook of another repository has started."""
+    other = tmp_path_factory.mktemp("other")
+    git(other, "init", "-q")
+    here = state_of(tree)
+    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(other / ".git" / "index"))
+    assert state_of(tree) == here
+    assert here["commit"] is not None
+
+
 def test_no_git_tree_and_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert state_of(tmp_path) is None
     monkeypatch.setenv("PATH", str(tmp_path))

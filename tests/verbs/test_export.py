@@ -272,6 +272,41 @@ def test_what_is_there_is_never_written_over(folder: Path) -> None:
     assert {path.name for path in deep.path.parent.iterdir()} == {"deep"}
 
 
+DRAFTING = """\
+import sys, time
+from pathlib import Path
+from trainwright.verbs.export import _draft_of
+with _draft_of(Path(sys.argv[1])) as draft:
+    (draft / "model.safetensors").write_bytes(bytes(1000))
+    print("begun", flush=True)
+    time.sleep(300)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_what_a_killed_export_left_is_removed_by_the_next_one(folder: Path) -> None:
+    result = trained(MLP)
+    writing = [
+        subprocess.Popen([sys.executable, "-c", DRAFTING, str(folder / name)], stdout=subprocess.PIPE)
+        for name in ("first", "second")
+    ]
+    try:
+        for process in writing:
+            assert process.stdout is not None and process.stdout.readline() == b"begun\n"
+        dead, alive = writing
+        dead.kill()
+        dead.wait()
+        (folder / ".mine.123.tmp").mkdir()
+        export(result.run, format="safetensors", out=folder / "out")
+        drafts = {path.name.split("-")[0] for path in folder.glob(".*")}
+        assert drafts == {f".second.{alive.pid}", ".mine.123.tmp"}
+    finally:
+        for process in writing:
+            process.kill()
+            process.communicate()
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     disk = tmp_path / "disk"

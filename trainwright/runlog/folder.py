@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.errors import UsageError
+from trainwright.runlog.drafts import draft_of
 from trainwright.runlog.json_values import strict
 from trainwright.runlog.storage import storage_error
 
@@ -104,7 +105,7 @@ class RunFolder:
         Raises StorageError when the disk is full or the folder may not be written.
         """
         path = self.path / name
-        draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
+        draft = draft_of(path)
         try:
             path.parent.mkdir(exist_ok=True)
             with draft.open("w", encoding="utf-8", newline="\n") as file:

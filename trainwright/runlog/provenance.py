@@ -36,6 +36,10 @@ _VARIABLES = re.compile(
 )
 _FIELD = re.compile(r"^(Name|Version):[ \t]*(.*?)[ \t\r]*$", re.MULTILINE)
 _SECRET = re.compile(r"TOKEN|SECRET|PASS|CREDENTIAL|AUTH|(^|_)API|KEY", re.IGNORECASE)
+_WHICH_REPOSITORY = re.compile(
+    r"GIT_(DIR|COMMON_DIR|WORK_TREE|PREFIX|INDEX_FILE|NAMESPACE|OBJECT_DIRECTORY|ALTERNATE_OBJECT_DIRECTORIES|SHALLOW_FILE"
+    r"|GRAFT_FILE|REPLACE_REF_BASE|EXTERNAL_DIFF)$"
+)
 _NO_FILE = ("__main__", "trainwright")  # modules whose file is not hashed
 _LIVE = "live"  # stands for the module in the name of an object that was handed over in Python
 
@@ -163,12 +167,18 @@ def _known(read: Callable[[], T]) -> T | None:
 
 
 def _git_state(folder: Path) -> dict[str, JsonValue] | None:
-    """Commit, dirty flag (counts untracked files), hash of uncommitted changes; None outside a git tree."""
+    """Commit, dirty flag (counts untracked files), hash of uncommitted changes; None outside a git tree.
+
+    Nothing is run that the configuration of that repository names. Git has no switch against its filters, so where it
+    names any, only the commit is known. What is uncommitted inside a submodule is not looked at.
+    """
     if _git(folder, "rev-parse", "--is-inside-work-tree") is None:
         return None
     commit = _git(folder, "rev-parse", "--verify", "HEAD")
-    status = _git(folder, "status", "--porcelain")
-    changes = _git(folder, "diff", "--no-ext-diff", "--no-textconv", "HEAD")
+    status = changes = None
+    if _has_no_filters(folder):
+        status = _git(folder, "status", "--porcelain", "--ignore-submodules=dirty")
+        changes = _git(folder, "diff", "--no-ext-diff", "--no-textconv", "--ignore-submodules=dirty", "HEAD")
     return {
         "commit": commit.decode().strip() if commit else None,
         "dirty": None if status is None else bool(status),
@@ -176,12 +186,29 @@ def _git_state(folder: Path) -> dict[str, JsonValue] | None:
     }
 
 
+def _has_no_filters(folder: Path) -> bool:
+    """Whether the repository itself names no command that content passes through; those of the user may run."""
+    listed = _git(folder, "config", "--list", "--show-scope", "--includes", "--name-only", "-z")
+    if listed is None:  # a git before 2.26
+        return False
+    words = listed.decode(errors="replace").split("\0")
+    return not any(
+        scope in ("local", "worktree") and key.lower().startswith("filter.")
+        for scope, key in zip(words[::2], words[1::2], strict=False)
+    )
+
+
 def _git(folder: Path, *arguments: str) -> bytes | None:
-    """Git's output, or None when it fails. Takes no lock, so it does not disturb other work in that tree."""
+    """Git's output, or None when it fails. Takes no lock, so it does not disturb other work in that tree.
+
+    It runs no hook and no monitor of the repository, and fetches nothing. Variables that say which repository is meant
+    (a git hook that starts a training has them) are left out: it is the one around ``folder``.
+    """
     answer = subprocess.run(
-        ["git", *arguments],
+        ["git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", *arguments],
         cwd=folder,
-        env={**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},
+        env={name: value for name, value in os.environ.items() if not _WHICH_REPOSITORY.match(name)}
+        | {"GIT_OPTIONAL_LOCKS": "0", "GIT_ALLOW_PROTOCOL": "none", "LC_ALL": "C"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         timeout=20,  # a huge tree on a network mount: better no answer than a start that waits

@@ -12,6 +12,7 @@ from torch import nn
 from trainwright.build.assemble import Parts
 from trainwright.data.fingerprint import fingerprint
 from trainwright.recipe import Recipe, dump
+from trainwright.runlog.drafts import remove_leftovers
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.provenance import module_of, modules_of, provenance
 
@@ -52,6 +53,7 @@ def lay_down(folder: RunFolder, job: Job) -> None:
 
 def lay_down_again(folder: RunFolder, job: Job) -> None:
     """Writes recipe, plan and provenance of a resumed run; a recipe that differs is kept beside the new one."""
+    remove_leftovers(folder.path)
     step = f"step-{job.state.step:08d}"
     before, now = folder.recipe.read_text(encoding="utf-8"), dump(job.recipe)
     if before != now:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -21,6 +20,7 @@ from trainwright.errors import CheckpointError, MissingExtra, StorageError, Usag
 from trainwright.models.lora import add_lora, merge_lora
 from trainwright.recipe import Loaded, Recipe, load
 from trainwright.recipe.schema import Lora
+from trainwright.runlog.drafts import draft_of, remove_leftovers
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.storage import storage_error
 from trainwright.state.manifest import fsync, name_of, step_of
@@ -219,9 +219,13 @@ def _is_transposed(weights: Mapping[str, Tensor], target: str) -> bool:
 
 @contextmanager
 def _draft_of(out: Path) -> Iterator[Path]:
-    """A folder to write into, renamed to ``out`` once all is written and synced; removed on an error."""
-    draft = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    """A folder to write into, renamed to ``out`` once all is written and synced; removed on an error.
+
+    What a killed export left there, which is as large as the model, is removed first.
+    """
+    draft = draft_of(out)
     try:
+        remove_leftovers(out.parent)
         draft.mkdir(parents=True)
         yield draft
         for path in (*draft.rglob("*"), draft):

@@ -1,0 +1,69 @@
+"""Drafts: what is written beside its place and renamed there as a whole, and what a killed process left of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import socket
+import time
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+_NAME = re.compile(r"\..+\.(?P<pid>[1-9]\d{0,8})-(?P<place>[0-9a-f]{8})\.draft")
+_OLD_S = 24 * 3600.0
+"""A draft of another machine or container, whose processes cannot be seen, is abandoned when it is as old as this."""
+
+
+def draft_of(path: Path) -> Path:
+    """Where this process writes ``path`` before it renames it."""
+    return path.with_name(f".{path.name}.{os.getpid()}-{_place()}.draft")
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes the drafts in ``folder`` of processes that are gone: a kill leaves one behind. Never raises."""
+    with suppress(OSError):
+        for path in folder.glob(".*.draft"):
+            if _is_abandoned(path):
+                _remove(path)
+
+
+def _is_abandoned(path: Path) -> bool:
+    found = _NAME.fullmatch(path.name)
+    if found is None:
+        return False
+    if found["place"] == _place():
+        return not _is_alive(int(found["pid"]))
+    with suppress(OSError):
+        return time.time() - max(each.lstat().st_mtime for each in (path, *path.rglob("*"))) > _OLD_S
+    return False
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)  # sends nothing
+    except ProcessLookupError:
+        return False
+    except OSError:  # that of another user
+        return True
+    return True
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+@cache
+def _place() -> str:
+    """Names the machine, and the container within it, whose process ids this process sees."""
+    try:
+        namespace = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:  # no Linux
+        namespace = ""
+    return hashlib.blake2b(f"{socket.gethostname()} {namespace}".encode(), digest_size=4).hexdigest()
