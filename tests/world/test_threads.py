@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +19,7 @@ from torch import nn
 from trainwright.observe.saving import SavePolicy, Saving
 from trainwright.state.train_state import TrainState
 from trainwright.world import threads
-from trainwright.world.threads import single_threaded
+from trainwright.world.threads import single_threaded, undisturbed_s
 
 T = TypeVar("T")
 POOL = 3
@@ -101,3 +104,29 @@ def test_the_thread_that_writes_checkpoints_starts_no_pool(tmp_path: Path) -> No
         return added
 
     assert in_thread(save) == 1
+
+
+@pytest.mark.process
+@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="the system does not tell")
+def test_what_other_programs_take_is_not_counted() -> None:
+    busy = [sys.executable, "-S", "-c", "while True: pass"]
+    others = [subprocess.Popen(busy) for _ in range(3 * (os.cpu_count() or 1))]
+    try:
+        time.sleep(0.2)
+        begins = time.perf_counter(), time.thread_time(), undisturbed_s()
+        while time.thread_time() - begins[1] < 0.1:
+            pass
+        ends = time.perf_counter(), time.thread_time(), undisturbed_s()
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    elapsed_s, computed_s, counted_s = (end - begin for begin, end in zip(begins, ends, strict=True))
+    assert elapsed_s > 1.5 * computed_s, "the machine was not busy"
+    assert computed_s <= counted_s < computed_s + 0.2 * (elapsed_s - computed_s)
+
+
+def test_sleep_is_counted() -> None:
+    begin_s = undisturbed_s()
+    time.sleep(0.05)
+    assert 0.045 < undisturbed_s() - begin_s < 1.0

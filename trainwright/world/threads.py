@@ -1,4 +1,4 @@
-"""What a long-lived thread of ours must do so that it does not slow training down."""
+"""Threads: one of ours must not slow training down; and the time of one, without what other programs take of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,3 +40,15 @@ def _omp_set_num_threads() -> Callable[[int], object] | None:
         function.argtypes, function.restype = [ctypes.c_int], None
         return function
     return None
+
+
+def undisturbed_s() -> float:
+    """Seconds of a clock that stands still while this thread waits for a processor that another has.
+
+    What reads from a disk or sleeps takes as long by it as by any clock, but a busy machine makes nothing slower. Where
+    the system does not tell how long a thread has waited, which only Linux does, it is the ordinary clock.
+    """
+    waited_ns = 0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        waited_ns = int(Path("/proc/thread-self/schedstat").read_text().split()[1])
+    return time.perf_counter() - 1e-9 * waited_ns

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from trainwright.recipe import from_mapping
+from trainwright.training.job import prepare
 from trainwright.verbs.check.check import Budget, check
+from trainwright.verbs.check.learning import RANGE_STEPS, range_test
+from trainwright.verbs.check.sandbox import Sandbox
 from trainwright.verbs.check.verdict import Checkup
 
 PARTS = "tests.verbs.check.parts"
@@ -83,7 +86,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "validation is training": ({"data.val.args": {"fault": "val is train"}}, "fail", "validation", "100%"),
     "no validation": ({"data.val": None}, "warn", "validation", "no validation"),
     "augmentation destroys labels": (train("Augmented", destroy=True), "fail", "alignment", "hides the class"),
-    "slow loader": (train("Slow"), "warn", "loading", "waiting"),
+    "slow loader": ({"data.train": f"{PARTS}:Slow", "until": "10steps"}, "warn", "loading", "waiting"),
     "batch larger than the data": ({"batch.size": 1024}, "warn", "batch size", "larger than"),
     "batch norm with batches of one": ({**model("net", norm=True), "batch.micro": 1}, "fail", "batch norm", "1 sample"),
     "batch norm, last batch of one": (
@@ -158,6 +161,16 @@ def test_finds_the_planted_fault(name: str) -> None:
     assert any(words in f"{v.seen} {v.code}" and v.remedy for v in graver), "\n".join(lines)
     if word == "fail":
         assert found.exit_code == 3
+
+
+@pytest.mark.parametrize(("budget_s", "step_s"), [(1.0, 0.1), (1e-9, 0.0)])
+def test_a_range_test_has_all_of_its_steps_or_gives_no_verdict(budget_s: float, step_s: float) -> None:
+    job = prepare(from_mapping(recipe({})))
+    sandbox = Sandbox(job)
+    sandbox.keep(1.0)
+    assert range_test(sandbox, budget_s=budget_s, step_s=step_s) is None
+    whole = range_test(sandbox, budget_s=60.0, step_s=1e-3)
+    assert whole is not None and (whole.stopped_at or len(whole.lrs) == RANGE_STEPS)
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ class Budget:
     """Seconds for each part. A step that has begun is completed, so a slow step adds to it."""
 
     read_s: float = 3.0
-    range_s: float = 6.0
+    range_s: float = 10.0
     one_batch_s: float = 6.0
     smoke_s: float = 20.0
     most_samples: int = 4096

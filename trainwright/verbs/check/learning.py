@@ -36,22 +36,25 @@ TOO_HIGH, SLOWLY, FALL = 10.0, 5.0, 0.05
 
 
 def range_test(sandbox: Sandbox, *, budget_s: float, step_s: float) -> LrRange | None:
-    """Smith's range test on the first batches; None where there is no time for enough steps."""
-    count = min(RANGE_STEPS, int(budget_s / max(step_s, 1e-9)))
-    if count < LEAST_STEPS or not sandbox.kept:
+    """Smith's range test on the first batches; None where there is no time for it.
+
+    It always has as many steps, or none: with fewer the loss falls, and explodes, at other rates.
+    """
+    if RANGE_STEPS * step_s > budget_s or not sandbox.kept:
         return None
     clip = sandbox.job.recipe.optimizer.clip
     with sandbox.fresh() as state:
-        return lr_range(
+        found = lr_range(
             state,
             within(sandbox.again(), 3 * budget_s),
             sandbox.job.parts.loss,
             lowest=LOWEST,
             highest=HIGHEST,
-            num_steps=count,
+            num_steps=RANGE_STEPS,
             precision=sandbox.job.precision,
             clip=make_clip(clip.by, clip.at),
         )
+    return found if found.stopped_at is not None or len(found.lrs) == RANGE_STEPS else None
 
 
 def falls_from(found: LrRange) -> float | None:

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from trainwright.build.data import Unwrapped
 from trainwright.state.rng import preserved_rng, seed_all
+from trainwright.world.threads import undisturbed_s
 
 BLOCK = 32
 """Samples that are read in a row: neighbours in the dataset reveal shifted labels."""
@@ -37,7 +38,8 @@ class SampleItem:
 
 @dataclass
 class DatasetSample:
-    """The part of a dataset of ``size`` samples (None: a stream) that was read in ``seconds``.
+    """The part of a dataset of ``size`` samples (None: a stream) that was read in ``seconds``, those of
+    a busy machine not counted.
 
     ``failed`` is the first sample that could not be read, and why. ``random``: two readings of a sample differ.
     """
@@ -98,14 +100,14 @@ def read(data: Unwrapped, *, most: int, budget_s: float, seed: int = 0) -> Datas
     found = DatasetSample(len(dataset))
     with preserved_rng():
         seed_all(seed)
-        begin_s, size = time.perf_counter(), 0
+        begin_s, undisturbed_begin_s, size = time.perf_counter(), undisturbed_s(), 0
         for position in islice(_positions(len(dataset), most), most):
             if not _read_one(dataset, position, found) or time.perf_counter() - begin_s > budget_s:
                 break
             size += sum(x.nbytes for x in found.items[-1].inputs)
             if size > MOST_BYTES:
                 break
-        found.seconds = time.perf_counter() - begin_s
+        found.seconds = undisturbed_s() - undisturbed_begin_s
         if found.items and found.failed is None:
             found.random = any(_digest(_parts(dataset[item.id])[0]) != item.digest for item in found.items[:4])
     found.items.sort(key=lambda item: item.id)

@@ -17,6 +17,7 @@ from trainwright.state.cursor import StepBatch
 from trainwright.state.rng import preserved_rng, seed_all
 from trainwright.state.train_state import TrainState
 from trainwright.training.job import Job
+from trainwright.world.threads import undisturbed_s
 
 KEPT, KEPT_BYTES = 4, 2**28
 
@@ -49,7 +50,7 @@ def _has_storage(tensor: Tensor) -> bool:
 
 @dataclass
 class Sandbox:
-    """A planned job and its first batches. ``load_s`` are the seconds for reading each."""
+    """A planned job and its first batches. ``load_s`` are the undisturbed seconds for reading each."""
 
     job: Job
     kept: list[StepBatch] = field(default_factory=list)
@@ -59,11 +60,11 @@ class Sandbox:
         """Reads a few of the first batches, for at most so many seconds."""
         end_s, size = time.perf_counter() + seconds, 0
         while len(self.kept) < KEPT and size < KEPT_BYTES and time.perf_counter() < end_s:
-            begin_s = time.perf_counter()
+            begin_s = undisturbed_s()
             batch = next(self.job.batches, None)
             if batch is None:
                 return
-            self.load_s.append(time.perf_counter() - begin_s)
+            self.load_s.append(undisturbed_s() - begin_s)
             self.kept.append(batch)
             size += sum(_bytes(micro.data) for micro in batch.micro)
 
