@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import trainwright as tw
+from trainwright.recorder.ring import LEAST_BYTES, enough_bytes
 from trainwright.state.codec import same_bits
+from trainwright.world.memory import capacity_bytes, free_bytes, held_bytes
 
 ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
@@ -178,3 +180,15 @@ def test_fit_trains_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     result = tw.fit(net("cpu"), (x, x[:, :3].argmax(1)), nn.CrossEntropyLoss(), until="30ep", lr=1e-2, quiet=True)
     assert result.state is not None and result.loss is not None
     assert next(result.state.model.parameters()).device.type == "cuda" and result.loss < 0.5
+
+
+@needs_gpu
+@pytest.mark.gpu
+def test_what_the_recorder_may_hold_is_measured_on_the_device_of_the_model() -> None:
+    device = torch.device("cuda")
+    before = free_bytes(device)
+    block = torch.empty(2**30, dtype=torch.uint8, device=device)
+    assert before - free_bytes(device) == pytest.approx(block.nbytes, rel=0.1)
+    assert capacity_bytes(device) == pytest.approx(held_bytes(device) + free_bytes(device), rel=0.01)
+    model = nn.Linear(2**14, 2**11, bias=False, device=device)  # 128 MiB
+    assert enough_bytes([model]) == max(LEAST_BYTES, min(9 * model.weight.nbytes, free_bytes(device) // 4))

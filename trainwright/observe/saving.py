@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import psutil
+import torch
 
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.errors import CheckpointError, TrainwrightError
@@ -21,6 +22,7 @@ from trainwright.state.manifest import step_of
 from trainwright.state.staging import Staging, num_bytes
 from trainwright.state.store import Best, Retention, prune, write_best
 from trainwright.state.train_state import TrainState
+from trainwright.world.memory import free_bytes
 from trainwright.world.threads import single_threaded
 
 MOST_OF_FREE_MEMORY = 0.8
@@ -59,8 +61,7 @@ class _Done:
     trouble: str = ""
 
 
-def _available_bytes() -> int:
-    return int(psutil.virtual_memory().available)
+_free_on_host = partial(free_bytes, torch.device("cpu"))
 
 
 class Saving:
@@ -81,7 +82,7 @@ class Saving:
         run_metadata: Mapping[str, Any] | None = None,
         before: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
-        free_memory: Callable[[], int] = _available_bytes,
+        free_memory: Callable[[], int] = _free_on_host,
     ) -> None:
         self._folder, self._policy, self._listener, self._warn = folder, policy, listener, warn
         self._run_metadata, self._before, self._clock, self._free_memory = run_metadata, before, clock, free_memory

@@ -4,9 +4,28 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import nn
 
 from trainwright.recorder.program import RecordedStep
 from trainwright.state.snapshot import Snapshot
+from trainwright.world.memory import free_bytes
+
+KEEP, LEAST_BYTES = 32, 256 * 2**20
+"""Of the flight recorder: steps, and what they and their snapshots may hold at least."""
+
+
+def enough_bytes(roots: Sequence[nn.Module]) -> int:
+    """Room for three states with two moments a weight (Adam), where that is at most a quarter of the free memory.
+
+    The memory is that of the device of the first weight: snapshots lie where the state lies.
+    """
+    parameters = [parameter for root in roots for parameter in root.parameters()]
+    device = parameters[0].device if parameters else torch.device("cpu")
+    weights = sum(parameter.nbytes for parameter in parameters)
+    return max(LEAST_BYTES, min(3 * 3 * weights, free_bytes(device) // 4))
 
 
 class Ring:

@@ -28,7 +28,6 @@ from trainwright.observe.saving import SavePolicy, Saving
 from trainwright.observe.signals import Signals, grace_s
 from trainwright.plan.duration import Interval
 from trainwright.plan.explain import preflight
-from trainwright.plan.machine import read_machine
 from trainwright.recipe import Loaded
 from trainwright.report.text import Ending, closing
 from trainwright.runlog.folder import RunFolder
@@ -230,7 +229,6 @@ def _saving(job: Job, stage: Stage, logbook: Logbook) -> Saving:
         run_metadata=run_metadata(job),
         before=keep_there(stage.folder, job, stage.progress.say),
         clock=stage.world.clock,
-        free_memory=lambda: read_machine().available_bytes,  # what a container may use, not what the machine has
     )
 
 

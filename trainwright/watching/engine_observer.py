@@ -18,6 +18,7 @@ from trainwright.recorder.inputs import InputRecorder, InputRing
 from trainwright.recorder.numbers import Numbers, late, lateness
 from trainwright.recorder.probes import LoopObjects, Probe, make_probes
 from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.ring import KEEP, enough_bytes
 from trainwright.replay.engine_bench import EngineBench, MakeStep
 from trainwright.report.findings import lines_of
 from trainwright.runlog.folder import RunFolder
@@ -29,7 +30,6 @@ from trainwright.watching.experiments import ExperimentRunner
 from trainwright.watching.findings import FindingsLog, failures_of, limits_of
 from trainwright.watching.incidents import Incidents
 from trainwright.watching.look_schedule import LookSchedule, SnapshotSchedule
-from trainwright.watching.session import KEEP, enough_bytes
 
 NEEDS_A_LIVE_LOOP = {"loaded", "loaders"}
 """Probes of what happens outside of the steps: our engine loads weights and batches itself."""

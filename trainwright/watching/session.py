@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 from torch import nn
 from torch.optim import Optimizer
 
@@ -23,7 +22,7 @@ from trainwright.recorder.numbers import Numbers, begin_reading, lateness
 from trainwright.recorder.probes import LoopObjects, Probe, make_probes
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.recording import LoopRecorder
-from trainwright.recorder.ring import Ring
+from trainwright.recorder.ring import KEEP, LEAST_BYTES, Ring
 from trainwright.recorder.veto import OnNonfinite, Veto
 from trainwright.report.findings import lines_of
 from trainwright.runlog.json_values import Facts
@@ -34,15 +33,6 @@ from trainwright.watching.experiments import ExperimentRunner
 from trainwright.watching.findings import FindingsLog, failures_of, limits_of
 from trainwright.watching.incidents import Incidents
 from trainwright.watching.look_schedule import LookSchedule, SnapshotSchedule
-
-KEEP, LEAST_BYTES = 32, 256 * 2**20
-"""Of the flight recorder: steps, and what they and their snapshots may hold at least."""
-
-
-def enough_bytes(roots: Sequence[nn.Module]) -> int:
-    """Room for three states with two moments a weight (Adam), if that is no more than a quarter of the free memory."""
-    weights = sum(parameter.nbytes for root in roots for parameter in root.parameters())
-    return max(LEAST_BYTES, min(3 * 3 * weights, psutil.virtual_memory().available // 4))
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from trainwright.doctor.source import point_at
 from trainwright.engine.spikes import OnSpike, require_policy
 from trainwright.errors import UsageError, require_choice
 from trainwright.recorder.probes import LoopObjects
+from trainwright.recorder.ring import KEEP, enough_bytes
 from trainwright.recorder.veto import OnNonfinite
 from trainwright.report.findings import lines_of
 from trainwright.runlog import records
@@ -28,7 +29,7 @@ from trainwright.runlog.reader import read
 from trainwright.runlog.records import Found, Record
 from trainwright.runlog.writer import LogWriter
 from trainwright.version import __version__
-from trainwright.watching.session import KEEP, WatchOptions, WatchSession, enough_bytes
+from trainwright.watching.session import WatchOptions, WatchSession
 
 
 class Watch:
@@ -168,7 +169,7 @@ def watch(
             skipped again, or the sample ids of each such step.
         keep: Number of steps that the flight recorder holds.
         memory_bytes: What the flight recorder may hold. Default: three states of the model with its optimizer, at most
-            a quarter of the free memory.
+            a quarter of what is free on its device.
         quiet: Print nothing.
 
     Raises:

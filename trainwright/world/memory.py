@@ -41,12 +41,17 @@ def allocator_retries(device: torch.device) -> int | None:
     return None if count is None else int(count)
 
 
-def capacity_bytes(device: torch.device) -> int:
-    """What this process may hold in all as things are: on a CPU the tightest of machine, control group and rlimits."""
+def free_bytes(device: torch.device) -> int:
+    """What this process may still allocate: on a CPU the least that machine, control group and rlimits leave."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device)
-    return held_bytes(device) + min(read_machine().available_bytes, *_left_by_rlimits())
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return min(read_machine().available_bytes, *_left_by_rlimits())
+
+
+def capacity_bytes(device: torch.device) -> int:
+    """What this process may hold in all as things are."""
+    return held_bytes(device) + free_bytes(device)
 
 
 def _left_by_rlimits() -> list[int]:

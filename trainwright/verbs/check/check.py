@@ -19,7 +19,6 @@ from trainwright.engine.lr_range import LrRange
 from trainwright.errors import DataError, MissingExtra, RecipeError, TrainwrightError
 from trainwright.forecast.resolve import resolve
 from trainwright.plan.batch import solve_batch
-from trainwright.plan.machine import read_machine
 from trainwright.recipe import Loaded
 from trainwright.state.rng import preserved_rng, seed_all
 from trainwright.training.job import Job, prepare
@@ -36,12 +35,12 @@ from trainwright.verbs.check.first_batch import (
     right_loss,
 )
 from trainwright.verbs.check.learning import BatchFit
-from trainwright.verbs.check.resources import available_memory
 from trainwright.verbs.check.samples import DatasetSample, read
 from trainwright.verbs.check.sandbox import Sandbox, untouched
 from trainwright.verbs.check.smoke import STEPS, SmokeRun, afterwards, diagnosed, smoke, trained
 from trainwright.verbs.check.verdict import Checkup, Verdict
 from trainwright.world import choose_device
+from trainwright.world.memory import free_bytes
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ def _check_all(progress: _Progress) -> bool:
 
 def _build(progress: _Progress) -> tuple[Parts, int]:
     """The live objects, and the bytes available before them. The model is built only if its weights fit."""
-    loaded, available_bytes = progress.loaded, available_memory(progress.device, read_machine())
+    loaded, available_bytes = progress.loaded, free_bytes(progress.device)
     try:
         seed_all(loaded.recipe.seed)
         train = build_dataset(loaded, "train")

@@ -14,7 +14,7 @@ from trainwright.build.model import count_parameters
 from trainwright.forecast.local_device import local_device, nominal_cpu
 from trainwright.forecast.run_forecast import forecast
 from trainwright.plan.devices import Device
-from trainwright.plan.machine import Machine, read_machine
+from trainwright.plan.machine import read_machine
 from trainwright.plan.memory import memory_bytes
 from trainwright.recipe import Loaded
 from trainwright.state.rng import preserved_rng
@@ -28,13 +28,6 @@ NEARLY = 0.8
 UNTRACED = "by the dry run: the plan cannot trace this model"
 SLOW_S = 0.01
 """A wait for each step below which there is no warning."""
-
-
-def available_memory(device: torch.device, machine: Machine) -> int:
-    """Bytes that can still be allocated on a device."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return machine.available_bytes
 
 
 def sized(loaded: Loaded, train: Unwrapped, available_bytes: int) -> Iterator[Verdict]:
