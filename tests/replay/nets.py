@@ -12,12 +12,16 @@ KINDS = ["plain-fp32", "norm-fp32", "norm-bf16", "lstm-fp32", "again-fp32", "aga
 
 
 class Lstm(nn.Module):
+    """It counts its calls, and keeps a mean of its inputs in a list, which is no part of its state_dict."""
+
     def __init__(self) -> None:
         super().__init__()
+        self.means = [torch.zeros(12)]
         self.lstm, self.head, self.calls = nn.LSTM(4, 8, 2, dropout=0.2, batch_first=True), nn.Linear(8, 3), 0
 
     def forward(self, x: torch.Tensor) -> Any:
         self.calls += 1
+        x = x - self.means[0].lerp_(x.detach().float().mean(0), 0.1)
         return self.head(self.lstm(x.view(-1, 3, 4))[0][:, -1] * (1 + 0.1 * self.calls))
 
 

@@ -227,9 +227,10 @@ def test_a_forged_bundle_is_refused(whole: Path, tmp_path: Path, name: str) -> N
     assert caught.value.remedy
 
 
+@pytest.mark.parametrize("value", [3, ["list", 3], ["dict", ["weight", 3]]])
 @pytest.mark.parametrize("name", ["forward", "_parameters", "_modules"])
-def test_an_attribute_takes_the_place_of_no_code(whole: Path, tmp_path: Path, name: str) -> None:
-    path = forged(whole, tmp_path, lambda told: told["body"]["snapshot"]["attributes"][1].append([name, 3]))
+def test_an_attribute_takes_the_place_of_no_code(whole: Path, tmp_path: Path, name: str, value: object) -> None:
+    path = forged(whole, tmp_path, lambda told: told["body"]["snapshot"]["attributes"][1].append([name, value]))
     (tmp_path / "mine.py").write_text(
         "from tests.replay.nets import build\n\ndef made():\n    return build('norm-fp32')\n"
     )

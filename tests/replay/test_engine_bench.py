@@ -21,6 +21,7 @@ from trainwright.replay.engine_bench import EngineBench
 from trainwright.replay.replayer import Replayer
 from trainwright.replay.session import ReplaySession
 from trainwright.state.cursor import MicroBatch, StepBatch
+from trainwright.state.snapshot import entries_of
 from trainwright.watching.experiments import names_of
 
 STEPS = 7
@@ -158,15 +159,55 @@ class Counting(nn.Module):
         return self.layer(x - self.mean)
 
 
-def test_a_tensor_that_a_forward_pass_writes_to_is_restored_and_is_the_live_one_again() -> None:
-    run = Run(
-        clip=CLIPS["norm"], precision=tw.Precision("fp32", "cpu"), micro=1, loss=nn.CrossEntropyLoss(), net=Counting
-    )
-    live = run.state.model.mean
-    before = live.clone()
+class CountingInAList(Counting):
+    """It keeps the mean in a list that another attribute refers to, and counts the calls in that list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [torch.zeros(6), 0]
+        self.same = {"kept": self.kept}
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, calls = self.same["kept"]
+        self.kept[1] = calls + 1
+        return self.layer(x - mean.lerp_(x.mean(0), 0.1) / (calls + 1))
+
+
+class CountingInADict(Counting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = {"mean": torch.zeros(6)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x - self.kept["mean"].lerp_(x.mean(0), 0.1))
+
+
+class CountingInATuple(Counting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = (torch.zeros(6), "mean")
+        self.mean = self.kept[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.mean(0), 0.1)
+        return self.layer(x - self.kept[0])
+
+
+def kept_in(model: nn.Module) -> list[object]:
+    return [each for name in ("mean", "kept") for each in entries_of(getattr(model, name, None))]
+
+
+@pytest.mark.parametrize("net", [Counting, CountingInAList, CountingInADict, CountingInATuple])
+def test_a_tensor_that_a_forward_pass_writes_to_is_restored_and_is_the_live_one_again(net: type[nn.Module]) -> None:
+    run = Run(clip=CLIPS["norm"], precision=tw.Precision("fp32", "cpu"), micro=1, loss=nn.CrossEntropyLoss(), net=net)
+    model = run.state.model
+    live, kept = dict(vars(model)), kept_in(model)
+    before = [each.tolist() if isinstance(each, Tensor) else each for each in kept]
     result = run.replay(STEPS).run(upto="step")
-    assert all(torch.equal(result.after[name], value) for name, value in run.state.model.named_parameters())
-    assert run.state.model.mean is live and torch.equal(live, before)
+    assert all(torch.equal(result.after[name], value) for name, value in model.named_parameters())
+    assert all(value is live[name] for name, value in vars(model).items())
+    assert all(now is then for now, then in zip(kept_in(model), kept, strict=True))
+    assert [each.tolist() if isinstance(each, Tensor) else each for each in kept] == before
 
 
 def test_no_batch_is_held_that_the_budget_has_no_room_for() -> None:

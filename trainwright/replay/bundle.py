@@ -45,7 +45,7 @@ from trainwright.runlog.storage import storage_error
 from trainwright.state.codec import decode, encode
 from trainwright.state.manifest import fsync, name_of, step_of, verify, write_manifest
 from trainwright.state.rng import RngBag, preserved_rng
-from trainwright.state.snapshot import LiveObjects, Snapshot
+from trainwright.state.snapshot import LiveObjects, Snapshot, is_plain
 from trainwright.state.staging import on_host
 
 KIND, CRASH_LOOP = "step", "crash-loop"
@@ -360,12 +360,11 @@ def _require_plain(
     attributes: Sequence[Mapping[str, object]],
     misfit: Callable[[str], BundleError],
 ) -> None:
-    """Raises unless attributes are numbers, strings and tensors, and replace only such values."""
-    simple = (bool, int, float, str, type(None), Tensor)
+    """Raises unless attributes are plain, and replace only such values."""
     for module, stored in zip(modules, attributes):
         for name, value in stored.items():
             live = inspect.getattr_static(module, name, None)
-            if not (isinstance(value, simple) and isinstance(live, simple)):
+            if not (is_plain(name, value) and is_plain(name, live)):
                 raise misfit(f"{type(module).__name__}.{name} is a {type(live).__name__}")
 
 

@@ -8,14 +8,14 @@ from contextlib import ExitStack, contextmanager
 from copy import copy
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from trainwright.recorder.hooks import muted
 from trainwright.state.rng import preserved_rng
-from trainwright.state.snapshot import LiveObjects, Snapshot
+from trainwright.state.snapshot import TORCHS_OWN, LiveObjects, Snapshot
 
 T = TypeVar("T")
-_TORCHS_OWN = frozenset(vars(nn.Module()))
 
 
 class NotReplayable(Exception):
@@ -57,7 +57,7 @@ def _set_aside(subject: LiveObjects, undo: ExitStack) -> None:
         undo.callback(_put_back, vars(module), dict(vars(module)))
         undo.callback(_put_back, module._buffers, dict(module._buffers))
         for name, value in vars(module).items():
-            if type(value) in (list, dict, set, deque) and name not in _TORCHS_OWN:  # a forward pass may add to it
+            if type(value) in (list, dict, set, deque) and name not in TORCHS_OWN:  # a forward pass may add to it
                 undo.callback(_refill, value, copy(value))
     for optimizer in subject.optimizers:
         undo.callback(_put_back, vars(optimizer), dict(vars(optimizer)))
@@ -70,8 +70,7 @@ def _load(subject: LiveObjects, snapshot: Snapshot) -> None:
         parameter.data = data.clone()
     for (module, name), buffer in zip(subject.buffers(), snapshot.buffers):
         module._buffers[name] = None if buffer is None else buffer.clone()
-    for module, attributes in zip(subject.modules, snapshot.attributes):
-        vars(module).update({name: _written(value) for name, value in attributes.items()})
+    _load_attributes(subject, snapshot)
     for optimizer, state, groups in zip(subject.optimizers, snapshot.states, snapshot.groups):
         fresh_state: Any = type(optimizer.state)(dict)
         for number, own in state.items():
@@ -82,9 +81,24 @@ def _load(subject: LiveObjects, snapshot: Snapshot) -> None:
     snapshot.rng.restore()
 
 
-def _written(value: object) -> object:
-    """What a forward pass may write to instead of the snapshot's tensor. A tensor that is trained is the live one."""
-    return value.clone() if isinstance(value, Tensor) and not value.requires_grad else value
+def _load_attributes(subject: LiveObjects, snapshot: Snapshot) -> None:
+    """A forward pass may write to them, so it gets clones. A tensor that is trained is the live one."""
+    clones: dict[int, Tensor] = {}
+
+    def cloned(tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            return tensor
+        if id(tensor) not in clones:  # two attributes may refer to one tensor
+            clones[id(tensor)] = tensor.clone()
+        return clones[id(tensor)]
+
+    for module, attributes in zip(subject.modules, snapshot.attributes):
+        for name, value in attributes.items():
+            live, then = vars(module).get(name), tree_map_only(Tensor, cloned, value)
+            if type(live) is type(then) and isinstance(live, list | dict):
+                _refill(live, then)  # others may refer to it
+            else:
+                vars(module)[name] = then
 
 
 def _point(parameter: Tensor, data: Tensor) -> None:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from trainwright.state.rng import RngBag
 
 _PLAIN = (bool, int, float, str, type(None))
+_CONTAINERS = (list, tuple, dict)
+_MOST_ENTRIES = 256
+"""A longer list is a history, which would be copied at every snapshot."""
+TORCHS_OWN = frozenset(vars(nn.Module()))
 
 
 @dataclass
 class Snapshot:
-    """The state before ``step``: weights, buffers, optimizers, generators, and the plain attributes of modules."""
+    """The state before ``step``: weights, buffers, optimizers, generators, and plain attributes of modules."""
 
     step: int
     parameters: list[Tensor]
@@ -43,7 +48,7 @@ class LiveObjects:
     ) -> None:
         self.roots, self.optimizers, self.parameters = list(roots), list(optimizers), list(parameters)
         self.modules = list({id(m): m for root in roots for m in root.modules()}.values())
-        self._copies: dict[tuple[int, str], tuple[Tensor, int, Tensor]] = {}
+        self._copies: dict[int, _TensorCopy] = {}
         self._own = [not type(m).__module__.startswith("torch.nn.") for m in self.modules]
 
     def hooks(self) -> tuple[int, ...]:
@@ -73,26 +78,49 @@ class LiveObjects:
             [{k: _copied(v) for k, v in g.items() if k != "params"} for g in o.param_groups] for o in self.optimizers
         ]
         buffers = [_copied(module._buffers[name]) for module, name in self.buffers()]
-        attributes = [self._attributes(m) if own else {} for m, own in zip(self.modules, self._own)]
+        known, self._copies = self._copies, {}
+        attributes = [self._attributes(m, known) if own else {} for m, own in zip(self.modules, self._own)]
         return Snapshot(step, copies, buffers, states, groups, RngBag.capture(), attributes, self.hooks())
 
-    def _attributes(self, module: nn.Module) -> dict[str, Any]:
+    def _attributes(self, module: nn.Module, known: Mapping[int, _TensorCopy]) -> dict[str, Any]:
         """What a forward pass of one's own may count or keep; torch's own modules have no such thing."""
-        attributes: dict[str, Any] = {}
-        for name, value in vars(module).items():
-            if type(value) in _PLAIN:
-                attributes[name] = value
-            elif isinstance(value, Tensor) and value.grad_fn is None:
-                may_change = not value.requires_grad and not value.is_inference()
-                attributes[name] = self._copy_of((id(module), name), value) if may_change else value
-        return attributes
 
-    def _copy_of(self, place: tuple[int, str], live: Tensor) -> Tensor:
-        """A copy; the last one where nobody has written to the tensor since: many are tables."""
-        known = self._copies.get(place)
-        if known is None or known[0] is not live or known[1] != live._version:
-            known = self._copies[place] = (live, live._version, live.clone())
-        return known[2]
+        def copied(live: Tensor) -> Tensor:
+            if live.requires_grad or live.is_inference():
+                return live
+            copy = known.get(id(live))
+            if copy is None or copy.live is not live or copy.version != live._version:
+                copy = _TensorCopy(live, live._version, live.clone())
+            return self._copies.setdefault(id(live), copy).copy
+
+        return {
+            name: tree_map_only(Tensor, copied, value)
+            for name, value in vars(module).items()
+            if is_plain(name, value)
+            and not any(isinstance(each, Tensor) and each.grad_fn is not None for each in entries_of(value))
+        }
+
+
+class _TensorCopy(NamedTuple):
+    """A copy of a tensor, good until somebody writes to the tensor: many are tables that nobody writes to."""
+
+    live: Tensor
+    version: int
+    copy: Tensor
+
+
+def is_plain(name: str, value: object) -> bool:
+    """Whether an attribute of a module is a number, a string, a tensor, or a short list, tuple or dict of these."""
+    if isinstance(value, _CONTAINERS) and (name in TORCHS_OWN or len(value) > _MOST_ENTRIES):
+        return False
+    return all(type(each) in _PLAIN or isinstance(each, Tensor) for each in entries_of(value))
+
+
+def entries_of(value: object) -> list[object]:
+    """What a list or tuple holds, the keys and values of a dict; anything else is the only entry."""
+    if type(value) is dict:
+        return [*value, *value.values()]
+    return [*value] if type(value) is list or type(value) is tuple else [value]
 
 
 @torch.no_grad()
