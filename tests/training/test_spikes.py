@@ -97,6 +97,9 @@ def test_a_rollback_undoes_the_steps_since_a_kept_state(tmp_path: Path, monkeypa
     back_to = undone[0] - 1
     assert sorted(undone) == list(range(back_to + 1, BAD + 1)) and back_to in (16, 32)
     assert torch.equal(weights.after[BAD], weights.after[back_to])
+    assert {each.reason for each in records(result, Skipped)} == {
+        f"spike in step {BAD}: back to the state after step {back_to}"
+    }
     assert result.step == 60 and spikes(result) == [("warning", BAD)]
 
 
@@ -125,3 +128,15 @@ def test_a_resumed_run_decides_as_one_that_was_never_interrupted(
     _, weights = fit(tmp_path / "halves", monkeypatch, "skip", resume=first.run, accept="all")
     assert torch.equal(weights.after[60], straight.after[60])
     assert torch.equal(weights.after[BAD], weights.after[BAD - 1])
+
+
+def test_a_rollback_after_a_resume_says_that_it_goes_back_no_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = fit(tmp_path, monkeypatch, "rollback", until="36steps")
+    result, _ = fit(tmp_path, monkeypatch, "rollback", resume=first.run, accept="all")
+    undone = {each.step: each.reason for each in records(result, Skipped)}
+    reason = (
+        f"spike in step {BAD}: back to the state after step 36, where this process began: it holds no earlier state"
+    )
+    assert undone == dict.fromkeys(range(37, BAD + 1), reason)

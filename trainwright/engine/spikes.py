@@ -82,14 +82,15 @@ class SpikeGuard:
     """Looks at the gradient norm before each update: on a GPU, one host sync a step.
 
     A rollback puts weights, buffers, optimizer state and the average of the weights back to what they were up to 32
-    steps before, or to where this process began. The step count, the learning rate and the data go on; the ledger names
-    every update that was undone.
+    steps before, or to where this process began; the reason says so where that is nearer. The step count, the learning
+    rate and the data go on; the ledger names every update that was undone.
     """
 
     def __init__(self, policy: OnSpike) -> None:
         require_policy("the spike policy", policy)
         self._policy = policy
         self._kept: list[_KeptState] = []
+        self._first_step = 0  # after which this process began
         self._since: list[SkippedStep] = []  # the steps that a rollback would undo
         self._spike: Spike | None = None  # that this step rolls back for
         self._is_skipped = False  # whether the update of this step is left out
@@ -97,6 +98,8 @@ class SpikeGuard:
     def before_step(self, state: TrainState) -> None:
         if self._policy in ("warn", "skip"):
             return
+        if not self._kept:
+            self._first_step = state.step
         if not self._kept or state.step % KEEP_EVERY == 0:
             self._kept = [*self._kept[-1:], _KeptState.of(state)]
             self._since = [each for each in self._since if each.step > self._kept[0].step]
@@ -109,7 +112,7 @@ class SpikeGuard:
         action = action_for(self._policy, spike)
         if action == "rollback":
             self._spike = spike
-            return SpikeDecision(spike, action, _undone(spike, self._kept[0].step))
+            return SpikeDecision(spike, action, self._why_undone(spike))
         if action == "skip":
             self._is_skipped = True
             norms = f"a gradient norm of {spike.grad_norm:.4g}, where {spike.usual:.4g} is usual"
@@ -125,14 +128,18 @@ class SpikeGuard:
         self._since.append(SkippedStep(state.step, "", loss, float(grad_norm), None, ids, None))
 
     def _roll_back(self, state: TrainState, spike: Spike) -> None:
-        kept = self._kept[0]
+        kept, reason = self._kept[0], self._why_undone(spike)
         kept.put_back(state)
-        state.ledger.add(replace(each, reason=_undone(spike, kept.step)) for each in self._since)
+        state.ledger.add(replace(each, reason=reason) for each in self._since)
         self._kept, self._since = [replace(kept, step=state.step)], []
 
-
-def _undone(spike: Spike, step: int) -> str:
-    return f"spike in step {spike.step}: back to the state after step {step}"
+    def _why_undone(self, spike: Spike) -> str:
+        step = self._kept[0].step
+        reason = f"spike in step {spike.step}: back to the state after step {step}"
+        is_nearer = len(self._kept) == 1 or step % KEEP_EVERY != 0  # than in a run that was not interrupted
+        if 0 < step == self._first_step and is_nearer:
+            reason += ", where this process began: it holds no earlier state"
+        return reason
 
 
 @dataclass(frozen=True)
