@@ -13,6 +13,7 @@ from trainwright.recorder.callers import caller
 from trainwright.recorder.graph import leaves_of
 from trainwright.recorder.listener import Listener
 from trainwright.recorder.program import Backward, ClipGradients, Multiply, RecordedStep, ZeroGrad
+from trainwright.recorder.ranks import COMMUNICATES, num_collectives
 from trainwright.recorder.tape import Tape
 from trainwright.recorder.user_types import Kwargs, TorchFunction
 
@@ -59,6 +60,7 @@ class GradientRecorder(Listener):
         self._scaled_losses = ScaledLosses()
         self._versions: list[tuple[int, int] | None] | None = None
         self._is_foreign = self._retains = False
+        self._num_collectives = num_collectives()  # before the first forward call of the step
 
     def _happened(self, kind: str, value: object) -> None:
         """Adds an event; in careful mode also the line of the user's source that caused it."""
@@ -132,6 +134,8 @@ class GradientRecorder(Listener):
             return
         self.on_gradients_changed()
         self._scaled_losses.clear()
+        if num_collectives() != self._num_collectives:
+            self.current.blind = COMMUNICATES
         if self.tape.grafted:
             self.current.values["grafted"] = True
             self.tape.grafted = False

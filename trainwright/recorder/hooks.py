@@ -21,6 +21,7 @@ from trainwright.recorder.calls import call_hooks
 from trainwright.recorder.listener import Listener as Listener
 from trainwright.recorder.listener import careful, inside, is_heard, listeners, listens_to, methods_for, sort_listeners
 from trainwright.recorder.listener import muted as muted
+from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 
 
@@ -254,7 +255,7 @@ def _wrap_clip_norm(original: TorchFunction) -> TorchFunction:
             return original(parameters, max_norm, total_norm, *args, **kwargs)
         clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for call in methods_for("on_clip"):
-            call("norm", float(max_norm), clipped, total_norm)
+            call("norm", float(max_norm), clipped, own_part(total_norm))
         result = original(clipped, max_norm, total_norm, *args, **kwargs)
         _call_gradients_changed()
         return result

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.ranks import own_part
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Watched
 
@@ -59,11 +60,12 @@ def late(values: Sequence[Tensor | float]) -> Callable[[], list[float]]:
     """Starts to copy 0-d tensors to the host; on the CPU they are read at once, for the loop may write to them."""
     devices = [v.device for v in values if isinstance(v, Tensor) and v.is_cuda]
     if not devices:
-        known = [float(v.detach()) if isinstance(v, Tensor) else v for v in values]
+        known = [float(own_part(v.detach())) if isinstance(v, Tensor) else v for v in values]
         return lambda: known
     device = devices[0]
     with torch.no_grad():
-        there = [torch.as_tensor(v, device=device).detach().double().reshape(()) for v in values]
+        parts = [own_part(v) if isinstance(v, Tensor) else v for v in values]
+        there = [torch.as_tensor(v, device=device).detach().double().reshape(()) for v in parts]
         here = torch.empty(len(there), dtype=torch.float64, pin_memory=True)
         here.copy_(torch.stack(there), non_blocking=True)
     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -16,6 +16,7 @@ from trainwright.recorder.fetched import FetchedBatches
 from trainwright.recorder.gradients import GradientRecorder, owned_by
 from trainwright.recorder.listener import inside
 from trainwright.recorder.program import Call, OptimizerStep, RecordedStep
+from trainwright.recorder.ranks import num_collectives
 from trainwright.recorder.tape import autocast_now
 from trainwright.recorder.user_types import Args, Kwargs
 
@@ -75,6 +76,8 @@ class LoopRecorder(GradientRecorder):
         self._shorten()
         if self._fetched:
             self.current.ids.append(self._fetched.take((args, kwargs)))
+        if not self.current.calls:
+            self._num_collectives = num_collectives()
         written = self.tape.write((args, kwargs))
         now, state = autocast_now(self.device.type), self._state
         self._call = Call(index, written[0], written[1], state.rng(), state.modes(), now)

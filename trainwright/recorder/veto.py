@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from trainwright.engine.guard import BufferGuard
 from trainwright.engine.spikes import OnSpike, SpikeAction, action_for
 from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.ranks import has_others, own_part
 from trainwright.state.spikes import Spike, SpikeDetector
 
 OnNonfinite = Literal["skip", "stop", "observe"]
@@ -25,6 +26,7 @@ class Veto:
     A vetoed optimizer finds no gradients, so it changes nothing; afterwards they are restored. So are buffers that the
     forward pass has changed. On a GPU, a fused optimizer takes the veto on the device (``found_inf``, the contract
     of torch's GradScaler) unless spikes are skipped too; for any other the host waits for the device at the update.
+    Nothing is vetoed by what one process sees of parameters that lie in several: the others would go on.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Veto:
         self.roots, self.how, self._on_spike, self._skip = list(roots), how, on_spike, skip
         self._detectors: dict[int, SpikeDetector] = {}  # by optimizer: the players of a GAN have norms of their own
         self.device_type = parameters[0].device.type if parameters else "cpu"
+        self._is_partial = has_others() and any(own_part(p) is not p for p in parameters)
         self._low = any(p.dtype in (torch.float16, torch.bfloat16) for p in parameters)
         self._buffers = [BufferGuard() for _ in roots]
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
@@ -62,7 +65,7 @@ class Veto:
             step.values["vetoed"] = "skip list"
             return
         is_skipped = bool(step.events) and step.events[-1][0] == "scaler_skipped"  # no update will come
-        if self.how == "observe" or is_skipped or getattr(optimizer, "found_inf", None) is not None:
+        if self.how == "observe" or self._is_partial or is_skipped or getattr(optimizer, "found_inf", None) is not None:
             return
         if self._takes_it_on_device(norm, optimizer):
             self._flag = ~torch.isfinite(norm)
@@ -83,7 +86,10 @@ class Veto:
     def _spike(self, step: RecordedStep, optimizer: Optimizer, norm: float) -> tuple[Spike, SpikeAction] | None:
         detector = self._detectors.setdefault(id(optimizer), SpikeDetector())
         spike = detector.detect(step.step, _before_clipping(step, norm))
-        return None if spike is None else (spike, action_for(self._on_spike, spike))
+        if spike is None:
+            return None
+        action = action_for(self._on_spike, spike)
+        return spike, "skip" if action == "rollback" and has_others() else action  # each keeps other states
 
     def _takes_it_on_device(self, norm: Tensor, optimizer: Optimizer) -> bool:
         is_alone = not self._low and self._on_spike == "warn"
@@ -135,7 +141,7 @@ def _norm(grads: list[Tensor]) -> Tensor:
     if not grads:
         return torch.zeros(())
     if {(type(g), g.device) for g in grads} != {(Tensor, grads[0].device)}:
-        return get_total_norm(grads)
+        return get_total_norm([own_part(g) for g in grads])
     norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
     return norm
 

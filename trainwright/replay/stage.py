@@ -9,13 +9,19 @@ from copy import copy
 from typing import Any, TypeVar
 
 from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from trainwright.recorder.hooks import muted
+from trainwright.recorder.ranks import COMMUNICATES, has_others
+from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.state.rng import preserved_rng
 from trainwright.state.snapshot import TORCHS_OWN, LiveObjects, Snapshot
 
 T = TypeVar("T")
+_COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+"""Where torch registers the operators of its communication library."""
 
 
 class NotReplayable(Exception):
@@ -32,7 +38,20 @@ def staged(subject: LiveObjects, snapshot: Snapshot) -> Iterator[None]:
     with muted(), preserved_rng(), ExitStack() as undo:
         _set_aside(subject, undo)
         _load(subject, snapshot)
+        if has_others():
+            undo.enter_context(_Alone())  # type: ignore[no-untyped-call]
         yield
+
+
+class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises before a collective begins: the other processes take no part in a replay."""
+
+    def __torch_dispatch__(
+        self, function: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        if function.namespace in _COMMUNICATION:
+            raise NotReplayable(f"{COMMUNICATES} ({function})")
+        return function(*args, **(kwargs or {}))
 
 
 def _require_same(subject: LiveObjects, snapshot: Snapshot) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
 from trainwright.recorder.program import Backward, Constant, RecordedStep, mapped
+from trainwright.recorder.ranks import own_part
 from trainwright.recorder.ring import Ring
 from trainwright.recorder.tape import Tape
 from trainwright.replay import bundle, experiments, trials
@@ -114,7 +115,7 @@ def _described(value: object) -> object:
     if not isinstance(value, Tensor):
         return value if isinstance(value, int | float | str | bool | None) else str(type(value).__name__)
     facts: Facts = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
-    value = value.detach()
+    value = own_part(value.detach())
     if value.numel() and not value.is_complex():
         facts |= {"min": float(value.min()), "max": float(value.max())}
     if not value.is_floating_point() and value.dim() == 1 and value.numel() <= 65536:

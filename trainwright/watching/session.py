@@ -21,6 +21,7 @@ from trainwright.recorder.listener import careful
 from trainwright.recorder.numbers import Numbers, begin_reading, lateness
 from trainwright.recorder.probes import LoopObjects, Probe, make_probes
 from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.ranks import what_is_shared
 from trainwright.recorder.recording import LoopRecorder
 from trainwright.recorder.ring import KEEP, LEAST_BYTES, Ring
 from trainwright.recorder.veto import OnNonfinite, Veto
@@ -95,6 +96,7 @@ class WatchSession:
         self._hear_closed = [careful(p, "on_closed") for p in self._probes if type(p).on_closed is not Probe.on_closed]
         self._hear_read = [careful(p, "on_read") for p in self._probes if type(p).on_read is not Probe.on_read]
         self._hears_parts = False
+        self._blind = what_is_shared(roots, parameters)  # why no step can be run again
 
     def begin(self) -> None:
         """Starts to listen to the loop."""
@@ -139,6 +141,7 @@ class WatchSession:
 
     def _closed(self, step: RecordedStep) -> None:
         self.step = step.step
+        step.blind = self._blind or step.blind
         self.ring.add(step)
         for tell in self._hear_closed:
             tell(step)
@@ -203,10 +206,16 @@ class WatchSession:
         looks_next = self._looks.is_next_due(step, now_s)
         self.recording.careful = looks_next
         is_due = looks_next or self._snapshots.is_due(step) or self._went_back == step
-        if is_due and not self.ring.refused_bytes:
-            self.ring.add_snapshot(self._objects.snapshot(step + 1))
+        if is_due and not self.ring.refused_bytes and self._blind is None:
+            self._keep_state(step)
             step_s = (now_s - self._begin_s) / max(1, step)
             self._snapshots.paid(step, time.perf_counter() - now_s, step_s)
+
+    def _keep_state(self, step: int) -> None:
+        try:
+            self.ring.add_snapshot(self._objects.snapshot(step + 1))
+        except Exception as error:  # a kind of tensor that torch cannot copy so: the loop is watched without replays
+            self._blind = f"a state of it cannot be kept: {type(error).__name__}: {str(error)[:200]}"
 
     @property
     def failures(self) -> list[str]:

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Self, TypeVar
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from trainwright.doctor.source import point_at
 from trainwright.engine.spikes import OnSpike, require_policy
 from trainwright.errors import UsageError, require_choice
+from trainwright.observe.journal import Journal
 from trainwright.recorder.probes import LoopObjects
 from trainwright.recorder.ring import KEEP, enough_bytes
 from trainwright.recorder.veto import OnNonfinite
@@ -47,7 +48,7 @@ class Watch:
     ) -> None:
         self.folder, self._console = folder, console
         self._open = ExitStack()
-        self._log: LogWriter | None = None
+        self._log: Journal | None = None
         self._source = CallerSource()
         self.session = WatchSession(
             roots, optimizers, objects, options, write=self._write, point_at=self._source.line_of
@@ -56,7 +57,7 @@ class Watch:
     def __enter__(self) -> Self:
         self._source.look_at(sys._getframe(1))
         if self.folder is not None:
-            self._log = self._open.enter_context(closing(LogWriter(self.folder.log)))
+            self._log = self._open.enter_context(closing(Journal(LogWriter(self.folder.log), self._say)))
         self._write(records.Started(time_s=time.time(), step=0, version=__version__, pid=os.getpid()))
         self.session.begin()
         return self
@@ -67,9 +68,8 @@ class Watch:
         with self._open:
             self.session.end(error)
             self._write(self._ended(error))
-            if self._console is not None:
-                for line in lines_of(self.findings(), self.folder.path if self.folder else None):
-                    self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+            for line in lines_of(self.findings(), self.folder.path if self.folder else None):
+                self._say(line)
 
     def _ended(self, error: BaseException | None) -> records.Ended:
         losses = [each.loss for each in self.records if isinstance(each, records.Watched)]
@@ -106,6 +106,13 @@ class Watch:
     def _write(self, record: Record) -> None:
         if self._log is not None:
             self._log.write(record)
+
+    def _say(self, line: str) -> None:
+        if self._console is not None:
+            with suppress(
+                OSError, ValueError
+            ):  # stderr was closed: no reason to end the loop, or to hide its exception
+                self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 class CallerSource:

@@ -9,6 +9,7 @@ from torch.utils.hooks import RemovableHandle
 from trainwright.recorder.calls import Hook
 from trainwright.recorder.probes import Probe, WatchedObjects, probe
 from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import Args
 from trainwright.runlog.json_values import Facts
 
@@ -66,7 +67,7 @@ class LoadedWeights(Probe):
 @torch.no_grad()
 def sampled(parameter: Tensor) -> Tensor:
     """Some values of a tensor, always at the same positions."""
-    flat = parameter.detach().flatten()
+    flat = own_part(parameter.detach()).flatten()
     return flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED].float().clone()
 
 

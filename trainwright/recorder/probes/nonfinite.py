@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from trainwright.recorder.numbers import Numbers
 from trainwright.recorder.probes import Probe, WatchedObjects, probe
 from trainwright.recorder.program import Constant, RecordedStep, mapped
+from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import TorchFunction
 from trainwright.runlog.json_values import Facts
 
@@ -114,7 +115,7 @@ class NonFinite(Probe):
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    values = tensor.coalesce().values() if tensor.is_sparse else own_part(tensor)
     return bool(values.isfinite().all())
 
 

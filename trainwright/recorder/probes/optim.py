@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from trainwright.recorder.probes import Probe, WatchedObjects, probe
 from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import Args, Kwargs, Loader, TorchFunction
 from trainwright.runlog.json_values import Facts
 
@@ -163,7 +164,8 @@ class Contract(Probe):
         for name, p in _named(self._roots).items():
             if id(p) in owned or not p.requires_grad:
                 continue
-            gets = p.grad is not None and bool(p.grad.abs().sum() != 0)  # or got: model.zero_grad() drops theirs too
+            # it gets one, or got one: model.zero_grad() drops theirs too
+            gets = p.grad is not None and bool(own_part(p.grad).abs().sum() != 0)
             if not gets and name not in self._known_missing:
                 continue
             before, self._seen[id(p)] = self._seen.get(id(p)), _sample(p)
@@ -183,7 +185,7 @@ class Contract(Probe):
         norms = []
         for optimizer in self._optimizers:
             grads = [by_id[id(p)] for p in _owned(optimizer) if id(p) in by_id]
-            norms.append(math.sqrt(sum(float(g.float().norm()) ** 2 for g in grads)))
+            norms.append(math.sqrt(sum(float(own_part(g).float().norm()) ** 2 for g in grads)))
         return norms
 
 
@@ -204,7 +206,7 @@ def _named(roots: list[nn.Module]) -> dict[str, Tensor]:
 
 def _sample(parameter: Tensor) -> Tensor:
     """Elements from all over the parameter: some of them may happen to have no gradient."""
-    flat = parameter.detach().flatten()
+    flat = own_part(parameter.detach()).flatten()
     return flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE].clone()
 
 
