@@ -141,6 +141,15 @@ class CheckpointError(TrainwrightError):
     """A checkpoint is missing, torn or does not fit what it is loaded into."""
 
 
+def text_of(error: BaseException, *, lines: int | None = None) -> str:
+    """The type of an error and what it says, at most its first ``lines``. That of a user may raise when it is asked."""
+    try:
+        said = str(error).strip().splitlines()[:lines]
+    except Exception as another:
+        said = [f"(its text cannot be shown: {type(another).__name__})"]
+    return ": ".join([type(error).__name__, *filter(None, ["\n".join(said)])])
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """A remedy for an unknown name: the nearest known ones, or all of them when none is near."""
     names = list(known)

@@ -30,7 +30,8 @@ from torch.utils.data import (
 )
 
 from trainwright.build.data import EvaluationBatches, Loading, StepBatches, to_device, unwrap
-from trainwright.build.fetch import batch_seed
+from trainwright.build.fetch import batch_seed, sample_seed
+from trainwright.data.digits import digits
 from trainwright.errors import DataError, UsageError
 from trainwright.state.codec import same_bits
 from trainwright.state.cursor import Cursor, StepBatch, count_tokens
@@ -123,6 +124,34 @@ def test_the_order_depends_on_seed_epoch_and_position_alone() -> None:
     regrouped = samples(take(Augmented(), 12, batch_size=4, micro_size=1))  # 6 steps an epoch instead of 3
     assert regrouped == samples(first)
     assert samples(take(Augmented(), 3, shuffle=False)) == list(range(SIZE))
+
+
+def by_sample(batches: list[StepBatch]) -> dict[int, list[float]]:
+    """What was drawn for each sample."""
+    rows = [(micro.data[0].tolist(), micro.data[1].tolist()) for batch in batches for micro in batch.micro]
+    return {index: drawn for indices, noises in rows for index, drawn in zip(indices, noises, strict=True)}
+
+
+@pytest.mark.parametrize("kind", ["items", "subset", "stream"])
+@pytest.mark.parametrize(("micro", "workers"), [(8, 0), (1, 0), (5, 0), (4, 2)])
+def test_a_sample_is_the_same_in_any_micro_batch(kind: str, micro: int, workers: int) -> None:
+    dataset: Any = AugmentedStream() if kind == "stream" else Augmented()
+    if kind == "subset":  # as random_split makes them: torch gives it a __getitems__, which reads one by one
+        dataset = Subset(Subset(dataset, range(SIZE)), range(SIZE))
+    expected = by_sample(take(dataset, 3))
+    assert len({tuple(row) for row in expected.values()}) == SIZE
+    assert by_sample(take(dataset, 3, micro_size=micro, workers=workers)) == expected
+    if kind != "stream":
+        assert by_sample(take(dataset, 6, batch_size=4, micro_size=2)) == expected
+        assert by_sample(take(dataset, 3, shuffle=False)) == expected
+        assert by_sample(take(dataset, 3, Cursor(1, 0))) != expected
+
+
+def test_augmented_digits_are_the_same_in_any_micro_batch() -> None:
+    pytest.importorskip("sklearn")
+    data = digits(augment=True)
+    (one,), (other,) = take(data, 1, batch_size=32, micro_size=32), take(data, 1, batch_size=32, micro_size=5)
+    assert same_bits(one.micro[0].data[0], torch.cat([micro.data[0] for micro in other.micro]))
 
 
 @pytest.mark.parametrize("make", [Augmented, AugmentedStream])
@@ -343,11 +372,12 @@ class Ragged(Augmented):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_samples_that_do_not_collate_are_named_together(workers: int) -> None:
-    with pytest.raises(DataError, match="while collating") as caught:
+def test_a_sample_that_does_not_collate_is_named(workers: int) -> None:
+    with pytest.raises(
+        DataError, match=r"while collating \(it is float32\[3\], the others are float32\[2\]\)"
+    ) as caught:
         take(Ragged(), 99, workers=workers, epochs=1)
-    assert 11 in caught.value.sample_ids
-    assert len(caught.value.sample_ids) <= MICRO
+    assert caught.value.sample_ids == (11,)
 
     class RaggedStream(IterableDataset[Tensor]):
         def __iter__(self) -> Iterator[Tensor]:
@@ -355,7 +385,67 @@ def test_samples_that_do_not_collate_are_named_together(workers: int) -> None:
 
     with pytest.raises(DataError, match="while collating") as caught:
         take(RaggedStream(), 99, epochs=1)
-    assert caught.value.sample_ids == (11, 12, 13)
+    assert caught.value.sample_ids == (11,)
+
+
+class Odd(Augmented):
+    """Sample 11 is not what ``make`` makes of the others."""
+
+    def __init__(self, eleven: Any) -> None:
+        super().__init__()
+        self.eleven = eleven
+
+    def __getitem__(self, index: int) -> Any:
+        return self.eleven if index == 11 else {"x": torch.ones(2), "name": (index, "text")}
+
+
+ODD = {
+    "nothing": (None, "it is None"),
+    "a shape": ({"x": torch.ones(3), "name": (11, "text")}, r"it is {x: float32\[3\], name: \(int, str\)}, the others"),
+    "a key less": ({"x": torch.ones(2)}, r"it is {x: float32\[2\]}, the others are {x: float32\[2\], name:"),
+    "unknown": (object(), "it is object"),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", list(ODD))
+def test_a_sample_of_another_form(kind: str, workers: int) -> None:
+    eleven, said = ODD[kind]
+    with pytest.raises(DataError, match=said) as caught:
+        take(Odd(eleven), 99, workers=workers, epochs=1)
+    assert caught.value.sample_ids == (11,)
+
+
+def test_where_no_sample_can_be_blamed_all_are_named() -> None:
+    """Of two forms that are as frequent none is the usual one."""
+    with pytest.raises(DataError, match="one of the samples") as caught:
+        take(Ragged(), 99, batch_size=2, micro_size=2, shuffle=False, epochs=1)
+    assert caught.value.sample_ids == (10, 11)
+
+
+class UnspeakableError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class Unspeakable(Augmented):
+    def __init__(self, error: type[BaseException] = UnspeakableError) -> None:
+        super().__init__()
+        self.error = error
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 11:
+            raise self.error()
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("error", [UnspeakableError, SystemExit])
+def test_an_exception_of_any_kind_names_its_sample(error: type[BaseException], workers: int) -> None:
+    """One that raises when it is printed, and one that would end the process."""
+    with pytest.raises(DataError, match=f"{error.__name__}.* for sample 11") as caught:
+        take(Unspeakable(error), 99, workers=workers, epochs=1)
+    assert "dataset[i]" in caught.value.remedy
 
 
 class HuggingFaceLike:
@@ -398,6 +488,8 @@ def test_a_tensor_dataset_and_one_with_its_own_fetch_give_the_same_batches() -> 
         __getitem__ = whole.__getitem__
 
     class Fetching(OneByOne):
+        deterministic = True
+
         def fetch_batch(self, ids: Any) -> Any:
             return x[torch.from_numpy(ids)], y[torch.from_numpy(ids)]
 
@@ -417,9 +509,10 @@ def test_a_collate_function_of_ones_own_is_used_for_tensors_too(workers: int) ->
     assert_equal(take(found.dataset, 3, collate=found.collate), batches)
 
 
-def test_batch_seed_is_a_seed_of_its_own_for_every_batch() -> None:
+def test_every_batch_and_every_sample_has_a_seed_of_its_own() -> None:
     seeds = {batch_seed(seed, epoch, start) for seed in range(8) for epoch in range(8) for start in range(-1, 8)}
-    assert len(seeds) == 8 * 8 * 9
+    seeds |= {sample_seed(seed, epoch, index) for seed in range(8) for epoch in range(8) for index in range(8)}
+    assert len(seeds) == 8 * 8 * (9 + 8)
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert batch_seed(1, 2, 3) == batch_seed(1, 2, 3)
 

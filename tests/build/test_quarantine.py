@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from trainwright.build.data import EvaluationBatches, Loading, StepBatches
 from trainwright.errors import DataError
@@ -50,6 +50,13 @@ class Batched(Items):
 
 
 class Fetching(Items):
+    deterministic = True
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index in self.broken:
+            raise OSError(f"cannot open image {index}")
+        return torch.tensor(index), torch.full((3,), float(index))
+
     def fetch_batch(self, ids: np.ndarray) -> tuple[Tensor, Tensor]:
         rows = [self[index] for index in ids.tolist()]
         return torch.stack([row[0] for row in rows]), torch.stack([row[1] for row in rows])
@@ -212,11 +219,39 @@ def test_when_no_sample_can_be_read_it_says_so(workers: int) -> None:
 
 
 class Ragged(Items):
+    """The broken ones can be read and do not go with the others into one batch."""
+
     def __getitem__(self, index: int) -> Any:
-        return torch.ones(3 if index == 11 else 2)
+        x, drawn = torch.tensor(index), noise()
+        return (None if index % 2 else (x, drawn[:2])) if index in self.broken else (x, drawn)
+
+
+class RaggedBatches(Ragged):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("make", [Ragged, RaggedBatches])
+def test_what_does_not_go_into_a_batch_is_left_out(make: type[Ragged], workers: int) -> None:
+    bad = (4, 11)
+    found = take(make(bad), 7, on_bad_sample="quarantine", workers=workers)
+    assert_same(found, take(make(), 7, quarantine=frozenset(bad)))
+    told = {each.id: each.what for batch in found for each in batch.bad}
+    assert sorted(told) == sorted(bad)
+    assert "it is (int64[], float32[2]), the others are (int64[], float32[3])" in told[4]
+    assert "it is None" in told[11]
+
+
+@pytest.mark.parametrize("collate", [default_collate, lambda samples: default_collate(samples)])
+def test_nothing_in_a_micro_batch_of_its_own(collate: Any) -> None:
+    found = take(Ragged((11,)), 23, batch_size=1, micro_size=1, on_bad_sample="quarantine", collate=collate)
+    assert [each.id for batch in found for each in batch.bad] == [11]
 
 
 class BatchesOnly(Items):
+    deterministic = True
+
     def fetch_batch(self, ids: np.ndarray) -> Any:
         raise RuntimeError("the table is locked")
 
@@ -228,7 +263,7 @@ def no_collate(items: list[Any]) -> Tensor:
 @pytest.mark.parametrize(
     ("dataset", "changes", "said"),
     [
-        (Ragged(), {}, "while collating"),
+        (Ragged((10,)), {"batch_size": 2, "micro_size": 2, "shuffle": False}, r"one of the samples \[10, 11\]"),
         (BatchesOnly(), {}, "the table is locked"),
         (Items(), {"micro_size": 1, "collate": no_collate}, "no such field while collating"),
     ],

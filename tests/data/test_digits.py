@@ -46,7 +46,7 @@ def test_fetch_equals_collated_items() -> None:
 def test_each_augmented_image_is_a_shift_of_its_own() -> None:
     data = digits(augment=True)
     torch.manual_seed(1)
-    images, _ = data.fetch_batch(np.arange(200))
+    images = torch.stack([data[index][0] for index in range(200)])
     padded = torch.nn.functional.pad(data.images[:200], (1, 1, 1, 1), mode="replicate")
     shifts = torch.stack([padded[:, :, r : r + 8, c : c + 8] for r in range(3) for c in range(3)])
     distance = (shifts - images).pow(2).mean(dim=(2, 3, 4)).sqrt()

@@ -15,18 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
-from trainwright.build.fetch import (
-    AnyDataset,
-    Batch,
-    Collate,
-    Failed,
-    Fetch,
-    Fetched,
-    FetchStream,
-    Key,
-    OnBadSample,
-    Sample,
-)
+from trainwright.build.collation import Batch, Collate, Sample
+from trainwright.build.fetch import AnyDataset, Failed, Fetch, Fetched, FetchStream, Key, OnBadSample
 from trainwright.data.order import epoch_order
 from trainwright.errors import DataError, UsageError
 from trainwright.state.cursor import BadSample, Cursor, MicroBatch, StepBatch

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Container, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import count, islice
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, TensorDataset, default_collate
+from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
-from trainwright.errors import DataError
+from trainwright.build.collation import Batch, Collate, Sample, misfits
+from trainwright.errors import DataError, text_of
 from trainwright.state.cursor import BadSample, Cursor, Ids
-from trainwright.state.rng import RngBag, preserved_rng, seed_all
+from trainwright.state.rng import RngBag, preserved_rng, reseed
 
 OnBadSample = Literal["stop", "quarantine"]
-Sample: TypeAlias = Any
-"""What a dataset returns for one index; its type is the user's."""
-Batch: TypeAlias = Any
-"""What a collate function returns: a tensor, or nested containers of tensors."""
 AnyDataset: TypeAlias = Any
 """A map-style or iterable dataset, by its methods; it need not be a ``torch.utils.data.Dataset``."""
-Collate = Callable[[list[Sample]], Batch]
 
 
 class Key(NamedTuple):
@@ -72,7 +68,16 @@ class Failed(NamedTuple):
 
 def batch_seed(seed: int, epoch: int, start: int) -> int:
     """Returns a seed that depends on what is read and on nothing else, so not on the worker."""
-    digest = hashlib.blake2b(f"{seed}:{epoch}:{start}".encode(), digest_size=8).digest()
+    return _hashed(f"{seed}:{epoch}:{start}")
+
+
+def sample_seed(seed: int, epoch: int, index: int) -> int:
+    """Returns the seed of one sample, whatever micro-batch it comes in."""
+    return _hashed(f"{seed}:{epoch}:sample {index}")
+
+
+def _hashed(text: str) -> int:
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1  # torch takes a signed 64-bit seed
 
 
@@ -80,16 +85,20 @@ def batch_seed(seed: int, epoch: int, start: int) -> int:
 def seeded(seed: int, epoch: int, start: int) -> Iterator[None]:
     """Seeds all generators from (seed, epoch, start) inside the context and restores them after it."""
     with preserved_rng():
-        seed_all(batch_seed(seed, epoch, start))
+        reseed(batch_seed(seed, epoch, start))
         yield
 
 
 class Fetch(torch.utils.data.Dataset["Fetched | Failed"]):
-    """A map-style dataset whose index is a Key. The generators are seeded from the key before samples are read.
+    """A map-style dataset whose index is a Key.
 
-    A dataset with ``deterministic = True`` (or a TensorDataset) is not seeded, unless a ``collate`` of the user's own
-    makes its batches. When ``on_bad_sample`` is quarantine, a sample that cannot be read is left out and the others are
-    read again from the same seed, so they are what they would be without it.
+    The generators are seeded before each sample is read, from (seed, epoch, index), so a sample is the same in any
+    micro-batch. What is drawn for several samples at once, by a collate function or in ``__getitems__``, is drawn from
+    a seed of the micro-batch. A dataset with ``deterministic = True`` (or a TensorDataset) is not seeded; its
+    ``fetch_batch(ids)`` is asked for whole batches where it has one.
+
+    When ``on_bad_sample`` is quarantine, a sample that cannot be read or collated is left out. The others are what they
+    would be had it been known before.
     """
 
     def __init__(
@@ -101,63 +110,89 @@ class Fetch(torch.utils.data.Dataset["Fetched | Failed"]):
         on_bad_sample: OnBadSample = "stop",
     ) -> None:
         self.dataset, self.seed, self.collate, self.on_bad_sample = dataset, seed, collate, on_bad_sample
-        own_collate = collate is not default_collate and not hasattr(dataset, "fetch_batch")
+        inner = _inside_subsets(dataset)
+        self.samples_draw = not (isinstance(inner, TensorDataset) or getattr(inner, "deterministic", False))
+        self.makes_batches = hasattr(dataset, "fetch_batch") and not self.samples_draw
+        own_collate = collate is not default_collate and not self.makes_batches
         self.sliced = isinstance(dataset, TensorDataset) and not own_collate
-        draws_none = isinstance(dataset, TensorDataset) or getattr(dataset, "deterministic", False)
-        self.draws = own_collate or not draws_none
+        self.in_batches = self.sliced or self.makes_batches or hasattr(inner, "__getitems__")
+        self.batches_draw = own_collate or (self.samples_draw and self.in_batches)
 
     def __getitem__(self, key: Key) -> Fetched | Failed:
         if hasattr(self.dataset, "set_epoch"):  # for every batch: an evaluation may share the dataset
             self.dataset.set_epoch(key.epoch)
+        with preserved_rng() if self.samples_draw or self.batches_draw else nullcontext():
+            return self._fetched(key)
+
+    def _fetched(self, key: Key) -> Fetched | Failed:
         whole, bad = key, tuple[BadSample, ...]()
         while len(key.ids):
-            found = self._seeded(key)
+            found = self._in_one_go(key) if self.in_batches else self._one_by_one(key)
             if isinstance(found, Fetched):
                 return Fetched(whole, found.data, bad)
             if isinstance(found, Failed):
                 return found
             if self.on_bad_sample == "stop":
-                return Failed((found.id,), found.what)
-            bad = (*bad, found)
-            key = key.without({found.id})
+                return Failed((found[0].id,), found[0].what)
+            bad = (*bad, *found)
+            key = key.without({each.id for each in found})
         return Fetched(whole, None, bad)
 
-    def _seeded(self, key: Key) -> Fetched | Failed | BadSample:
-        if not self.draws:
-            return self._batch(key)
-        with seeded(self.seed, key.epoch, key.start):
-            return self._batch(key)
-
-    def _batch(self, key: Key) -> Fetched | Failed | BadSample:
-        dataset = self.dataset
+    def _in_one_go(self, key: Key) -> Fetched | Failed | list[BadSample]:
+        self._seed_batch(key)
         try:
-            if hasattr(dataset, "fetch_batch"):
-                return Fetched(key, dataset.fetch_batch(key.ids))
-            if self.sliced:
-                index = torch.from_numpy(key.ids)
-                return Fetched(key, tuple(tensor[index] for tensor in dataset.tensors))
-            if hasattr(dataset, "__getitems__"):
-                return Fetched(key, self.collate(dataset.__getitems__(key.ids.tolist())))
-        except Exception as error:
+            return Fetched(key, self._batch(key))
+        except (Exception, SystemExit) as error:
             alone = self._one_by_one(key)  # says which sample it was
-            return Failed(tuple(key.ids.tolist()), _describe(error)) if isinstance(alone, Fetched) else alone
-        return self._one_by_one(key)
+            return Failed(tuple(key.ids.tolist()), text_of(error, lines=1)) if isinstance(alone, Fetched) else alone
 
-    def _one_by_one(self, key: Key) -> Fetched | Failed | BadSample:
-        items = []
+    def _batch(self, key: Key) -> Batch:
+        if self.makes_batches:
+            return self.dataset.fetch_batch(key.ids)
+        if self.sliced:
+            index = torch.from_numpy(key.ids)
+            return tuple(tensor[index] for tensor in self.dataset.tensors)
+        return self.collate(self.dataset.__getitems__(key.ids.tolist()))
+
+    def _one_by_one(self, key: Key) -> Fetched | Failed | list[BadSample]:
+        samples, bad = [], []
         for index in key.ids.tolist():
+            if self.samples_draw:
+                reseed(sample_seed(self.seed, key.epoch, index))
             try:
-                items.append(self.dataset[index])
-            except Exception as error:
-                return BadSample(index, _describe(error))
-        return _collated(key, items, self.collate)
+                samples.append(self.dataset[index])
+            except (Exception, SystemExit) as error:
+                bad.append(BadSample(index, text_of(error, lines=1)))
+                if self.on_bad_sample == "stop":
+                    break
+        if bad:
+            return bad
+
+        def collate(some: list[Sample]) -> Batch:
+            self._seed_batch(key)
+            return self.collate(some)
+
+        return _collated(key, samples, collate)
+
+    def _seed_batch(self, key: Key) -> None:
+        if self.batches_draw:
+            reseed(batch_seed(self.seed, key.epoch, key.start))
 
 
-def _collated(key: Key, samples: list[Sample], collate: Collate) -> Fetched | Failed:
+def _inside_subsets(dataset: AnyDataset) -> AnyDataset:
+    """Returns what a Subset is of: it has ``__getitems__``, and may read sample by sample all the same."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return dataset
+
+
+def _collated(key: Key, samples: list[Sample], collate: Collate) -> Fetched | Failed | list[BadSample]:
     try:
         return Fetched(key, collate(samples))
     except Exception as error:
-        return Failed(tuple(key.ids.tolist()), f"{_describe(error)} while collating")
+        what, ids = f"{text_of(error, lines=1)} while collating", key.ids.tolist()
+        alone = misfits(samples, collate).items()
+        return [BadSample(ids[at], f"{what} ({why})") for at, why in alone] or Failed(tuple(ids), what)
 
 
 class Reading(Protocol):
@@ -231,8 +266,8 @@ class FetchStream(IterableDataset["Fetched | Failed"]):
             key = whole.without(settings.quarantine)
             part = [samples[i - position] for i in key.ids.tolist()]
             with seeded(settings.seed, epoch, start):
-                fetched = _collated(key, part, settings.collate) if part else Fetched(key, None)
-            yield fetched
+                found = _collated(key, part, settings.collate) if part else Fetched(key, None)
+            yield Failed((found[0].id,), found[0].what) if isinstance(found, list) else found
 
 
 class _EpochGenerators:
@@ -256,12 +291,7 @@ def _take(items: Iterator[Sample], size: int, position: int) -> tuple[list[Sampl
     try:
         for sample in islice(items, size):
             samples.append(sample)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         remedy = "catch it in the dataset and go on with the next sample: nothing comes from an iterator that raised"
-        return samples, Failed((position + len(samples),), _describe(error), remedy)
+        return samples, Failed((position + len(samples),), text_of(error, lines=1), remedy)
     return samples, None
-
-
-def _describe(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

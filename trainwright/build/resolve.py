@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainwright.errors import MissingExtra, Problem, RecipeError, UsageError
+from trainwright.errors import MissingExtra, Problem, RecipeError, UsageError, text_of
 from trainwright.recipe import SINKS, Row
 
 
@@ -99,7 +99,7 @@ def _described(error: Exception) -> str:
     """Returns the error as text, with the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     at = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return f"{type(error).__name__}: {error}{at}"
+    return f"{text_of(error)}{at}"
 
 
 def _public(module: object) -> list[str]:

@@ -34,19 +34,28 @@ class Digits(Dataset[tuple[Tensor, int]]):
         self.labels = labels
         self.augment = augment
         self.deterministic = not augment
+        self._padded = torch.nn.functional.pad(images, (1, 1, 1, 1), mode="replicate") if augment else images
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        images, labels = self.fetch_batch(np.array([index]))
-        return images[0], int(labels[0])
+        image = self._augmented(index) if self.augment else self.images[index]
+        return image, int(self.labels[index])
 
     def fetch_batch(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """The collated batch of these samples: images (B, 1, 8, 8) float32 and labels (B,) int64."""
+        """The collated batch of these samples: images (B, 1, 8, 8) float32 and labels (B,) int64; not augmented."""
+        assert self.deterministic, "what is drawn is drawn for each sample"
         positions = torch.from_numpy(np.asarray(indices, dtype=np.int64))
-        images = self.images[positions]
-        return (_augmented(images) if self.augment else images), self.labels[positions]
+        return self.images[positions], self.labels[positions]
+
+    def _augmented(self, index: int) -> Tensor:
+        """Moves an image by -1, 0 or 1 pixels down and right, repeats its border and adds noise."""
+        image_1HW = self.images[index]
+        _, height, width = image_1HW.shape
+        top, left = torch.randint(0, 3, (2,)).tolist()
+        moved = self._padded[index, :, top : top + height, left : left + width]
+        return moved + NOISE_STD * torch.randn(image_1HW.shape)
 
     def content_sha256(self) -> str:
         """Hash of the images, the labels and whether they are augmented."""
@@ -88,15 +97,3 @@ def _validation_part(labels: NDArray[np.int64], val_share: float) -> NDArray[np.
         count = round(val_share * len(members))
         is_val[members[np.argsort(words[members], kind="stable")[:count]]] = True
     return is_val
-
-
-def _augmented(images_B1HW: Tensor) -> Tensor:
-    """Moves each image by -1, 0 or 1 pixels down and right, repeats its border and adds noise."""
-    count, _, height, width = images_B1HW.shape
-    padded = torch.nn.functional.pad(images_B1HW, (1, 1, 1, 1), mode="replicate")
-    top, left = torch.randint(0, 3, (2, count))
-    rows_BH = top[:, None] + torch.arange(height)
-    columns_BW = left[:, None] + torch.arange(width)
-    every_B = torch.arange(count)
-    moved = padded[every_B[:, None, None], 0, rows_BH[:, :, None], columns_BW[:, None, :]][:, None]
-    return moved + NOISE_STD * torch.randn(images_B1HW.shape)

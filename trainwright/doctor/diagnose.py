@@ -11,6 +11,7 @@ from trainwright.doctor import checks as _all_checks  # noqa: F401  registers th
 from trainwright.doctor.call_lines import calls_at, line_for
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import CHECKS, STAGES, Check, ExperimentRequest, Finding, finding
+from trainwright.errors import text_of
 
 _SEVERITIES = ("critical", "warning", "info")
 
@@ -48,7 +49,7 @@ def _results(check: Check, case: Case) -> Sequence[Finding | ExperimentRequest]:
             "doctor.failed",
             "info",
             case.last_step,
-            symptom=f"the check {check.__name__} failed: {type(error).__name__}: {error}",
+            symptom=f"the check {check.__name__} failed: {text_of(error)}",
             cause="a mistake in Trainwright: what this check looks for was not looked for",
             remedy="report it, with the run folder",
             sure=1.0,

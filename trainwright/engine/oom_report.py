@@ -12,7 +12,7 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-from trainwright.errors import OomReport
+from trainwright.errors import OomReport, text_of
 from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState
 from trainwright.world.memory import capacity_bytes, held_bytes, reserved_bytes
@@ -58,7 +58,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     while seen is not None:
         if isinstance(seen, MemoryError | torch.OutOfMemoryError):
             return True
-        if isinstance(seen, RuntimeError) and any(saying in str(seen) for saying in _SAYINGS):
+        if isinstance(seen, RuntimeError) and any(saying in text_of(seen) for saying in _SAYINGS):
             return True
         seen = seen.__cause__
     return False

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from trainwright.errors import OutOfMemoryError, TrainwrightError
+from trainwright.errors import OutOfMemoryError, TrainwrightError, text_of
 from trainwright.observe.cadence import Every
 from trainwright.observe.journal import Journal
 from trainwright.observe.sinks import SinkFactory, open_sinks
@@ -78,7 +78,7 @@ class Logbook:
     ) -> None:
         failed = self.ended is None
         if self.ended is None:
-            reason = f"{type(error).__name__}: {error}"
+            reason = "" if error is None else text_of(error)
             self._keep_traceback(error)
             self.ended = Ended(
                 time_s=time.time(),

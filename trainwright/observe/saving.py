@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from trainwright.engine.evaluate import EvaluationResult
-from trainwright.errors import CheckpointError, TrainwrightError
+from trainwright.errors import CheckpointError, TrainwrightError, text_of
 from trainwright.observe.best import BestSoFar
 from trainwright.observe.cadence import Every
 from trainwright.runlog.storage import storage_error
@@ -228,4 +228,4 @@ def _explained(error: Exception, folder: Path) -> TrainwrightError:
 
 
 def _brief(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}".removesuffix(": ")
+    return " ".join(text_of(error).split())[:400]

@@ -53,7 +53,8 @@ def _batch(found: RecipeDifference) -> Verdict:
     was, now = _global_batch(found.before), _global_batch(found.after)
     sizes = [recipe["batch"].get("size") for recipe in (found.before, found.after)]
     if was == now or (found.path != "batch.size" and None not in sizes):
-        return "safe", "the same samples make a step, in other pieces: last bits; dropout and BatchNorm see the pieces"
+        pieces = "dropout, BatchNorm and collate functions that draw see the pieces"
+        return "safe", f"the same samples make a step, in other pieces: last bits; {pieces}"
     why, until = f"a step takes {now} samples instead of {was}", found.after["until"]
     if Duration.parse(until).unit in ("steps", "s"):
         return "maths", why

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, get_worker_info
 
+from trainwright.errors import text_of
 from trainwright.recorder.hooks import muted
 from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Loader
@@ -114,7 +115,7 @@ def draws(loader: Loader, position: int) -> Facts:
                 facts["with_seeds"] = after["equal_workers"] or after["equal_epochs"]
             return facts
         except Exception as error:  # in the user's data set
-            return {"blind": f"{type(error).__name__}: {error}"}
+            return {"blind": text_of(error)}
 
 
 def _compared(epochs: list[list[tuple[int, ...]]], *, persistent: bool) -> Facts:

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from trainwright.errors import CheckpointError, UsageError
+from trainwright.errors import CheckpointError, UsageError, text_of
 from trainwright.recorder.program import (
     Call,
     ClipGradients,
@@ -298,7 +298,7 @@ def _errors_as_forged(path: Path) -> Iterator[None]:
         OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, RecursionError, SafetensorError,
     ) as error:  # fmt: skip
         raise BundleError(
-            f"{path} is no bundle of Trainwright ({type(error).__name__}: {str(error)[:300]})",
+            f"{path} is no bundle of Trainwright ({text_of(error)[:300]})",
             remedy="trust nothing in it; take another bundle, or replay the run itself",
         ) from None
 

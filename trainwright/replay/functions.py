@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from trainwright.errors import text_of
 from trainwright.recorder.program import mapped
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 
@@ -22,7 +23,7 @@ def function_name(function: TorchFunction) -> str:
 
 def error_text(error: BaseException | None) -> str | None:
     """The class and the message of an exception; None for none."""
-    return None if error is None else f"{type(error).__name__}: {error}"
+    return None if error is None else text_of(error)
 
 
 def argument(args: Args, kwargs: Kwargs, position: int, name: str, default: object) -> Any:

@@ -6,7 +6,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from trainwright.errors import TrainwrightError
+from trainwright.errors import TrainwrightError, text_of
 
 INTERRUPTED = 130
 
@@ -28,5 +28,5 @@ def _unforeseen(error: Exception) -> str:
     ours = Path(__file__).parent.parent
     theirs = [frame for frame in files if ours not in Path(frame.filename).parents] or files
     at = f"\n  at {theirs[-1].filename}:{theirs[-1].lineno}: {theirs[-1].line}" if theirs else ""
-    text = "\n  ".join([f"{type(error).__name__}: {error}{at}", *getattr(error, "__notes__", [])])
+    text = "\n  ".join([f"{text_of(error)}{at}", *getattr(error, "__notes__", [])])
     return f"{text}\n  remedy: look at that line (error.txt in the run folder has the traceback)"

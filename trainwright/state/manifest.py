@@ -11,7 +11,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from trainwright.errors import CheckpointError
+from trainwright.errors import CheckpointError, text_of
 from trainwright.state.codec import StateDict, Tree
 
 NAME = "manifest.json"
@@ -90,7 +90,7 @@ def raising_checkpoint_error(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
-        said = f"{type(error).__name__}: {str(error)[:300]}"
+        said = text_of(error)[:300]
         raise CheckpointError(
             f"{path} is no checkpoint of Trainwright, though its manifest fits it ({said})",
             remedy="delete it, and resume from an older one",

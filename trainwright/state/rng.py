@@ -22,6 +22,15 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)  # CUDA and other devices too
 
 
+def reseed(seed: int) -> None:
+    """``seed_all`` for the generators in use: cheap enough for each sample (10 us instead of 200)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(seed)
+
+
 @dataclass(frozen=True)
 class RngBag:
     """The state of every generator at one instant. ``torch_cuda`` has one entry for each visible device."""

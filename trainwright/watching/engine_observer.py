@@ -12,7 +12,7 @@ from pathlib import Path
 from trainwright.engine.spikes import SpikeDecision
 from trainwright.engine.step import StepResult
 from trainwright.engine.witness import StepWitness
-from trainwright.errors import OutOfMemoryError, TrainwrightError
+from trainwright.errors import OutOfMemoryError, TrainwrightError, text_of
 from trainwright.observe.journal import Journal
 from trainwright.recorder.inputs import InputRecorder, InputRing
 from trainwright.recorder.numbers import Numbers, late, lateness
@@ -123,7 +123,7 @@ class EngineSession:
         try:
             self.ring.steps_to(step.step)
         except Exception as error:  # a mistake of ours, or of a stranger's model: the run goes on
-            step.blind = f"{type(error).__name__}: {str(error)[:200]}"
+            step.blind = text_of(error)[:200]
             return
         for each in self.ring.steps:
             if self._newest_heard < each.step <= step.step and each.program:

@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
+from trainwright.errors import text_of
 from trainwright.recorder.program import Backward, Constant, RecordedStep, mapped
 from trainwright.recorder.ranks import own_part
 from trainwright.recorder.ring import Ring
@@ -65,7 +66,7 @@ class ExperimentRunner:
             except NotReplayable as error:
                 facts[name] = {"blind": str(error), "step": step}
             except Exception as error:  # an experiment on a stranger's model must never end his run
-                facts[name] = {"blind": f"{type(error).__name__}: {str(error)[:200]}", "step": step}
+                facts[name] = {"blind": text_of(error)[:200], "step": step}
         return facts
 
     def try_remedy(self, step: int, trial: RemedyTrial | None) -> tuple[Tried, ...]:
@@ -77,7 +78,7 @@ class ExperimentRunner:
         except (NotReplayable, NotTried):
             return ()
         except Exception as error:
-            result = f"the trial itself failed: {type(error).__name__}: {error}"
+            result = f"the trial itself failed: {text_of(error)}"
         return (Tried(remedy=trial.name.replace("_", " "), result=result),)
 
     def keep(self, folder: Path, step: int, about: Mapping[str, object]) -> Path | None:
@@ -87,7 +88,7 @@ class ExperimentRunner:
     def unfinished(self, segment: RecordedStep, tape: Tape, error: BaseException | None) -> Facts:
         """Returns the facts of a step that did not end: it raised ``error``, or the loop was left."""
         facts: Facts = {
-            "error": None if error is None else f"{type(error).__name__}: {error}",
+            "error": None if error is None else text_of(error),
             "events": [kind for kind, _ in segment.events],
             "ids": [list(ids) if ids else None for ids in segment.ids],
             "lines": segment.values.get("lines", []),

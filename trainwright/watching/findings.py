@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import Diagnosis, diagnose
+from trainwright.errors import text_of
 from trainwright.recorder.hooks import Listener, muted
 from trainwright.recorder.numbers import Numbers, as_record
 from trainwright.recorder.probes import Probe
@@ -157,4 +158,4 @@ def limits_of(ring: Ring, listeners: Mapping[str, Listener]) -> Facts:
 def failures_of(listeners: Mapping[str, Listener]) -> list[str]:
     """Returns what each listener raised that had to stop."""
     failed = {name: each.failed for name, each in listeners.items() if each.failed is not None}
-    return [f"{name}: {type(error).__name__}: {str(error)[:200]}" for name, error in failed.items()]
+    return [f"{name}: {text_of(error)[:200]}" for name, error in failed.items()]

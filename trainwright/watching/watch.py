@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from trainwright.doctor.source import point_at
 from trainwright.engine.spikes import OnSpike, require_policy
-from trainwright.errors import UsageError, require_choice
+from trainwright.errors import UsageError, require_choice, text_of
 from trainwright.observe.journal import Journal
 from trainwright.recorder.probes import LoopObjects
 from trainwright.recorder.ring import KEEP, enough_bytes
@@ -76,7 +76,7 @@ class Watch:
         return records.Ended(
             time_s=time.time(),
             ending="finished" if error is None else "failed",
-            reason="" if error is None else f"{type(error).__name__}: {error}",
+            reason="" if error is None else text_of(error),
             step=self.step,
             loss=losses[-1] if losses else None,
             val_loss=None,

@@ -16,7 +16,7 @@ from trainwright.build.assemble import Parts, build_dataset, build_loss, build_m
 from trainwright.build.data import Loading, StepBatches
 from trainwright.build.model import count_parameters
 from trainwright.engine.lr_range import LrRange
-from trainwright.errors import DataError, MissingExtra, RecipeError, TrainwrightError
+from trainwright.errors import DataError, MissingExtra, RecipeError, TrainwrightError, text_of
 from trainwright.forecast.resolve import resolve
 from trainwright.plan.batch import solve_batch
 from trainwright.recipe import Loaded
@@ -128,7 +128,7 @@ def _check_all(progress: _Progress) -> bool:
     except TrainwrightError:
         raise
     except Exception as error:
-        raise TrainwrightError(f"{type(error).__name__}: {error}", remedy="run one batch by hand") from error
+        raise TrainwrightError(text_of(error), remedy="run one batch by hand") from error
     progress.add([] if predicted else resources.memory(job, available_bytes))
     _check_training(progress, job)
     return True
@@ -152,7 +152,7 @@ def _build(progress: _Progress) -> tuple[Parts, int]:
     except (_CannotContinue, TrainwrightError):
         raise
     except Exception as error:
-        raise TrainwrightError(f"{type(error).__name__}: {error}", remedy="make it by hand, in Python") from error
+        raise TrainwrightError(text_of(error), remedy="make it by hand, in Python") from error
     total, trainable = count_parameters(parts.model)
     message = f"{type(parts.model).__name__}, {total:,} parameters, {trainable:,} of them trained"
     progress.add([Verdict("ok", "model", message)])

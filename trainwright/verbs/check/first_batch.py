@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from trainwright.build.assemble import Parts
 from trainwright.engine.loss import Loss, as_loss_fn, call_loss
-from trainwright.errors import TrainwrightError
+from trainwright.errors import TrainwrightError, text_of
 from trainwright.replay.classified import CHUNKED, Classified, classified
 from trainwright.state.cursor import MicroBatch
 from trainwright.verbs.check.samples import DatasetSample
@@ -158,7 +158,7 @@ def first_batch(parts: Parts, micro: MicroBatch) -> FirstBatch:
     except TrainwrightError as error:
         seen.error, seen.remedy = error.message, error.remedy
     except Exception as error:
-        seen.error, seen.remedy = f"{type(error).__name__}: {error}", _remedy(str(error), micro.data)
+        seen.error, seen.remedy = text_of(error), _remedy(text_of(error), micro.data)
     finally:
         for handle in handles:
             handle.remove()

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from trainwright.build.data import Unwrapped
+from trainwright.errors import text_of
 from trainwright.state.rng import preserved_rng, seed_all
 from trainwright.world.threads import undisturbed_s
 
@@ -129,7 +130,7 @@ def _read_one(dataset: Dataset[object], position: int, into: DatasetSample) -> b
     try:
         inputs, target = _parts(dataset[position])
     except Exception as error:
-        into.failed = (position, f"{type(error).__name__}: {error}")
+        into.failed = (position, text_of(error))
         return False
     into.items.append(SampleItem(position, inputs, target, _digest(inputs)))
     return True

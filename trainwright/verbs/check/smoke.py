@@ -18,7 +18,7 @@ from trainwright.build.assemble import build_loading, validation_batches
 from trainwright.engine.evaluate import evaluate
 from trainwright.engine.loop import steps
 from trainwright.engine.witness import SILENT
-from trainwright.errors import TrainwrightError
+from trainwright.errors import TrainwrightError, text_of
 from trainwright.observe.progress import Progress
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.records import Found
@@ -105,7 +105,7 @@ def _length(sandbox: Sandbox) -> int:
 def _message_and_remedy(error: Exception) -> tuple[str, str]:
     if isinstance(error, TrainwrightError):
         return error.message, error.remedy
-    return f"{type(error).__name__}: {error}".splitlines()[0], "run the step by hand"
+    return text_of(error, lines=1), "run the step by hand"
 
 
 def _evaluate(sandbox: Sandbox, state: TrainState, run: SmokeRun, budget_s: float) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.engine.step import StepResult
-from trainwright.errors import CheckpointError, UsageError
+from trainwright.errors import CheckpointError, UsageError, text_of
 from trainwright.recipe import load
 from trainwright.recorder.inputs import InputRecorder, InputRing
 from trainwright.recorder.numbers import as_record
@@ -247,7 +247,7 @@ class _Live:
 
     def _note_unfinished(self, error: Exception) -> None:
         """The step raised: it is taken again where it is heard."""
-        self.error = f"{type(error).__name__}: {error}"
+        self.error = text_of(error)
         inputs = self._inputs.newest
         found = None if inputs is None else self.ring.steps_to_unfinished(inputs)
         if found is not None:

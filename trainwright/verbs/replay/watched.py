@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from trainwright.errors import UsageError
+from trainwright.errors import UsageError, text_of
 from trainwright.recorder.numbers import as_record
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ring import Ring
@@ -159,7 +159,7 @@ def _call(model: str) -> Any:
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise UsageError(
-            f"{model} raised {type(error).__name__}: {error} at {frame.filename}:{frame.lineno}",
+            f"{model} raised {text_of(error)} at {frame.filename}:{frame.lineno}",
             remedy="it is called without arguments; guard what trains with `if __name__ == '__main__':`",
         ) from None
     finally:
