@@ -42,6 +42,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_heap_to_look_through() -> Iterator[None]:
+    """After each module: what its tests imported, a compiler for one, would slow down all tests after them."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     """Before each test: a run that was tested before may have set another number."""

@@ -107,7 +107,10 @@ def invoke(*arguments: str) -> tuple[int, str]:
     return done.exit_code, " ".join(done.output.split())
 
 
-@pytest.mark.parametrize(("workers", "at", "resumed_with"), [(0, 2, 0), (2, 8, 0), (0, 8, 2)])
+@pytest.mark.parametrize(
+    ("workers", "at", "resumed_with"),
+    [(0, 2, 0), pytest.param(2, 8, 0, marks=pytest.mark.process), pytest.param(0, 8, 2, marks=pytest.mark.process)],
+)
 def test_stopped_and_resumed_it_has_the_same_bits(workers: int, at: int, resumed_with: int) -> None:
     """The samples can be read again from the second epoch on: only a checkpoint that knows them keeps them out."""
     whole = train(load("run.yaml", overrides=["name=straight"]), quiet=True)

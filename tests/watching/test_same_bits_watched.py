@@ -257,7 +257,8 @@ def frozen_by_turns() -> Loop:
 
 CASES = (
     fp32_with_dropout, accumulation, batch_norm, lstm, checkpointing_reentrant, checkpointing_not_reentrant,
-    whole_model_checkpointed, workers, persistent_workers, bf16_autocast, fp16_with_scaler, closure, frozen_by_turns,
+    whole_model_checkpointed, bf16_autocast, fp16_with_scaler, closure, frozen_by_turns,
+    *(pytest.param(each, marks=pytest.mark.process) for each in (workers, persistent_workers)),
 )  # fmt: skip
 
 

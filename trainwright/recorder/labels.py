@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections import Counter
 from collections.abc import Sequence
 
@@ -19,6 +18,7 @@ LABELLED = 64
 """Batches whose labels are counted."""
 PEEKED = 64
 """Samples that are read from a data set to estimate how often each label occurs in all of it."""
+DRAWS = 16
 
 
 class LabelCounts:
@@ -73,17 +73,16 @@ class LabelCounts:
     def _mixed(self) -> list[float]:
         """The lowest and the mean entropy of as many batches when their samples are drawn at random.
 
-        Each is the mean over the batches of one of 16 draws.
+        Each is the mean over the batches of one of DRAWS.
         """
         known = self._everywhere or (sum(self._batches, Counter()) if len(self._batches) >= 4 else None)
         if not known:
             return []
-        values, weights = list(known), list(known.values())
-        generator, means = random.Random(0), []
-        for _ in range(16):
-            drawn = [Counter(generator.choices(values, weights, k=each.total())) for each in self._batches[:16]]
-            means.append(sum(map(_entropy, drawn)) / len(drawn))
-        return [min(means), sum(means) / len(means)]
+        shares = torch.tensor([*known.values()], dtype=torch.float64) / known.total()
+        generator = torch.Generator().manual_seed(0)
+        drawn = [_drawn_entropies(shares, each.total(), generator) for each in self._batches[:16] if each]
+        means = torch.stack(drawn).mean(0)
+        return [float(means.min()), float(means.mean())]
 
 
 def _column_of_labels(step: RecordedStep, batch: PendingBatch) -> int | None:
@@ -112,3 +111,11 @@ def _entropy(counts: Counter[float]) -> float:
     """In nats."""
     total = sum(counts.values())
     return max(0.0, -sum(n / total * math.log(n / total) for n in counts.values())) if total else 0.0
+
+
+def _drawn_entropies(shares: Tensor, size: int, generator: torch.Generator) -> Tensor:
+    """The entropies (DRAWS,) of batches of so many labels that are drawn by their shares."""
+    drawn = torch.multinomial(shares, DRAWS * size, replacement=True, generator=generator).view(DRAWS, size)
+    counts = shares.new_zeros(DRAWS, len(shares)).scatter_add_(1, drawn, shares.new_ones(DRAWS, size))
+    entropies: Tensor = torch.special.entr(counts / size).sum(1)
+    return entropies
