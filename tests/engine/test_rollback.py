@@ -43,7 +43,7 @@ def test_a_rollback_undoes_each_update_once_and_that_of_a_loss_too() -> None:
         advance(state, batch(step))
         after[step] = [p.detach().clone() for p in parameters]
 
-    state.ledger.settle()
+    state.ledger.read_pending()
     undone = sorted(entry.step for entry in state.ledger.entries)
     assert undone == list(range(undone[0], SPIKE + 1)) and undone[0] < NOT_FINITE
     assert all(torch.equal(now, then) for now, then in zip(after[SPIKE], after[undone[0] - 1], strict=True))

@@ -43,10 +43,10 @@ def test_a_signal_that_was_named_is_heard() -> None:
     said: list[str] = []
     with listening(Signals(said.append, names=("SIGHUP",))) as signals:
         calls: list[int | None] = []
-        signals.asked = lambda: calls.append(signals.received)
+        signals.on_received = lambda: calls.append(signals.received)
         os.kill(os.getpid(), signal.SIGHUP)
         assert signals.received == signal.SIGHUP and calls == [signal.SIGHUP]
-        signals.asked = lambda: calls.append(None)
+        signals.on_received = lambda: calls.append(None)
         assert calls == [signal.SIGHUP, None], "whoever comes late is told at once"
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
@@ -193,7 +193,7 @@ asked, read = threading.Event(), []
 from_here, to_there = os.pipe()
 out = os.fdopen(to_there, "w")
 signals = Signals(Progress(Console(file=out, force_terminal=False)).say)
-signals.asked = asked.set
+signals.on_received = asked.set
 signals.listen()
 
 def reader():
@@ -231,7 +231,7 @@ signals.listen()
 if sys.argv[2] == "before":
     os.kill(os.getpid(), signal.SIGTERM)
 lock = RunLock.acquire(Path(sys.argv[1]))
-signals.asked = lock.excuse
+signals.on_received = lock.excuse
 lock.beat(417)
 if sys.argv[2] == "after":
     os.kill(os.getpid(), signal.SIGTERM)

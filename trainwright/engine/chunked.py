@@ -1,8 +1,8 @@
-"""The last linear layer and cross-entropy in one, a chunk of rows at a time: the logits never exist whole.
+"""The last linear layer and the cross-entropy in one function, in chunks of rows: the logits never exist whole.
 
-The gradients are made beside the loss, while the logits of a chunk are there (as in https://arxiv.org/abs/2410.10989),
-so that no matmul is done twice. Under fp16 they are made in the backward pass instead, from logits computed again:
-only then is the loss scale known, without which small ones would vanish.
+The forward pass also computes the gradients, from the logits of each chunk (as in https://arxiv.org/abs/2410.10989), so
+that no matmul is done twice. Under fp16 the backward pass computes the logits and the gradients again: only there is
+the loss scale known, without which small gradients would become 0.
 
 Shapes: N rows (tokens), D width, V vocabulary, C rows of a chunk.
 """
@@ -22,21 +22,21 @@ from trainwright.errors import UsageError
 
 IGNORE = -100
 CHUNK_BYTES = {"cpu": 1 << 25}
-"""Of the logits of one chunk, in float32 and in what they are computed in, by the kind of device. With fewer the
-gradient of the weight is read and written more often; see benchmarks/chunked_loss.py."""
+"""Size of the logits of one chunk, in float32 and in the compute dtype together, by device type. With smaller chunks
+the gradient of the weight is read and written more often; see benchmarks/chunked_loss.py."""
 CHUNK_BYTES_ELSEWHERE = 1 << 28
 PARTS = 8
-"""In which the gradient of the weight is made where it cannot be added in the matmul itself."""
+"""Number of parts in which the gradient of the weight is added where the matmul cannot add it itself."""
 WORTH_BYTES = 1 << 28
 
 
 def is_worth_chunking(rows: int, classes: int) -> bool:
-    """Whether logits of so many rows and their gradient, in float32, take more than 256 MiB. Of shapes alone."""
+    """Whether the logits of that many rows and their gradient take more than 256 MiB in float32."""
     return 2 * 4 * rows * classes > WORTH_BYTES
 
 
 class Options(TypedDict, total=False):
-    """What the loss of a row is: ``ignore_index`` and ``label_smoothing`` as in F.cross_entropy, -100 and 0 by default.
+    """Options of the loss: ``ignore_index`` and ``label_smoothing`` as in F.cross_entropy, -100 and 0 by default.
 
     ``softcap`` bounds the logits to (-cap, cap) by tanh, 0 is off. ``z_loss`` times the squared logarithm of the
     softmax's denominator is added for each counted row (https://arxiv.org/abs/2204.02311, section 5).
@@ -49,8 +49,11 @@ class Options(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class _How:
-    """What the loss of a row is, and how it is computed. ``wanted`` are the gradients by hidden, weight and bias."""
+class _Config:
+    """The options of the loss, the compute dtype, and the rows of a chunk.
+
+    ``wanted`` says which gradients are needed: of hidden, weight and bias.
+    """
 
     compute: torch.dtype
     rows: int
@@ -65,8 +68,8 @@ class _How:
         return torch.promote_types(self.compute, torch.float32)
 
     @property
-    def is_late(self) -> bool:
-        """Whether gradients wait for the loss scale."""
+    def needs_loss_scale(self) -> bool:
+        """Whether the gradients are computed in the backward pass, where the loss scale is known."""
         return self.compute == torch.float16
 
 
@@ -81,16 +84,16 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """The sum over rows of cross-entropy on ``F.linear(hidden_ND, weight_VD, bias_V)``: 0-d, float32 or float64.
 
-    ``F.cross_entropy(logits.float(), target, weight_V, reduction="sum", ...)``, and what ``options`` add to it.
-    ``weight_V`` is the weight of each class, also in the smoothing; a z-loss is not weighed. Under autocast the matmuls
-    are in its dtype; what they give is summed in float32. The memory is that of one chunk, and of the gradients. On
-    CUDA the kernel of the package ``liger-kernel`` is used where it is installed (not for fp16).
+    Equals ``F.cross_entropy(logits.float(), target, weight_V, reduction="sum", ...)`` with what ``options`` add.
+    ``weight_V`` is the weight of each class, also in the smoothing; a z-loss is not weighted. Under autocast the
+    matmuls use its dtype, and their results are summed in float32. The memory is that of one chunk and of the
+    gradients. On CUDA the kernel of the package ``liger-kernel`` is used if it is installed (not for fp16).
 
-    Raises IndexError for a target that is no class (on the CPU), UsageError for a second derivative or a derivative by
-    ``weight_V``, which it has not.
+    Raises IndexError for a target that is no class (on the CPU), UsageError for a second derivative or a derivative
+    with respect to ``weight_V``: these are not implemented.
     """
     tensors = [t for t in (hidden_ND, weight_VD, target_N, bias_V, weight_V) if t is not None]
-    if has_torch_function(tensors):  # seen by whoever records torch's functions, as those of F are
+    if has_torch_function(tensors):  # recorders of torch functions see this one as they see those of F
         total: Tensor = handle_torch_function(
             chunked_cross_entropy, tensors, hidden_ND, weight_VD, target_N, bias_V=bias_V, weight_V=weight_V, **options
         )
@@ -101,7 +104,7 @@ def chunked_cross_entropy(
     compute = _compute_dtype(hidden_ND)
     if usable_liger(hidden_ND, compute, is_weighed=weight_V is not None):
         return liger_cross_entropy(hidden_ND.to(compute), weight_VD.to(compute), target_N, bias_V, weight_V, **options)
-    how = _How(
+    config = _Config(
         compute=compute,
         rows=_chunk_rows(hidden_ND.shape[0], weight_VD.shape[0], hidden_ND.device.type, compute),
         wanted=(
@@ -111,19 +114,19 @@ def chunked_cross_entropy(
         ),
         **options,
     )
-    loss: Tensor = _Chunked.apply(hidden_ND, weight_VD, bias_V, weight_V, target_N, how)  # type: ignore[no-untyped-call]
+    loss: Tensor = _Chunked.apply(hidden_ND, weight_VD, bias_V, weight_V, target_N, config)  # type: ignore[no-untyped-call]
     return loss
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    """What a linear layer would compute in here and now."""
+    """Returns the dtype in which a linear layer would compute now, under autocast or not."""
     kind = hidden.device.type
     on = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if on else hidden.dtype
 
 
 def _chunk_rows(rows: int, classes: int, kind: str, compute: torch.dtype) -> int:
-    """C: chunks of equal size but for the last, of shapes and dtypes alone."""
+    """Returns C. All chunks but the last have C rows; C depends on shapes and dtypes only."""
     size = max(4, compute.itemsize) + (compute.itemsize if compute.itemsize < 4 else 0)
     most = max(1, CHUNK_BYTES.get(kind, CHUNK_BYTES_ELSEWHERE) // (size * classes))
     chunks = max(1, -(-rows // most))
@@ -133,10 +136,10 @@ def _chunk_rows(rows: int, classes: int, kind: str, compute: torch.dtype) -> int
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        *tensors, how = args
-        early = replace(how, wanted=(False,) * 3) if how.is_late else how
-        total, made = _pass(_Given(*tensors), early)
-        ctx.how, ctx.spent = how, how.is_late
+        *tensors, config = args
+        early = replace(config, wanted=(False,) * 3) if config.needs_loss_scale else config
+        total, made = _pass(_Inputs(*tensors), early)
+        ctx.config, ctx.spent = config, config.needs_loss_scale
         ctx.save_for_backward(*tensors, *made)
         return total
 
@@ -146,30 +149,30 @@ class _Chunked(torch.autograd.Function):
             raise UsageError(
                 "the chunked loss has no second derivative", remedy="set loss.chunked: false, or leave create_graph out"
             )
-        given, made = _Given(*ctx.saved_tensors[:5]), ctx.saved_tensors[5:]
-        # where no row counts the gradient is 0 as it is of torch's, also if the sum was divided by their number
-        grad = grad.where((given.target != ctx.how.ignore_index).any(), 0.0)
-        if torch.compiler.is_compiling() and not ctx.how.is_late:
+        inputs, made = _Inputs(*ctx.saved_tensors[:5]), ctx.saved_tensors[5:]
+        # if no row counts, the gradient is 0 as in torch, even if the sum was divided by the number of rows (0)
+        grad = grad.where((inputs.target != ctx.config.ignore_index).any(), 0.0)
+        if torch.compiler.is_compiling() and not ctx.config.needs_loss_scale:
             made = [None if each is None else _scaled(each, grad) for each in made]
         elif ctx.spent:
-            made = _pass(given, ctx.how, scale=grad)[1]
+            made = _pass(inputs, ctx.config, scale=grad)[1]
         else:
-            # in place where that is exact: the gradient of the weight is the largest tensor here. Its version does not
-            # count: who goes backward a second time (retain_graph) gets it computed again.
+            # In place where that is exact: the gradient of the weight is the largest tensor here. Its version counter
+            # stays: a second backward (retain_graph) computes the gradients again.
             ctx.spent = True
             made = [each if each is None else _scaled(each, grad, in_place=True) for each in made]
         return *made, None, None, None
 
 
 def _scaled(made: Tensor, grad: Tensor, *, in_place: bool = False) -> Tensor:
-    """A gradient times the 0-d ``grad``, which a low precision would round for all elements alike."""
+    """Multiplies a gradient by the 0-d ``grad``, in the dtype of ``grad``: rounding it would change all elements."""
     if in_place and made.dtype == grad.dtype:
         return made.data.mul_(grad)
     return (made.to(grad.dtype) * grad).to(made.dtype)
 
 
-class _Given(NamedTuple):
-    """The tensors of a call: (N, D), (V, D), (V,) or None, (V,) or None, (N,)."""
+class _Inputs(NamedTuple):
+    """The tensors of a call. Shapes: (N, D), (V, D), (V,) or None, (V,) or None, (N,)."""
 
     hidden: Tensor
     weight: Tensor
@@ -178,43 +181,45 @@ class _Given(NamedTuple):
     target: Tensor
 
 
-def _pass(given: _Given, how: _How, *, scale: Tensor | None = None) -> tuple[Tensor, list[Tensor | None]]:
-    """The sum, and its gradients (times ``scale``) by hidden, weight and bias, as far as they are wanted."""
-    hidden, weight, bias, of_classes, target = given
+def _pass(inputs: _Inputs, config: _Config, *, scale: Tensor | None = None) -> tuple[Tensor, list[Tensor | None]]:
+    """Returns the summed loss, and its gradients (times ``scale``) for hidden, weight and bias; None if not wanted."""
+    hidden, weight, bias, of_classes, target = inputs
     with torch.autocast(hidden.device.type, enabled=False):
-        compute, wide = how.compute, how.accumulate
+        compute, wide = config.compute, config.accumulate
         total = torch.zeros((), dtype=wide, device=hidden.device)
         head = weight.to(compute)
         of_classes = None if of_classes is None else of_classes.to(wide)
-        inputs, kinds = (hidden, weight, bias), (hidden.dtype, wide, wide)
+        leaves, kinds = (hidden, weight, bias), (hidden.dtype, wide, wide)
         grads = [
             torch.zeros_like(each, dtype=kind) if wanted and each is not None else None
-            for each, kind, wanted in zip(inputs, kinds, how.wanted, strict=True)
+            for each, kind, wanted in zip(leaves, kinds, config.wanted, strict=True)
         ]
-        for begin in range(0, hidden.shape[0], how.rows):
-            rows = slice(begin, begin + how.rows)
+        for begin in range(0, hidden.shape[0], config.rows):
+            rows = slice(begin, begin + config.rows)
             chunk = hidden[rows].to(compute)
             logits = F.linear(chunk, head, None if bias is None else bias.to(compute)).to(wide)
-            total = total + _to_gradient(logits, target[rows], of_classes, how, scale)
-            if any(how.wanted):
+            total = total + _to_gradient(logits, target[rows], of_classes, config, scale)
+            if any(config.wanted):
                 _add(grads, rows, logits.to(compute), chunk, head)
-            del logits  # or it would be there beside the next one
-        made = [g if g is None or t is None else g.to(t.dtype) for g, t in zip(grads, inputs, strict=True)]
+            del logits  # frees it before the next chunk is computed
+        made = [g if g is None or t is None else g.to(t.dtype) for g, t in zip(grads, leaves, strict=True)]
     return total, made
 
 
-def _to_gradient(logits: Tensor, target: Tensor, of_classes: Tensor | None, how: _How, scale: Tensor | None) -> Tensor:
-    """The summed loss of a chunk; ``logits`` (C, V) become its gradient by them in place, where any is wanted.
+def _to_gradient(
+    logits: Tensor, target: Tensor, of_classes: Tensor | None, config: _Config, scale: Tensor | None
+) -> Tensor:
+    """Returns the summed loss of a chunk. If any gradient is wanted, ``logits`` (C, V) becomes its gradient, in place.
 
-    With weights w of the classes, smoothing e and label y the loss of a row is (1 - e) w_y (-log p_y)
-    + e / V sum_v w_v (-log p_v). The logarithm of the denominator is in it (1 - e) w_y + e / V sum_v w_v times.
+    With class weights w, smoothing e and label y the loss of a row is (1 - e) w_y (-log p_y)
+    + e / V sum_v w_v (-log p_v). The factor of the log-denominator in it is (1 - e) w_y + e / V sum_v w_v.
     """
-    slope = _softcap(logits, how.softcap) if how.softcap else None
-    smoothing, is_counted = how.label_smoothing, target != how.ignore_index
+    slope = _softcap(logits, config.softcap) if config.softcap else None
+    smoothing, is_counted = config.label_smoothing, target != config.ignore_index
     classes = target.where(is_counted, 0)
     top = logits.amax(1, keepdim=True)
     logits -= top
-    loss = F.nll_loss(logits, target, of_classes, ignore_index=how.ignore_index, reduction="none") * (1 - smoothing)
+    loss = F.nll_loss(logits, target, of_classes, ignore_index=config.ignore_index, reduction="none") * (1 - smoothing)
     own: Tensor | float = 1.0 if of_classes is None else of_classes[classes]
     times = 1.0 if of_classes is None else (1 - smoothing) * own + smoothing * of_classes.mean()
     if smoothing:
@@ -222,10 +227,10 @@ def _to_gradient(logits: Tensor, target: Tensor, of_classes: Tensor | None, how:
     denominator = logits.exp_().sum(1)
     log_denominator = denominator.log()
     whole = log_denominator + top.squeeze(1)  # the logsumexp of the logits
-    loss = loss + (times * log_denominator + how.z_loss * whole.square())
-    if any(how.wanted):
+    loss = loss + (times * log_denominator + config.z_loss * whole.square())
+    if any(config.wanted):
         share = is_counted.to(logits.dtype) * (1.0 if scale is None else scale.to(logits.dtype))
-        logits *= (share * (times + 2 * how.z_loss * whole) / denominator).unsqueeze(1)
+        logits *= (share * (times + 2 * config.z_loss * whole) / denominator).unsqueeze(1)
         if smoothing:
             even = torch.ones_like(logits[0]) if of_classes is None else of_classes
             logits.addr_(share, even, alpha=-smoothing / logits.shape[1])
@@ -236,7 +241,7 @@ def _to_gradient(logits: Tensor, target: Tensor, of_classes: Tensor | None, how:
 
 
 def _softcap(logits: Tensor, cap: float) -> Tensor:
-    """Bounds ``logits`` in place and returns the derivative."""
+    """Bounds ``logits`` in place; returns the derivative of the bound with respect to them."""
     bounded = logits.div_(cap).tanh_()
     slope = 1 - bounded.square()
     logits *= cap
@@ -244,13 +249,13 @@ def _softcap(logits: Tensor, cap: float) -> Tensor:
 
 
 def _add(grads: list[Tensor | None], rows: slice, by_logits: Tensor, chunk: Tensor, head: Tensor) -> None:
-    """What the gradient by the logits of a chunk gives for hidden, weight and bias."""
+    """Adds the contribution of a chunk to the gradients of hidden, weight and bias."""
     hidden, weight, bias = grads
     if hidden is not None:
         hidden[rows] = by_logits @ head
     if weight is not None and weight.dtype == by_logits.dtype:
         weight.addmm_(by_logits.t(), chunk)
-    elif weight is not None:  # what is rounded before it is added is never as large as the whole
+    elif weight is not None:  # in parts: the product in low precision is a temporary tensor
         for part, columns in zip(weight.chunk(PARTS), by_logits.chunk(PARTS, dim=1), strict=True):
             part += columns.t() @ chunk
     if bias is not None:

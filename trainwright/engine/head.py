@@ -1,9 +1,9 @@
-"""A language model's last linear layer apart from what comes before it, so that its logits need not be made whole.
+"""Separates the last linear layer of a language model from the rest, so that its logits are never computed whole.
 
-A model of one's own takes part when its forward has a keyword ``hidden=False``, written after a ``*`` (True: give what
-the head reads instead of logits), and it has the attributes ``head`` (an nn.Linear) and, where it bounds its logits,
-``logit_softcap``. Causal models of ``transformers`` take part when their logits are those of their last layer, but for
-a bound: that is tried out once for each model.
+This works for a model whose forward has a keyword-only argument ``hidden=False`` (True: return the input of the head
+instead of logits), and which has the attribute ``head`` (an nn.Linear) and, if it bounds its logits, ``logit_softcap``.
+It works for causal models of ``transformers`` whose logits are the output of their last layer, bounded or not: that is
+tested once for each model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Head:
 
 
 def head_of(model: nn.Module) -> Head | None:
-    """The head of a model that can be asked for hidden states; None for any other."""
+    """Returns the head of a model that can return hidden states; None for any other."""
     own = _unwrapped(model)
     head = getattr(own, "head", None)
     if not _takes_hidden(type(own).forward) or not _is_plain(head):
@@ -83,38 +83,38 @@ def _is_plain(head: object) -> TypeGuard[nn.Linear]:
 
 
 def _hf_softcap(model: nn.Module) -> float | None:
-    """The bound of its logits, 0 for none; None where they are made in another way. Tried out once for each model."""
+    """Returns the bound of the logits, 0 for none; None if they are not the output of the head. Tested once a model."""
     if model not in _HF_SOFTCAPS:
         cap = float(getattr(model.config, "final_logit_softcapping", None) or 0.0)
         if type(next(model.parameters())) is not nn.Parameter:
             return cap  # fake tensors: nothing can be compared
-        _HF_SOFTCAPS[model] = cap if _tried_out(model, cap) else None
+        _HF_SOFTCAPS[model] = cap if _is_confirmed(model, cap) else None
     return _HF_SOFTCAPS[model]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _tried_out(model: Any, softcap: float) -> bool:
-    """Whether ``base_model`` gives what the head reads, and the model returns what its head gives, but for a softcap.
+def _is_confirmed(model: Any, softcap: float) -> bool:
+    """Whether ``base_model`` returns the input of the head, and the model returns the head's output with this softcap.
 
-    The head is made to give known numbers, small and large, instead of its own.
+    A hook replaces the output of the head by known numbers, small and large.
     """
-    head, heard = model.get_output_embeddings(), []
+    head, inputs = model.get_output_embeddings(), []
     known_V = torch.linspace(-60, 60, head.out_features, device=head.weight.device)
 
-    def answer(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        heard.append(args[0])
+    def replaced(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        inputs.append(args[0])
         return known_V.to(output.dtype).expand_as(output)
 
     ids_BT = torch.zeros(1, 2, dtype=torch.long, device=head.weight.device)
-    handle = head.register_forward_hook(answer)
+    handle = head.register_forward_hook(replaced)
     try:
         with evaluating(model), torch.autocast(head.weight.device.type, enabled=False):
-            given = model.forward(input_ids=ids_BT).logits.float()
+            logits = model.forward(input_ids=ids_BT).logits.float()
             hidden = model.base_model.forward(input_ids=ids_BT)[0]
-    except Exception:  # whatever its forward wants beside the ids: it is none that we know how to ask
+    except Exception:  # its forward needs other arguments than the ids
         return False
     finally:
         handle.remove()
     expected = softcap * torch.tanh(known_V / softcap) if softcap else known_V
-    same = given.shape == (1, 2, len(known_V)) and torch.allclose(given, expected.expand_as(given), rtol=2e-2)
-    return same and len(heard) == 1 and torch.equal(heard[0], hidden)
+    same = logits.shape == (1, 2, len(known_V)) and torch.allclose(logits, expected.expand_as(logits), rtol=2e-2)
+    return same and len(inputs) == 1 and torch.equal(inputs[0], hidden)

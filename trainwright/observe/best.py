@@ -45,8 +45,8 @@ class BestSoFar:
         """The one that was seen after ``step``, unless it is on disk already or could not be saved."""
         return self._hoped_for if self._hoped_for and self._hoped_for.step == step else None
 
-    def settle(self, step: int) -> None:
-        """``step`` is on disk or could not be saved: the file says which is best of those that are there."""
+    def update(self, step: int) -> None:
+        """Must be called when the save of ``step`` has ended, well or not: reads which checkpoint on disk is best."""
         self._pointed_to = read_best(self._folder)
         if self._hoped_for and self._hoped_for.step <= step:
             self._hoped_for = None

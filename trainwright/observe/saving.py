@@ -163,14 +163,14 @@ class Saving:
         except Exception as error:
             self._not_saved(step, error)
             return
-        self._best.settle(step)
+        self._best.update(step)
         self.last, self.last_s = done.path, done.seconds
         self._listener.saved(step, f"{done.path.parent.name}/{done.path.name}", done.num_bytes, done.seconds, blocked_s)
         if done.trouble:
             self._warn(done.trouble)
 
     def _not_saved(self, step: int, error: Exception) -> None:
-        self._best.settle(step)
+        self._best.update(step)
         known = _explained(error, self._folder)
         reason = f"{known.message} ({known.remedy})"
         self._warn(f"step {step} is not saved: {reason}")
@@ -189,7 +189,7 @@ class Saving:
                 write_best(self._folder, best)
             except OSError as error:
                 self._warn(f"step {step} is the best so far, but that could not be kept: {error}")
-        self._best.settle(step)
+        self._best.update(step)
 
     def close(self) -> None:
         """Waits until all saves are on disk."""

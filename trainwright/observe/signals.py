@@ -40,7 +40,7 @@ def grace_s(environ: Mapping[str, str]) -> float | None:
 
 
 class Signals:
-    """From ``listen`` to ``close``: SIGINT and those in ``names`` set a flag; the step at hand is finished first.
+    """From ``listen`` to ``close``: SIGINT and those in ``names`` set a flag; the current step is finished first.
 
     A second one of them ends the process at once (KeyboardInterrupt). Outside the main thread it does nothing, for
     Python delivers no signals there. With ``grace_s``, the seconds from the signal to the kill, it says how the time
@@ -61,22 +61,25 @@ class Signals:
         self.saving_s: Callable[[], float | None] = lambda: None
         self.received: int | None = None
         self._received_s = 0.0
-        self._asked: Callable[[], None] = lambda: None
+        self._on_received: Callable[[], None] = lambda: None
         self._before: dict[int, Any] = {}
         self._pid = -1
-        # To the thread that speaks: "asked", then "reached". Its put() takes no lock that the interrupted thread could
-        # hold, unlike an Event or the start of a thread, so a handler may call it.
+        # To the thread that prints: "received", then "reached". Its put() takes no lock that the interrupted thread
+        # could hold, unlike an Event or the start of a thread, so a handler may call it.
         self._news: SimpleQueue[str] = SimpleQueue()
         self._speaker: threading.Thread | None = None
 
     @property
-    def asked(self) -> Callable[[], None]:
-        """Called in the handler of the first signal, so it must be fit for that; at once if that was before."""
-        return self._asked
+    def on_received(self) -> Callable[[], None]:
+        """A function that the handler of the first signal calls, so it must be safe there.
 
-    @asked.setter
-    def asked(self, call: Callable[[], None]) -> None:
-        self._asked = call
+        If a signal was received already, it is called when it is set.
+        """
+        return self._on_received
+
+    @on_received.setter
+    def on_received(self, call: Callable[[], None]) -> None:
+        self._on_received = call
         if self.received is not None:
             call()
 
@@ -90,24 +93,24 @@ class Signals:
         self._before = {number: signal.signal(number, self._note) for number in self._numbers}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """The handler. It prints nothing: the thread that it interrupts may itself be in the midst of printing."""
+        """The handler. It prints nothing: the thread that it interrupts may be printing."""
         if os.getpid() != self._pid:
             self._in_child(number)
             return
         if self.received is not None:
             raise KeyboardInterrupt
         self.received, self._received_s = number, time.monotonic()
-        self._asked()
-        self._news.put("asked")
+        self._on_received()
+        self._news.put("received")
 
     def _in_child(self, number: int) -> None:
-        """A forked child loads data: what asks us to stop is not for it, but multiprocessing ends it by SIGTERM."""
+        """A forked child that loads data ignores our signals, but for SIGTERM, by which multiprocessing ends it."""
         if number == signal.SIGTERM:
             signal.signal(number, self._before[number])
             os.kill(os.getpid(), number)
 
     def _speak(self) -> None:
-        if self._news.get() != "asked" or self.received is None:
+        if self._news.get() != "received" or self.received is None:
             return
         within = "" if self._grace_s is None else f" ({self._grace_s:g} s are left)"
         name = signal.Signals(self.received).name

@@ -100,8 +100,8 @@ class StepLog:
         return self._memory
 
     def tell_skipped(self, state: TrainState) -> None:
-        """Writes the ledger's new entries; settles it first (one host sync)."""
-        state.ledger.settle()
+        """Writes the ledger's new entries; reads what is pending first (one host sync)."""
+        state.ledger.read_pending()
         for entry in state.ledger.entries[self.num_skipped :]:
             self._journal.write(
                 records.Skipped(

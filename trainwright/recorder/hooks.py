@@ -19,7 +19,15 @@ from torch.utils.data import dataloader
 
 from trainwright.recorder.calls import call_hooks
 from trainwright.recorder.listener import Listener as Listener
-from trainwright.recorder.listener import careful, inside, is_heard, listeners, listens_to, methods_for, sort_listeners
+from trainwright.recorder.listener import (
+    careful,
+    has_listeners,
+    inside,
+    listeners,
+    listens_to,
+    methods_for,
+    sort_listeners,
+)
 from trainwright.recorder.listener import muted as muted
 from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
@@ -32,7 +40,7 @@ def listening(group: Sequence[Listener], roots: Sequence[nn.Module]) -> Iterator
     Torch's classes are patched while any listener is registered, and unpatched after the last.
     """
     mine = [(listener, threading.get_ident()) for listener in group]
-    with calls_heard(group, roots):
+    with listening_to_calls(group, roots):
         with _changing:
             if not listeners:
                 _patches.enter()
@@ -50,7 +58,7 @@ def listening(group: Sequence[Listener], roots: Sequence[nn.Module]) -> Iterator
 
 
 @contextmanager
-def calls_heard(group: Sequence[Listener], modules: Sequence[nn.Module]) -> Iterator[None]:
+def listening_to_calls(group: Sequence[Listener], modules: Sequence[nn.Module]) -> Iterator[None]:
     """Registers listeners for every forward call of ``modules`` in this thread.
 
     Calls inside of backward are left out: there activation checkpointing calls the model, not the loop.
@@ -61,12 +69,12 @@ def calls_heard(group: Sequence[Listener], modules: Sequence[nn.Module]) -> Iter
     )
 
     def before(root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        if thread == threading.get_ident() and is_heard() and not inside.backward:
+        if thread == threading.get_ident() and has_listeners() and not inside.backward:
             for call in begins:
                 call(root, args, kwargs)
 
     def after(root: nn.Module, args: Args, output: object) -> None:
-        if thread == threading.get_ident() and is_heard() and not inside.backward:
+        if thread == threading.get_ident() and has_listeners() and not inside.backward:
             for call in ends:
                 call(root, output)
 
@@ -110,7 +118,7 @@ _changing = threading.Lock()
 def _on_step(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
     values = (*args[1:], *kwargs.values())
     closure = next((each for each in values if callable(each)), None)
-    if closure is None or not is_heard():
+    if closure is None or not has_listeners():
         for call in methods_for("on_step"):
             call(optimizer, values)
         return None
@@ -144,7 +152,7 @@ def _call_gradients_changed() -> None:
 
 def _wrap_backward(original: TorchFunction) -> TorchFunction:
     def backward(tensors: Tensor | Iterable[Tensor], *args: object, **kwargs: object) -> object:
-        if inside.backward or not is_heard():
+        if inside.backward or not has_listeners():
             return original(tensors, *args, **kwargs)
         losses = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         names = ("grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
@@ -222,7 +230,7 @@ def _wrap_unscale(original: TorchFunction) -> TorchFunction:
 
 def _wrap_scaler_step(original: TorchFunction) -> TorchFunction:
     def step(self: GradScaler, optimizer: Optimizer, *args: object, **kwargs: object) -> object:
-        if not is_heard():
+        if not has_listeners():
             return original(self, optimizer, *args, **kwargs)
         seen: list[Optimizer] = []
         handle = optimizer.register_step_post_hook(lambda optimizer, *rest: seen.append(optimizer))
@@ -251,7 +259,7 @@ def _wrap_clip_norm(original: TorchFunction) -> TorchFunction:
     def clip_grads_with_norm_(
         parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor, *args: object, **kwargs: object
     ) -> object:
-        if not is_heard():
+        if not has_listeners():
             return original(parameters, max_norm, total_norm, *args, **kwargs)
         clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for call in methods_for("on_clip"):
@@ -267,7 +275,7 @@ def _wrap_clip_value(original: TorchFunction) -> TorchFunction:
     def clip_grad_value_(
         parameters: Tensor | Iterable[Tensor], clip_value: float, *args: object, **kwargs: object
     ) -> object:
-        if not is_heard():
+        if not has_listeners():
             return original(parameters, clip_value, *args, **kwargs)
         clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for call in methods_for("on_clip"):

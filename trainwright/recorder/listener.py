@@ -71,7 +71,7 @@ def methods_for(method: str) -> Sequence[Callable[..., None]]:
     return () if thread in _muted else _methods.get((thread, method), ())
 
 
-def is_heard() -> bool:
+def has_listeners() -> bool:
     """Whether this thread has listeners and is not muted."""
     thread = threading.get_ident()
     return thread not in _muted and (thread, "") in _methods
@@ -128,7 +128,7 @@ def muted() -> Iterator[None]:
 
 
 @contextmanager
-def heard_again() -> Iterator[None]:
+def unmuted() -> Iterator[None]:
     """A context inside of ``muted`` in which this thread has events again."""
     thread = threading.get_ident()
     was_muted = thread in _muted

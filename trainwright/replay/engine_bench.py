@@ -1,4 +1,4 @@
-"""Steps of our own engine again, through the engine's own step, with hooks and tape on: so their programs are made."""
+"""Runs recorded steps of our own engine again with hooks and tape on, and so writes their programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainwright.engine.step import StepFn
 from trainwright.engine.witness import StepWitness
 from trainwright.recorder.hooks import Listener, listening
 from trainwright.recorder.inputs import StepInputs
-from trainwright.recorder.listener import heard_again, methods_for
+from trainwright.recorder.listener import methods_for, unmuted
 from trainwright.recorder.program import Backward, Call, RecordedStep
 from trainwright.recorder.recording import LoopRecorder
 from trainwright.recorder.tape import Tape
@@ -34,9 +34,9 @@ MakeStep = Callable[[StepWitness, SpikeHandler], StepFn]
 
 
 class EngineBench:
-    """Takes given steps again on the live objects, which afterwards are what they were.
+    """Runs steps again from their inputs, on the live objects, whose state is restored afterwards.
 
-    ``probes`` hear each step whose program is made, once, in order of being looked at.
+    ``probes`` receive the events of each step whose program is written, once.
     """
 
     def __init__(self, state: TrainState, make_step: MakeStep) -> None:
@@ -60,7 +60,7 @@ class EngineBench:
         return self._recorder.tape
 
     def record(self, snapshot: Snapshot, steps: Sequence[tuple[RecordedStep, StepInputs]]) -> None:
-        """Writes the program of each step that has none. What the user's code raises comes out."""
+        """Writes the program of each step that has none. An exception of the user's code is not caught."""
         with staged(self.objects, snapshot):
             for recorded, inputs in steps:
                 if recorded.program:
@@ -71,7 +71,7 @@ class EngineBench:
     def record_unfinished(
         self, snapshot: Snapshot, steps: Sequence[StepInputs]
     ) -> tuple[RecordedStep, Exception | None]:
-        """The last of the steps, which raised: what it did until then, and what it raises now; None: it does not."""
+        """Runs the steps, the last of which raised. Returns its record and what it raises now: None if nothing."""
         with staged(self.objects, snapshot):
             for inputs in steps[:-1]:
                 self._advance(self._state_at(inputs), inputs.batch)
@@ -87,10 +87,10 @@ class EngineBench:
         self._taken.clear()
         recorder.current = RecordedStep(inputs.step)
         state = self._state_at(inputs)
-        with ExitStack() as heard:
-            heard.enter_context(heard_again())
-            heard.enter_context(listening([recorder, *self.probes], recorder.roots))
-            heard.callback(recorder.tape.stop)
+        with ExitStack() as recording:
+            recording.enter_context(unmuted())
+            recording.enter_context(listening([recorder, *self.probes], recorder.roots))
+            recording.callback(recorder.tape.stop)
             self._advance(state, inputs.batch)
         if recorder.failed is not None:
             raise recorder.failed
@@ -100,7 +100,7 @@ class EngineBench:
         return self._taken.pop()
 
     def _state_at(self, inputs: StepInputs) -> TrainState:
-        """A state of its own around the live model and optimizer, which stand where the step began."""
+        """Returns a new TrainState of the live model and optimizer, which must be in the state before the step."""
         torch.default_generator.set_state(inputs.rng)
         if inputs.rng_cuda is not None:
             torch.cuda.set_rng_state(inputs.rng_cuda, self._recorder.device)
@@ -114,7 +114,7 @@ class EngineBench:
 
 
 def _complete(recorded: RecordedStep, again: RecordedStep) -> None:
-    """What only the program tells; the numbers of the live step stay."""
+    """Adds what only a program has to the recorded step; the numbers of the live step stay."""
     recorded.program, recorded.losses = again.program, again.losses
     recorded.events = [(kind, _read(value) if kind == "clip" else value) for kind, value in again.events]
     micro = 0
@@ -130,7 +130,7 @@ def _complete(recorded: RecordedStep, again: RecordedStep) -> None:
 
 
 def _read(clip: dict[str, object]) -> dict[str, object]:
-    """Its norm as a number: nothing of the bench's tensors stays."""
+    """Returns the event of a clip with its norm as a number, so that no tensor of the bench is kept."""
     norm = clip["norm"]
     return clip | {"norm": float(norm)} if isinstance(norm, Tensor) else clip
 
@@ -150,7 +150,7 @@ class _AsItWas:
 
 
 class _BenchWitness:
-    """Tells the listeners of this thread what the engine's step tells."""
+    """Passes the events of the engine's step on to the listeners of this thread."""
 
     def __init__(self, recorder: LoopRecorder) -> None:
         self._recorder = recorder

@@ -56,7 +56,7 @@ class Report:
             "ended": self.ended,
             "watched": self.watched,
             "findings": [strict(found) for found in self.findings],
-            "wishes": list(self.experiments),
+            "experiments": list(self.experiments),
         }
 
 

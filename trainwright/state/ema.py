@@ -56,7 +56,7 @@ class Ema:
 
     @torch.no_grad()
     def load_state_dict(self, saved: StateDict) -> None:
-        """A weight that was not averaged before begins with its live value, which must be loaded by now."""
+        """Loads the averages. A weight that was not averaged before starts with its live value: load that first."""
         self.num_updates = saved.get("num_updates", 0)
         before = saved.get("shadow", {})
         for name, shadow in self.shadow.items():

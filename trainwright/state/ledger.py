@@ -13,7 +13,7 @@ from torch import Tensor
 from trainwright.state.codec import StateDict
 from trainwright.state.cursor import Ids, StepBatch
 
-SETTLE_EVERY = 256
+READ_EVERY = 256
 NOTHING_COUNTED = "nothing was counted: the weight of the whole batch is 0"
 NOT_FINITE = "the gradient norm is not finite"
 
@@ -48,7 +48,7 @@ class _Pending(NamedTuple):
 class SkipLedger:
     """Counts and names skipped steps without waiting for the device at every step.
 
-    ``note`` only keeps references; ``settle`` reads all flags in one transfer and turns those that are
+    ``note`` only keeps references; ``read_pending`` reads all flags in one transfer and turns those that are
     true into entries. It runs by itself every 256 steps (one host sync each).
     """
 
@@ -73,15 +73,15 @@ class SkipLedger:
         """
         ids = [micro.ids for micro in batch.micro]
         self._pending.append(_Pending(step, skipped, grad_norm, losses, ids, scale, reason))
-        if len(self._pending) >= SETTLE_EVERY:
-            self.settle()
+        if len(self._pending) >= READ_EVERY:
+            self.read_pending()
 
     def add(self, entries: Iterable[SkippedStep]) -> None:
         """Steps whose update was undone afterwards."""
-        self.settle()
+        self.read_pending()
         self.entries += entries
 
-    def settle(self) -> None:
+    def read_pending(self) -> None:
         """Reads what is pending: one host sync for all of it."""
         pending, self._pending = self._pending, []
         if not pending:
@@ -92,12 +92,12 @@ class SkipLedger:
 
     @property
     def total(self) -> int:
-        """Number of steps skipped so far; settles first."""
-        self.settle()
+        """Number of steps skipped so far; reads what is pending."""
+        self.read_pending()
         return len(self.entries)
 
     def state_dict(self) -> StateDict:
-        self.settle()
+        self.read_pending()
         return {"entries": [asdict(entry) for entry in self.entries]}
 
     def load_state_dict(self, saved: StateDict) -> None:

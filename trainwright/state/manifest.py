@@ -86,13 +86,13 @@ def verify(folder: Path, needed: Sequence[str] = NEEDED) -> None:
 
 @contextmanager
 def raising_checkpoint_error(path: Path) -> Iterator[None]:
-    """What goes wrong in reading a verified checkpoint: its sums are right, and its content is none of ours."""
+    """Raises CheckpointError where a verified checkpoint cannot be read: its content is not what we write."""
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
-        said = text_of(error)[:300]
+        reason = text_of(error)[:300]
         raise CheckpointError(
-            f"{path} is no checkpoint of Trainwright, though its manifest fits it ({said})",
+            f"{path} is no checkpoint of Trainwright, though its manifest fits it ({reason})",
             remedy="delete it, and resume from an older one",
         ) from None
 

@@ -1,4 +1,4 @@
-"""Optimizer state by parameter name, so that it finds its parameters again when groups or frozen ones changed."""
+"""Saves optimizer state by parameter name, so that it can be loaded after groups or frozen parameters changed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from torch.optim import Optimizer
 from trainwright.state.codec import StateDict, Tree
 from trainwright.state.weights import plain_name, unwrapped
 
-Plain = StateDict
 _SET_BY_RECIPE = ("lr", "weight_decay", "betas", "momentum", "eps", "nesterov", "initial_lr")
 
 
 def moments(model: nn.Module, optimizer: Optimizer) -> StateDict:
-    """The optimizer's ``state`` and ``param_groups`` with names where torch has positions; its class; how it was built.
+    """Returns the optimizer's ``state`` and ``param_groups`` by parameter name, its class and its defaults.
 
-    A parameter that is none of the model's is named by its position, as ``#3``.
+    A parameter that does not belong to the model is named by its position: ``#3``.
     """
     saved, names = optimizer.state_dict(), parameter_names(model, optimizer)
     groups = [{**group, "params": [names[i] for i in group["params"]]} for group in saved["param_groups"]]
@@ -29,11 +28,11 @@ def moments(model: nn.Module, optimizer: Optimizer) -> StateDict:
 
 
 def load_moments(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Tree]) -> None:
-    """Puts what ``moments`` gave back; what a recipe sets stays as the optimizer was built.
+    """Loads what ``moments`` returned. Options that a recipe sets keep the values that the optimizer was built with.
 
-    A parameter that was not trained before begins without moments, and moments of one that no longer is are
-    dropped. The base learning rate is taken anew from ``lr``; the schedule goes on from the step that is reached.
-    Raises ValueError for the state of another optimizer.
+    A parameter that was not trained before starts without moments; moments of one that is no longer trained are
+    dropped. The base learning rate is the group's ``lr``; the schedule continues from the current step. Raises
+    ValueError for the state of an optimizer of another class.
     """
     if saved["class"] != type(optimizer).__name__:
         raise ValueError(f"it holds the state of {saved['class']}, not of {type(optimizer).__name__}")
@@ -41,7 +40,7 @@ def load_moments(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Tre
     state = {i: saved["state"][name] for i, name in enumerate(names) if name in saved["state"]} | saved["own"]
     built = _built(optimizer)
     groups = [_continued(group, [names[i] for i in group["params"]], saved, built) for group in fresh["param_groups"]]
-    before = dict(optimizer.state)  # an optimizer may have been given buffers to begin with
+    before = dict(optimizer.state)  # a constructor may have made buffers already
     optimizer.load_state_dict({**fresh, "state": state, "param_groups": groups})
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter, name in zip(parameters, names, strict=True):
@@ -53,10 +52,10 @@ def load_moments(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Tre
 
 
 def _as_saved(loaded: Tree, saved: Tree, parameter: Tensor) -> Tree:
-    """State as it was, where torch has put it.
+    """Returns the saved state with its own dtype, on the device that torch loaded it to.
 
-    torch casts it to the type of its parameter, and a file forgets how its memory was laid out: fused kernels take
-    moments to lie as their parameter does. Copied, so that no file stays mapped into memory.
+    torch casts the state to the dtype of its parameter, and a file does not keep the memory layout: fused kernels
+    expect moments with the strides of their parameter. The result is a copy, so that no file stays mapped into memory.
     """
     if isinstance(saved, Tensor):
         like = parameter if saved.shape == parameter.shape else saved
@@ -69,26 +68,27 @@ def _as_saved(loaded: Tree, saved: Tree, parameter: Tensor) -> Tree:
 
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """The name of each of the optimizer's parameters, in the order of its groups."""
+    """Returns the name of each parameter of the optimizer, in the order of its groups."""
     known = {id(parameter): plain_name(name) for name, parameter in unwrapped(model).named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [known.get(id(parameter), f"#{i}") for i, parameter in enumerate(parameters)]
 
 
-def _continued(group: Mapping[str, Tree], names: list[str], saved: Mapping[str, Tree], built: Plain) -> StateDict:
-    """A group as it was built, with the counters that an optimizer kept in the group of the same parameters.
+def _continued(group: Mapping[str, Tree], names: list[str], saved: Mapping[str, Tree], built: StateDict) -> StateDict:
+    """Returns the group as it was built, with the counters of the saved group that has the same parameters.
 
-    Counters cannot be told from options by name; but an option that was built otherwise this time was asked for.
+    Names do not distinguish counters from options. An option whose default differs from the saved one was changed by
+    the user, and keeps its new value.
     """
-    before: Plain = next((each for each in saved["param_groups"] if not set(names).isdisjoint(each["params"])), {})
-    asked = {key for key, value in built.items() if value != saved["built"].get(key, value)}
-    kept = {key: value for key, value in before.items() if key not in {*_SET_BY_RECIPE, *asked, "params"}}
-    base = {"lr": group["initial_lr"]} if "initial_lr" in group else {}  # it has trained: its rate is a scheduled one
+    before: StateDict = next((each for each in saved["param_groups"] if not set(names).isdisjoint(each["params"])), {})
+    changed = {key for key, value in built.items() if value != saved["built"].get(key, value)}
+    kept = {key: value for key, value in before.items() if key not in {*_SET_BY_RECIPE, *changed, "params"}}
+    base = {"lr": group["initial_lr"]} if "initial_lr" in group else {}  # "lr" is a scheduled rate once it has trained
     return {**{key: value for key, value in group.items() if key != "initial_lr"}, **base, **kept}
 
 
-def _built(optimizer: Optimizer) -> Plain:
-    """What the optimizer was constructed with, where that is a plain value."""
+def _built(optimizer: Optimizer) -> StateDict:
+    """Returns the optimizer's default options that are plain values."""
     plain = (bool, int, float, str, tuple, type(None))
     options = {key: value for key, value in optimizer.defaults.items() if isinstance(value, plain)}
     options.pop("differentiable", None)  # torch adds it when it loads

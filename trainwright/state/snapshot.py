@@ -83,7 +83,7 @@ class LiveObjects:
         return Snapshot(step, copies, buffers, states, groups, RngBag.capture(), attributes, self.hooks())
 
     def _attributes(self, module: nn.Module, known: Mapping[int, _TensorCopy]) -> dict[str, Any]:
-        """What a forward pass of one's own may count or keep; torch's own modules have no such thing."""
+        """Copies the plain attributes, which the forward pass of a user's module may change."""
 
         def copied(live: Tensor) -> Tensor:
             if live.requires_grad or live.is_inference():

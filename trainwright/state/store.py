@@ -1,4 +1,4 @@
-"""A folder of checkpoints: which are there, which is the newest that verifies, which is best, which may go."""
+"""A folder of checkpoints: lists them, finds the newest intact one and the best one, and deletes old ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BEST = "best.json"
 
 @dataclass(frozen=True)
 class Best:
-    """Which checkpoint has the best ``value`` of a validation metric so far."""
+    """The checkpoint with the best ``value`` of a validation metric so far."""
 
     step: int
     metric: str
@@ -29,20 +29,20 @@ class Best:
 
 @dataclass(frozen=True)
 class Retention:
-    """What is kept: the ``newest`` ones, the best, and of each ``every`` steps the first one for ever."""
+    """Which checkpoints are kept: the ``newest`` ones, the best, and the first one of each ``every`` steps."""
 
     newest: int = 2
     every: int | None = None
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """All committed checkpoints, newest first. One that was being replaced when a kill came counts (``.old``)."""
+    """Returns all committed checkpoints, newest first, with those that a killed save was replacing (``.old``)."""
     found = [(step, not path.suffix, path) for path in folder.glob("step-*") if (step := step_of(path)) is not None]
     return [path for _, _, path in sorted(found, reverse=True) if path.is_dir()]
 
 
 def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, and what is wrong with each newer one."""
+    """Returns the newest checkpoint that verifies, and the reason why each newer one does not."""
     broken: list[str] = []
     for path in checkpoints(folder):
         try:
@@ -55,10 +55,10 @@ def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def set_aside_newer(folder: Path, resumed: Path) -> list[Path]:
-    """Sets aside what a resume from ``resumed`` stepped over: the newer checkpoints, none of which verifies.
+    """Renames the checkpoints that are newer than ``resumed``, none of which verifies. Returns their new paths.
 
-    Once training has passed beyond them they would count as new ones and push good ones out. A best that is newer
-    belongs to the same past that was given up, and is forgotten. Returns where they are now.
+    Otherwise ``prune`` would count them among the newest ones later, and delete intact ones. The pointer to the best
+    checkpoint is removed if that one is newer than ``resumed``.
     """
     found, best = checkpoints(folder), _pointed_to(folder)
     if best and best.step > (step_of(resumed) or 0):
@@ -68,10 +68,7 @@ def set_aside_newer(folder: Path, resumed: Path) -> list[Path]:
 
 
 def set_aside(path: Path) -> Path:
-    """Renames a checkpoint so that it is none any more and nothing deletes it. Returns its new path.
-
-    One that cannot be renamed stays where it is.
-    """
+    """Renames a checkpoint so that it is no longer used or deleted. Returns its new path, or ``path`` if it cannot."""
     names = (f"damaged-{path.name}{f'-{number}' if number > 1 else ''}" for number in count(1))
     with suppress(OSError):
         return path.rename(next(aside for name in names if not (aside := path.with_name(name)).exists()))
@@ -79,9 +76,9 @@ def set_aside(path: Path) -> Path:
 
 
 def prune(folder: Path, committed: Path, retention: Retention) -> None:
-    """Deletes what need not be kept of the checkpoints up to ``committed``, which was just written.
+    """Deletes the checkpoints up to ``committed``, which was just written, that ``retention`` does not keep.
 
-    Later ones are of a past that was given up, and not counted: they must not push good ones out.
+    Later ones belong to a past that a resume has discarded. They are not counted, or they would displace good ones.
     """
     mine = [path for path in checkpoints(folder) if (step_of(path) or 0) <= (step_of(committed) or 0)]
     best = read_best(folder)
@@ -94,7 +91,7 @@ def prune(folder: Path, committed: Path, retention: Retention) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Out of sight first: a kill in its midst leaves what ``sweep`` removes, and no checkpoint that lacks files."""
+    """Renames the folder first, so that a kill leaves what ``sweep`` removes and no checkpoint with missing files."""
     doomed = path.with_name(f".{path.name}.deleted")
     with suppress(OSError):
         path.rename(doomed)
@@ -103,15 +100,15 @@ def _delete(path: Path) -> None:
 
 
 def _first_of_each(paths: Iterable[Path], every: int) -> set[str]:
-    """The first checkpoint at or after each multiple. Asked after every save, it never changes its mind."""
+    """Returns the first checkpoint at or after each multiple of ``every``: the same ones after every later save."""
     first: dict[int, str] = {}
-    for path in paths:  # newest first: the oldest of each has the last word
+    for path in paths:  # newest first, so the oldest of each multiple is written last
         first[(step_of(path) or 0) // every] = path.name
     return {name for multiple, name in first.items() if multiple}
 
 
 def write_best(folder: Path, best: Best) -> None:
-    """Points to the best checkpoint, which is committed already; as a whole or not at all."""
+    """Writes the pointer to the best checkpoint, which is committed already. The write is atomic."""
     draft = folder / f".{BEST}.{os.getpid()}"
     draft.write_text(json.dumps(asdict(best)) + "\n")
     fsync(draft)
@@ -120,9 +117,9 @@ def write_best(folder: Path, best: Best) -> None:
 
 
 def read_best(folder: Path) -> Best | None:
-    """The best checkpoint that is there: what ``write_best`` wrote, or a later one whose own manifest says so.
+    """Returns the best checkpoint: what ``write_best`` wrote, or a later one whose manifest says that it is best.
 
-    A kill between the commit of a checkpoint and the pointer to it costs neither.
+    So a kill between the commit of a checkpoint and the write of the pointer loses nothing.
     """
     with suppress(OSError):
         pointed_to, there = _pointed_to(folder), checkpoints(folder)
@@ -133,7 +130,7 @@ def read_best(folder: Path) -> Best | None:
 
 
 def mend_best(folder: Path) -> Best | None:
-    """``read_best``, after which the pointer says the same: a kill may have come before it was written."""
+    """Returns ``read_best``, and writes the pointer where a kill came before it was written."""
     best = read_best(folder)
     with suppress(OSError):
         if best and _pointed_to(folder) != best:
@@ -142,7 +139,7 @@ def mend_best(folder: Path) -> Best | None:
 
 
 def _own_best(path: Path) -> Best | None:
-    """By what a checkpoint was the best when it was saved."""
+    """Returns the value by which a checkpoint was the best when it was saved."""
     with suppress(CheckpointError):
         return _as_best(read_manifest(path).get("best"))
     return None
@@ -155,7 +152,7 @@ def _pointed_to(folder: Path) -> Best | None:
 
 
 def _as_best(read: object) -> Best | None:
-    """A pointer that is torn, or was edited into something else, points nowhere."""
+    """Returns a Best from parsed JSON; None for anything that ``write_best`` does not write."""
     with suppress(KeyError, OverflowError):
         if not isinstance(read, dict):
             return None
@@ -166,7 +163,7 @@ def _as_best(read: object) -> Best | None:
 
 
 def sweep(folder: Path) -> None:
-    """Removes what a killed save left behind."""
+    """Removes the unfinished files of a killed save."""
     for path in folder.glob(".step-*"):
         shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(f".{BEST}.*"):

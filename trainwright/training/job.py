@@ -99,17 +99,17 @@ def prepare(loaded: Loaded, parts: Parts | None = None, *, earlier: Earlier | No
     with at_recipe(loaded, "device"):
         device = choose_device(loaded.recipe.device)
     set_deterministic(loaded.recipe.deterministic)
-    settled = _settled(loaded, parts, earlier, nominal_cpu(machine) if device.type == "cpu" else None)
-    loaded, recipe = settled.loaded, settled.loaded.recipe
+    resolved = _resolved(loaded, parts, earlier, nominal_cpu(machine) if device.type == "cpu" else None)
+    loaded, recipe = resolved.loaded, resolved.loaded.recipe
     if parts is None:
-        parts = build_parts(loaded, device, settled.planned)
+        parts = build_parts(loaded, device, resolved.planned)
     elif not parts.prepared:
-        parts = prepare_parts(parts, loaded, device, settled.planned)
+        parts = prepare_parts(parts, loaded, device, resolved.planned)
     threads = (earlier.threads,) if earlier else usable_threads(device)
     facts = gather_facts(parts, device, device_name(device, machine), low_precision(device, machine), threads)
     with at_recipe(loaded, ""):
         plan = make_plan(recipe, facts, kept=earlier.what_was_planned(recipe) if earlier else Kept())
-    plan = replace(plan, settled=settled.to_json(), notes=(*settled.notes, *plan.notes))
+    plan = replace(plan, settled=resolved.to_json(), notes=(*resolved.notes, *plan.notes))
     state, schedule = build_state(parts, loaded, plan), build_schedule(loaded, plan)
     state.spikes = SpikeDetector(recipe.spikes.factor)
     state.loss = parts.loss if isinstance(parts.loss, nn.Module) else None
@@ -137,11 +137,11 @@ def prepare(loaded: Loaded, parts: Parts | None = None, *, earlier: Earlier | No
     return job
 
 
-def _settled(loaded: Loaded, parts: Parts | None, earlier: Earlier | None, cpu: Device | None) -> Resolved:
+def _resolved(loaded: Loaded, parts: Parts | None, earlier: Earlier | None, cpu: Device | None) -> Resolved:
     """The recipe with what it leaves to the plan decided: as it was for an earlier part of the run."""
     if not left_open(loaded.recipe):
         return Resolved(loaded)
-    if earlier and (kept := earlier.settled):
+    if earlier and (kept := earlier.resolved):
         return resolved_before(loaded, kept)
     with at_recipe(loaded, "model"):
         return resolve(loaded, cpu or local_device(probe=False), parts=parts)

@@ -1,4 +1,4 @@
-"""Going on with a run: its newest checkpoint that verifies, what is different by now, and what of that is wanted."""
+"""Resumes a run: finds its newest intact checkpoint, compares then with now, and loads it if the user accepts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trainwright.state.train_state import TrainState
 
 @dataclass(frozen=True)
 class Earlier:
-    """The part of a run that was trained before: its checkpoint, and what it measured and chose."""
+    """The earlier part of a run: its checkpoint, and what the run measured and chose."""
 
     folder: RunFolder
     lock: RunLock
@@ -42,33 +42,37 @@ class Earlier:
 
     @property
     def threads(self) -> int:
-        """CPU threads are measured once in a run: with another number sums have other last bits."""
+        """The number of CPU threads. It is measured once in a run: another number changes the last bits of sums."""
         return int(self.run_metadata["plan"]["threads"])
 
     @property
-    def settled(self) -> Mapping[str, Any]:
-        """What was decided before the model was built, where the recipe left it to the plan."""
+    def resolved(self) -> Mapping[str, Any]:
+        """What the recipe left open and was resolved before the model was built."""
         kept: Mapping[str, Any] = self.run_metadata["plan"].get("settled", {})
         return kept
 
-    def precision(self, asked: str, facts: RunFacts) -> PrecisionName:
-        """``auto`` means what it was found to mean when the run began."""
-        if asked == "auto":
+    def precision(self, requested: str, facts: RunFacts) -> PrecisionName:
+        """``auto`` is the precision that was chosen when the run began."""
+        if requested == "auto":
             return cast(PrecisionName, self.run_metadata["plan"]["precision"])
-        return choose_precision(asked, facts.device, facts.low_precision, {})[0]
+        return choose_precision(requested, facts.device, facts.low_precision, {})[0]
 
     def what_was_planned(self, recipe: Recipe) -> Kept:
-        """What the recipe asks for as before and is done in part: as a share of another whole it would be another."""
-        then, asked, before = self.run_metadata["plan"], recipe.model_dump(mode="json"), self.run_metadata["recipe"]
+        """Numbers of the first plan that stay where the recipe has not changed them.
+
+        They are shares of the run (warm-up, ``keep_every``) or progress. Computed again for a longer run they would
+        differ from what was already trained.
+        """
+        then, now, before = self.run_metadata["plan"], recipe.model_dump(mode="json"), self.run_metadata["recipe"]
         batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation)
         return Kept(
-            self._warmup(recipe) if asked["schedule"]["warmup"] == before["schedule"]["warmup"] else None,
-            then["keep_every"] if asked["checkpoint"]["keep_every"] == before["checkpoint"]["keep_every"] else None,
+            self._warmup(recipe) if now["schedule"]["warmup"] == before["schedule"]["warmup"] else None,
+            then["keep_every"] if now["checkpoint"]["keep_every"] == before["checkpoint"]["keep_every"] else None,
             Spent(**then.get("spent", {})) if batch.size == then["batch"]["size"] else _spent(self.checkpoint),
         )
 
     def _warmup(self, recipe: Recipe) -> int | float | None:
-        """Of the same length: steps as they are, and a share of so many seconds as a share of those that it is now."""
+        """A warm-up of the same length: the same number of steps, or the same seconds as a share of the new total."""
         warmup: int | float = self.run_metadata["plan"]["warmup"]
         if isinstance(warmup, int):
             return warmup
@@ -76,10 +80,10 @@ class Earlier:
         return warmup * (was_s / recipe.until.value) if recipe.until.unit == "s" else None
 
     def load(self, state: TrainState, recipe: Recipe, precision: str, now: Mapping[str, Any]) -> list[str]:
-        """Puts the checkpoint into ``state``; returns the differences that were accepted.
+        """Loads the checkpoint into ``state``; returns the paths of the accepted differences.
 
-        Tells what is different by ``now``, the provenance. Raises UsageError unless all that changes the maths is
-        accepted. Other training data begin with an epoch of their own and no quarantine.
+        ``now`` is the provenance of this process. Reports every difference to the earlier part. Raises UsageError
+        unless each one that changes the maths is accepted. Other training data start a new epoch without quarantine.
         """
         changes = self._changes(state, recipe, precision, now)
         accept = [each for each in self.accept if each != CRASH_LOOP]
@@ -89,7 +93,7 @@ class Earlier:
             self.say(str(change))
         load_checkpoint(state, self.checkpoint, verified=True)
         if state.micro_limit and any(change.path.startswith("batch.") for change in changes):
-            state.micro_limit = None  # another micro-batch was asked for: it is tried as it is
+            state.micro_limit = None  # the micro-batch size of the new recipe is tried first
         for path in set_aside_newer(self.folder.checkpoints, self.checkpoint):
             self.say(f"set aside: {path}")
         if any(change.path.startswith("data.train") for change in accepted):
@@ -101,8 +105,8 @@ class Earlier:
             **self.run_metadata,
             "recipe": {**self.run_metadata["recipe"], "precision": self.run_metadata["plan"]["precision"]},
         }
-        asked = {"recipe": {**recipe.model_dump(mode="json"), "precision": precision}, "provenance": now}
-        return compare(then, asked, step=step_of(self.checkpoint) or 0, misfits=misfits(state, self.checkpoint))
+        requested = {"recipe": {**recipe.model_dump(mode="json"), "precision": precision}, "provenance": now}
+        return compare(then, requested, step=step_of(self.checkpoint) or 0, misfits=misfits(state, self.checkpoint))
 
 
 def _spent(checkpoint: Path) -> Spent:
@@ -113,9 +117,9 @@ def _spent(checkpoint: Path) -> Spent:
 
 
 def find_earlier(folder: RunFolder, lock: RunLock, accept: Sequence[str], say: Callable[[str], None]) -> Earlier:
-    """The newest checkpoint that verifies; says which newer ones do not, and what is wrong with each.
+    """Finds the newest checkpoint that verifies. Reports each newer one that does not, with the reason.
 
-    Raises CheckpointError when there is none, UsageError when the run died in the same step twice.
+    Raises CheckpointError when none verifies, UsageError when the run died in the same step twice.
     """
     path, broken = newest_valid(folder.checkpoints)
     for message in broken:
@@ -131,7 +135,7 @@ def find_earlier(folder: RunFolder, lock: RunLock, accept: Sequence[str], say: C
 
 
 def again(folder: RunFolder, *, live: bool = False) -> str:
-    """What to call to go on with a run, or to begin it anew where nothing could be saved."""
+    """Returns the command that resumes a run, or that starts it anew where no checkpoint was saved."""
     if live:
         return f"tw.fit(..., resume={str(folder.path)!r})"
     if folder.checkpoints.is_dir() and checkpoints(folder.checkpoints):
@@ -140,17 +144,17 @@ def again(folder: RunFolder, *, live: bool = False) -> str:
 
 
 def in_python(folder: RunFolder) -> CommandWith:
-    """The CommandWith of a run of live objects."""
+    """Returns the CommandWith for a run of live objects, which only Python can resume."""
     return lambda paths, undo=(): f"tw.fit(..., resume={str(folder.path)!r}, accept={list(paths)})"
 
 
 def called(folder: RunFolder) -> str:
-    """This very command; ``again`` where it was not called from a command line."""
+    """Returns this command line; ``again`` if this process was not started by ``resume``."""
     return f"{program()} {shlex.join(sys.argv[1:])}" if sys.argv[1:2] == ["resume"] else again(folder)
 
 
 def program() -> str:
-    """How this command line was called, so that what is printed can be pasted: a path unless it is on PATH."""
+    """Returns how the user called this program, so that a printed command can be pasted: a path unless on PATH."""
     called = Path(sys.argv[0])
     if called.name == "__main__.py":
         return f"{shlex.quote(sys.executable)} -m trainwright"

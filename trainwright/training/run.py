@@ -130,7 +130,7 @@ def _held(folder: RunFolder, signals: Signals) -> Iterator[RunLock]:
     Except where the step is not at fault: a mistake in the call, a full disk, a signal to stop.
     """
     lock = RunLock.acquire(folder.path)
-    signals.asked = lock.excuse
+    signals.on_received = lock.excuse
     try:
         yield lock
     except Exception as error:
@@ -175,7 +175,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         signals.saving_s, signals.newest = lambda: saving.last_s, lambda: str(saving.last or restored)
         evaluation = _evaluation(job, stage, logbook, saving)
         watching: tuple[Observer, ...] = (logbook.recorder, logbook.telemetry, progress)
-        doctor = attend(job, folder, progress.say) if job.recipe.log.doctor else None
+        doctor = make_engine_observer(job, folder, progress.say) if job.recipe.log.doctor else None
         extra = [*([doctor] if doctor else []), *(make(job, folder, progress) for make in extras)]
         witness = doctor.witness if doctor else SILENT
         advance = make_advance(job, stage.world, witness, spike_handler(job.loaded))
@@ -197,7 +197,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
     return _closed(job, folder, outcome, logbook, saving.last, progress)
 
 
-def attend(job: Job, folder: RunFolder, say: Callable[[str], None]) -> EngineObserver:
+def make_engine_observer(job: Job, folder: RunFolder, say: Callable[[str], None]) -> EngineObserver:
     """The doctor beside a run: its ``witness`` goes into the step that trains."""
     extent = job.plan.extent
     return EngineObserver(

@@ -71,7 +71,7 @@ class EngineSession:
         self._late = lateness(device)
         self._unread: deque[tuple[RecordedStep, Callable[[], list[float]]]] = deque()
         self._warns, self._went_back = warns_of_spikes, -1
-        self._newest_heard = 0  # the newest step whose program the probes have heard
+        self._newest_replayed = 0  # the newest step whose program the probes have received
         self._begin_s, self._first_step = time.perf_counter(), self.step
         self._prepare_next(self.step)
 
@@ -126,8 +126,8 @@ class EngineSession:
             step.blind = text_of(error)[:200]
             return
         for each in self.ring.steps:
-            if self._newest_heard < each.step <= step.step and each.program:
-                self._newest_heard = each.step
+            if self._newest_replayed < each.step <= step.step and each.program:
+                self._newest_replayed = each.step
                 for probe in self._probes:
                     _tell(probe, lambda probe=probe, each=each: probe.on_closed(each))  # type: ignore[misc]
         for probe in self._probes:

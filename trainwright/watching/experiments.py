@@ -70,7 +70,7 @@ class ExperimentRunner:
         return facts
 
     def try_remedy(self, step: int, trial: RemedyTrial | None) -> tuple[Tried, ...]:
-        """Tries the remedy of a finding on the replay; returns what came of it, or nothing where it cannot be tried."""
+        """Tries the remedy of a finding on the replay; returns the result, or nothing if it cannot be tried."""
         if trial is None or step == 0:
             return ()
         try:
@@ -85,13 +85,13 @@ class ExperimentRunner:
         """Writes a bundle of ``step``; None when the recorder does not hold it any more. Raises StorageError."""
         return bundle.keep(folder, self.replayer, self._ring, step, about)
 
-    def unfinished(self, segment: RecordedStep, tape: Tape, error: BaseException | None) -> Facts:
+    def unfinished(self, recorded: RecordedStep, tape: Tape, error: BaseException | None) -> Facts:
         """Returns the facts of a step that did not end: it raised ``error``, or the loop was left."""
         facts: Facts = {
             "error": None if error is None else text_of(error),
-            "events": [kind for kind, _ in segment.events],
-            "ids": [list(ids) if ids else None for ids in segment.ids],
-            "lines": segment.values.get("lines", []),
+            "events": [kind for kind, _ in recorded.events],
+            "ids": [list(ids) if ids else None for ids in recorded.ids],
+            "lines": recorded.values.get("lines", []),
         }
         if tape.failed is not None:
             name, written = tape.failed
@@ -100,15 +100,15 @@ class ExperimentRunner:
             facts["failed"] = {"op": name, "arguments": [_described(each) for each in arguments]}
         return facts
 
-    def abandoned(self, segment: RecordedStep, tape: Tape) -> Facts:
+    def abandoned(self, recorded: RecordedStep, tape: Tape) -> Facts:
         """Traces a loss that is not finite, where the loop was left before its backward pass."""
         loss = tape.last_scalar()
         if loss is None or math.isfinite(loss.detach()) or (slot := tape.slot_of(loss)) is None:
             return {}
-        segment.program += [*tape.operations, Backward(slot, loss.detach())]
-        segment.losses.append(loss.detach())
-        self._ring.add(segment)
-        return self._run(["trace"], segment.step)
+        recorded.program += [*tape.operations, Backward(slot, loss.detach())]
+        recorded.losses.append(loss.detach())
+        self._ring.add(recorded)
+        return self._run(["trace"], recorded.step)
 
 
 def _described(value: object) -> object:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from trainwright.engine.spikes import OnSpike
 from trainwright.errors import TrainwrightError
 from trainwright.recorder.calls import parts_of
-from trainwright.recorder.hooks import calls_heard, listening
+from trainwright.recorder.hooks import listening, listening_to_calls
 from trainwright.recorder.listener import careful
 from trainwright.recorder.numbers import Numbers, begin_reading, lateness
 from trainwright.recorder.probes import LoopObjects, Probe, make_probes
@@ -93,9 +93,11 @@ class WatchSession:
         self._begin_s, self._went_back = 0.0, -1
         self._unread: deque[tuple[RecordedStep, Callable[[], Numbers]]] = deque()
         self._late = lateness(self.recording.device)
-        self._hear_closed = [careful(p, "on_closed") for p in self._probes if type(p).on_closed is not Probe.on_closed]
-        self._hear_read = [careful(p, "on_read") for p in self._probes if type(p).on_read is not Probe.on_read]
-        self._hears_parts = False
+        self._methods_on_closed = [
+            careful(p, "on_closed") for p in self._probes if type(p).on_closed is not Probe.on_closed
+        ]
+        self._methods_on_read = [careful(p, "on_read") for p in self._probes if type(p).on_read is not Probe.on_read]
+        self._listens_to_children = False
         self._blind = what_is_shared(roots, parameters)  # why no step can be run again
 
     def begin(self) -> None:
@@ -104,12 +106,12 @@ class WatchSession:
         self._open.enter_context(listening([self.recording, *self._probes], self._roots))
         self._prepare_next(self.step)
 
-    def hear_parts(self) -> None:
+    def listen_to_children(self) -> None:
         """Listens to the direct children of the roots too: a loop may call these and never the root."""
-        if not self._hears_parts:
-            self._hears_parts = True
+        if not self._listens_to_children:
+            self._listens_to_children = True
             parts = [part for root in self._roots for part in parts_of(root)]
-            self._open.enter_context(calls_heard([self.recording, *self._probes], parts))
+            self._open.enter_context(listening_to_calls([self.recording, *self._probes], parts))
 
     def end(self, error: BaseException | None) -> None:
         """Looks at the last step, and at one that was not finished; then stops listening."""
@@ -143,7 +145,7 @@ class WatchSession:
         self.step = step.step
         step.blind = self._blind or step.blind
         self.ring.add(step)
-        for tell in self._hear_closed:
+        for tell in self._methods_on_closed:
             tell(step)
         self._unread.append((step, begin_reading(step)))
         at_once = "vetoed" in step.values  # the host knows: it has waited for it
@@ -151,7 +153,7 @@ class WatchSession:
         while len(self._unread) > (0 if at_once else self._late):
             bad |= self._judge(*self._unread.popleft())
         if self.recording.misses_calls:
-            self.hear_parts()
+            self.listen_to_children()
         if at_once:
             self._note_veto(step)
         self._prepare_next(step.step)
@@ -163,7 +165,7 @@ class WatchSession:
         numbers = read()
         if self._veto.was_vetoed_on_device(step, numbers.norm):
             self._note_veto(step)
-        for tell in self._hear_read:
+        for tell in self._methods_on_read:
             tell(step, numbers)
         vetoed = step.values.get("vetoed", "skip list") != "skip list"
         bad = not numbers.are_finite or vetoed or "nonfinite" in step.values

@@ -161,7 +161,7 @@ def watch(
     Args:
         model: The module that is trained, or a sequence of several (a GAN).
         optimizer: Its optimizer, or a sequence of several.
-        loader: DataLoader, or a sequence of them. Those that are not given are heard as well.
+        loader: DataLoader, or a sequence of them. Others are recorded as well.
         loss: The loss, where it is a module with parameters.
         scaler: The GradScaler.
         scheduler: Learning rate scheduler, or a sequence of them.

@@ -306,7 +306,7 @@ def _widened(state: dict[str, object], weight: Tensor) -> dict[str, object]:
 
 
 def _unhooked_step(optimizer: Optimizer) -> None:
-    """Calls the step without torch's hooks: a listener must not hear of the wrapped optimizer."""
+    """Calls the step without torch's hooks: a listener must not receive the steps of the wrapped optimizer."""
     step = type(optimizer).step
     while getattr(step, "hooked", False):
         step = step.__wrapped__  # type: ignore[attr-defined]

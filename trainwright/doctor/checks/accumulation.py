@@ -27,7 +27,7 @@ def not_normalised(case: Case) -> Iterator[Finding]:
     """Each micro-batch has the weight of a whole batch: the gradient is a sum of means.
 
     A weight is the derivative of the argument of backward() with respect to the mean loss. A loop that divides the
-    gradients by hand is told by their norm at the step, which then differs from that of the replay.
+    gradients by hand is recognised by their norm at the step, which then differs from that of the replay.
     """
     found = [exam for exam in windows(case) if _is_sum(exam.values)]
     if not found:

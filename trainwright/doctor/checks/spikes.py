@@ -17,7 +17,7 @@ def gradient_spike(case: Case) -> Iterator[Finding]:
 
     Where training has converged, the usual norm is small; a batch that is hard is then many times as large and does no
     harm. So a norm below that of the first steps is no finding. A spike that was clipped, or after which the loss is no
-    higher, is told of and no warning.
+    higher, has the severity info.
     """
     spikes = [record for record in case.watched if _is_large(record)]
     if not spikes:

@@ -26,7 +26,7 @@ from trainwright.state.checkpoint import load_checkpoint, save_checkpoint
 from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState
 from trainwright.training.job import make_advance, until_of
-from trainwright.training.run import attend
+from trainwright.training.run import make_engine_observer
 from trainwright.verbs.check.sandbox import Sandbox, within
 from trainwright.verbs.check.verdict import Verdict, Word
 
@@ -69,7 +69,7 @@ def smoke(sandbox: Sandbox, *, budget_s: float, step_s: float) -> SmokeRun:
     with tempfile.TemporaryDirectory(prefix="trainwright-check-") as place, sandbox.fresh() as state:
         job = replace(sandbox.job, state=state)
         run.watched = LOOKS * step_s < budget_s
-        observer = attend(job, RunFolder.create(place, "smoke"), quiet.say) if run.watched else None
+        observer = make_engine_observer(job, RunFolder.create(place, "smoke"), quiet.say) if run.watched else None
         advance = make_advance(job, witness=observer.witness if observer else SILENT)
         try:
             for result in steps(state, _some(sandbox, budget_s), advance, until=until_of(sandbox.job.plan)):

@@ -1,4 +1,4 @@
-"""What came of a replay: what was compared, what was found, and in which words that is told."""
+"""The result of the ``replay`` verb: the compared numbers, the findings, and how they are printed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Compared:
-    """One number of the step as it was recorded, and as it came out now."""
+    """One number of the step: as it was recorded, and as it was computed again."""
 
     what: str
     then: object
@@ -30,9 +30,10 @@ class Compared:
 
 @dataclass
 class Rerun:
-    """What came of a replay: ``exit_code`` 0 for the same bits, else 1. ``notes`` are what makes it less certain.
+    """The result of a replay. ``exit_code`` is 0 for the same bits, else 1. ``notes`` say what makes it uncertain.
 
-    ``inexact``: what the step depends on is not all known, so that other bits are no finding.
+    ``blind`` says why the step cannot be run again. ``inexact``: an input of the step is unknown, so that other bits
+    are no finding.
     """
 
     step: int
@@ -62,19 +63,19 @@ class Rerun:
         changed = f" with {', '.join(self.settings)}" if self.settings else ""
         if self.same_bits:
             return f"the same bits{changed}: {', '.join(each.what for each in self.compared)}"
-        said = "; ".join(f"{each.what} was {each.then}, is {each.now}" for each in differ[:4])
-        return f"not the same bits{changed}: {said or 'nothing was recorded to compare with'}"
+        differences = "; ".join(f"{each.what} was {each.then}, is {each.now}" for each in differ[:4])
+        return f"not the same bits{changed}: {differences or 'nothing was recorded to compare with'}"
 
     @property
     def replayed(self) -> Replayed:
-        """The record of it."""
-        told = self.outcome + (f"; it raised {self.error}" if self.error else "")
+        """The record for the log."""
+        outcome = self.outcome + (f"; it raised {self.error}" if self.error else "")
         return Replayed(
-            time_s=time.time(), step=self.step, bundle=str(self.source), same_bits=self.same_bits, outcome=told
+            time_s=time.time(), step=self.step, bundle=str(self.source), same_bits=self.same_bits, outcome=outcome
         )
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """The lines that are printed without ``--json``."""
         raised = [f"it raised {self.error}"] if self.error else []
         notes = [f"note: {each}" for each in self.notes]
         return [f"step {self.step} of {self.source}: {self.outcome}", *raised, *notes, *lines_of(self.findings, None)]

@@ -193,7 +193,7 @@ def _compare_trained(done: Rerun, origin: Origin, begin: int, live: _Live) -> No
 
 
 class _Live:
-    """A run on its way to the step; the inputs of its last steps are kept."""
+    """Trains a run up to the step, and keeps the inputs of its last steps."""
 
     def __init__(self, job: Job, step: int, seconds: dict[int, float]) -> None:
         state = job.state
@@ -209,7 +209,7 @@ class _Live:
         self.unfinished: Facts | None = None
 
     def go(self) -> None:
-        """Trains up to the step, the engine's way: what it raises before that is the user's to see."""
+        """Trains up to the step with the engine. An exception in an earlier step is not caught."""
         state, until = self.job.state, until_of(self.job.plan)
         advance = make_advance(self.job, witness=self._inputs, spikes=spike_handler(self.job.loaded))
         stream = iter(self.job.batches)
@@ -246,7 +246,7 @@ class _Live:
                 self.ring.add_snapshot(self.objects.snapshot(result.step + 1))
 
     def _note_unfinished(self, error: Exception) -> None:
-        """The step raised: it is taken again where it is heard."""
+        """Runs the step that raised again, with hooks and tape on."""
         self.error = text_of(error)
         inputs = self._inputs.newest
         found = None if inputs is None else self.ring.steps_to_unfinished(inputs)
@@ -256,7 +256,7 @@ class _Live:
 
 
 def _windows(records: Iterable[Record]) -> dict[int, tuple[int, Step]]:
-    """The newest record of each logged step, and the step after which what it counts begins."""
+    """Returns the newest record of each logged step, with the step after which its window begins."""
     found, since = {}, 0
     for record in records:
         if isinstance(record, Started):
@@ -273,12 +273,12 @@ def _seconds(records: Iterable[Record]) -> dict[int, float]:
 
 
 def _as_logged(records: Sequence[Record], begin: int, live: _Live) -> Iterator[Compared]:
-    """What the log says of the step and of those on the way to it, and what came out now."""
+    """Compares the logged numbers of the step, and of those before it, with the ones computed now."""
     logged, step = _windows(records), live.step
-    way = [at for at in sorted(logged) if begin < at < step and at in live.results]
-    if way:
-        then = [logged[at][1].loss for at in way]
-        yield Compared(f"losses of {len(way)} steps before", then, [float(live.results[at].loss) for at in way])
+    earlier = [at for at in sorted(logged) if begin < at < step and at in live.results]
+    if earlier:
+        then = [logged[at][1].loss for at in earlier]
+        yield Compared(f"losses of {len(earlier)} steps before", then, [float(live.results[at].loss) for at in earlier])
     if live.error is not None:
         ends = [record for record in records if isinstance(record, Ended) and record.step in (step - 1, step)]
         failed = [record.reason for record in ends if record.ending == "failed"]

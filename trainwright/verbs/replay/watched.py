@@ -1,4 +1,4 @@
-"""A watched step again, from its bundle, on what the user's own function builds."""
+"""Replays a watched step from its bundle, on the model that the user's function builds."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ from trainwright.verbs.replay.closely import look_closely
 from trainwright.verbs.replay.result import Compared, Rerun, Say
 from trainwright.watching.experiments import ExperimentRunner, names_of
 
-UNBOUNDED = 2**62  # bytes: what a bundle holds was small enough once
+UNBOUNDED = 2**62
+"""Bytes. What a bundle holds was within the budget of the recorder that wrote it."""
 
 
 def rerun_watched(bundle: Bundle, step: int, model: str | None, say: Say) -> Rerun:
+    """Runs the steps of the bundle up to ``step`` again, compares that one with its record, and diagnoses it."""
     done = Rerun(step, bundle.path)
-    steps = [segment.step for segment in bundle.steps]
+    steps = [each.step for each in bundle.steps]
     if step not in steps:
         raise UsageError(
             f"{bundle.path} holds no step {step}", remedy=f"it holds the steps {steps[0]} to {bundle.step}"
@@ -47,28 +49,29 @@ def rerun_watched(bundle: Bundle, step: int, model: str | None, say: Say) -> Rer
             remedy="add --model file.py:function: without arguments, it returns the model, or (model, optimizer)",
         )
     subject = _built(model, bundle)
-    snapshot, way = bundle.bound(subject, names_of(subject))
-    ring = Ring(keep=len(way), budget_bytes=UNBOUNDED)
+    snapshot, recorded_steps = bundle.bound(subject, names_of(subject))
+    ring = Ring(keep=len(recorded_steps), budget_bytes=UNBOUNDED)
     ring.add_snapshot(snapshot)
-    for segment in way:
-        ring.add(segment)
+    for each in recorded_steps:
+        ring.add(each)
     say(f"running the steps {steps[0]} to {step} again")
-    segment = way[steps.index(step)]
-    _notes_on(bundle, segment, done)
+    recorded = recorded_steps[steps.index(step)]
+    _notes_on(bundle, recorded, done)
     try:
-        played = ReplaySession(Replayer(subject, names_of(subject)), ring, step).run(upto="step")
+        result = ReplaySession(Replayer(subject, names_of(subject)), ring, step).run(upto="step")
     except NotReplayable as error:
         done.blind = str(error)
         return done
-    done.error = None if played.error is None else f"{type(played.error).__name__}: {played.error}"
-    done.compared = list(compared(segment, played, subject))
-    known: list[Record] = [as_record(each) for each in way if each.step <= step]
+    done.error = None if result.error is None else f"{type(result.error).__name__}: {result.error}"
+    done.compared = list(compared(recorded, result, subject))
+    known: list[Record] = [as_record(each) for each in recorded_steps if each.step <= step]
     look_closely(done, ExperimentRunner(subject, ring), known)
     return done
 
 
-def _notes_on(bundle: Bundle, segment: RecordedStep, done: Rerun) -> None:
-    if segment.values.get("grafted"):
+def _notes_on(bundle: Bundle, recorded: RecordedStep, done: Rerun) -> None:
+    """Notes what may make the bits differ: a graph that was not recorded, another torch, another device."""
+    if recorded.values.get("grafted"):
         done.notes.append("a part of the loss has a graph that was not seen: its gradients are not in the replay")
     if torch.__version__ != bundle.recorded_by:
         done.notes.append(f"it was recorded with torch {bundle.recorded_by}, and this is {torch.__version__}")
@@ -76,21 +79,21 @@ def _notes_on(bundle: Bundle, segment: RecordedStep, done: Rerun) -> None:
         done.notes.append(f"it was recorded on {bundle.recorded_on}, and this is {bundle.device.type}")
 
 
-def compared(segment: RecordedStep, played: ReplayResult, subject: LiveObjects) -> Iterator[Compared]:
-    """Losses, and the norm that clipping saw, else that of all gradients at the update."""
-    yield Compared("losses", [float(each) for each in segment.losses], [float(each) for each in played.losses])
-    clips = [value for kind, value in segment.events if kind == "clip" and value["by"] == "norm"]
+def compared(recorded: RecordedStep, result: ReplayResult, subject: LiveObjects) -> Iterator[Compared]:
+    """Compares the losses and the gradient norm: at clipping, or at the update where the loop does not clip."""
+    yield Compared("losses", [float(each) for each in recorded.losses], [float(each) for each in result.losses])
+    clips = [value for kind, value in recorded.events if kind == "clip" and value["by"] == "norm"]
     if clips and clips[-1]["norm"] is not None:
-        yield Compared("gradient norm", float(clips[-1]["norm"]), played.norm_at_clip)
-    elif segment.grad_norm is not None and len(subject.optimizers) == 1:
+        yield Compared("gradient norm", float(clips[-1]["norm"]), result.norm_at_clip)
+    elif recorded.grad_norm is not None and len(subject.optimizers) == 1:
         owned = [p for group in subject.optimizers[0].param_groups for p in group["params"]]
         name_of = {id(p): name for p, name in zip(subject.parameters, names_of(subject))}
-        grads = [grad for p in owned if (grad := played.grads.get(name_of[id(p)])) is not None and not grad.is_sparse]
-        yield Compared("gradient norm", float(segment.grad_norm), float(get_total_norm(grads)) if grads else 0.0)
+        grads = [grad for p in owned if (grad := result.grads.get(name_of[id(p)])) is not None and not grad.is_sparse]
+        yield Compared("gradient norm", float(recorded.grad_norm), float(get_total_norm(grads)) if grads else 0.0)
 
 
 def _built(model: str, bundle: Bundle) -> LiveObjects:
-    """What the user's function builds, in the order of the bundle; optimizers are made anew where it gives none."""
+    """Returns what the user's function builds, in the order of the bundle; makes the optimizers if it returns none."""
     made = _call(model)
     pair = isinstance(made, tuple) and len(made) == 2 and not isinstance(made[1], nn.Module)
     roots = _several(made[0] if pair else made, nn.Module, model)
@@ -104,12 +107,12 @@ def _built(model: str, bundle: Bundle) -> LiveObjects:
         parameters = [named[name] for name in bundle.structure.parameters]
         for parameter, trained in zip(parameters, bundle.structure.trained):
             parameter.requires_grad_(trained)
-        optimizers = optimizers or _anew(bundle, parameters)
+        optimizers = optimizers or _make_optimizers(bundle, parameters)
     return LiveObjects(roots, optimizers, parameters)
 
 
-def _anew(bundle: Bundle, parameters: Sequence[nn.Parameter]) -> list[Optimizer]:
-    """Optimizers of torch's own classes, which their groups say all of."""
+def _make_optimizers(bundle: Bundle, parameters: Sequence[nn.Parameter]) -> list[Optimizer]:
+    """Makes optimizers of torch's own classes: their groups hold every option."""
     known = {f"{each.__module__}.{each.__qualname__}": each for each in vars(torch.optim).values() if _is_class(each)}
     made = []
     for (name, groups), kept in zip(bundle.structure.optimizers, bundle.snapshot.groups):
@@ -127,8 +130,9 @@ def _is_class(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
 
 
-def _several(given: Any, kind: type, model: str) -> list[Any]:
-    items = list(given) if isinstance(given, list | tuple) else [given]
+def _several(made: Any, kind: type, model: str) -> list[Any]:
+    """Returns ``made`` as a list. Raises UsageError for an item that is not of ``kind``."""
+    items = list(made) if isinstance(made, list | tuple) else [made]
     for item in items:
         if not isinstance(item, kind):
             raise UsageError(
@@ -138,7 +142,7 @@ def _several(given: Any, kind: type, model: str) -> list[Any]:
 
 
 def _call(model: str) -> Any:
-    """What ``file.py:function`` returns."""
+    """Imports the file and returns what its function returns: ``model`` is ``file.py:function``."""
     file, _, name = model.rpartition(":")
     path = Path(file)
     if not path.is_file() or not name:
