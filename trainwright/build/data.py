@@ -101,7 +101,8 @@ class StepBatches:
             return
         for epoch in count(self.cursor.epoch) if loading.epochs is None else range(self.cursor.epoch, loading.epochs):
             order = epoch_order(size, seed=loading.seed, epoch=epoch, shuffle=loading.shuffle)
-            kept = ~np.isin(order, [*loading.quarantine, *found])
+            left_out = [*loading.quarantine, *found]
+            kept = ~np.isin(order, left_out)
             whole = size - size % loading.batch_size if loading.drop_last else size
             if not kept[: size if loading.shuffle else whole].any():  # nor is there one in a later epoch
                 return
@@ -112,7 +113,8 @@ class StepBatches:
                 step_end = min(step_start + loading.batch_size, end)
                 for start in range(step_start, step_end, loading.micro_size):
                     stop = min(start + loading.micro_size, step_end)
-                    ids = order[start:stop][kept[start:stop]]
+                    ids = order[start:stop]
+                    ids = ids[kept[start:stop]] if left_out else ids
                     yield Key(epoch, start, ids, stop == step_end, Cursor(epoch, stop))
 
 
@@ -135,13 +137,13 @@ def _none_left(bad: list[BadSample]) -> DataError:
 
 
 def _pinned(batches: Iterator[Fetched | Failed], loading: Loading) -> Iterator[Fetched | Failed]:
-    if not loading.pin_memory:
-        yield from batches
-        return
-    for fetched in batches:
-        if isinstance(fetched, Fetched):
-            fetched = fetched._replace(data=_map(lambda tensor: tensor.pin_memory(), fetched.data))
-        yield fetched
+    return map(_pin, batches) if loading.pin_memory else batches
+
+
+def _pin(fetched: Fetched | Failed) -> Fetched | Failed:
+    if isinstance(fetched, Failed):
+        return fetched
+    return fetched._replace(data=_map(lambda tensor: tensor.pin_memory(), fetched.data))
 
 
 def _from_workers(
@@ -204,18 +206,20 @@ def _as_is(batch: Batch) -> Batch:
 
 def to_device(data: Batch, device: torch.device) -> Batch:
     """Moves every tensor of a nested batch, without waiting where the memory is pinned. Other leaves stay unchanged."""
+    if device.type == "cpu":  # where it was made
+        return data
     return _map(lambda tensor: tensor.to(device, non_blocking=True), data)
 
 
 def _map(change: Callable[[Tensor], Tensor], data: Batch) -> Batch:
     if isinstance(data, Tensor):
         return change(data)
-    if isinstance(data, Mapping):
-        return {key: _map(change, value) for key, value in data.items()}
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(_map(change, value) for value in data))
     if isinstance(data, tuple | list):
         return type(data)(_map(change, value) for value in data)
+    if isinstance(data, Mapping):
+        return {key: _map(change, value) for key, value in data.items()}
     return data
 
 

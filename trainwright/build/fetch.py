@@ -151,7 +151,7 @@ class Fetch(torch.utils.data.Dataset["Fetched | Failed"]):
             return self.dataset.fetch_batch(key.ids)
         if self.sliced:
             index = torch.from_numpy(key.ids)
-            return tuple(tensor[index] for tensor in self.dataset.tensors)
+            return tuple(tensor.index_select(0, index) for tensor in self.dataset.tensors)
         return self.collate(self.dataset.__getitems__(key.ids.tolist()))
 
     def _one_by_one(self, key: Key) -> Fetched | Failed | list[BadSample]:

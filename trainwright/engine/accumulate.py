@@ -45,12 +45,13 @@ def accumulate(
     A micro-batch whose loss depends on no parameter (it may count nothing) has no backward pass.
     """
     outputs: list[Loss] = []
+    size = batch.size
     provisional: Tensor | float | None = None  # None: the loss returns means
     for index, micro in enumerate(batch.micro):
         with precision.autocast():
             output = call_loss(loss_fn, state.model, micro, f"micro-batch {index} of step {state.step + 1}")
             if isinstance(output, Tensor):
-                share = micro.size / batch.size
+                share = micro.size / size
                 objective = output if share == 1.0 else output * share
                 output = Loss(objective.detach(), share)
             else:
@@ -62,7 +63,7 @@ def accumulate(
             witness.loss_is_scaled(objective, scaled)
             scaled.backward()  # type: ignore[no-untyped-call]
         outputs.append(Loss(output.total.detach(), output.weight, output.metrics))
-    return _combined(outputs, provisional, batch.size)
+    return _combined(outputs, provisional, size)
 
 
 def _nonzero(weight: Tensor | float) -> Tensor | float:

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from trainwright.errors import UsageError, require_choice
 
@@ -45,6 +45,21 @@ class GradientClip:
                 _clip_adaptively(self.at, parameters)
 
 
+def global_norm(grads: list[Tensor]) -> Tensor:
+    """torch.nn.utils.get_total_norm, bit for bit: the 0-d norm of the norms. ``grads`` has at least one tensor."""
+    if not _are_alike(grads):
+        return get_total_norm(grads)
+    with torch.no_grad():
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+    return norm
+
+
+def _are_alike(grads: Sequence[Tensor]) -> bool:
+    """Whether torch would put them into one group, which costs it more than the norm itself where they are small."""
+    device, dtype = grads[0].device, grads[0].dtype
+    return all(type(grad) is Tensor and grad.dtype == dtype and grad.device == device for grad in grads)
+
+
 def no_clip(parameters: Sequence[Tensor], total_norm: Tensor) -> None:
     """Leaves the gradients as they are."""
 
@@ -55,7 +70,12 @@ def _clip_by_norm(at: float, parameters: Sequence[Tensor], total_norm: Tensor) -
     # bfloat16. So here by exactly 1. On a GPU asking would cost a host sync.
     if total_norm.device.type == "cpu" and float(total_norm) + 1e-6 < 0.9 * at:
         return
-    clip_grads_with_norm_(parameters, at, total_norm)
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if not _are_alike(grads):
+        clip_grads_with_norm_(parameters, at, total_norm)
+        return
+    with torch.no_grad():
+        torch._foreach_mul_(grads, (total_norm + 1e-6).reciprocal_().mul_(at).clamp_(max=1.0))
 
 
 @torch.no_grad()

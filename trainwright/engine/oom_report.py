@@ -120,11 +120,9 @@ def tensors_in(data: object) -> list[Tensor]:
     """Every tensor of a batch of any nesting."""
     if isinstance(data, Tensor):
         return [data]
-    if isinstance(data, Mapping):
-        data = data.values()
-    elif not isinstance(data, tuple | list):
-        return []
-    return [tensor for each in data for tensor in tensors_in(each)]
+    if isinstance(data, tuple | list):  # asked first: Mapping is abstract, and slow to ask for
+        return [tensor for each in data for tensor in tensors_in(each)]
+    return tensors_in(list(data.values())) if isinstance(data, Mapping) else []
 
 
 def oom_report(

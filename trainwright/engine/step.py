@@ -8,12 +8,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from trainwright.engine.accumulate import Accumulated, accumulate
-from trainwright.engine.clip import ClipFn, no_clip
-from trainwright.engine.guard import must_skip, update_unless
+from trainwright.engine.clip import ClipFn, global_norm, no_clip
+from trainwright.engine.guard import APPLIED, must_skip, update_unless
 from trainwright.engine.loss import Loss, as_loss_fn
 from trainwright.engine.precision import FP32, Precision
 from trainwright.engine.recover import Recovery, tell_torn
@@ -99,7 +98,7 @@ def make_step(
         if grads:
             _unscale(state, grads, done, witness)
         probed = {name: value for probe in probes for name, value in probe(state).items()}
-        grad_norm = get_total_norm(grads) if grads else _zero_norm(state.optimizer)
+        grad_norm = global_norm(grads) if grads else _zero_norm(state.optimizer)
         if grads and clip is not no_clip:
             witness.gradients_are_clipped(clip, parameters, grad_norm)
             clip(parameters, grad_norm)
@@ -128,10 +127,11 @@ def make_step(
         _count(state, batch, tokens)
         spikes.after_step(state, batch, done, grad_norm)
         reason = "" if decision is None else decision.reason
-        losses = done.micro_losses
-        state.ledger.note(
-            state.step, skipped, grad_norm=grad_norm, losses=losses, batch=batch, scale=scale, reason=reason
-        )
+        if skipped is not APPLIED:
+            losses = done.micro_losses
+            state.ledger.note(
+                state.step, skipped, grad_norm=grad_norm, losses=losses, batch=batch, scale=scale, reason=reason
+            )
         result = StepResult(state.step, done.loss, grad_norm, lr, done.weight, skipped, batch, done.metrics, probed)
         result.oom_reports, result.spike = reports, decision
         return result
@@ -202,14 +202,16 @@ def collect_grads(optimizer: Optimizer, done: Accumulated) -> tuple[list[Tensor]
     Raises UsageError when there is none though something was counted: nothing would be trained. And for sparse
     gradients, which have no norm in torch.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    grads = [grad for p in parameters if (grad := p.grad) is not None]
+    if len(grads) < len(parameters):
+        parameters = [p for p in parameters if p.grad is not None]
     if not parameters and done.weight != 0:  # a host sync on a GPU, only here
         raise UsageError(
             "no parameter of the optimizer got a gradient: the loss does not depend on any of them",
             remedy="look for .detach(), .item(), torch.tensor(loss) or no_grad between the model and the "
             "loss, and check that the optimizer was built from this model's parameters",
         )
-    grads = [p.grad for p in parameters]
     if any(grad.is_sparse for grad in grads):
         raise UsageError(
             "a parameter has a sparse gradient: it comes from nn.Embedding(..., sparse=True) or the like",

@@ -86,10 +86,9 @@ class InputRecorder:
     def gradients_are_clipped(self, clip: ClipFn, parameters: Sequence[Tensor], total_norm: Tensor) -> None: ...
 
 
-def _leave_shared_memory(tensor: Tensor) -> None:
-    """Moves a tensor that a DataLoader worker made: each one in shared memory is an open file of this process."""
-    if tensor.device.type == "cpu" and tensor.untyped_storage().is_shared() and not tensor.is_inference():
-        tensor.data = tensor.data.clone()
+def _is_shared(tensor: Tensor) -> bool:
+    """Whether a DataLoader worker made it: each tensor in shared memory is an open file of this process."""
+    return tensor.device.type == "cpu" and tensor.untyped_storage().is_shared()
 
 
 RecordFn = Callable[[Snapshot, Sequence[tuple[RecordedStep, StepInputs]]], None]
@@ -107,14 +106,14 @@ class InputRing(Ring):
     def add_with_inputs(self, step: RecordedStep, inputs: StepInputs) -> None:
         """``step`` has the numbers and the sample ids of the step, and no program yet."""
         step.num_bytes = inputs.num_bytes
-        for micro in inputs.batch.micro:
-            for tensor in tensors_in(micro.data):
-                _leave_shared_memory(tensor)
+        if inputs.tensors and _is_shared(inputs.tensors[0]):  # then all are: one worker made them
+            for tensor in inputs.tensors:
+                tensor.data = tensor.data.clone()
         self._inputs[step.step] = inputs
         self.add(step)
-        oldest = self.steps[0].step if self.steps else math.inf
-        while self._inputs and (first := next(iter(self._inputs))) < oldest:
-            del self._inputs[first]
+        if len(self._inputs) > len(self.steps):
+            oldest = self.steps[0].step if self.steps else math.inf
+            self._inputs = {number: each for number, each in self._inputs.items() if number >= oldest}
 
     def inputs_of(self, step: int) -> StepInputs:
         """The inputs of a step that is held."""

@@ -27,6 +27,9 @@ def enough_bytes(roots: Sequence[nn.Module]) -> int:
     weights = sum(parameter.nbytes for parameter in parameters)
     return max(LEAST_BYTES, min(3 * 3 * weights, free_bytes(device) // 4))
 
+SPARE = 16
+"""Steps that may be held beyond those that are kept: to look for what can go costs more than to hold it."""
+
 
 class Ring:
     """The last ``keep`` steps, and those between them and the snapshot that they are run again from.
@@ -44,7 +47,7 @@ class Ring:
     def add(self, step: RecordedStep) -> None:
         self.steps.append(step)
         self._step_bytes += step.num_bytes
-        if len(self.steps) > self.keep or self.num_bytes > self.budget_bytes:
+        if len(self.steps) > self.keep + SPARE or self.num_bytes > self.budget_bytes:
             self._shrink()
 
     def add_snapshot(self, snapshot: Snapshot) -> None:

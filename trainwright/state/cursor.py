@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,12 +54,12 @@ class StepBatch:
     cursor: Cursor = Cursor()
     bad: tuple[BadSample, ...] = ()
 
-    @cached_property
+    @property
     def size(self) -> int:
         """Number of samples."""
         return sum(len(micro.ids) for micro in self.micro)
 
-    @cached_property
+    @property
     def tokens(self) -> int:
         """Number of tokens: elements of the first int32 or int64 tensor of two or more dimensions, else 0."""
         return sum(count_tokens(micro.data) for micro in self.micro)
@@ -76,8 +75,6 @@ def count_tokens(data: Any) -> int:
     if isinstance(data, Tensor):
         integer = data.dim() >= 2 and data.dtype in (torch.int32, torch.int64)
         return data.numel() if integer else 0
-    if isinstance(data, Mapping):
-        data = tuple(data.values())
     if isinstance(data, tuple | list):
         return next((n for n in map(count_tokens, data) if n), 0)
-    return 0
+    return count_tokens(list(data.values())) if isinstance(data, Mapping) else 0

@@ -90,20 +90,25 @@ class EngineSession:
         if result.spike is not None:
             self._note_spike(step, result.spike)
         self.ring.add_with_inputs(step, inputs)
-        self._unread.append((step, late([result.loss, result.grad_norm])))
-        while len(self._unread) > self._late:
-            self._judge(*self._unread.popleft())
+        if self._late:
+            self._unread.append((step, late([result.loss, result.grad_norm])))
+            self._judge_unread(self._late)
+        else:
+            self._judge(step, float(result.loss), float(result.grad_norm))
         self._prepare_next(result.step)
 
-    def _judge(self, step: RecordedStep, read: Callable[[], list[float]]) -> None:
-        loss, norm = read()
+    def _judge_unread(self, still_unread: int) -> None:
+        while len(self._unread) > still_unread:
+            step, read = self._unread.popleft()
+            self._judge(step, *read())
+
+    def _judge(self, step: RecordedStep, loss: float, norm: float) -> None:
         numbers = Numbers((loss,), loss, norm, ())
         bad = not numbers.are_finite
         if self._warns and not bad and (spike := self._state.spikes.detect(step.step, norm)) is not None:
             self._note_spike(step, SpikeDecision(spike, "warn"))
         self.log.note(step, numbers)
-        urgent = any(probe.urgent for probe in self._probes)
-        if self._looks.wants(step.step, loss, bad=bad, urgent=urgent, spiked="spike" in step.values):
+        if self._looks.wants(step.step, loss, bad=bad, spiked="spike" in step.values):
             begin_s = time.thread_time()
             self._make_program(step, numbers)
             self.log.look(step.step, "incident" if bad else "checkup", limits=self._limits())
@@ -146,8 +151,7 @@ class EngineSession:
         """Looks at the last step; at the one that raised ``error`` too."""
         if error is not None and not isinstance(error, Exception):
             return
-        while self._unread:
-            self._judge(*self._unread.popleft())
+        self._judge_unread(0)
         examined = error is not None and not isinstance(error, OutOfMemoryError) and self._examine_unfinished(error)
         if self.step == self._first_step and not examined:
             return  # no step: there is nothing to say

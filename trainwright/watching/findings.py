@@ -20,7 +20,9 @@ from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Found, Record
 from trainwright.watching.experiments import ExperimentRunner
 
-EVERY_STEP, KEPT_RECORDS, UNRECORDED = 64, 1024, 16
+EVERY_STEP, EVERY_EIGHTH = 64, 1024
+"""Until this step of a calm run every step becomes a record, until that one every eighth, then every 64th."""
+KEPT_RECORDS, UNRECORDED = 1024, 16
 ORDINARY = {"grads", "step_s", "wait_s", "on_device", "lines"}
 """Values that every step has. A step with others has something to tell."""
 ROUNDS = 4
@@ -121,10 +123,10 @@ class FindingsLog:
         self._found = now
 
     def _record_oldest(self) -> None:
-        """Every eighth step of a calm run becomes a record, and each that has something to tell."""
+        """Some steps of a calm run become records, and each that has something to tell."""
         step, numbers = self._unrecorded.popleft()
-        is_plain = step.blind is None and step.values.keys() <= ORDINARY
-        if step.step <= EVERY_STEP or step.step % 8 == 0 or not is_plain:
+        every = 1 if step.step <= EVERY_STEP else 8 if step.step <= EVERY_EIGHTH else 64
+        if step.step % every == 0 or step.blind is not None or not step.values.keys() <= ORDINARY:
             self._record(step, numbers)
 
     def _record_all(self) -> None:

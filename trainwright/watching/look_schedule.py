@@ -12,6 +12,8 @@ EARLY_S = 6.0
 """Processor seconds that the looks at these steps may take together."""
 EARLY_SHARE = 0.02
 """Of the planned time of a run, where one is known: what the same looks may take."""
+ODD_SHARE = 0.01
+"""Of the time since the watch began: what looks at jumps of the loss and at spikes may take beyond that."""
 SHARE = 0.004
 """Of the time of all later steps: what the looks may take, and again what snapshots may take."""
 
@@ -24,6 +26,8 @@ class LookSchedule:
         self._early_s = min(EARLY_S, EARLY_SHARE * planned_s)
         self._spent_s, self._last_s, self._next_s = 0.0, 0.0, 0.0
         self._looked_at = -16
+        self._begin_s: float | None = None
+        self._now_s = 0.0
         self._due: set[int] = set()
         self._bad_in_a_row = 0
         self._mean = self._deviation = 0.0  # of the loss, moving
@@ -31,6 +35,7 @@ class LookSchedule:
     def is_next_due(self, step: int, now_s: float) -> bool:
         """Whether the step after ``step`` will be looked at. ``now_s`` is of the same clock as that of ``paid``."""
         taken = step - self._first_step
+        self._begin_s, self._now_s = now_s if self._begin_s is None else self._begin_s, now_s
         if taken < CHECKUPS[-1]:
             affordable = self._spent_s + self._last_s <= self._early_s
             due = taken + 1 in CHECKUPS and (taken < ALWAYS or affordable)
@@ -40,7 +45,7 @@ class LookSchedule:
             self._due.add(step + 1)
         return due
 
-    def wants(self, step: int, loss: float, *, bad: bool, urgent: bool, spiked: bool) -> bool:
+    def wants(self, step: int, loss: float, *, bad: bool, spiked: bool, urgent: bool = False) -> bool:
         """Whether ``step``, which is over, is looked at.
 
         It is due, or ``bad``, or a probe is ``urgent``; or its loss jumped or its gradient norm ``spiked``, of which
@@ -48,7 +53,7 @@ class LookSchedule:
         """
         self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
         is_news = bad and (self._bad_in_a_row <= 4 or self._bad_in_a_row % 4 == 0)  # each look replays the step
-        is_odd = (self._jumped(step, loss) or spiked) and step > self._looked_at + 16
+        is_odd = (self._jumped(step, loss) or spiked) and step > self._looked_at + 16 and self._is_odd_affordable()
         wanted = is_news or step in self._due or is_odd or urgent
         if wanted:
             self._due.discard(step)
@@ -60,6 +65,10 @@ class LookSchedule:
         self._spent_s += cost_s
         self._last_s = cost_s
         self._next_s = now_s + cost_s / SHARE
+
+    def _is_odd_affordable(self) -> bool:
+        allowed_s = self._early_s + ODD_SHARE * (self._now_s - (self._begin_s or 0.0))
+        return self._spent_s + self._last_s <= allowed_s
 
     def _jumped(self, step: int, loss: float) -> bool:
         """Whether the loss is far above its moving average: by more than 6 times its mean deviation."""
