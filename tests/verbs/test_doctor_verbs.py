@@ -42,6 +42,7 @@ def test_a_planted_fault_is_named_first(fault: str) -> None:
         assert done.returncode == 0 and not [f for f in report["findings"] if f["severity"] != "info"], codes
         return
     assert codes[0] == NAMED[fault], codes
+    assert len(report["experiments"]) == len(set(report["experiments"]))
     again = trainwright("diagnose", report["run"], "--json")
     assert again.returncode == done.returncode
     assert json.loads(again.stdout)["findings"][0]["code"] == NAMED[fault]

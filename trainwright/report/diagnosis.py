@@ -19,7 +19,10 @@ CRITICAL = 3
 
 @dataclass(frozen=True)
 class Report:
-    """Findings of one run, the first cause first. ``experiments`` are those that would tell more."""
+    """Findings of one run, the first cause first. ``experiments`` are those that would tell more.
+
+    ``can_be_trained_again``: from its recipe alone, so that any of its steps can be replayed.
+    """
 
     run: Path
     findings: tuple[Found, ...]
@@ -27,6 +30,7 @@ class Report:
     watched: int
     step: int
     ended: str | None
+    can_be_trained_again: bool
 
     @property
     def exit_code(self) -> int:
@@ -43,7 +47,7 @@ class Report:
         lines = lines_of(self.findings, None)
         if self.findings:
             lines.append(f"more: trainwright explain {self.findings[0].code}")
-        if self.experiments:
+        if self.experiments and self.can_be_trained_again:
             command = f"trainwright replay {self.run} --step {self.step}"
             lines.append(f"this would tell more: {', '.join(self.experiments)} ({command})")
         return [head, *lines]
@@ -72,11 +76,17 @@ def diagnosis_of(folder: RunFolder) -> Report:
     return Report(
         folder.path,
         tuple(findings),
-        tuple(each.experiment for each in diagnosis.requests),
+        tuple(dict.fromkeys(each.experiment for each in diagnosis.requests)),  # of several steps: once
         len([record for record in records if isinstance(record, Watched)]),
         max(steps, default=0),
         f"{ends[-1].ending} {ends[-1].reason}".strip() if ends else None,
+        _can_be_trained_again(folder),
     )
+
+
+def _can_be_trained_again(folder: RunFolder) -> bool:
+    """False for a watched loop, and for a run of live objects (``use: live:Net``)."""
+    return folder.recipe.is_file() and "use: live:" not in folder.recipe.read_text(encoding="utf-8")
 
 
 def _last_process(records: tuple[Record, ...]) -> tuple[Record, ...]:
