@@ -6,10 +6,8 @@ import copy
 import gc
 import io
 import pickle
-import shutil
 import threading
 import weakref
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,151 +22,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import dataloader
 
 import trainwright as tw
+from tests.watching.loops import Watching, X, Y, both, exams, net, plain_steps, replays, said, sgd, weights
 from trainwright.watching.session import NonFiniteStep
-
-Watching = Callable[..., Any]
-X, Y = torch.randn(32, 6, generator=torch.Generator().manual_seed(1)), torch.arange(32) % 3
-
-
-def net() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Dropout(0.1), nn.Linear(12, 3))
-
-
-def sgd(*modules: nn.Module, lr: float = 0.1) -> Optimizer:
-    return torch.optim.SGD([p for m in modules for p in m.parameters()], lr=lr, momentum=0.9)
-
-
-def both(loop: Callable[[Watching], Any], *, but: str = "", **options: Any) -> Any:
-    """Runs a loop alone and watched: what it returns must be the same bits. Gives the watch.
-
-    Nothing is found critical, ``but`` the fault that a loop really has.
-    """
-    watches: list[Any] = []
-
-    def watching(*args: Any, **more: Any) -> Any:
-        watches.append(tw.watch(*args, out=None, quiet=True, **options, **more))
-        return watches[-1]
-
-    torch.manual_seed(5)
-    alone = loop(lambda *args, **more: nullcontext())
-    torch.manual_seed(5)
-    watched = loop(watching)
-    assert len(alone) == len(watched)
-    for one, other in zip(alone, watched):
-        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
-    for watch in watches:
-        assert watch.session.failures == []
-        assert {found.code for found in watch.findings() if found.severity == "critical"} <= {but}
-    return watches[0]
-
-
-def said(watch: Any) -> str:
-    """What the watch says that it could not see."""
-    return " ".join(found.symptom for found in watch.findings() if found.code == "loop.unseen")
-
-
-def weights(*modules: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for m in modules for p in m.state_dict().values()]
-
-
-def exams(watch: Any, name: str) -> list[dict[str, Any]]:
-    return [r.values for r in watch.records if getattr(r, "experiment", "") == name]
-
-
-def replays(watch: Any) -> bool:
-    """Whether every replay gave the losses of the live step."""
-    again = exams(watch, "again")
-    return bool(again) and all(values.get("same_losses") for values in again)
-
-
-def plain_steps(model: Any, optimizer: Any, n: int = 10) -> None:
-    for _ in range(n):
-        rows = torch.randperm(32)[:8]
-        optimizer.zero_grad()
-        F.cross_entropy(model(X[rows]), Y[rows]).backward()
-        optimizer.step()
-
-
-# compiled models
-
-
-class Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(6, 12), nn.Linear(12, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.two(torch.tanh(self.one(x)))
-        return out
-
-
-def compiled(backend: str, *, outside: bool) -> Callable[[Watching], list[Tensor]]:
-    def loop(watching: Watching) -> list[Tensor]:
-        torch._dynamo.reset()
-        inner = Small()
-        model = torch.compile(inner, backend=backend, fullgraph=True)
-        optimizer = sgd(inner)
-        with watching(inner if outside else model, optimizer):
-            plain_steps(model, optimizer)
-        return weights(inner)
-
-    return loop
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_model(backend: str) -> None:
-    watch = both(compiled(backend, outside=False))
-    assert watch.step == 10
-    assert replays(watch)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-def test_a_model_compiled_by_inductor() -> None:
-    watch = both(compiled("inductor", outside=False))
-    assert replays(watch)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-def test_the_inside_of_a_compiled_model() -> None:
-    """Its calls are a part of a graph: nothing is compiled otherwise than it was, and nothing is heard."""
-    watch = both(compiled("aot_eager", outside=True))
-    assert watch.step == 10
-    assert "the loss is not made of what the watched model returned" in said(watch)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-def test_a_model_compiled_in_place() -> None:
-    def loop(watching: Watching) -> list[Tensor]:
-        torch._dynamo.reset()
-        model = Small()
-        model.compile(backend="aot_eager", fullgraph=True)
-        optimizer = sgd(model)
-        with watching(model, optimizer):
-            plain_steps(model, optimizer)
-        return weights(model)
-
-    assert said(both(loop))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-def test_a_compiled_loss() -> None:
-    def loop(watching: Watching) -> list[Tensor]:
-        torch._dynamo.reset()
-        model = net()
-        optimizer = sgd(model)
-        loss = torch.compile(lambda out, y: F.cross_entropy(out * 2, y), backend="aot_eager", fullgraph=True)
-        with watching(model, optimizer):
-            for _ in range(6):
-                optimizer.zero_grad()
-                loss(model(X), Y).backward()
-                optimizer.step()
-        return weights(model)
-
-    both(loop)
-
 
 # models of other shapes
 

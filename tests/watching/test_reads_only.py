@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -13,6 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import trainwright as tw
+from trainwright.errors import UsageError
+from trainwright.runlog.reader import read
+from trainwright.runlog.records import Ended, Watched
 
 
 def remove(folder: Path) -> None:
@@ -72,3 +76,69 @@ def test_a_closed_stderr_hides_no_exception(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(KeyError) as caught:
         loop(tmp_path / "run", broken=lambda folder: None, error=error)
     assert caught.value is error
+
+
+def forked(model: nn.Module, optimizer: torch.optim.Optimizer, leave: Callable[[], None]) -> int:
+    """Trains three steps in a fork of this process, which then calls ``leave``. Returns its exit status."""
+    child = os.fork()
+    if child:
+        return os.waitpid(child, 0)[1]
+    try:
+        steps(model, optimizer, 3)
+        leave()
+    finally:
+        os._exit(0)
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
+    for _ in range(count):
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.randn(8, 4)), torch.randint(3, (8,))).backward()
+        optimizer.step()
+
+
+@pytest.mark.process
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_is_not_watched(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It may train on and leave the ``with``: the log is of the process that was watched, and so is what is printed."""
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch = tw.watch(model, optimizer, out=tmp_path / "run")
+    plain = torch.autograd.backward
+    with watch:
+        steps(model, optimizer, 2)
+        model(torch.randn(8, 4))  # no backward pass follows: the tape runs
+        assert forked(model, optimizer, lambda: watch.__exit__(None, None, None)) == 0
+        steps(model, optimizer, 2)
+    log = read(tmp_path / "run/log.jsonl").records
+    assert [r.step for r in log if isinstance(r, Watched)] == [1, 2, 3, 4]
+    assert len([r for r in log if isinstance(r, Ended)]) == 1
+    assert capfd.readouterr().err.count("diagnosis:") == 1
+    assert torch.autograd.backward is plain
+
+
+def test_a_watch_of_nothing_is_refused() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for arguments, what in (([[], [optimizer]], "no model"), ([model, []], "no optimizer"), ([[], []], "no model")):
+        with pytest.raises(UsageError, match=what) as caught:
+            tw.watch(*arguments, out=None)
+        assert caught.value.remedy
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", [lambda m: torch.jit.trace(m, torch.randn(8, 4)), torch.jit.script])
+def test_a_model_of_torch_jit(make: Callable[[nn.Module], nn.Module]) -> None:
+    """It is refused whole. As a part of a model it is watched, and nothing is replayed."""
+    part = make(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    with pytest.raises(UsageError, match=r"torch\.jit") as caught:
+        tw.watch(part, torch.optim.SGD(part.parameters(), 0.1), out=None)
+    assert "the module that it was made from" in caught.value.remedy
+    with pytest.raises(UsageError, match=r"torch\.jit"):
+        tw.fit(part, (torch.randn(8, 4), torch.randint(3, (8,))), nn.CrossEntropyLoss())
+    model = nn.Sequential(part, nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with tw.watch(model, optimizer, out=None, quiet=True) as watch:
+        steps(model, optimizer, 6)
+    assert watch.step == 6 and watch.session.failures == []
+    assert [found.code for found in watch.findings()] == ["loop.unseen"] and "torch.jit" in watch.findings()[0].symptom

@@ -11,10 +11,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trainwright.errors import UsageError
+from trainwright.state.weights import require_python
 
 
 def require_ready(model: nn.Module) -> None:
-    """Raises UsageError for weights that have no shape or no memory yet."""
+    """Raises UsageError for weights that have no shape or no memory yet, and for a model that torch.jit made."""
+    require_python(model)
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(tensor):
             raise UsageError(

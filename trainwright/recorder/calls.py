@@ -40,6 +40,10 @@ def call_hooks(
 
     Where a call raises, ``output`` is None.
     """
+    if root._compiled_call_impl is not None:  # by module.compile(): hooks of its own would be a part of the graph
+        with _around_compiled(root, before, after):
+            yield
+        return
     last = root.register_forward_hook(Hook(root, after), always_call=True)
 
     def begin(root: nn.Module, args: Args, kwargs: Kwargs) -> None:
@@ -53,6 +57,38 @@ def call_hooks(
     finally:
         first.remove()
         last.remove()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether it is one by ``torch.compile(module)``, or was compiled in place by ``module.compile()``."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+@contextmanager
+def _around_compiled(
+    root: nn.Module,
+    before: Callable[[nn.Module, Args, Kwargs], None],
+    after: Callable[[nn.Module, Args, object], None],
+) -> Iterator[None]:
+    compiled = root._compiled_call_impl
+    assert compiled is not None
+
+    def call(*args: object, **kwargs: object) -> object:
+        if torch.compiler.is_compiling():
+            return compiled(*args, **kwargs)
+        before(root, args, kwargs)
+        output = None
+        try:
+            output = compiled(*args, **kwargs)
+        finally:
+            after(root, args, output)
+        return output
+
+    root._compiled_call_impl = call
+    try:
+        yield
+    finally:
+        root._compiled_call_impl = compiled
 
 
 def parts_of(root: nn.Module) -> list[nn.Module]:

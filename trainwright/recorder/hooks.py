@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,8 +38,10 @@ from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 def listening(group: Sequence[Listener], roots: Sequence[nn.Module]) -> Iterator[None]:
     """Registers listeners for every forward call of ``roots``, and every backward, step, ... of this thread.
 
-    Torch's classes are patched while any listener is registered, and unpatched after the last.
+    Torch's classes are patched while any listener is registered, and unpatched after the last. A process that is forked
+    meanwhile has none.
     """
+    _forget_in_forks()
     mine = [(listener, threading.get_ident()) for listener in group]
     with listening_to_calls(group, roots):
         with _changing:
@@ -50,8 +53,7 @@ def listening(group: Sequence[Listener], roots: Sequence[nn.Module]) -> Iterator
             yield
         finally:
             with _changing:
-                for each in mine:
-                    listeners.remove(each)
+                listeners[:] = [each for each in listeners if each not in mine]
                 sort_listeners()
                 if not listeners:
                     _patches.exit()
@@ -113,6 +115,19 @@ class _Patches:
 
 _patches = _Patches()
 _changing = threading.Lock()
+
+
+@functools.cache
+def _forget_in_forks() -> None:
+    def forget() -> None:
+        for listener, _ in listeners:
+            listener.on_forked()
+        listeners.clear()
+        sort_listeners()
+        _patches.exit()
+
+    if hasattr(os, "register_at_fork"):  # no other system forks
+        os.register_at_fork(after_in_child=forget)
 
 
 def _on_step(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:

@@ -187,6 +187,10 @@ class LoopRecorder(GradientRecorder):
         self._depth, self._call = 0, None
         self.current = RecordedStep(self.current.step)
 
+    def on_forked(self) -> None:
+        self.tape.stop()
+        self.tape.forget()
+
     def fail(self, error: Exception) -> None:
         super().fail(error)
         self.tape.stop()

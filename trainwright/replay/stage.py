@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,12 +37,18 @@ def staged(subject: LiveObjects, snapshot: Snapshot) -> Iterator[None]:
     Parameters refer to copies of their data meanwhile, so no live tensor is written to.
     """
     _require_same(subject, snapshot)
-    with muted(), preserved_rng(), ExitStack() as undo:
+    with muted(), preserved_rng(), not_compiled(), ExitStack() as undo:
         _set_aside(subject, undo)
         _load(subject, snapshot)
         if has_others():
             undo.enter_context(_Alone())  # type: ignore[no-untyped-call]
         yield
+
+
+def not_compiled() -> AbstractContextManager[object]:
+    """Inside, what is compiled runs as it is written: the hooks and modes of a replay would each be compiled in."""
+    is_used = "torch._dynamo" in sys.modules  # else nothing is compiled, and to import it takes a second
+    return torch.compiler.set_stance("force_eager") if is_used else nullcontext()
 
 
 class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]

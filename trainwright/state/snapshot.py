@@ -60,7 +60,13 @@ class LiveObjects:
 
     def buffers(self) -> list[tuple[nn.Module, str]]:
         """Where every buffer lies, in order."""
-        return [(module, name) for module in self.modules for name in module._buffers]
+        return [(module, name) for module in self.modules for name in module._buffers.keys()]  # noqa: SIM118  torch.jit
+
+    @property
+    def is_closed(self) -> str | None:
+        """Why no state can be set aside and put back; None: it can."""
+        scripted = [type(m).__name__ for m in self.modules if isinstance(m, torch.jit.ScriptModule)]
+        return f"a part of the model was made by torch.jit ({scripted[0]})" if scripted else None
 
     @torch.no_grad()
     def snapshot(self, step: int) -> Snapshot:

@@ -6,11 +6,12 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from trainwright.errors import CheckpointError
+from trainwright.errors import CheckpointError, UsageError
 from trainwright.state.codec import StateDict, Tree, decode
 from trainwright.state.manifest import raising_checkpoint_error, verify
 
@@ -31,6 +32,15 @@ def unwrapped(model: nn.Module) -> nn.Module:
             model = compiled
         else:
             return model
+
+
+def require_python(model: nn.Module) -> None:
+    """Raises UsageError for a model that torch.jit made: nothing can listen to its calls, or put its state back."""
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UsageError(
+            f"the model was made by torch.jit (a {type(model).__name__})",
+            remedy="train the module that it was made from, and trace or script the trained one",
+        )
 
 
 def plain_state_dict(model: nn.Module) -> StateDict:

@@ -72,6 +72,7 @@ class EngineSession:
         self._unread: deque[tuple[RecordedStep, Callable[[], list[float]]]] = deque()
         self._warns, self._went_back = warns_of_spikes, -1
         self._newest_replayed = 0  # the newest step whose program the probes have received
+        self._blind = objects.is_closed  # why no step can be run again
         self._begin_s, self._first_step = time.perf_counter(), self.step
         self._prepare_next(self.step)
 
@@ -83,7 +84,7 @@ class EngineSession:
         step = RecordedStep(result.step, lr=result.lr)
         step.loss, step.grad_norm, step.losses = result.loss, result.grad_norm, [result.loss]
         step.values = {"step_s": result.step_s, "wait_s": result.wait_s}
-        step.ended_s = time.time()
+        step.ended_s, step.blind = time.time(), self._blind
         if result.batch is not inputs.batch or result.spike is not None:  # memory ran out, or its update was left out
             reason = "" if result.spike is None else result.spike.reason
             inputs = dataclasses.replace(inputs, batch=result.batch, left_out=reason)
@@ -142,7 +143,7 @@ class EngineSession:
         """Takes a snapshot before a step that will be looked at, after a rollback, and every few steps."""
         now_s = time.perf_counter()
         is_due = self._looks.is_next_due(step, now_s) or self._snapshots.is_due(step) or self._went_back == step
-        if is_due and not self.ring.refused_bytes:
+        if is_due and not self.ring.refused_bytes and self._blind is None:
             self.ring.add_snapshot(self._bench.objects.snapshot(step + 1))
             step_s = (now_s - self._begin_s) / max(1, step - self._first_step)
             self._snapshots.paid(step, time.perf_counter() - now_s, step_s)

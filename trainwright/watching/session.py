@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -90,7 +91,7 @@ class WatchSession:
         self.findings_log = FindingsLog(runner, self._probes, write, point_at)
         self._incidents = Incidents(options.bundles, runner, write)
         self._looks, self._snapshots = LookSchedule(0), SnapshotSchedule(options.keep)
-        self._begin_s, self._went_back = 0.0, -1
+        self._begin_s, self._went_back, self._pid = 0.0, -1, os.getpid()
         self._unread: deque[tuple[RecordedStep, Callable[[], Numbers]]] = deque()
         self._late = lateness(self.recording.device)
         self._methods_on_closed = [
@@ -98,11 +99,11 @@ class WatchSession:
         ]
         self._methods_on_read = [careful(p, "on_read") for p in self._probes if type(p).on_read is not Probe.on_read]
         self._listens_to_children = False
-        self._blind = what_is_shared(roots, parameters)  # why no step can be run again
+        self._blind = what_is_shared(roots, parameters) or self._objects.is_closed  # why no step can be run again
 
     def begin(self) -> None:
         """Starts to listen to the loop."""
-        self._begin_s = time.perf_counter()
+        self._begin_s, self._pid = time.perf_counter(), os.getpid()
         self._open.enter_context(listening([self.recording, *self._probes], self._roots))
         self._prepare_next(self.step)
 
@@ -130,6 +131,15 @@ class WatchSession:
             self.recording.fail(failure)
         finally:
             self._open.close()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether the watch began in another process, of which this one is a fork."""
+        return os.getpid() != self._pid
+
+    def leave(self) -> None:
+        """Stops listening, and looks at nothing."""
+        self._open.close()
 
     @property
     def seconds(self) -> float:

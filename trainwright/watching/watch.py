@@ -29,6 +29,7 @@ from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Found, Record
 from trainwright.runlog.writer import LogWriter
+from trainwright.state.weights import require_python
 from trainwright.version import __version__
 from trainwright.watching.session import WatchOptions, WatchSession
 
@@ -66,6 +67,9 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._open:
+            if self.session.is_forked:
+                self.session.leave()
+                return
             self.session.end(error)
             self._write(self._ended(error))
             for line in lines_of(self.findings(), self.folder.path if self.folder else None):
@@ -185,6 +189,8 @@ def watch(
     require_choice("on_nonfinite", on_nonfinite, ("skip", "stop", "observe"))
     require_policy("on_spike", on_spike)
     roots = _several(model, nn.Module, "model")
+    for root in roots:
+        require_python(root)
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         roots.append(loss)
     folder = None if out is None else RunFolder.create(Path(out).parent, Path(out).name)
@@ -219,6 +225,8 @@ def _several(value: object, kind: type[T], what: str) -> list[T]:
     for item in items:
         if not isinstance(item, kind):
             raise UsageError(f"watch: the {what} is a {type(item).__name__}", remedy=f"give a torch {kind.__name__}")
+    if not items:
+        raise UsageError(f"watch: there is no {what}", remedy=f"give the {what} of the loop, or a list of all of them")
     return [item for item in items if isinstance(item, kind)]
 
 

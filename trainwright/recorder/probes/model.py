@@ -10,7 +10,7 @@ from trainwright.recorder.calls import Hook
 from trainwright.recorder.probes import Probe, WatchedObjects, probe
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ranks import own_part
-from trainwright.recorder.user_types import Args
+from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.runlog.json_values import Facts
 
 SAMPLED = 512
@@ -28,15 +28,17 @@ class LoadedWeights(Probe):
         self._loaded: dict[str, Tensor] = {}
         self._facts: Facts | None = None
         self._waits = True
-        self._handles: list[RemovableHandle] = []
-        for root in self._roots:
-            self._handles.append(root.register_load_state_dict_post_hook(Hook(root, self._on_loaded)))  # type: ignore[no-untyped-call]
-        self._handles += [root.register_forward_pre_hook(Hook(root, self._on_first)) for root in self._roots]
+        self._handles: list[RemovableHandle] = [
+            root.register_load_state_dict_post_hook(Hook(root, self._on_loaded))  # type: ignore[no-untyped-call]
+            for root in self._roots
+        ]
 
     def _on_loaded(self, module: nn.Module, keys: object) -> None:
         self._loaded |= {name: sampled(p) for name, p in module.named_parameters() if p.dim() > 1}
 
-    def _on_first(self, root: nn.Module, args: Args) -> None:
+    def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        if not self._waits:
+            return
         self._stop()
         if not self._loaded:
             return

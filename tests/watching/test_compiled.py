@@ -1,0 +1,143 @@
+"""A compiled model is watched without being compiled again, and a step of it is replayed as the model is written."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import trainwright as tw
+from tests.watching.loops import Watching, X, Y, both, exams, net, plain_steps, replays, said, sgd, weights
+from trainwright.runlog.reader import read
+from trainwright.runlog.records import Examined
+
+pytestmark = pytest.mark.filterwarnings(  # of torch's own, while it compiles
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.norm, self.two = nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.two(torch.tanh(self.norm(self.one(x))))
+        return out
+
+
+@pytest.fixture(autouse=True)
+def quiet_dynamo(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Dynamo gives up nowhere, and does not warn: of a limit of recompilations, of hooks that it meets."""
+    counters.clear()
+    yield
+    assert not counters["graph_break"]
+    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == []
+
+
+def graphs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+def compiled(make: Callable[[Small], Any], *, outside: bool = False) -> Callable[[Watching], list[Any]]:
+    """A loop that gives its weights and the number of graphs that were compiled."""
+
+    def loop(watching: Watching) -> list[Any]:
+        torch._dynamo.reset()
+        counters.clear()
+        inner = Small()
+        model = make(inner)
+        with watching(inner if outside else model, optimizer := sgd(inner)):
+            plain_steps(model, optimizer)
+        return [*weights(inner), graphs()]
+
+    return loop
+
+
+def in_place(model: Small, backend: str) -> Small:
+    model.compile(backend=backend, fullgraph=True)
+    return model
+
+
+def wrapped(model: Small, backend: str) -> Any:
+    return torch.compile(model, backend=backend, fullgraph=True)
+
+
+def by_parts(model: Small, backend: str) -> Small:
+    model.one.compile(backend=backend)
+    model.two = torch.compile(model.two, backend=backend)  # type: ignore[assignment]
+    return model
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("make", [wrapped, in_place, by_parts])
+def test_a_compiled_model(make: Callable[[Small, str], Any], backend: str) -> None:
+    watch = both(compiled(lambda inner: make(inner, backend)))
+    assert watch.step == 10
+    assert replays(watch)
+    assert {values["tolerance"] for values in exams(watch, "again")} == {torch.finfo(torch.float32).eps ** 0.5}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_a_model_compiled_by_inductor() -> None:
+    watch = both(compiled(lambda inner: wrapped(inner, "inductor")))
+    assert replays(watch), "the same losses but for the rounding of other kernels"
+
+
+def test_the_inside_of_a_compiled_model() -> None:
+    """Its calls are a part of a graph: nothing is compiled otherwise than it was, and nothing is heard."""
+    watch = both(compiled(lambda inner: wrapped(inner, "aot_eager"), outside=True))
+    assert watch.step == 10
+    assert "the loss is not made of what the watched model returned" in said(watch)
+
+
+def test_a_compiled_loss() -> None:
+    def loop(watching: Watching) -> list[Any]:
+        torch._dynamo.reset()
+        counters.clear()
+        model = net()
+        optimizer = sgd(model)
+        loss = torch.compile(lambda out, y: F.cross_entropy(out * 2, y), backend="aot_eager", fullgraph=True)
+        with watching(model, optimizer):
+            for _ in range(6):
+                optimizer.zero_grad()
+                loss(model(X), Y).backward()
+                optimizer.step()
+        return [*weights(model), graphs()]
+
+    both(loop)
+
+
+def fitted(model: nn.Module, folder: Path, **settings: Any) -> list[dict[str, Any]]:
+    """What the replays of a run of our own engine gave."""
+    options = {"folder": str(folder), "log.sinks": [], **settings}
+    result = tw.fit(
+        model, (X, Y), nn.CrossEntropyLoss(), until="12steps", batch=8, precision="fp32", settings=options, quiet=True
+    )
+    log = read(result.run / "log.jsonl").records
+    return [r.values for r in log if isinstance(r, Examined) and r.experiment == "again"]
+
+
+@pytest.mark.parametrize("make", [wrapped, in_place])
+def test_a_compiled_model_in_our_own_engine(tmp_path: Path, make: Callable[[Small, str], Any]) -> None:
+    torch._dynamo.reset()
+    again = fitted(make(Small(), "aot_eager"), tmp_path)
+    assert len(again) >= 4 and all(values.get("same_losses") for values in again)
+    assert graphs() == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_a_recipe_that_compiles(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    again = fitted(Small(), tmp_path, **{"model.compile": True})
+    assert len(again) >= 4 and all(values.get("same_losses") for values in again)
