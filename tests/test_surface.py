@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -87,11 +88,22 @@ print("torch" in sys.modules, "pydantic" in sys.modules)
     assert python(code).splitlines()[-1] == "False False"
 
 
+ROOT = Path(tw.__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def readme_blocks(language: str) -> list[str]:
+    return [part.split("```")[0] for part in README.split(f"```{language}\n")[1:]]
+
+
+def test_each_block_of_code_in_the_readme_has_a_test_here() -> None:
+    assert (len(readme_blocks("python")), len(readme_blocks("yaml"))) == (3, 1)
+
+
 @pytest.mark.process
 def test_the_first_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    readme = (Path(tw.__file__).parent.parent / "README.md").read_text()
-    code = readme.split("```python\n")[1].split("```")[0]
+    code = readme_blocks("python")[0]
     names: dict[str, object] = {}
     exec(code, names)
     result = names["result"]
@@ -102,8 +114,7 @@ def test_the_loop_of_the_readme_runs_and_goes_on_from_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    readme = (Path(tw.__file__).parent.parent / "README.md").read_text()
-    code = readme.split("```python\n")[2].split("```")[0]
+    code = readme_blocks("python")[1]
     torch.manual_seed(0)
     dataset = torch.utils.data.TensorDataset(torch.randn(100, 3), torch.randn(100, 1))
     names: dict[str, Any] = {"tw": tw, "dataset": dataset, "my_loss": nn.MSELoss(), "model": nn.Linear(3, 1)}
@@ -116,7 +127,65 @@ def test_the_loop_of_the_readme_runs_and_goes_on_from_its_checkpoint(
     assert all(torch.equal(weight, weights[name]) for name, weight in state.model.state_dict().items())
 
 
+def test_the_watched_loop_of_the_readme_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Softmax(1))
+    data = torch.utils.data.TensorDataset(torch.randn(64, 3), torch.randint(2, (64,)))
+    names: dict[str, Any] = {
+        "F": nn.functional,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loader": torch.utils.data.DataLoader(data, batch_size=8),
+        "scaler": None,
+    }
+    exec(readme_blocks("python")[2], names)
+    assert names["watch"].step == 8 and "loss.softmax_before_ce" in capsys.readouterr().out
+    assert (tmp_path / "runs" / "watch" / "log.jsonl").exists()
+
+
+PARTS = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(16, width), nn.Linear(width, 4)
+
+    def forward(self, ids):
+        return self.out(self.embed(ids))
+
+def train_set():
+    return TensorDataset(torch.arange(1024) % 16, torch.arange(1024) % 4)
+
+val_set = train_set
+"""
+
+
+def test_the_recipe_of_the_readme_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "mypackage").mkdir()
+    for name in ("__init__", "nets", "data"):
+        (tmp_path / "mypackage" / f"{name}.py").write_text(PARTS)
+    (tmp_path / "recipe.yaml").write_text(readme_blocks("yaml")[0])
+    settings = ["optimizer.lr=1e-3", "until=3steps", "data.workers=0"]  # no processes here
+    result = tw.train(tw.load("recipe.yaml", overrides=settings))
+    assert (result.ending, result.step) == ("finished", 3)
+
+
+def test_the_files_that_the_readme_names_exist() -> None:
+    tests = re.findall(r"scripts/test (tests/[\w/.]+)", README)
+    benchmarks = [f"benchmarks/{name}.py" for name in re.findall(r"-m benchmarks\.(\w+)", README)]
+    others = re.findall(r"\]\(([\w/.-]+)\)|trainwright (?:plan|verify resume) (recipes/[\w.-]+)", README)
+    named = [*tests, *benchmarks, *(each for pair in others for each in pair if each)]
+    assert len(tests) > 10 and len(benchmarks) > 8 and len(named) > 30
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 def test_every_verb_is_in_the_readme() -> None:
-    readme = (Path(tw.__file__).parent.parent / "README.md").read_text()
     for verb in VERBS.split():
-        assert f"`{verb}" in readme, verb
+        assert f"`{verb}" in README, verb

@@ -27,6 +27,7 @@ def enough_bytes(roots: Sequence[nn.Module]) -> int:
     weights = sum(parameter.nbytes for parameter in parameters)
     return max(LEAST_BYTES, min(3 * 3 * weights, free_bytes(device) // 4))
 
+
 SPARE = 16
 """Steps that may be held beyond those that are kept: to look for what can go costs more than to hold it."""
 
