@@ -55,7 +55,10 @@ def device(each: Device) -> list[str]:
 
 def page() -> str:
     optimizers = ("name", "what it is", "weight decay", "state per weight", "fused", "offload", "args")
-    sinks = ([f"`{row.name}`", row.doc, f"`trainwright[{row.extra}]`"] for row in recipe.SINKS.values())
+    sinks = (
+        [f"`{row.name}`", row.doc, f"`trainwright[{row.extra}]`" if row.extra else "trainwright"]
+        for row in recipe.SINKS.values()
+    )
     return "\n\n".join(
         [
             HEAD.rstrip(),

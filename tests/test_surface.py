@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,11 @@ def test_the_files_that_the_readme_names_exist() -> None:
     named = [*tests, *benchmarks, *(each for pair in others for each in pair if each)]
     assert len(tests) > 10 and len(benchmarks) > 8 and len(named) > 30
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_readme_names_every_extra() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert [name for name in extras if name != "dev" and f"`{name}`" not in README] == []
 
 
 def test_every_verb_is_in_the_readme() -> None:

@@ -32,7 +32,7 @@ def sink_factories(names: Sequence[str]) -> dict[str, Callable[..., Any]]:
     """Returns the factories of these sinks, by name. Raises MissingExtra where the package is not installed."""
     rows = [SINKS[name] for name in dict.fromkeys(names)]
     for row in rows:
-        if importlib.util.find_spec(row.extra) is None:
+        if row.extra and importlib.util.find_spec(row.extra) is None:
             raise MissingExtra(row.extra, extra=row.extra, needed_for=f"the sink {row.name!r}")
     return {row.name: imported(row.factory) for row in rows}
 

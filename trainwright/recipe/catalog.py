@@ -23,9 +23,9 @@ class Row:
 
 @dataclass(frozen=True)
 class SinkRow(Row):
-    """A tracker. ``extra`` is the extra of this package that installs it, and the package that it imports."""
+    """A tracker. ``extra`` is the extra of this package that installs it, and the package that it imports; "": none."""
 
-    extra: str
+    extra: str = ""
 
 
 @dataclass(frozen=True)

@@ -238,10 +238,11 @@ def _generators(session: ReplaySession) -> list[Tensor]:
 
 
 def _other_state(session: ReplaySession) -> bool:
-    """Whether the optimizers keep state in the shape of their parameters that may be master weights."""
+    """Whether the optimizers keep state in the shape of their parameters that may be master weights; ours keep none."""
     return any(
         isinstance(value, Tensor) and value.shape == p.shape and p.dim() > 0 and key not in NO_MASTER_WEIGHTS
         for o in session.optimizers
+        if not type(o).__module__.startswith("trainwright.")
         for p, own in o.state.items()
         for key, value in own.items()
     )
