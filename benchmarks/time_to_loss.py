@@ -33,11 +33,12 @@ from trainwright.data.text import CharText, python_topics
 from trainwright.engine.step import StepResult
 from trainwright.observe.progress import Progress
 from trainwright.recipe import load
+from trainwright.recipe.load import box
 from trainwright.runlog.folder import RunFolder
 from trainwright.state.train_state import TrainState
 from trainwright.training.job import Job
 from trainwright.training.run import train
-from trainwright.verbs.demo import TASKS, recipe_folder
+from trainwright.verbs.demo import TASKS
 
 FRACTIONS = (1 / 8, 1 / 6, 1 / 5, 1 / 4, 1 / 3, 1 / 2.5, 1 / 2, 1 / 1.5)
 
@@ -89,7 +90,7 @@ def train_ours(budget_s: float, seed: int) -> Trained:
     with tempfile.TemporaryDirectory() as folder:
         # evaluation is not timed: once is enough
         settings = [f"until={budget_s!r}s", f"seed={seed}", f"folder={folder}", "evaluation.every=1run"]
-        train(load(recipe_folder() / TASKS["text"], overrides=settings, environ={}), quiet=True, extras=[kept])
+        train(load(box() / TASKS["text"], overrides=settings, environ={}), quiet=True, extras=[kept])
     parts, state = kept.job.parts, kept.job.state
     require_same_split(parts.train.dataset)
     require_same_split(parts.val.dataset if parts.val else None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainwright.verbs.demo import recipe_folder
+from trainwright.recipe.load import box
 from trainwright.verbs.verify.resume import ResumeTrial
 
 SMALL = {
@@ -43,4 +43,4 @@ SMALLER = {"gpt2-124m.yaml": ["model.args.d_model=192", "model.args.vocab_size=2
 
 def small_trial(name: str, precision: str, workers: tuple[int, int], steps: int) -> ResumeTrial:
     settings = ("evaluation.batch=4", *SMALL[name], *SMALLER.get(name, ()), f"precision={precision}")
-    return ResumeTrial(recipe_folder() / name, steps, *workers, settings)
+    return ResumeTrial(box() / name, steps, *workers, settings)

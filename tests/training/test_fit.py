@@ -371,3 +371,15 @@ def test_an_observer_that_returns_something_else() -> None:
 
     with pytest.raises(UsageError, match=r"Chatty.observe returned False(.|\n)*tw.Stop"):
         asked(observers=[Chatty()])
+
+
+def test_the_random_state_of_the_caller_is_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(3)
+    models = [nn.Linear(4, 2) for _ in range(2)]
+    torch.manual_seed(3)
+    data = (torch.randn(16, 4, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 2)
+    for expected in models:
+        model = nn.Linear(4, 2)
+        assert torch.equal(model.weight, expected.weight)
+        tw.fit(model, data, nn.CrossEntropyLoss(), until="1steps", precision="fp32", quiet=True)

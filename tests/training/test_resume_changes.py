@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 
 import trainwright as tw
 from trainwright.cli import app
-from trainwright.errors import RecipeError, UsageError
+from trainwright.errors import CheckpointError, RecipeError, UsageError
 from trainwright.state.store import checkpoints
 
 SETTINGS = {"device": "cpu", "precision": "fp32"}
@@ -226,3 +227,22 @@ def test_the_command_that_is_printed_beside_what_is_fatal_does_run(monkeypatch: 
     assert command[1:] == shlex.split(f"resume runs/small --set {lr} --set until=40steps --accept optimizer.lr")
     code, said = invoke(monkeypatch, *command[1:])
     assert code == 0 and "resumed from" in said, said
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again_with_the_same_choices() -> None:
+    """The observer raises in step 3 and what it leaves is deleted, as if the process had been killed there."""
+    settings = {"precision": "auto", "log.doctor": False}
+    begun, _ = train(settings, last=3, until="6steps")
+    for checkpoint in checkpoints(begun.run / "checkpoints"):
+        shutil.rmtree(checkpoint)
+    plan = planned(begun.run)
+    choice = "bf16" if plan["precision"] == "fp32" else "fp32"  # what this machine would not choose
+    (begun.run / "plan.json").write_text(json.dumps({**plan, "precision": choice}))
+    again, watch = train(settings, until="6steps", resume=begun.run)
+    assert (again.ending, again.step, min(watch.lrs)) == ("finished", 6, 1)
+    assert planned(begun.run)["precision"] == choice
+    (begun.run / "provenance.json").unlink()  # killed before it was laid down: nothing to go on from
+    for checkpoint in checkpoints(begun.run / "checkpoints"):
+        shutil.rmtree(checkpoint)
+    with pytest.raises(CheckpointError, match="no checkpoint that verifies"):
+        train(settings, until="6steps", resume=begun.run)

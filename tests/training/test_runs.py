@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 
 from tests.training.processes import RECIPE, SLOWLY, invoke, start, wait_for_step
 from tests.training.small_recipes import SMALL
+from trainwright.recipe.load import box
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Ended, Evaluated, Saved, Skipped, Started, Step
 from trainwright.state.store import checkpoints, newest_valid
-from trainwright.verbs.demo import recipe_folder
 
 
 def test_a_run_folder_has_its_papers(folder: Path) -> None:
@@ -285,7 +285,7 @@ def test_the_demo_reaches_a_verdict(folder: Path) -> None:
 
 
 def test_every_recipe_in_the_box_is_tried() -> None:
-    assert {path.name for path in recipe_folder().glob("*.yaml")} == set(SMALL)
+    assert {path.name for path in box().glob("*.yaml")} == set(SMALL)
 
 
 @pytest.mark.slow
@@ -293,7 +293,7 @@ def test_every_recipe_in_the_box_is_tried() -> None:
 def test_recipe_in_the_box(name: str, folder: Path) -> None:
     settings = ["until=3steps", "schedule.warmup=1steps", "log.every=1steps", "evaluation.batch=4", *SMALL[name]]
     options = [option for setting in settings for option in ("--set", setting)]
-    code, said = invoke("train", str(recipe_folder() / name), *options, "--json")
+    code, said = invoke("train", str(box() / name), *options, "--json")
     assert code == 0, said
     result = json.loads(said.splitlines()[-1])
     assert result["ending"] == "finished" and result["step"] == 3 and result["skipped"] == 0
@@ -316,7 +316,7 @@ def test_tensorboard_gets_what_the_log_has(folder: Path) -> None:
 
 
 def test_lr_range_draws_a_picture(folder: Path) -> None:
-    recipe = str(recipe_folder() / "demo-digits.yaml")
+    recipe = str(box() / "demo-digits.yaml")
     code, said = invoke("lr-range", recipe, "--steps", "60", "--lowest", "1e-4", "--out", "lr.svg", "--json")
     assert code == 0, said
     answer = json.loads(said.splitlines()[-1])

@@ -20,6 +20,11 @@ from trainwright.recipe import SINKS, Row
 class RecipePlaces(Protocol):
     """Maps a dotted path of a recipe to the place in the user's files where it was written."""
 
+    @property
+    def folder(self) -> Path:
+        """The folder of the recipe."""
+        ...
+
     def where(self, path: str) -> str: ...
 
 
@@ -40,12 +45,16 @@ def sink_factories(names: Sequence[str]) -> dict[str, Callable[..., Any]]:
 def find(use: str, names: Mapping[str, Row], path: str, source: RecipePlaces) -> Callable[..., Any]:
     """Returns the callable of a name in ``names`` or of ``package.module:callable``, without calling it.
 
-    The current folder is added to the import path. Raises RecipeError with the rule and the remedy.
+    The current folder and that of the recipe are added to the import path. Raises RecipeError with the rule and the
+    remedy.
     """
     target = names[use].factory if use in names else use
     module_name, _, attribute = target.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    here, beside = str(Path.cwd()), str(source.folder)
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    if beside not in sys.path:
+        sys.path.insert(sys.path.index(here) + 1, beside)
 
     def problem(rule: str, remedy: str) -> RecipeError:
         return RecipeError(Problem(f"{path}.use", rule, got=use, remedy=remedy, where=source.where(f"{path}.use")))
@@ -54,7 +63,8 @@ def find(use: str, names: Mapping[str, Row], path: str, source: RecipePlaces) ->
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
-            remedy = f"check the spelling; it is looked for in {Path.cwd()} and the installed packages"
+            places = " and ".join(dict.fromkeys([here, beside]))
+            remedy = f"check the spelling; it is looked for in {places} and the installed packages"
             raise problem(f"there is no module {module_name!r}", remedy) from None
         raise problem(f"{module_name} needs the module {error.name!r}", f"pip install {error.name}") from None
     except Exception as error:

@@ -15,7 +15,13 @@ __all__ = ["after", "app", "before", "main", "running"]
 def main() -> None:
     """The entry point. After a second interrupt it does not wait for a checkpoint that a thread is writing."""
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever read our output has seen enough: `trainwright plan r.yaml | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter would flush it again
+        raise SystemExit(141) from None  # as a program that SIGPIPE ends
     except SystemExit as end:
         if end.code == INTERRUPTED:
             sys.stdout.flush()

@@ -46,10 +46,10 @@ def replay(
 def explain(
     code: Annotated[
         str, typer.Argument(metavar="CODE", help="A finding, such as opt.missing_zero_grad, or a group: opt.")
-    ],
+    ] = "",
     as_json: Json = False,
 ) -> None:
-    """Print the page of a finding: what it is, why it matters, its look-alikes, remedies, sources."""
+    """Print the page of a finding: what it is, look-alikes, remedies, sources. Without a code, list all."""
     from trainwright.doctor.pages import page
 
     text = page(code)

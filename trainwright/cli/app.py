@@ -18,6 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from trainwright.report.failure import describe
+from trainwright.version import __version__
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,9 +63,12 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML recipe.")]
+RecipePath = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="A YAML recipe, or the name of one in the box, such as gpt-tiny.")
+]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Override a value of the recipe, repeatable.")
 ]
@@ -73,6 +77,20 @@ Accepted = Annotated[
     typer.Option("--accept", metavar="PATH", help="Accept this difference though it changes the maths; or all."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object last, on stdout.")]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"trainwright {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None: ...
 
 
 @contextmanager
@@ -101,7 +119,7 @@ def verb(name: str | None = None, *, of: typer.Typer = app) -> Callable[[Callabl
         def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
             try:
                 function(*args, **kwargs)
-            except typer.Exit:
+            except (typer.Exit, BrokenPipeError):
                 raise
             except SystemExit as end:
                 raise typer.Exit(_fail(f"{ENDED.format(end.code)}\n  remedy: {KEEP_RUNNING}", 1)) from None

@@ -23,13 +23,13 @@ def codes() -> tuple[str, ...]:
 
 
 def page(code: str) -> str:
-    """The page of a code; for a group such as ``num.``, its codes with their titles.
+    """The page of a code; for a group such as ``num.``, its codes with their titles; for "" all codes.
 
     Raises UsageError for a code that has no page, with the nearest ones that have.
     """
     if code in _pages():
         return _pages()[code]
-    group = [each for each in codes() if each.startswith(f"{code.removesuffix('.')}.")]
+    group = [each for each in codes() if not code or each.startswith(f"{code.removesuffix('.')}.")]
     if not group:
         raise UsageError(f"there is no page for {code!r}", remedy=_nearest(code))
     width = max(map(len, group))

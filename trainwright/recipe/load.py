@@ -32,11 +32,13 @@ def load(path: str | Path, *, overrides: Sequence[str] = (), environ: Mapping[st
     """Reads the recipe in a YAML file. A value in ``overrides`` (``path=value``) replaces one in the environment
     (``TRAINWRIGHT_PATH=value``), and that one in the file.
 
-    ``environ`` is `os.environ` unless given. Raises RecipeError with every problem at once.
+    A name without a suffix, where there is no such file, is that of a recipe in the box: ``gpt-tiny``. ``environ`` is
+    `os.environ` unless given. Raises RecipeError with every problem at once.
     """
+    path = _in_the_box(Path(path))
     name = readable(str(path))
     try:
-        document = read(_text(Path(path), name), name)
+        document = read(_text(path, name), name)
     except UnreadableError as error:
         raise RecipeError(error.problem) from None
     if document.value is None:
@@ -70,6 +72,19 @@ def _loaded(document: Document, overrides: Sequence[Setting], environ: Mapping[s
     assert isinstance(document.value, dict)
     recipe = checked(document.value, source, document.problems, frozenset(document.unreadable))
     return Loaded(recipe, source)
+
+
+def box() -> Path:
+    """The folder of the recipes that ship: inside an installed package, beside it in a checkout."""
+    package = Path(__file__).parent.parent
+    inside = package / "recipes"
+    return inside if inside.is_dir() else package.parent / "recipes"
+
+
+def _in_the_box(path: Path) -> Path:
+    shipped = box() / f"{path}.yaml"
+    is_name = not path.suffix and path.name == str(path) and not path.exists()
+    return shipped if is_name and shipped.is_file() else path
 
 
 def _cannot_read(where: str, rule: str, remedy: str, got: str = "") -> RecipeError:
@@ -109,7 +124,7 @@ def _recipes_in(folder: Path) -> str:
 
 
 def _did_you_mean(path: Path) -> str:
-    nearby = {file.name: file for folder in (Path("recipes"), path.parent) for file in _recipes(folder)}
+    nearby = {file.name: file for folder in (box(), Path("recipes"), path.parent) for file in _recipes(folder)}
     close = difflib.get_close_matches(path.with_suffix(".yaml").name[:100] if path.name else "", nearby, n=1)
     if close:
         return f"did you mean {nearby[close[0]]}?"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 from trainwright.errors import Problem, RecipeError
@@ -31,6 +32,11 @@ class Source:
         while path and path not in self.places:
             path = path.rpartition(".")[0]
         return self.places.get(path, Place(self.name))
+
+    @property
+    def folder(self) -> Path:
+        """The folder that the recipe lies in; the current one for a recipe that was made in Python."""
+        return Path(self.name).absolute().parent
 
     def where(self, path: str) -> str:
         """Returns the place of a dotted path as text: ``gpt.yaml:12``."""

@@ -17,7 +17,7 @@ from trainwright.errors import CheckpointError
 from trainwright.plan.batch import solve_batch
 from trainwright.plan.make import Kept, RunFacts, Spent, choose_precision
 from trainwright.plan.resume_changes import Change, CommandWith, compare, on_command_line, require_accepted
-from trainwright.recipe import Recipe
+from trainwright.recipe import Recipe, load
 from trainwright.runlog.deaths import CRASH_LOOP, require_no_crash_loop
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.lock import RunLock
@@ -30,11 +30,14 @@ from trainwright.state.train_state import TrainState
 
 @dataclass(frozen=True)
 class Earlier:
-    """The earlier part of a run: its checkpoint, and what the run measured and chose."""
+    """The earlier part of a run: its checkpoint, and what the run measured and chose.
+
+    ``checkpoint`` is None where the run ended before it saved one: it begins at step 0 again, with the same choices.
+    """
 
     folder: RunFolder
     lock: RunLock
-    checkpoint: Path
+    checkpoint: Path | None
     run_metadata: Mapping[str, Any]
     accept: tuple[str, ...]
     say: Callable[[str], None]
@@ -50,6 +53,12 @@ class Earlier:
         """What the recipe left open and was resolved before the model was built."""
         kept: Mapping[str, Any] = self.run_metadata["plan"].get("settled", {})
         return kept
+
+    def describe(self, step: int) -> str:
+        """One line on where the run goes on."""
+        if self.checkpoint is None:
+            return f"{self.folder.path} ended before it saved a checkpoint: it begins at step 0, as it was planned"
+        return f"resumed from {self.checkpoint} at step {step}"
 
     def precision(self, requested: str, facts: RunFacts) -> PrecisionName:
         """``auto`` is the precision that was chosen when the run began."""
@@ -91,10 +100,11 @@ class Earlier:
         accepted = require_accepted(changes, accept, command=lambda paths, undo=(): self.again([*also, *paths], undo))
         for change in changes:
             self.say(str(change))
-        load_checkpoint(state, self.checkpoint, verified=True)
+        if self.checkpoint is not None:
+            load_checkpoint(state, self.checkpoint, verified=True)
         if state.micro_limit and any(change.path.startswith("batch.") for change in changes):
             state.micro_limit = None  # the micro-batch size of the new recipe is tried first
-        for path in set_aside_newer(self.folder.checkpoints, self.checkpoint):
+        for path in set_aside_newer(self.folder.checkpoints, self.checkpoint) if self.checkpoint else ():
             self.say(f"set aside: {path}")
         if any(change.path.startswith("data.train") for change in accepted):
             state.data, state.quarantine = Cursor(state.data.epoch + 1, 0), set()
@@ -106,10 +116,14 @@ class Earlier:
             "recipe": {**self.run_metadata["recipe"], "precision": self.run_metadata["plan"]["precision"]},
         }
         requested = {"recipe": {**recipe.model_dump(mode="json"), "precision": precision}, "provenance": now}
+        if self.checkpoint is None:
+            return compare(then, requested, step=0, misfits=[])
         return compare(then, requested, step=step_of(self.checkpoint) or 0, misfits=misfits(state, self.checkpoint))
 
 
-def _spent(checkpoint: Path) -> Spent:
+def _spent(checkpoint: Path | None) -> Spent:
+    if checkpoint is None:
+        return Spent()
     with raising_checkpoint_error(checkpoint):
         rest = json.loads((checkpoint / "state.json").read_text())["rest"]
         counters, data = rest["counters"], rest["data"]
@@ -119,26 +133,41 @@ def _spent(checkpoint: Path) -> Spent:
 def find_earlier(folder: RunFolder, lock: RunLock, accept: Sequence[str], say: Callable[[str], None]) -> Earlier:
     """Finds the newest checkpoint that verifies. Reports each newer one that does not, with the reason.
 
-    Raises CheckpointError when none verifies, UsageError when the run died in the same step twice.
+    A run that has saved none begins at step 0 again. Raises CheckpointError when none of its checkpoints verifies,
+    UsageError when the run died in the same step twice.
     """
     path, broken = newest_valid(folder.checkpoints)
     for message in broken:
         say(f"stepped over: {message}")
-    if path is None:
+    if path is None and (broken or not _is_laid_down(folder)):
         anew = f"start it anew: {program()} train {shlex.quote(str(folder.recipe))}"
         raise CheckpointError("\n".join([*broken, f"{folder.path} has no checkpoint that verifies"]), remedy=anew)
-    metadata = read_run_metadata(path)
+    metadata = _laid_down(folder) if path is None else read_run_metadata(path)
     live = str(metadata["recipe"]["model"]["use"]).startswith(f"{LIVE}:")
     call = in_python(folder) if live else on_command_line(called(folder))
     require_no_crash_loop(folder, lock, path, accept, call)
     return Earlier(folder, lock, path, metadata, tuple(accept), say, call)
 
 
+def _is_laid_down(folder: RunFolder) -> bool:
+    return all(file.is_file() for file in (folder.recipe, folder.plan, folder.provenance))
+
+
+def _laid_down(folder: RunFolder) -> dict[str, Any]:
+    """The metadata of a run that saved no checkpoint, from the files of its folder."""
+    with raising_checkpoint_error(folder.path):
+        return {
+            "recipe": load(folder.recipe, environ={}).recipe.model_dump(mode="json"),
+            "plan": json.loads(folder.plan.read_text()),
+            "provenance": json.loads(folder.provenance.read_text()),
+        }
+
+
 def again(folder: RunFolder, *, live: bool = False) -> str:
-    """Returns the command that resumes a run, or that starts it anew where no checkpoint was saved."""
+    """Returns the command that resumes a run, or that starts it anew where nothing of it can be gone on from."""
     if live:
         return f"tw.fit(..., resume={str(folder.path)!r})"
-    if folder.checkpoints.is_dir() and checkpoints(folder.checkpoints):
+    if _is_laid_down(folder) or (folder.checkpoints.is_dir() and checkpoints(folder.checkpoints)):
         return f"{program()} resume {shlex.quote(str(folder.path))}"
     return f"{program()} train {shlex.quote(str(folder.recipe))}"
 

@@ -33,6 +33,7 @@ from trainwright.report.text import Ending, closing
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.lock import RunLock
 from trainwright.runlog.records import Ended
+from trainwright.state.rng import preserved_rng
 from trainwright.state.store import Retention
 from trainwright.state.train_state import TrainState
 from trainwright.training.job import Job, doubled, make_advance, prepare, spike_handler, until_of
@@ -40,7 +41,7 @@ from trainwright.training.resume import Earlier, again, find_earlier
 from trainwright.training.run_metadata import keep_there, lay_down, lay_down_again, run_metadata
 from trainwright.version import __version__
 from trainwright.watching.engine_observer import EngineObserver
-from trainwright.world.group import SOLO, World
+from trainwright.world import SOLO, World, require_one_process
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Result:
     skipped: int
     exit_code: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-    state: TrainState | None = None
+    state: TrainState | None = field(default=None, repr=False)
 
     def to_json(self) -> dict[str, Any]:
         """What ``--json`` prints."""
@@ -100,6 +101,8 @@ def train(
     part of the run that are wanted. ``world.clock`` gives the time that a run budgeted in seconds goes by. Raises
     a TrainwrightError for whatever is the user's to mend.
     """
+    if world is SOLO:
+        require_one_process(os.environ)
     lines: list[str] = []
     progress = Progress(console or Console(), quiet=quiet)
     signals = Signals(progress.say, loaded.recipe.checkpoint.signals, grace_s(os.environ))
@@ -117,7 +120,7 @@ def train(
             lines.append(f"the file system of {folder.path} has no locks: see to it that nobody else trains there")
         (lay_down_again if earlier else lay_down)(folder, job)
         if earlier:
-            lines.append(f"resumed from {earlier.checkpoint} at step {job.state.step}")
+            lines.append(earlier.describe(job.state.step))
         for line in [*lines, *preflight(job.plan)]:
             progress.say(line)
         return _run(job, Stage(folder, lock, progress, signals, world, earlier), extras)
@@ -144,11 +147,12 @@ def _held(folder: RunFolder, signals: Signals) -> Iterator[RunLock]:
 
 @contextmanager
 def process_settings() -> Iterator[None]:
-    """Restores the process-wide settings of torch that a run changes."""
+    """Restores what a run changes of the process: settings of torch, and the state of the random generators."""
     threads, matmul = torch.get_num_threads(), torch.get_float32_matmul_precision()
     tf32, deterministic = torch.backends.cudnn.allow_tf32, torch.are_deterministic_algorithms_enabled()
     try:
-        yield
+        with preserved_rng():
+            yield
     finally:
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(matmul)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from trainwright.models.gpt import generate
 from trainwright.observe.progress import Progress
 from trainwright.observe.samples import TextSamples
 from trainwright.recipe import load
+from trainwright.recipe.load import box
 from trainwright.runlog.folder import RunFolder
 from trainwright.training.job import Job
 from trainwright.training.run import Result, train
@@ -23,18 +23,11 @@ PROMPT = "The "
 SAMPLE_TOKENS = 160
 
 
-def recipe_folder() -> Path:
-    """The folder of the recipes that ship: inside an installed package, beside it in a checkout."""
-    package = Path(__file__).parents[1]
-    inside = package / "recipes"
-    return inside if inside.is_dir() else package.parent / "recipes"
-
-
 def demo(task: str, *, budget: str, settings: list[str], console: Console | None = None, quiet: bool = False) -> Result:
     """Trains the demo of ``task`` for ``budget`` (a duration). ``settings`` are overrides, ``path=value``."""
     if task not in TASKS:
         raise UsageError(f"there is no demo {task!r}", remedy=f"choose one of: {', '.join(TASKS)}")
-    loaded = load(recipe_folder() / TASKS[task], overrides=[f"until={budget}", *settings])
+    loaded = load(box() / TASKS[task], overrides=[f"until={budget}", *settings])
     return train(loaded, console=console, quiet=quiet, extras=[text_samples] if task == "text" else [])
 
 

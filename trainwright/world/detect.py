@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 import torch
 
@@ -33,6 +34,17 @@ def low_precision(device: torch.device, machine: Machine) -> tuple[str, ...]:
         return ("tf32", "bf16", "fp16") if major >= 8 else ("fp16",) if major >= 7 else ()
     flags = {"avx512_bf16", "amx_bf16", "bf16"} & set(machine.cpu_flags)
     return ("bf16",) if flags else ()
+
+
+def require_one_process(environ: Mapping[str, str]) -> None:
+    """Raises UsageError under torchrun with several processes: each of them would train a copy of its own."""
+    size = environ.get("WORLD_SIZE", "1")
+    if "LOCAL_RANK" in environ and size.isdigit() and int(size) > 1:
+        raise UsageError(
+            f"this is process {environ.get('RANK', '?')} of {size}, and Trainwright trains in one process so far: "
+            "each would train a copy of its own",
+            remedy="start it without torchrun, or with --nproc-per-node 1; tw.watch follows a loop with several ranks",
+        )
 
 
 def usable_threads(device: torch.device) -> tuple[int, ...]:

@@ -1,0 +1,78 @@
+"""What every command line has: -h, --version, names of recipes in the box, a pipe that closes early."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import trainwright as tw
+from trainwright.cli import app
+from trainwright.doctor.pages import codes
+from trainwright.errors import UsageError
+from trainwright.recipe import load
+from trainwright.recipe.load import box
+from trainwright.world import require_one_process
+
+
+def test_help_and_version() -> None:
+    short, long = CliRunner().invoke(app, ["-h"]), CliRunner().invoke(app, ["--help"])
+    assert short.exit_code == 0 and short.output == long.output
+    assert CliRunner().invoke(app, ["train", "-h"]).exit_code == 0
+    assert CliRunner().invoke(app, ["--version"]).output == f"trainwright {tw.__version__}\n"
+
+
+def test_explain_without_a_code_lists_all() -> None:
+    listed = [line.split()[0] for line in CliRunner().invoke(app, ["explain"]).output.splitlines()]
+    assert listed == list(codes())
+
+
+def test_a_recipe_in_the_box_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load("gpt-tiny", environ={}).recipe == load(box() / "gpt-tiny.yaml", environ={}).recipe
+    Path("gpt-tiny").write_text("model: torch.nn:Identity\ndata: {train: a:b}\nloss: a:c\nuntil: 3steps\n")
+    assert load("gpt-tiny", environ={}).recipe.until.value == 3  # a file of that name comes first
+
+
+def test_a_module_beside_the_recipe_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    project.mkdir(), elsewhere.mkdir()
+    (project / "beside_it.py").write_text("from torch import nn\ndef model():\n    return nn.Linear(2, 1)\n")
+    (project / "r.yaml").write_text(
+        "model: beside_it:model\ndata: {train: a:b}\nloss: torch.nn:MSELoss\nuntil: 1steps\n"
+    )
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    from trainwright.build.resolve import find
+
+    loaded = load(project / "r.yaml", environ={})
+    assert find("beside_it:model", {}, "model", loaded.source)().in_features == 2
+
+
+def test_torchrun_with_several_processes_is_refused() -> None:
+    require_one_process({})
+    require_one_process({"WORLD_SIZE": "1", "LOCAL_RANK": "0"})
+    with pytest.raises(UsageError, match="process 1 of 2") as caught:
+        require_one_process({"WORLD_SIZE": "2", "LOCAL_RANK": "1", "RANK": "1"})
+    assert "torchrun" in caught.value.remedy
+
+
+@pytest.mark.process
+def test_train_asks_how_many_processes_there_are(tmp_path: Path) -> None:
+    environ = {**os.environ, "WORLD_SIZE": "2", "LOCAL_RANK": "0", "RANK": "0"}
+    command = [sys.executable, "-m", "trainwright", "train", "gpt-tiny"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert done.returncode == 2 and "process 0 of 2" in done.stderr and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.process
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-m", "trainwright", "explain"], stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert done.stderr == b""
