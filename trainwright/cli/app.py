@@ -76,6 +76,12 @@ Accepted = Annotated[
     list[str] | None,
     typer.Option("--accept", metavar="PATH", help="Accept this difference though it changes the maths; or all."),
 ]
+Allowed = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow", metavar="PACKAGE", help="Run only callables of these packages, repeatable; without it, of any."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object last, on stdout.")]
 
 

@@ -9,6 +9,7 @@ import typer
 
 from trainwright.cli.app import (
     Accepted,
+    Allowed,
     Json,
     RecipePath,
     Settings,
@@ -44,11 +45,14 @@ def demo(
 
 
 @verb()
-def train(recipe: RecipePath, settings: Settings = None, as_json: Json = False) -> None:
-    """Train as a recipe says."""
+def train(recipe: RecipePath, settings: Settings = None, allowed: Allowed = None, as_json: Json = False) -> None:
+    """Train as a recipe says. A recipe is code: it runs the callables that it names."""
     from trainwright.recipe import load
+    from trainwright.recipe.trust import require_allowed
 
     loaded = load(recipe, overrides=settings or [])  # before torch is imported: a wrong recipe is reported at once
+    if allowed is not None:
+        require_allowed(loaded, allowed)
     with importing_torch():
         from trainwright.training.run import train as run_train
 
@@ -60,14 +64,18 @@ def resume(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     settings: Settings = None,
     accept: Accepted = None,
+    allowed: Allowed = None,
     as_json: Json = False,
 ) -> None:
-    """Continue a run from its newest checkpoint that verifies."""
+    """Continue a run from its newest checkpoint that verifies. It runs the callables that the run's recipe names."""
     from trainwright.recipe import load
+    from trainwright.recipe.trust import require_allowed
     from trainwright.runlog.folder import RunFolder
 
     folder = RunFolder.open(run)
     loaded = load(folder.recipe, overrides=settings or [], environ={})
+    if allowed is not None:
+        require_allowed(loaded, allowed)
     with importing_torch():
         from trainwright.training.run import train as run_train
 

@@ -1,0 +1,89 @@
+"""The list of SECURITY.md: what may be done with a run folder of somebody else, and what runs its code."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from trainwright.cli import app
+
+PAGE = Path(__file__).parents[2] / "SECURITY.md"
+THEIRS = """
+from pathlib import Path
+Path({mark!r}).write_text("their code ran")
+import torch
+def model(): return torch.nn.Linear(2, 2)
+def data(): return torch.utils.data.TensorDataset(torch.randn(8, 2), torch.arange(8) % 2)
+"""
+RECIPE = """
+name: theirs
+until: 2steps
+precision: fp32
+model: their_code:model
+data: {train: their_code:data}
+loss: torch.nn:CrossEntropyLoss
+batch: {size: 4}
+"""
+Invoke = Callable[..., Result]
+
+
+@pytest.fixture
+def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that their code makes when it is imported."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    mark = tmp_path / "ran"
+    Path("their_code.py").write_text(THEIRS.format(mark=str(mark)))
+    Path("recipe.yaml").write_text(RECIPE)
+    return mark
+
+
+def invoke(*words: str) -> Result:
+    sys.modules.pop("their_code", None)  # as in a process of its own
+    return CliRunner().invoke(app, list(words))
+
+
+def test_only_training_runs_their_code(mark: Path) -> None:
+    assert invoke("train", "recipe.yaml").exit_code == 0
+    assert mark.exists()
+    mark.unlink()
+    commands = {
+        "diagnose": ("diagnose", "runs/theirs"),
+        "verify checkpoint": ("verify", "checkpoint", "runs/theirs"),
+        "export": ("export", "runs/theirs"),
+        "explain": ("explain", "grad.spike"),
+    }
+    listed = re.findall(r"^\| `trainwright ([a-z ]+?) [A-Z]+` \|", PAGE.read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(commands)
+    for words in commands.values():
+        done = invoke(*words)
+        assert done.exit_code == 0, (words, done.output)
+        assert not mark.exists(), words
+    assert invoke("resume", "runs/theirs", "--set", "until=3steps").exit_code == 0
+    assert mark.exists()
+
+
+@pytest.mark.parametrize("words", [("train", "recipe.yaml"), ("resume", "runs/theirs", "--set", "until=3steps")])
+def test_what_is_not_allowed_is_refused_before_it_is_imported(mark: Path, words: tuple[str, ...]) -> None:
+    if words[0] == "resume":
+        assert invoke("train", "recipe.yaml").exit_code == 0
+        mark.unlink()
+    refused = invoke(*words, "--allow", "torch.nn", "--allow", "their", "--allow", "their_code.part")
+    assert refused.exit_code == 2 and not mark.exists()
+    assert refused.output.count("their_code is not allowed") == 2  # the model and the data, with their lines
+    assert "recipe.yaml:" in refused.output and "torch.nn is not" not in refused.output
+    assert invoke(*words, "--allow", "torch.nn", "--allow", "their_code").exit_code == 0 and mark.exists()
+
+
+def test_every_callable_of_a_recipe_counts(mark: Path) -> None:
+    """Also those that are named elsewhere than under ``use``."""
+    Path("recipe.yaml").write_text(RECIPE + "spikes: {policy: os:getcwd}\noptimizer: {use: subprocess:run}\n")
+    refused = invoke("train", "recipe.yaml", "--allow", "torch.nn", "--allow", "their_code")
+    assert refused.exit_code == 2 and not mark.exists()
+    assert "os is not allowed" in refused.output and "subprocess is not allowed" in refused.output
