@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from trainwright.errors import UsageError
-from trainwright.runlog.reader import follow, read, steps
-from trainwright.runlog.records import Ended, Record, Saved, Started, Step, Unknown, to_json
+from trainwright.runlog.reader import MOST, follow, read, read_newest, steps
+from trainwright.runlog.records import Ended, Examined, Record, Saved, Started, Step, Unknown, Watched, to_json
 from trainwright.runlog.writer import LogWriter
 
 
@@ -117,3 +117,24 @@ def test_follow_gives_up_on_a_silent_run(tmp_path: Path) -> None:
 
 def test_saved_is_not_a_step() -> None:
     assert steps([Saved(time_s=0.0, step=1, path="", bytes=0, seconds=0.0)]) == []
+
+
+def watched(number: int) -> Watched:
+    return Watched(time_s=0.0, step=number, loss=1.0, grad_norm=1.0, lr=0.1, events=[], values={})
+
+
+def test_of_a_long_log_the_newest_process_is_read_with_fewer_steps(tmp_path: Path) -> None:
+    log, examined = tmp_path / "log.jsonl", Examined(time_s=0.0, step=1, experiment="rates", values={"a": 1})
+    with log.open("w") as file:
+        for record in (started(0), watched(1), ended(1), started(1), examined):
+            file.write(to_json(record) + "\n")
+        file.write('not a record\n{"kind":"step","torn in the middle\n')
+        for number in range(2, 30_000):
+            file.write(to_json(watched(number)) + "\n" + to_json(step(number)) + "\n")
+        file.write(to_json(ended(30_000)) + "\n" + '{"kind":"watched","step":30')
+    found = read_newest(log, (Watched, Examined, Ended))
+    of_steps = [each.step for each in found.records if isinstance(each, Watched)]
+    assert [each for each in found.records if not isinstance(each, Watched)] == [started(1), examined, ended(30_000)]
+    assert (found.broken_lines, found.torn) == (2, True)
+    assert MOST // 2 < len(of_steps) <= MOST and of_steps == sorted(set(of_steps)) and of_steps[0] < 100
+    assert of_steps[-MOST // 4 :] == list(range(30_000 - MOST // 4, 30_000))  # the newest are all there

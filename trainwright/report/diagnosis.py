@@ -11,8 +11,8 @@ from trainwright.doctor.diagnose import diagnose
 from trainwright.report.findings import lines_of
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.json_values import JsonValue, strict
-from trainwright.runlog.reader import read
-from trainwright.runlog.records import Ended, Examined, Found, Record, Started, Watched
+from trainwright.runlog.reader import read_newest
+from trainwright.runlog.records import Ended, Examined, Found, Watched
 
 CRITICAL = 3
 
@@ -66,8 +66,7 @@ class Report:
 
 def diagnosis_of(folder: RunFolder) -> Report:
     """Reads the log and runs every check again; the results of remedies that the run itself tried are kept."""
-    every = read(folder.log).records if folder.log.is_file() else ()
-    records = _last_process(every)
+    records = read_newest(folder.log, (Watched, Examined, Found, Ended)).records if folder.log.is_file() else ()
     ends = [record for record in records if isinstance(record, Ended)]
     diagnosis = diagnose(Case(records, finished=bool(ends)))
     earlier = {record.code: record for record in records if isinstance(record, Found)}
@@ -87,12 +86,6 @@ def diagnosis_of(folder: RunFolder) -> Report:
 def _can_be_trained_again(folder: RunFolder) -> bool:
     """False for a watched loop, and for a run of live objects (``use: live:Net``)."""
     return folder.recipe.is_file() and "use: live:" not in folder.recipe.read_text(encoding="utf-8")
-
-
-def _last_process(records: tuple[Record, ...]) -> tuple[Record, ...]:
-    """The records of the newest process of the run."""
-    begins = [number for number, record in enumerate(records) if isinstance(record, Started)]
-    return records[begins[-1] :] if begins else records
 
 
 def _with_trials_of(earlier: Found | None, found: Found) -> Found:

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from trainwright.errors import UsageError
-from trainwright.runlog.records import Ended, Record, Started, Step, from_json
+from trainwright.runlog.records import KINDS, Ended, Record, Started, Step, Watched, from_json
 from trainwright.runlog.storage import storage_error
+
+T = TypeVar("T")
+FIRST = 64
+MOST = 8192
+"""Lines that ``read_newest`` keeps about: some 20 MB."""
 
 
 @dataclass(frozen=True)
@@ -26,18 +31,58 @@ class LogContents:
 
 def read(path: Path | str) -> LogContents:
     """Reads every record. Raises UsageError when there is no such log."""
+    with _open(Path(path)) as file:
+        return _decoded(file)
+
+
+def _decoded(lines: Iterable[bytes]) -> LogContents:
     records: list[Record] = []
     broken_lines, torn = 0, False
+    for line in lines:
+        record = _record(line)
+        if record is not None:
+            records.append(record)
+        elif not line.endswith(b"\n"):
+            torn = True
+        elif line.strip():  # a full disk may leave an empty line, which is no loss
+            broken_lines += 1
+    return LogContents(tuple(records), broken_lines, torn)
+
+
+def read_newest(path: Path | str, kinds: tuple[type[Record], ...]) -> LogContents:
+    """Reads the records of the newest process of the run that are of these ``kinds``; of long runs not every step.
+
+    A log of any length is read in memory for about ``MOST`` lines: the lines of other kinds are left out, steps are
+    thinned as they come, and what is left is decoded at the end. Raises UsageError when there is no such log.
+    """
+    wanted = tuple(_beginning(kind) for kind in (*kinds, Started))
+    others = tuple(_beginning(kind) for kind in KINDS.values() if kind not in (*kinds, Started))
+    lines: list[bytes] = []
     with _open(Path(path)) as file:
         for line in file:
-            record = _record(line)
-            if record is not None:
-                records.append(record)
-            elif not line.endswith(b"\n"):
-                torn = True
-            elif line.strip():  # a full disk may leave an empty line, which is no loss
-                broken_lines += 1
-    return LogContents(tuple(records), broken_lines, torn)
+            if line.startswith(_beginning(Started)):
+                lines = []
+            if not (line.startswith(others) and line.endswith(b"}\n")):
+                lines.append(line)
+            if len(lines) > MOST:
+                lines = _without_half(lines, lambda each: each.startswith(_beginning(Watched)))
+    return _decoded(line for line in lines if line.startswith(wanted) or _record(line) is None)
+
+
+def _beginning(kind: type[Record]) -> bytes:
+    return f'{{"kind":"{kind.__name__.lower()}"'.encode()
+
+
+def without_half_of_the_steps(records: list[Record]) -> list[Record]:
+    """Returns the records without every other step of their older half; the first 64 records stay."""
+    return _without_half(records, lambda record: isinstance(record, Watched))
+
+
+def _without_half(items: list[T], is_step: Callable[[T], bool]) -> list[T]:
+    half = len(items) // 2
+    return [
+        each for index, each in enumerate(items) if index < FIRST or index >= half or index % 2 or not is_step(each)
+    ]
 
 
 def follow(

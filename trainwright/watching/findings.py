@@ -17,6 +17,7 @@ from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ring import Ring
 from trainwright.runlog import records
 from trainwright.runlog.json_values import Facts
+from trainwright.runlog.reader import without_half_of_the_steps
 from trainwright.runlog.records import Found, Record
 from trainwright.watching.experiments import ExperimentRunner
 
@@ -141,10 +142,8 @@ class FindingsLog:
     def _remember(self, record: Record) -> None:
         self._write(record)
         self._records.append(record)
-        if len(self._records) > KEPT_RECORDS:  # every other step of the older half is forgotten
-            half = len(self._records) // 2
-            old = [r for i, r in enumerate(self._records[:half]) if not isinstance(r, records.Watched) or i % 2]
-            self._records = old + self._records[half:]
+        if len(self._records) > KEPT_RECORDS:
+            self._records = without_half_of_the_steps(self._records)
 
 
 def limits_of(ring: Ring, listeners: Mapping[str, Listener]) -> Facts:
