@@ -26,6 +26,17 @@ def diagnose(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run fold
 
 
 @verb()
+def runs(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the run folders lie.")] = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """List the runs of a folder: when each began, how it stands, its newest step and losses."""
+    from trainwright.report.runs import list_runs
+
+    answer(list_runs(folder), as_json)
+
+
+@verb()
 def replay(
     path: Annotated[Path, typer.Argument(metavar="BUNDLE|RUN", help="bundles/step-N, or a run of trainwright train.")],
     step: Annotated[int | None, typer.Option(help="Which step; a bundle has only its own.")] = None,

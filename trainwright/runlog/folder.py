@@ -129,7 +129,8 @@ def _is_run(path: Path) -> bool:
     return any((path / sign).is_file() for sign in _SIGNS)
 
 
-def _runs_in(root: Path) -> list[Path]:
+def runs_in(root: Path) -> list[Path]:
+    """The run folders in ``root``, by name; none where it cannot be read."""
     try:
         return sorted(child for child in root.iterdir() if _is_run(child))
     except OSError:  # does not exist, not a folder, or not readable
@@ -143,8 +144,8 @@ def _written_ns(run: Path) -> int:
 def _meant(path: Path) -> list[Path]:
     """Runs that ``path`` may have meant: one around it, those in it, or those with a similar name."""
     around = [parent for parent in path.parents if _is_run(parent)][:1]
-    inside = sorted(_runs_in(path), key=_written_ns, reverse=True)[:3]
-    siblings = {run.name: run for run in _runs_in(path.parent)}
+    inside = sorted(runs_in(path), key=_written_ns, reverse=True)[:3]
+    siblings = {run.name: run for run in runs_in(path.parent)}
     similar = [siblings[name] for name in difflib.get_close_matches(path.name, siblings, n=3)]
     return around or inside or similar
 

@@ -147,6 +147,24 @@ class RunLock:
         return line.ljust(SIZE - len(_COUNTED) - 1).encode() + b"\n"
 
 
+def is_held(path: Path) -> bool:
+    """Whether a process trains in the run folder ``path``. False, too, where the file system has no locks."""
+    try:
+        fd = os.open(path / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        if _identity(fd) in _held:
+            return True
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    except OSError as error:
+        return error.errno in (errno.EAGAIN, errno.EACCES)
+    finally:
+        os.close(fd)
+    return False
+
+
 def _row_left_by(before: Holder | None) -> tuple[int | None, tuple[int, ...]]:
     """The step in which the processes before this one died, and their pids."""
     if before is None:

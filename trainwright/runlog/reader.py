@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from trainwright.runlog.records import KINDS, Ended, Record, Started, Step, Watc
 from trainwright.runlog.storage import storage_error
 
 T = TypeVar("T")
-FIRST = 64
+FIRST, END_BYTES = 64, 256 * 2**10
 MOST = 8192
 """Lines that ``read_newest`` keeps about: some 20 MB."""
 
@@ -67,6 +68,16 @@ def read_newest(path: Path | str, kinds: tuple[type[Record], ...]) -> LogContent
             if len(lines) > MOST:
                 lines = _without_half(lines, lambda each: each.startswith(_beginning(Watched)))
     return _decoded(line for line in lines if line.startswith(wanted) or _record(line) is None)
+
+
+def read_end(path: Path | str) -> tuple[Record, ...]:
+    """Reads the records in the last 256 KiB of a log. Raises UsageError when there is no such log."""
+    with _open(Path(path)) as file:
+        file.seek(0, os.SEEK_END)
+        begin = max(0, file.tell() - END_BYTES)
+        file.seek(begin)
+        lines = file.readlines()
+    return _decoded(lines[1:] if begin else lines).records  # the first may be cut off
 
 
 def _beginning(kind: type[Record]) -> bytes:

@@ -1,0 +1,89 @@
+"""The runs of a folder as a table (``trainwright runs``): when each began, how it stands, its step and losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from trainwright.runlog.folder import RunFolder, runs_in
+from trainwright.runlog.json_values import strict
+from trainwright.runlog.lock import is_held
+from trainwright.runlog.reader import read_end
+from trainwright.runlog.records import Ended, Evaluated, Record, Started, Step, Watched
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """One run. ``began_s`` is a time in seconds since 1970. ``loss`` and ``val_loss`` are the newest."""
+
+    run: Path
+    began_s: float
+    state: str
+    step: int
+    loss: float | None
+    val_loss: float | None
+
+
+@dataclass(frozen=True)
+class RunTable:
+    """The runs of ``folder``, the oldest first."""
+
+    folder: Path
+    rows: tuple[RunRow, ...]
+    exit_code = 0
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        if not self.rows:
+            return [f"{self.folder} holds no run"]
+        head = ("run", "began (UTC)", "state", "step", "loss", "val loss")
+        table = [head, *(_cells(row) for row in self.rows)]
+        widths = [max(len(cells[column]) for cells in table) for column in range(len(head))]
+        return ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip() for cells in table]
+
+    def to_json(self) -> dict[str, object]:
+        """What ``--json`` prints."""
+        return {"folder": str(self.folder), "runs": [strict({**asdict(row), "run": str(row.run)}) for row in self.rows]}
+
+
+def list_runs(folder: Path) -> RunTable:
+    """Reads the end of the log of each run in ``folder``; a run that has no log yet is listed, too."""
+    rows = [_row(RunFolder(path)) for path in runs_in(folder)]
+    return RunTable(folder, tuple(sorted(rows, key=lambda row: row.began_s)))
+
+
+def _row(folder: RunFolder) -> RunRow:
+    records = read_end(folder.log) if folder.log.is_file() else ()
+    began_s = min(sign.stat().st_mtime for sign in (folder.recipe, folder.plan, folder.log) if sign.exists())
+    steps = [record for record in records if isinstance(record, Step | Watched)]
+    evaluated = [record for record in records if isinstance(record, Evaluated)]
+    return RunRow(
+        folder.path,
+        began_s,
+        _state(folder, records),
+        max((record.step for record in records if isinstance(record, Step | Watched | Ended)), default=0),
+        steps[-1].loss if steps else None,
+        evaluated[-1].loss if evaluated else None,
+    )
+
+
+def _state(folder: RunFolder, records: Iterable[Record]) -> str:
+    ended = None
+    for record in records:
+        if isinstance(record, Ended):
+            ended = record.ending
+        elif isinstance(record, Started):
+            ended = None
+    return ended or ("running" if is_held(folder.path) else "no end record")
+
+
+def _cells(row: RunRow) -> tuple[str, ...]:
+    began = datetime.fromtimestamp(row.began_s, UTC).strftime("%Y-%m-%d %H:%M")
+    return (str(row.run), began, row.state, f"{row.step:,}", _number(row.loss), _number(row.val_loss))
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None or math.isnan(value) else f"{value:.4g}"
