@@ -20,7 +20,9 @@ Cursor Ema Loading Loss LossScaler MicroBatch Observer Outcome Precision Probe R
 StepBatches StepResult Stop TrainState TrainwrightError __version__ evaluate fit for_seconds for_steps load
 load_checkpoint lr_range make_clip make_optimizer make_schedule make_step save_checkpoint steps train watch
 """
-VERBS = "batch-size check demo diagnose env explain export graph lr-range plan replay resume runs schema train verify version"
+VERBS = """
+batch-size check demo diagnose env explain export graph lr-range plan replay resume runs schema train verify version
+"""
 VERIFY = "checkpoint resume"
 
 
