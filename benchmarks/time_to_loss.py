@@ -51,10 +51,10 @@ class Trained(NamedTuple):
     steps: int
 
 
-def validation_loss(model: nn.Module) -> float:
-    """Mean over the validation split in windows of 64, in fp32."""
+def validation_loss(model: nn.Module, every: int) -> float:
+    """Mean over each ``every``-th window of 64 of the validation split, in fp32."""
     windows = python_topics("val", block_size=BLOCK)
-    ids_NT, target_NT = windows.fetch_batch(np.arange(len(windows)))
+    ids_NT, target_NT = windows.fetch_batch(np.arange(0, len(windows), every))
     model.eval()
     total = 0.0
     with torch.no_grad():
@@ -63,14 +63,14 @@ def validation_loss(model: nn.Module) -> float:
     return total / target_NT.numel()
 
 
-def train_plain(budget_s: float, seed: int) -> Trained:
+def train_plain(budget_s: float, seed: int, every: int) -> Trained:
     """The loop that one writes by hand, on the same text."""
     torch.manual_seed(seed)
     text = python_topics("train", block_size=BLOCK)
     ids = torch.cat([text[number][0] for number in range(len(text))])  # its windows lie end to end
     model = nanogpt.NanoGPT(text.classes)
     steps, elapsed_s = nanogpt.train(model, ids, budget_s)
-    return Trained(validation_loss(model), elapsed_s, steps)
+    return Trained(validation_loss(model, every), elapsed_s, steps)
 
 
 class KeepJob:
@@ -84,18 +84,18 @@ class KeepJob:
     def close(self) -> None: ...
 
 
-def train_ours(budget_s: float, seed: int) -> Trained:
+def train_ours(budget_s: float, seed: int, every: int) -> Trained:
     """The demo recipe as ``trainwright train`` runs it; the averaged weights when it keeps an average."""
     kept = KeepJob()
     with tempfile.TemporaryDirectory() as folder:
-        # evaluation is not timed: once is enough
-        settings = [f"until={budget_s!r}s", f"seed={seed}", f"folder={folder}", "evaluation.every=1run"]
+        settings = [f"until={budget_s!r}s", f"seed={seed}", f"folder={folder}"]
+        settings += ["evaluation.every=1run", "evaluation.batches=1"]  # it is not timed, and judged below
         train(load(box() / TASKS["text"], overrides=settings, environ={}), quiet=True, extras=[kept])
     parts, state = kept.job.parts, kept.job.state
     require_same_split(parts.train.dataset)
     require_same_split(parts.val.dataset if parts.val else None)
     with state.ema.swapped():
-        return Trained(validation_loss(state.model), state.elapsed_s, state.step)
+        return Trained(validation_loss(state.model, every), state.elapsed_s, state.step)
 
 
 def require_same_split(data: Any) -> None:
@@ -105,16 +105,16 @@ def require_same_split(data: Any) -> None:
     assert data.content_sha256() == same.content_sha256(), "the recipe has another text or another split"
 
 
-def train_here(side: str, budget_s: float, seed: int, threads: int) -> None:
+def train_here(side: str, budget_s: float, seed: int, threads: int, every: int) -> None:
     """What a process of its own does."""
     torch.set_num_threads(threads)
-    print(json.dumps({"plain": train_plain, "ours": train_ours}[side](budget_s, seed)))
+    print(json.dumps({"plain": train_plain, "ours": train_ours}[side](budget_s, seed, every)))
 
 
-def trained(side: str, budget_s: float, *, seed: int, threads: int) -> Trained:
+def trained(side: str, budget_s: float, *, seed: int, threads: int, every: int) -> Trained:
     """Trains in a fresh process and waits for it."""
-    code = f"from benchmarks import time_to_loss; time_to_loss.train_here({side!r}, {budget_s!r}, {seed}, {threads})"
-    command = [sys.executable, "-c", code]
+    asked = f"{side!r}, {budget_s!r}, {seed}, {threads}, {every}"
+    command = [sys.executable, "-c", f"from benchmarks import time_to_loss; time_to_loss.train_here({asked})"]
     printed = subprocess.run(
         command, cwd=Path(__file__).parents[1], check=True, stdout=subprocess.PIPE, text=True
     ).stdout
@@ -130,7 +130,7 @@ def main() -> None:
     ours: list[Trained] = []
     reached: list[float] = []
     for number in range(options.pairs):
-        how = {"seed": 1337 + number, "threads": options.threads}
+        how = {"seed": 1337 + number, "threads": options.threads, "every": 32 if options.quick else 1}
         plain, full = trained("plain", options.seconds, **how), trained("ours", options.seconds, **how)
         theirs.append(plain)
         ours.append(full)

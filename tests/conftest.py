@@ -17,6 +17,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: fixtures of a mod
 import pytest
 import torch
 
+from tests import forked
+
 STARTED: list[str] = []
 
 
@@ -54,6 +56,12 @@ def no_heap_to_look_through() -> Iterator[None]:
 def one_thread() -> None:
     """Before each test: a run that was tested before may have set another number."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_process() -> Iterator[None]:
+    yield
+    forked.end_all()
 
 
 @pytest.fixture(autouse=True)

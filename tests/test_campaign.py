@@ -21,11 +21,11 @@ pytestmark = pytest.mark.slow
 
 
 def test_twenty_kills_lose_nothing() -> None:
-    options = ["--kills", "20", "--seed", "7", "--steps", "60", "--jobs", "2", "--fork"]
+    options = ["--kills", "20", "--seed", "7", "--steps", "40", "--jobs", "1", "--fork"]
     done = subprocess.run([sys.executable, "-m", "benchmarks.kill_campaign", *options], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout.splitlines()[-1])
-    assert seen["kills"] == 20 and seen["runs"] >= 2 and seen["resumes"] > 10, seen
+    assert seen["kills"] == 20 and seen["runs"] >= 1 and seen["resumes"] > 10, seen
     assert seen["kills_in_save"] > 0, seen
     names = list(seen)
     zero = names[names.index("unloadable") : names.index("final_bits_equal")]

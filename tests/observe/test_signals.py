@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from trainwright.errors import UsageError
 from trainwright.observe.signals import Signals, grace_s
 from trainwright.runlog.lock import RunLock
@@ -119,12 +118,8 @@ print(outcome.ending, outcome.step, outcome.stop.save, outcome.stop.exit_code, t
 
 
 def said_by_a_run(*, grace: str | None, wait_for: str, saving_s: str = "unknown") -> list[str]:
-    environ = {name: value for name, value in os.environ.items() if name != "TRAINWRIGHT_GRACE_S"}
-    environ |= {"OMP_NUM_THREADS": "1"} | ({} if grace is None else {"TRAINWRIGHT_GRACE_S": grace})
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, wait_for, saving_s], env=environ, capture_output=True, text=True, check=True
-    )
-    assert not done.stderr
+    done = forked.run(RUN, wait_for, saving_s, env={} if grace is None else {"TRAINWRIGHT_GRACE_S": grace})
+    assert done.returncode == 0 and not done.stderr
     *said, outcome = done.stdout.splitlines()
     assert outcome == "stopped 3 True 75 1", "it saves whatever the time, and leaves no thread"
     return said
@@ -178,7 +173,7 @@ assert signals.received is None
 
 @pytest.mark.process
 def test_a_forked_child_answers_to_its_parent_alone() -> None:
-    done = subprocess.run([sys.executable, "-c", POOL], capture_output=True, text=True, timeout=120)
+    done = forked.run(POOL)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "", "a child speaks for the run"
 
@@ -216,7 +211,7 @@ print(asked.is_set(), b"SIGTERM: saving at the end of this step; once more quits
 
 @pytest.mark.process
 def test_a_signal_in_the_midst_of_printing() -> None:
-    done = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=120)
+    done = forked.run(BLOCKED)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["True", "True"]
 
@@ -242,7 +237,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.process
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_kill_when_the_patience_is_over_is_not_the_fault_of_the_step(tmp_path: Path, when: str) -> None:
-    done = subprocess.run([sys.executable, "-c", PREEMPTED, str(tmp_path), when], stdout=subprocess.DEVNULL)
+    done = forked.run(PREEMPTED, str(tmp_path), when)
     assert done.returncode == -signal.SIGKILL
     lock = RunLock.acquire(tmp_path)
     lock.release(clean=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests import forked
 from trainwright.build.resolve import sink_factories
 from trainwright.errors import MissingExtra, UsageError
 from trainwright.observe.sinks import Guarded, Sink, open_sinks
@@ -148,7 +149,7 @@ def test_a_package_that_is_not_installed(name: str) -> None:
         f"try: sink_factories([{name!r}])\n"
         "except MissingExtra as error: print(error)"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    said = forked.run(code)
     assert f"needs the package '{name}'" in said.stdout
     assert f'pip install "trainwright[{name}]"' in said.stdout
     assert issubclass(MissingExtra, UsageError)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import trainwright as tw
+from tests import forked
 from tests.replay.nets import KINDS, build
 from trainwright.doctor.pages import page as explain
 from trainwright.errors import UsageError
@@ -110,9 +109,7 @@ def replayed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Kept, 
         for step, (path, _) in kept[kind].items():
             model, after = f"{folder / 'mine.py'}:{kind.replace('-', '_')}", folder / kind / f"{step}.safetensors"
             arguments += [model, str(path), str(after)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", ANOTHER, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240)
+    done = forked.run(ANOTHER, *arguments)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
     return {kind: (kept[kind], told[3 * at : 3 * at + 3], folder / kind) for at, kind in enumerate(KINDS)}

@@ -7,7 +7,6 @@ import os
 import resource
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.optim import SGD, AdamW
 
+from tests import forked
 from trainwright.errors import CheckpointError, StorageError
 from trainwright.state.checkpoint import load_checkpoint, save_checkpoint
 from trainwright.state.cursor import Cursor
@@ -230,9 +230,7 @@ print(json.dumps({"seen": seen, "left": left}))
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_killed_at_any_instant_the_newest_checkpoint_loads(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=120
-    )
+    done = forked.run(KILLED, str(tmp_path))
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["seen"] == sorted(said["seen"])  # nothing that was committed is lost

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
+from tests.forked import COMMAND_LINE, Forked
 from trainwright.cli import app
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Step
@@ -43,13 +43,15 @@ log: {every: 5steps}
 """
 
 
-def start(*arguments: str, cwd: Path, group: bool = False, prefix: Sequence[str] = ()) -> subprocess.Popen[str]:
+def start(*arguments: str, cwd: Path, group: bool = False) -> Forked:
+    """What it prints to stderr is in its stdout, too."""
+    return Forked(COMMAND_LINE, *arguments, cwd=cwd, group=group, together=True)
+
+
+def start_behind(prefix: Sequence[str], *arguments: str, cwd: Path) -> subprocess.Popen[str]:
+    """A new process that is started by another command, such as setpriv."""
     command = [*prefix, sys.executable, "-m", "trainwright", *arguments]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command, cwd=cwd, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=group
-    )
+    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def wait_for_step(log: Path, step: int, *, patience_s: float = 120.0) -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.forked import Forked
 from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import diagnose
 from trainwright.runlog.reader import read
@@ -26,14 +25,12 @@ PROGRAM = Path(__file__).parent / "limited.py"
 FITS_16 = 36  # MiB; 16 samples take 24, and 32 of them 48
 
 
-def started(**ask: Any) -> subprocess.Popen[str]:
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, str(PROGRAM), json.dumps(ask)]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
+def started(**ask: Any) -> Forked:
+    return Forked(PROGRAM.read_text(), json.dumps(ask))
 
 
-def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
-    said, errors = process.communicate(timeout=240)
+def answer(process: Forked) -> dict[str, Any]:
+    said, errors = process.communicate()
     assert process.returncode == 0, errors
     told: dict[str, Any] = json.loads(said.splitlines()[-1])
     return told
@@ -120,12 +117,12 @@ def test_an_update_that_runs_out_says_that_the_state_is_torn(tmp_path: Path) -> 
     assert "not saved" in short["error"] and not list(tmp_path.glob("step-*"))
 
 
-def _two_ranks(meet: Path) -> list[subprocess.Popen[str]]:
+def _two_ranks(meet: Path) -> list[Forked]:
     """Only the second is short of memory. A thread of gloo that finds none ends its process: then once more."""
     for attempt in range(4):
         ask = {"model": "dropout", "steps": 6, "ranks": 2, "meet": f"{meet}{attempt}"}
         both = [started(**ask, rank=rank, limit_mib=limit) for rank, limit in ((0, 0), (1, FITS_16))]
-        both[1].wait(timeout=240)
+        both[1].wait()
         if both[1].returncode != -signal.SIGABRT:
             break
         both[0].kill()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import trainwright as tw
-from tests.training.processes import invoke, start, wait_for_step
+from tests.training.processes import invoke, start, start_behind, wait_for_step
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Started
 from trainwright.state.store import newest_valid
@@ -91,7 +91,7 @@ def powerless() -> list[str]:
 
 
 def test_a_folder_that_may_no_longer_be_written(folder: Path, powerless: list[str]) -> None:
-    running = start("train", "slow.yaml", *LONG, cwd=folder, prefix=powerless)
+    running = start_behind(powerless, "train", "slow.yaml", *LONG, cwd=folder)
     saved = folder / "runs/slow/checkpoints"
     wait_for_step(folder / "runs/slow/log.jsonl", 12)
     saved.chmod(0o500)
@@ -111,7 +111,7 @@ def test_a_folder_that_may_not_be_written(folder: Path, powerless: list[str], co
     (folder / "runs").chmod(0o500)
     (folder / "runs/slow").chmod(0o500)
     (folder / "runs/slow/lock").chmod(0o400)
-    running = start(*command.split(), cwd=folder, prefix=powerless)
+    running = start_behind(powerless, *command.split(), cwd=folder)
     said, _ = running.communicate(timeout=120)
     (folder / "runs").chmod(0o700)
     (folder / "runs/slow").chmod(0o700)

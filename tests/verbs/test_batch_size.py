@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import forked
 from trainwright.errors import OutOfMemoryError, UsageError
 from trainwright.recipe import load
 from trainwright.verbs.batch_size import find_batch_size
@@ -70,9 +69,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def limited(mib: int, *words: str) -> dict[str, Any]:
     """The command line in a process that may take ``mib`` more than torch itself."""
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
-    command = [sys.executable, "-c", LIMITED, str(mib), *words, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=300)
+    done = forked.run(LIMITED, str(mib), *words, "--json")
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from tests import forked
 from trainwright.cli import app
 from trainwright.errors import UsageError
 from trainwright.runlog.deaths import deaths_in, write_bundle
@@ -117,9 +116,7 @@ print(json.dumps(rerun(sys.argv[1], int(sys.argv[2])).to_json()))
 
 
 def in_another_process(run: RunFolder, step: int) -> dict[str, object]:
-    command = [sys.executable, "-c", ANOTHER, str(run.path), str(step)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    done = forked.run(ANOTHER, str(run.path), str(step))
     assert done.returncode == 0, done.stderr
     result: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
     return result
