@@ -14,6 +14,7 @@ from trainwright.engine.clip import ClipFn
 from trainwright.engine.oom_report import tensors_in
 from trainwright.recorder.program import Ids, RecordedStep
 from trainwright.recorder.ring import Ring
+from trainwright.recorder.shared_memory import PrivateCopies, is_of_worker
 from trainwright.state.cursor import StepBatch
 from trainwright.state.scaler import LossScaler
 from trainwright.state.snapshot import Snapshot
@@ -86,11 +87,6 @@ class InputRecorder:
     def gradients_are_clipped(self, clip: ClipFn, parameters: Sequence[Tensor], total_norm: Tensor) -> None: ...
 
 
-def _is_shared(tensor: Tensor) -> bool:
-    """Whether a DataLoader worker made it: each tensor in shared memory is an open file of this process."""
-    return tensor.device.type == "cpu" and tensor.untyped_storage().is_shared()
-
-
 RecordFn = Callable[[Snapshot, Sequence[tuple[RecordedStep, StepInputs]]], None]
 """Runs steps again from a state and their inputs, and writes a program into each RecordedStep that has none."""
 
@@ -106,9 +102,10 @@ class InputRing(Ring):
     def add_with_inputs(self, step: RecordedStep, inputs: StepInputs) -> None:
         """``step`` has the numbers and the sample ids of the step, and no program yet."""
         step.num_bytes = inputs.num_bytes
-        if inputs.tensors and _is_shared(inputs.tensors[0]):  # then all are: one worker made them
-            for tensor in inputs.tensors:
-                tensor.data = tensor.data.clone()
+        if inputs.tensors and is_of_worker(inputs.tensors[0]):  # then all are: one worker made them
+            copies = PrivateCopies()
+            for tensor in filter(is_of_worker, inputs.tensors):
+                tensor.data = copies.of(tensor)
         self._inputs[step.step] = inputs
         self.add(step)
         if len(self._inputs) > len(self.steps):

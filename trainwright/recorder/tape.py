@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from trainwright.recorder.program import Autocast, Constant, Instruction, Operation, Slot, mapped, tensors_of
+from trainwright.recorder.shared_memory import PrivateCopies, is_of_worker
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 
 _SIMPLE = frozenset({int, float, bool, str, type(None), torch.dtype})
@@ -35,6 +36,7 @@ class Tape(TorchFunctionMode):
         super().__init__()
         self._device_type = device_type
         self._slots: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._copies = PrivateCopies()
         self._next = self._reads = 0
         self.num_bytes = 0  # of the tensors that were written down as constants
         self.leaves = False  # a leaf that wants a gradient was used outside of the models
@@ -96,6 +98,8 @@ class Tape(TorchFunctionMode):
                 self.leaves = True
             else:
                 self.num_bytes += leaf.nbytes
+            if type(leaf) is Tensor and not leaf.requires_grad and is_of_worker(leaf):
+                leaf = self._copies.of(leaf)
             return Constant(leaf, leaf._version)
         self.grafted |= leaf.grad_fn is not None
         copy = leaf.detach().clone() if leaf.numel() <= SMALL else leaf.detach()
@@ -144,5 +148,6 @@ class Tape(TorchFunctionMode):
     def forget(self) -> None:
         """Drops all tensors."""
         self._slots.clear()
+        self._copies.forget()
         self.leaves = False
         self.operations = []

@@ -1,0 +1,40 @@
+"""Copies tensors out of shared memory. The workers of a DataLoader make such, and each is an open file here."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+MUCH_LARGER = 4
+"""A view of a storage this many times its size is a part of a data set, all of whose views share one file."""
+
+
+def is_of_worker(tensor: Tensor) -> bool:
+    """Whether a plain tensor has a shared storage of about its own size."""
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+        return False
+    storage = tensor.untyped_storage()
+    return storage.is_shared() and storage.nbytes() <= MUCH_LARGER * tensor.nbytes
+
+
+class PrivateCopies:
+    """Copies storages into the memory of this process, each once: tensors that share memory do so in the copy."""
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[int, int], tuple[StorageWeakRef, torch.UntypedStorage]] = {}
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Returns the copy of a tensor. Offset and strides stay, so that kernels sum in the same order."""
+        shared = tensor.untyped_storage()
+        reference = StorageWeakRef(shared)  # type: ignore[no-untyped-call]  # its address is not used again meanwhile
+        key = int(reference.cdata), tensor._version
+        if key not in self._copies:
+            private = torch.UntypedStorage(shared.nbytes())  # type: ignore[no-untyped-call]
+            private.copy_(shared)
+            self._copies[key] = reference, private
+        copy = torch.empty(0, dtype=tensor.dtype)
+        return copy.set_(self._copies[key][1], tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def forget(self) -> None:
+        self._copies.clear()
