@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.rows import each_row
+from trainwright.doctor.finding import Severity, finding
 from trainwright.report.text import Ending, closing
-from trainwright.runlog.records import Ended, Evaluated, Step
+from trainwright.runlog.records import Ended, Evaluated, Found, Step
 
 STEP = Step(
     time_s=0.0,
@@ -39,6 +40,10 @@ HEALTHY = Ending(
 )
 
 
+def found(severity: Severity) -> Found:
+    return finding("loss.wrong_sign", severity, 1, symptom="", cause="", remedy="", sure=1.0).found
+
+
 def test_a_healthy_run() -> None:
     assert closing(HEALTHY) == [
         "verdict: finished and healthy: no update skipped, every value finite; "
@@ -56,6 +61,8 @@ def test_a_healthy_run() -> None:
         ({"ended": replace(ENDED, skipped=3)}, "3 of 100 updates were skipped"),
         ({"last_step": replace(STEP, wait_s=0.05)}, "50% of the time went into waiting for data"),
         ({"saved": False}, "the last state could not be saved"),
+        ({"findings": [found("critical")]}, "finished, but the doctor found loss.wrong_sign (critical)"),
+        ({"findings": [found("info"), found("warning")]}, "finished, but the doctor found loss.wrong_sign (warning)"),
     ],
 )
 def test_trouble_is_said_instead_of_health(change: dict[str, object], said: str) -> None:
@@ -63,7 +70,11 @@ def test_trouble_is_said_instead_of_health(change: dict[str, object], said: str)
     assert said in verdict and "healthy" not in verdict
 
 
+def test_an_info_is_no_trouble() -> None:
+    assert "finished and healthy" in closing(replace(HEALTHY, findings=[found("info")]))[0]
+
+
 def test_a_stopped_run_goes_on() -> None:
     lines = closing(replace(HEALTHY, ended=replace(ENDED, ending="stopped", reason="SIGTERM")))
-    assert "stopped by SIGTERM" in lines[0]
+    assert lines[0].startswith("verdict: stopped by SIGTERM after healthy steps: no update skipped")
     assert lines[-1] == "next     trainwright resume runs/x   # goes on from the newest checkpoint"

@@ -10,7 +10,7 @@ import pytest
 
 from trainwright.report.diagnosis import diagnosis_of
 from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.records import Watched
+from trainwright.runlog.records import Ended, Examined, Watched
 from trainwright.runlog.writer import LogWriter
 
 
@@ -32,5 +32,46 @@ def run_with(tmp_path: Path, recipe: str | None) -> RunFolder:
 def test_a_replay_is_suggested_where_it_works(tmp_path: Path, recipe: str | None, works: bool) -> None:
     report = replace(diagnosis_of(run_with(tmp_path, recipe)), experiments=("trace",))
     suggested = [line for line in report.lines() if "trainwright replay" in line]
-    assert suggested == ([f"this would tell more: trace (trainwright replay {report.run} --step 3)"] if works else [])
+    assert suggested == ([f"a closer look would tell more: trainwright replay {report.run} --step 3"] if works else [])
     assert report.to_json()["experiments"] == ["trace"]
+
+
+def test_nothing_found_says_in_what(tmp_path: Path) -> None:
+    folder = run_with(tmp_path, None)
+    assert diagnosis_of(folder).lines()[1] == (
+        "diagnosis: nothing found in 1 recorded step, none of them run again and looked at closely"
+    )
+    log = LogWriter(folder.log)
+    for step, values in ((3, {"same_losses": True}), (4, {"blind": "it cannot"})):
+        log.write(Examined(time_s=time.time(), step=step, experiment="again", values=values))
+    log.close()
+    assert "1 recorded step, 1 of them run again" in diagnosis_of(folder).lines()[1]
+
+
+def test_what_cannot_be_read_is_counted(tmp_path: Path) -> None:
+    """Lines that hold no record, and records of a kind that a newer version has."""
+    folder = run_with(tmp_path, None)
+    whole = diagnosis_of(folder)
+    assert (whole.unreadable, whole.unknown) == (0, 0) and len(whole.lines()) == 2
+    with folder.log.open("a") as log:
+        log.write(
+            '{"kind": "watched", "step": "three"}\nnonsense\n{"kind": "of_tomorrow", "time_s": 1.0}\n{"kind": "wat'
+        )
+    report = diagnosis_of(folder)
+    assert (report.unreadable, report.unknown) == (2, 1), "a torn last line is none: it may still be written"
+    said = "\n".join(report.lines())
+    assert "2 lines of its log could not be read" in said and "1 records of its log are of kinds" in said
+    assert report.to_json() | {"unreadable": 2, "unknown": 1} == report.to_json()
+
+
+def test_a_finding_without_a_step_is_printed(tmp_path: Path) -> None:
+    """A loop that never steps is exactly what must be told."""
+    folder = RunFolder.create(tmp_path, "run")
+    log = LogWriter(folder.log)
+    facts = {"backwards": 5, "moved": False, "steps_heard": 0, "optimizers": [], "missing": []}
+    log.write(Examined(time_s=time.time(), step=1, experiment="contract", values=facts))
+    log.write(Ended(time_s=0.0, ending="finished", reason="", step=0, loss=None, val_loss=None, skipped=0, seconds=1.0))
+    log.close()
+    report = diagnosis_of(folder)
+    assert report.exit_code == 3
+    assert any(line.startswith("1. critical: opt.step_never_called") for line in report.lines())

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
 from trainwright.engine.dry_run import Mode, dry_run
+from trainwright.engine.loop import Stop
 from trainwright.engine.precision import FP32
 from trainwright.errors import RecipeError, UsageError
 from trainwright.state.cursor import MicroBatch, StepBatch
@@ -383,3 +384,34 @@ def test_the_random_state_of_the_caller_is_as_before(tmp_path: Path, monkeypatch
         model = nn.Linear(4, 2)
         assert torch.equal(model.weight, expected.weight)
         tw.fit(model, data, nn.CrossEntropyLoss(), until="1steps", precision="fp32", quiet=True)
+
+
+class Stops:
+    """Asks for a stop as a signal does, after four steps."""
+
+    def observe(self, result: tw.StepResult, state: tw.TrainState) -> Stop | None:
+        return Stop("SIGTERM", exit_code=75) if result.step == 4 else None
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.process
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize(
+    ("observers", "exit_code", "said"),
+    [
+        ([], 3, "finished, but the doctor found loss.broadcast_target (critical)"),
+        ([Stops()], 75, "stopped by SIGTERM, but the doctor found loss.broadcast_target (critical)"),
+    ],
+)
+def test_the_end_of_a_run_follows_its_findings(
+    observers: list[Stops], exit_code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A target that broadcasts against the prediction trains without an error, and learns the mean."""
+    x, _ = data(64)
+    model, target = nn.Linear(20, 1), x.sum(1)
+    result = tw.fit(model, (x, target), nn.MSELoss(), until="8steps", batch=16, precision="fp32", observers=observers)
+    assert result.exit_code == exit_code, "whoever asked for a stop is to start it again"
+    assert [found.code for found in result.findings][:1] == ["loss.broadcast_target"]
+    assert result.to_json()["findings"][0]["code"] == "loss.broadcast_target"
+    assert f"verdict: {said}" in capsys.readouterr().out

@@ -27,7 +27,7 @@ def test_a_run_folder_has_its_papers(folder: Path) -> None:
     code, said = invoke("train", "slow.yaml", "--json", "--set", "until=25steps")
     assert code == 0
     result = json.loads(said.splitlines()[-1])
-    assert set(result) == {"run", "ending", "step", "loss", "val_loss", "skipped"}
+    assert set(result) == {"run", "ending", "step", "loss", "val_loss", "skipped", "findings"}
     assert (result["ending"], result["step"], result["val_loss"], result["skipped"]) == ("finished", 25, None, 0)
     run = folder / result["run"]
     papers = {path.name for path in run.iterdir()}
@@ -177,8 +177,8 @@ def test_skipped_steps_are_logged_once_over_a_resume(folder: Path) -> None:
         SLOWLY.replace("return x.float()", "x[0] = float('nan') if index == 5 else x[0]; return x.float()")
     )
     sys.modules.pop("slowly", None)
-    assert invoke("train", "slow.yaml", "--set", "until=24steps")[0] == 0
-    assert invoke("resume", "runs/slow", "--set", "until=36steps")[0] == 0
+    assert invoke("train", "slow.yaml", "--set", "until=24steps")[0] == 3, "a sample that is NaN is a critical finding"
+    assert invoke("resume", "runs/slow", "--set", "until=36steps")[0] == 3
     skipped = [r for r in read(folder / "runs/slow/log.jsonl").records if isinstance(r, Skipped)]
     assert len(skipped) == 3 and len({r.step for r in skipped}) == 3
     assert all(5 in r.sample_ids for r in skipped)

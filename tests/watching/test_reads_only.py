@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -142,3 +143,40 @@ def test_a_model_of_torch_jit(make: Callable[[nn.Module], nn.Module]) -> None:
         steps(model, optimizer, 6)
     assert watch.step == 6 and watch.session.failures == []
     assert [found.code for found in watch.findings()] == ["loop.unseen"] and "torch.jit" in watch.findings()[0].symptom
+
+
+class Warns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        warnings.warn("of the model", stacklevel=1)
+        out: Tensor = self.linear(x)
+        return out
+
+
+@pytest.mark.parametrize("how", ["watch", "fit"])
+def test_the_warnings_of_a_loop_are_shown_once(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often its steps are replayed, and however many findings have their line read from its source."""
+    shown: list[tuple[str, str]] = []
+    model, loss, x, y = Warns(), nn.MSELoss(), torch.randn(64, 4), torch.randn(64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        monkeypatch.setattr(
+            warnings, "showwarning", lambda message, _, filename, *rest: shown.append((str(message), filename))
+        )
+        if how == "fit":
+            settings = {"folder": str(tmp_path), "log.sinks": []}
+            tw.fit(model, (x, y), loss, until="16steps", batch=16, precision="fp32", settings=settings, quiet=True)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), 0.01)
+            with tw.watch(model, optimizer, out=None, quiet=True) as watch:
+                for _ in range(16):
+                    optimizer.zero_grad()
+                    loss(model(x), y).backward()
+                    optimizer.step()
+            assert [found.code for found in watch.findings()] == ["loss.broadcast_target"]
+    assert [message.partition(" (")[0] for message, _ in shown] == ["of the model", "Using a target size"]
+    package = str(Path(tw.__file__).parent)
+    assert not any(filename.startswith(package) for _, filename in shown)

@@ -46,7 +46,10 @@ def demo(
 
 @verb()
 def train(recipe: RecipePath, settings: Settings = None, allowed: Allowed = None, as_json: Json = False) -> None:
-    """Train as a recipe says. A recipe is code: it runs the callables that it names."""
+    """Train as a recipe says. A recipe is code: it runs the callables that it names.
+
+    Exit 3 when a finding of the doctor is critical, 75 when it was asked to stop and is saved.
+    """
     from trainwright.recipe import load
     from trainwright.recipe.trust import require_allowed
 

@@ -11,6 +11,7 @@ import re
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from trainwright.doctor.loops import (
@@ -331,17 +332,28 @@ def point_at(code: str, source: str, *, first_line: int = 1) -> Pointer | None:
 def _parsed(source: str) -> ast.Module | None:
     """The syntax tree, also of the body of a nested function, which is indented as a whole; None if it has errors."""
     for text, shift in ((source, 0), (textwrap.dedent(source), 0), (f"if True:\n{source}", -1)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the user's own "\d"
-            try:
+        try:
+            with _without_warnings():  # of the user's own "\d"
                 tree = ast.parse(text)
-            except (SyntaxError, ValueError, RecursionError, MemoryError):
-                continue
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
         for node in ast.walk(tree) if shift else ():
             if isinstance(node, ast.expr | ast.stmt):
                 node.lineno, node.end_lineno = node.lineno + shift, (node.end_lineno or node.lineno) + shift
         return tree
     return None
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Not by ``warnings.catch_warnings``: after it Python shows each warning of the whole process once more."""
+    filters: list[object] = warnings.filters  # type: ignore[assignment]
+    ignored = ("ignore", None, Warning, None, 0)
+    filters.insert(0, ignored)
+    try:
+        yield
+    finally:
+        filters.remove(ignored)
 
 
 def _line(node: Place) -> int:

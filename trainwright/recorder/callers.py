@@ -17,12 +17,18 @@ _LIBRARIES = ("lightning", "pytorch_lightning", "transformers", "accelerate")
 
 def caller() -> str | None:
     """``train.py:44``; None where no frame of the stack is the user's. About 2 us a call."""
+    frame = calling_frame()
+    return None if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def calling_frame() -> FrameType | None:
+    """The innermost frame of this stack that is the user's; None where there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         root = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if not name.startswith((*_PACKAGES, "<")) and root not in _LIBRARIES and not _is_standard(name):
-            return f"{Path(name).name}:{frame.f_lineno}"
+            return frame
         frame = frame.f_back
     return None
 

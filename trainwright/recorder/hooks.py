@@ -6,6 +6,7 @@ import functools
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
@@ -32,6 +33,7 @@ from trainwright.recorder.listener import (
 from trainwright.recorder.listener import muted as muted
 from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
+from trainwright.recorder.user_warnings import at_the_caller
 
 
 @contextmanager
@@ -389,4 +391,5 @@ _WRAPPERS: tuple[tuple[object, str, Callable[[TorchFunction], TorchFunction]], .
     (_Iter, "_next_index", _wrap_next_index),
     (_Iter, "__next__", _wrap_next),
     (_MultiIter, "_reset", _wrap_reset),
+    (warnings, "showwarning", at_the_caller),
 )

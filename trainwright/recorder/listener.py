@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from trainwright.errors import TrainwrightError
 from trainwright.recorder.user_types import Args, Kwargs, Loader, TorchFunction
+from trainwright.recorder.user_warnings import without_warnings
 
 
 class Listener:
@@ -117,14 +118,15 @@ def careful(listener: Listener, method: str) -> Callable[..., None]:
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """A context in which this thread has no events: a replay is not the loop."""
+    """A context in which this thread has no events and shows no warnings: a replay is not the loop."""
     thread = threading.get_ident()
     if thread in _muted:
         yield
         return
     _muted.add(thread)
     try:
-        yield
+        with without_warnings():
+            yield
     finally:
         _muted.discard(thread)
 

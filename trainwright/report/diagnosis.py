@@ -3,54 +3,64 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import diagnose
-from trainwright.report.findings import lines_of
+from trainwright.report.findings import LookedAt, exit_code, lines_of
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.json_values import JsonValue, strict
-from trainwright.runlog.reader import read_newest
+from trainwright.runlog.reader import LogContents, read_newest
 from trainwright.runlog.records import Ended, Examined, Found, Watched
-
-CRITICAL = 3
+from trainwright.version import __version__
 
 
 @dataclass(frozen=True)
 class Report:
     """Findings of one run, the first cause first. ``experiments`` are those that would tell more.
 
-    ``can_be_trained_again``: from its recipe alone, so that any of its steps can be replayed.
+    ``can_be_trained_again``: from its recipe alone, so that any of its steps can be replayed. ``unreadable`` counts the
+    lines of the log that hold no record, ``unknown`` the records of a kind that this version does not know.
     """
 
     run: Path
     findings: tuple[Found, ...]
     experiments: tuple[str, ...]
-    watched: int
+    looked_at: LookedAt
     step: int
     ended: str | None
     can_be_trained_again: bool
+    unreadable: int = 0
+    unknown: int = 0
 
     @property
     def exit_code(self) -> int:
-        return CRITICAL if any(found.severity == "critical" for found in self.findings) else 0
+        return exit_code(self.findings)
 
     def lines(self) -> list[str]:
         """For a person."""
         head = f"{self.run}: step {self.step}, {self.ended or 'no end record: it is running, or was killed'}"
-        if not self.watched:
-            return [
-                head,
-                "no step of it was recorded: set log.doctor: true, or train inside tw.watch(...)",
-            ]
-        lines = lines_of(self.findings, None)
+        lines = [head, *self._not_read()]
+        if not self.looked_at.steps and not self.findings:
+            return [*lines, "no step of it was recorded: set log.doctor: true, or train inside tw.watch(...)"]
+        lines += lines_of(self.findings, None, self.looked_at)
         if self.findings:
             lines.append(f"more: trainwright explain {self.findings[0].code}")
         if self.experiments and self.can_be_trained_again:
-            command = f"trainwright replay {self.run} --step {self.step}"
-            lines.append(f"this would tell more: {', '.join(self.experiments)} ({command})")
-        return [head, *lines]
+            lines.append(f"a closer look would tell more: trainwright replay {self.run} --step {self.step}")
+        return lines
+
+    def _not_read(self) -> Iterator[str]:
+        """What is in the log and not in this diagnosis."""
+        if self.unreadable:
+            yield f"{self.unreadable:,} lines of its log could not be read: what they say is missing here"
+        if self.unknown:
+            yield (
+                f"{self.unknown:,} records of its log are of kinds that version {__version__} does not know, and are "
+                "missing here: diagnose it with the version that wrote it"
+            )
 
     def to_json(self) -> dict[str, JsonValue]:
         """What ``--json`` prints."""
@@ -58,7 +68,10 @@ class Report:
             "run": str(self.run),
             "step": self.step,
             "ended": self.ended,
-            "watched": self.watched,
+            "watched": self.looked_at.steps,
+            "looked_at": list(self.looked_at.closely),
+            "unreadable": self.unreadable,
+            "unknown": self.unknown,
             "findings": [strict(found) for found in self.findings],
             "experiments": list(self.experiments),
         }
@@ -66,7 +79,9 @@ class Report:
 
 def diagnosis_of(folder: RunFolder) -> Report:
     """Reads the log and runs every check again; the results of remedies that the run itself tried are kept."""
-    records = read_newest(folder.log, (Watched, Examined, Found, Ended)).records if folder.log.is_file() else ()
+    kinds = (Watched, Examined, Found, Ended)
+    log = read_newest(folder.log, kinds) if folder.log.is_file() else LogContents((), 0, torn=False)
+    records = log.records
     ends = [record for record in records if isinstance(record, Ended)]
     diagnosis = diagnose(Case(records, finished=bool(ends)))
     earlier = {record.code: record for record in records if isinstance(record, Found)}
@@ -76,10 +91,12 @@ def diagnosis_of(folder: RunFolder) -> Report:
         folder.path,
         tuple(findings),
         tuple(dict.fromkeys(each.experiment for each in diagnosis.requests)),  # of several steps: once
-        len([record for record in records if isinstance(record, Watched)]),
+        LookedAt.of(records),
         max(steps, default=0),
         f"{ends[-1].ending} {ends[-1].reason}".strip() if ends else None,
         _can_be_trained_again(folder),
+        log.broken_lines,
+        log.unknown,
     )
 
 

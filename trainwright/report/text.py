@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainwright.runlog.records import Ended, Evaluated, Step
+from trainwright.runlog.records import Ended, Evaluated, Found, Step
 
 
 @dataclass(frozen=True)
@@ -15,6 +15,7 @@ class Ending:
     """The facts for the closing lines. ``again`` is the command that continues the run.
 
     ``longer`` is the option that doubles its length, appended to ``again``; ``saved``: the last state is on disk.
+    ``findings`` are the doctor's.
     """
 
     ended: Ended
@@ -25,6 +26,7 @@ class Ending:
     marks: Mapping[str, float]
     again: str
     longer: str
+    findings: Sequence[Found] = ()
 
 
 def closing(ending: Ending) -> list[str]:
@@ -56,12 +58,14 @@ def verdict(ending: Ending) -> str:
         troubles.append(f"{step.wait_s / step.step_s:.0%} of the time went into waiting for data (raise data.workers)")
     if not ending.saved:
         troubles.append("the last state could not be saved")
+    if faults := [f"{found.code} ({found.severity})" for found in ending.findings if found.severity != "info"]:
+        troubles.append(f"the doctor found {', '.join(faults)}")
     how = {"finished": "finished", "stopped": f"stopped by {ended.reason}", "data_exhausted": "out of data"}
     head = how.get(ended.ending, ended.ending)
     if troubles:
         return f"{head}, but {'; '.join(troubles)}"
-    passed = _passed(loss, ending.marks)
-    return f"{head} and healthy: no update skipped, every value finite{passed}"
+    healthy = "and healthy" if ended.ending == "finished" else "after healthy steps"
+    return f"{head} {healthy}: no update skipped, every value finite{_passed(loss, ending.marks)}"
 
 
 def reached(ending: Ending) -> str:

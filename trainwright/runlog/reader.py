@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from trainwright.errors import UsageError
-from trainwright.runlog.records import KINDS, Ended, Record, Started, Step, Watched, from_json
+from trainwright.runlog.records import KINDS, Ended, Record, Started, Step, Unknown, Watched, from_json
 from trainwright.runlog.storage import storage_error
 
 T = TypeVar("T")
@@ -22,12 +22,14 @@ MOST = 8192
 class LogContents:
     """The content of a log. ``broken_lines`` counts the lines that hold no record, except a torn last one.
 
-    ``torn``: the last line was cut off (a kill, a full disk).
+    ``torn``: the last line was cut off (a kill, a full disk). ``unknown`` counts the records of kinds that only another
+    version knows.
     """
 
     records: tuple[Record, ...]
     broken_lines: int
     torn: bool
+    unknown: int = 0
 
 
 def read(path: Path | str) -> LogContents:
@@ -47,27 +49,34 @@ def _decoded(lines: Iterable[bytes]) -> LogContents:
             torn = True
         elif line.strip():  # a full disk may leave an empty line, which is no loss
             broken_lines += 1
-    return LogContents(tuple(records), broken_lines, torn)
+    return LogContents(tuple(records), broken_lines, torn, sum(isinstance(each, Unknown) for each in records))
 
 
 def read_newest(path: Path | str, kinds: tuple[type[Record], ...]) -> LogContents:
     """Reads the records of the newest process of the run that are of these ``kinds``; of long runs not every step.
 
     A log of any length is read in memory for about ``MOST`` lines: the lines of other kinds are left out, steps are
-    thinned as they come, and what is left is decoded at the end. Raises UsageError when there is no such log.
+    thinned as they come, and what is left is decoded at the end. Lines that hold no record, or an unknown one, are
+    counted in the whole log. Raises UsageError when there is no such log.
     """
     wanted = tuple(_beginning(kind) for kind in (*kinds, Started))
     others = tuple(_beginning(kind) for kind in KINDS.values() if kind not in (*kinds, Started))
     lines: list[bytes] = []
+    broken_lines, torn, unknown = 0, False, 0
     with _open(Path(path)) as file:
         for line in file:
             if line.startswith(_beginning(Started)):
                 lines = []
-            if not (line.startswith(others) and line.endswith(b"}\n")):
+            if line.startswith(wanted):
                 lines.append(line)
+            elif not (line.startswith(others) and line.endswith(b"}\n")):
+                odd = _decoded([line])
+                lines += [line] if any(isinstance(each, kinds) for each in odd.records) else []
+                broken_lines, torn, unknown = broken_lines + odd.broken_lines, odd.torn, unknown + odd.unknown
             if len(lines) > MOST:
                 lines = _without_half(lines, lambda each: each.startswith(_beginning(Watched)))
-    return _decoded(line for line in lines if line.startswith(wanted) or _record(line) is None)
+    found = _decoded(lines)
+    return LogContents(found.records, broken_lines + found.broken_lines, torn or found.torn, unknown)
 
 
 def read_end(path: Path | str) -> tuple[Record, ...]:

@@ -29,10 +29,12 @@ from trainwright.observe.signals import Signals, grace_s
 from trainwright.plan.duration import Interval
 from trainwright.plan.explain import preflight
 from trainwright.recipe import Loaded
+from trainwright.report.findings import exit_code
 from trainwright.report.text import Ending, closing
 from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.json_values import strict
 from trainwright.runlog.lock import RunLock
-from trainwright.runlog.records import Ended
+from trainwright.runlog.records import Ended, Found
 from trainwright.state.rng import preserved_rng
 from trainwright.state.store import Retention
 from trainwright.state.train_state import TrainState
@@ -46,9 +48,10 @@ from trainwright.world import SOLO, World, require_one_process
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended. ``exit_code``: 0, 75 when it was asked to stop and is saved, 1 when its end is not saved.
+    """How a run ended, and what the doctor found.
 
-    ``state`` is the live state, the average of the weights (``state.ema``) included.
+    ``exit_code``: 1 when its end is not saved, 75 when it was asked to stop and is saved, 3 for a critical finding,
+    else 0. ``state`` is the live state, the average of the weights (``state.ema``) included.
     """
 
     run: Path
@@ -61,11 +64,13 @@ class Result:
     exit_code: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     state: TrainState | None = field(default=None, repr=False)
+    findings: tuple[Found, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """What ``--json`` prints."""
         names = ("ending", "step", "loss", "val_loss", "skipped")
-        return {"run": str(self.run), **{name: getattr(self, name) for name in names}}
+        findings = [strict(found) for found in self.findings]
+        return {"run": str(self.run), **{name: getattr(self, name) for name in names}, "findings": findings}
 
 
 Extra = Callable[[Job, RunFolder, Progress], Observer]
@@ -198,7 +203,8 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
             )
         logbook.recorder.tell_skipped(state)
         logbook.ended = _ended(outcome, evaluation, logbook)
-    return _closed(job, folder, outcome, logbook, saving.last, progress)
+    findings = tuple(doctor.findings()) if doctor else ()
+    return _closed(job, stage, outcome, logbook, saving.last, findings)
 
 
 def make_engine_observer(job: Job, folder: RunFolder, say: Callable[[str], None]) -> EngineObserver:
@@ -280,9 +286,10 @@ def _ended(outcome: Outcome, evaluation: PeriodicEvaluation | None, logbook: Log
 
 
 def _closed(
-    job: Job, folder: RunFolder, outcome: Outcome, logbook: Logbook, saved: Path | None, progress: Progress
+    job: Job, stage: Stage, outcome: Outcome, logbook: Logbook, saved: Path | None, findings: tuple[Found, ...]
 ) -> Result:
     """Prints how the run ended and returns the result."""
+    folder, progress = stage.folder, stage.progress
     progress.close()
     ended, recorder = logbook.ended, logbook.recorder
     assert ended is not None
@@ -296,6 +303,7 @@ def _closed(
         marks=job.marks,
         again=again(folder, live=job.live),
         longer="" if job.live else doubled(job.recipe.until),
+        findings=findings,
     )
     for line in closing(ending):
         progress.say(line)
@@ -307,7 +315,8 @@ def _closed(
         ended.loss,
         ended.val_loss,
         ended.skipped,
-        (outcome.stop.exit_code if outcome.stop else 0) if is_saved else 1,
+        ((outcome.stop.exit_code if outcome.stop else 0) or exit_code(findings)) if is_saved else 1,
         dict(ending.evaluated.metrics) if ending.evaluated else {},
         job.state,
+        findings,
     )

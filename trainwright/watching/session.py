@@ -26,7 +26,7 @@ from trainwright.recorder.ranks import what_is_shared
 from trainwright.recorder.recording import LoopRecorder
 from trainwright.recorder.ring import KEEP, LEAST_BYTES, Ring
 from trainwright.recorder.veto import OnNonfinite, Veto
-from trainwright.report.findings import lines_of
+from trainwright.report.findings import LookedAt, lines_of
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Found, Record
 from trainwright.state.snapshot import LiveObjects, put_back
@@ -168,7 +168,10 @@ class WatchSession:
             self._note_veto(step)
         self._prepare_next(step.step)
         if bad and self._options.on_nonfinite == "stop":
-            raise NonFiniteStep(f"step {step.step} is not finite", remedy="\n".join(lines_of(self.findings(), None)))
+            raise NonFiniteStep(f"step {step.step} is not finite", remedy="\n".join(self._lines()))
+
+    def _lines(self) -> list[str]:
+        return lines_of(self.findings(), None, LookedAt.of(self.findings_log.records))
 
     def _judge(self, step: RecordedStep, read: Callable[[], Numbers]) -> bool:
         """Returns whether the step is bad; looks at it closely where that is due or there is reason to."""

@@ -23,7 +23,7 @@ from trainwright.observe.journal import Journal
 from trainwright.recorder.probes import LoopObjects
 from trainwright.recorder.ring import KEEP, enough_bytes
 from trainwright.recorder.veto import OnNonfinite
-from trainwright.report.findings import lines_of
+from trainwright.report.findings import LookedAt, lines_of
 from trainwright.runlog import records
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.reader import read
@@ -72,7 +72,8 @@ class Watch:
                 return
             self.session.end(error)
             self._write(self._ended(error))
-            for line in lines_of(self.findings(), self.folder.path if self.folder else None):
+            run = None if self.folder is None else self.folder.path
+            for line in lines_of(self.findings(), run, LookedAt.of(self.records)):
                 self._say(line)
 
     def _ended(self, error: BaseException | None) -> records.Ended:
