@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from tests.engine.plain import cut
 from trainwright.engine.dry_run import Mode, dry_run
 from trainwright.engine.precision import FP32
+from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.state.train_state import TrainState
 
 
@@ -40,3 +42,24 @@ def test_gives_back_the_activations_of_operators_that_save_their_result(name: st
     gc.collect()
     assert seen.activation_bytes > 0 and len(model.results) >= 4
     assert [result() for result in model.results] == [None] * len(model.results)
+
+
+def test_the_update_is_timed_and_leaves_no_trace() -> None:
+    model = nn.Linear(512, 512)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    before = model.weight.detach().clone()
+    batch = StepBatch((MicroBatch(torch.randn(1, 512), np.arange(1)),))
+    seen = dry_run(TrainState(model, optimizer), batch, lambda model, x: model(x).mean(), modes=[Mode(FP32, 1)])
+    assert 0 < seen.update_s < 1
+    assert torch.equal(model.weight, before) and model.weight.grad is None and not optimizer.state
+
+
+def test_an_optimizer_that_cannot_be_copied_is_not_timed() -> None:
+    class Alone(torch.optim.SGD):
+        def __deepcopy__(self, memo: object) -> Alone:
+            raise TypeError("there is one of these")
+
+    model = nn.Linear(4, 4)
+    batch = StepBatch((MicroBatch(torch.randn(1, 4), np.arange(1)),))
+    state = TrainState(model, Alone(model.parameters(), lr=1.0))
+    assert dry_run(state, batch, lambda model, x: model(x).mean(), modes=[Mode(FP32, 1)]).update_s == 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ from trainwright.state.rng import preserved_rng
 from trainwright.state.scaler import NoScaler
 from trainwright.state.train_state import TrainState
 
+COPIED_BYTES = 64 * 2**20  # of weights; gradients and moments are as large again, each
 SLOW_S = 1.0  # of all modes together; the third time of each would cost more than it tells
 _PARTS = {  # of a sparse tensor, by layout
     torch.sparse_coo: ("_indices", "_values"),
@@ -46,8 +48,9 @@ class DryRun:
     """``loss`` of the untrained model on the first micro-batch, in fp32; ``mean``: the loss returned a plain mean.
 
     ``seconds`` holds the shortest time of forward and backward of the batch, by mode: other work of the machine can
-    only add to it. ``activation_bytes`` is what autograd saves for the backward pass of one micro-batch, without the
-    weights. ``outputs`` is the last dimension of the model's output.
+    only add to it. ``update_s`` is that of the optimizer's update, 0 where it was not measured. ``activation_bytes`` is
+    what autograd saves for the backward pass of one micro-batch, without the weights. ``outputs`` is the last dimension
+    of the model's output.
     """
 
     loss: float
@@ -55,6 +58,7 @@ class DryRun:
     seconds: dict[tuple[PrecisionName, int], float]
     activation_bytes: int
     outputs: int | None
+    update_s: float = 0.0
 
 
 @contextmanager
@@ -144,7 +148,29 @@ def _timed(
             elapsed_s = time.perf_counter() - begin_s
             if elapsed_s >= budget_s and done >= (3 if elapsed_s < SLOW_S else 2):
                 break
-    return replace(first, seconds={mode: min(each) for mode, each in times.items()})
+        update_s = _update_s(state)
+    return replace(first, seconds={mode: min(each) for mode, each in times.items()}, update_s=update_s)
+
+
+def _update_s(state: TrainState) -> float:
+    """Times the update on a copy of the optimizer and its weights; 0 where they are large, or cannot be copied."""
+    parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
+    if sum(p.nbytes for p in parameters) > COPIED_BYTES:  # beside them, forward and backward take most of the time
+        return 0.0
+    try:
+        optimizer = copy.deepcopy(state.optimizer)
+        copies = [p for group in optimizer.param_groups for p in group["params"]]
+        for each in copies:
+            each.grad = torch.zeros_like(each)
+        times = []
+        for _ in range(4):  # the first one makes the optimizer's state
+            started_s = time.perf_counter()
+            optimizer.step()
+            float(copies[0].flatten()[0])  # waits for the device
+            times.append(time.perf_counter() - started_s)
+    except Exception:  # an optimizer of the user's that cannot be copied, or that takes more than gradients
+        return 0.0
+    return min(times)
 
 
 def _look_inside(state: TrainState, batch: StepBatch, loss_fn: LossFn) -> DryRun:

@@ -19,7 +19,7 @@ def preflight(plan: Plan) -> list[str]:
         parts = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in plan.memory_bytes.items() if size)
         lines.append(f"memory      about {human_bytes(sum(plan.memory_bytes.values()))}: {parts}")
     if plan.step_s is not None:
-        lines.append(f"time        about {human_seconds(plan.step_s)} a step{_total(plan)}")
+        lines.append(f"time        about {human_seconds(plan.step_s)} a step without data and saving{_total(plan)}")
     if plan.initial_loss is not None:
         lines.append(f"first loss  {_first_loss(plan.initial_loss, plan.expected_loss)}")
     return lines

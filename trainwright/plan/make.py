@@ -72,7 +72,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Plan:
-    """All derived numbers. Bytes are estimates for one rank; ``step_s`` is forward and backward alone.
+    """All derived numbers. Bytes are estimates for one rank; ``step_s`` is forward, backward and update.
 
     ``settled`` is what the recipe left open and was resolved before the model was built.
     """

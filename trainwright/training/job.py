@@ -182,7 +182,7 @@ def _after_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str) -> P
         facts=facts,
         loss=seen.loss,
         outputs=seen.outputs,
-        seconds={mode: seconds * len(first.micro) for mode, seconds in seen.seconds.items()},
+        seconds={mode: seconds * len(first.micro) + seen.update_s for mode, seconds in seen.seconds.items()},
         memory_bytes=memory_bytes(
             job.recipe.optimizer.use,
             job.recipe.optimizer.args,
