@@ -48,6 +48,7 @@ def test_a_planted_fault_is_named_first(fault: str) -> None:
         return
     assert codes[0] == NAMED[fault], codes
     assert len(report["experiments"]) == len(set(report["experiments"]))
+    assert report["findings"][0]["where"]["source"] is None, "the loop is in this package, and its caller is typer"
     again = trainwright("diagnose", report["run"], "--json")
     assert again.returncode == done.returncode
     assert json.loads(again.stdout)["findings"][0]["code"] == NAMED[fault]
