@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests import forked
+from trainwright.world.memory import give_back
 
 STARTED: list[str] = []
 
@@ -46,9 +47,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def no_heap_to_look_through() -> Iterator[None]:
-    """After each module: what its tests imported, a compiler for one, would slow down all tests after them."""
+    """After each module: what its tests imported, a compiler for one, would slow down all tests after them; and what
+    they have freed, a GiB at times, the C library would keep."""
     yield
-    gc.collect()
+    give_back(torch.device("cpu"))
     gc.freeze()
 
 

@@ -507,7 +507,10 @@ def test_every_command_of_the_page_runs(folder: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("peft")
     house = Path(tw.__file__).parent.parent
-    (folder / "recipes").symlink_to(house / "recipes")
+    (folder / "recipes").mkdir()
+    for name in ("gpt-tiny", "hf-lora"):  # without the doctor, whose looks take most of so short a run
+        text = (house / f"recipes/{name}.yaml").read_text()
+        (folder / f"recipes/{name}.yaml").write_text(f"{text}log: {{doctor: false}}\n")
     page = (house / "docs/export.md").read_text()
     names: dict[str, Any] = {}
     ran = 0
