@@ -7,7 +7,8 @@
     ├── DataError                     exit 1   a sample or a batch is wrong: names the sample ids
     ├── StorageError                  exit 1   disk full, no permission, folder gone
     ├── OutOfMemoryError              exit 1   a step does not fit, even one sample at a time: says what held the memory
-    └── CheckpointError               exit 1   a checkpoint is missing, torn or does not fit
+    ├── CheckpointError               exit 1   a checkpoint is missing, torn or does not fit
+    └── StoppedError                  exit 75  a signal asked a run to stop before it began to train
 
 A user's mistake ends in one of these, without a traceback; an ``AssertionError`` is a bug of ours. ``suggest`` and
 ``require_choice`` make every "did you mean" for unknown names.
@@ -139,6 +140,12 @@ class OutOfMemoryError(TrainwrightError):
 
 class CheckpointError(TrainwrightError):
     """A checkpoint is missing, torn or does not fit what it is loaded into."""
+
+
+class StoppedError(TrainwrightError):
+    """A signal asked a run to stop before it began to train, so there is nothing to save. Start it again."""
+
+    exit_code = 75
 
 
 def text_of(error: BaseException, *, lines: int | None = None) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
-import signal
 from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +27,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from trainwright.build.data import EvaluationBatches, Loading, StepBatches, to_device, unwrap
+from trainwright.build.data import EvaluationBatches, Loading, StepBatches, length_of, to_device, unwrap
 from trainwright.build.fetch import batch_seed, sample_seed
 from trainwright.data.digits import digits
 from trainwright.errors import DataError, UsageError
@@ -352,20 +350,6 @@ def test_a_dataset_that_raises_names_the_sample(kind: str, workers: int) -> None
     assert kind != "stream" or before == set(range(136))  # all whole steps before it were handed out
 
 
-class Deadly(Augmented):
-    def __getitem__(self, index: int) -> Any:
-        if get_worker_info() and index == 11:
-            os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does when memory runs out
-        return super().__getitem__(index)
-
-
-@pytest.mark.process
-def test_a_worker_that_is_killed() -> None:
-    with pytest.raises(DataError, match="a process that loads data was killed") as caught:
-        take(Deadly(), 99, workers=2, epochs=1)
-    assert "memory" in caught.value.remedy
-
-
 class Ragged(Augmented):
     def __getitem__(self, index: int) -> Any:
         return torch.ones(3 if index == 11 else 2)
@@ -556,6 +540,67 @@ def test_unwrap_takes_a_loader_apart() -> None:
     pair = unwrap((torch.ones(4, 2), torch.arange(4)))
     assert len(pair.dataset) == 4
     assert pair.dataset[3][1] == 3
+
+
+def test_how_a_loader_reads_is_kept_and_what_is_not_used_is_told() -> None:
+    settings: dict[str, Any] = {"num_workers": 2, "prefetch_factor": 5, "timeout": 90, "worker_init_fn": print}
+    loader: DataLoader[Any] = DataLoader(
+        Augmented(),
+        batch_size=4,
+        multiprocessing_context="spawn",
+        persistent_workers=True,
+        generator=torch.Generator(),
+        in_order=False,
+        **settings,
+    )
+    found = unwrap(loader)
+    assert (found.workers, found.prefetch, found.timeout_s, found.worker_init) == (2, 5, 90, print)
+    assert found.start_method == "spawn"
+    assert list(found.not_used) == ["generator", "in_order=False"]
+    plain = unwrap(DataLoader(Augmented(), batch_size=4, pin_memory=True))
+    assert (plain.prefetch, plain.timeout_s, plain.worker_init, plain.start_method) == (None,) * 4
+    assert plain.not_used == {}
+
+
+class Lengthless(Augmented):
+    def __init__(self, length: Any) -> None:
+        super().__init__()
+        self.length = length
+
+    def __len__(self) -> int:
+        if isinstance(self.length, type):
+            raise self.length("no index yet")
+        return self.length
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (Lengthless(0), "the dataset is empty"),
+        ([], "the dataset is empty"),
+        ((torch.ones(0, 3), torch.ones(0)), "the dataset is empty"),
+        (TensorDataset(torch.ones(0, 3)), "the dataset is empty"),
+        (Lengthless(NotImplementedError), r"len\(\) of the dataset raised NotImplementedError: no index yet"),
+        (Lengthless(OSError), r"len\(\) of the dataset raised OSError: no index yet"),
+        (Lengthless(-1), "raised ValueError"),
+        (Lengthless(2.5), "raised TypeError"),
+        (Lengthless(None), "raised TypeError"),
+    ],
+)
+def test_a_dataset_that_is_empty_or_of_no_length_is_refused(data: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said) as caught:
+        unwrap(data)
+    assert caught.value.remedy
+
+
+def test_a_stream_need_not_know_its_length() -> None:
+    class OfUnknownLength(Counting):
+        def __len__(self) -> int:
+            raise NotImplementedError
+
+    for stream in (Counting(4), OfUnknownLength(4)):
+        assert length_of(unwrap(stream).dataset) is None
+    assert length_of(Augmented()) == SIZE
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from trainwright.data import fingerprint as module
 from trainwright.data.fingerprint import fingerprint
 from trainwright.data.text import CharText
+from trainwright.errors import DataError
 
 
 class Listed(Dataset[Any]):
@@ -135,7 +138,7 @@ def test_large_datasets_are_sampled_alike_each_time() -> None:
     assert first.how.endswith("of 10000 items")
     for changed in (items[:-1], [*items[:-1], -1], [-1, *items[1:]], items[::-1]):
         assert fingerprint(Listed(changed)).sha256 != first.sha256
-    assert fingerprint(Listed(items[:256])).how == "all items"
+    assert fingerprint(Listed(items[:256])).how == "all 256 items"
 
 
 @pytest.mark.parametrize("size", [10, 1000])
@@ -164,5 +167,59 @@ def test_an_item_that_cannot_be_read_does_not_end_the_run() -> None:
                 raise OSError("truncated")
             return self.items[index]
 
-    assert fingerprint(Broken([1, 2, 3])).how == "all items"
+    assert fingerprint(Broken([1, 2, 3])).how == "all 3 items"
     assert fingerprint(Broken([1, 2, 3])) == fingerprint(Broken([1, 5, 3]))
+
+
+class Trouble(Listed):
+    """Something befalls who reads items 0 or 7."""
+
+    def __init__(self, size: int, befalls: Callable[[], object], at: tuple[int, ...] = (0, 7)) -> None:
+        super().__init__(list(range(size)))
+        self.befalls, self.at = befalls, at
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self.at:
+            self.befalls()
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("size", [10, 1000])
+def test_an_item_that_ends_the_process_is_named(size: int) -> None:
+    with pytest.raises(DataError, match="ended with exit code 3 while it read sample 0") as caught:
+        fingerprint(Trouble(size, lambda: os._exit(3)))
+    assert caught.value.sample_ids == (0,) and "data.quarantine: [0]" in caught.value.remedy
+
+
+def test_what_is_left_out_is_not_read() -> None:
+    found = fingerprint(Trouble(10, lambda: os._exit(3)), left_out={0, 7})
+    assert found.how == "all 10 items, without those in quarantine"
+    assert found.sha256 != fingerprint(Listed(list(range(10)))).sha256
+    assert fingerprint(Listed(list(range(10))), left_out={77}).how == "all 10 items"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("each_s", "number"), [(0.05, 16), (0.6, 4)])
+def test_of_slow_items_fewer_are_read(each_s: float, number: int) -> None:
+    begin_s = time.monotonic()
+    slow = Trouble(200, lambda: time.sleep(each_s), at=tuple(range(200)))
+    first = fingerprint(slow)
+    assert time.monotonic() - begin_s < 6
+    assert first.how == f"only {number} of 200 items, as they are slow to read"
+    assert first == fingerprint(slow)
+    slow.items = [-1] * 200
+    assert fingerprint(slow).sha256 != first.sha256
+
+
+@pytest.mark.slow
+def test_where_not_even_the_first_items_come_none_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LIMIT_S", 0.5)
+    found = fingerprint(Trouble(200, lambda: time.sleep(300)))
+    assert found.how == "type and length only: none of 200 items could be read in time"
+
+
+def test_an_item_that_only_the_process_with_the_gpu_can_read() -> None:
+    def initialise() -> None:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+    assert fingerprint(Trouble(20, initialise)).how == "type and length only: the 20 items are on a GPU"

@@ -270,7 +270,14 @@ def test_the_gravest_comes_first() -> None:
     ]
 
 
-@each_row("print_", [None, "sha256:aa (the type only: this dataset cannot be read without using it up)"])
+@each_row(
+    "print_",
+    [
+        None,
+        "sha256:aa (the type only: this dataset cannot be read without using it up)",
+        "sha256:aa (type and length only: none of 90 items could be read in time)",
+    ],
+)
 def test_a_fingerprint_that_says_too_little(print_: str | None) -> None:
     before, after = (
         run_metadata(data={"train": print_}),
@@ -280,6 +287,30 @@ def test_a_fingerprint_that_says_too_little(print_: str | None) -> None:
     assert [(each.path, each.kind) for each in found] == [("data.train.args.path", "maths"), ("data.train", "safe")]
     change = only(compare(before, before, step=STEP))
     assert (change.path, change.why) == ("data.train", "whether the data is the same is not known")
+
+
+@each_row(
+    ("was", "now", "kind"),
+    [
+        ("all 90 items", "all 90 items", "maths"),
+        ("all 90 items", "all 91 items", "maths"),
+        ("all 90 items", "only 16 of 90 items, as they are slow to read", "safe"),
+        ("only 4 of 90 items, as they are slow to read", "only 16 of 90 items, as they are slow to read", "safe"),
+        ("only 16 of 90 items, as they are slow to read", "only 16 of 90 items, as they are slow to read", "maths"),
+        ("only 16 of 90 items, as they are slow to read", "only 16 of 91 items, as they are slow to read", "maths"),
+        ("all 90 items", "all 90 items, without those in quarantine", "safe"),
+        ("all 90 items, without those in quarantine", "all 90 items, without those in quarantine", "safe"),
+        ("all 90 items, without those in quarantine", "all 91 items, without those in quarantine", "maths"),
+        ("the type, the length and 64 of 900 items", "the type, the length and 64 of 900 items", "maths"),
+        ("the whole content", "all 90 items", "maths"),
+    ],
+)
+def test_other_hashes_tell_of_other_data_where_they_cover_the_same_items(was: str, now: str, kind: str) -> None:
+    before, after = (
+        run_metadata(data={"train": f"sha256:{letter} ({how})"}) for letter, how in (("a", was), ("b", now))
+    )
+    change = only(compare(before, after, step=STEP))
+    assert (change.path, change.kind) == ("data.train", kind)
 
 
 def test_the_words_of_a_stream_are_those_that_are_looked_for() -> None:

@@ -59,6 +59,32 @@ def test_a_loader_is_taken_apart() -> None:
 
 
 @pytest.mark.process
+@pytest.mark.slow
+def test_the_workers_of_a_loader_are_taken_over(folder: Path) -> None:
+    settings: dict[str, Any] = {"num_workers": 1, "prefetch_factor": 3, "timeout": 45, "generator": torch.Generator()}
+    loader = DataLoader(
+        TensorDataset(*data()), 64, worker_init_fn=lambda worker: (folder / f"begun-{worker}").touch(), **settings
+    )
+    val = DataLoader(TensorDataset(*data(40)), batch_size=20, num_workers=2)
+    result = tw.fit(net(), loader, nn.functional.cross_entropy, val=val, until="2steps", quiet=True)
+    assert (folder / "begun-0").exists()
+    recipe = (result.run / "recipe.yaml").read_text()
+    assert "prefetch: 3" in recipe and "timeout: 45s" in recipe
+    notes = json.loads((result.run / "plan.json").read_text())["notes"]
+    assert [note["choice"] for note in notes if note["topic"] == "not used"] == [
+        "generator of the DataLoader",
+        "num_workers=2 of val",
+    ]
+
+
+@pytest.mark.parametrize("argument", ["data", "val"])
+def test_an_empty_set_is_refused_by_name(argument: str) -> None:
+    sets = {"data": data(), "val": data(40), argument: data(0)}
+    with pytest.raises(UsageError, match=f"fit: {argument}: the dataset is empty"):
+        tw.fit(net(), sets["data"], nn.CrossEntropyLoss(), val=sets["val"], until="2steps", quiet=True)
+
+
+@pytest.mark.process
 def test_the_collate_function_of_a_loader_of_tensors_is_taken_over() -> None:
     sizes: list[int] = []
 

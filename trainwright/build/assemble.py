@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from trainwright.build.checkpointing import checkpointing_as_requested
-from trainwright.build.data import EvaluationBatches, Loading, StepBatches, Unwrapped, unwrap
+from trainwright.build.data import EvaluationBatches, Loading, StepBatches, Unwrapped, length_of, unwrap
+from trainwright.build.first_samples import first_samples
 from trainwright.build.model import count_parameters, freeze, require_ready
 from trainwright.build.optim.choose import make_optimizer
 from trainwright.build.optim.groups import GroupRule
@@ -145,14 +146,19 @@ def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Checkpo
 
 
 def gather_facts(
-    parts: Parts, device: torch.device, device_name: str, low_precision: tuple[str, ...], threads: tuple[int, ...]
+    parts: Parts,
+    device: torch.device,
+    device_name: str,
+    low_precision: tuple[str, ...],
+    threads: tuple[int, ...],
+    quarantine: Collection[int] = (),
 ) -> RunFacts:
-    """Returns the facts of the live objects that the plan needs."""
+    """Returns the facts of the live objects that the plan needs. Samples in ``quarantine`` are not read."""
     total, trainable = count_parameters(parts.model)
     return RunFacts(
-        train_samples=_length(parts.train),
-        val_samples=_length(parts.val) if parts.val else None,
-        tokens_per_sample=_tokens_per_sample(parts.train),
+        train_samples=length_of(parts.train.dataset),
+        val_samples=length_of(parts.val.dataset) if parts.val else None,
+        tokens_per_sample=_tokens_per_sample(parts.train, quarantine),
         parameters=total,
         trainable=trainable,
         device=device.type,
@@ -207,6 +213,9 @@ def build_loading(
         drop_last=recipe.data.drop_last,
         workers=recipe.data.workers,
         prefetch=recipe.data.prefetch,
+        timeout_s=recipe.data.timeout.value if recipe.data.timeout else None,
+        worker_init=parts.train.worker_init,
+        start_method=parts.train.start_method,
         pin_memory=device.type == "cuda" if pin == "auto" else pin,
         device=device,
         collate=parts.train.collate,
@@ -217,7 +226,7 @@ def build_loading(
 
 def training_batches(parts: Parts, loading: Loading, cursor: Cursor) -> StepBatches:
     """Returns the stream of global batches from ``cursor`` on. Raises DataError where no sample is left."""
-    if (size := _length(parts.train)) and sum(i < size for i in loading.quarantine) == size:
+    if (size := length_of(parts.train.dataset)) and sum(i < size for i in loading.quarantine) == size:
         remedy = "take those that can be trained on out of data.quarantine"
         raise DataError(f"all {size} samples of the training set are in quarantine", remedy=remedy)
     return StepBatches(parts.train.dataset, loading, cursor=cursor)
@@ -236,15 +245,12 @@ def build_dataset(loaded: Loaded, which: str) -> Unwrapped:
     part = getattr(loaded.recipe.data, which)
     made = make(part.use, part.args, DATASETS, f"data.{which}", loaded.source)
     with at_recipe(loaded, f"data.{which}"):
-        unwrapped = unwrap(made)
-        if _length(unwrapped) == 0:
-            raise UsageError("the dataset is empty", remedy="check its arguments and where it reads from")
-    return unwrapped
+        return unwrap(made)
 
 
 def _require_in_set(train: Unwrapped, loaded: Loaded) -> None:
     """Raises RecipeError for positions in quarantine that the training set does not have."""
-    size, asked = _length(train), loaded.recipe.data.quarantine
+    size, asked = length_of(train.dataset), loaded.recipe.data.quarantine
     beyond = [] if size is None else [i for i in asked if i >= size]
     if beyond:
         path, rule = "data.quarantine", f"must be positions in the training set, 0 to {(size or 0) - 1}"
@@ -268,21 +274,18 @@ def _with_classes(loaded: Loaded, train: Unwrapped | None) -> tuple[dict[str, ob
     return {**args, name: classes}, (Note(name, str(classes), "from the training set"),)
 
 
-def _length(data: Unwrapped) -> int | None:
-    return len(data.dataset) if hasattr(data.dataset, "__len__") else None
-
-
-def _tokens_per_sample(data: Unwrapped) -> int:
+def _tokens_per_sample(data: Unwrapped, quarantine: Collection[int]) -> int:
     known = getattr(data.dataset, "sample_tokens", None)
     if known is not None:
         return int(known)
     if not hasattr(data.dataset, "__getitem__"):
         return 0  # reading a stream would use its first samples up
-    for index in range(min(_length(data) or 0, ENOUGH_TRIES)):
-        try:
-            return count_tokens(data.collate([data.dataset[index]]))
-        except TrainwrightError:
-            raise
-        except Exception:
-            continue  # it may be in quarantine; else its batch raises the same error, with its id
+    for most in (1, ENOUGH_TRIES):
+        for sample in first_samples(data.dataset, most, quarantine):
+            try:
+                return count_tokens(data.collate([sample]))
+            except TrainwrightError:
+                raise
+            except Exception:
+                continue  # its batch raises the same
     return 0

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import count, islice
+from multiprocessing.context import BaseContext
 
 import numpy as np
 import torch
@@ -17,8 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from trainwright.build.collation import Batch, Collate, Sample
 from trainwright.build.fetch import AnyDataset, Failed, Fetch, Fetched, FetchStream, Key, OnBadSample
+from trainwright.build.workers import WorkerInit, Workers, read_in_workers
 from trainwright.data.order import epoch_order
-from trainwright.errors import DataError, UsageError
+from trainwright.errors import DataError, UsageError, text_of
 from trainwright.state.cursor import BadSample, Cursor, MicroBatch, StepBatch
 
 
@@ -26,7 +24,8 @@ from trainwright.state.cursor import BadSample, Cursor, MicroBatch, StepBatch
 class Loading:
     """How batches are made: ``batch_size`` samples per optimizer step, in micro-batches of ``micro_size``.
 
-    ``prefetch`` is the number of micro-batches that each worker loads ahead. ``epochs`` None: no end.
+    ``prefetch``, ``timeout_s``, ``worker_init`` and ``start_method`` are about the ``workers``, see there. ``epochs``
+    None: no end.
     ``quarantine`` holds dataset positions that are never trained on; ``on_bad_sample`` says whether a sample that
     cannot be read is added to them or ends the run.
     """
@@ -38,6 +37,9 @@ class Loading:
     drop_last: bool = False
     workers: int = 0
     prefetch: int = 2
+    timeout_s: float | None = None
+    worker_init: WorkerInit | None = None
+    start_method: str | None = None
     pin_memory: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     collate: Collate = default_collate
@@ -84,12 +86,12 @@ class StepBatches:
             if loading.workers == 0:
                 return _pinned(iter(stream), loading)
             # one worker: each further one would read the whole stream too, and most datasets would shard it
-            return _from_workers(stream, None, replace(loading, workers=1))
+            return read_in_workers(stream, None, _workers(replace(loading, workers=1)))
         source = Fetch(self.dataset, seed=loading.seed, collate=loading.collate, on_bad_sample=loading.on_bad_sample)
         keys = self.keys(found)
         if loading.workers == 0:
             return _pinned((source[key] for key in keys), loading)
-        return _without(found, _from_workers(source, keys, loading), source)
+        return _without(found, read_in_workers(source, keys, _workers(loading)), source)
 
     def keys(self, found: Collection[int] = ()) -> Iterator[Key]:
         """Yields the keys of the micro-batches from the cursor on; none when no batch can be filled.
@@ -118,6 +120,17 @@ class StepBatches:
                     yield Key(epoch, start, ids, stop == step_end, Cursor(epoch, stop))
 
 
+def _workers(loading: Loading) -> Workers:
+    return Workers(
+        loading.workers,
+        loading.prefetch,
+        loading.timeout_s,
+        loading.worker_init,
+        loading.start_method,
+        loading.pin_memory,
+    )
+
+
 def _without(found: Set[int], batches: Iterator[Fetched | Failed], source: Fetch) -> Iterator[Fetched | Failed]:
     """Reads again what workers had read before a sample of it was found bad, as a resumed run would read it."""
     for fetched in batches:
@@ -144,64 +157,6 @@ def _pin(fetched: Fetched | Failed) -> Fetched | Failed:
     if isinstance(fetched, Failed):
         return fetched
     return fetched._replace(data=_map(lambda tensor: tensor.pin_memory(), fetched.data))
-
-
-def _from_workers(
-    source: Fetch | FetchStream, keys: Iterator[Key] | None, loading: Loading
-) -> Iterator[Fetched | Failed]:
-    """Reads in worker processes of torch's DataLoader; its generator is its own, so that ours does not move.
-
-    Raises DataError when a worker is killed.
-    """
-    with warnings.catch_warnings():  # more workers than cores is the user's choice
-        warnings.filterwarnings("ignore", message="This DataLoader will create")
-        loader: DataLoader[Fetched | Failed] = DataLoader(
-            source,
-            batch_size=None,
-            sampler=_OneIterator(keys) if keys is not None else None,
-            num_workers=loading.workers,
-            prefetch_factor=loading.prefetch,
-            pin_memory=loading.pin_memory,
-            collate_fn=_as_is,
-            worker_init_fn=partial(_enter_own_group, os.getpid()),
-            generator=torch.Generator().manual_seed(loading.seed),
-        )
-        fetched = iter(loader)
-    try:
-        yield from fetched
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
-            raise
-        raise DataError(
-            "a process that loads data was killed: " + str(error).splitlines()[0],
-            remedy="most often memory ran out (see dmesg): take fewer data.workers or a smaller data.prefetch",
-        ) from error
-
-
-def _enter_own_group(trainer: int, worker: int) -> None:
-    """Gives a worker a process group of its own: Ctrl-C reaches the foreground group, and the run decides when to stop.
-
-    Ends a worker whose trainer was killed before torch's watchdog began; it would never end. (Under a fork server its
-    parent is another process anyway.)
-    """
-    if os.getppid() != trainer and multiprocessing.get_start_method() != "forkserver":
-        os._exit(1)
-    if hasattr(os, "setpgrp"):
-        os.setpgrp()
-
-
-class _OneIterator:
-    """A sampler that returns the same endless iterator."""
-
-    def __init__(self, keys: Iterator[Key]) -> None:
-        self.keys = keys
-
-    def __iter__(self) -> Iterator[Key]:
-        return self.keys
-
-
-def _as_is(batch: Batch) -> Batch:
-    return batch
 
 
 def to_device(data: Batch, device: torch.device) -> Batch:
@@ -240,7 +195,10 @@ class EvaluationBatches:
 
 @dataclass(frozen=True)
 class Unwrapped:
-    """A dataset, and the settings of the DataLoader that it came in; None where there was none."""
+    """A dataset, and the settings of the DataLoader that it came in; None where there was none.
+
+    ``not_used`` says which settings of it have no effect, and why.
+    """
 
     dataset: AnyDataset
     batch_size: int | None = None
@@ -248,6 +206,11 @@ class Unwrapped:
     drop_last: bool | None = None
     workers: int | None = None
     collate: Collate = default_collate
+    prefetch: int | None = None
+    timeout_s: float | None = None
+    worker_init: WorkerInit | None = None
+    start_method: str | None = None
+    not_used: Mapping[str, str] = field(default_factory=dict)
 
 
 def unwrap(data: object) -> Unwrapped:
@@ -255,10 +218,15 @@ def unwrap(data: object) -> Unwrapped:
 
     NumPy arrays in the tuple become tensors of their own dtype that share their memory.
 
-    Raises UsageError for anything else, and for a DataLoader with a sampler of its own, whose order cannot be resumed.
+    Raises UsageError for anything else, for an empty one, and for a DataLoader with a sampler of its own, whose order
+    cannot be resumed.
     """
-    if isinstance(data, DataLoader):
-        return _unwrap_loader(data)
+    unwrapped = _unwrap_loader(data) if isinstance(data, DataLoader) else Unwrapped(_dataset(data))
+    _require_length(unwrapped.dataset)
+    return unwrapped
+
+
+def _dataset(data: object) -> AnyDataset:
     if isinstance(data, tuple | list) and data and all(isinstance(part, Tensor | np.ndarray) for part in data):
         tensors = [part if isinstance(part, Tensor) else _from_numpy(part) for part in data]
         if len(lengths := {len(tensor) if tensor.dim() else 0 for tensor in tensors}) > 1:
@@ -266,14 +234,40 @@ def unwrap(data: object) -> Unwrapped:
                 f"the tensors have different lengths: {sorted(lengths)}",
                 remedy="give one row per sample in each; samples of different shapes need a torch Dataset",
             )
-        return Unwrapped(torch.utils.data.TensorDataset(*tensors))
+        return torch.utils.data.TensorDataset(*tensors)
     indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Mapping | str)
     if indexed or isinstance(data, IterableDataset):
-        return Unwrapped(data)
+        return data
     raise UsageError(
         f"a {type(data).__name__} is no dataset: it lacks __getitem__ and __len__ and is no IterableDataset",
         remedy="give a torch Dataset, a DataLoader, or a tuple of tensors of one length",
     )
+
+
+def length_of(dataset: AnyDataset) -> int | None:
+    """The number of samples; None for a stream that does not say."""
+    is_stream = isinstance(dataset, IterableDataset)
+    if not hasattr(dataset, "__len__"):
+        return None
+    try:
+        size: int = len(dataset)
+    except Exception:
+        if is_stream:  # it inherits one that only raises
+            return None
+        raise
+    return None if is_stream and size == 0 else size
+
+
+def _require_length(dataset: AnyDataset) -> None:
+    try:
+        size = length_of(dataset)
+    except Exception as error:
+        raise UsageError(
+            f"len() of the dataset raised {text_of(error, lines=1)}",
+            remedy="let its __len__ return the number of samples, or make it an IterableDataset",
+        ) from None
+    if size == 0:
+        raise UsageError("the dataset is empty", remedy="check its arguments and where it reads from")
 
 
 def _from_numpy(array: np.ndarray) -> Tensor:
@@ -294,8 +288,27 @@ def _unwrap_loader(loader: DataLoader[Sample]) -> Unwrapped:
             "this DataLoader has a sampler or batch sampler of its own, whose order cannot be resumed",
             remedy="give the dataset itself; Trainwright shuffles it by (seed, epoch)",
         )
-    collate = default_collate if loader.collate_fn is None else loader.collate_fn
-    return Unwrapped(loader.dataset, loader.batch_size, shuffle, loader.drop_last, loader.num_workers, collate)
+    context = loader.multiprocessing_context
+    return Unwrapped(
+        loader.dataset,
+        loader.batch_size,
+        shuffle,
+        loader.drop_last,
+        loader.num_workers,
+        default_collate if loader.collate_fn is None else loader.collate_fn,
+        loader.prefetch_factor,
+        loader.timeout or None,
+        loader.worker_init_fn,
+        context.get_start_method() if isinstance(context, BaseContext) else context,
+        dict(_not_used(loader)),
+    )
+
+
+def _not_used(loader: DataLoader[Sample]) -> Iterator[tuple[str, str]]:
+    if loader.generator is not None:
+        yield "generator", "order and augmentation follow from the seed of the run, so that it can be resumed"
+    if not loader.in_order:
+        yield "in_order=False", "batches come in their order, so that the run can be resumed"
 
 
 def _shuffles_all(sampler: object) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
 from trainwright.build.collation import Batch, Collate, Sample, misfits
+from trainwright.build.in_progress import InProgress
 from trainwright.errors import DataError, text_of
 from trainwright.state.cursor import BadSample, Cursor, Ids
 from trainwright.state.rng import RngBag, preserved_rng, reseed
@@ -110,6 +111,7 @@ class Fetch(torch.utils.data.Dataset["Fetched | Failed"]):
         on_bad_sample: OnBadSample = "stop",
     ) -> None:
         self.dataset, self.seed, self.collate, self.on_bad_sample = dataset, seed, collate, on_bad_sample
+        self.in_progress = InProgress(0)
         inner = _inside_subsets(dataset)
         self.samples_draw = not (isinstance(inner, TensorDataset) or getattr(inner, "deterministic", False))
         self.makes_batches = hasattr(dataset, "fetch_batch") and not self.samples_draw
@@ -122,7 +124,9 @@ class Fetch(torch.utils.data.Dataset["Fetched | Failed"]):
         if hasattr(self.dataset, "set_epoch"):  # for every batch: an evaluation may share the dataset
             self.dataset.set_epoch(key.epoch)
         with preserved_rng() if self.samples_draw or self.batches_draw else nullcontext():
-            return self._fetched(key)
+            fetched = self._fetched(key)
+        self.in_progress.begin(-1, 0)
+        return fetched
 
     def _fetched(self, key: Key) -> Fetched | Failed:
         whole, bad = key, tuple[BadSample, ...]()
@@ -139,6 +143,7 @@ class Fetch(torch.utils.data.Dataset["Fetched | Failed"]):
         return Fetched(whole, None, bad)
 
     def _in_one_go(self, key: Key) -> Fetched | Failed | list[BadSample]:
+        self.in_progress.begin(int(key.ids[0]), len(key.ids))
         self._seed_batch(key)
         try:
             return Fetched(key, self._batch(key))
@@ -157,6 +162,7 @@ class Fetch(torch.utils.data.Dataset["Fetched | Failed"]):
     def _one_by_one(self, key: Key) -> Fetched | Failed | list[BadSample]:
         samples, bad = [], []
         for index in key.ids.tolist():
+            self.in_progress.begin(index)
             if self.samples_draw:
                 reseed(sample_seed(self.seed, key.epoch, index))
             try:
@@ -167,6 +173,7 @@ class Fetch(torch.utils.data.Dataset["Fetched | Failed"]):
                     break
         if bad:
             return bad
+        self.in_progress.begin(int(key.ids[0]), len(key.ids))
 
         def collate(some: list[Sample]) -> Batch:
             self._seed_batch(key)
@@ -225,6 +232,7 @@ class FetchStream(IterableDataset["Fetched | Failed"]):
 
     def __init__(self, dataset: AnyDataset, *, start: Cursor, settings: Reading) -> None:
         self.dataset, self.start, self.settings = dataset, start, settings
+        self.in_progress = InProgress(0)
 
     def __iter__(self) -> Iterator[Fetched | Failed]:
         first, end = self.start.epoch, self.settings.epochs
@@ -247,7 +255,8 @@ class FetchStream(IterableDataset["Fetched | Failed"]):
         while True:
             size = settings.batch_size if position >= skip else min(settings.batch_size, skip - position)
             with own.in_use():
-                samples, failed = _take(items, size, position)
+                samples, failed = self._take(items, size, position)
+            self.in_progress.begin(-1, 0)
             short = len(samples) < size
             if failed:
                 yield failed
@@ -257,6 +266,21 @@ class FetchStream(IterableDataset["Fetched | Failed"]):
                 return
             position += size
 
+    def _take(self, items: Iterator[Sample], size: int, position: int) -> tuple[list[Sample], Failed | None]:
+        """Reads up to ``size`` samples; fewer at the end of the stream and where it raises."""
+        samples: list[Sample] = []
+        try:
+            self.in_progress.begin(position)
+            for sample in islice(items, size):
+                samples.append(sample)
+                self.in_progress.begin(position + len(samples))
+        except (Exception, SystemExit) as error:
+            remedy = (
+                "catch it in the dataset and go on with the next sample: nothing comes from an iterator that raised"
+            )
+            return samples, Failed((position + len(samples),), text_of(error, lines=1), remedy)
+        return samples, None
+
     def _micro_batches(self, epoch: int, position: int, samples: list[Sample]) -> Iterator[Fetched | Failed]:
         settings = self.settings
         for first in range(0, len(samples), settings.micro_size):
@@ -265,8 +289,10 @@ class FetchStream(IterableDataset["Fetched | Failed"]):
             whole = Key(epoch, start, np.arange(start, stop), last == len(samples), Cursor(epoch, stop))
             key = whole.without(settings.quarantine)
             part = [samples[i - position] for i in key.ids.tolist()]
+            self.in_progress.begin(start, len(part))
             with seeded(settings.seed, epoch, start):
                 found = _collated(key, part, settings.collate) if part else Fetched(key, None)
+            self.in_progress.begin(-1, 0)
             yield Failed((found[0].id,), found[0].what) if isinstance(found, list) else found
 
 
@@ -283,15 +309,3 @@ class _EpochGenerators:
             self._state.restore()
             yield
             self._state = RngBag.capture()
-
-
-def _take(items: Iterator[Sample], size: int, position: int) -> tuple[list[Sample], Failed | None]:
-    """Reads up to ``size`` samples; fewer at the end of the stream and where it raises."""
-    samples: list[Sample] = []
-    try:
-        for sample in islice(items, size):
-            samples.append(sample)
-    except (Exception, SystemExit) as error:
-        remedy = "catch it in the dataset and go on with the next sample: nothing comes from an iterator that raised"
-        return samples, Failed((position + len(samples),), text_of(error, lines=1), remedy)
-    return samples, None

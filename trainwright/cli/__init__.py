@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
+from contextlib import suppress
 
 from trainwright.cli import running, before, after  # isort: skip  (in the order of --help)
 from trainwright.cli.app import app
@@ -14,6 +16,8 @@ __all__ = ["after", "app", "before", "main", "running"]
 
 def main() -> None:
     """The entry point. After a second interrupt it does not wait for a checkpoint that a thread is writing."""
+    with suppress(RuntimeError, OSError, ValueError):  # standard error may be no file
+        faulthandler.enable()  # a crash, of a dataset's library for example, prints where Python was
     try:
         try:
             app()

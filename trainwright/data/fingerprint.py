@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Protocol
 
@@ -15,9 +16,21 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from trainwright.data.fork import Begin, TooSlowError, is_of_cuda, read_in_fork
+
 WHOLE_ITEMS = 256  # datasets up to this size are read whole
 SAMPLED_ITEMS = 64
 WHOLE_BYTES = 2**30  # tensors up to this size are hashed whole: about a second
+SLOW_S = 2.0
+"""No further items are read that would take longer than this, as far as those before them tell."""
+LIMIT_S = 10.0
+"""When not even the first items are read by then, none is."""
+_FACTOR = 4
+_CHECKED = (4, 16, 64)
+"""After so many items it is seen whether there is time for ``_FACTOR`` times as many.
+
+Few different numbers, for two fingerprints of as many items can be compared.
+"""
 
 
 @dataclass(frozen=True)
@@ -30,6 +43,7 @@ class Fingerprint:
 
 class Digest(Protocol):
     def update(self, data: bytes, /) -> None: ...
+    def hexdigest(self) -> str: ...
 
 
 class Items(Protocol):
@@ -37,13 +51,15 @@ class Items(Protocol):
     def __getitem__(self, position: int, /) -> object: ...
 
 
-def fingerprint(dataset: object) -> Fingerprint:
+def fingerprint(dataset: object, left_out: Collection[int] = ()) -> Fingerprint:
     """Returns a hash that is equal for equal data; ``how`` says how much of the data it covers.
 
     It covers the first of these that applies: the dataset's own ``content_sha256()``; all bytes of a TensorDataset; the
     type of a dataset without length, which is not read; all items of a small dataset; type, length and a fixed sample
-    of items. The global generators are seeded while items are read and restored after it, so augmented items give the
-    same hash each time.
+    of items. Items in ``left_out`` are not read, and fewer are where that takes long. They are read in another process,
+    which seeds the global generators for each, so augmented items give the same hash each time.
+
+    Raises DataError when an item ends the process that reads it.
     """
     if hasattr(dataset, "content_sha256"):
         return Fingerprint(dataset.content_sha256(), "the whole content")
@@ -56,51 +72,71 @@ def fingerprint(dataset: object) -> Fingerprint:
         return Fingerprint(digest.hexdigest(), "the type only: this dataset cannot be read without using it up")
     size = len(dataset)
     _add(digest, size)
-    positions = _sample(size)
-    with _fixed_random_numbers():
-        for position in positions:
-            _add(digest, position)
-            _add(digest, _item(dataset, position))
-    how = "all items" if len(positions) == size else f"the type, the length and {len(positions)} of {size} items"
-    return Fingerprint(digest.hexdigest(), how)
+    found = [Fingerprint(digest.hexdigest(), f"type and length only: none of {size} items could be read in time")]
+
+    def read(begin: Begin) -> Iterator[Fingerprint]:
+        return _read(dataset, digest, left_out, begin)
+
+    with suppress(TooSlowError):
+        found.extend(read_in_fork(read, limit_s=LIMIT_S))
+    return found[-1]
+
+
+def _read(dataset: Items, digest: Digest, left_out: Collection[int], begin: Begin) -> Iterator[Fingerprint]:
+    """Yields fingerprints of ever more items."""
+    size, begin_s = len(dataset), time.perf_counter()
+    wanted = _sample(size)
+    positions = [position for position in wanted if position not in left_out]
+    spared = "" if len(positions) == len(wanted) else ", without those in quarantine"
+    for number, position in enumerate(positions, start=1):
+        begin(position)
+        item = _item(dataset, position)
+        if isinstance(item, _OnDevice):
+            yield Fingerprint(digest.hexdigest(), f"type and length only: the {size} items are on a GPU")
+            return
+        _add(digest, (position, item))
+        if number == len(positions):
+            how = (
+                f"all {size} items"
+                if len(wanted) == size
+                else f"the type, the length and {len(wanted)} of {size} items"
+            )
+            yield Fingerprint(digest.hexdigest(), how + spared)
+        elif number in _CHECKED:
+            yield Fingerprint(digest.hexdigest(), f"only {number} of {size} items, as they are slow to read{spared}")
+            if (time.perf_counter() - begin_s) * _FACTOR > SLOW_S:
+                return
 
 
 def _sample(size: int) -> list[int]:
-    """Returns all positions of a small dataset; else the first, the last and a fixed choice between."""
+    """Returns all positions of a small dataset; else the first, the last and a fixed choice between.
+
+    In a fixed order, which begins with the first.
+    """
     if size <= WHOLE_ITEMS:
-        return list(range(size))
-    words = np.random.Philox(key=size).random_raw(SAMPLED_ITEMS - 2)
-    return sorted({0, size - 1, *(int(word) % size for word in words)})
+        chosen = list(range(size))
+    else:
+        words = np.random.Philox(key=size).random_raw(SAMPLED_ITEMS - 2)
+        chosen = sorted({0, size - 1, *(int(word) % size for word in words)})
+    words = np.random.Philox(key=size).random_raw(len(chosen))
+    return chosen[:1] + [chosen[at] for at in np.argsort(words, kind="stable") if at]
+
+
+class _OnDevice:
+    """Stands for an item that only the process can read that uses the GPU."""
 
 
 def _item(dataset: Items, position: int) -> object:
     """Returns the item, or the name of the error that reading it raises; training reports that error in full."""
+    random.seed(position)
+    np.random.seed(position % 2**32)
+    torch.default_generator.manual_seed(position)
     try:
         return dataset[position]
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        if is_of_cuda(error):
+            return _OnDevice()
         return f"raises {type(error).__name__}"
-
-
-@contextmanager
-def _fixed_random_numbers() -> Iterator[None]:
-    """Seeds the global generators of Python, NumPy and torch with 0 inside the context and restores them after it.
-
-    Only the CPU generator of torch is seeded: ``torch.manual_seed`` would also change those of devices.
-    """
-    python, legacy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    has_device = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = torch.cuda.get_rng_state_all() if has_device else []
-    random.seed(0)
-    np.random.seed(0)
-    torch.default_generator.manual_seed(0)
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(legacy)
-        torch.set_rng_state(cpu)
-        if has_device:
-            torch.cuda.set_rng_state_all(devices)
 
 
 def _add(digest: Digest, value: object) -> None:

@@ -25,6 +25,14 @@ class Stop(NamedTuple):
     exit_code: int = 0
 
 
+class StopRequest(BaseException):
+    """Raised where a run waits for its next batch, and the state is whole: it stops at once, as ``stop`` says."""
+
+    def __init__(self, stop: Stop) -> None:
+        super().__init__(stop.reason)
+        self.stop = stop
+
+
 class Observer(Protocol):
     """Looks at each step after it is done. Reads only."""
 
@@ -94,17 +102,20 @@ def run(
         closing.push(saving.__exit__)  # left first: all is on disk before signals are let go
         closing.enter_context(LastGood(state, saving))
         whole = Whole(state, saving)
-        for last in steps(state, each_batch(batches, whole), advance, until=until, clock=world.clock):
-            with whole:
-                if evaluation.due(state):
-                    evaluation(state)
-                    evaluated = state.step
-                stops = [found for observer in observers if (found := _asked(observer, last, state)) is not None]
-            stop = world.agree(min(stops, key=lambda found: found.save, default=None))  # a poisoned state first
-            if stop:
-                break
-            if saving.due(state):
-                saving(state)
+        try:
+            for last in steps(state, each_batch(batches, whole), advance, until=until, clock=world.clock):
+                with whole:
+                    if evaluation.due(state):
+                        evaluation(state)
+                        evaluated = state.step
+                    stops = [found for observer in observers if (found := _asked(observer, last, state)) is not None]
+                stop = world.agree(min(stops, key=lambda found: found.save, default=None))  # a poisoned state first
+                if stop:
+                    break
+                if saving.due(state):
+                    saving(state)
+        except StopRequest as asked:
+            stop = asked.stop
         if not stop or stop.save:
             saving(state)  # before the evaluation, which may take longer than a signal leaves
         if not stop and evaluated != state.step:

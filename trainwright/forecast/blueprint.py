@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from trainwright.build.assemble import Parts, at_recipe, build_dataset, build_loss, build_model
 from trainwright.build.data import Unwrapped
+from trainwright.build.first_samples import first_samples
 from trainwright.build.model import freeze, require_ready
 from trainwright.build.optim.choose import make_optimizer
 from trainwright.build.optim.groups import GroupRule
@@ -151,10 +152,11 @@ def make_blueprint(loaded: Loaded, parts: Parts | None = None) -> Blueprint:
 
     Raises RecipeError for what cannot be built, DataError when no sample can be read.
     """
+    left_out = loaded.recipe.data.quarantine
     if parts is not None:
-        return Blueprint(loaded, parts.train, parts.loss, _largest_sample(parts.train), parts.model)
+        return Blueprint(loaded, parts.train, parts.loss, _largest_sample(parts.train, left_out), parts.model)
     train = build_dataset(loaded, "train")
-    return Blueprint(loaded, train, build_loss(loaded), _largest_sample(train))
+    return Blueprint(loaded, train, build_loss(loaded), _largest_sample(train, left_out))
 
 
 def fake_copy(model: nn.Module, device: torch.device) -> nn.Module:
@@ -168,10 +170,10 @@ def fake_copy(model: nn.Module, device: torch.device) -> nn.Module:
     return copy.deepcopy(model, copies)
 
 
-def _largest_sample(train: Unwrapped) -> object:
+def _largest_sample(train: Unwrapped, left_out: Collection[int]) -> object:
     """Of the first samples that can be read the one with most values."""
     found: list[tuple[int, int, object]] = []
-    for sample in _first_samples(train.dataset):
+    for sample in _first_samples(train.dataset, left_out):
         leaves = tree_leaves(sample)
         found.append((sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)), len(found), sample))
     if not found:
@@ -179,13 +181,7 @@ def _largest_sample(train: Unwrapped) -> object:
     return max(found, key=lambda each: (each[0], -each[1]))[2]
 
 
-def _first_samples(dataset: Dataset[object]) -> Iterator[object]:
+def _first_samples(dataset: Dataset[object], left_out: Collection[int]) -> Iterator[object]:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        yield from islice(iter(dataset), 1)
-        return
-    assert isinstance(dataset, Sized)
-    for index in range(min(SAMPLES_READ, len(dataset))):
-        try:
-            yield dataset[index]
-        except Exception:  # it may be in quarantine; a run names it
-            continue
+        return islice(iter(dataset), 1)
+    return first_samples(dataset, SAMPLES_READ, left_out)

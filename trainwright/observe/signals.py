@@ -7,14 +7,16 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
 
-from trainwright.engine.loop import Stop
+from trainwright.engine.loop import Stop, StopRequest
 from trainwright.engine.step import StepResult
 from trainwright.errors import UsageError
+from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState
 
 PREEMPTED = 75
@@ -46,6 +48,7 @@ class Signals:
     Python delivers no signals there. With ``grace_s``, the seconds from the signal to the kill, it says how the time
     is going; ``newest`` names the newest checkpoint and ``saving_s`` how long the last one took (None: not known).
     The end of the step is saved however late it is: what a kill cuts short leaves the newest checkpoint as it was.
+    Where no step is in progress (``at_once``) the signal interrupts what is being done.
     """
 
     def __init__(
@@ -64,8 +67,9 @@ class Signals:
         self._on_received: Callable[[], None] = lambda: None
         self._before: dict[int, Any] = {}
         self._pid = -1
-        # To the thread that prints: "received", then "reached". Its put() takes no lock that the interrupted thread
-        # could hold, unlike an Event or the start of a thread, so a handler may call it.
+        self._at_once = ""
+        # To the thread that prints: "received", then "reached"; or what is done at once. Its put() takes no lock that
+        # the interrupted thread could hold, unlike an Event or the start of a thread, so a handler may call it.
         self._news: SimpleQueue[str] = SimpleQueue()
         self._speaker: threading.Thread | None = None
 
@@ -101,7 +105,10 @@ class Signals:
             raise KeyboardInterrupt
         self.received, self._received_s = number, time.monotonic()
         self._on_received()
-        self._news.put("received")
+        self._news.put(self._at_once or "received")
+        if self._at_once:
+            self._at_once = ""
+            raise StopRequest(self._stop(number))
 
     def _in_child(self, number: int) -> None:
         """A forked child that loads data ignores our signals, but for SIGTERM, by which multiprocessing ends it."""
@@ -109,13 +116,38 @@ class Signals:
             signal.signal(number, self._before[number])
             os.kill(os.getpid(), number)
 
+    @contextmanager
+    def at_once(self, what: str) -> Iterator[None]:
+        """Inside, a signal raises StopRequest wherever that is, and ``what`` is said; so does one that came before."""
+        try:
+            self._at_once = what
+            if self.received is not None:
+                raise StopRequest(self._stop(self.received))
+            yield
+        finally:
+            self._at_once = ""
+
+    def batches(self, batches: Iterable[StepBatch]) -> Iterator[StepBatch]:
+        """Yields the batches; a signal that comes while the run waits for one ends the wait by StopRequest."""
+        stream = iter(batches)
+        while True:
+            with self.at_once("saving now, while no step is in progress"):
+                batch = next(stream, None)
+            if batch is None:
+                return
+            yield batch
+
+    def _stop(self, number: int) -> Stop:
+        return Stop(signal.Signals(number).name, save=True, exit_code=PREEMPTED)
+
     def _speak(self) -> None:
-        if self._news.get() != "received" or self.received is None:
+        news = self._news.get()
+        if news == "over" or self.received is None:
             return
         within = "" if self._grace_s is None else f" ({self._grace_s:g} s are left)"
-        name = signal.Signals(self.received).name
-        self._say(f"{name}: saving at the end of this step{within}; once more quits at once")
-        if self._grace_s is None:
+        what = "saving at the end of this step" if news == "received" else news
+        self._say(f"{signal.Signals(self.received).name}: {what}{within}; once more quits at once")
+        if self._grace_s is None or news != "received":
             return
         late_s = WARN_AT * self._grace_s
         try:
@@ -137,7 +169,7 @@ class Signals:
             if left_s < saving_s:
                 times = f"{max(left_s, 0.0):.1f} s are left and the last save took {saving_s:.1f} s"
                 self._say(f"saving step {result.step}: {times}; {self._should_it_be_killed()}")
-        return Stop(signal.Signals(self.received).name, save=True, exit_code=PREEMPTED)
+        return self._stop(self.received)
 
     def close(self) -> None:
         for number, handler in self._before.items():

@@ -172,7 +172,7 @@ def _data(before: Provenance, after: Provenance) -> Iterator[Change]:
         verdict: Verdict = "maths", "the data differs, so the next epoch begins at once"
         if name == "val":
             verdict = VALIDATION
-        if old is None or new is None or old == new:
+        if old is None or new is None or old == new or not _comparable(old, new):
             verdict = "safe", "whether the data is the same is not known"
         yield Change(f"data.{name}", _brief(old), _brief(new), *verdict)
 
@@ -183,9 +183,19 @@ def _same_training_set(before: Provenance, after: Provenance) -> str:
     return _brief(was) if was == now and _covers_content(was) else ""
 
 
+def _comparable(one: str, other: str) -> bool:
+    """Whether fingerprints that differ are of data that differs: not where they cover different items of it."""
+    sizes = [set(re.findall(r"(\d+) items", each)) for each in (one, other)]
+    if all(sizes) and sizes[0] != sizes[1]:
+        return True
+    covered = [each.partition("(")[2] for each in (one, other)]
+    partly = any("only" in each or "quarantine" in each for each in covered)
+    return not partly or (covered[0] == covered[1] and "quarantine" not in covered[0])
+
+
 def _covers_content(fingerprint: str | None) -> bool:
     """Whether other content has another fingerprint: a stream is not read for its fingerprint."""
-    return fingerprint is not None and "the type only" not in fingerprint
+    return fingerprint is not None and "the type only" not in fingerprint and "length only" not in fingerprint
 
 
 def _code(before: Provenance, after: Provenance) -> Iterator[Change]:

@@ -120,6 +120,7 @@ RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     "data.val": VALIDATION,
     "data.workers": _READING,
     "data.prefetch": _READING,
+    "data.timeout": _READING,
     "data.pin_memory": _READING,
     "data.shuffle": ("maths", _ORDER),
     "data.drop_last": ("maths", "the short batch at the end of an epoch is left out, or no longer is"),

@@ -53,6 +53,12 @@ class Model(Part):
     lora: Lora | None = Field(default=None, description="Train low-rank adapters instead of all weights.")
 
 
+def _time(value: Duration | None) -> Duration | None:
+    if value is not None and value.unit != "s":
+        raise UsageError("must be a time: the clock decides", remedy="write for example 15min")
+    return value
+
+
 class Dataset(Part):
     """A dataset."""
 
@@ -68,6 +74,10 @@ class Data(Section):
     val: Dataset | None = Field(default=None, description="The validation set.", examples=["digits"])
     workers: int = Field(default=0, ge=0, le=1024, description="Processes that load data; 0: the training process.")
     prefetch: Count = Field(default=2, description="Batches that each worker loads ahead.")
+    timeout: Duration | None = Field(
+        default=Duration(30 * 60, "s"),
+        description="How long to wait for a batch of the workers before the run is saved and ends; null: for ever.",
+    )
     shuffle: bool = Field(default=True, description="A new order of the samples each epoch.")
     drop_last: bool = Field(default=False, description="Leave out the short last batch of an epoch.")
     quarantine: Annotated[tuple[SampleId, ...], Field(strict=False)] = Field(
@@ -79,6 +89,11 @@ class Data(Section):
     pin_memory: Literal["auto", True, False] = Field(
         default="auto", description="Page-locked host memory for faster copies to a GPU."
     )
+
+    @field_validator("timeout")
+    @classmethod
+    def _on_the_clock(cls, value: Duration | None) -> Duration | None:
+        return _time(value)
 
 
 class Objective(Part):
@@ -279,9 +294,7 @@ class Checkpoint(Section):
     @field_validator("at_least_every")
     @classmethod
     def _on_the_clock(cls, value: Duration | None) -> Duration | None:
-        if value is not None and value.unit != "s":
-            raise UsageError("must be a time: the clock decides", remedy="write for example 15min")
-        return value
+        return _time(value)
 
     @field_validator("keep_every")
     @classmethod

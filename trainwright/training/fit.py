@@ -13,6 +13,7 @@ from trainwright.build.data import Unwrapped, unwrap
 from trainwright.build.model import require_ready
 from trainwright.engine.loss import require_callable
 from trainwright.errors import UsageError
+from trainwright.plan.make import Note
 from trainwright.recipe import from_mapping
 from trainwright.runlog.folder import RunFolder
 from trainwright.training.run import Result, train
@@ -67,7 +68,8 @@ def fit(
     Args:
         model: What is trained.
         data: A Dataset, a DataLoader, or a tuple of tensors (or NumPy arrays) of the same length. The batch size,
-            shuffling, workers and collate function of a DataLoader are kept.
+            shuffling, collate function and workers of a DataLoader are kept, with prefetch_factor, timeout and
+            worker_init_fn.
         loss: ``loss(output, target)``, such as ``nn.CrossEntropyLoss()``, or ``loss(model, batch)`` (the first
             parameter is named ``model``), which returns a mean or, for exact weighting, a ``tw.Loss(total, weight)``.
         val: The validation set, in any form that ``data`` may have. The batch size of a DataLoader is used for
@@ -107,7 +109,8 @@ def fit(
         "name": name,
     }
     by_path = {SHORT_NAMES[key]: value for key, value in options.items() if value is not None}
-    train_data, val_data = unwrap(data), None if val is None else unwrap(val)
+    train_data = _unwrapped(data, "data")
+    val_data = None if val is None else _unwrapped(val, "val")
     loaded = from_mapping(
         _recipe_of(model, train_data, val_data, loss),
         overrides=_overrides({} if settings is None else settings, by_path),
@@ -115,12 +118,29 @@ def fit(
     )
     return train(
         loaded,
-        parts=Parts(model, train_data, val_data, loss),
+        parts=Parts(model, train_data, val_data, loss, tuple(_not_used(train_data, val_data))),
         resume=None if resume is None else RunFolder.open(resume),
         accept=(accept,) if isinstance(accept, str) else tuple(accept),
         quiet=quiet,
         extras=[lambda *_, each=each: each for each in observers],
     )
+
+
+def _unwrapped(data: object, argument: str) -> Unwrapped:
+    try:
+        return unwrap(data)
+    except UsageError as error:
+        raise UsageError(f"fit: {argument}: {error.message}", remedy=error.remedy) from None
+
+
+def _not_used(train: Unwrapped, val: Unwrapped | None) -> Iterator[Note]:
+    """What of the given DataLoaders has no effect."""
+    for name, why in train.not_used.items():
+        yield Note("not used", f"{name} of the DataLoader", why)
+    if val is not None and val.workers:
+        yield Note(
+            "not used", f"num_workers={val.workers} of val", "the validation set is read by the training process"
+        )
 
 
 def _overrides(settings: Mapping[str, object], by_path: Mapping[str, object]) -> list[tuple[str, object]]:
@@ -166,7 +186,13 @@ def _recipe_of(
     model: nn.Module, data: Unwrapped, val: Unwrapped | None, loss: Callable[..., object]
 ) -> dict[str, object]:
     """Returns a recipe that names the given objects. Such a run can be resumed from Python only."""
-    from_loader = {"shuffle": data.shuffle, "drop_last": data.drop_last, "workers": data.workers}
+    from_loader = {
+        "shuffle": data.shuffle,
+        "drop_last": data.drop_last,
+        "workers": data.workers,
+        "prefetch": data.prefetch,
+        "timeout": f"{data.timeout_s:g}s" if data.timeout_s else None,
+    }
     section: dict[str, object] = {key: value for key, value in from_loader.items() if value is not None}
     section["train"] = {"use": _live_name(data.dataset)}
     if val is not None:

@@ -106,7 +106,8 @@ def prepare(loaded: Loaded, parts: Parts | None = None, *, earlier: Earlier | No
     elif not parts.prepared:
         parts = prepare_parts(parts, loaded, device, resolved.planned)
     threads = (earlier.threads,) if earlier else usable_threads(device)
-    facts = gather_facts(parts, device, device_name(device, machine), low_precision(device, machine), threads)
+    name, low = device_name(device, machine), low_precision(device, machine)
+    facts = gather_facts(parts, device, name, low, threads, frozenset(recipe.data.quarantine))
     with at_recipe(loaded, ""):
         plan = make_plan(recipe, facts, kept=earlier.what_was_planned(recipe) if earlier else Kept())
     plan = replace(plan, settled=resolved.to_json(), notes=(*resolved.notes, *plan.notes))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,9 @@ from rich.console import Console
 from trainwright.build.assemble import Parts, build_loading, validation_batches
 from trainwright.build.resolve import sink_factories
 from trainwright.engine.between import NEVER
-from trainwright.engine.loop import Observer, Outcome, run
+from trainwright.engine.loop import Observer, Outcome, StopRequest, run
 from trainwright.engine.witness import SILENT
-from trainwright.errors import StorageError, UsageError
+from trainwright.errors import StoppedError, StorageError, UsageError
 from trainwright.observe.cadence import Every
 from trainwright.observe.evaluation import PeriodicEvaluation
 from trainwright.observe.heartbeat import Heartbeat
@@ -116,8 +118,9 @@ def train(
         closing_down.callback(signals.close)
         signals.listen()
         lock = closing_down.enter_context(_held(resume, signals)) if resume else None
-        earlier = find_earlier(resume, lock, accept, lines.append) if resume and lock else None
-        job = prepare(loaded, parts, earlier=earlier)
+        with _nothing_to_save(signals):
+            earlier = find_earlier(resume, lock, accept, lines.append) if resume and lock else None
+            job = prepare(loaded, parts, earlier=earlier)
         progress.marks = job.marks
         folder = resume or RunFolder.create(job.recipe.folder, job.recipe.name)
         lock = lock or closing_down.enter_context(_held(folder, signals))
@@ -151,8 +154,26 @@ def _held(folder: RunFolder, signals: Signals) -> Iterator[RunLock]:
 
 
 @contextmanager
+def _nothing_to_save(signals: Signals) -> Iterator[None]:
+    """A signal ends what is done inside at once. Raises StoppedError, or KeyboardInterrupt for SIGINT."""
+    try:
+        with signals.at_once("ending now, before the first step"):
+            yield
+    except StopRequest as asked:
+        if asked.stop.reason == "SIGINT":
+            raise KeyboardInterrupt from None
+        raise StoppedError(f"{asked.stop.reason} came before the first step: nothing was trained or saved") from None
+
+
+@contextmanager
 def process_settings() -> Iterator[None]:
-    """Restores what a run changes of the process: settings of torch, and the state of the random generators."""
+    """Restores what a run changes of the process: settings of torch, and the state of the random generators.
+
+    Inside, a crash prints where Python was.
+    """
+    names_crashes = faulthandler.is_enabled()
+    if not names_crashes:
+        name_crashes()
     threads, matmul = torch.get_num_threads(), torch.get_float32_matmul_precision()
     tf32, deterministic = torch.backends.cudnn.allow_tf32, torch.are_deterministic_algorithms_enabled()
     try:
@@ -163,6 +184,14 @@ def process_settings() -> Iterator[None]:
         torch.set_float32_matmul_precision(matmul)
         torch.backends.cudnn.allow_tf32 = tf32
         torch.use_deterministic_algorithms(deterministic)
+        if not names_crashes:
+            faulthandler.disable()
+
+
+def name_crashes() -> None:
+    """Lets a crash of this process print where Python was, if standard error is a file."""
+    with suppress(RuntimeError, OSError, ValueError, AttributeError):
+        faulthandler.enable(sys.__stderr__)  # type: ignore[arg-type]
 
 
 def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
@@ -188,12 +217,14 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         extra = [*([doctor] if doctor else []), *(make(job, folder, progress) for make in extras)]
         witness = doctor.witness if doctor else SILENT
         advance = make_advance(job, stage.world, witness, spike_handler(job.loaded))
+        alone = stage.world.size == 1  # other ranks would wait in a step for one that stops before it
+        batches = signals.batches(job.batches) if alone else job.batches
         with _noting_the_checkpoint(job, folder, saving):
             if job.accepted:  # a kill before the next save would ask for it again
                 saving(state)
             outcome = run(
                 state,
-                job.batches,
+                batches,
                 advance,
                 until=until_of(plan),
                 observers=(*watching, *extra, signals, heartbeat),

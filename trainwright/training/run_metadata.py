@@ -25,12 +25,15 @@ def describe_origin(recipe: Recipe, parts: Parts) -> dict[str, Any]:
     roots = (parts.model, parts.train.dataset, parts.loss)
     modules = chain.from_iterable(each.modules() for each in roots if isinstance(each, nn.Module))
     sets = {"train": parts.train, "val": parts.val}
-    prints = {name: fingerprint(data.dataset) for name, data in sets.items() if data is not None}
+    left_out = {"train": frozenset(recipe.data.quarantine)}
+    prints = {
+        name: fingerprint(data.dataset, left_out.get(name, ())) for name, data in sets.items() if data is not None
+    }
     return provenance(
         data_fingerprints={name: f"sha256:{each.sha256} ({each.how})" for name, each in prints.items()},
         seeds={"seed": recipe.seed},
         modules=[*modules_of(recipe.model_dump(mode="json")), *filter(None, map(module_of, roots))],
-        live=[*modules, *roots, parts.train.collate],
+        live=[*modules, *roots, parts.train.collate, *filter(None, [parts.train.worker_init])],
         command=sys.argv,
     )
 

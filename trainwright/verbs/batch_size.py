@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from trainwright.build.assemble import build_loading, training_batches, validation_batches
+from trainwright.build.data import length_of
 from trainwright.engine.evaluate import evaluate
 from trainwright.engine.step import clear_grads
 from trainwright.errors import OutOfMemoryError, UsageError
@@ -116,8 +117,7 @@ def _global_batch(recipe: Recipe) -> int:
 
 
 def _samples(job: Job) -> int:
-    dataset = job.parts.train.dataset
-    return len(dataset) if hasattr(dataset, "__len__") else sys.maxsize
+    return length_of(job.parts.train.dataset) or sys.maxsize
 
 
 class _Search:

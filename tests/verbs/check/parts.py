@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -101,6 +102,15 @@ class Torn(Augmented):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if index == 40 and self.split == "train":
             raise OSError("image file is truncated")
+        return super().__getitem__(index)
+
+
+class Fatal(Augmented):
+    """One sample ends the process that reads it."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == 40 and self.split == "train":
+            os._exit(3)
         return super().__getitem__(index)
 
 

@@ -83,6 +83,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "integers as inputs": (blobs("integers"), "fail", "first batch", "int64"),
     "duplicates": (blobs("duplicates"), "warn", "duplicates", "75%"),
     "a sample that cannot be read": (train("Torn"), "fail", "samples", "sample 40"),
+    "a sample that ends its process": (train("Fatal"), "fail", "samples", "exit code 3 while it read sample 40"),
     "validation is training": ({"data.val.args": {"fault": "val is train"}}, "fail", "validation", "100%"),
     "no validation": ({"data.val": None}, "warn", "validation", "no validation"),
     "augmentation destroys labels": (train("Augmented", destroy=True), "fail", "alignment", "hides the class"),
@@ -134,6 +135,7 @@ HEALTHY: dict[str, dict[str, Any]] = {
     "dropout": model("net", dropout=0.5),
     "imbalanced": {**train("imbalanced"), **model("net", outputs=2)},
     "augmented": train("Augmented"),
+    "a bad sample in quarantine": {**train("Fatal"), "data.quarantine": [40]},
     "tiny dataset": {"data.train.args": {"count": 24}, "batch.size": 8},
     "convolutions": {
         **train("images"),

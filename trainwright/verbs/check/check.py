@@ -162,11 +162,15 @@ def _build(progress: _Progress) -> tuple[Parts, int]:
 def _check_data(progress: _Progress, parts: Parts) -> None:
     """Checks of the samples, before the model sees one."""
     budget, recipe = progress.budget, progress.loaded.recipe
-    progress.train = read(parts.train, most=budget.most_samples, budget_s=budget.read_s)
+    left_out = frozenset(recipe.data.quarantine)
+    progress.train = read(parts.train, most=budget.most_samples, budget_s=budget.read_s, left_out=left_out)
     if parts.val is not None:
         progress.val = read(parts.val, most=budget.most_samples, budget_s=budget.read_s)
     train = progress.train
     progress.add(data.readable(train))
+    if train.fatal or (progress.val and progress.val.fatal):
+        progress.add(data.overlap(train, progress.val))
+        raise _CannotContinue
     progress.add(data.finite(train))
     batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation)
     has_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in parts.model.modules())

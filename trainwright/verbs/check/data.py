@@ -28,12 +28,9 @@ def readable(train: DatasetSample) -> Iterator[Verdict]:
         return
     if train.failed:
         position, why = train.failed
-        yield Verdict(
-            "fail",
-            "samples",
-            f"sample {position} cannot be read: {why}",
-            "open it with dataset[i] and repair it, or set data.on_bad_sample: quarantine",
-        )
+        leave_out = f"data.quarantine: [{position}]" if train.fatal else "data.on_bad_sample: quarantine"
+        remedy = f"open it with dataset[{position}] and repair it, or set {leave_out}"
+        yield Verdict("fail", "samples", f"sample {position} cannot be read: {why}", remedy)
         return
     shapes = Counter(" ".join(_shown(x) for x in (*item.inputs, item.target) if x is not None) for item in train.items)
     kind, _ = shapes.most_common(1)[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from trainwright.build.data import Unwrapped
-from trainwright.errors import text_of
+from trainwright.data.fork import Begin, TooSlowError, read_in_fork
+from trainwright.errors import DataError, text_of
 from trainwright.state.rng import preserved_rng, seed_all
 from trainwright.world.threads import undisturbed_s
 
@@ -25,6 +26,8 @@ TARGETS = ("labels", "label", "targets", "target", "y")
 """Keys of a mapping that hold the target."""
 MOST_FEATURES = 4096
 MOST_BYTES = 2**28
+PATIENCE_S = 10.0
+"""A sample may take so much longer than all of them should."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +45,29 @@ class DatasetSample:
     """The part of a dataset of ``size`` samples (None: a stream) that was read in ``seconds``, those of
     a busy machine not counted.
 
-    ``failed`` is the first sample that could not be read, and why. ``random``: two readings of a sample differ.
+    ``failed`` is the first sample that could not be read, and why; ``fatal``: it ended or held up the process that read
+    it, and must not be read in this one. ``random``: two readings of a sample differ. ``left_out`` samples were not to
+    be read.
     """
 
     size: int | None
     items: list[SampleItem] = field(default_factory=list)
     seconds: float = 0.0
     failed: tuple[int, str] | None = None
+    fatal: bool = False
     random: bool = False
+    left_out: int = 0
+
+    def add(self, part: DatasetSample) -> None:
+        """Adds what was read after it."""
+        self.items += part.items
+        self.seconds += part.seconds
+        self.failed, self.random = part.failed, part.random
 
     @property
     def whole(self) -> bool:
         """Whether every sample was read."""
-        return self.size is not None and len(self.items) == self.size
+        return self.size is not None and len(self.items) + self.left_out == self.size
 
     @property
     def tokens(self) -> bool:
@@ -90,29 +103,67 @@ class DatasetSample:
         return np.stack(rows)
 
 
-def read(data: Unwrapped, *, most: int, budget_s: float, seed: int = 0) -> DatasetSample:
-    """Reads blocks of neighbours from all over the dataset, at most ``most`` samples, and restores random state.
+def read(
+    data: Unwrapped, *, most: int, budget_s: float, seed: int = 0, left_out: Collection[int] = ()
+) -> DatasetSample:
+    """Reads blocks of neighbours from all over the dataset, at most ``most`` samples, in another process.
 
-    Nothing is read of a stream, since that would consume its first samples.
+    Samples in ``left_out`` are not read. Nothing is read of a stream, since that would consume its first samples.
     """
     dataset = data.dataset
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+    if isinstance(dataset, IterableDataset):
         return DatasetSample(None)
-    found = DatasetSample(len(dataset))
-    with preserved_rng():
-        seed_all(seed)
-        begin_s, undisturbed_begin_s, size = time.perf_counter(), undisturbed_s(), 0
-        for position in islice(_positions(len(dataset), most), most):
-            if not _read_one(dataset, position, found) or time.perf_counter() - begin_s > budget_s:
-                break
-            size += sum(x.nbytes for x in found.items[-1].inputs)
-            if size > MOST_BYTES:
-                break
-        found.seconds = undisturbed_s() - undisturbed_begin_s
-        if found.items and found.failed is None:
-            found.random = any(_digest(_parts(dataset[item.id])[0]) != item.digest for item in found.items[:4])
+    size = len(dataset)
+    found = DatasetSample(size, left_out=len(left_out))
+
+    def parts(begin: Begin) -> Iterator[DatasetSample]:
+        positions = (position for position in _positions(size, most) if position not in left_out)
+        return _read(dataset, islice(positions, most), budget_s, seed, begin)
+
+    try:
+        for part in read_in_fork(parts, limit_s=budget_s + PATIENCE_S):
+            found.add(part)
+    except DataError as error:
+        found.failed, found.fatal = (error.sample_ids[0] if error.sample_ids else 0, error.message), True
+    except TooSlowError as error:
+        found.failed, found.fatal = (error.position, f"it is not there after {PATIENCE_S:g} s"), True
+    if found.failed and "CUDA" in found.failed[1]:  # samples that are on the GPU are read by the process that uses it
+        found = DatasetSample(size, left_out=len(left_out))
+        with preserved_rng():
+            for part in parts(lambda position: None):
+                found.add(part)
     found.items.sort(key=lambda item: item.id)
     return found
+
+
+def _read(
+    dataset: Dataset[object], positions: Iterator[int], budget_s: float, seed: int, begin: Begin
+) -> Iterator[DatasetSample]:
+    """Yields block after block; the last one says which sample failed, or whether two readings differ."""
+    seed_all(seed)
+    begin_s, size, first = time.perf_counter(), 0, list[SampleItem]()
+    while size <= MOST_BYTES and time.perf_counter() - begin_s <= budget_s:
+        block, block_begin_s = DatasetSample(None), undisturbed_s()
+        for position in islice(positions, BLOCK):
+            begin(position)
+            try:
+                inputs, target = _parts(dataset[position])
+            except (Exception, SystemExit) as error:
+                block.failed = (position, text_of(error))
+                break
+            block.items.append(SampleItem(position, inputs, target, _digest(inputs)))
+            size += sum(x.nbytes for x in inputs)
+            if size > MOST_BYTES or time.perf_counter() - begin_s > budget_s:
+                break
+        block.seconds = undisturbed_s() - block_begin_s  # without the time that it takes to hand it over
+        yield block
+        if block.failed:
+            return
+        if not block.items:
+            break
+        first = first or block.items[:4]
+    random = any(_digest(_parts(dataset[item.id])[0]) != item.digest for item in first)
+    yield DatasetSample(None, random=random)
 
 
 def thinned(samples: DatasetSample, most: int) -> DatasetSample:
@@ -123,17 +174,6 @@ def thinned(samples: DatasetSample, most: int) -> DatasetSample:
     every = max(1, -(-len(samples.items) // most))
     items = [item for block in list(blocks.values())[::every] for item in block]
     return replace(samples, items=items[:most])
-
-
-def _read_one(dataset: Dataset[object], position: int, into: DatasetSample) -> bool:
-    """Adds one sample; returns False and notes the reason where it cannot be read."""
-    try:
-        inputs, target = _parts(dataset[position])
-    except Exception as error:
-        into.failed = (position, text_of(error))
-        return False
-    into.items.append(SampleItem(position, inputs, target, _digest(inputs)))
-    return True
 
 
 def _positions(size: int, most: int) -> Iterator[int]:

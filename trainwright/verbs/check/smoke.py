@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from trainwright.build.assemble import build_loading, validation_batches
+from trainwright.build.data import length_of
 from trainwright.engine.evaluate import evaluate
 from trainwright.engine.loop import steps
 from trainwright.engine.witness import SILENT
@@ -98,8 +99,7 @@ def _some(sandbox: Sandbox, budget_s: float) -> Iterator[StepBatch]:
 
 
 def _length(sandbox: Sandbox) -> int:
-    dataset = sandbox.job.parts.train.dataset
-    return len(dataset) if hasattr(dataset, "__len__") else 2**62
+    return length_of(sandbox.job.parts.train.dataset) or 2**62
 
 
 def _message_and_remedy(error: Exception) -> tuple[str, str]:

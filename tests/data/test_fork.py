@@ -1,0 +1,112 @@
+"""Samples that are read in a forked process: what comes back, how it may end, and that nothing is left of it."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+import torch
+
+from trainwright.data.fork import Begin, TooSlowError, read_in_fork, try_in_fork
+from trainwright.errors import DataError
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before = set(psutil.Process().children())
+    files = psutil.Process().num_fds()
+    yield
+    assert set(psutil.Process().children()) <= before
+    assert psutil.Process().num_fds() == files
+
+
+def numbers(befalls: Callable[[], object] = lambda: None, at: int = 3) -> Callable[[Begin], Iterator[int]]:
+    def read(begin: Begin) -> Iterator[int]:
+        for position in range(6):
+            begin(position)
+            if position == at:
+                befalls()
+            yield position
+
+    return read
+
+
+def test_what_is_yielded_there_comes_back() -> None:
+    assert list(read_in_fork(numbers(), limit_s=60)) == [0, 1, 2, 3, 4, 5]
+    assert next(read_in_fork(numbers(lambda: time.sleep(300)), limit_s=60)) == 0
+
+    def tensors(begin: Begin) -> Iterator[torch.Tensor]:
+        yield torch.arange(10**6)
+
+    (tensor,) = read_in_fork(tensors, limit_s=60)
+    assert torch.equal(tensor, torch.arange(10**6))
+
+
+def test_it_leaves_no_trace_here() -> None:
+    state, done = torch.get_rng_state(), []
+    list(read_in_fork(numbers(lambda: [torch.randn(3), done.append(1)]), limit_s=60))
+    assert torch.equal(torch.get_rng_state(), state) and done == []
+
+
+@pytest.mark.parametrize(
+    ("befalls", "how"),
+    [
+        (lambda: os._exit(3), "ended with exit code 3"),
+        (lambda: os._exit(0), "ended with exit code 0"),
+        (lambda: [faulthandler.disable(), os.kill(os.getpid(), signal.SIGSEGV)], "was killed by SIGSEGV"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL"),
+    ],
+)
+def test_a_sample_that_ends_the_process_is_named(befalls: Callable[[], object], how: str) -> None:
+    came = []
+    with pytest.raises(DataError) as caught:
+        came.extend(read_in_fork(numbers(befalls), limit_s=60))
+    assert caught.value.message == f"a process that looks at the data {how} while it read sample 3"
+    assert caught.value.sample_ids == (3,)
+
+
+def test_an_end_before_any_sample() -> None:
+    def read(begin: Begin) -> Iterator[int]:
+        os._exit(3)
+        yield 1
+
+    with pytest.raises(DataError, match="exit code 3\n") as caught:
+        list(read_in_fork(read, limit_s=60))
+    assert caught.value.sample_ids == ()
+
+
+def test_what_is_raised_there_is_raised_here() -> None:
+    def fail() -> None:
+        raise OSError("no such mount")
+
+    with pytest.raises(DataError, match="OSError: no such mount"):
+        list(read_in_fork(numbers(fail), limit_s=60))
+
+
+def test_a_sample_that_hangs_is_not_waited_for() -> None:
+    begin_s = time.monotonic()
+    came = []
+    with pytest.raises(TooSlowError) as caught:
+        came.extend(read_in_fork(numbers(lambda: time.sleep(300)), limit_s=0.3))
+    assert caught.value.position == 3
+    assert time.monotonic() - begin_s < 5
+
+
+def test_samples_are_tried_whatever_they_raise() -> None:
+    class Some:
+        def __getitem__(self, position: int) -> int:
+            if position == 1:
+                raise SystemExit(2)
+            if position == 2:
+                time.sleep(300)
+            return 10 // position
+
+    assert try_in_fork(Some(), [0, 1], limit_s=60) == 2
+    assert try_in_fork(Some(), [0, 1, 2], limit_s=0.3) == 2
