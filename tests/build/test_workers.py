@@ -102,6 +102,7 @@ def test_a_worker_that_is_killed_in_the_midst_of_a_step_does_not_interrupt_it(lo
         list(DataLoader(Items(), num_workers=1))
     batches = iter(StepBatches(Items(), Loading(BATCH, BATCH, workers=2)))
     next(batches)
+    time.sleep(0.5)  # both have loaded ahead what they may
     os.kill(workers()[0], signal.SIGKILL)
     end_s = time.monotonic() + 0.5
     while time.monotonic() < end_s:  # the step
