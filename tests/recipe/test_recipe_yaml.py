@@ -210,13 +210,13 @@ def test_files_that_are_no_recipes(tmp_path: Path) -> None:
 
 
 def test_missing_file_names_those_nearby(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # away from our own recipes/, which count as nearby
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt-small.yaml").write_text("model: gpt")
     (tmp_path / "digits.yml").write_text("model: mlp")
     assert f"did you mean {tmp_path}/gpt-small.yaml?" in complaint(tmp_path / "gpt-smal.yaml")
     assert f"did you mean {tmp_path}/gpt-small.yaml?" in complaint(tmp_path / "gpt-small")
     assert "digits.yml" in complaint(tmp_path / "zzz.yaml")
-    assert "none nearby" in complaint(tmp_path / "nowhere" / "zzz.yaml")
+    assert "gpt-tiny.yaml" in complaint(tmp_path / "nowhere" / "gpt-tinny.yaml"), "as of those that ship"
 
 
 def test_byte_order_mark_is_no_problem(tmp_path: Path) -> None:

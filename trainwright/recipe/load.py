@@ -82,9 +82,8 @@ def box() -> Path:
 
 
 def _in_the_box(path: Path) -> Path:
-    shipped = box() / f"{path}.yaml"
-    is_name = not path.suffix and path.name == str(path) and not path.exists()
-    return shipped if is_name and shipped.is_file() else path
+    shipped = {file.stem: file for file in _recipes(box())}.get(str(path))
+    return path if shipped is None or path.exists() else shipped
 
 
 def _cannot_read(where: str, rule: str, remedy: str, got: str = "") -> RecipeError:
@@ -124,7 +123,10 @@ def _recipes_in(folder: Path) -> str:
 
 
 def _did_you_mean(path: Path) -> str:
-    nearby = {file.name: file for folder in (box(), Path("recipes"), path.parent) for file in _recipes(folder)}
+    nearby: dict[str, Path] = {}
+    for folder in (path.parent, Path("recipes"), box()):  # of two with one name the first
+        for file in _recipes(folder):
+            nearby.setdefault(file.name, file)
     close = difflib.get_close_matches(path.with_suffix(".yaml").name[:100] if path.name else "", nearby, n=1)
     if close:
         return f"did you mean {nearby[close[0]]}?"
