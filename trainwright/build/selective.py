@@ -115,13 +115,13 @@ class _SaveOutputs(TorchDispatchMode):
         out = func(*args, **kwargs)
         if site is not None:
             self._saved[site] = _save(out, _alias)
-            self._sites.update({_storage(tensor): site for tensor in _tensors(out)})
+            self._sites.update({storage_number(tensor): site for tensor in _tensors(out)})
         return out
 
     def _copy_saved(self, changed: Sequence[Tensor]) -> None:
         """Copies the saved outputs that an operator is about to change in place."""
         for tensor in changed:
-            site = self._sites.pop(_storage(tensor), None)
+            site = self._sites.pop(storage_number(tensor), None)
             if site is not None:
                 self._saved[site] = _save(self._saved[site].value, torch.clone)
 
@@ -227,7 +227,8 @@ def _tensors(value: object) -> list[Tensor]:
     return [each for each in (value if isinstance(value, tuple | list) else (value,)) if isinstance(each, Tensor)]
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_number(tensor: Tensor) -> int:
+    """Returns a number that tensors share exactly if they share memory, while that is alive."""
     number: int = tensor.untyped_storage()._cdata
     return number
 

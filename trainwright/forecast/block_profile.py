@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from trainwright.build.checkpointing import find_blocks
-from trainwright.build.selective import draws_random_numbers, family_of, written
+from trainwright.build.selective import draws_random_numbers, family_of, storage_number, written
 from trainwright.engine.loss import Loss, as_loss_fn
 from trainwright.forecast.operator_call import OpArgs, OperatorCall, OpKwargs, OpResult, tensors_in
 from trainwright.forecast.traced_step import TracedObjects
@@ -93,7 +93,7 @@ class BlockSurvey(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.blocks = [BlockProfile() for _ in blocks]
         names = {id(module): path for path, module in model.named_modules()}
         self.paths = [names[id(block)] for block in blocks]
-        self._known = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._known = {storage_number(tensor) for tensor in (*model.parameters(), *model.buffers())}
         handles: list[RemovableHandle] = []
         for block, profile in zip(blocks, self.blocks, strict=True):
             enter = partial(self._enter, profile)
@@ -108,7 +108,7 @@ class BlockSurvey(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._alive.clear()
 
     def _enter(self, profile: BlockProfile, _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        self._known |= {_storage(tensor) for tensor in tensors_in((*args, *kwargs.values()))}
+        self._known |= {storage_number(tensor) for tensor in tensors_in((*args, *kwargs.values()))}
         self._open.append(profile)
         self._indices.append(Counter())
 
@@ -120,7 +120,7 @@ class BlockSurvey(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._open:
             block = self._open[-1]
             block.needed = len(block.ops)
-            if (key := _storage(tensor)) not in self._known:
+            if (key := storage_number(tensor)) not in self._known:
                 block.whole[key] = tensor.untyped_storage().nbytes()
         is_open, self._open = self._open, []  # the detach is not an operator of the model
         detached = tensor.detach()  # the tensor itself would be a cycle through C++, see engine/dry_run.py
@@ -146,8 +146,8 @@ class BlockSurvey(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if call.is_mutable:
             _forbid_keeping(block.ops, written(call.op, call.args))
         outputs = list(call.outputs())
-        before = {_storage(tensor) for tensor in call.inputs()}
-        made = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in outputs}
+        before = {storage_number(tensor) for tensor in call.inputs()}
+        made = {storage_number(tensor): tensor.untyped_storage().nbytes() for tensor in outputs}
         new = frozenset(made.keys() - before)
         if not new and not call.is_mutable:
             return  # a view
@@ -162,12 +162,7 @@ class BlockSurvey(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _forbid_keeping(ops: Sequence[BlockOp], changed: Sequence[Tensor]) -> None:
     """Outputs that a later operator changes in place must not be kept."""
-    touched = {_storage(tensor) for tensor in changed}
+    touched = {storage_number(tensor) for tensor in changed}
     for op in ops:
         if op.storages & touched:
             op.keepable = False
-
-
-def _storage(tensor: Tensor) -> int:
-    number: int = tensor.untyped_storage()._cdata
-    return number

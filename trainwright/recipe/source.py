@@ -43,6 +43,11 @@ class Source:
         return str(self.place(path))
 
 
+def joined(path: str, key: str) -> str:
+    """Returns the dotted path of a key in the section at ``path``."""
+    return f"{path}.{key}" if path else key
+
+
 def problem(source: Source, path: str, rule: str, got: str = "", remedy: str = "") -> RecipeError:
     """Returns a RecipeError with one problem, for rooms that find it only later (a file that is missing, say)."""
     return RecipeError(Problem(path, rule, got=got, remedy=remedy, where=source.where(path)))

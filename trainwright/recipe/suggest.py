@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from trainwright.recipe.outline import keys_named, section_at
 from trainwright.recipe.section import Part
 from trainwright.recipe.showing import shown
+from trainwright.recipe.source import joined
 
 # Keys of other training systems, and the path of the same setting here.
 _FAMILIAR = {
@@ -66,14 +67,14 @@ def for_unknown_key(keys: tuple[str, ...]) -> str:
     if elsewhere:
         return f"write it as {_either(elsewhere)}{'' if '.' in elsewhere[0] else ', at the top level'}"
     close = _closest(key, allowed)
-    return f"did you mean {_join(here, close)}?" if close else f"keys here are {', '.join(allowed)}"
+    return f"did you mean {joined(here, close)}?" if close else f"keys here are {', '.join(allowed)}"
 
 
 def _for_key_of_part(key: str, here: str, allowed: list[str], elsewhere: list[str]) -> str:
     """For a part an unknown key is most likely one of its arguments."""
     close = _closest(key, allowed)
     if close:
-        return f"did you mean {_join(here, close)}?"
+        return f"did you mean {joined(here, close)}?"
     argument = f"if it is an argument of what use names, write {here}.args.{key}"
     places = [_FAMILIAR[key]] if key in _FAMILIAR else elsewhere
     places = [place for place in places if not place.startswith(f"{here}.args")]
@@ -100,7 +101,3 @@ def _closest(word: str, names: Sequence[str]) -> str:
 
 def _either(paths: list[str]) -> str:
     return " or ".join(paths[:4])
-
-
-def _join(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key

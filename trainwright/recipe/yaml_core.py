@@ -14,7 +14,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from trainwright.errors import Problem
 from trainwright.recipe.showing import LARGEST_INT, readable, shown
-from trainwright.recipe.source import Place
+from trainwright.recipe.source import Place, joined
 
 MAX_NODES = 10_000  # counted after aliases are expanded, against the "billion laughs"
 MAX_DEPTH = 100
@@ -189,7 +189,7 @@ class _Values:
     def _sequence(self, node: SequenceNode, path: str, depth: int) -> list[object]:
         values = []
         for index, item in enumerate(node.value):
-            here = _join(path, str(index))
+            here = joined(path, str(index))
             self.document.places[here] = Place(self.document.name, _line(item))
             values.append(self.value(item, here, depth + 1))
         return values
@@ -201,7 +201,7 @@ class _Values:
             if key_node.tag == _TAG + "merge":
                 continue
             key = self._key(key_node, path)
-            here, line = _join(path, key), _line(key_node)
+            here, line = joined(path, key), _line(key_node)
             if key in first_lines:
                 rule = f"is written twice: here and at {Place(self.document.name, first_lines[key])}"
                 self._problem(key_node, here, rule, "", "keep one of the two")
@@ -227,9 +227,9 @@ class _Values:
     def _key(self, node: Node, path: str) -> str:
         if isinstance(node, ScalarNode):
             text = readable(str(node.value))
-            key = self._scalar(node, _join(path, text))
+            key = self._scalar(node, joined(path, text))
             if not isinstance(key, str):
-                self._unreadable(node, _join(path, text), "keys must be text", f"put quotes around it: '{text}'")
+                self._unreadable(node, joined(path, text), "keys must be text", f"put quotes around it: '{text}'")
             return text
         self._problem(node, path, "a key must be text, not a list or a mapping", "", "write a plain word as key")
         return f"<line {_line(node)}>"
@@ -266,10 +266,6 @@ class _Values:
     def _unreadable(self, node: Node, path: str, rule: str, remedy: str) -> None:
         self.document.unreadable.add(path)
         self._problem(node, path, rule, shown(str(node.value)), remedy)
-
-
-def _join(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
 
 
 def _bool(text: str) -> bool:

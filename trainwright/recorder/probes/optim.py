@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.probes import Probe, WatchedObjects, probe
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ranks import own_part
@@ -106,9 +107,9 @@ class Contract(Probe):
 
     def _shared_with(self, optimizer: Optimizer) -> list[tuple[int, list[Tensor]]]:
         if self._sharing is None:
-            owned = {key: {id(p) for p in _owned(each)} for key, each in self._owners.items()}
+            owned = {key: {id(p) for p in owned_by(each)} for key, each in self._owners.items()}
             self._sharing = {
-                key: [(o, [p for p in _owned(each) if id(p) in owned[o]]) for o in owned if o != key]
+                key: [(o, [p for p in owned_by(each) if id(p) in owned[o]]) for o in owned if o != key]
                 for key, each in self._owners.items()
             }
         return [(other, shared) for other, shared in self._sharing.get(id(optimizer), ()) if shared]
@@ -144,7 +145,7 @@ class Contract(Probe):
 
     def _about(self, optimizer: Optimizer) -> Facts:
         inside = {id(p) for root in self._roots for p in root.parameters()}
-        stale = [p for p in _owned(optimizer) if id(p) not in inside and p.grad is None]
+        stale = [p for p in owned_by(optimizer) if id(p) not in inside and p.grad is None]
         groups = []
         for group in optimizer.param_groups:
             numbers = {k: float(group[k]) for k in HYPERPARAMETERS if _is_number(group, k)}
@@ -152,14 +153,14 @@ class Contract(Probe):
             groups.append(numbers | {"parameters": len(group["params"]), "with_grad": len(with_grad)})
         return {
             "kind": type(optimizer).__name__,
-            "parameters": len(_owned(optimizer)),
+            "parameters": len(owned_by(optimizer)),
             "stale": len(stale),
             "groups": groups,
         }
 
     def _missing(self) -> list[str]:
         """Names of parameters with a gradient that no optimizer has, and that did not change since the last checkup."""
-        owned = {id(p) for optimizer in self._owners.values() for p in _owned(optimizer)}
+        owned = {id(p) for optimizer in self._owners.values() for p in owned_by(optimizer)}
         found = []
         for name, p in _named(self._roots).items():
             if id(p) in owned or not p.requires_grad:
@@ -184,17 +185,13 @@ class Contract(Probe):
         by_id = {id(p): g for p, g in zip(self._parameters, step.values.get("carried") or ()) if g is not None}
         norms = []
         for optimizer in self._optimizers:
-            grads = [by_id[id(p)] for p in _owned(optimizer) if id(p) in by_id]
+            grads = [by_id[id(p)] for p in owned_by(optimizer) if id(p) in by_id]
             norms.append(math.sqrt(sum(float(own_part(g).float().norm()) ** 2 for g in grads)))
         return norms
 
 
-def _owned(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def _owns(optimizer: Optimizer, parameter: Tensor) -> bool:
-    return any(p is parameter for p in _owned(optimizer))
+    return any(p is parameter for p in owned_by(optimizer))
 
 
 def _named(roots: list[nn.Module]) -> dict[str, Tensor]:
