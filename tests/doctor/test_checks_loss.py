@@ -164,6 +164,11 @@ def test_labels_that_are_no_classes_are_named() -> None:
     (said,) = labels.label_out_of_range(Case([raised], finished=True))
     assert isinstance(said, Finding)
     assert said.found.where.sample_ids == (8, 5)
+    from_0 = {"op": "cross_entropy", "arguments": ["Slot", given | {"min": 0.0}, -100]}
+    for ids, asks in (([[7, 8, 9, 5]], "the samples named"), ([], "for these labels in the data")):
+        raised = exam("unfinished", error="IndexError: Target 10 is out of bounds.", ids=ids, failed=from_0)
+        (said,) = labels.label_out_of_range(Case([raised], finished=True))
+        assert isinstance(said, Finding) and asks in said.found.remedy
     assert codes(labels.label_out_of_range, exam("unfinished", error="KeyboardInterrupt: ", ids=[])) == []
     yes_or_no = {"op": "binary_cross_entropy_with_logits", "target_min": -1.0, "target_max": 1.0}
     assert codes(labels.label_out_of_range, about_loss(yes_or_no)) == ["data.label_out_of_range"]

@@ -17,6 +17,7 @@ from trainwright.doctor.case import Case
 from trainwright.doctor.checks import mechanisms, nonfinite
 from trainwright.doctor.finding import Check, Finding
 from trainwright.doctor.pages import codes as pages
+from trainwright.report.findings import place
 from trainwright.runlog.records import Examined, Found, Record, Watched
 from zoo.host import cnn, images, loader, mlp, table
 
@@ -59,6 +60,17 @@ class TestFirstOp:
     def test_every_mechanism_has_a_page(self) -> None:
         named = {mechanisms.mechanism_of(FIRST | {"what": word}).code for word in mechanisms.WORDS}
         assert named <= set(pages())
+
+    def test_the_model_itself_is_not_the_loss(self) -> None:
+        """A module's path is "" where it is the model as a whole, and None where no module runs."""
+        places = {
+            None: ("in the loss", " in op log"),
+            "": ("in the model itself", " in the model itself, op log"),
+            "head": ("in head", " in module head, op log"),
+        }
+        for module, (words, at) in places.items():
+            (found,) = said(nonfinite.nonfinite_step, trace(module=module, dtype=None))
+            assert words in found.cause and place(found.where) == at
 
     def test_a_spoilt_loss_with_finite_gradients_is_a_warning(self) -> None:
         lost = {"what": "no_valid_target", "op": "cross_entropy"}

@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from trainwright.errors import CheckpointError
 from trainwright.state.checkpoint import save_checkpoint
 from trainwright.state.ema import Ema
+from trainwright.state.names import plain_name
 from trainwright.state.train_state import TrainState
-from trainwright.state.weights import load_plain_state_dict, plain_name, plain_state_dict, read_weights, unwrapped
+from trainwright.state.weights import load_plain_state_dict, plain_state_dict, read_weights, unwrapped
 
 # torch's own compiler warns about torch's own jit when it is imported
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import runpy
 from pathlib import Path
 
 import torch
@@ -44,5 +45,47 @@ def test_a_finding_points_into_the_function_that_made_the_call(tmp_path: Path) -
 def test_lines_are_recorded_once_while_they_are_the_same(tmp_path: Path) -> None:
     records = [each for each in read(watched(tmp_path / "run").folder.log).records if isinstance(each, Watched)]
     lines = [each.values["lines"] for each in records if "lines" in each.values]
-    calls = [["forward", line_of(".backward()")], ["backward", line_of(".backward()")], ["step", line_of("step()")]]
-    assert lines == [calls]
+    loss, step = line_of(".backward()"), line_of("step()")
+    assert lines == [[["forward", loss], ["backward", loss], ["step", step], ["op:cross_entropy", loss]]]
+
+
+SCRIPT = """\
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import trainwright as tw
+
+torch.manual_seed(0)
+model = nn.Linear(4, 3)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+with tw.watch(model, optimizer, out=None, quiet=True) as watch:
+    for _ in range(6):
+        optimizer.zero_grad()
+        probabilities = model(torch.randn(8, 4)).softmax(1)  # HERE
+        F.cross_entropy(probabilities, torch.randint(3, (8,))).backward()
+        optimizer.step()
+"""
+
+
+def source_of(folder: Path, script: str) -> tuple[str, str | None]:
+    """What is found in a script, and where."""
+    path = folder / "train.py"
+    path.write_text(script)
+    (found,) = runpy.run_path(str(path))["watch"].findings()
+    return found.code, found.where.source
+
+
+def test_a_loop_at_the_level_of_a_module(tmp_path: Path) -> None:
+    assert source_of(tmp_path, SCRIPT) == ("loss.softmax_before_ce", "train.py:13")
+
+
+def test_the_call_of_the_op_where_the_syntax_shows_no_fault(tmp_path: Path) -> None:
+    hidden = SCRIPT.replace(".softmax(1)", "; probabilities = getattr(probabilities, 'softmax')(1)")
+    assert source_of(tmp_path, hidden) == ("loss.softmax_before_ce", "train.py:14")
+
+
+def test_an_op_that_raises(tmp_path: Path) -> None:
+    raising = SCRIPT.replace(".softmax(1)", "").replace("randint(3,", "randint(3, 4,")
+    raising = f"import contextlib\n{raising}".replace("with tw.watch", "with contextlib.suppress(IndexError), tw.watch")
+    assert source_of(tmp_path, raising) == ("data.label_out_of_range", "train.py:15")

@@ -4,7 +4,8 @@ A watched step may carry ``values["lines"]``: its calls in their order, each wit
 it, as ``[["zero_grad", "train.py:40"], ["backward", "train.py:44"], ["step", "train.py:46"]]``. The kinds are those of
 its events. The recorder writes them only for steps that are looked at, and only where they differ from those of the
 last record that has them, so a step without lines has those of the step before. The same list may come with the
-outcome ``unfinished``, for a loop in which no step was ever finished.
+outcome ``unfinished``, for a loop in which no step was ever finished. The torch functions that were called outside of
+the models come last, as ``["op:cross_entropy", "train.py:43"]``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from trainwright.doctor.case import Case
+from trainwright.runlog.records import Where
 
 CallLine = Sequence[str]
 """The kind of a call, and where it was made: ``["backward", "train.py:44"]``."""
@@ -19,8 +21,17 @@ CallLine = Sequence[str]
 
 def line_for(code: str, calls: Sequence[CallLine]) -> str | None:
     """The one line of ``calls`` that ``code`` is about, as ``file.py:44``; None where there is none, or several."""
-    lines = set(CALLS[code](calls)) if code in CALLS else set()
-    return lines.pop() if len(lines) == 1 else None
+    return _only(CALLS[code](calls)) if code in CALLS else None
+
+
+def line_of_op(where: Where, calls: Sequence[CallLine]) -> str | None:
+    """The one line of ``calls`` where the torch function of ``where`` is called outside of the models; else None."""
+    return None if where.op is None or where.module is not None else _only(_all(f"op:{where.op}")(calls))
+
+
+def _only(lines: Iterable[str]) -> str | None:
+    several = set(lines)
+    return several.pop() if len(several) == 1 else None
 
 
 def calls_at(case: Case, step: int) -> Sequence[CallLine]:

@@ -91,6 +91,11 @@ def _evidence(row: Measured) -> Evidence:
     return Evidence(measure=row[0], seen=row[1], expected=row[2] if len(row) == 3 else None)
 
 
+def in_words(module: str | None) -> str:
+    """A module by its path: "" is the model as a whole; None, where no module runs, is the loss."""
+    return "the loss" if module is None else module or "the model itself"
+
+
 def listed(names: Sequence[str], limit: int = 3) -> str:
     """The first ``limit`` names, and how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""

@@ -55,12 +55,20 @@ class GradientRecorder(Listener):
         self.device = self.parameters[0].device if self.parameters else torch.device("cpu")
         self.tape = Tape(self.device.type)
         self.current = RecordedStep(first_step)
-        self.careful = False
+        self._is_careful = False
         self.misses_calls = False  # a loss depends on our parameters, and no call of a root was recorded
         self._scaled_losses = ScaledLosses()
         self._versions: list[tuple[int, int] | None] | None = None
         self._is_foreign = self._retains = False
         self._num_collectives = num_collectives()  # before the first forward call of the step
+
+    @property
+    def careful(self) -> bool:
+        return self._is_careful
+
+    @careful.setter
+    def careful(self, value: bool) -> None:
+        self._is_careful = self.tape.is_careful = value
 
     def _happened(self, kind: str, value: object) -> None:
         """Adds an event; in careful mode also the line of the user's source that caused it."""

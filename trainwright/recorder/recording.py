@@ -163,6 +163,9 @@ class LoopRecorder(GradientRecorder):
         """The step is over; what comes now belongs to the next."""
         done, now_s = self.current, time.perf_counter()
         self.tape.stop()
+        if self.tape.lines:
+            called = [[f"op:{name}", line] for name, line in self.tape.lines]
+            done.values["lines"] = [*done.values.get("lines", ()), *called]
         self.tape.forget()
         self._stepped.clear()
         self._scaled_losses.clear()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
+from trainwright.recorder.callers import caller
 from trainwright.recorder.program import Autocast, Constant, Instruction, Operation, Slot, mapped, tensors_of
 from trainwright.recorder.shared_memory import PrivateCopies, is_of_worker
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
@@ -42,7 +43,9 @@ class Tape(TorchFunctionMode):
         self.leaves = False  # a leaf that wants a gradient was used outside of the models
         self.grafted = False  # a tensor with a graph that the program does not know was used
         self.operations: list[Instruction] = []
-        self.failed: tuple[str, object] | None = None  # a function that raised, and its arguments
+        self.failed: tuple[str, object, str | None] | None = None  # a function that raised, its arguments and its line
+        self.is_careful = False
+        self.lines: dict[tuple[str, str], None] = {}  # where operations were called, in careful mode
         self.running = self._pushed = False
 
     def __torch_function__(
@@ -53,7 +56,7 @@ class Tape(TorchFunctionMode):
         try:
             result = function(*args, **(kwargs or {}))
         except Exception:
-            self.failed = (getattr(function, "__name__", "?"), self.write((args, kwargs or {})))
+            self.failed = (getattr(function, "__name__", "?"), self.write((args, kwargs or {})), caller())
             raise
         if isinstance(result, Tensor):
             self._note(function, args, kwargs or {}, [result])
@@ -71,6 +74,8 @@ class Tape(TorchFunctionMode):
         is_free = self._reads == before or name in _LIKE
         if is_free and not any(each.requires_grad for each in made):
             return  # what the loop makes of its data, or draws, is a constant where it is used
+        if self.is_careful and (line := caller()) is not None:
+            self.lines[name, line] = None
         autocast = autocast_now(self._device_type)
         self.operations.append(Operation(name, function, *known, autocast, self.slots(made), in_place))
 
@@ -150,4 +155,4 @@ class Tape(TorchFunctionMode):
         self._slots.clear()
         self._copies.forget()
         self.leaves = False
-        self.operations = []
+        self.operations, self.lines = [], {}

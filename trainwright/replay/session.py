@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from trainwright.recorder.program import Ids, RecordedStep, alive, constants_of
 from trainwright.recorder.ring import Ring
 from trainwright.replay.replayer import AS_IT_WAS, Intervention, NotReplayable, Replayer, ReplayResult, Upto, batch_size
+from trainwright.state.names import named_modules
 from trainwright.state.snapshot import Snapshot
 
 
@@ -64,13 +65,8 @@ class ReplaySession:
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """Every module by its dotted path; with several roots the path begins with the root's number."""
-        named = {}
-        for number, root in enumerate(self.roots):
-            start = "" if len(self.roots) == 1 else f"{number}"
-            for name, module in root.named_modules():
-                named[".".join(part for part in (start, name) if part)] = module
-        return named
+        """Every module by its path, but for wrappers."""
+        return dict(named_modules(self.roots))
 
     @property
     def inputs(self) -> list[Tensor]:

@@ -28,6 +28,7 @@ from trainwright.replay.mechanism import Range, in_fp32, pooled
 from trainwright.replay.modules import ModuleStack
 from trainwright.replay.storages import is_float
 from trainwright.replay.suspects import Bad, Op, SuspectOp, Suspects
+from trainwright.state.names import plain_name
 
 __all__ = ["Bad", "Op", "Range", "Tracing"]
 
@@ -143,21 +144,21 @@ class Tracing(TorchDispatchMode):
     def _paths(self) -> Iterator[tuple[str, nn.Module]]:
         for prefix, root in self._prefixed_roots():
             for path, module in root.named_modules():
-                yield f"{prefix}{path}".rstrip("."), module
+                yield plain_name(f"{prefix}{path}".rstrip(".")), module
 
     def _prefixed_roots(self) -> Iterator[tuple[str, nn.Module]]:
         for name, root in self._roots.items():
-            yield "" if len(self._roots) == 1 else f"{name}.", root
+            yield "" if len(self._roots) == 1 or not name else f"{name}.", root
 
     def __enter__(self) -> Tracing:
         self._hooks.enter_context(self._modules.following())
         for prefix, root in self._prefixed_roots():
             for path, buffer in root.named_buffers():
-                self._storages.name(buffer, "buffer", f"{prefix}{path}")
+                self._storages.name(buffer, "buffer", plain_name(f"{prefix}{path}"))
             for path, parameter in root.named_parameters():
-                self._storages.name(parameter, "weight", f"{prefix}{path}")
+                self._storages.name(parameter, "weight", plain_name(f"{prefix}{path}"))
                 if parameter.grad is not None:
-                    self._storages.name(parameter.grad, "gradient", f"{prefix}{path}")
+                    self._storages.name(parameter.grad, "gradient", plain_name(f"{prefix}{path}"))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 

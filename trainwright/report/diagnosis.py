@@ -106,7 +106,8 @@ def _can_be_trained_again(folder: RunFolder) -> bool:
 
 
 def _with_trials_of(earlier: Found | None, found: Found) -> Found:
-    """``found`` with the time, step and trials of the same finding in the log, if it is there."""
+    """``found`` with the time, step, trials and source line of the same finding in the log, if it is there."""
     if earlier is None:
         return found
-    return dataclasses.replace(found, time_s=earlier.time_s, step=earlier.step, tried=earlier.tried)
+    where = dataclasses.replace(found.where, source=found.where.source or earlier.where.source)
+    return dataclasses.replace(found, time_s=earlier.time_s, step=earlier.step, tried=earlier.tried, where=where)

@@ -67,11 +67,9 @@ def _one(number: int, found: Found) -> Iterator[str]:
 
 def place(where: Where) -> str:
     """What a finding points at, as `` in module a.b at train.py:42``; "" where nothing is known."""
-    parts = [
-        f"{name} {value}"
-        for name in ("module", "op", "dtype", "micro_batch", "rank")
-        if (value := getattr(where, name)) is not None
-    ]
+    names = ("module", "op", "dtype", "micro_batch", "rank")
+    found = [(name, value) for name in names if (value := getattr(where, name)) is not None]
+    parts = ["the model itself" if name == "module" and value == "" else f"{name} {value}" for name, value in found]
     if where.sample_ids:
         few = ", ".join(map(str, where.sample_ids[:8]))
         parts.append(f"samples {few}{', ...' if len(where.sample_ids) > 8 else ''}")

@@ -27,11 +27,12 @@ from trainwright.state.codec import StateDict, Tree, decode, encode
 from trainwright.state.cursor import Cursor
 from trainwright.state.manifest import fsync, name_of, raising_checkpoint_error, verify, write_manifest
 from trainwright.state.moments import load_moments, moments
+from trainwright.state.names import plain_name
 from trainwright.state.rng import RngBag
 from trainwright.state.staging import Staging, num_bytes, on_host
 from trainwright.state.store import Best, sweep
 from trainwright.state.train_state import TrainState
-from trainwright.state.weights import load_plain_state_dict, plain_name, plain_state_dict, unwrapped
+from trainwright.state.weights import load_plain_state_dict, plain_state_dict, unwrapped
 
 _COUNTERS = ("step", "num_samples", "num_tokens", "elapsed_s", "fraction")
 _SPARE_BYTES = 2**14  # for the manifest, headers and the folder itself

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from trainwright.errors import UsageError
 from trainwright.state.codec import StateDict
-from trainwright.state.weights import plain_name, unwrapped
+from trainwright.state.names import plain_name
+from trainwright.state.weights import unwrapped
 
 
 class Ema:

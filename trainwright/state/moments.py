@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.state.codec import StateDict, Tree
-from trainwright.state.weights import plain_name, unwrapped
+from trainwright.state.names import plain_name
+from trainwright.state.weights import unwrapped
 
 _SET_BY_RECIPE = ("lr", "weight_decay", "betas", "momentum", "eps", "nesterov", "initial_lr")
 

@@ -14,13 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from trainwright.errors import CheckpointError, UsageError
 from trainwright.state.codec import StateDict, Tree, decode
 from trainwright.state.manifest import raising_checkpoint_error, verify
-
-_WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
-
-
-def plain_name(name: str) -> str:
-    """A key without the segments that torch.compile, activation checkpointing and FSDP put into it."""
-    return ".".join(segment for segment in name.split(".") if segment not in _WRAPPERS)
+from trainwright.state.names import plain_name
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -21,6 +21,7 @@ from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Tried
+from trainwright.state.names import named_parameters
 from trainwright.state.snapshot import LiveObjects
 
 
@@ -94,10 +95,10 @@ class ExperimentRunner:
             "lines": recorded.values.get("lines", []),
         }
         if tape.failed is not None:
-            name, written = tape.failed
+            name, written, line = tape.failed
             arguments: list[object] = []
             mapped(written, lambda leaf: arguments.append(leaf.tensor if isinstance(leaf, Constant) else leaf))
-            facts["failed"] = {"op": name, "arguments": [_described(each) for each in arguments]}
+            facts["failed"] = {"op": name, "arguments": [_described(each) for each in arguments], "line": line}
         return facts
 
     def abandoned(self, recorded: RecordedStep, tape: Tape) -> Facts:
@@ -127,8 +128,6 @@ def _described(value: object) -> object:
 def names_of(subject: LiveObjects) -> list[str]:
     """Returns the name of each parameter: its path in its root, or that only an optimizer has it."""
     names: dict[int, str] = {}
-    for number, root in enumerate(subject.roots):
-        start = "" if len(subject.roots) == 1 else f"{number}."
-        for name, parameter in root.named_parameters():
-            names.setdefault(id(parameter), start + name)
+    for name, parameter in named_parameters(subject.roots):
+        names.setdefault(id(parameter), name)
     return [names.get(id(p), f"<not in the model {n}>") for n, p in enumerate(subject.parameters)]

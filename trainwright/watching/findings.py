@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from trainwright.doctor.call_lines import calls_at, line_of_op
 from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import Diagnosis, diagnose
 from trainwright.errors import text_of
@@ -112,9 +113,7 @@ class FindingsLog:
             known, found = self._found.get(each.found.code), each.found
             if known is None:
                 tried = self._runner.try_remedy(found.step, each.trial)
-                where = found.where
-                if where.source is None and (line := self._point_at(found.code)):
-                    where = dataclasses.replace(where, source=line)
+                where = dataclasses.replace(found.where, source=self._line_of(found))
                 found = dataclasses.replace(found, time_s=time.time(), where=where, tried=(*found.tried, *tried))
                 self._write(found)
             else:
@@ -122,6 +121,12 @@ class FindingsLog:
                 found = dataclasses.replace(found, time_s=known.time_s, step=known.step, tried=known.tried, where=where)
             now[found.code] = found
         self._found = now
+
+    def _line_of(self, found: Found) -> str | None:
+        """The line of the user's source: where a call was seen, what the syntax shows, or where its op was called."""
+        if (line := found.where.source or self._point_at(found.code)) is not None:
+            return line
+        return line_of_op(found.where, calls_at(Case(self._records), found.step))
 
     def _record_oldest(self) -> None:
         """Some steps of a calm run become records, and each that has something to tell."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import linecache
 import os
 import sys
 import time
@@ -121,25 +122,33 @@ class Watch:
 
 
 class CallerSource:
-    """The source of the function that holds the loop: read once, and only when a finding asks for a line."""
+    """The source of the function or script that holds the loop, read only when a finding asks for a line."""
 
     def __init__(self) -> None:
         self._code: CodeType | None = None
+        self._globals: dict[str, object] = {}
 
     def look_at(self, frame: FrameType) -> None:
         """``frame`` is where the ``with`` stands."""
-        self._code = frame.f_code
+        self._code, self._globals = frame.f_code, frame.f_globals
 
     def line_of(self, code: str) -> str | None:
         """``file.py:42``; None where the source does not show it, or is not there."""
         if self._code is None:
             return None
-        try:
-            lines, first = inspect.getsourcelines(self._code)
-        except (OSError, TypeError):
-            return None
+        lines, first = self._source()
         pointer = point_at(code, "".join(lines), first_line=max(1, first))
         return f"{Path(self._code.co_filename).name}:{pointer.line}" if pointer else None
+
+    def _source(self) -> tuple[list[str], int]:
+        """The lines of the function, or of the whole file where the ``with`` stands in none; and which is the first."""
+        assert self._code is not None
+        if self._code.co_name == "<module>":
+            return linecache.getlines(self._code.co_filename, self._globals), 1
+        try:
+            return inspect.getsourcelines(self._code)
+        except (OSError, TypeError):
+            return [], 1
 
 
 def watch(

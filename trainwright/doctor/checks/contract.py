@@ -346,7 +346,7 @@ def owners(case: Case) -> Iterator[Finding]:
             remedy="give them to the optimizer, or set requires_grad to False if they are not to be trained",
             sure=0.95,
             stage="update",
-            where=Where(module=names[0].rpartition(".")[0] or None),
+            where=Where(module=names[0].rpartition(".")[0]),
             evidence=evidence,
             trial=RemedyTrial("with_optimizer", {"names": names}),
             explains=("opt.lr_too_low",),

@@ -186,16 +186,18 @@ def _out_of_range(case: Case, facts: Facts, named: int | None) -> Finding:
     span = f"{labels['min']:.0f} to {labels['max']:.0f}" if "min" in labels else str(named)
     by_one = least is not None and labels.get("min") == 1 and labels.get("max") == least
     off_by_one = "subtract 1 from the labels, or give the last layer one more output"
+    samples = tuple(ids[n] for n in bad) if len(ids) == len(values) else ()
+    look = "look at the samples named" if samples else "look for these labels in the data"
     return finding(
         "data.label_out_of_range",
         "critical",
         max(case.last_step, 1),
         symptom=f"{op} raised: {named if named is not None else 'a label'} is no class; the labels are {span}",
         cause="labels are counted from 1" if by_one else "a label names no class, or the model has too few outputs",
-        remedy=off_by_one if by_one else "look at the samples named; label what is to be ignored -100",
+        remedy=off_by_one if by_one else f"{look}; label what is to be ignored -100",
         sure=0.98,
         stage="label",
-        where=Where(op=op, sample_ids=tuple(ids[n] for n in bad) if len(ids) == len(values) else ()),
+        where=Where(op=op, sample_ids=samples, source=failed.get("line")),
         evidence=[
             ("labels", span, "classes" if classes is None else f"0 to {classes - 1}"),
             ("labels of this batch that are no class", len(bad), 0),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import ExperimentRequest, Finding, RemedyTrial, check, finding
+from trainwright.doctor.finding import ExperimentRequest, Finding, RemedyTrial, check, finding, in_words
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Examined, Where
 
@@ -35,12 +35,12 @@ def dead_relu(case: Case) -> Iterator[Finding]:
         "model.dead_relu",
         "critical" if seen["dead"] >= 0.9 and from_start else "warning",
         now.step,
-        symptom=f"{seen['dead']:.0%} of the units of {path or 'the ReLU'} are 0 for every sample",
+        symptom=f"{seen['dead']:.0%} of the units of {in_words(path)} are 0 for every sample",
         cause="their inputs lie far below 0" + ("" if from_start else ": updates have driven them there"),
         remedy="bias 0 at the start" if from_start else "a smaller learning rate, LeakyReLU, or a norm before it",
         sure=0.9 if from_start else 0.6,
         stage="forward",
-        where=Where(module=path or None, op="relu"),
+        where=Where(module=path, op="relu"),
         evidence=[("share of dead units", seen["dead"], 0.0), ("lowest mean input", seen["furthest"], 0.0)],
         trial=RemedyTrial("revived", {"module": path}),
         explains=("grad.vanishing", "grad.graph_cut"),
@@ -111,7 +111,8 @@ def bn_tiny_batch(case: Case) -> Iterator[Finding]:
         "model.bn_tiny_batch",
         "warning",
         now.step,
-        symptom=f"{path} normalises by the statistics of {seen['samples']} samples, {seen['values']} values a channel",
+        symptom=f"{in_words(path)} normalises by the statistics of {seen['samples']} samples, "
+        f"{seen['values']} values a channel",
         cause="the variance of so few values is noise, and evaluation uses the running average instead",
         remedy="GroupNorm or LayerNorm; SyncBatchNorm over several devices; a larger batch",
         sure=0.85,
@@ -182,11 +183,11 @@ def excess_dropout(case: Case) -> Iterator[Finding | ExperimentRequest]:
         "warning",
         step,
         symptom=f"the loss of a batch is {facts['with']:.3g} with dropout, {facts['without']:.3g} without",
-        cause=f"{path or 'the model'} drops {p:.0%} of its values: too little is left to learn from",
+        cause=f"{in_words(path)} drops {p:.0%} of its values: too little is left to learn from",
         remedy="a smaller p: 0.1 to 0.3",
         sure=0.85,
         stage="forward",
-        where=Where(module=path or None, op="dropout"),
+        where=Where(module=path, op="dropout"),
         evidence=[("loss with dropout", facts["with"], facts["without"]), ("p", p, "0.5 at most")],
         trial=RemedyTrial("less_dropout"),
     )
@@ -213,12 +214,13 @@ def attention_logit_growth(case: Case) -> Iterator[Finding]:
             "model.attention_logit_growth",
             "warning",
             looks[-1].step,
-            symptom=f"the largest score of {path or 'attention'} has grown from {history[0]:.3g} to {history[-1]:.3g}",
+            symptom=f"the largest attention score in {in_words(path)} has grown from {history[0]:.3g} to "
+            f"{history[-1]:.3g}",
             cause="queries and keys grow without bound: softmax selects a single key, and loss spikes follow",
             remedy="scale by 1 / sqrt(d), normalise queries and keys, or use a smaller learning rate",
             sure=0.85,
             stage="forward",
-            where=Where(module=path or None, op="softmax"),
+            where=Where(module=path, op="softmax"),
             evidence=[("largest score", history[-1], history[0]), ("evenness of the weights, 0 to 1", now["evenness"])],
             trial=RemedyTrial("scaled_scores"),
             explains=("opt.lr_too_high",) if unscaled else (),
@@ -240,12 +242,12 @@ def router_collapse(case: Case) -> Iterator[Finding]:
             "model.router_collapse",
             "warning",
             looks[-1].step,
-            symptom=f"{path or 'the router'} sends {now['most']:.0%} of its load to one of {now['experts']} experts",
+            symptom=f"{in_words(path)} sends {now['most']:.0%} of its load to one of {now['experts']} experts",
             cause="nothing balances the load: an expert that is chosen learns, and is chosen more",
             remedy="a load-balancing loss, a bias for each expert that evens the load, or noise in the router",
             sure=0.85,
             stage="forward",
-            where=Where(module=path or None),
+            where=Where(module=path),
             evidence=[("experts that share the load", last[1], max(history[:3]))],
             trial=RemedyTrial("balanced_router", {"experts": now["experts"]}),
         )

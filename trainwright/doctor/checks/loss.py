@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import ExperimentRequest, Finding, RemedyTrial, check, finding
+from trainwright.doctor.finding import ExperimentRequest, Finding, RemedyTrial, check, finding, in_words
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Examined, Watched, Where
 
@@ -42,7 +42,7 @@ def softmax_before_ce(case: Case) -> Iterator[Finding]:
             remedy=f"leave the {first} out of the model in training and pass its input (the logits) to {used['op']}",
             sure=0.97,
             stage="loss",
-            where=Where(module=used.get("made_in") or used["module"] or None, op=used["op"]),
+            where=Where(module=_made_in(used), op=used["op"]),
             evidence=[("sum of each row of its input" if first == "softmax" else "input", seen, "logits")],
             trial=RemedyTrial("scores_for_probabilities"),
             explains=("loss.softmax_twice", "opt.lr_too_low", "opt.lr_too_high", "grad.vanishing", "data.label_*"),
@@ -51,7 +51,14 @@ def softmax_before_ce(case: Case) -> Iterator[Finding]:
 
 
 def _in(used: Facts) -> str:
-    return f" in {used['made_in']}" if used.get("made_in") else ""
+    made_in = used.get("made_in")
+    return "" if made_in is None else f" in {in_words(made_in)}"
+
+
+def _made_in(used: Facts) -> str | None:
+    """The module that made the probabilities; where none did, the one that takes them."""
+    made_in: str | None = used["module"] if used.get("made_in") is None else used["made_in"]
+    return made_in
 
 
 @check
@@ -62,7 +69,7 @@ def softmax_twice(case: Case) -> Iterator[Finding]:
             continue
         if used["op"] == "log_softmax" and used.get("wants") == 1:
             continue  # a likelihood: softmax_before_ce
-        place = "in the loss" if not used["module"] else f"in {used['module']}"
+        place = f"in {in_words(used['module'])}"
         yield finding(
             "loss.softmax_twice",
             "warning",
@@ -72,7 +79,7 @@ def softmax_twice(case: Case) -> Iterator[Finding]:
             remedy="pass the logits to the second softmax, or leave it out",
             sure=0.9,
             stage="loss",
-            where=Where(module=used.get("made_in") or used["module"] or None, op=used["op"]),
+            where=Where(module=_made_in(used), op=used["op"]),
             evidence=[("sum of each row of its input", 1.0, "scores"), ("shape", used["shape"])],
             trial=RemedyTrial("second_softmax"),
         )
@@ -101,7 +108,7 @@ def nll_on_probs(case: Case) -> Iterator[Finding]:
             remedy="cross_entropy(logits, target), or log_softmax before nll_loss",
             sure=0.97,
             stage="loss",
-            where=Where(module=used.get("made_in") or None, op=used["op"]),
+            where=Where(module=used.get("made_in"), op=used["op"]),
             evidence=[("share of its input above 0", round(share, 3), 0.0)],
             trial=RemedyTrial("scores_for_probabilities"),
             explains=("opt.lr_too_low", "opt.lr_too_high", "grad.*"),

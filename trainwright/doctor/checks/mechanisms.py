@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainwright.doctor.finding import RemedyTrial, Stage
+from trainwright.doctor.finding import RemedyTrial, Stage, in_words
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Examined
 
@@ -29,7 +29,7 @@ class Mechanism:
     def cause(self, first: Facts) -> str:
         """The cause in words; ``first`` is what the trace found first."""
         inputs = [*first["forward_inputs"], {"absmax": 0.0, "zeros": 0, "min": 0.0, "max": 0.0}]
-        place = f" in {first['module']}" if first["module"] else " in the loss" if first["phase"] != "update" else ""
+        place = f" in {in_words(first['module'])}" if first["phase"] != "update" else ""
         return self.template.format(
             **{k: v for k, v in first.items() if k not in ("inputs", "module")},
             place=place,
@@ -191,7 +191,7 @@ WORDS = {
 _INPUT = Mechanism(
     "data.nonfinite_input",
     "the input of the model is {what}",
-    "drop or impute these samples where the data is read",
+    "drop or impute such samples where the data is read",
 )
 _TARGET = Mechanism(
     "data.nonfinite_input",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import ExperimentRequest, Finding, RemedyTrial, check, finding, listed
+from trainwright.doctor.finding import ExperimentRequest, Finding, RemedyTrial, check, finding, in_words, listed
 from trainwright.runlog.records import Where
 
 
@@ -142,7 +142,7 @@ def mixes_samples(case: Case) -> Iterator[Finding]:
     if not shuffles and not facts["is_batch"]:
         return
     shuffle = shuffles[0] if shuffles else None
-    how = f"a view of {shuffle['from']} as {shuffle['to']} in {shuffle['module'] or 'the model'}" if shuffle else None
+    how = f"a view of {shuffle['from']} as {shuffle['to']} in {in_words(shuffle['module'])}" if shuffle else None
     yield finding(
         "model.mixes_samples",
         "critical" if shuffle else "warning",
@@ -194,11 +194,11 @@ def saved_tensor_modified(case: Case) -> Iterator[Finding]:
         "critical",
         exam.step,
         symptom=f"{len(changed)} tensors saved for the backward pass were changed before it read them",
-        cause=f"something writes to a tensor of {changed[0]['module'] or 'the model'} behind autograd: .data, numpy",
+        cause=f"something writes to a tensor of {in_words(changed[0]['module'])} behind autograd: .data, numpy",
         remedy="work on a clone, or out of place: x = x * mask in place of x.data.mul_(mask)",
         sure=0.98,
         stage="backward",
-        where=Where(module=changed[0]["module"] or None),
+        where=Where(module=changed[0]["module"]),
         evidence=[("shape of a changed tensor", str(changed[0]["shape"]), "unchanged")],
         trial=RemedyTrial("keep_saved"),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import ExperimentRequest, Finding, RemedyTrial, check, finding
+from trainwright.doctor.finding import ExperimentRequest, Finding, RemedyTrial, check, finding, in_words
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Where
 
@@ -118,7 +118,7 @@ def functional_dropout(case: Case) -> Iterator[Finding | ExperimentRequest]:
         "mode.functional_dropout",
         "warning",
         case.last_step,
-        symptom=f"in eval mode {first['op']} still drops values in {first['module'] or 'the model'}",
+        symptom=f"in eval mode {first['op']} still drops values in {in_words(first['module'])}",
         cause=f"{first['op']} is called in the same way in both modes"
         if by_name
         else "the model masks values at random in eval mode too",

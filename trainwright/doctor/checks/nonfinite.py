@@ -293,7 +293,7 @@ def _nonfinite_input(exam: Examined) -> Finding:
         exam.step,
         symptom=f"step {exam.step} is not finite",
         cause="the input of the model is not finite",
-        remedy="drop or impute these samples where the data is read",
+        remedy="drop or impute such samples where the data is read",
         sure=0.95,
         stage="input",
         where=Where(dtype=inputs[0]["dtype"], sample_ids=ids),

@@ -323,7 +323,7 @@ def exploding(case: Case) -> Iterator[Finding | ExperimentRequest]:
             remedy="clip the gradients, and start from recurrent weights of spectral norm 1 (orthogonal)",
             sure=0.92,
             stage="backward",
-            where=Where(module=largest.rpartition(".")[0] or None if largest else None),
+            where=Where(module=largest.rpartition(".")[0] if largest else None),
             evidence=[("gradient at the first use / at the last", worst["first"] / max(worst["last"], 1e-30), 1.0)],
             trial=RemedyTrial("clip_at", {"at": 1.0}),
             explains=("opt.lr_too_high", "sched.no_warmup", "init.*"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import ExperimentRequest, Finding, RemedyTrial, check, finding
+from trainwright.doctor.finding import ExperimentRequest, Finding, RemedyTrial, check, finding, in_words
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Examined, Where
 
@@ -84,7 +84,7 @@ def values_underflow(case: Case) -> Iterator[Finding | ExperimentRequest]:
         "prec.fp16_underflow",
         "warning",
         exam.step,
-        symptom=f"{first['op']} in {first['module'] or 'the loss'} gives only 0; in float32 it gives up to "
+        symptom=f"{first['op']} in {in_words(first['module'])} gives only 0; in float32 it gives up to "
         f"{first['largest']:.2g}",
         cause="the values are smaller than fp16 can represent (6e-8)",
         remedy="compute this part in float32",

@@ -11,6 +11,7 @@ from trainwright.recorder.probes import Probe, WatchedObjects, probe
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.runlog.json_values import Facts
+from trainwright.state.names import named_modules
 
 EARLY = 4
 """Steps before which it is not known whether a pass without gradients belongs to every step."""
@@ -131,10 +132,8 @@ def depends_on_mode(module: nn.Module) -> bool:
 
 
 def _names(roots: list[nn.Module]) -> list[str]:
-    """In the order of ``Subject.modules``; with several roots each path begins with the root's number."""
+    """In the order of ``LiveObjects.modules``."""
     named: dict[int, str] = {}
-    for number, root in enumerate(roots):
-        start = "" if len(roots) == 1 else f"{number}"
-        for name, module in root.named_modules():
-            named.setdefault(id(module), ".".join(part for part in (start, name) if part))
+    for name, module in named_modules(roots):
+        named.setdefault(id(module), name)
     return list(named.values())

@@ -14,6 +14,7 @@ from trainwright.recorder.program import Constant, RecordedStep, mapped
 from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import TorchFunction
 from trainwright.runlog.json_values import Facts
+from trainwright.state.names import named_modules, named_parameters
 
 LIMIT = 64
 """Names that are reported."""
@@ -32,16 +33,8 @@ class NonFinite(Probe):
     def __init__(self, watched: WatchedObjects) -> None:
         subject = watched.subject
         self._parameters = {id(p): p for p in subject.parameters}
-        self._names = {
-            id(p): f"{number}.{name}" if len(subject.roots) > 1 else name
-            for number, root in enumerate(subject.roots)
-            for name, p in root.named_parameters()
-        }
-        self._paths = {
-            module: f"{number}.{path}".rstrip(".") if len(subject.roots) > 1 else path
-            for number, root in enumerate(subject.roots)
-            for path, module in root.named_modules()
-        }
+        self._names = {id(p): name for name, p in named_parameters(subject.roots)}
+        self._paths = {module: path for path, module in named_modules(subject.roots)}
         self._statistics = [(m, n) for m, n in subject.buffers() if n.startswith("running_")]
         self._before_clip: list[str] | None = None
         self._newest = 0

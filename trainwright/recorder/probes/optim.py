@@ -15,6 +15,7 @@ from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import Args, Kwargs, Loader, TorchFunction
 from trainwright.runlog.json_values import Facts
+from trainwright.state.names import named_parameters
 
 SAMPLE = 16
 """Elements of a weight that are compared to see whether it has changed."""
@@ -195,10 +196,7 @@ def _owns(optimizer: Optimizer, parameter: Tensor) -> bool:
 
 
 def _named(roots: list[nn.Module]) -> dict[str, Tensor]:
-    """Parameters by path; with several roots the path begins with the root's number."""
-    if len(roots) == 1:
-        return dict(roots[0].named_parameters())
-    return {f"{n}.{name}": p for n, root in enumerate(roots) for name, p in root.named_parameters()}
+    return dict(named_parameters(roots))
 
 
 def _sample(parameter: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ class _Losses(StepInspector):
         self._kept: list[Tensor] = []  # so that no id is used again
         self._raised: set[int] = set()
         self._residuals: set[int] = set()
-        self._probabilities: dict[int, str] = {}
+        self._probabilities: dict[int, str | None] = {}  # the path of the module that made them; None: of none
 
     def _keep(self, tensor: Tensor) -> int:
         self._kept.append(tensor)
@@ -91,7 +91,7 @@ class _Losses(StepInspector):
         if plain in PAIRED:
             self._note_outer(plain, args, kwargs, result)
         if name in ("softmax", "sigmoid"):
-            self._probabilities[self._keep(result)] = self.stack[-1] if self.stack else ""
+            self._probabilities[self._keep(result)] = self.stack[-1] if self.stack else None
         if not self.stack:
             self._note_residual(name, plain, args, result)
         if name in BOUNDED or name in ("softmax", "log_softmax"):
@@ -134,7 +134,7 @@ class _Losses(StepInspector):
         x, target = arguments.get("input"), arguments.get("target")
         if not isinstance(x, Tensor) or not x.requires_grad or not x.numel():
             return
-        facts: Facts = {"op": name, "shape": list(x.shape), "module": self.stack[-1] if self.stack else ""}
+        facts: Facts = {"op": name, "shape": list(x.shape), "module": self.stack[-1] if self.stack else None}
         loss = classified(name, args, kwargs) if isinstance(target, Tensor) or name == CHUNKED else None
         if loss is not None and name == CHUNKED:  # its input is hidden states; its head makes the scores
             facts["shape"] = [len(loss.target), loss.classes]
@@ -143,7 +143,8 @@ class _Losses(StepInspector):
         if name == "binary_cross_entropy_with_logits":
             facts["squashed"] = bool(_made_by(x, ("SigmoidBackward0", "SoftmaxBackward0")))
         if facts.get("simplex") or facts.get("squashed"):
-            facts["made_in"] = self._probabilities.get(id(x), "") or self._through_views(x)
+            made_in = self._probabilities.get(id(x))
+            facts["made_in"] = self._through_views(x) if made_in is None else made_in
         if name == "nll_loss":
             facts["above_0"] = float((x.detach() > 0).double().mean())
         if loss is not None and x.dim() == 2 and len(loss.target):
@@ -155,11 +156,11 @@ class _Losses(StepInspector):
         elif facts["simplex"]:
             self.calls.append(facts)
 
-    def _through_views(self, x: Tensor) -> str:
+    def _through_views(self, x: Tensor) -> str | None:
         """The module that computed the probabilities that ``x`` is a view of."""
         wanted = _made_by(x, ("SigmoidBackward0", "SoftmaxBackward0"))
         matching = (each for each in self._kept if each.grad_fn is not None and each.grad_fn is wanted)
-        return next((self._probabilities.get(id(each), "") for each in matching), "")
+        return next((self._probabilities.get(id(each)) for each in matching), None)
 
     def _note_gradient(self, facts: Facts, result: Tensor) -> None:
         """Adds whether a smaller (1) or larger (-1) ``result`` makes the loss smaller."""

@@ -19,6 +19,7 @@ from trainwright.replay.session import ReplaySession, without_veto
 from trainwright.replay.suspects import Bad, Op
 from trainwright.replay.trace import Tracing
 from trainwright.runlog.json_values import Facts
+from trainwright.state.names import named_roots
 
 MAX_ROWS = 8
 """If this many samples each break the step alone, the fault is not in the samples."""
@@ -57,11 +58,10 @@ def trace(session: ReplaySession) -> Facts:
 
 def traced(session: ReplaySession) -> tuple[Tracing, ReplayResult]:
     """Runs the step again under ``Tracing``, without the loss scale, and with its update even if that was vetoed."""
-    roots = {str(number): root for number, root in enumerate(session.roots)}
     scale = loss_scale(session.recorded_step)
     quiet = without_veto(session.recorded_step)
     with session.live():
-        tracing = Tracing(roots)
+        tracing = Tracing(dict(named_roots(session.roots)))
         with tracing:
             intervention = Intervention(loss_scale=1 / scale, ops=tracing.within)
             result = session.replayer.run(quiet, intervention, upto="step" if scale == 1.0 else "backward")
