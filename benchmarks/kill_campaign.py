@@ -58,7 +58,7 @@ class Counts:
     kills_in_save: int = 0  # a checkpoint was being written
     resumes: int = 0
     begun_anew: int = 0  # killed before the first checkpoint
-    crash_loops: int = 0  # two deaths in one step: resumed with --accept
+    crash_loops: int = 0  # taken for one: resumed with --accept
     half_deleted: int = 0  # an old checkpoint, no longer among those kept
     steps_redone: int = 0
     most_redone: int = 0  # after one kill

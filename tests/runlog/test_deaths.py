@@ -260,6 +260,7 @@ except UsageError:
     sys.exit(2)
 died = lock.died_in_step
 LogWriter(folder.log).write(Started(time_s=time.time(), step=0, version="", pid=os.getpid(), died_in_step=died))
+lock.beat(int(sys.argv[2]) - 8)
 lock.beat(int(sys.argv[2]))
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -274,9 +275,10 @@ def test_processes_that_die_until_one_is_refused(tmp_path: Path) -> None:
         return subprocess.run([sys.executable, "-c", DIE, str(folder.path), str(in_step), *accept]).returncode
 
     killed, refused = -9, 2
-    assert [start(5), start(7), start(7)] == [killed, killed, killed]
-    assert [start(7), start(7), start(8)] == [refused, refused, refused]
-    assert [start(7, "crash-loop"), start(7), start(9, "crash-loop"), start(7)] == [killed, refused, killed, killed]
-    assert [path.name for path in folder.bundles.iterdir()] == ["step-00000007"]
-    about = json.loads((folder.bundles / "step-00000007/bundle.json").read_text())
+    assert [start(15), start(17), start(17)] == [killed, killed, killed]
+    assert [start(17), start(17), start(18)] == [refused, refused, refused]
+    accepted = [start(17, "crash-loop"), start(17), start(19, "crash-loop"), start(17)]
+    assert accepted == [killed, refused, killed, killed]
+    assert [path.name for path in folder.bundles.iterdir()] == ["step-00000017"]
+    about = json.loads((folder.bundles / "step-00000017/bundle.json").read_text())
     assert len(about["deaths"]) == 3 and about["last_step"] is None

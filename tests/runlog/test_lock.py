@@ -178,6 +178,56 @@ def test_a_death_after_a_signal_is_none_of_the_step(tmp_path: Path) -> None:
     assert left_in(tmp_path) == (None, ()), "it had got past the step"
 
 
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from trainwright.runlog.lock import RunLock
+lock = RunLock.acquire(Path(sys.argv[1]))
+for step in sys.argv[2:]:
+    lock.beat(int(step))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def is_loop(run: Path, *deaths: tuple[int, ...]) -> bool:
+    """Whether deaths in the last of these steps are a loop to the next process. Each process dies by a kill."""
+    for steps in deaths:
+        subprocess.run([sys.executable, "-c", KILLED, str(run), *map(str, steps)], check=False)
+    lock = RunLock.acquire(run)
+    lock.release(clean=False)
+    return lock.is_loop
+
+
+@pytest.mark.parametrize(
+    ("deaths", "expected"),
+    [
+        ([(401, 417)], False),
+        ([(401, 417), (401, 417)], True),  # after other steps, twice in the same one
+        ([(401, 417), (417, 417)], False),  # the second one had only just started, as far as it is known
+        ([(401, 417), (410, 417)], False),
+        ([(401, 417), (409, 417)], True),
+        ([(417,), (401, 417)], True),
+        ([(401, 417), (401, 409), (401, 417)], False),
+        ([(417,), (417,), (417,)], False),  # preempted three times while it started
+        ([(417,), (417,), (417,), (417,)], True),
+        ([(417,), (417,), (417, 418), (418,)], False),
+    ],
+)
+def test_which_kills_are_no_chance(tmp_path: Path, deaths: list[tuple[int, ...]], expected: bool) -> None:
+    assert is_loop(tmp_path, *deaths) is expected
+
+
+def test_an_error_while_it_starts_is_no_kill(tmp_path: Path) -> None:
+    for expected in (False, True):
+        lock = RunLock.acquire(tmp_path)
+        lock.beat(417)
+        lock.release(clean=False)
+        lock = RunLock.acquire(tmp_path)
+        assert lock.is_loop is expected
+        lock.release(clean=False)
+    assert is_loop(tmp_path, (418,)) is False
+
+
 def test_an_end_that_lies_with_no_step(tmp_path: Path) -> None:
     first = die(tmp_path, 417)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""The crash-loop guard: a run that died twice in the same step is not started again unless the user accepts it."""
+"""The crash-loop guard: a run that dies in the same step again and again is not started unless the user accepts it."""
 
 from __future__ import annotations
 
@@ -109,12 +109,12 @@ def require_no_crash_loop(
     accept: Sequence[str],
     again: Callable[[Sequence[str]], str],
 ) -> None:
-    """Raises UsageError, and writes a bundle, when the last two processes of a run died in the same step.
+    """Raises UsageError, and writes a bundle, when the last processes of a run died in the same step by no chance.
 
     ``checkpoint`` is what the run would resume from; ``again`` gives the command that starts it with these ``accept``.
     """
     step = lock.died_in_step
-    if step is None or lock.deaths < 2 or CRASH_LOOP in accept:
+    if step is None or not lock.is_loop or CRASH_LOOP in accept:
         return
     records = read(folder.log).records if folder.log.is_file() else ()
     deaths = deaths_in(records, step, lock.dead)

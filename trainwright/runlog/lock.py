@@ -3,7 +3,7 @@
 ``<run>/lock`` is one line of JSON, padded to a fixed size, which ``cat`` shows:
 
     {"excused": false, "pid": 1234, "host": "node7", "since": "2026-05-01T12:00:00+00:00", "step": 417,
-     "died_in_step": null, "dead": []}
+     "starting": false, "died_in_step": null, "dead": [], "sure": 0}
 
 The lock is an flock, which belongs to one open file description. The kernel releases it when the process ends, in
 whatever way. Unlike a POSIX record lock, it is not released when something else in the process reads and closes the
@@ -23,12 +23,17 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from trainwright.errors import UsageError
 from trainwright.runlog.storage import storage_error
 
 SIZE = 512  # bytes: a host name has at most 255; less than one page, so a kill cannot tear it
 MOST_DEAD = 8  # pids that are kept of a series of deaths
+MANY_DEATHS = 4
+"""Deaths in one step in a row that are no chance, even of processes that had only just started."""
+FEW_STEPS = 8
+"""A process that has finished fewer steps has only just started: a kill hits one of so few by chance."""
 _NO_LOCKS_HERE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # Lustre without -o flock, some FUSE and NFS mounts
 # The line begins with one of these. A signal handler writes only this part, and ``beat`` only the rest: neither
 # overwrites the other, whenever the signal comes.
@@ -42,8 +47,9 @@ class Holder:
     """The content of the lock file: the process that holds the lock, or held it last.
 
     ``step`` is in progress (None: no step was begun, or all ended well); ``excused`` means that the process was asked
-    to stop during it. ``died_in_step`` is the step in which the processes ``dead`` (pids) died before, one after the
-    other; both are reset when a later step begins.
+    to stop during it, ``starting`` that it has finished few steps and raised no error. ``died_in_step`` is the step in
+    which the processes ``dead`` (pids) died before, one after the other, and ``sure`` is for how many of them, after
+    the first, that is no chance; all are reset when a later step begins.
     """
 
     pid: int
@@ -52,20 +58,35 @@ class Holder:
     step: int | None
     died_in_step: int | None
     dead: tuple[int, ...] = ()
+    sure: int = 0
+    starting: bool = False
     excused: bool = False
+
+
+class Row(NamedTuple):
+    """Processes ``dead`` (pids, the last of them) that died in ``step`` one after the other; see Holder."""
+
+    step: int | None = None
+    dead: tuple[int, ...] = ()
+    sure: int = 0
 
 
 class RunLock:
     """The training process holds it from ``acquire`` to ``release``; forked children do not.
 
     ``died_in_step`` is the step in which the previous holder died (or failed), None when it ended well; ``dead`` are
-    the pids of the processes that died in it in a row, the last one last (at most the last 8). ``exclusive`` is False
-    where the file system has no locks: then nothing keeps a second process out.
+    the pids of the processes that died in it in a row, the last one last (at most the last 8). ``is_loop``: it is more
+    than chance that they died in the same step. ``exclusive`` is False where the file system has no locks: then nothing
+    keeps a second process out.
     """
 
     def __init__(self, fd: int, before: Holder | None, *, exclusive: bool) -> None:
         self._fd, self._identity = fd, _identity(fd)
-        self.died_in_step, self.dead = self._row = _row_left_by(before)
+        self._row = _row_left_by(before)
+        self.died_in_step, self.dead, _ = self._row
+        self.is_loop = self._row.sure > 0 or self.deaths >= MANY_DEATHS
+        self._step: int | None = None
+        self._first_step: int | None = None
         self.exclusive = exclusive
         me = {
             "pid": os.getpid(),
@@ -107,7 +128,9 @@ class RunLock:
     def beat(self, step: int) -> None:
         """Records that ``step`` is in progress (about 2 us). Never raises: a full disk must not stop the training."""
         if self.died_in_step is not None and step > self.died_in_step:
-            self._row = None, ()
+            self._row = Row()
+        if self._first_step is None:
+            self._first_step = step
         self._write(step)
 
     def excuse(self) -> None:
@@ -127,8 +150,11 @@ class RunLock:
         if self._fd < 0:
             return
         if clean:
-            self._row = None, ()
+            self._row = Row()
             self._write(None)
+        elif self._step is not None:
+            self._first_step = None
+            self._write(self._step)
         del _held[self._identity]
         fd, self._fd = self._fd, -1  # before it is closed: a signal handler must not write to a reused descriptor
         with contextlib.suppress(OSError):  # a network mount that has gone: the kernel releases the lock all the same
@@ -137,13 +163,19 @@ class RunLock:
             os.close(fd)
 
     def _write(self, step: int | None) -> None:
+        self._step = step
         with contextlib.suppress(OSError):
             os.pwrite(self._fd, self._rest(step), len(_COUNTED))
 
     def _rest(self, step: int | None) -> bytes:
         """The line after the part that says whether the process is excused."""
-        died_in_step, dead = self._row
-        line = f'{self._me}, "step": {_json(step)}, "died_in_step": {_json(died_in_step)}, "dead": {list(dead)}}}'
+        died_in_step, dead, sure = self._row
+        first = self._first_step
+        starting = step is not None and first is not None and step < first + FEW_STEPS
+        line = (
+            f'{self._me}, "step": {_json(step)}, "starting": {json.dumps(starting)}, '
+            f'"died_in_step": {_json(died_in_step)}, "dead": {list(dead)}, "sure": {sure}}}'
+        )
         return line.ljust(SIZE - len(_COUNTED) - 1).encode() + b"\n"
 
 
@@ -165,14 +197,19 @@ def is_held(path: Path) -> bool:
     return False
 
 
-def _row_left_by(before: Holder | None) -> tuple[int | None, tuple[int, ...]]:
-    """The step in which the processes before this one died, and their pids."""
+def _row_left_by(before: Holder | None) -> Row:
+    """The step in which the processes before this one died, and which.
+
+    A kill from outside says nothing of the step, and hardly ever hits the same one by chance; but for that of a process
+    that has only just started. To raise an error in the same step is no chance.
+    """
     if before is None:
-        return None, ()
+        return Row()
     if before.step is None or before.excused:  # it ended well, began no step or was asked to stop: nothing is new
-        return before.died_in_step, before.dead
-    row = before.dead if before.step == before.died_in_step else ()
-    return before.step, (*row, before.pid)[-MOST_DEAD:]
+        return Row(before.died_in_step, before.dead, before.sure)
+    if before.step != before.died_in_step:
+        return Row(before.step, (before.pid,))
+    return Row(before.step, (*before.dead, before.pid)[-MOST_DEAD:], before.sure + (not before.starting))
 
 
 @cache
@@ -219,8 +256,10 @@ def _holder(fd: int) -> Holder | None:
         return None
     steps = [step for step in (holder.step, holder.died_in_step) if step is not None]
     numbers = all(type(each) is int and each > 0 for each in (holder.pid, *steps, *holder.dead))
+    numbers = numbers and type(holder.sure) is int and holder.sure >= 0
     words = all(type(each) is str and each.isprintable() for each in (holder.host, holder.since))
-    return holder if numbers and words and type(holder.excused) is bool else None
+    flags = all(type(each) is bool for each in (holder.excused, holder.starting))
+    return holder if numbers and words and flags else None
 
 
 def _busy(path: Path, holder: Holder | None) -> UsageError:

@@ -134,7 +134,7 @@ def find_earlier(folder: RunFolder, lock: RunLock, accept: Sequence[str], say: C
     """Finds the newest checkpoint that verifies. Reports each newer one that does not, with the reason.
 
     A run that has saved none begins at step 0 again. Raises CheckpointError when none of its checkpoints verifies,
-    UsageError when the run died in the same step twice.
+    UsageError when the run dies in the same step again and again.
     """
     path, broken = newest_valid(folder.checkpoints)
     for message in broken:
