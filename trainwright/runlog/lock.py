@@ -63,7 +63,7 @@ class Holder:
     excused: bool = False
 
 
-class Row(NamedTuple):
+class DeathsInStep(NamedTuple):
     """Processes ``dead`` (pids, the last of them) that died in ``step`` one after the other; see Holder."""
 
     step: int | None = None
@@ -128,7 +128,7 @@ class RunLock:
     def beat(self, step: int) -> None:
         """Records that ``step`` is in progress (about 2 us). Never raises: a full disk must not stop the training."""
         if self.died_in_step is not None and step > self.died_in_step:
-            self._row = Row()
+            self._row = DeathsInStep()
         if self._first_step is None:
             self._first_step = step
         self._write(step)
@@ -150,7 +150,7 @@ class RunLock:
         if self._fd < 0:
             return
         if clean:
-            self._row = Row()
+            self._row = DeathsInStep()
             self._write(None)
         elif self._step is not None:
             self._first_step = None
@@ -197,19 +197,19 @@ def is_held(path: Path) -> bool:
     return False
 
 
-def _row_left_by(before: Holder | None) -> Row:
+def _row_left_by(before: Holder | None) -> DeathsInStep:
     """The step in which the processes before this one died, and which.
 
     A kill from outside says nothing of the step, and hardly ever hits the same one by chance; but for that of a process
     that has only just started. To raise an error in the same step is no chance.
     """
     if before is None:
-        return Row()
+        return DeathsInStep()
     if before.step is None or before.excused:  # it ended well, began no step or was asked to stop: nothing is new
-        return Row(before.died_in_step, before.dead, before.sure)
+        return DeathsInStep(before.died_in_step, before.dead, before.sure)
     if before.step != before.died_in_step:
-        return Row(before.step, (before.pid,))
-    return Row(before.step, (*before.dead, before.pid)[-MOST_DEAD:], before.sure + (not before.starting))
+        return DeathsInStep(before.step, (before.pid,))
+    return DeathsInStep(before.step, (*before.dead, before.pid)[-MOST_DEAD:], before.sure + (not before.starting))
 
 
 @cache
