@@ -220,3 +220,20 @@ def test_an_error_in_a_callback_costs_no_step(folder: Path) -> None:
     assert fit(resume="runs/run").step == 12
     steps = [r.step for r in read(folder / "runs/run/log.jsonl").records if isinstance(r, Started)]
     assert steps == [0, 7]
+
+
+def test_a_resume_writes_through_no_link(folder: Path) -> None:
+    """Neither to a log elsewhere, which ends it, nor to what is replaced as a whole."""
+    assert invoke("train", "slow.yaml", "--set", "until=10steps")[0] == 0
+    run, elsewhere = folder / "runs/slow", folder / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("log.jsonl", "plan.json", "recipe.yaml"):
+        (run / name).rename(elsewhere / name)
+        (run / name).symlink_to(elsewhere / name)
+    before = {path.name: path.read_bytes() for path in elsewhere.iterdir()}
+    code, said = invoke("resume", "runs/slow", "--set", "until=20steps")
+    assert code == 1 and "log.jsonl: it is a symbolic link" in " ".join(said.split()) and "Traceback" not in said
+    (run / "log.jsonl").unlink()
+    code, said = invoke("resume", "runs/slow", "--set", "until=20steps")
+    assert code == 0, said
+    assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == before

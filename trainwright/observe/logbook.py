@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from trainwright.errors import OutOfMemoryError, TrainwrightError, text_of
+from trainwright.errors import OutOfMemoryError, StorageError, TrainwrightError, text_of
 from trainwright.observe.cadence import Every
 from trainwright.observe.journal import Journal
 from trainwright.observe.sinks import SinkFactory, open_sinks
@@ -41,7 +41,7 @@ class Logbook:
         gpu_indices: Sequence[int],
         warn: Callable[[str], None],
     ) -> None:
-        self._from_step, self._folder, self._begin_s = state.step, folder.path, time.perf_counter()
+        self._from_step, self._folder, self._begin_s = state.step, folder, time.perf_counter()
         self.journal = Journal(LogWriter(folder.log), warn)
         self.sinks = open_sinks(sinks, folder.path, config, warn=warn, from_step=state.step)
         self.recorder = StepLog(self.journal, self.sinks, every, already_skipped=state.ledger.total)
@@ -101,5 +101,5 @@ class Logbook:
         """Writes error.txt to the run folder, for errors that have no remedy of their own."""
         if error is None or isinstance(error, TrainwrightError | KeyboardInterrupt):
             return
-        with contextlib.suppress(OSError):
-            (self._folder / "error.txt").write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        with contextlib.suppress(StorageError):
+            self._folder.write_text("error.txt", "".join(traceback.format_exception(error)))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trainwright.engine.step import StepResult
+from trainwright.errors import StorageError
+from trainwright.runlog.storage import open_own
 from trainwright.state.train_state import TrainState
 
 
@@ -38,9 +41,10 @@ class TextSamples:
         self._say(f"sample at {title}:\n" + "\n".join(f"    {line}" for line in text.splitlines()))
         try:
             self._folder.mkdir(exist_ok=True)
-            with (self._folder / "samples.txt").open("a", encoding="utf-8") as file:
+            fd = open_own(self._folder / "samples.txt", os.O_WRONLY | os.O_APPEND)
+            with os.fdopen(fd, "a", encoding="utf-8") as file:
                 file.write(f"--- {title}\n{text}\n")
-        except OSError as error:
+        except (OSError, StorageError) as error:
             self._say(f"the sample is not kept: {error}")
 
     def close(self) -> None: ...

@@ -79,7 +79,9 @@ def write_bundle(
     }
     try:
         shutil.rmtree(aside, ignore_errors=True)  # left by a process that was killed while it wrote
-        (aside / "checkpoint").mkdir(parents=True)
+        folder.bundles.mkdir(exist_ok=True)
+        aside.mkdir()  # raises for a link, which rmtree does not follow
+        (aside / "checkpoint").mkdir()
         for file in checkpoint.iterdir() if checkpoint else ():
             _link(file, aside / "checkpoint" / file.name)
         for file in (folder.recipe, folder.plan, folder.path / "error.txt"):

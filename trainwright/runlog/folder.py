@@ -108,7 +108,8 @@ class RunFolder:
         draft = draft_of(path)
         try:
             path.parent.mkdir(exist_ok=True)
-            with draft.open("w", encoding="utf-8", newline="\n") as file:
+            draft.unlink(missing_ok=True)  # of an earlier process with the same id
+            with draft.open("x", encoding="utf-8", newline="\n") as file:  # follows no link
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())

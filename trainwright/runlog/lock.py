@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainwright.errors import UsageError
-from trainwright.runlog.storage import storage_error
+from trainwright.runlog.storage import open_own, storage_error
 
 SIZE = 512  # bytes: a host name has at most 255; less than one page, so a kill cannot tear it
 MOST_DEAD = 8  # pids that are kept of a series of deaths
@@ -111,7 +111,7 @@ class RunLock:
         file = path / "lock"
         with contextlib.ExitStack() as undo:
             try:
-                fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                fd = open_own(file, os.O_RDWR)
                 undo.callback(os.close, fd)
                 if _identity(fd) in _held:
                     remedy = "wait until it is done there, or start another run"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import stat
 from pathlib import Path
 
 from trainwright.errors import StorageError
@@ -26,6 +28,7 @@ _MEANING = {
         "check the disk (dmesg) or the network mount",
     ),
     errno.ESTALE: ("the network mount has gone stale", "mount it again"),
+    errno.ELOOP: ("it is a symbolic link", "remove that link: a run writes to files of its own only"),
     errno.ENAMETOOLONG: ("the name is too long", "choose a shorter name"),
 }
 
@@ -34,6 +37,27 @@ def storage_error(error: OSError, path: Path, doing: str) -> StorageError:
     """The error to raise when ``doing`` (a verb such as "write") failed on ``path``."""
     what, remedy = _MEANING.get(error.errno or 0, (error.strerror or str(error), "check the disk and the path"))
     return StorageError(f"cannot {doing} {path}: {what}", remedy=remedy)
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Opens or creates a file of a run folder for writing, and returns its descriptor. No link is followed.
+
+    Raises OSError, and StorageError for what is no file (a device such as /dev/null may be meant) or has another name:
+    what is written would reach a file elsewhere.
+    """
+    flags |= os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # the last one for a pipe that nobody reads
+    fd = os.open(path, flags, 0o644)
+    seen = os.fstat(fd)
+    is_file = stat.S_ISREG(seen.st_mode) or stat.S_ISCHR(seen.st_mode)
+    if is_file and seen.st_nlink <= 1:
+        return fd
+    os.close(fd)
+    if not is_file:
+        raise StorageError(f"cannot write {path}: it is no regular file", remedy="move it away")
+    raise StorageError(
+        f"cannot write {path}: it is a hard link, so another file would be written too",
+        remedy=f"make it a file of its own: cp {path} {path}.new && mv {path}.new {path}",
+    )
 
 
 def deleted_error(path: Path) -> StorageError:

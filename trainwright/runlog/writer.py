@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from trainwright.runlog.records import Record, to_json
-from trainwright.runlog.storage import deleted_error, storage_error
+from trainwright.runlog.storage import deleted_error, open_own, storage_error
 
 
 class LogWriter:
@@ -19,7 +19,7 @@ class LogWriter:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         try:
-            self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._fd = open_own(self.path, os.O_RDWR | os.O_APPEND)
             # A kill in the middle of a line leaves it without a newline; the next record must begin a new line.
             self._line_is_open = _last_byte(self._fd) not in (b"", b"\n")
         except OSError as error:

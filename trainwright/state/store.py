@@ -110,7 +110,9 @@ def _first_of_each(paths: Iterable[Path], every: int) -> set[str]:
 def write_best(folder: Path, best: Best) -> None:
     """Writes the pointer to the best checkpoint, which is committed already. The write is atomic."""
     draft = folder / f".{BEST}.{os.getpid()}"
-    draft.write_text(json.dumps(asdict(best)) + "\n")
+    draft.unlink(missing_ok=True)
+    with draft.open("x") as file:  # follows no link
+        file.write(json.dumps(asdict(best)) + "\n")
     fsync(draft)
     draft.replace(folder / BEST)
     fsync(folder)
