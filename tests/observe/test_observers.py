@@ -69,10 +69,10 @@ def record(path: Path, *, every: Every, poisoned: int = -1, count: int = 12) -> 
 def test_the_first_and_every_due_step_are_logged(tmp_path: Path) -> None:
     record(tmp_path / "log", every=Every(steps=5))
     logged = [r for r in read(tmp_path / "log").records if isinstance(r, Step)]
-    assert [r.step for r in logged] == [1, 5, 10]
-    assert [r.samples for r in logged] == [3, 15, 30]
+    assert [r.step for r in logged] == [1, 5, 10, 12], "and the last one"
+    assert [r.samples for r in logged] == [3, 15, 30, 36]
     assert all(r.weight == 3.0 and r.lr == 0.01 and r.mem_bytes > 0 for r in logged)
-    assert len({r.ids_hash for r in logged}) == 3
+    assert len({r.ids_hash for r in logged}) == 4
 
 
 def test_the_hash_covers_the_ids_of_all_steps_since_the_last_record(tmp_path: Path) -> None:

@@ -9,29 +9,14 @@ from pathlib import Path
 from tests.rows import each_row
 from trainwright.doctor.finding import Severity, finding
 from trainwright.report.text import Ending, closing
-from trainwright.runlog.records import Ended, Evaluated, Found, Step
+from trainwright.runlog.records import Ended, Evaluated, Found
 
-STEP = Step(
-    time_s=0.0,
-    step=100,
-    loss=1.5,
-    grad_norm=1.0,
-    lr=0.1,
-    weight=8.0,
-    samples=800,
-    tokens=0,
-    step_s=0.1,
-    wait_s=0.01,
-    skipped=0,
-    mem_bytes=1,
-    ids_hash="",
-)
 ENDED = Ended(time_s=0.0, ending="finished", reason="", step=100, loss=1.5, val_loss=1.4, skipped=0, seconds=10.0)
 SEEN = Evaluated(time_s=0.0, step=100, loss=1.4, weight=10.0, metrics={"accuracy": 0.5}, seconds=1.0)
 HEALTHY = Ending(
     ENDED,
     Path("runs/x"),
-    STEP,
+    0.1,
     SEEN,
     saved=True,
     marks={"uniform": 4.6, "bigram": 2.46},
@@ -59,7 +44,7 @@ def test_a_healthy_run() -> None:
     [
         ({"ended": replace(ENDED, val_loss=math.nan)}, "the loss is not finite"),
         ({"ended": replace(ENDED, skipped=3)}, "3 of 100 updates were skipped"),
-        ({"last_step": replace(STEP, wait_s=0.05)}, "50% of the time went into waiting for data"),
+        ({"wait_share": 0.5}, "50% of the time went into waiting for data"),
         ({"saved": False}, "the last state could not be saved"),
         ({"findings": [found("critical")]}, "finished, but the doctor found loss.wrong_sign (critical)"),
         ({"findings": [found("info"), found("warning")]}, "finished, but the doctor found loss.wrong_sign (warning)"),

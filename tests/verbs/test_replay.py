@@ -15,7 +15,7 @@ from trainwright.errors import UsageError
 from trainwright.runlog.deaths import deaths_in, write_bundle
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.reader import read
-from trainwright.runlog.records import Examined, Skipped, Watched
+from trainwright.runlog.records import Examined, Skipped, Step, Watched
 from trainwright.verbs.replay import rerun
 
 PARTS = """\
@@ -145,17 +145,32 @@ def test_a_step_that_the_log_leaves_out(folder: Path) -> None:
     run = train("log.every=4steps", "log.doctor=false")
     done = rerun(run.path, 8)
     assert done.same_bits and "loss" in {each.what for each in done.compared}, done.lines()
-    done = rerun(run.path, 14)
-    assert done.same_bits and "no record of step 14" in " ".join(done.notes), done.lines()
+    done = rerun(run.path, 13)
+    assert done.same_bits and "no record of step 13" in " ".join(done.notes), done.lines()
+    assert "loss" in {each.what for each in rerun(run.path, 14).compared}, "the last step is logged however it falls"
 
 
-def test_a_run_that_is_counted_in_seconds(folder: Path) -> None:
-    run = train("until=1s", "schedule.use=cosine", "checkpoint.every=0.2run", "log.every=50steps")
-    last = max(int(path.name[5:]) for path in run.checkpoints.glob("step-*"))
-    assert rerun(run.path, min(30, last)).same_bits, "the learning rate of each is known"
+@pytest.mark.parametrize("settings", [(), ("log.doctor=false", "checkpoint.every=50000steps")])
+def test_a_run_that_is_counted_in_seconds(folder: Path, settings: tuple[str, ...]) -> None:
+    """The learning rate of each step follows from the clock, and is in the log as it was."""
+    settings = ("until=1s", "schedule.use=cosine", "checkpoint.every=0.2run", "log.every=50steps", *settings)
+    run = train(*settings)
+    steps = [each for each in read(run.log).records if isinstance(each, Step)]
+    last = steps[-1].step
+    assert sum(len(each.fractions) for each in steps) == last
+    for step in (2, last // 2, last - 1, last):
+        done = rerun(run.path, step)
+        assert done.same_bits and not done.inexact, done.lines()
+    with pytest.raises(UsageError, match=f"has {last} steps"):
+        rerun(run.path, last + 1)
+    lines = run.log.read_text().splitlines(keepends=True)
+    run.log.write_text("".join(line for line in lines if '"kind":"step"' not in line or '"step":1,' in line))
     done = rerun(run.path, last)
-    result = any("follows the clock" in note for note in done.notes)
-    assert done.same_bits or (done.inexact and not done.findings and result)
+    assert done.inexact and any("follows the clock" in note for note in done.notes), "as after a kill"
+
+
+def test_a_step_count_needs_no_clock(folder: Path) -> None:
+    assert not any(each.fractions for each in read(train().log).records if isinstance(each, Step))
 
 
 def test_another_recipe_gives_other_bits_and_no_finding(folder: Path) -> None:

@@ -166,7 +166,7 @@ def _update_s(state: TrainState) -> float:
         for _ in range(4):  # the first one makes the optimizer's state
             started_s = time.perf_counter()
             optimizer.step()
-            float(copies[0].flatten()[0])  # waits for the device
+            float(copies[0].detach().flatten()[0])  # waits for the device
             times.append(time.perf_counter() - started_s)
     except Exception:  # an optimizer of the user's that cannot be copied, or that takes more than gradients
         return 0.0

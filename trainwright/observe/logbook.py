@@ -39,12 +39,15 @@ class Logbook:
         config: Mapping[str, Any],
         state: TrainState,
         gpu_indices: Sequence[int],
+        by_the_clock: bool,
         warn: Callable[[str], None],
     ) -> None:
         self._from_step, self._folder, self._begin_s = state.step, folder, time.perf_counter()
         self.journal = Journal(LogWriter(folder.log), warn)
         self.sinks = open_sinks(sinks, folder.path, config, warn=warn, from_step=state.step)
-        self.recorder = StepLog(self.journal, self.sinks, every, already_skipped=state.ledger.total)
+        self.recorder = StepLog(
+            self.journal, self.sinks, every, already_skipped=state.ledger.total, by_the_clock=by_the_clock
+        )
         self.telemetry = TelemetryReader(self.journal, self.sinks, folder=folder.path, gpu_indices=gpu_indices)
         self.ended: Ended | None = None
 

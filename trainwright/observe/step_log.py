@@ -6,6 +6,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import psutil
 import torch
@@ -24,7 +25,8 @@ class StepLog:
     """An Observer. A step that is not due costs a hash of its sample ids (about 1 us) and no host sync.
 
     A due one reads loss, gradient norm and the ledger: one host sync on a GPU. ``step_s`` and ``wait_s`` of a
-    record are means over the steps since the last record, and ``ids_hash`` covers all their sample ids.
+    record are means over the steps since the last record, and ``ids_hash`` covers all their sample ids. The last step
+    is always recorded. ``by_the_clock``: the run is counted in seconds.
     """
 
     def __init__(
@@ -34,20 +36,29 @@ class StepLog:
         every: Every,
         *,
         already_skipped: int = 0,
+        by_the_clock: bool = False,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._journal, self._sinks, self._every, self._wall_clock = journal, sinks, every, wall_clock
         self._process = psutil.Process()
         self._memory, self._memory_due_s = 0, -math.inf
+        self._by_the_clock = by_the_clock
+        self._all_steps_s, self._all_waits_s = 0.0, 0.0
         self.step = 0
         self.num_skipped = already_skipped
-        self.last_step: records.Step | None = None
         self.last_evaluated: records.Evaluated | None = None
         self._start_window()
 
     def _start_window(self) -> None:
         self._ids = hashlib.blake2b(digest_size=8)
         self._count, self._step_s, self._wait_s = 0, 0.0, 0.0
+        self._fractions: list[float] = []
+        self._unrecorded: tuple[StepResult, TrainState] | None = None
+
+    @property
+    def wait_share(self) -> float:
+        """The share of the time of all steps of this process that went into waiting for data."""
+        return self._all_waits_s / self._all_steps_s if self._all_steps_s else 0.0
 
     def observe(self, result: StepResult, state: TrainState) -> None:
         for micro in result.batch.micro:
@@ -62,6 +73,11 @@ class StepLog:
         self._count += 1
         self._step_s += result.step_s
         self._wait_s += result.wait_s
+        self._all_steps_s += result.step_s
+        self._all_waits_s += result.wait_s
+        self._unrecorded = (result, state)
+        if self._by_the_clock:
+            self._fractions.append(state.fraction)
         if self._every.due(state) or result.step == 1:
             self._record(result, state)
 
@@ -82,8 +98,8 @@ class StepLog:
             mem_bytes=self._memory_bytes(result),
             ids_hash=self._ids.hexdigest(),
             probed={name: float(value) for name, value in {**result.metrics, **result.probed}.items()},
+            fractions=tuple(self._fractions),
         )
-        self.last_step = record
         self._journal.write(record)
         values = {"loss": record.loss, "grad_norm": record.grad_norm, "lr": record.lr, **record.probed}
         values |= {"step_s": record.step_s, "wait_s": record.wait_s, "skipped": float(record.skipped)}
@@ -151,7 +167,10 @@ class StepLog:
             sink.scalars(step, values)
 
     def close(self) -> None:
-        """Journal and sinks belong to whoever opened them."""
+        """Records the last step. Journal and sinks belong to whoever opened them."""
+        if self._unrecorded is not None:
+            with suppress(RuntimeError):  # a GPU that has failed: its exception is on its way
+                self._record(*self._unrecorded)
 
 
 def _halved(scale: float | None) -> float | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainwright.runlog.records import Ended, Evaluated, Found, Step
+from trainwright.runlog.records import Ended, Evaluated, Found
 
 
 @dataclass(frozen=True)
@@ -15,12 +15,12 @@ class Ending:
     """The facts for the closing lines. ``again`` is the command that continues the run.
 
     ``longer`` is the option that doubles its length, appended to ``again``; ``saved``: the last state is on disk.
-    ``findings`` are the doctor's.
+    ``findings`` are the doctor's. ``wait_share`` is the share of the time of all steps that went into waiting for data.
     """
 
     ended: Ended
     run: Path
-    last_step: Step | None
+    wait_share: float
     evaluated: Evaluated | None
     saved: bool
     marks: Mapping[str, float]
@@ -53,9 +53,8 @@ def verdict(ending: Ending) -> str:
         troubles.append("the loss is not finite")
     if ended.skipped:
         troubles.append(f"{ended.skipped} of {ended.step} updates were skipped (log.jsonl names each)")
-    step = ending.last_step
-    if step is not None and step.step_s > 0 and step.wait_s / step.step_s > 0.3:
-        troubles.append(f"{step.wait_s / step.step_s:.0%} of the time went into waiting for data (raise data.workers)")
+    if ending.wait_share > 0.3:
+        troubles.append(f"{ending.wait_share:.0%} of the time went into waiting for data (raise data.workers)")
     if not ending.saved:
         troubles.append("the last state could not be saved")
     if faults := [f"{found.code} ({found.severity})" for found in ending.findings if found.severity != "info"]:

@@ -61,7 +61,9 @@ class Started(Record):
 class Step(Record):
     """One optimizer step. ``samples``, ``tokens`` and ``skipped`` (steps) count from the start of the run.
 
-    ``loss`` is the mean over ``weight`` counted units. ``ids_hash`` hashes the step's sample ids, in order.
+    ``loss`` is the mean over ``weight`` counted units. ``ids_hash`` hashes the step's sample ids, in order. Where the
+    run is counted in seconds, ``fractions`` are the shares of it that were used when each step since the last record
+    began: the learning rates follow from them.
     """
 
     step: int
@@ -77,6 +79,7 @@ class Step(Record):
     mem_bytes: int
     ids_hash: str
     probed: dict[str, float] = field(default_factory=dict)
+    fractions: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

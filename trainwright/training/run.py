@@ -203,6 +203,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         config=job.recipe.model_dump(mode="json"),
         state=state,
         gpu_indices=[gpu.index for gpu in job.machine.gpus] if job.device.type == "cuda" else [],
+        by_the_clock=plan.extent.seconds is not None,
         warn=progress.say,
     )
     with logbook:
@@ -328,7 +329,7 @@ def _closed(
     ending = Ending(
         ended,
         folder.path,
-        recorder.last_step,
+        recorder.wait_share,
         recorder.last_evaluated,
         saved=is_saved,
         marks=job.marks,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import tempfile
 import time
@@ -59,13 +58,14 @@ class Origin:
     def of_run(cls, folder: RunFolder, step: int) -> Origin:
         if step < 1:
             raise UsageError(f"there is no step {step}", remedy="steps count from 1")
-        planned = _plan(folder.plan).get("extent", {}).get("steps")
-        if planned is not None and step > planned:
-            raise UsageError(f"{folder.path} has {planned} steps, and no step {step}", remedy="name one of its steps")
+        records = _records(folder.log)
+        last = _plan(folder.plan).get("extent", {}).get("steps") or _last_step(records)
+        if last is not None and step > last:
+            raise UsageError(f"{folder.path} has {last} steps, and no step {step}", remedy="name one of its steps")
         older = (each for each in checkpoints(folder.checkpoints) if (step_of(each) or 0) < step)
         later = {_number(each): each for each in folder.path.glob("recipe-before-step-*.yaml")}
         recipe = next((later[at] for at in sorted(later) if step <= at), folder.recipe)
-        return cls(folder.path, step, recipe, folder.plan, next(filter(_is_whole, older), None), _records(folder.log))
+        return cls(folder.path, step, recipe, folder.plan, next(filter(_is_whole, older), None), records)
 
     @classmethod
     def of_crash_loop(cls, path: Path) -> Origin:
@@ -94,6 +94,12 @@ def _records(log: Path) -> Sequence[Record]:
     return read(log).records if log.is_file() else ()
 
 
+def _last_step(records: Sequence[Record]) -> int | None:
+    """The last step of a run that ended, the one that raised included; None where it goes on or was killed."""
+    end = records[-1] if records else None
+    return end.step + (end.ending == "failed") if isinstance(end, Ended) else None
+
+
 def _is_whole(checkpoint: Path) -> bool:
     try:
         verify(checkpoint)
@@ -112,9 +118,9 @@ def rerun_trained(origin: Origin, step: int, settings: tuple[str, ...], say: Say
             if begin >= step:
                 raise UsageError(f"step {step} comes before step {begin}", remedy="name a later step")
             say(f"training from step {begin} to {step}, aside from the run")
-            if job.plan.extent.seconds is not None:
-                _follow_the_clock(job, origin.records, done)
-            live = _Live(job, step, _seconds(origin.records))
+            fractions = _fractions(origin.records)
+            _note_unknown(job, fractions, done)
+            live = _Live(job, step, _seconds(origin.records), fractions)
             live.go()
             done.error = live.error
             _compare_trained(done, origin, begin, live)
@@ -157,22 +163,10 @@ def _link(source: Path, target: Path) -> None:
         target.symlink_to(source.absolute())
 
 
-def _follow_the_clock(job: Job, records: Iterable[Record], done: Rerun) -> None:
-    """A run that is counted in seconds has a learning rate that no step number tells: it is taken from the log."""
-    rates = {each.step: each.lr for each in records if isinstance(each, Step | Watched)}
-    group, schedule = job.state.optimizer.param_groups[0], job.schedule
-    base = float(group.get("initial_lr", group["lr"]))
-
-    def as_it_was(step: int, fraction: float) -> float:
-        lr = rates.get(step + 1)
-        if lr is None or not base:
-            return schedule(step, fraction)
-        factor = lr / base
-        near = (factor, math.nextafter(factor, math.inf), math.nextafter(factor, 0.0))
-        return next((each for each in near if base * each == lr), factor)
-
-    job.schedule = as_it_was
-    if unknown := [at for at in range(job.state.step + 1, done.step + 1) if at not in rates]:
+def _note_unknown(job: Job, fractions: dict[int, float], done: Rerun) -> None:
+    """A run that is counted in seconds has learning rates that no step number tells: they are taken from the log."""
+    unknown = [at for at in range(job.state.step + 1, done.step + 1) if at not in fractions]
+    if job.plan.extent.seconds is not None and unknown:
         done.inexact = True
         done.notes.append(
             f"the run is counted in seconds, its learning rate follows the clock, and the log does not have that of "
@@ -195,9 +189,9 @@ def _compare_trained(done: Rerun, origin: Origin, begin: int, live: _Live) -> No
 class _Live:
     """Trains a run up to the step, and keeps the inputs of its last steps."""
 
-    def __init__(self, job: Job, step: int, seconds: dict[int, float]) -> None:
+    def __init__(self, job: Job, step: int, seconds: dict[int, float], fractions: dict[int, float]) -> None:
         state = job.state
-        self.job, self.step, self._seconds = job, step, seconds
+        self.job, self.step, self._seconds, self._fractions = job, step, seconds, fractions
         self.first = max(state.step + 1, step - HISTORY)
         self.bench = EngineBench(state, lambda witness, spikes: make_advance(job, witness=witness, spikes=spikes))
         self.objects = self.bench.objects
@@ -214,7 +208,7 @@ class _Live:
         advance = make_advance(self.job, witness=self._inputs, spikes=spike_handler(self.job.loaded))
         stream = iter(self.job.batches)
         while state.step < self.step and self.error is None:
-            state.fraction = until(state)
+            state.fraction = self._fractions.get(state.step + 1, until(state))
             batch = next(stream, None) if state.fraction < 1.0 else None
             if batch is None:
                 raise UsageError(f"the run ends with step {state.step}", remedy="name one of its steps")
@@ -270,6 +264,11 @@ def _windows(records: Iterable[Record]) -> dict[int, tuple[int, Step]]:
 def _seconds(records: Iterable[Record]) -> dict[int, float]:
     """How long each step took; exact where each was logged."""
     return {at: one.step_s for since, one in _windows(records).values() for at in range(since + 1, one.step + 1)}
+
+
+def _fractions(records: Iterable[Record]) -> dict[int, float]:
+    """The share of the run that was used when each step began, as far as the log has it."""
+    return {since + 1 + at: each for since, one in _windows(records).values() for at, each in enumerate(one.fractions)}
 
 
 def _as_logged(records: Sequence[Record], begin: int, live: _Live) -> Iterator[Compared]:
