@@ -45,13 +45,21 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def no_heap_to_look_through() -> Iterator[None]:
-    """After each module: what its tests imported, a compiler for one, would slow down all tests after them; and what
-    they have freed, a GiB at times, the C library would keep."""
+    """What a test imported, a compiler for one, would slow down all tests after it."""
+    before = len(sys.modules)
+    yield
+    if len(sys.modules) != before:
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_memory_is_kept() -> Iterator[None]:
+    """What tests have freed, a GiB at times, the C library would keep."""
     yield
     give_back(torch.device("cpu"))
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

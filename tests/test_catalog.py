@@ -187,6 +187,7 @@ def test_a_row_of_a_device_is_all_that_a_plan_needs(tmp_path: Path) -> None:
     assert not forecast(from_mapping(MLP), device.with_memory(1 << 20)).choice.fits
 
 
+@pytest.mark.slow
 def test_every_optimizer_can_be_planned_for_a_device_that_is_not_there() -> None:
     for name, row in OPTIMIZERS.items():
         trace = forecast(from_mapping({**MLP, "optimizer": name}), find_device("rtx4090", known_devices())).trace

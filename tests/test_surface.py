@@ -111,6 +111,7 @@ def test_the_first_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytes
     assert isinstance(result, tw.Result) and result.ending == "finished" and result.run.is_dir()
 
 
+@pytest.mark.slow
 def test_the_loop_of_the_readme_runs_and_goes_on_from_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

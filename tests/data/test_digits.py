@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from torch.utils.data import default_collate
 from trainwright.data.digits import NOISE_STD, digits
 from trainwright.errors import MissingExtra, UsageError
 
-pytest.importorskip("sklearn")
+pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="needs scikit-learn")
 
 
 def test_the_split_is_stratified_disjoint_and_complete() -> None:

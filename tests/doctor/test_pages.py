@@ -108,6 +108,7 @@ def test_every_label_of_the_zoo_has_a_page() -> None:
     assert zoo_labels() - set(codes()) == set()
 
 
+@pytest.mark.slow
 def test_a_page_exists_exactly_when_something_emits_its_code() -> None:
     assert set(codes()) == emitted_codes()
 

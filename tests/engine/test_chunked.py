@@ -403,6 +403,7 @@ def of_transformers(architecture: str, **more: Any) -> nn.Module:
     return hf_model(architecture=architecture, vocab_size=V, **({} if "n_embd" in sizes else SHARED), **sizes, **more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", HF)
 def test_models_of_transformers(architecture: str) -> None:
     model, data = of_transformers(architecture), tokens()
@@ -425,6 +426,7 @@ def test_a_compiled_model_of_transformers_stays_compiled() -> None:
     assert model.base_model._compiled_call_impl is not None  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_what_multiplies_its_logits_is_left_alone() -> None:
     model = of_transformers("CohereForCausalLM")
     before = {name: module.training for name, module in model.named_modules()}

@@ -156,6 +156,7 @@ def test_fp16_equals_grad_scaler_over_random_overflows(seed: int) -> None:
     assert_same_bits(bits(model), weights)
 
 
+@pytest.mark.slow
 def test_the_scale_doubles_after_2000_clean_steps() -> None:
     model = nn.Linear(1, 1)
     state = TrainState(model, SGD(model.parameters(), lr=1e-6), Precision("fp16").scaler(torch.device("cpu")))

@@ -282,6 +282,7 @@ def test_what_is_reported_and_counted_is_that_of_the_smaller_micro_batch(bad: bo
     assert skipped == ([(1, 3, (112, 113, 114, 115))] if bad else [])
 
 
+@pytest.mark.slow
 def test_a_compiled_model_and_one_that_computes_again() -> None:
     """The failed try leaves nothing in what torch keeps for either."""
     whole, again, compiled = Small(99), Small(4, "backward"), Small(4)

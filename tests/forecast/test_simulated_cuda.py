@@ -27,8 +27,17 @@ def _ops(trace: Trace, phase: str = "forward") -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("make", [make_gpt, make_lora, make_resnet, make_bert, make_lstm])
+@pytest.mark.parametrize(
+    ("make", "precision"),
+    [
+        (make_resnet, "bf16"),
+        (make_lstm, "fp16"),
+        pytest.param(make_gpt, "fp32", marks=pytest.mark.slow),
+        pytest.param(make_gpt, "fp16", marks=pytest.mark.slow),
+        pytest.param(make_lora, "bf16", marks=pytest.mark.slow),
+        pytest.param(make_bert, "bf16", marks=pytest.mark.slow),
+    ],
+)
 def test_every_model_in_the_box_can_be_simulated(make: Make, precision: PrecisionName) -> None:
     trace = on_cuda(make, precision=precision)
     assert trace.device == "cuda"
@@ -38,6 +47,7 @@ def test_every_model_in_the_box_can_be_simulated(make: Make, precision: Precisio
     assert {unseen.op for unseen in trace.unseen} >= {"cublas", "context"}
 
 
+@pytest.mark.slow
 def test_16_bits_take_flash_attention_and_fp32_the_efficient_one() -> None:
     assert "_scaled_dot_product_flash_attention" in _ops(on_cuda(make_gpt, precision="bf16"))
     assert "_scaled_dot_product_efficient_attention" in _ops(on_cuda(make_gpt))
@@ -92,6 +102,7 @@ def test_optimizers_of_torch_update_all_parameters_at_once() -> None:
     assert trace.resident["optimizer"] > 0
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_lowers_the_peak_as_on_the_cpu() -> None:
     every = Checkpointing.every(3)
     assert on_cuda(make_gpt, checkpointing=every).peak.total < on_cuda(make_gpt).peak.total

@@ -22,6 +22,7 @@ from trainwright.models.gpt import gpt
 from trainwright.plan.checkpointing import Checkpointing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "precision", "accumulation", "within"),
     [
@@ -45,12 +46,14 @@ def test_the_peak_is_that_of_a_real_step(
     assert trace.peak.total == pytest.approx(real, rel=within)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "muon", "lamb", "adafactor"])
 def test_the_state_of_any_optimizer_is_there_before_the_step(optimizer: str) -> None:
     make = partial(make_gpt, optimizer=optimizer, layers=1)
     assert trace_step(make, device="cpu").peak.total == pytest.approx(measured_peak(make), rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [(), ("matmul",)], ids=["whole", "matmul"])
 def test_the_peak_with_activation_checkpointing_is_that_of_a_real_step(keep: tuple[str, ...]) -> None:
     checkpointing = Checkpointing.every(3, keep)

@@ -54,6 +54,7 @@ def test_gpt2_has_the_published_number_of_parameters(size: str, count: int) -> N
     assert model.block_size == 1024
 
 
+@pytest.mark.slow
 def test_logits_equal_those_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(

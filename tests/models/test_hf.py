@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from trainwright.errors import MissingExtra, UsageError
 from trainwright.models.hf import hf_model
 
-pytest.importorskip("transformers")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")]
 TINY: dict[str, Any] = {"n_layer": 1, "n_head": 2, "n_embd": 8, "n_positions": 8, "vocab_size": 11}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from trainwright.models.lora import add_lora
 from trainwright.models.lstm import lstm
 from trainwright.models.mlp import mlp
 
-pytest.importorskip("peft")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")]
 IDS = torch.randint(0, 11, (2, 6), generator=torch.Generator().manual_seed(0))
 
 

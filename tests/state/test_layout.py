@@ -163,6 +163,7 @@ def test_a_loaded_checkpoint_can_be_deleted(tmp_path: Path) -> None:
     assert str(path) not in maps.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_what_a_wrapper_calls_otherwise_is_the_same_average(tmp_path: Path) -> None:
     model = nn.Linear(3, 3)

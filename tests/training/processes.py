@@ -39,7 +39,7 @@ data:
   workers: WORKERS
 batch: {size: 8, micro: 4}
 checkpoint: {every: 20steps}
-log: {every: 5steps}
+log: {every: 5steps, doctor: false}
 """
 
 

@@ -67,7 +67,7 @@ data:
   on_bad_sample: quarantine
 batch: {size: 8, micro: 4}
 checkpoint: {every: 50steps}
-log: {every: 1steps}
+log: {every: 1steps, doctor: false}
 """
 
 

@@ -22,7 +22,7 @@ from trainwright.cli import app
 from trainwright.errors import CheckpointError, RecipeError, UsageError
 from trainwright.state.store import checkpoints
 
-SETTINGS = {"device": "cpu", "precision": "fp32"}
+SETTINGS = {"device": "cpu", "precision": "fp32", "log.doctor": False}
 
 
 @pytest.fixture(autouse=True)

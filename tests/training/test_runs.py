@@ -85,7 +85,7 @@ data:
 loss: language_model
 batch: {size: 24}
 checkpoint: {every: 10steps}
-log: {every: 2steps}
+log: {every: 2steps, doctor: false}
 """
 
 
@@ -172,12 +172,15 @@ def test_a_damaged_newest_checkpoint_does_not_push_good_ones_out(folder: Path) -
     assert newest is not None and newest.name == "step-00000030"
 
 
+@pytest.mark.slow
 def test_skipped_steps_are_logged_once_over_a_resume(folder: Path) -> None:
     (folder / "slowly.py").write_text(
         SLOWLY.replace("return x.float()", "x[0] = float('nan') if index == 5 else x[0]; return x.float()")
     )
     sys.modules.pop("slowly", None)
-    assert invoke("train", "slow.yaml", "--set", "until=24steps")[0] == 3, "a sample that is NaN is a critical finding"
+    assert invoke("train", "slow.yaml", "--set", "until=24steps", "--set", "log.doctor=true")[0] == 3, (
+        "a sample that is NaN is a critical finding"
+    )
     assert invoke("resume", "runs/slow", "--set", "until=36steps")[0] == 3
     skipped = [r for r in read(folder / "runs/slow/log.jsonl").records if isinstance(r, Skipped)]
     assert len(skipped) == 3 and len({r.step for r in skipped}) == 3
@@ -317,6 +320,7 @@ def test_tensorboard_gets_what_the_log_has(folder: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_lr_range_draws_a_picture(folder: Path) -> None:
     recipe = str(box() / "demo-digits.yaml")
     code, said = invoke("lr-range", recipe, "--steps", "60", "--lowest", "1e-4", "--out", "lr.svg", "--json")

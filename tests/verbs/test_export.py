@@ -198,6 +198,7 @@ def test_extra_state_is_kept_by_state_dict_and_refused_by_safetensors() -> None:
     model_of(result).load_state_dict(torch.load(done.path / "model.pt", weights_only=True))
 
 
+@pytest.mark.slow
 def test_live_objects_need_no_building() -> None:
     result = fitted()
     done = export(result.run, format="safetensors")
@@ -347,6 +348,7 @@ def base_of(result: Result) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["safetensors", "state_dict"])
 def test_adapters_are_merged_into_the_base_models_names(layout: str) -> None:
     pytest.importorskip("peft")
@@ -369,6 +371,7 @@ def test_adapters_are_merged_into_the_base_models_names(layout: str) -> None:
     assert not torch.allclose(logits(base), before, atol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("average", [False, True])
 def test_peft_loads_the_adapter(average: bool) -> None:
     peft = pytest.importorskip("peft")
@@ -403,6 +406,7 @@ def test_an_adapter_of_live_objects() -> None:
     assert torch.equal(peft.PeftModel.from_pretrained(base, done.path)(x), model_of(result)(x))
 
 
+@pytest.mark.slow
 def test_a_tied_weight_is_not_merged_behind_ones_back() -> None:
     pytest.importorskip("peft")
     result = trained({"use": "mine:Tied", "lora": {"targets": ["head"]}}, **LETTERS)
@@ -473,6 +477,7 @@ def test_other_models_have_no_such_layout() -> None:
     assert list((result.run / "export").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_recipe_that_no_longer_fits_is_said(folder: Path) -> None:
     pytest.importorskip("peft")
     result = trained({**GPT, **LORA}, **LETTERS)

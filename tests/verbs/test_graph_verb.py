@@ -98,7 +98,8 @@ def case(name: str) -> Case:
     return made[name]()
 
 
-NAMES = ["gpt", "gpt-modern", "lora", "lstm", "resnet", "two-inputs", "hf-gpt2", "hf-bert"]
+SLOWLY = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt-modern", "lora", "hf-gpt2", "hf-bert")]
+NAMES = ["gpt", "lstm", "resnet", "two-inputs", *SLOWLY]
 
 
 def loss_of(model: nn.Module, data: Any, loss: Callable[..., Tensor]) -> Tensor:
@@ -240,6 +241,7 @@ def test_shared_storages_count_once() -> None:
     assert profile.saved_bytes == 400
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "gpt-modern", "resnet", "hf-bert"])
 def test_a_checkpoint_frees_what_is_promised(name: str) -> None:
     """Against the kept bytes of a traced step in which that block is computed again."""
@@ -304,6 +306,7 @@ def test_under_fake_tensors_a_checkpointed_gpt_is_read_the_same() -> None:
     assert profile.saved_bytes < plain.saved_bytes / 2
 
 
+@pytest.mark.slow
 def test_a_gpt_of_twelve_layers_is_readable_on_one_screen() -> None:
     loaded = load(RECIPES / "gpt2-124m.yaml", overrides=["batch.micro=1", "data.train.args.block_size=64"])
     drawn = draw_graph(loaded)
@@ -314,6 +317,7 @@ def test_a_gpt_of_twelve_layers_is_readable_on_one_screen() -> None:
     assert any("activation_checkpointing: block" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_more_than_fits_into_memory_can_be_drawn() -> None:
     """50 G parameters: 200 GB, which nothing here holds."""
     sets = ["layers: 4", "heads: 64", "d_model: 32768", "vocab_size: 50257", "block_size: 64"]

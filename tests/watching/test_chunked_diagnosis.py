@@ -119,15 +119,15 @@ def watched(loss_of: Callable[[nn.Module, Tensor], Tensor], ids: Tensor, *, mode
 def of_tokens(
     feed: Callable[[Tensor], tuple[Tensor, Tensor]], *, chunked: bool, peeks: bool = False, sign: float = 1.0
 ) -> list[Any]:
-    """Of 12 steps of a language model."""
+    """Of 8 steps of a language model."""
 
     def step(model: nn.Module, ids: Tensor) -> Tensor:
         made = language_model(model, feed(ids), chunked=chunked)
         return sign * made.total / made.weight
 
     torch.manual_seed(5)
-    model: nn.Module = gpt(vocab_size=VOCABULARY, block_size=LENGTH, layers=2, heads=2, d_model=32)
-    return watched(step, texts(12 * 32), model=Peeking(model) if peeks else model)
+    model: nn.Module = gpt(vocab_size=VOCABULARY, block_size=LENGTH, layers=1, heads=2, d_model=32)
+    return watched(step, texts(8 * 32), model=Peeking(model) if peeks else model)
 
 
 def said(found: list[Any]) -> list[tuple[str, int]]:
@@ -149,6 +149,7 @@ FAULTS: list[tuple[Callable[[Tensor], tuple[Tensor, Tensor]], str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("feed", "code"), FAULTS, ids=lambda each: getattr(each, "__name__", ""))
 def test_faults_of_the_targets(feed: Callable[[Tensor], tuple[Tensor, Tensor]], code: str) -> None:
     whole, parts = of_tokens(feed, chunked=False), of_tokens(feed, chunked=True)
@@ -157,12 +158,14 @@ def test_faults_of_the_targets(feed: Callable[[Tensor], tuple[Tensor, Tensor]], 
     assert better(parts) == better(whole)
 
 
+@pytest.mark.slow
 def test_a_model_that_sees_what_it_is_to_predict() -> None:
     whole, parts = of_tokens(right, chunked=False, peeks=True), of_tokens(right, chunked=True, peeks=True)
     assert said(parts) == said(whole) == [("model.future_leak", 1)]
     assert parts[0].evidence[0].seen == pytest.approx(whole[0].evidence[0].seen, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_maximised() -> None:
     assert said(of_tokens(right, chunked=True, sign=-1.0)) == [("loss.wrong_sign", 1)]
 
@@ -194,6 +197,7 @@ def accumulated(*, parts: bool, by_all: bool) -> list[Any]:
     return list(watch.findings())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [False, True])
 def test_means_of_unequal_micro_batches(parts: bool) -> None:
     assert said(accumulated(parts=parts, by_all=False))[0][0] == "accum.token_weighting"
@@ -219,6 +223,7 @@ def test_the_first_batch_is_recorded_alike_by_a_check() -> None:
 CLASSES = 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixed", [True, False])
 def test_labels_that_do_not_belong_to_their_inputs(mixed: bool) -> None:
     """A class of each text, read from the last place, by a loss that is called by hand."""

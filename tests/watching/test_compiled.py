@@ -77,6 +77,7 @@ def by_parts(model: Small, backend: str) -> Small:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("make", [wrapped, in_place, by_parts])
 def test_a_compiled_model(make: Callable[[Small, str], Any], backend: str) -> None:
@@ -127,6 +128,7 @@ def fitted(model: nn.Module, folder: Path, **settings: Any) -> list[dict[str, An
     return [r.values for r in log if isinstance(r, Examined) and r.experiment == "again"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [wrapped, in_place])
 def test_a_compiled_model_in_our_own_engine(tmp_path: Path, make: Callable[[Small, str], Any]) -> None:
     torch._dynamo.reset()

@@ -18,7 +18,7 @@ import trainwright as tw
 from trainwright.replay.replayer import Replayer
 from trainwright.replay.session import ReplaySession
 
-STEPS, KEEP = 21, 8
+STEPS, KEEP = 13, 6
 
 
 @dataclass
@@ -256,7 +256,8 @@ def frozen_by_turns() -> Loop:
 
 
 CASES = (
-    fp32_with_dropout, accumulation, batch_norm, lstm, checkpointing_reentrant, checkpointing_not_reentrant,
+    fp32_with_dropout, accumulation, batch_norm, lstm,
+    *(pytest.param(each, marks=pytest.mark.slow) for each in (checkpointing_reentrant, checkpointing_not_reentrant)),
     whole_model_checkpointed, bf16_autocast, fp16_with_scaler, closure, frozen_by_turns,
     *(pytest.param(each, marks=pytest.mark.process) for each in (workers, persistent_workers)),
 )  # fmt: skip
