@@ -145,7 +145,6 @@ def test_a_group_lists_its_codes(group: str) -> None:
         ("optim.lr_too_high", "'opt.lr_too_high'"),
         ("num.zzz", "known are: num.div_by_zero"),
         ("qqq", "known are: accum., ckpt., "),
-        ("", "known are: accum., ckpt., "),
         ("../data", "'data.'"),
     ],
 )

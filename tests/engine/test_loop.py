@@ -280,6 +280,27 @@ def test_an_observer_that_returns_no_stop() -> None:
     assert journal[-1] == ("close observe", -1)
 
 
+def test_an_observer_needs_no_close() -> None:
+    class Counts:
+        count = 0
+
+        def observe(self, result: StepResult, state: TrainState) -> None:
+            self.count += 1
+
+    counts = Counts()
+    assert go([], counts).ending == "finished"  # type: ignore[arg-type]
+    assert counts.count > 0
+
+
+def test_what_is_no_observer_is_refused_before_the_first_step() -> None:
+    journal: Journal = []
+    for wrong in (print, object(), Watcher):
+        with pytest.raises(UsageError, match=r"the observer (print|object|Watcher) is") as caught:
+            go(journal, wrong)  # type: ignore[arg-type]
+        assert "object of a class" in caught.value.remedy
+    assert not any(what == "advance" for what, _ in journal)
+
+
 def test_a_bad_sample_is_in_quarantine_once_its_step_is_trained_on() -> None:
     state, advance = fresh(), make_step(lambda model, pair: model(pair[0]).mean())
     batches = list(stream(3))

@@ -361,6 +361,12 @@ def test_weights_without_values() -> None:
         tw.fit(nn.Linear(20, 3, device="meta"), data(), nn.CrossEntropyLoss(), quiet=True)
 
 
+def test_what_is_no_observer_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="the observer print is no object with a method observe"):
+        tw.fit(net(), data(), nn.CrossEntropyLoss(), observers=[print], quiet=True)  # type: ignore[list-item]
+    assert not (tmp_path / "runs").exists()
+
+
 def test_sparse_gradients_are_named() -> None:
     model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3))
     ids = torch.zeros(16, 2, dtype=torch.int64)

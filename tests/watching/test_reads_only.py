@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,18 +25,16 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def loop(out: Path, *, broken: Callable[[Path], None], at: int = 5, error: Exception | None = None) -> Tensor:
-    """Ten steps; ``broken`` is called with the run folder before step ``at``, 0 being before the watch is entered."""
+def loop(out: Path, *, broken: Callable[[Path], None], error: Exception | None = None) -> Tensor:
+    """Ten steps; ``broken`` is called with the run folder before the fifth."""
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     watch = tw.watch(model, optimizer, out=out)
     assert watch.folder is not None
-    if at == 0:
-        broken(watch.folder.path)
     with watch:
         for step in range(1, 11):
-            if step == at:
+            if step == 5:
                 broken(watch.folder.path)
             optimizer.zero_grad()
             loss = F.cross_entropy(model(torch.randn(8, 4)), torch.randint(3, (8,)))
@@ -47,17 +46,27 @@ def loop(out: Path, *, broken: Callable[[Path], None], at: int = 5, error: Excep
     return model.weight.detach().clone()
 
 
-def full(folder: Path) -> None:
-    (folder / "log.jsonl").symlink_to("/dev/full")
+@pytest.fixture
+def file_size() -> Iterator[None]:
+    """The limit of the size of files is afterwards what it was."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize(("broken", "at", "why"), [(remove, 5, "was deleted"), (full, 0, "the disk is full")])
+def fill(folder: Path) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((folder / "log.jsonl").stat().st_size, most))
+
+
+@pytest.mark.usefixtures("file_size")
+@pytest.mark.parametrize(("broken", "why"), [(remove, "was deleted"), (fill, "would exceed the size limit")])
 def test_a_log_that_cannot_be_written_costs_lines(
-    tmp_path: Path, broken: Callable[[Path], None], at: int, why: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, broken: Callable[[Path], None], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = loop(tmp_path / "whole", broken=lambda folder: None)
     capsys.readouterr()
-    assert torch.equal(loop(tmp_path / "run", broken=broken, at=at), whole)
+    assert torch.equal(loop(tmp_path / "run", broken=broken), whole)
     said = " ".join(capsys.readouterr().err.split())
     assert said.count(why) == 1 and "lines of" in said and "were lost" in said
     assert "1. critical: " in said, "the diagnosis is printed as ever"

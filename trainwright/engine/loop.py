@@ -34,7 +34,7 @@ class StopRequest(BaseException):
 
 
 class Observer(Protocol):
-    """Looks at each step after it is done. Reads only."""
+    """Looks at each step after it is done. Reads only. ``close`` is called at the end, where there is one."""
 
     def observe(self, result: StepResult, state: TrainState) -> Stop | None: ...
     def close(self) -> None: ...
@@ -98,7 +98,8 @@ def run(
     stop, last, evaluated = None, None, -1
     with ExitStack() as closing:
         for observer in observers:
-            closing.callback(observer.close)
+            require_observer(observer)
+            closing.callback(getattr(observer, "close", lambda: None))
         closing.push(saving.__exit__)  # left first: all is on disk before signals are let go
         closing.enter_context(LastGood(state, saving))
         whole = Whole(state, saving)
@@ -122,6 +123,14 @@ def run(
             evaluation(state)
         done = until(state) >= 1.0
         return Outcome("stopped" if stop else "finished" if done else "data_exhausted", state.step, last, stop)
+
+
+def require_observer(observer: object) -> None:
+    """Raises UsageError for what cannot be called after a step: a function, a class, an object without ``observe``."""
+    if isinstance(observer, type) or not callable(getattr(observer, "observe", None)):
+        name = getattr(observer, "__name__", type(observer).__name__)
+        what = "a class" if isinstance(observer, type) else "no object with a method observe(result, state)"
+        raise UsageError(f"the observer {name} is {what}", remedy="give an object of a class that has this method")
 
 
 def _asked(observer: Observer, result: StepResult, state: TrainState) -> Stop | None:

@@ -11,6 +11,7 @@ from torch import nn
 from trainwright.build.assemble import LIVE, Parts
 from trainwright.build.data import Unwrapped, unwrap
 from trainwright.build.model import require_ready
+from trainwright.engine.loop import require_observer
 from trainwright.engine.loss import require_callable
 from trainwright.errors import UsageError
 from trainwright.plan.make import Note
@@ -87,7 +88,8 @@ def fit(
         settings: Any other key of a recipe, by its path: ``{"optimizer.clip.at": 0.5}``, or nested mappings.
         resume: The folder of an earlier run of the same call, which is continued.
         accept: The paths of differences to that earlier run that are wanted: ``"optimizer.lr"``, or several.
-        observers: Objects whose ``observe(result, state)`` is called after each step.
+        observers: Objects whose ``observe(result, state)`` is called after each step, and ``close()``, if they have
+            it, at the end.
         quiet: Prints nothing.
 
     Raises UsageError or RecipeError for a setting that cannot be used; each error names its remedy.
@@ -96,6 +98,8 @@ def fit(
         raise UsageError(f"fit: the model is a {type(model).__name__}", remedy="give an nn.Module")
     require_ready(model)
     require_callable(loss)
+    for observer in observers:
+        require_observer(observer)
     options = {
         "until": until,
         "lr": lr,

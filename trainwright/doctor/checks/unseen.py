@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sized
+from typing import NamedTuple
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import ExperimentRequest, Finding, check, finding
@@ -17,6 +18,17 @@ _NO_STEP = {
     "backward": "backward() was seen, and no step of the optimizer",
 }
 """What a loop without a single step lacks, by the last event in this order that it had."""
+_GIVE = "pass the watch the module that the loop calls and every optimizer that steps"
+_NONE = "none is needed: only what is found by running a step again is not looked for"
+_ELSEWHERE = "the loss is not made of what the watched model returned"
+
+
+class _Blank(NamedTuple):
+    """What was not seen, in how many steps, and what would show it."""
+
+    what: str
+    seen: str
+    remedy: str
 
 
 @check
@@ -31,29 +43,30 @@ def unseen(case: Case) -> Iterator[Finding | ExperimentRequest]:
             "loop.unseen",
             "info",
             max(case.last_step, 1),
-            symptom="not all of this loop can be seen: " + "; ".join(what for what, _ in blanks),
+            symptom="not all of this loop can be seen: " + "; ".join(blank.what for blank in blanks),
             cause="the watch sees the models and optimizers that it is given, in the thread in which it is entered",
-            remedy="pass the watch the module that the loop calls and every optimizer that steps; this is no fault yet",
+            remedy="; ".join(dict.fromkeys(blank.remedy for blank in blanks)),
             sure=1.0,
             stage="loop",
-            evidence=[(what, seen) for what, seen in blanks],
+            evidence=[(blank.what, blank.seen) for blank in blanks],
         )
 
 
-def _blanks(case: Case) -> Iterator[tuple[str, str]]:
-    """What was not seen, and in how many steps."""
+def _blanks(case: Case) -> Iterator[_Blank]:
     limits = case.facts("limits")
     for failure in limits.get("failures", ()):
-        yield f"a part of the watch has failed ({failure})", "it is switched off"
+        yield _Blank(f"a part of the watch has failed ({failure})", "it is switched off", "report it with this message")
     if limits.get("refused_bytes"):
         state, budget = limits["refused_bytes"] / 2**20, limits["budget_bytes"] / 2**20
-        yield (
+        yield _Blank(
             f"no step can be replayed: a state is larger than memory_bytes={limits['budget_bytes']}",
-            (f"{state:.1f} MiB of {budget:.1f} MiB"),
+            f"{state:.1f} MiB of {budget:.1f} MiB",
+            f"memory_bytes={limits['refused_bytes']} or more, where there is room",
         )
     if not case.watched and case.finished:
         heard = set(case.facts("unfinished").get("events", ()))
-        yield [what for kind, what in _NO_STEP.items() if not kind or kind in heard][-1], "in the whole run"
+        lacks = [what for kind, what in _NO_STEP.items() if not kind or kind in heard][-1]
+        yield _Blank(lacks, "in the whole run", f"{_GIVE}, in the thread of the loop")
     last = case.watched[-8:]
     if len(last) < 3 and not case.finished:
         return
@@ -63,14 +76,15 @@ def _blanks(case: Case) -> Iterator[tuple[str, str]]:
     others = [each for each in last if any(kind == "other_step" and shared for kind, shared in each.events)]
     for reason, count in reasons.items():
         if 2 * count >= len(last):
-            yield f"its steps cannot be replayed: {reason}", _of(count, last)
-    for seen, what in (
-        (without_loss, "no loss was seen"),
-        (by_hand, "gradients are changed by hand before the update, and a replay leaves that out"),
-        (others, "an optimizer that the watch was not given steps parameters of the model"),
+            remedy = _GIVE if reason == _ELSEWHERE else _NONE
+            yield _Blank(f"its steps cannot be replayed: {reason}", _of(count, last), remedy)
+    for seen, what, remedy in (
+        (without_loss, "no loss was seen", _GIVE),
+        (by_hand, "gradients are changed by hand before the update, and a replay leaves that out", _NONE),
+        (others, "an optimizer that the watch was not given steps parameters of the model", _GIVE),
     ):
         if last and 2 * len(seen) >= len(last):
-            yield what, _of(len(seen), last)
+            yield _Blank(what, _of(len(seen), last), remedy)
 
 
 def _of(count: int, last: Sized) -> str:

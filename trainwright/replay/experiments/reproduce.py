@@ -35,7 +35,7 @@ def again(session: ReplaySession) -> Facts:
 
 def tolerance_of(session: ReplaySession) -> float:
     """Relative: half of the digits of the coarsest type that a compiled model computes with; else 0, the same bits."""
-    if not any(map(is_compiled, session.modules.values())):
+    if not any(map(is_compiled, session.replayer.subject.modules)):
         return 0.0
     computed = {p.dtype for p in session.parameters.values() if p.is_floating_point()}
     computed |= {call.autocast[1] for call in session.recorded_step.calls if call.autocast[0]}
