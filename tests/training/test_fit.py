@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,24 @@ def test_the_workers_of_a_loader_are_taken_over(folder: Path) -> None:
         "generator of the DataLoader",
         "num_workers=2 of val",
     ]
+
+
+class Slow(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 300
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.2)
+        return torch.full((20,), index / 300), index % 3
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_of_slow_data_little_is_read_ahead_and_the_plan_says_so() -> None:
+    result = tw.fit(net(), Slow(), nn.functional.cross_entropy, until="1steps", batch=2, quiet=True)
+    notes = json.loads((result.run / "plan.json").read_text())["notes"]
+    (note,) = [note for note in notes if note["topic"] == "fingerprint"]
+    assert note["choice"] == "data.train, only 4 of 300 items, as they are slow to read"
 
 
 @pytest.mark.parametrize("argument", ["data", "val"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -116,6 +116,7 @@ def prepare(loaded: Loaded, parts: Parts | None = None, *, earlier: Earlier | No
     state.loss = parts.loss if isinstance(parts.loss, nn.Module) else None
     sink_factories(recipe.log.sinks)  # a package that is missing is said before the first step
     provenance = describe_origin(recipe, parts)
+    plan = replace(plan, notes=(*plan.notes, *_of_slow_data(provenance)))
     seed_all(recipe.seed)  # training draws the same numbers whatever was done to get here
     precision: str = recipe.precision
     accepted: list[str] = []
@@ -136,6 +137,14 @@ def prepare(loaded: Loaded, parts: Parts | None = None, *, earlier: Earlier | No
     if not earlier:
         state.scaler = job.precision.scaler(device)
     return job
+
+
+def _of_slow_data(provenance: Mapping[str, Any]) -> Iterator[Note]:
+    """Says of which data little was read: the first step waited for it."""
+    for name, fingerprint in provenance["data"].items():
+        how = fingerprint.partition("(")[2].removesuffix(")")
+        if how.startswith(("only", "type and length only")):
+            yield Note("fingerprint", f"data.{name}, {how}", "a resume may not see that other items have changed")
 
 
 def _resolved(loaded: Loaded, parts: Parts | None, earlier: Earlier | None, cpu: Device | None) -> Resolved:
