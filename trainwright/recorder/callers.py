@@ -15,8 +15,6 @@ _PACKAGES = (f"{Path(torch.__file__).parent}/", *_OURS)
 _STANDARD = f"{Path(contextlib.__file__).parent}/"
 _LIBRARIES = ("lightning", "pytorch_lightning", "transformers", "accelerate")
 """Training libraries whose loop is not the user's either."""
-_COMMAND_LINE = "trainwright.cli"
-"""What calls it is a script that pip made."""
 
 
 def caller() -> str | None:
@@ -29,10 +27,8 @@ def calling_frame() -> FrameType | None:
     """The innermost frame of this stack that is the user's; None where there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
-        if module.startswith(_COMMAND_LINE):
-            return None
-        root = module.partition(".")[0]
+        name = frame.f_code.co_filename
+        root = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if not name.startswith((*_PACKAGES, "<")) and root not in _LIBRARIES and not _is_standard(name):
             return frame
         frame = frame.f_back
