@@ -178,6 +178,7 @@ def test_what_one_row_adds_is_known_to_the_recipe_and_the_plan(added: None) -> N
     assert [change.kind for change in compare_recipes(once, twice, step=1)] == ["fatal"]
 
 
+@pytest.mark.slow
 def test_a_row_of_a_device_is_all_that_a_plan_needs(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("mine-9gb: {memory: 9GiB, bandwidth: 1e12, flops: {fp32: 2e13, bf16: 2e14}}\n")

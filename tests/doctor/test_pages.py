@@ -113,6 +113,7 @@ def test_a_page_exists_exactly_when_something_emits_its_code() -> None:
     assert set(codes()) == emitted_codes()
 
 
+@pytest.mark.slow
 def test_the_code_of_a_finding_is_written_out_or_that_of_a_mechanism() -> None:
     """Otherwise the set of emitted codes could not be read from the source."""
     assert {type(each) for each in first_arguments("Mechanism")} == {ast.Constant}

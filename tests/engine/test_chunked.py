@@ -298,6 +298,7 @@ def test_a_scale_is_not_rounded_to_the_precision_of_what_it_multiplies() -> None
     assert abs(share.item() * 3 - 1) < 3e-4
 
 
+@pytest.mark.slow
 def test_adapters_on_other_layers_and_a_frozen_head() -> None:
     model, batch = add_lora(model_of(), rank=2), cut(tokens(), 6)
     for name, parameter in model.named_parameters():

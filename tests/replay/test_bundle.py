@@ -369,6 +369,7 @@ def test_the_first_and_the_newest_stay(tmp_path: Path) -> None:
     assert sorted(int(each.name[5:]) for each in tmp_path.iterdir()) == [3, 4, 13, 21]
 
 
+@pytest.mark.slow
 def test_a_bundle_of_a_crash_loop_is_not_replaced(tmp_path: Path) -> None:
     there = tmp_path / "step-00000006"
     there.mkdir()

@@ -28,6 +28,7 @@ def test_several_models_are_numbered() -> None:
     assert [path for path, _ in named_modules([nn.ReLU(), nn.Tanh()])] == ["0", "1"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch._dynamo, when it is imported
 def test_what_wraps_a_module_is_not_in_its_path() -> None:
     inner = net()

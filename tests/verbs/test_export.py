@@ -391,6 +391,7 @@ def test_peft_loads_the_adapter(average: bool) -> None:
         assert torch.equal(logits(loaded), logits(adapted))
 
 
+@pytest.mark.slow
 def test_an_adapter_of_live_objects() -> None:
     peft = pytest.importorskip("peft")
     result = fitted(**{"model.lora": {"rank": 2, "targets": ["0", "2"]}})

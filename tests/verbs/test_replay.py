@@ -141,6 +141,7 @@ def test_a_step_of_a_run_is_the_same_bits(folder: Path, kind: str, precision: st
     assert contents(run) == before, "the run folder was touched"
 
 
+@pytest.mark.slow
 def test_a_step_that_the_log_leaves_out(folder: Path) -> None:
     run = train("log.every=4steps", "log.doctor=false")
     done = rerun(run.path, 8)
@@ -150,6 +151,7 @@ def test_a_step_that_the_log_leaves_out(folder: Path) -> None:
     assert "loss" in {each.what for each in rerun(run.path, 14).compared}, "the last step is logged however it falls"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [(), ("log.doctor=false", "checkpoint.every=50000steps")])
 def test_a_run_that_is_counted_in_seconds(folder: Path, settings: tuple[str, ...]) -> None:
     """The learning rate of each step follows from the clock, and is in the log as it was."""
@@ -173,6 +175,7 @@ def test_a_step_count_needs_no_clock(folder: Path) -> None:
     assert not any(each.fractions for each in read(train().log).records if isinstance(each, Step))
 
 
+@pytest.mark.slow
 def test_another_recipe_gives_other_bits_and_no_finding(folder: Path) -> None:
     run = train()
     done = rerun(run.path, 7, settings=["optimizer.lr=0.5"])
@@ -180,6 +183,7 @@ def test_another_recipe_gives_other_bits_and_no_finding(folder: Path) -> None:
     assert all(each.code != "hw.not_reproducible" for each in done.findings)
 
 
+@pytest.mark.slow
 def test_a_step_after_a_rollback(folder: Path) -> None:
     """The steps before it are run again too: those after the rollback from the state that it went back to."""
     settings = ["model.args.kind=again", "data.train.use=parts:Wild", "data.shuffle=false", "optimizer.clip.by=none"]
@@ -204,6 +208,7 @@ def test_a_changed_dataset_is_told(folder: Path) -> None:
     assert done.notes, "the code is another, and that is said"
 
 
+@pytest.mark.slow
 def test_a_step_that_dies_dies_again(folder: Path) -> None:
     settings = ["data.train.use=parts:Dying", "data.shuffle=false", "model.args.kind=strict"]
     words = [word for each in settings for word in ("--set", each)]

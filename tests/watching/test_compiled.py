@@ -94,6 +94,7 @@ def test_a_model_compiled_by_inductor() -> None:
     assert replays(watch), "the same losses but for the rounding of other kernels"
 
 
+@pytest.mark.slow
 def test_the_inside_of_a_compiled_model() -> None:
     """Its calls are a part of a graph: nothing is compiled otherwise than it was, and nothing is heard."""
     watch = both(compiled(lambda inner: wrapped(inner, "aot_eager"), outside=True))

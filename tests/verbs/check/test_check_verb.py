@@ -92,6 +92,7 @@ def test_a_recipe_that_cannot_be_built_is_wrong_usage(place: Path) -> None:
     assert done.exit_code == 2 and "data.train" in done.stderr and "remedy" in done.stderr
 
 
+@pytest.mark.slow
 def test_it_leaves_no_file_behind(place: Path) -> None:
     before = sorted(place.rglob("*"))
     check(load("recipe.yaml"), budget=SMALL)
@@ -99,6 +100,7 @@ def test_it_leaves_no_file_behind(place: Path) -> None:
     assert after == [path for path in before if "__pycache__" not in path.parts]
 
 
+@pytest.mark.slow
 def test_it_changes_no_bit_of_what_comes_later(place: Path) -> None:
     def trained(loaded: Loaded) -> dict[str, torch.Tensor]:
         state = train(loaded, quiet=True).state
