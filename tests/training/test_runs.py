@@ -296,7 +296,8 @@ def test_every_recipe_in_the_box_is_tried() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_recipe_in_the_box(name: str, folder: Path) -> None:
-    settings = ["until=3steps", "schedule.warmup=1steps", "log.every=1steps", "evaluation.batch=4", *SMALL[name]]
+    settings = ["until=3steps", "schedule.warmup=1steps", "evaluation.batch=4", *SMALL[name]]
+    settings += ["log.every=1steps", "log.doctor=false"]
     options = [option for setting in settings for option in ("--set", setting)]
     code, said = invoke("train", str(box() / name), *options, "--json")
     assert code == 0, said
