@@ -10,11 +10,13 @@ import gc
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -38,7 +40,7 @@ class Forked:
         group: bool = False,
         together: bool = False,
     ) -> None:
-        self._printed = Path(tempfile.mkdtemp(prefix="forked-"))
+        self._leads, self._printed = group, Path(tempfile.mkdtemp(prefix="forked-"))
         outputs = [self._printed / name for name in ("stdout", "stdout" if together else "stderr")]
         self._process: BaseProcess = CONTEXT.Process(
             target=_run, args=(code, arguments, outputs, cwd or Path.cwd(), dict(env), group)
@@ -46,7 +48,7 @@ class Forked:
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
-        RUNNING.append(self)
+        AT_THE_END.append(self.end)
 
     @property
     def returncode(self) -> int | None:
@@ -82,14 +84,17 @@ class Forked:
         self._process.kill()
 
     def end(self) -> None:
-        """Kills it if it still runs, and removes what it has printed."""
+        """Kills it if it still runs, its group too, and removes what it has printed."""
+        if self._leads and self.poll() is None:
+            with suppress(ProcessLookupError):  # it has not got so far
+                os.killpg(self.pid, signal.SIGKILL)
         self.kill()
         self.wait()
         shutil.rmtree(self._printed)
 
 
-RUNNING: list[Forked] = []
-"""Those that a test has begun: they end with it."""
+AT_THE_END: list[Callable[[], object]] = []
+"""What ends the processes that a test has begun: they end with it."""
 
 
 def run(
@@ -103,8 +108,8 @@ def run(
 
 def end_all() -> None:
     """Ends all that the test has begun; one that failed leaves none behind."""
-    while RUNNING:
-        RUNNING.pop().end()
+    while AT_THE_END:
+        AT_THE_END.pop()()
 
 
 def _run(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from tests.forked import COMMAND_LINE, Forked
+from tests.forked import AT_THE_END, COMMAND_LINE, Forked
 from trainwright.cli import app
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Step
@@ -51,7 +51,9 @@ def start(*arguments: str, cwd: Path, group: bool = False) -> Forked:
 def start_behind(prefix: Sequence[str], *arguments: str, cwd: Path) -> subprocess.Popen[str]:
     """A new process that is started by another command, such as setpriv."""
     command = [*prefix, sys.executable, "-m", "trainwright", *arguments]
-    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    AT_THE_END.append(process.kill)
+    return process
 
 
 def wait_for_step(log: Path, step: int, *, patience_s: float = 120.0) -> None:
