@@ -25,8 +25,9 @@ from trainwright.verbs.check.verdict import Verdict, first_of
 
 LOWEST, HIGHEST = 1e-6, 10.0
 RANGE_STEPS, LEAST_STEPS = 60, 24
-BY_HEART, HEART_STEPS = 16, 200
-"""Samples to learn by heart, and the most updates for it."""
+BY_HEART, HEART_STEPS, ENOUGH_STEPS = 16, 200, 100
+"""Samples to learn by heart, the most updates for it, and how many show that nothing is learned: a slow or busy machine
+takes fewer in the time, and then nothing is said."""
 LEARNED, NOT_AT_ALL = 0.5, 0.05
 """The fall of the loss, as a share of its first value, that is success; below the second, nothing was learned."""
 MOVES = 10.0
@@ -254,11 +255,11 @@ def by_heart(fit: BatchFit, *, inputs_vary: bool, chance: float | None) -> Itera
         yield Verdict("ok", "one batch", f"learned by heart: {message}")
     elif fit.steps < LEAST_STEPS:
         yield Verdict("cannot tell", "one batch", f"too few steps in the time: {message}")
-    elif fit.fell < NOT_AT_ALL:
+    elif fit.fell < NOT_AT_ALL and fit.steps >= ENOUGH_STEPS:
         remedy = "repair this first: what cannot learn 16 samples learns nothing (loss, gradients, initial weights)"
         yield Verdict("fail", "one batch", f"cannot be learned by heart: {message}", remedy)
     elif fit.steps < HEART_STEPS:
-        yield Verdict("cannot tell", "one batch", f"half learned in the time: {message}")
+        yield Verdict("cannot tell", "one batch", f"not learned in the time: {message}")
     else:
         remedy = "check that the loss can reach 0 and equal inputs have equal targets; a larger model may be needed"
         yield Verdict("warn", "one batch", f"half learned: {message}", remedy)
