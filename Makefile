@@ -1,7 +1,8 @@
 # make demo    sets everything up and trains a small GPT on the text that ships with Python
-# make quick   sets everything up, then runs the quicker tests: those marked neither
-#              slow (more than a few seconds, the zoo, the benchmarks) nor process (starts a Python process)
-# make test    sets everything up, then checks format, lint, types, structure, and runs the whole suite
+# make quick   sets everything up, then runs the quicker tests, in under a minute on two cores: those marked neither
+#              slow (more than half a second, the zoo, the benchmarks) nor process (starts a Python process)
+# make test    sets everything up, then checks format, lint, types, structure, and runs the whole suite, in under ten
+#              minutes on two cores
 PYTHON ?= python3
 BIN := .venv/bin
 

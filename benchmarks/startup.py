@@ -61,8 +61,10 @@ OUR_COMMAND = "from trainwright.cli import main; main()"  # what the console scr
 
 def python(code: str, *arguments: str, threads: int, folder: Path) -> str:
     """Runs ``python -c code`` to its end; returns what it printed."""
-    environ = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPYCACHEPREFIX": str(folder / "bytecode")}
-    environ.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode beside it
+    environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    if (bytecode := folder / "bytecode").exists():
+        environ["PYTHONPYCACHEPREFIX"] = str(bytecode)
+        environ.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode beside it
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, cwd=folder, env=environ, check=True, capture_output=True, text=True).stdout
 
@@ -97,6 +99,8 @@ def main() -> None:
         folder = Path(name)
         (folder / "tiny.py").write_text(TINY)
         (folder / "tiny.yaml").write_text(RECIPE)
+        if not options.quick:
+            (folder / "bytecode").mkdir()  # the uncounted round fills it
         seconds = interleaved(
             {
                 "bare": lambda: seconds_of(lambda: python("pass", threads=threads, folder=folder)),

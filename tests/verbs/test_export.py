@@ -105,7 +105,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def recipe(model: dict[str, Any], **more: Any) -> dict[str, Any]:
-    shared = {"name": "it", "until": "10steps", "precision": "fp32", "batch": {"size": 8}}
+    shared = {"name": "it", "until": "10steps", "precision": "fp32", "batch": {"size": 8}, "log": {"doctor": False}}
     kept = {"checkpoint": {"every": "5steps", "keep": 9}, "optimizer": {"lr": 0.05}}
     return {**shared, **kept, "data": {"train": "mine:Points"}, "model": model, **more}
 
@@ -120,7 +120,9 @@ def fitted(**settings: Any) -> Result:
     torch.manual_seed(0)
     x = torch.randn(32, 6)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 3))
-    return tw.fit(model, (x, x[:, :3]), nn.MSELoss(), until="6steps", settings=settings, quiet=True)
+    return tw.fit(
+        model, (x, x[:, :3]), nn.MSELoss(), until="6steps", settings={"log.doctor": False, **settings}, quiet=True
+    )
 
 
 def model_of(result: Result) -> nn.Module:

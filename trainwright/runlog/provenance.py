@@ -217,7 +217,9 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
     return answer.stdout if answer.returncode == 0 else None
 
 
+@cache
 def _packages() -> dict[str, JsonValue]:
+    """Read once: what is installed while a process runs does not change what it has imported."""
     found = (_name_and_version(dist) for dist in importlib.metadata.distributions())
     installed = {_normal(name): version for name, version in found if name}
     every = "\n".join(f"{name}=={version}" for name, version in sorted(installed.items()))
