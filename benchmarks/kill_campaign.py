@@ -54,7 +54,7 @@ class Counts:
 
     runs: int = 0  # to their end
     kills: int = 0
-    kills_in_start: int = 0  # before the process opened its log
+    kills_in_start: int = 0  # before the process wrote its first step
     kills_in_save: int = 0  # a checkpoint was being written
     resumes: int = 0
     begun_anew: int = 0  # killed before the first checkpoint
@@ -97,7 +97,7 @@ class Hashes(NamedTuple):
 
 @dataclass(frozen=True)
 class Reference:
-    """The run that nobody killed. ``hashes`` by step; ``seconds`` is what it trained, saves included."""
+    """The run that nobody killed. ``hashes`` by step; ``seconds`` is the time from its first step to its end."""
 
     hashes: dict[int, Hashes]
     steps: list[Step]
@@ -149,8 +149,8 @@ def train_undisturbed(place: Place, steps: int) -> Reference:
     assert sorted(by_step) == list(range(1, steps + 1)), f"saved were {sorted(by_step)}"
     seen = reader.read(run / "log.jsonl").records
     validated = {record.step: record.loss for record in seen if isinstance(record, Evaluated)}
-    seconds = seen[-1].time_s - seen[0].time_s
-    reference = Reference(by_step, reader.steps(seen), validated, best(run), seconds)
+    trained = reader.steps(seen)
+    reference = Reference(by_step, trained, validated, best(run), seen[-1].time_s - trained[0].time_s)
     shutil.rmtree(run)
     return reference
 
@@ -212,7 +212,7 @@ class Campaign:
     seed: str
     verbose: bool = False
     counts: Counts = field(default_factory=Counts)
-    start_s: float = 3.0  # how long a process takes to open its log
+    start_s: float = 3.0  # how long a process takes to its first step
 
     def conduct(self) -> Counts:
         self._random = random.Random(self.seed)
@@ -255,10 +255,10 @@ class Campaign:
     def _strike(self, process: Running, run: Path) -> str:
         """Waits for a random instant and kills; says in which phase."""
         log, begin_s = run / "log.jsonl", time.perf_counter()
-        before = _size(log)
+        before = _steps(log)
         early = self._random.random() < DURING_START
         delay_s = self._random.uniform(0, self.start_s if early else 2 * self.reference.seconds / KILLS_PER_RUN)
-        while not early and _size(log) == before and process.poll() is None:
+        while not early and _steps(log) == before and process.poll() is None:
             time.sleep(0.005)
         if not early:
             self.start_s = time.perf_counter() - begin_s
@@ -267,7 +267,7 @@ class Campaign:
             time.sleep(min(left_s, 0.05))
         if process.poll() is None:
             os.kill(process.pid, signal.SIGKILL)
-        return "start" if _size(log) == before else "training"
+        return "start" if _steps(log) == before else "training"
 
     def _killed(self, run: Path, phase: str, unfinished: int) -> None:
         found = inspect(run, self.reference)
@@ -296,8 +296,9 @@ def _unfinished(run: Path) -> set[str]:
     return {path.name for path in (run / "checkpoints").glob(".step-*")}
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+def _steps(log: Path) -> int:
+    """How many steps a log tells, those that were done again included."""
+    return log.read_bytes().count(b'"kind":"step"') if log.exists() else 0
 
 
 def conduct(campaign: Campaign) -> Counts:
