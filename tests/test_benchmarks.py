@@ -34,6 +34,7 @@ def figures(bench: str, *options: str) -> list[dict[str, Any]]:
             ("--tasks", "mlp", "--only", "plain_same_optimizer,fit"),
             {"mlp_plain_step", "mlp_fit", "mlp_fit_run", "mlp_fit_first_64", "mlp_fit_same_optimizer"},
         ),
+        ("soak", ("--only", "watch"), {"watch_steps", "watch_rss", "watch_threads", "watch_files", "watch_log"}),
         ("startup", (), {"import_extra", "help_extra", "first_step"}),
         ("time_to_loss", ("--seconds", "1"), {"same_loss", "loss_plain", "loss_ours"}),
     ],
@@ -45,7 +46,18 @@ def test_a_benchmark_prints_figures(bench: str, options: tuple[str, ...], cases:
     for figure in seen:
         assert list(figure) == ["bench", "case", "value", "unit", "against", "n", "spread"]
         assert figure["bench"] == bench
-        assert figure["unit"] in ("ratio", "s", "us", "nats", "share")
+        assert figure["unit"] in (
+            "ratio",
+            "s",
+            "us",
+            "nats",
+            "share",
+            "steps",
+            "MiB",
+            "threads",
+            "files",
+            "KiB per 1,000 steps",
+        )
         if figure["n"] == 0:  # the loss was not reached
             assert figure["value"] is None and figure["spread"] is None
         else:
