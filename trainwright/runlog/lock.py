@@ -84,6 +84,7 @@ class RunLock:
         self._fd, self._identity = fd, _identity(fd)
         self._row = _row_left_by(before)
         self.died_in_step, self.dead, _ = self._row
+        self._after_step: tuple[DeathsInStep, bool, str] | None = None  # the rest of the line, and what it follows from
         self.is_loop = self._row.sure > 0 or self.deaths >= MANY_DEATHS
         self._step: int | None = None
         self._first_step: int | None = None
@@ -169,14 +170,13 @@ class RunLock:
 
     def _rest(self, step: int | None) -> bytes:
         """The line after the part that says whether the process is excused."""
-        died_in_step, dead, sure = self._row
-        first = self._first_step
+        first, row = self._first_step, self._row
         starting = step is not None and first is not None and step < first + FEW_STEPS
-        line = (
-            f'{self._me}, "step": {_json(step)}, "starting": {json.dumps(starting)}, '
-            f'"died_in_step": {_json(died_in_step)}, "dead": {list(dead)}, "sure": {sure}}}'
-        )
-        return line.ljust(SIZE - len(_COUNTED) - 1).encode() + b"\n"
+        if self._after_step is None or self._after_step[0] is not row or self._after_step[1] is not starting:
+            died = f'"died_in_step": {_json(row.step)}, "dead": {list(row.dead)}, "sure": {row.sure}}}'
+            self._after_step = row, starting, f'"starting": {json.dumps(starting)}, {died}'
+        after = self._after_step[2]
+        return f'{self._me}, "step": {_json(step)}, {after}'.ljust(SIZE - len(_COUNTED) - 1).encode() + b"\n"
 
 
 def is_held(path: Path) -> bool:
