@@ -463,6 +463,22 @@ def test_evaluation_is_one_pass_in_order_again_and_again() -> None:
         assert [micro.ids.tolist() for micro in EvaluationBatches(make(SIZE), loading, limit=2)] == first[:2]
 
 
+@pytest.mark.parametrize(("count", "firsts"), [(1, [0]), (2, [0, 12]), (3, [0, 8, 16]), (6, [0, 4, 8, 12, 16, 20])])
+def test_a_part_of_the_validation_is_spaced_evenly_and_always_the_same(count: int, firsts: list[int]) -> None:
+    whole = EvaluationBatches(Augmented(22), Loading(4, 4, seed=5))
+    part = whole.part(count)
+    assert whole.count == 6 and part.count == count
+    for _ in range(2):
+        assert [int(micro.ids[0]) for micro in part] == firsts
+    assert [micro.ids.tolist() for micro in part] == [m.ids.tolist() for m in whole if int(m.ids[0]) in firsts]
+
+
+def test_a_part_of_a_stream_is_its_first_batches() -> None:
+    whole = EvaluationBatches(Counting(22), Loading(4, 4, seed=5))
+    assert whole.count is None and len(list(whole)) == 6
+    assert len(list(whole.part(2))) == 2
+
+
 def test_a_tensor_dataset_and_one_with_its_own_fetch_give_the_same_batches() -> None:
     x, y = torch.randn(SIZE, 3), torch.arange(SIZE)
     whole = TensorDataset(x, y)

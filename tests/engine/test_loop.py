@@ -75,6 +75,9 @@ class Every:
         if self.journal.count((self.name, state.step)) == 0:  # a Saver's part of the contract
             self.journal.append((self.name, state.step))
 
+    def finish(self, state: TrainState) -> None:
+        self(state)
+
     def __exit__(self, *error: object) -> None:
         self.journal.append((f"close {self.name}", -1))
 

@@ -150,6 +150,38 @@ def test_the_best_is_saved_when_it_is_seen_and_kept(tmp_path: Path) -> None:
     resumed.close()
 
 
+def on(batches: int, loss: float) -> EvaluationResult:
+    return EvaluationResult(loss, 1.0, batches=batches)
+
+
+def test_the_best_compares_evaluations_of_the_same_batches(tmp_path: Path) -> None:
+    saving = saving_in(tmp_path, Heard(), best="loss", best_batches=4)
+    for step, losses in enumerate(((on(4, 0.5),), (on(4, 0.6), on(0, 0.1))), start=1):
+        for each in losses:
+            saving.evaluated(step, each)
+        saving(state_at(step))
+    saving.close()
+    assert read_best(tmp_path) == Best(1, "loss", 0.5, 4), "0.1 is of the whole set"
+    resumed = saving_in(tmp_path, Heard(), best="loss", best_batches=0)
+    resumed.evaluated(3, on(0, 0.7))
+    assert resumed.due(state_at(3)), "the value on four batches says nothing about the whole set"
+    resumed.close()
+
+
+def test_the_best_of_an_earlier_version_still_has_to_be_beaten(tmp_path: Path) -> None:
+    saving = saving_in(tmp_path, Heard(), best="loss")
+    saving.evaluated(1, seen(0.5))
+    saving(state_at(1))
+    saving.close()
+    (tmp_path / "best.json").write_text('{"step": 1, "metric": "loss", "value": 0.5}')
+    resumed = saving_in(tmp_path, Heard(), best="loss", best_batches=4)
+    resumed.evaluated(2, on(4, 0.6))
+    assert not resumed.due(state_at(2))
+    resumed.evaluated(3, on(4, 0.4))
+    assert resumed.due(state_at(3))
+    resumed.close()
+
+
 def test_an_unknown_metric_is_told_with_what_there_is(tmp_path: Path) -> None:
     heard = Heard()
     saving = saving_in(tmp_path, heard, best="acuracy")

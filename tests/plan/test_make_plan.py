@@ -144,7 +144,7 @@ def test_what_is_left_is_counted_in_the_new_batch(until: str, drop_last: bool, s
     plan = make_plan(changed, FACTS, kept=Kept(spent=spent))
     assert (plan.extent.steps, plan.spent) == (steps, spent)
     assert next(note.choice for note in plan.notes if note.topic == "steps left") == str(steps - 20)
-    assert f"length      {steps} steps" in preflight(plan)
+    assert f"length      {steps} steps" in preflight(plan, 0.0)
 
 
 def test_what_was_planned_is_kept() -> None:
@@ -208,20 +208,19 @@ def test_the_preflight_says_what_a_person_needs() -> None:
         memory_bytes=memory_bytes("adamw", {}, parameters=5000, trainable=5000, activations=1 << 20),
     )
     assert plan.expected_loss == math.log(10)
-    message = "\n".join(preflight(plan))
+    message = "\n".join(preflight(plan, 0.0))
     for fragment in (
         "5,000",
         "100 steps",
         "bf16: measured",
         "20 ms with 2 and 30 ms with 1",
         "10 ms a step",
-        "1 s in all",
         "ln 10 = 2.3026",
         "1 MiB",
     ):
         assert fragment in message, message
-    assert "far above" in "\n".join(preflight(replace(plan, initial_loss=9.0)))
-    assert "NOT FINITE" in "\n".join(preflight(replace(plan, initial_loss=math.nan)))
+    assert "far above" in "\n".join(preflight(replace(plan, initial_loss=9.0), 0.0))
+    assert "NOT FINITE" in "\n".join(preflight(replace(plan, initial_loss=math.nan), 0.0))
 
 
 def test_threads_that_wait_for_each_other_are_not_used() -> None:

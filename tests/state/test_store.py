@@ -106,7 +106,7 @@ def test_a_pointer_edited_by_hand_points_nowhere(tmp_path: Path, step: object, m
 def test_a_whole_number_is_a_value_too(tmp_path: Path) -> None:
     checkpoint(tmp_path, 5)
     (tmp_path / BEST).write_text('{"step": 5, "metric": "wins", "value": 3}')
-    assert read_best(tmp_path) == Best(5, "wins", 3.0)
+    assert read_best(tmp_path) == Best(5, "wins", 3.0, None)
 
 
 def test_a_pointer_to_what_is_gone_points_nowhere(tmp_path: Path) -> None:

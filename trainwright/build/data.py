@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
@@ -27,7 +28,7 @@ class Loading:
     ``prefetch``, ``timeout_s``, ``worker_init`` and ``start_method`` are about the ``workers``, see there. ``epochs``
     None: no end.
     ``quarantine`` holds dataset positions that are never trained on; ``on_bad_sample`` says whether a sample that
-    cannot be read is added to them or ends the run.
+    cannot be read is added to them or ends the run. Of the batches of an epoch, each ``every``-th one is read.
     """
 
     batch_size: int
@@ -46,6 +47,7 @@ class Loading:
     epochs: int | None = None
     quarantine: frozenset[int] = frozenset()
     on_bad_sample: OnBadSample = "stop"
+    every: int = 1
 
 
 class StepBatches:
@@ -111,7 +113,7 @@ class StepBatches:
             begin = self.cursor.position if epoch == self.cursor.epoch else 0
             # an epoch that began with another batch size has its last whole batch elsewhere
             end = size - (size - begin) % loading.batch_size if loading.drop_last else size
-            for step_start in range(begin, end, loading.batch_size):
+            for step_start in range(begin, end, loading.batch_size * loading.every):
                 step_end = min(step_start + loading.batch_size, end)
                 for start in range(step_start, step_end, loading.micro_size):
                     stop = min(start + loading.micro_size, step_end)
@@ -191,6 +193,18 @@ class EvaluationBatches:
     def __iter__(self) -> Iterator[MicroBatch]:
         for step in islice(self.steps, self.limit):
             yield from step.micro
+
+    @property
+    def count(self) -> int | None:
+        """The number of batches; None for a stream that does not say."""
+        size = length_of(self.steps.dataset)
+        count = None if size is None else math.ceil(size / self.steps.loading.batch_size)
+        return count if self.limit is None or (count or math.inf) < self.limit else self.limit
+
+    def part(self, count: int) -> EvaluationBatches:
+        """At most ``count`` of these batches, always the same: evenly spaced, or the first ones of a stream."""
+        every = 1 if isinstance(self.steps.dataset, IterableDataset) else math.ceil((self.count or count) / count)
+        return EvaluationBatches(self.steps.dataset, replace(self.steps.loading, every=every), limit=count)
 
 
 @dataclass(frozen=True)

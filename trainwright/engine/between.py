@@ -17,6 +17,12 @@ class Periodic(Protocol):
     def __call__(self, state: TrainState) -> None: ...
 
 
+class Evaluator(Periodic, Protocol):
+    """Evaluates in the course of a run, and once more at its end; what is known already costs nothing."""
+
+    def finish(self, state: TrainState) -> None: ...
+
+
 class Saver(Periodic, Protocol):
     """Saves the state; a step that is saved already costs nothing. On exit every save has reached the disk."""
 
@@ -28,6 +34,7 @@ class _Never:
         return False
 
     def __call__(self, state: TrainState) -> None: ...
+    def finish(self, state: TrainState) -> None: ...
     def __exit__(self, *error: object) -> None: ...
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -16,13 +17,14 @@ from torch import Tensor, UntypedStorage, nn
 
 from trainwright.engine.accumulate import accumulate
 from trainwright.engine.cut import cut_micro
+from trainwright.engine.evaluate import evaluate
 from trainwright.engine.head import head_of
 from trainwright.engine.loss import Loss, LossFn, as_loss_fn, call_loss
 from trainwright.engine.oom_report import is_out_of_memory, oom_snapshot
 from trainwright.engine.precision import Precision, PrecisionName
 from trainwright.engine.recover import ONE_IS_TOO_MUCH, given_up, make_room
 from trainwright.engine.step import clear_grads
-from trainwright.state.cursor import StepBatch
+from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.state.rng import preserved_rng
 from trainwright.state.scaler import NoScaler
 from trainwright.state.train_state import TrainState
@@ -150,6 +152,26 @@ def _timed(
                 break
         update_s = _update_s(state)
     return replace(first, seconds={mode: min(each) for mode, each in times.items()}, update_s=update_s)
+
+
+def time_evaluation(
+    state: TrainState, batches: Iterable[MicroBatch], loss: Callable[..., Loss | Tensor], mode: Mode
+) -> float | None:
+    """Seconds that an evaluation takes for each batch, reading included; None where there is no batch.
+
+    The first batch counts only where it is alone, or takes a second.
+    """
+    stream, times = iter(batches), list[float]()
+    with _traceless(state):
+        torch.set_num_threads(mode.threads)
+        while len(times) < 4 and sum(times) < SLOW_S:
+            begin_s = time.perf_counter()
+            micro = next(stream, None)
+            if micro is None:
+                break
+            evaluate(state.model, loss, [micro], precision=mode.precision)
+            times.append(time.perf_counter() - begin_s)
+    return statistics.median(times[1:] or times) if times else None
 
 
 def _update_s(state: TrainState) -> float:

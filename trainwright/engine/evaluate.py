@@ -23,12 +23,16 @@ from trainwright.world.memory import give_back
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """``loss`` and ``metrics`` are means over ``weight`` counted things; ``seconds`` is wall time."""
+    """``loss`` and ``metrics`` are means over ``weight`` counted things; ``seconds`` is wall time.
+
+    ``batches`` is the number of batches where they are a fixed part of the validation set, 0 for the whole set.
+    """
 
     loss: float
     weight: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    batches: int = 0
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from trainwright.engine.between import NEVER, LastGood, Periodic, Saver, Whole, each_batch
+from trainwright.engine.between import NEVER, Evaluator, LastGood, Saver, Whole, each_batch
 from trainwright.engine.step import StepFn, StepResult
 from trainwright.engine.until import Until
 from trainwright.errors import UsageError
@@ -84,7 +84,7 @@ def run(
     *,
     until: Until,
     observers: Sequence[Observer] = (),
-    evaluation: Periodic = NEVER,
+    evaluation: Evaluator = NEVER,
     saving: Saver = NEVER,
     world: World = SOLO,
 ) -> Outcome:
@@ -95,7 +95,7 @@ def run(
     state is whole. One from within a step closes all and saves nothing, but for an OutOfMemoryError that leaves it
     whole.
     """
-    stop, last, evaluated = None, None, -1
+    stop, last = None, None
     with ExitStack() as closing:
         for observer in observers:
             require_observer(observer)
@@ -108,7 +108,6 @@ def run(
                 with whole:
                     if evaluation.due(state):
                         evaluation(state)
-                        evaluated = state.step
                     stops = [found for observer in observers if (found := _asked(observer, last, state)) is not None]
                 stop = world.agree(min(stops, key=lambda found: found.save, default=None))  # a poisoned state first
                 if stop:
@@ -119,8 +118,8 @@ def run(
             stop = asked.stop
         if not stop or stop.save:
             saving(state)  # before the evaluation, which may take longer than a signal leaves
-        if not stop and evaluated != state.step:
-            evaluation(state)
+        if not stop:
+            evaluation.finish(state)
         done = until(state) >= 1.0
         return Outcome("stopped" if stop else "finished" if done else "data_exhausted", state.step, last, stop)
 

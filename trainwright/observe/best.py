@@ -14,32 +14,38 @@ from trainwright.state.store import Best, mend_best, read_best
 class BestSoFar:
     """What ``best.json`` of ``folder`` points to, and a better one that was seen and is not on disk yet.
 
-    ``metric`` is "loss" or a metric of the validation; None asks for no best.
+    ``metric`` is "loss" or a metric of the validation; None asks for no best. Only evaluations of ``batches`` batches
+    compare, 0 for the whole set.
     """
 
-    def __init__(self, folder: Path, metric: str | None, *, is_largest: bool, warn: Callable[[str], None]) -> None:
-        self._folder, self._metric, self._warn = folder, metric, warn
+    def __init__(
+        self, folder: Path, metric: str | None, *, is_largest: bool, batches: int = 0, warn: Callable[[str], None]
+    ) -> None:
+        self._folder, self._metric, self._batches, self._warn = folder, metric, batches, warn
         self._sign = -1.0 if is_largest else 1.0
         self._pointed_to = mend_best(folder)
         self._hoped_for: Best | None = None
 
     def evaluated(self, step: int, seen: EvaluationResult) -> Best | None:
         """The validation after ``step``, if it is the best so far: worth a checkpoint."""
-        if self._metric is None:
+        if self._metric is None or seen.batches != self._batches:
             return None
         values = {"loss": seen.loss, **seen.metrics}
         if self._metric not in values:
             remedy = suggest(self._metric, values)
             self._warn(f"checkpoint.best: the validation has no metric {self._metric!r}: {remedy}")
             return None
-        found, known = Best(step, self._metric, float(values[self._metric])), self._hoped_for or self._pointed_to
+        found = Best(step, self._metric, float(values[self._metric]), seen.batches)
+        known = self._hoped_for or self._pointed_to
         if math.isfinite(found.value) and (known is None or self._beats(found, known)):
             self._hoped_for = found
             return found
         return None
 
     def _beats(self, found: Best, known: Best) -> bool:
-        return known.metric != found.metric or self._sign * found.value < self._sign * known.value
+        if known.metric != found.metric or known.batches not in (found.batches, None):
+            return True
+        return self._sign * found.value < self._sign * known.value
 
     def at(self, step: int) -> Best | None:
         """The one that was seen after ``step``, unless it is on disk already or could not be saved."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -23,12 +23,21 @@ class EvaluationListener(Protocol):
     def evaluated(self, step: int, seen: EvaluationResult) -> None: ...
 
 
+@dataclass(frozen=True)
+class ValidationSet:
+    """What is evaluated in the course of a run, which is ``count`` batches (0: the whole set), and at its end."""
+
+    in_course: Iterable[MicroBatch]
+    at_end: Iterable[MicroBatch]
+    count: int = 0
+
+
 class PeriodicEvaluation:
     """Evaluates when due; ``last`` is the newest result. With EMA, the metric ``ema_loss`` is that of the average."""
 
     def __init__(
         self,
-        batches: Iterable[MicroBatch],
+        batches: ValidationSet,
         loss: Callable[..., Loss | Tensor],
         every: Every,
         *,
@@ -37,18 +46,29 @@ class PeriodicEvaluation:
     ) -> None:
         self._batches, self._loss, self._every = batches, loss, every
         self._precision, self._listeners = precision, listeners
+        self._step = -1
         self.last: EvaluationResult | None = None
 
     def due(self, state: TrainState) -> bool:
         return self._every.due(state)
 
     def __call__(self, state: TrainState) -> None:
-        seen = evaluate(state.model, self._loss, self._batches, precision=self._precision)
+        self._evaluate(state, self._batches.in_course, self._batches.count)
+
+    def finish(self, state: TrainState) -> None:
+        """Evaluates the last step, if that was not done: as all before it, which the best is chosen by, and whole."""
+        if self._step != state.step:
+            self(state)
+        if self._batches.at_end is not self._batches.in_course:
+            self._evaluate(state, self._batches.at_end, 0)
+
+    def _evaluate(self, state: TrainState, batches: Iterable[MicroBatch], count: int) -> None:
+        seen = evaluate(state.model, self._loss, batches, precision=self._precision)
         if isinstance(state.ema, Ema):
             with state.ema.swapped():
-                average = evaluate(state.model, self._loss, self._batches, precision=self._precision)
+                average = evaluate(state.model, self._loss, batches, precision=self._precision)
             metrics = {**seen.metrics, "ema_loss": average.loss}
             seen = replace(seen, metrics=metrics, seconds=seen.seconds + average.seconds)
-        self.last = seen
+        self._step, self.last = state.step, replace(seen, batches=count)
         for listener in self._listeners:
-            listener.evaluated(state.step, seen)
+            listener.evaluated(state.step, self.last)

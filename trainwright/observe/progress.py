@@ -56,7 +56,8 @@ class Progress:
         """Shows the validation loss from now on."""
         self._val = seen.loss
         metrics = "".join(f"   {name} {value:.4g}" for name, value in seen.metrics.items())
-        self.say(f"step {step:>6}   validation loss {seen.loss:.4f}{metrics}{self._passed(seen.loss)}")
+        part = f" on {seen.batches} batch{'es' * (seen.batches > 1)}" if seen.batches else ""
+        self.say(f"step {step:>6}   validation loss {seen.loss:.4f}{metrics}{part}{self._passed(seen.loss)}")
 
     def observe(self, result: StepResult, state: TrainState) -> None:
         for bad in result.batch.bad:

@@ -33,7 +33,8 @@ class SavePolicy:
     """When to save and what to keep.
 
     ``every`` may be None: only at the end. ``at_least_s`` is the age in seconds, by the clock on the wall, at which
-    the last save is too old. ``best`` is "loss" or a metric of the validation.
+    the last save is too old. ``best`` is "loss" or a metric of the validation, on ``best_batches`` batches (0: all of
+    them): a value on others does not compare.
     """
 
     every: Every | None = None
@@ -41,6 +42,7 @@ class SavePolicy:
     retention: Retention = field(default_factory=Retention)
     best: str | None = None
     best_is_largest: bool = False
+    best_batches: int = 0
     asynchronous: bool = True
 
 
@@ -92,7 +94,9 @@ class Saving:
         self._reserving: Future[None] | None = None
         self._writing: tuple[int, float, Future[_Done]] | None = None  # step, how long training waited
         self._saved_step, self._saved_s = -1, clock()
-        self._best = BestSoFar(folder, policy.best, is_largest=policy.best_is_largest, warn=warn)
+        self._best = BestSoFar(
+            folder, policy.best, is_largest=policy.best_is_largest, batches=policy.best_batches, warn=warn
+        )
         self.last: Path | None = None
         self.last_s: float | None = None
 

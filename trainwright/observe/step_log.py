@@ -146,6 +146,7 @@ class StepLog:
             weight=seen.weight,
             metrics=dict(seen.metrics),
             seconds=seen.seconds,
+            batches=seen.batches,
         )
         self._journal.write(self.last_evaluated)
         values = {"val/loss": seen.loss} | {f"val/{name}": value for name, value in seen.metrics.items()}

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Mapping
 
 from trainwright.plan.make import Plan
 
+COUNTED = "steps and waiting for data; evaluation, saving, looks and samples come on top"
+"""What the seconds of ``until`` count."""
 
-def preflight(plan: Plan) -> list[str]:
-    """One line for each fact and decision of the plan."""
+
+def preflight(plan: Plan, now_s: float) -> list[str]:
+    """One line for each fact and decision of the plan. ``now_s`` is unix time, when the first step begins."""
     lines = [
         f"device      {plan.device} ({plan.device_name})",
         f"parameters  {plan.parameters:,}{_share(plan.trainable, plan.parameters)}",
@@ -19,7 +24,9 @@ def preflight(plan: Plan) -> list[str]:
         parts = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in plan.memory_bytes.items() if size)
         lines.append(f"memory      about {human_bytes(sum(plan.memory_bytes.values()))}: {parts}")
     if plan.step_s is not None:
-        lines.append(f"time        about {human_seconds(plan.step_s)} a step without data and saving{_total(plan)}")
+        lines.append(f"time        about {human_seconds(plan.step_s)} a step{_steps_in_time(plan)}")
+    if plan.seconds:
+        lines.append(f"end         {_end(plan.seconds, now_s)}")
     if plan.initial_loss is not None:
         lines.append(f"first loss  {_first_loss(plan.initial_loss, plan.expected_loss)}")
     return lines
@@ -31,19 +38,30 @@ def _share(trainable: int, parameters: int) -> str:
 
 def _length(plan: Plan) -> str:
     if plan.extent.steps is None:
-        return f"{plan.extent.seconds:g} s of training"
+        return f"{plan.extent.seconds:g} s of training: {COUNTED}"
     if plan.steps_per_epoch is None or plan.spent.step:  # earlier epochs had another number of steps
         return f"{plan.extent.steps:,} steps"
     epochs = f", {plan.extent.steps / plan.steps_per_epoch:.3g} epochs"
     return f"{plan.extent.steps:,} steps{epochs}"
 
 
-def _total(plan: Plan) -> str:
-    assert plan.step_s is not None
-    if plan.extent.steps is not None:
-        return f", {human_seconds(plan.step_s * plan.extent.steps)} in all"
-    assert plan.extent.seconds is not None
+def _steps_in_time(plan: Plan) -> str:
+    if plan.extent.seconds is None or not plan.step_s:
+        return ""
     return f", about {plan.extent.seconds / plan.step_s:,.0f} steps in {plan.extent.seconds:g} s"
+
+
+def _end(seconds: Mapping[str, float], now_s: float) -> str:
+    """`about 14:32:05, after 62 s: training 60 s, evaluation 2.1 s`"""
+    total_s = sum(seconds.values())
+    parts = ", ".join(f"{what} {human_seconds(each)}" for what, each in seconds.items() if each)
+    return f"about {time_of_day(now_s + total_s, now_s)}, after {human_seconds(total_s)}: {parts}"
+
+
+def time_of_day(then_s: float, now_s: float) -> str:
+    """Local time, such as `14:32:05`; with the day where it is not today: `Tue 24 Nov 14:32`."""
+    then, now = time.localtime(then_s), time.localtime(now_s)
+    return time.strftime("%H:%M:%S" if then[:3] == now[:3] else "%a %d %b %H:%M", then)
 
 
 def _first_loss(loss: float, expected: float | None) -> str:

@@ -68,13 +68,16 @@ class Kept:
     warmup: int | float | None = None
     keep_every: int | None = None
     spent: Spent = Spent()
+    evaluate_batches: int | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All derived numbers. Bytes are estimates for one rank; ``step_s`` is forward, backward and update.
+    """All derived numbers. Bytes are estimates for one rank; ``step_s`` is a step with the reading of its batch.
 
-    ``settled`` is what the recipe left open and was resolved before the model was built.
+    An evaluation in the course of the run takes ``evaluate_batches`` batches, 0 for the whole set. ``seconds`` is what
+    is left of the run by the clock, by what it is spent on. ``settled`` is what the recipe left open and was resolved
+    before the model was built.
     """
 
     device: str
@@ -87,6 +90,7 @@ class Plan:
     lr: float
     warmup: int | float
     evaluate_every: Interval
+    evaluate_batches: int
     save_every: Interval | None
     keep_every: int | None
     log_every: Interval
@@ -96,6 +100,7 @@ class Plan:
     initial_loss: float | None = None
     memory_bytes: Mapping[str, int] | None = None
     step_s: float | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
     spent: Spent = Spent()
     settled: Mapping[str, object] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
@@ -126,6 +131,7 @@ def make_plan(recipe: Recipe, facts: RunFacts, *, ranks: int = 1, kept: Kept = K
         lr=lr,
         warmup=warmup,
         evaluate_every=interval(recipe.evaluation.every, whole, pace, "evaluation.every"),
+        evaluate_batches=recipe.evaluation.batches or kept.evaluate_batches or 0,
         save_every=None if save is None else interval(save, whole, pace, "checkpoint.every"),
         keep_every=kept.keep_every or _keep_every(recipe, whole, pace),
         log_every=interval(recipe.log.every, whole, pace, "log.every"),

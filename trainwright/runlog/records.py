@@ -84,13 +84,17 @@ class Step(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated(Record):
-    """The validation loss and metrics after ``step`` steps."""
+    """The validation loss and metrics after ``step`` steps.
+
+    ``batches`` is their number where they are a fixed part of the validation set, 0 for the whole set.
+    """
 
     step: int
     loss: float
     weight: float
     metrics: dict[str, float]
     seconds: float
+    batches: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

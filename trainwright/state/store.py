@@ -20,11 +20,15 @@ BEST = "best.json"
 
 @dataclass(frozen=True)
 class Best:
-    """The checkpoint with the best ``value`` of a validation metric so far."""
+    """The checkpoint with the best ``value`` of a validation metric so far.
+
+    ``batches`` of the validation set gave it, 0: all of them, None: not known, as an earlier version wrote it.
+    """
 
     step: int
     metric: str
     value: float
+    batches: int | None = 0
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,8 @@ def _as_best(read: object) -> Best | None:
             return None
         step, metric, value = read["step"], read["metric"], read["value"]
         if type(step) is int and type(metric) is str and type(value) in (int, float) and math.isfinite(value):
-            return Best(step, metric, float(value))
+            batches = read.get("batches")
+            return Best(step, metric, float(value), batches if type(batches) is int else None)
     return None
 
 

@@ -21,11 +21,12 @@ from trainwright.build.assemble import (
     build_state,
     gather_facts,
     training_batches,
+    validation_batches,
 )
 from trainwright.build.assemble import prepare as prepare_parts
 from trainwright.build.resolve import find, sink_factories
 from trainwright.engine.clip import make_clip
-from trainwright.engine.dry_run import Mode, dry_run
+from trainwright.engine.dry_run import Mode, dry_run, time_evaluation
 from trainwright.engine.precision import Precision
 from trainwright.engine.spikes import NO_SPIKES, SpikeGuard, SpikeHandler
 from trainwright.engine.step import ScheduleFn, StepFn, make_step
@@ -38,9 +39,11 @@ from trainwright.plan.devices import Device
 from trainwright.plan.machine import Machine, read_machine
 from trainwright.plan.make import Kept, Note, Plan, RunFacts, candidates, make_plan, with_dry_run
 from trainwright.plan.memory import memory_bytes
+from trainwright.plan.run_time import EvaluationCost, affordable_batches, evaluation_note, evaluations, foretold
 from trainwright.recipe import Duration, Loaded, Recipe
 from trainwright.recipe.catalog import SPIKE_POLICIES
 from trainwright.state.cursor import StepBatch
+from trainwright.state.ema import Ema
 from trainwright.state.rng import seed_all, set_deterministic
 from trainwright.state.spikes import SpikeDetector
 from trainwright.state.train_state import TrainState
@@ -108,8 +111,9 @@ def prepare(loaded: Loaded, parts: Parts | None = None, *, earlier: Earlier | No
     threads = (earlier.threads,) if earlier else usable_threads(device)
     name, low = device_name(device, machine), low_precision(device, machine)
     facts = gather_facts(parts, device, name, low, threads, frozenset(recipe.data.quarantine))
+    kept = earlier.what_was_planned(recipe) if earlier else Kept()
     with at_recipe(loaded, ""):
-        plan = make_plan(recipe, facts, kept=earlier.what_was_planned(recipe) if earlier else Kept())
+        plan = make_plan(recipe, facts, kept=kept)
     plan = replace(plan, settled=resolved.to_json(), notes=(*resolved.notes, *plan.notes))
     state, schedule = build_state(parts, loaded, plan), build_schedule(loaded, plan)
     state.spikes = SpikeDetector(recipe.spikes.factor)
@@ -121,8 +125,8 @@ def prepare(loaded: Loaded, parts: Parts | None = None, *, earlier: Earlier | No
     precision: str = recipe.precision
     accepted: list[str] = []
     if earlier:
-        precision = kept = earlier.precision(recipe.precision, facts)
-        state.scaler = Precision(kept, device.type).scaler(device)
+        precision = chosen = earlier.precision(recipe.precision, facts)
+        state.scaler = Precision(chosen, device.type).scaler(device)
         accepted = earlier.load(state, recipe, precision, provenance)
     _require_something_left(recipe, plan, state)
     if earlier:
@@ -133,7 +137,7 @@ def prepare(loaded: Loaded, parts: Parts | None = None, *, earlier: Earlier | No
     if first is None:
         raise DataError("the training data gave no batch", remedy="check that it is not empty or used up")
     job = Job(loaded, parts, plan, state, device, machine, chain([first], batches), schedule, provenance, accepted)
-    job.plan = _after_dry_run(job, facts, first, precision)
+    job.plan = _with_times(_after_dry_run(job, facts, first, precision), job, kept)
     if not earlier:
         state.scaler = job.precision.scaler(device)
     return job
@@ -202,6 +206,22 @@ def _after_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str) -> P
             offloaded=job.recipe.optimizer.offload is True and job.device.type != "cpu",
         ),
     )
+
+
+def _with_times(plan: Plan, job: Job, kept: Kept) -> Plan:
+    """The plan with how long the run takes, and how much of the validation set is evaluated in its course."""
+    used = until_of(plan)(job.state)
+    batches = validation_batches(job.parts, job.recipe, build_loading(job.parts, job.recipe, plan, job.device))
+    if batches is None or (batches.count is None and evaluations(plan) <= 1):  # a stream may be readable only once
+        return replace(plan, seconds=foretold(plan, None, used=used))
+    mode = Mode(Precision(plan.precision, job.device.type), plan.threads)
+    batch_s = time_evaluation(job.state, batches, job.parts.loss, mode) or 0.0
+    cost = EvaluationCost(batch_s * (2 if isinstance(job.state.ema, Ema) else 1), batches.count)
+    if job.recipe.evaluation.batches is None and kept.evaluate_batches is None:
+        plan = replace(plan, evaluate_batches=affordable_batches(plan, cost))
+        if plan.evaluate_batches:
+            plan = replace(plan, notes=(*plan.notes, evaluation_note(plan, cost)))
+    return replace(plan, seconds=foretold(plan, cost, used=used))
 
 
 def spike_handler(loaded: Loaded) -> SpikeHandler:

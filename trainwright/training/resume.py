@@ -27,6 +27,9 @@ from trainwright.state.manifest import raising_checkpoint_error, step_of
 from trainwright.state.store import checkpoints, newest_valid, set_aside_newer
 from trainwright.state.train_state import TrainState
 
+_OF_VALIDATION = (("data", "val"), ("evaluation", "batches"), ("evaluation", "batch"))
+"""Keys of a recipe that decide what an evaluation takes."""
+
 
 @dataclass(frozen=True)
 class Earlier:
@@ -78,6 +81,7 @@ class Earlier:
             self._warmup(recipe) if now["schedule"]["warmup"] == before["schedule"]["warmup"] else None,
             then["keep_every"] if now["checkpoint"]["keep_every"] == before["checkpoint"]["keep_every"] else None,
             Spent(**then.get("spent", {})) if batch.size == then["batch"]["size"] else _spent(self.checkpoint),
+            then.get("evaluate_batches", 0) if _validates_alike(before, now) else None,
         )
 
     def _warmup(self, recipe: Recipe) -> int | float | None:
@@ -119,6 +123,10 @@ class Earlier:
         if self.checkpoint is None:
             return compare(then, requested, step=0, misfits=[])
         return compare(then, requested, step=step_of(self.checkpoint) or 0, misfits=misfits(state, self.checkpoint))
+
+
+def _validates_alike(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    return all(before[part].get(key) == now[part].get(key) for part, key in _OF_VALIDATION)
 
 
 def _spent(checkpoint: Path | None) -> Spent:

@@ -22,7 +22,7 @@ from trainwright.engine.loop import Observer, Outcome, StopRequest, run
 from trainwright.engine.witness import SILENT
 from trainwright.errors import StoppedError, StorageError, UsageError
 from trainwright.observe.cadence import Every
-from trainwright.observe.evaluation import PeriodicEvaluation
+from trainwright.observe.evaluation import PeriodicEvaluation, ValidationSet
 from trainwright.observe.heartbeat import Heartbeat
 from trainwright.observe.logbook import Logbook
 from trainwright.observe.progress import Progress
@@ -129,7 +129,7 @@ def train(
         (lay_down_again if earlier else lay_down)(folder, job)
         if earlier:
             lines.append(earlier.describe(job.state.step))
-        for line in [*lines, *preflight(job.plan)]:
+        for line in [*lines, *preflight(job.plan, time.time())]:
             progress.say(line)
         return _run(job, Stage(folder, lock, progress, signals, world, earlier), extras)
 
@@ -261,6 +261,7 @@ def _saving(job: Job, stage: Stage, logbook: Logbook) -> Saving:
         Retention(ask.keep, plan.keep_every),
         ask.best,
         ask.best_mode == "max",
+        plan.evaluate_batches,
         ask.asynchronous,
     )
     return Saving(
@@ -276,11 +277,13 @@ def _saving(job: Job, stage: Stage, logbook: Logbook) -> Saving:
 
 def _evaluation(job: Job, stage: Stage, logbook: Logbook, saving: Saving) -> PeriodicEvaluation | None:
     loading = build_loading(job.parts, job.recipe, job.plan, job.device)
-    validation = validation_batches(job.parts, job.recipe, loading)
-    if validation is None:
+    whole = validation_batches(job.parts, job.recipe, loading)
+    if whole is None:
         return None
+    count = job.plan.evaluate_batches
+    part = whole.part(count) if count and not job.recipe.evaluation.batches else whole
     return PeriodicEvaluation(
-        validation,
+        ValidationSet(part, whole, count),
         job.parts.loss,
         _every(job.plan.evaluate_every, job.state),
         precision=job.precision,

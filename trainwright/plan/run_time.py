@@ -1,0 +1,87 @@
+"""How long a run takes by the clock, from what the dry run timed; and how much of it evaluations may take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trainwright.plan.explain import human_seconds
+from trainwright.plan.make import Note, Plan
+
+EVALUATION_SHARE = 0.1
+"""Of the time of training: what the evaluations in the course of a run may take together."""
+FREE_S = 1.0
+"""All of them together; nobody waits for less."""
+
+
+@dataclass(frozen=True)
+class EvaluationCost:
+    """Seconds for each batch; how many ``batches`` the last evaluation of a run takes, None: a stream, not known."""
+
+    batch_s: float
+    batches: int | None
+
+
+def affordable_batches(plan: Plan, cost: EvaluationCost) -> int:
+    """The number of batches of which the evaluations in the course of the run fit into their share; 0: the whole set.
+
+    It is a half of the set, a quarter, an eighth, ...: two starts of one recipe time differently and choose alike.
+    """
+    training_s, count = training_time_s(plan), evaluations(plan)
+    if training_s is None or count <= 1:
+        return 0
+    allowed = max(1.0, max(EVALUATION_SHARE * training_s, FREE_S) / count / max(cost.batch_s, 1e-9))
+    if cost.batches is None:
+        return 1 << math.floor(math.log2(allowed))
+    if cost.batches <= allowed:
+        return 0
+    return math.ceil(cost.batches / (1 << math.ceil(math.log2(cost.batches / math.floor(allowed)))))
+
+
+def evaluation_note(plan: Plan, cost: EvaluationCost) -> Note:
+    """Why only a part of the validation set is evaluated in the course of the run."""
+    of = f" of {cost.batches}" if cost.batches else ""
+    spent = f"the whole set would take {human_seconds(cost.batch_s * cost.batches)}" if cost.batches else "a stream"
+    why = f"always the same ones, {spent} each time; the whole set at the end"
+    return Note("evaluation", f"{plan.evaluate_batches}{of} batches", why)
+
+
+def evaluations(plan: Plan) -> float:
+    """How often the whole run is evaluated; 0 where its length in seconds is not known."""
+    training_s, every = training_time_s(plan), plan.evaluate_every
+    if every.fraction is not None:
+        return 1 / every.fraction
+    if every.steps is not None and plan.extent.steps is not None:
+        return plan.extent.steps / every.steps
+    every_s = every.seconds if every.steps is None else every.steps * (plan.step_s or 0.0)
+    return training_s / every_s if training_s and every_s else 0.0
+
+
+def training_time_s(plan: Plan) -> float | None:
+    """Seconds of training of the whole run; None where no step was timed."""
+    if plan.extent.seconds is not None:
+        return plan.extent.seconds
+    return None if plan.step_s is None else plan.step_s * (plan.extent.steps or 0)
+
+
+def foretold(plan: Plan, cost: EvaluationCost | None, *, used: float) -> Mapping[str, float]:
+    """Seconds by the clock that are left of a run, by what they are spent on; ``used`` is the share that is done.
+
+    Empty where no step was timed.
+    """
+    training_s = training_time_s(plan)
+    if training_s is None:
+        return {}
+    seconds = {"training": training_s * (1 - used)}
+    if cost is not None:
+        seconds["evaluation"] = cost.batch_s * _batches_left(plan, cost, used)
+    return seconds
+
+
+def _batches_left(plan: Plan, cost: EvaluationCost, used: float) -> int:
+    """At the end the part that was evaluated in the course of the run, and what is evaluated once."""
+    whole = cost.batches or plan.evaluate_batches
+    each, count = plan.evaluate_batches or whole, evaluations(plan)
+    before_the_end = math.ceil(count - 1e-9) - 1 - math.floor(count * used + 1e-9)
+    return (max(0, before_the_end) + 1) * each + (whole if each != whole else 0)
