@@ -10,7 +10,7 @@ import pytest
 
 from trainwright.report.diagnosis import diagnosis_of
 from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.records import Ended, Examined, Watched
+from trainwright.runlog.records import Ended, Examined, Started, Watched
 from trainwright.runlog.writer import LogWriter
 
 
@@ -62,6 +62,30 @@ def test_what_cannot_be_read_is_counted(tmp_path: Path) -> None:
     said = "\n".join(report.lines())
     assert "2 lines of its log could not be read" in said and "1 records of its log are of kinds" in said
     assert report.to_json() | {"unreadable": 2, "unknown": 1} == report.to_json()
+
+
+def test_a_newer_format_is_told(tmp_path: Path) -> None:
+    folder = run_with(tmp_path, None)
+    log = LogWriter(folder.log)
+    for version in (1, 2):
+        log.write(Started(time_s=time.time(), step=3, version="0.9", pid=1, format_version=version))
+        said = diagnosis_of(folder).lines()[1]
+        assert ("its folder has format 2" in said and "the version that wrote it" in said) == (version == 2)
+    log.close()
+
+
+def test_a_run_without_the_doctor_is_not_taken_for_a_loop_that_nobody_saw(tmp_path: Path) -> None:
+    end = Ended(time_s=0.0, ending="finished", reason="", step=6, loss=None, val_loss=None, skipped=0, seconds=1.0)
+    for recipe, said in (("model: mlp\n", "set log.doctor: true"), (None, "loop.unseen")):
+        folder = RunFolder.create(tmp_path, "run")
+        log = LogWriter(folder.log)
+        log.write(end)
+        log.close()
+        if recipe:
+            folder.recipe.write_text(recipe)
+        lines = diagnosis_of(folder).lines()
+        assert "step 6, finished" in lines[0] and said in "\n".join(lines)
+        assert ("loop.unseen" in "\n".join(lines)) == (recipe is None)
 
 
 def test_a_finding_without_a_step_is_printed(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,11 +20,12 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from tests import forked
+from tests.rows import each_row
 from trainwright.errors import CheckpointError, StorageError
 from trainwright.state.checkpoint import load_checkpoint, save_checkpoint
 from trainwright.state.cursor import Cursor
 from trainwright.state.ledger import SkippedStep
-from trainwright.state.manifest import verify
+from trainwright.state.manifest import verify, write_manifest
 from trainwright.state.scaler import LossScaler
 from trainwright.state.store import Retention, checkpoints, newest_valid, prune
 from trainwright.state.train_state import TrainState
@@ -143,12 +145,47 @@ def test_a_torn_or_missing_file_is_found(tmp_path: Path) -> None:
     assert newest_valid(tmp_path / "none") == (None, [])
 
 
-def test_a_manifest_of_another_format_is_told_apart(tmp_path: Path) -> None:
-    path, _ = save_checkpoint(state_at(1), tmp_path)
+def test_a_newer_format_is_told_from_damage_and_no_older_checkpoint_replaces_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(state_at(1), tmp_path)
+    path, _ = save_checkpoint(state_at(2), tmp_path)
+    monkeypatch.setattr("trainwright.state.manifest.FORMAT", 99)
+    write_manifest(path, 2)
+    monkeypatch.undo()
+    for read in (lambda: verify(path), lambda: newest_valid(tmp_path)):
+        with pytest.raises(CheckpointError, match="format 99") as caught:
+            read()
+        assert "the version of Trainwright that wrote it" in caught.value.remedy
     manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
-    with pytest.raises(CheckpointError, match="format 99"):
-        verify(path)
+    (path / "manifest.json").write_text(json.dumps({**manifest, "format": 98}))
+    assert newest_valid(tmp_path)[0] == tmp_path / "step-00000001", "a flipped bit is damage"
+
+
+@pytest.fixture
+def folder_of_nobody() -> Iterator[Path]:
+    """A new folder of a user who is not root, as whom the test runs: root may read everything."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = not os.geteuid()
+        if root:
+            os.chown(folder, 65534, -1)
+            os.seteuid(65534)
+        try:
+            yield Path(folder) / "checkpoints"
+        finally:
+            if root:
+                os.seteuid(0)
+
+
+@each_row("name", [".", "step-00000002", "step-00000002/manifest.json", "step-00000002/state.json"])
+def test_what_may_not_be_read_is_not_taken_for_missing(folder_of_nobody: Path, name: str) -> None:
+    save_checkpoint(state_at(1), folder_of_nobody)
+    save_checkpoint(state_at(2), folder_of_nobody)
+    (folder_of_nobody / name).chmod(0)
+    with pytest.raises(CheckpointError, match="Permission denied") as caught:
+        newest_valid(folder_of_nobody)
+    (folder_of_nobody / name).chmod(0o700)
+    assert "chmod -R u+rwX" in caught.value.remedy
 
 
 def test_a_checkpoint_of_another_model_or_optimizer_says_so(tmp_path: Path) -> None:

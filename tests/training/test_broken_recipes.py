@@ -109,6 +109,12 @@ BROKEN: dict[str, tuple[list[tuple[str, str]], int, list[str]]] = {
         2,
         ["recipe.yaml:3", "nn.Module", "dict"],
     ),
+    "builtin without a signature": (
+        [("use: mlp\n  args: {sizes: [20, 16, 3]}", "use: time:sleep")],
+        2,
+        ["recipe.yaml:3", "sleep() takes exactly one argument (0 given) (got"],
+    ),
+    "loss without a signature": ([("until:", "loss: time:sleep\nuntil:")], 1, ["sleep() takes exactly one", "remedy"]),
     "wrong model argument": ([("sizes:", "size:")], 2, ["recipe.yaml:4", "size", "sizes"]),
     "bad model argument value": ([("[20, 16, 3]", "[20]")], 2, ["recipe.yaml:4", "sizes", "remedy"]),
     "dataset that cannot be built": ([("mine:samples", "mine:fails")], 2, ["recipe.yaml:6", "no such bucket"]),

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import trainwright as tw
+from tests.rows import each_row
 from trainwright.build.assemble import build_model
 from trainwright.cli import app
 from trainwright.errors import CheckpointError, RecipeError, StorageError, UsageError
@@ -237,6 +239,14 @@ def test_a_best_that_is_gone_or_never_was() -> None:
             export(result.run, format="safetensors", which="best")
         assert "5, 10" in caught.value.remedy
         write_best(result.run / "checkpoints", Best(3, "loss", 1.0))
+
+
+@each_row("which", ["last", "best", "5"])
+def test_a_run_without_a_checkpoint_is_trained_first(tmp_path: Path, which: str) -> None:
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe(MLP)))
+    with pytest.raises(CheckpointError, match=r"has no checkpoint\n") as caught:
+        export(tmp_path, format="safetensors", which=which)
+    assert f"train {tmp_path / 'recipe.yaml'}" in caught.value.remedy
 
 
 def test_damaged_checkpoints_are_stepped_over_by_name() -> None:

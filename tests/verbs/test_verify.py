@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import operator
 import pickle
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from tests.rows import each_row
 from trainwright.cli import app
+from trainwright.errors import CheckpointError
+from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.lock import RunLock
 from trainwright.state.examine import differences
 from trainwright.state.manifest import write_manifest
+from trainwright.training.resume import Earlier, find_earlier
 
 PARTS = """\
 import os, random
@@ -237,6 +244,57 @@ def another_step(folder: Path) -> None:
     (folder / "state.json").write_text(json.dumps(values))
 
 
+def forged(where: str, value: Any = None) -> Callable[[Path], None]:
+    """Another ``value`` at a place of state.json, or None for nothing there, and a manifest that fits it."""
+
+    def change(folder: Path) -> None:
+        values = json.loads((folder / "state.json").read_text())
+        *path, last = (int(key) if key.isdigit() else key for key in where.split("."))
+        at = reduce(operator.getitem, path, values)
+        if value is None:
+            del at[last]
+        else:
+            at[last] = value
+        (folder / "state.json").write_text(json.dumps(values))
+
+    return rewritten(change)
+
+
+def wrong_random_state(folder: Path) -> None:
+    tensors = load_file(folder / "rest.safetensors")
+    tensors["rng.torch_cpu"] = tensors["rng.torch_cpu"][:7].clone()
+    save_file(tensors, folder / "rest.safetensors")
+
+
+FORGED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a text for a number": (forged("rest.counters.num_samples", "64"), "rest.counters.num_samples is '64', not a"),
+    "a huge number": (forged("rest.counters.num_tokens", 10**400), "rest.counters.num_tokens is 1000000"),
+    "no number": (forged("rest.counters.elapsed_s", float("nan")), "rest.counters.elapsed_s is nan, not a finite"),
+    "a list for a mapping": (forged("rest.data", [0, 32]), "rest.data is [0, 32], not a mapping"),
+    "a text for a list": (forged("rest.quarantine", "none"), "rest.quarantine is 'none', not a list"),
+    "a name for a group": (forged("rest.optimizer.param_groups.0", "weights"), "param_groups.0 is 'weights', not a"),
+    "no counters": (forged("rest.counters"), "rest has no 'counters'"),
+    "no position": (forged("rest.data.position"), "rest.data has no 'position'"),
+    "another name": (forged("rest.ledger", {"skipped": []}), "rest.ledger has no 'entries'"),
+    "no dtype": (forged("model.extra", {"__dtype__": "load"}), "torch.load is no dtype"),
+    "gaps in memory": (
+        forged("model.extra", {"__tensor__": "layers.head.weight", "stride": [10**12, 1]}),
+        "leave gaps",
+    ),
+    "no sparse tensor": (forged("model.extra", {"__sparse__": {"indices": [], "values": 1, "size": "x"}}), "sparse"),
+    "deeper than can be read": (
+        rewritten(lambda it: (it / "state.json").write_text("[" * 10**5)),
+        "state.json cannot be decoded",
+    ),
+    "a part of a random state": (rewritten(wrong_random_state), "RuntimeError"),
+}
+METADATA = {
+    "no recipe": (forged("papers.recipe"), "KeyError: 'recipe'"),
+    "no plan": (forged("papers.plan", "as before"), "papers.plan is 'as before', not a mapping"),
+    "threads": (forged("papers.plan.threads", "2"), "papers.plan.threads is '2', not a"),
+    "precision": (forged("papers.plan.precision", "fp64"), "papers.plan.precision is 'fp64', not fp32 or "),
+    "model": (forged("papers.recipe.model.use", ["mlp"]), "papers.recipe.model.use is ['mlp'], not a text"),
+}
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped bit": (lambda it: flip(it / "rest.safetensors"), "rest.safetensors is damaged"),
     "cut": (lambda it: (it / "model.safetensors").write_bytes(b"x"), "model.safetensors is damaged"),
@@ -253,16 +311,18 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no part": (rewritten(lambda it: (it / "state.json").write_text("{}")), "state.json has no 'model'"),
     "no optimizer": (
         rewritten(lambda it: (it / "state.json").write_text('{"model": {}, "rest": {}}')),
-        "state.json is not the state of a run: it lacks 'optimizer'",
+        "state.json: rest has no 'optimizer'",
     ),
     "another step": (rewritten(another_step), "state.json holds step 80, and the manifest says 8"),
     "lost tensor": (rewritten(without_reference), "which is not in model.safetensors"),
+    **FORGED,
 }
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-def test_damage_is_named(run: Path, name: str) -> None:
+@each_row("name", DAMAGES)
+def test_damage_is_named(trained: Path, tmp_path: Path, name: str) -> None:
     damage, what = DAMAGES[name]
+    run = Path(shutil.copytree(trained, tmp_path / name / "tiny"))
     newest = run / "checkpoints/step-00000008"
     damage(newest)
     code, message = invoke("verify", "checkpoint", str(run))
@@ -270,6 +330,43 @@ def test_damage_is_named(run: Path, name: str) -> None:
     first, second = message.splitlines()
     assert first.startswith("broken ") and str(newest) in first and what in first, message
     assert second.startswith("ok ") and "step-00000004" in second
+
+
+def earlier_of(run: Path) -> tuple[Earlier, list[str]]:
+    """What ``resume`` begins with, and what it says."""
+    spoken: list[str] = []
+    lock = RunLock.acquire(run)
+    try:
+        return find_earlier(RunFolder.open(run), lock, (), spoken.append), spoken
+    finally:
+        lock.release(clean=True)
+
+
+@each_row("name", [*DAMAGES, *METADATA])
+def test_a_resume_steps_over_what_is_damaged_or_no_run_has_written(trained: Path, tmp_path: Path, name: str) -> None:
+    damage, what = {**DAMAGES, **METADATA}[name]
+    run = Path(shutil.copytree(trained, tmp_path / name / "tiny"))
+    damage(run / "checkpoints/step-00000008")
+    if name.startswith("planted"):
+        assert earlier_of(run)[1] == [], "the files beside are not read"
+        return
+    earlier, spoken = earlier_of(run)
+    assert earlier.checkpoint == run / "checkpoints/step-00000004"
+    assert [what in line and line.startswith("stepped over: ") for line in spoken] == [True], spoken
+    shutil.rmtree(run / "checkpoints/step-00000004")
+    with pytest.raises(CheckpointError, match="has no checkpoint that verifies") as caught:
+        earlier_of(run)
+    assert "start it anew" in caught.value.remedy
+
+
+def test_a_plan_that_no_run_has_written_cannot_be_begun_again(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+    assert earlier_of(run)[0].checkpoint is None
+    for text in ("[]", "{", '{"threads": 2}'):
+        (run / "plan.json").write_text(text)
+        with pytest.raises(CheckpointError, match="plan") as caught:
+            earlier_of(run)
+        assert "start it anew" in caught.value.remedy
 
 
 def test_a_planted_file_is_named_beside_other_damage(run: Path) -> None:

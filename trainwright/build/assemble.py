@@ -18,7 +18,7 @@ from trainwright.build.first_samples import first_samples
 from trainwright.build.model import count_parameters, freeze, require_ready
 from trainwright.build.optim.choose import make_optimizer
 from trainwright.build.optim.groups import GroupRule
-from trainwright.build.resolve import find, make
+from trainwright.build.resolve import find, make, parameters_of
 from trainwright.build.schedule import make_schedule
 from trainwright.errors import DataError, Problem, RecipeError, TrainwrightError, UsageError
 from trainwright.models.lora import add_lora
@@ -89,19 +89,13 @@ def build_loss(loaded: Loaded) -> Callable[..., Any]:
     loss = find(ask.use, LOSSES, "loss", loaded.source)
     if ask.args or inspect.isclass(loss):
         loss = make(ask.use, ask.args, LOSSES, "loss", loaded.source)
-    if ask.chunked == "auto" or not (ask.chunked or _has_chunks(loss)):
+    has_chunks = "chunked" in parameters_of(loss)
+    if ask.chunked == "auto" or not (ask.chunked or has_chunks):
         return loss
-    if _has_chunks(loss):
+    if has_chunks:
         return partial(loss, chunked=ask.chunked)
     remedy, where = "leave it out, or use language_model or hf_causal_lm", loaded.source.where("loss.chunked")
     raise RecipeError(Problem("loss.chunked", f"{ask.use} has no chunks", got="true", remedy=remedy, where=where))
-
-
-def _has_chunks(loss: Callable[..., Any]) -> bool:
-    try:
-        return "chunked" in inspect.signature(loss).parameters
-    except ValueError:  # a builtin without a signature
-        return False
 
 
 def build_model(loaded: Loaded, train: Unwrapped | None = None) -> tuple[nn.Module, tuple[Note, ...]]:
@@ -262,7 +256,7 @@ def _require_in_set(train: Unwrapped, loaded: Loaded) -> None:
 def _with_classes(loaded: Loaded, train: Unwrapped | None) -> tuple[dict[str, object], tuple[Note, ...]]:
     """Returns the arguments of the model, with ``vocab_size`` or ``classes`` of the dataset where they are missing."""
     ask, args = loaded.recipe.model, dict(loaded.recipe.model.args)
-    accepted = inspect.signature(find(ask.use, MODELS, "model", loaded.source)).parameters
+    accepted = parameters_of(find(ask.use, MODELS, "model", loaded.source))
     name = next((n for n in ("vocab_size", "classes") if n in accepted), None)
     if ask.use == "hf":
         name = "vocab_size"

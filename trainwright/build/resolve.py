@@ -80,6 +80,14 @@ def find(use: str, names: Mapping[str, Row], path: str, source: RecipePlaces) ->
     return found  # type: ignore[no-any-return]
 
 
+def parameters_of(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Returns the parameters of a callable by name; none for a builtin that has no signature."""
+    try:
+        return inspect.signature(factory).parameters
+    except ValueError:
+        return {}
+
+
 def make(use: str, args: Mapping[str, object], names: Mapping[str, Row], path: str, source: RecipePlaces) -> Any:
     """Returns the result of the callable with ``args``. Raises RecipeError for any error in it."""
     factory = find(use, names, path, source)
@@ -106,8 +114,8 @@ def make(use: str, args: Mapping[str, object], names: Mapping[str, Row], path: s
 
 
 def _described(error: Exception) -> str:
-    """Returns the error as text, with the line that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
+    """Returns the error as text, with the line that raised it unless that is the call in this file."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
     at = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return f"{text_of(error)}{at}"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -21,7 +20,7 @@ from trainwright.build.first_samples import first_samples
 from trainwright.build.model import freeze, require_ready
 from trainwright.build.optim.choose import make_optimizer
 from trainwright.build.optim.groups import GroupRule
-from trainwright.build.resolve import find
+from trainwright.build.resolve import find, parameters_of
 from trainwright.engine.chunked import WORTH_BYTES, is_worth_chunking
 from trainwright.engine.head import head_of, hf_head_of
 from trainwright.engine.loss import Loss
@@ -64,7 +63,7 @@ class Blueprint:
     def classes(self) -> int | None:
         """Rows of the output head where the loss can be computed in chunks, else None."""
         target = getattr(self.loss, "func", self.loss)
-        if "chunked" not in inspect.signature(target).parameters:
+        if "chunked" not in parameters_of(target):
             return None
         with fake_tensors():
             model = self.model(torch.device("cpu"))

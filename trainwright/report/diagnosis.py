@@ -13,7 +13,7 @@ from trainwright.report.findings import LookedAt, exit_code, lines_of
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.json_values import JsonValue, strict
 from trainwright.runlog.reader import LogContents, read_newest
-from trainwright.runlog.records import Ended, Examined, Found, Watched
+from trainwright.runlog.records import FORMAT_VERSION, Ended, Examined, Found, Started, Watched
 from trainwright.version import __version__
 
 
@@ -22,7 +22,8 @@ class Report:
     """Findings of one run, the first cause first. ``experiments`` are those that would tell more.
 
     ``can_be_trained_again``: from its recipe alone, so that any of its steps can be replayed. ``unreadable`` counts the
-    lines of the log that hold no record, ``unknown`` the records of a kind that this version does not know.
+    lines of the log that hold no record, ``unknown`` the records of a kind that this version does not know;
+    ``format_version`` is that of the run folder.
     """
 
     run: Path
@@ -34,6 +35,7 @@ class Report:
     can_be_trained_again: bool
     unreadable: int = 0
     unknown: int = 0
+    format_version: int = FORMAT_VERSION
 
     @property
     def exit_code(self) -> int:
@@ -54,6 +56,11 @@ class Report:
 
     def _not_read(self) -> Iterator[str]:
         """What is in the log and not in this diagnosis."""
+        if self.format_version > FORMAT_VERSION:
+            yield (
+                f"its folder has format {self.format_version}, version {__version__} reads format {FORMAT_VERSION}, so "
+                "this may be wrong: diagnose it with the version that wrote it"
+            )
         if self.unreadable:
             yield f"{self.unreadable:,} lines of its log could not be read: what they say is missing here"
         if self.unknown:
@@ -72,6 +79,7 @@ class Report:
             "looked_at": list(self.looked_at.closely),
             "unreadable": self.unreadable,
             "unknown": self.unknown,
+            "format": self.format_version,
             "findings": [strict(found) for found in self.findings],
             "experiments": list(self.experiments),
         }
@@ -83,10 +91,11 @@ def diagnosis_of(folder: RunFolder) -> Report:
     log = read_newest(folder.log, kinds) if folder.log.is_file() else LogContents((), 0, torn=False)
     records = log.records
     ends = [record for record in records if isinstance(record, Ended)]
-    diagnosis = diagnose(Case(records, finished=bool(ends)))
+    doctor_was_off = folder.recipe.is_file() and not any(isinstance(record, Watched) for record in records)
+    diagnosis = diagnose(Case(records, finished=bool(ends) and not doctor_was_off))
     earlier = {record.code: record for record in records if isinstance(record, Found)}
     findings = [_with_trials_of(earlier.get(each.found.code), each.found) for each in diagnosis.findings]
-    steps = [record.step for record in records if isinstance(record, Watched | Examined)]
+    steps = [record.step for record in records if isinstance(record, Watched | Examined | Ended)]
     return Report(
         folder.path,
         tuple(findings),
@@ -97,6 +106,7 @@ def diagnosis_of(folder: RunFolder) -> Report:
         _can_be_trained_again(folder),
         log.broken_lines,
         log.unknown,
+        max((record.format_version for record in records if isinstance(record, Started)), default=FORMAT_VERSION),
     )
 
 

@@ -19,13 +19,21 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainwright.errors import CheckpointError, StorageError
-from trainwright.state.codec import StateDict, Tree, decode, encode
+from trainwright.state.codec import StateDict, Tree, encode
+from trainwright.state.contents import read_contents
 from trainwright.state.cursor import Cursor
-from trainwright.state.manifest import fsync, name_of, raising_checkpoint_error, verify, write_manifest
+from trainwright.state.manifest import (
+    NOT_WHAT_WE_WRITE,
+    fsync,
+    name_of,
+    raising_checkpoint_error,
+    verify,
+    write_manifest,
+)
 from trainwright.state.moments import load_moments, moments
 from trainwright.state.names import plain_name
 from trainwright.state.rng import RngBag
@@ -154,19 +162,17 @@ def load_checkpoint(state: TrainState, path: Path | str, *, verified: bool = Fal
     path = Path(path)
     if not verified:
         verify(path)
-    with raising_checkpoint_error(path):
-        loaded = json.loads((path / "state.json").read_text())
-        model = decode(load_file(path / "model.safetensors"), loaded["model"])
-        rest = decode(load_file(path / "rest.safetensors"), loaded["rest"])
+    contents = read_contents(path)
+    rest = contents.rest
     try:
-        load_plain_state_dict(state.model, model)
+        load_plain_state_dict(state.model, contents.model)
         load_moments(state.model, state.optimizer, rest["optimizer"])
         state.ema.load_state_dict(rest["ema"])
         state.scaler.load_state_dict(rest["scaler"])
         if state.loss is not None and rest["loss"]:
             state.loss.load_state_dict(rest["loss"])
         _load_transient(state.model, rest["transient"])
-    except (RuntimeError, ValueError, KeyError) as error:
+    except NOT_WHAT_WE_WRITE as error:
         raise CheckpointError(
             f"{path} does not fit the model or optimizer built from the recipe: {_brief(error)}",
             remedy="resume with the recipe of the run (recipe.yaml in its folder)",
@@ -179,7 +185,7 @@ def load_checkpoint(state: TrainState, path: Path | str, *, verified: bool = Fal
         for name in _COUNTERS:
             setattr(state, name, rest["counters"][name])
         state.micro_limit = rest.get("micro_limit")  # older checkpoints have none
-        RngBag.from_state_dict(rest["rng"]).restore()
+        contents.rng.restore()
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -80,14 +80,21 @@ def decode(tensors: Mapping[str, Tensor], value: Tree) -> Tree:
         parts = decode(tensors, value["__sparse__"])
         return torch.sparse_coo_tensor(parts["indices"], parts["values"], parts["size"], check_invariants=True)
     if "__dtype__" in value:
-        return getattr(torch, value["__dtype__"])
+        return _dtype(value["__dtype__"])
     return {key: decode(tensors, item) for key, item in value.items()}
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"torch.{name} is no dtype")
+    return found
 
 
 def _beside(tensor: Tensor) -> StateDict:
     """What a file of contiguous real numbers does not say of a tensor: fused kernels read memory as it lies."""
     details: StateDict = {"complex": True} if tensor.is_complex() else {}
-    if tensor.layout == torch.strided and not tensor.is_contiguous() and _is_dense(tensor):
+    if tensor.layout == torch.strided and not tensor.is_contiguous() and _is_dense(tensor.shape, tensor.stride()):
         details["stride"] = list(tensor.stride())
     return details
 
@@ -97,13 +104,15 @@ def _restored(tensor: Tensor, reference: Mapping[str, Tree]) -> Tensor:
         tensor = torch.view_as_complex(tensor)
     if "stride" not in reference:
         return tensor
+    if not _is_dense(tensor.shape, reference["stride"]):
+        raise ValueError(f"strides {reference['stride']} of a tensor of {tuple(tensor.shape)} leave gaps")
     return torch.empty_strided(tensor.shape, reference["stride"], dtype=tensor.dtype).copy_(tensor)
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill their memory without a gap or an overlap, in whatever order."""
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the elements of a tensor fill its memory without a gap or an overlap, in whatever order."""
     filled = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+    for stride, size in sorted(zip(strides, shape, strict=True)):
         if size > 1 and stride != filled:
             return False
         filled *= size

@@ -57,11 +57,19 @@ class Ema:
 
     @torch.no_grad()
     def load_state_dict(self, saved: StateDict) -> None:
-        """Loads the averages. A weight that was not averaged before starts with its live value: load that first."""
+        """Loads the averages. A weight that was not averaged before starts with its live value: load that first.
+
+        Raises ValueError for an average of another shape.
+        """
         self.num_updates = saved.get("num_updates", 0)
         before = saved.get("shadow", {})
         for name, shadow in self.shadow.items():
-            shadow.copy_(before.get(name, self._live[name]))
+            average = before.get(name, self._live[name])
+            if average.shape != shadow.shape:  # copy_ would repeat a smaller one
+                raise ValueError(
+                    f"the average of {name} is {tuple(average.shape)}, and the weight {tuple(shadow.shape)}"
+                )
+            shadow.copy_(average)
 
 
 class NoEma:

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from trainwright.errors import CheckpointError
-from trainwright.state.codec import StateDict, Tree, decode, same_bits
+from trainwright.state.codec import StateDict, Tree, same_bits
+from trainwright.state.contents import PARTS, Contents, read_contents
 from trainwright.state.manifest import NAME, read_manifest, step_of, verify
-
-PARTS = ("model", "rest")
 
 
 @dataclass(frozen=True)
@@ -63,18 +61,16 @@ def examine(path: Path) -> CheckpointReport:
         return CheckpointReport(path, step_of(path), problems=(error.message,))
     try:
         verify(path)
-        tensors = {part: _tensors(path / f"{part}.safetensors") for part in PARTS}
-        values = {part: _decoded(path / "state.json", part, tensors[part]) for part in PARTS}
-        trained = _trained(path / "state.json", values["rest"], manifest["step"])
+        contents = read_contents(path)
     except CheckpointError as error:
         return CheckpointReport(path, manifest["step"], problems=(error.message, *strange))
     return CheckpointReport(
         path,
         manifest["step"],
         sum(entry["bytes"] for entry in files.values()),
-        sum(map(len, tensors.values())),
+        sum(map(len, contents.tensors.values())),
         tuple(strange),
-        tuple(_not_finite(tensors, trained)),
+        tuple(_not_finite(contents)),
     )
 
 
@@ -82,41 +78,10 @@ def _unlisted(path: Path, files: Mapping[str, Tree]) -> list[Path]:
     return sorted(each for each in path.iterdir() if each.name not in files and each.name != NAME)
 
 
-def _tensors(file: Path) -> dict[str, Tensor]:
-    """All tensors of a file by name; memory-mapped, so that a page is read when it is looked at."""
-    try:
-        return dict(load_file(file))
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is no safetensors file: {error}") from None
-
-
-def _decoded(file: Path, part: str, tensors: Mapping[str, Tensor]) -> Tree:
-    try:
-        return decode(tensors, json.loads(file.read_text())[part])
-    except KeyError as error:
-        missing = (
-            f"has no {part!r}" if error.args == (part,) else f"refers to {error}, which is not in {part}.safetensors"
-        )
-        raise CheckpointError(f"{file} {missing}") from None
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be decoded: {error}") from None
-
-
-def _trained(file: Path, rest: Tree, step: int) -> frozenset[str]:
-    """The names of what the optimizer trains."""
-    try:
-        names = frozenset(name for group in rest["optimizer"]["param_groups"] for name in group["params"])
-        reached = rest["counters"]["step"]
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{file} is not the state of a run: it lacks {error}") from None
-    if reached != step:
-        raise CheckpointError(f"{file} holds step {reached}, and the manifest says {step}")
-    return names
-
-
-def _not_finite(tensors: Mapping[str, Mapping[str, Tensor]], trained: frozenset[str]) -> Iterator[str]:
+def _not_finite(contents: Contents) -> Iterator[str]:
     """NaN anywhere, infinity in what is trained, averages and moments: a mask among the buffers may hold it."""
-    for part, held in tensors.items():
+    trained = {name for group in contents.rest["optimizer"]["param_groups"] for name in group["params"]}
+    for part, held in contents.tensors.items():
         for name, tensor in held.items():
             if not tensor.is_floating_point():
                 continue

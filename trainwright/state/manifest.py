@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,22 +46,36 @@ def write_manifest(folder: Path, step: int, best: Mapping[str, Tree] | None = No
     return sum(int(entry["bytes"]) for entry in files.values())
 
 
+class NotReadableHere(CheckpointError):
+    """A checkpoint that may be whole: of another format, or not readable by this user. No older one replaces it."""
+
+
 def read_manifest(folder: Path) -> StateDict:
     """What the manifest says. Raises CheckpointError when it cannot be read, is damaged or of another format."""
     try:
         manifest: StateDict = json.loads((folder / NAME).read_text())
         if not isinstance(manifest["files"], dict) or not isinstance(manifest["step"], int):
             raise TypeError("files is no mapping, or step no number")
+    except PermissionError as error:
+        raise not_permitted(folder / NAME, error) from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{folder / NAME} cannot be read: {error}", remedy=_REMEDY) from None
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{folder / NAME}: format {manifest.get('format')} is not {FORMAT}, which this version reads",
-            remedy="use the version of Trainwright that wrote it",
-        )
     if manifest.pop("sha256", None) != _sum(manifest):
         raise CheckpointError(f"{folder / NAME} is damaged: it differs from its own sha256", remedy=_REMEDY)
+    if manifest.get("format") != FORMAT:
+        raise NotReadableHere(
+            f"{folder / NAME}: format {manifest.get('format')} is not {FORMAT}, which this version reads",
+            remedy="use the version of Trainwright that wrote it (`version` in log.jsonl)",
+        )
     return manifest
+
+
+def not_permitted(path: Path, error: PermissionError) -> NotReadableHere:
+    """The error for a file or a folder that this user may not read."""
+    return NotReadableHere(
+        f"{path} cannot be read: {error.strerror}",
+        remedy=f"let this user read it (chmod -R u+rwX {shlex.quote(str(path.parent))}), or become its owner",
+    )
 
 
 def _sum(body: Mapping[str, Tree]) -> str:
@@ -78,6 +93,8 @@ def verify(folder: Path, needed: Sequence[str] = NEEDED) -> None:
                 raise CheckpointError(f"{path} is missing", remedy=_REMEDY)
             if _entry(path) != expected:
                 raise CheckpointError(f"{path} is damaged: size or sha256 differ from the manifest", remedy=_REMEDY)
+        except PermissionError as error:
+            raise not_permitted(path, error) from None
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}", remedy=_REMEDY) from None
     if step_of(folder) not in (None, manifest["step"]):
@@ -89,14 +106,29 @@ def raising_checkpoint_error(path: Path) -> Iterator[None]:
     """Raises CheckpointError where a verified checkpoint cannot be read: its content is not what we write."""
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
-        reason = text_of(error)[:300]
-        raise CheckpointError(
-            f"{path} is no checkpoint of Trainwright, though its manifest fits it ({reason})",
-            remedy="delete it, and resume from an older one",
-        ) from None
+    except NOT_WHAT_WE_WRITE as error:
+        raise not_ours(path, text_of(error, lines=1)) from None
 
 
+def not_ours(path: Path, reason: str) -> CheckpointError:
+    """The error for a verified checkpoint whose content no run has written."""
+    return CheckpointError(
+        f"{path} is no checkpoint of Trainwright, though its manifest fits it ({reason[:300]})",
+        remedy="delete it, and resume from an older one",
+    )
+
+
+NOT_WHAT_WE_WRITE = (
+    OSError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    SafetensorError,
+)
+"""What reading and loading a content raises that is not what we write."""
 _REMEDY = "resume from an older checkpoint of the run"
 
 

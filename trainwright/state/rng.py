@@ -71,10 +71,13 @@ class RngBag:
 
     @classmethod
     def from_state_dict(cls, saved: Mapping[str, Tree]) -> RngBag:
-        """The inverse of ``state_dict``."""
+        """The inverse of ``state_dict``. Raises the error of a generator that does not take its state."""
         inner = saved["numpy"]["state"]
         key = np.array(inner["key"], dtype=np.uint32)
         numpy_state = {**saved["numpy"], "state": {**inner, "key": key}}
+        random.Random().setstate(saved["python"])
+        np.random.RandomState().set_state(numpy_state)
+        torch.Generator().set_state(saved["torch_cpu"])
         return cls(saved["python"], numpy_state, saved["torch_cpu"], tuple(saved["torch_cuda"]))
 
 

@@ -6,14 +6,22 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 
 from trainwright.errors import CheckpointError
-from trainwright.state.manifest import fsync, name_of, read_manifest, step_of, verify
+from trainwright.state.manifest import (
+    NotReadableHere,
+    fsync,
+    name_of,
+    not_permitted,
+    read_manifest,
+    step_of,
+    verify,
+)
 
 BEST = "best.json"
 
@@ -45,17 +53,33 @@ def checkpoints(folder: Path) -> list[Path]:
     return [path for _, _, path in sorted(found, reverse=True) if path.is_dir()]
 
 
-def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
-    """Returns the newest checkpoint that verifies, and the reason why each newer one does not."""
+def newest_valid(folder: Path, require: Callable[[Path], object] = verify) -> tuple[Path | None, list[str]]:
+    """Returns the newest checkpoint that ``require`` accepts, and the reason why it does not accept each newer one.
+
+    Raises CheckpointError where one may be whole and cannot be read here: what was trained since would be lost.
+    """
     broken: list[str] = []
+    _require_readable(folder)
     for path in checkpoints(folder):
         try:
-            verify(path)
+            require(path)
+        except NotReadableHere:
+            raise
         except CheckpointError as error:
             broken.append(error.message)
         else:
             return path, broken
     return None, broken
+
+
+def _require_readable(folder: Path) -> None:
+    """A folder that may not be read looks as if it were empty."""
+    try:
+        any(path.is_dir() for path in folder.iterdir())
+    except PermissionError as error:
+        raise not_permitted(folder, error) from None
+    except OSError:
+        return  # there is none
 
 
 def set_aside_newer(folder: Path, resumed: Path) -> list[Path]:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from trainwright.build.assemble import LIVE
 from trainwright.engine.precision import PrecisionName
@@ -22,13 +22,37 @@ from trainwright.runlog.deaths import CRASH_LOOP, require_no_crash_loop
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.lock import RunLock
 from trainwright.state.checkpoint import load_checkpoint, misfits, read_run_metadata
+from trainwright.state.contents import require_whole
 from trainwright.state.cursor import Cursor
-from trainwright.state.manifest import raising_checkpoint_error, step_of
+from trainwright.state.manifest import not_ours, raising_checkpoint_error, step_of
+from trainwright.state.rules import AMOUNT, ANYTHING, NATURAL, TEXT, Kind, Maybe, Rule, wrong
 from trainwright.state.store import checkpoints, newest_valid, set_aside_newer
 from trainwright.state.train_state import TrainState
 
 _OF_VALIDATION = (("data", "val"), ("evaluation", "batches"), ("evaluation", "batch"))
 """Keys of a recipe that decide what an evaluation takes."""
+METADATA: Rule = {
+    "recipe": {
+        "model": {"use": TEXT},
+        "data": {},
+        "schedule": {"warmup": ANYTHING},
+        "evaluation": {},
+        "checkpoint": {"keep_every": ANYTHING},
+    },
+    "plan": {
+        "threads": NATURAL,
+        "precision": Kind(" or ".join(get_args(PrecisionName)), lambda value: value in get_args(PrecisionName)),
+        "warmup": AMOUNT,
+        "keep_every": Maybe(NATURAL),
+        "extent": {"seconds": Maybe(AMOUNT)},
+        "batch": {"size": NATURAL},
+        "spent?": {"*": NATURAL},
+        "settled?": Maybe({}),
+        "evaluate_batches?": Maybe(NATURAL),
+    },
+    "provenance": {},
+}
+"""What is read of the metadata of the earlier part, whichever version wrote it."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +84,7 @@ class Earlier:
     def describe(self, step: int) -> str:
         """One line on where the run goes on."""
         if self.checkpoint is None:
-            return f"{self.folder.path} ended before it saved a checkpoint: it begins at step 0, as it was planned"
+            return f"{self.folder.path} has no checkpoint: it begins at step 0, as it was planned"
         return f"resumed from {self.checkpoint} at step {step}"
 
     def precision(self, requested: str, facts: RunFacts) -> PrecisionName:
@@ -122,7 +146,9 @@ class Earlier:
         requested = {"recipe": {**recipe.model_dump(mode="json"), "precision": precision}, "provenance": now}
         if self.checkpoint is None:
             return compare(then, requested, step=0, misfits=[])
-        return compare(then, requested, step=step_of(self.checkpoint) or 0, misfits=misfits(state, self.checkpoint))
+        found = misfits(state, self.checkpoint)
+        with raising_checkpoint_error(self.checkpoint):  # a recipe or a provenance that no run has written
+            return compare(then, requested, step=step_of(self.checkpoint) or 0, misfits=found)
 
 
 def _validates_alike(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
@@ -144,17 +170,23 @@ def find_earlier(folder: RunFolder, lock: RunLock, accept: Sequence[str], say: C
     A run that has saved none begins at step 0 again. Raises CheckpointError when none of its checkpoints verifies,
     UsageError when the run dies in the same step again and again.
     """
-    path, broken = newest_valid(folder.checkpoints)
+    path, broken = newest_valid(folder.checkpoints, _require_resumable)
     for message in broken:
         say(f"stepped over: {message}")
     if path is None and (broken or not _is_laid_down(folder)):
-        anew = f"start it anew: {program()} train {shlex.quote(str(folder.recipe))}"
-        raise CheckpointError("\n".join([*broken, f"{folder.path} has no checkpoint that verifies"]), remedy=anew)
+        lines = [*broken, f"{folder.path} has no checkpoint that verifies"]
+        raise CheckpointError("\n".join(lines), remedy=f"start it anew: {anew(folder)}")
     metadata = _laid_down(folder) if path is None else read_run_metadata(path)
     live = str(metadata["recipe"]["model"]["use"]).startswith(f"{LIVE}:")
     call = in_python(folder) if live else on_command_line(called(folder))
     require_no_crash_loop(folder, lock, path, accept, call)
     return Earlier(folder, lock, path, metadata, tuple(accept), say, call)
+
+
+def _require_resumable(checkpoint: Path) -> None:
+    require_whole(checkpoint)
+    for problem in wrong(read_run_metadata(checkpoint), METADATA, "state.json: papers"):
+        raise not_ours(checkpoint, problem)
 
 
 def _is_laid_down(folder: RunFolder) -> bool:
@@ -163,12 +195,17 @@ def _is_laid_down(folder: RunFolder) -> bool:
 
 def _laid_down(folder: RunFolder) -> dict[str, Any]:
     """The metadata of a run that saved no checkpoint, from the files of its folder."""
-    with raising_checkpoint_error(folder.path):
-        return {
-            "recipe": load(folder.recipe, environ={}).recipe.model_dump(mode="json"),
-            "plan": json.loads(folder.plan.read_text()),
-            "provenance": json.loads(folder.provenance.read_text()),
-        }
+    recipe = load(folder.recipe, environ={}).recipe.model_dump(mode="json")
+    try:
+        plan, provenance = (json.loads(file.read_text()) for file in (folder.plan, folder.provenance))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"plan.json or provenance.json: {error}", remedy=f"start it anew: {anew(folder)}"
+        ) from None
+    metadata = {"recipe": recipe, "plan": plan, "provenance": provenance}
+    for problem in wrong(metadata, METADATA, str(folder.path)):
+        raise CheckpointError(f"no run wrote this: {problem}", remedy=f"start it anew: {anew(folder)}")
+    return metadata
 
 
 def again(folder: RunFolder, *, live: bool = False) -> str:
@@ -177,6 +214,11 @@ def again(folder: RunFolder, *, live: bool = False) -> str:
         return f"tw.fit(..., resume={str(folder.path)!r})"
     if _is_laid_down(folder) or (folder.checkpoints.is_dir() and checkpoints(folder.checkpoints)):
         return f"{program()} resume {shlex.quote(str(folder.path))}"
+    return anew(folder)
+
+
+def anew(folder: RunFolder) -> str:
+    """Returns the command that trains the recipe of a run from its beginning, in another folder."""
     return f"{program()} train {shlex.quote(str(folder.recipe))}"
 
 

@@ -23,11 +23,13 @@ from trainwright.recipe.schema import Lora
 from trainwright.runlog.drafts import draft_of, remove_leftovers
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.storage import storage_error
+from trainwright.state.contents import require_whole
 from trainwright.state.manifest import fsync, name_of, step_of
 from trainwright.state.rng import preserved_rng
 from trainwright.state.staging import on_host
 from trainwright.state.store import checkpoints, newest_valid, read_best
 from trainwright.state.weights import load_plain_state_dict, plain_state_dict, read_weights, unwrapped
+from trainwright.training.resume import again, anew
 
 FORMATS = ("safetensors", "hf", "state_dict")
 _ADAPTER = (".lora_A.default.weight", ".lora_B.default.weight")
@@ -109,14 +111,14 @@ def _require_possible(recipe: Recipe, layout: str, adapter: bool) -> None:
 def _chosen(run: RunFolder, which: str) -> tuple[Path, tuple[str, ...]]:
     """The checkpoint that ``which`` names, and messages on newer ones that are damaged."""
     folder = run.checkpoints
-    if which == "last":
-        newest, damaged = newest_valid(folder)
-        if newest is None:
-            lines = [*damaged, f"{run.path} has no checkpoint that verifies"]
-            raise CheckpointError("\n".join(lines), remedy="train it anew: its recipe.yaml is in that folder")
-        return newest, tuple(damaged)
     by_step = {step_of(path): path for path in reversed(checkpoints(folder))}
-    remedy = f"--which last, or a step that is there: {', '.join(map(str, by_step)) or 'none'}"
+    if which == "last" or not by_step:
+        newest, damaged = newest_valid(folder, require_whole)
+        if newest is None:
+            lines = [*damaged, f"{run.path} has no checkpoint{' that verifies' if by_step else ''}"]
+            raise CheckpointError("\n".join(lines), remedy=f"train it: {anew(run) if by_step else again(run)}")
+        return newest, tuple(damaged)
+    remedy = f"--which last, or a step that is there: {', '.join(map(str, by_step))}"
     if which == "best":
         best = read_best(folder)
         if best is None:
