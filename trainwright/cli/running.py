@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +26,7 @@ from trainwright.cli.app import (
 @verb()
 def demo(
     task: Annotated[str, typer.Option(help="text: a small GPT; digits: an image classifier.")] = "text",
-    budget: Annotated[str, typer.Option(help="How long to train: 60s, 500steps, 2ep.")] = "60s",
+    budget: Annotated[str, typer.Option(help="How long: 60s by the clock in all; or 500steps, 2ep.")] = "60s",
     settings: Settings = None,
     broken: Annotated[
         str | None, typer.Option("--break", metavar="FAULT", help="Plant a fault for the doctor: lr, nan, labels, ...")
@@ -33,6 +34,7 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Train a small model offline, on data that ships with Python; or plant a fault and see the doctor name it."""
+    begin_s = time.perf_counter()
     if broken is not None:
         from trainwright.verbs.demo_faults import show
 
@@ -41,7 +43,8 @@ def demo(
     with importing_torch():
         from trainwright.verbs.demo import demo as run_demo
 
-    finish(run_demo(task, budget=budget, settings=settings or [], console=console_for(as_json)), as_json)
+    console = console_for(as_json)
+    finish(run_demo(task, budget=budget, settings=settings or [], console=console, begin_s=begin_s), as_json)
 
 
 @verb()

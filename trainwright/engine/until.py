@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from trainwright.errors import UsageError
@@ -19,6 +20,35 @@ def for_steps(count: int) -> Until:
 def for_seconds(budget_s: float) -> Until:
     """A run of ``budget_s`` seconds of training time, evaluation and saving not counted."""
     return _until(budget_s, lambda state: state.elapsed_s / budget_s)
+
+
+class ByTheClock:
+    """A run that ends, with all that comes after its last step, at ``end_s`` of ``clock``.
+
+    What comes between the steps (evaluation, looks, samples) takes from the time of training. ``after_s`` is known to
+    come after the last step; besides, as long is kept for it as the longest pause so far and the one before the first
+    step. Trains for ``LEAST_S`` at least.
+    """
+
+    LEAST_S = 1.0
+
+    def __init__(self, end_s: float, after_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._end_s, self._after_s, self._clock = end_s, after_s, clock
+        self._now_s = self._begin_s = clock()
+        self._elapsed_s: float | None = None
+        self._first_s = self._longest_s = self._begins_at_s = self._used = 0.0
+
+    def __call__(self, state: TrainState) -> float:
+        now_s = self._clock()
+        if self._elapsed_s is None:
+            self._begins_at_s, self._first_s = state.elapsed_s, now_s - self._begin_s
+        else:
+            self._longest_s = max(self._longest_s, now_s - self._now_s - (state.elapsed_s - self._elapsed_s))
+        self._now_s, self._elapsed_s = now_s, state.elapsed_s
+        left_s = self._end_s - self._after_s - self._first_s - self._longest_s - now_s
+        left_s = max(left_s, self._begins_at_s + self.LEAST_S - state.elapsed_s, 0.0)
+        self._used = max(self._used, state.elapsed_s / max(state.elapsed_s + left_s, 1e-9))  # it never goes back
+        return self._used
 
 
 def _until(amount: float, until: Until) -> Until:

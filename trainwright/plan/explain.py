@@ -10,6 +10,8 @@ from trainwright.plan.make import Plan
 
 COUNTED = "steps and waiting for data; evaluation, saving, looks and samples come on top"
 """What the seconds of ``until`` count."""
+ALL_COUNTED = "the start, training, evaluation, looks, samples and the last save"
+"""What they count where the whole run must be over."""
 
 
 def preflight(plan: Plan, now_s: float) -> list[str]:
@@ -25,7 +27,9 @@ def preflight(plan: Plan, now_s: float) -> list[str]:
         lines.append(f"memory      about {human_bytes(sum(plan.memory_bytes.values()))}: {parts}")
     if plan.step_s is not None:
         lines.append(f"time        about {human_seconds(plan.step_s)} a step{_steps_in_time(plan)}")
-    if plan.seconds:
+    if plan.ends_in_s is not None:
+        lines.append(f"end         {_end_by_the_clock(plan.ends_in_s, now_s)}")
+    elif plan.seconds:
         lines.append(f"end         {_end(plan.seconds, now_s)}")
     if plan.initial_loss is not None:
         lines.append(f"first loss  {_first_loss(plan.initial_loss, plan.expected_loss)}")
@@ -38,7 +42,8 @@ def _share(trainable: int, parameters: int) -> str:
 
 def _length(plan: Plan) -> str:
     if plan.extent.steps is None:
-        return f"{plan.extent.seconds:g} s of training: {COUNTED}"
+        counted = f"of training: {COUNTED}" if plan.ends_in_s is None else f"by the clock: {ALL_COUNTED}"
+        return f"{plan.extent.seconds:g} s {counted}"
     if plan.steps_per_epoch is None or plan.spent.step:  # earlier epochs had another number of steps
         return f"{plan.extent.steps:,} steps"
     epochs = f", {plan.extent.steps / plan.steps_per_epoch:.3g} epochs"
@@ -46,7 +51,7 @@ def _length(plan: Plan) -> str:
 
 
 def _steps_in_time(plan: Plan) -> str:
-    if plan.extent.seconds is None or not plan.step_s:
+    if plan.extent.seconds is None or plan.ends_in_s is not None or not plan.step_s:
         return ""
     return f", about {plan.extent.seconds / plan.step_s:,.0f} steps in {plan.extent.seconds:g} s"
 
@@ -56,6 +61,12 @@ def _end(seconds: Mapping[str, float], now_s: float) -> str:
     total_s = sum(seconds.values())
     parts = ", ".join(f"{what} {human_seconds(each)}" for what, each in seconds.items() if each)
     return f"about {time_of_day(now_s + total_s, now_s)}, after {human_seconds(total_s)}: {parts}"
+
+
+def _end_by_the_clock(left_s: float, now_s: float) -> str:
+    if left_s < 0:
+        return f"the start took {human_seconds(-left_s)} longer than that; a second of training all the same"
+    return f"{time_of_day(now_s + left_s, now_s)}, in {human_seconds(left_s)}"
 
 
 def time_of_day(then_s: float, now_s: float) -> str:

@@ -76,8 +76,8 @@ class Plan:
     """All derived numbers. Bytes are estimates for one rank; ``step_s`` is a step with the reading of its batch.
 
     An evaluation in the course of the run takes ``evaluate_batches`` batches, 0 for the whole set. ``seconds`` is what
-    is left of the run by the clock, by what it is spent on. ``settled`` is what the recipe left open and was resolved
-    before the model was built.
+    is left of the run by the clock, by what it is spent on; ``ends_in_s`` is when it must be over, if it must.
+    ``settled`` is what the recipe left open and was resolved before the model was built.
     """
 
     device: str
@@ -101,6 +101,7 @@ class Plan:
     memory_bytes: Mapping[str, int] | None = None
     step_s: float | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
+    ends_in_s: float | None = None
     spent: Spent = Spent()
     settled: Mapping[str, object] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()

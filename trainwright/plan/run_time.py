@@ -11,6 +11,7 @@ from trainwright.plan.make import Note, Plan
 
 EVALUATION_SHARE = 0.1
 """Of the time of training: what the evaluations in the course of a run may take together."""
+LAST_EVALUATION = "evaluation at the end"
 FREE_S = 1.0
 """All of them together; nobody waits for less."""
 
@@ -75,13 +76,9 @@ def foretold(plan: Plan, cost: EvaluationCost | None, *, used: float) -> Mapping
         return {}
     seconds = {"training": training_s * (1 - used)}
     if cost is not None:
-        seconds["evaluation"] = cost.batch_s * _batches_left(plan, cost, used)
+        whole = cost.batches or plan.evaluate_batches
+        each, count = plan.evaluate_batches or whole, evaluations(plan)
+        before_the_end = max(0, math.ceil(count - 1e-9) - 1 - math.floor(count * used + 1e-9))
+        seconds["evaluation"] = cost.batch_s * each * before_the_end
+        seconds[LAST_EVALUATION] = cost.batch_s * (each if each == whole else each + whole)
     return seconds
-
-
-def _batches_left(plan: Plan, cost: EvaluationCost, used: float) -> int:
-    """At the end the part that was evaluated in the course of the run, and what is evaluated once."""
-    whole = cost.batches or plan.evaluate_batches
-    each, count = plan.evaluate_batches or whole, evaluations(plan)
-    before_the_end = math.ceil(count - 1e-9) - 1 - math.floor(count * used + 1e-9)
-    return (max(0, before_the_end) + 1) * each + (whole if each != whole else 0)

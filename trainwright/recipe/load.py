@@ -22,10 +22,15 @@ _SUFFIXES = (".yaml", ".yml")
 
 @dataclass(frozen=True)
 class Loaded:
-    """A validated recipe, and where each of its values was written."""
+    """A validated recipe, and where each of its values was written.
+
+    ``end_s``: when a run that is counted in seconds must be over, all included, by ``time.perf_counter``; None: its
+    seconds are those of training.
+    """
 
     recipe: Recipe
     source: Source
+    end_s: float | None = None
 
 
 def load(path: str | Path, *, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Loaded:

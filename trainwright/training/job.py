@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -30,7 +31,7 @@ from trainwright.engine.dry_run import Mode, dry_run, time_evaluation
 from trainwright.engine.precision import Precision
 from trainwright.engine.spikes import NO_SPIKES, SpikeGuard, SpikeHandler
 from trainwright.engine.step import ScheduleFn, StepFn, make_step
-from trainwright.engine.until import Until, for_seconds, for_steps
+from trainwright.engine.until import ByTheClock, Until, for_seconds, for_steps
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import DataError, UsageError
 from trainwright.forecast.local_device import local_device, nominal_cpu
@@ -39,7 +40,14 @@ from trainwright.plan.devices import Device
 from trainwright.plan.machine import Machine, read_machine
 from trainwright.plan.make import Kept, Note, Plan, RunFacts, candidates, make_plan, with_dry_run
 from trainwright.plan.memory import memory_bytes
-from trainwright.plan.run_time import EvaluationCost, affordable_batches, evaluation_note, evaluations, foretold
+from trainwright.plan.run_time import (
+    LAST_EVALUATION,
+    EvaluationCost,
+    affordable_batches,
+    evaluation_note,
+    evaluations,
+    foretold,
+)
 from trainwright.recipe import Duration, Loaded, Recipe
 from trainwright.recipe.catalog import SPIKE_POLICIES
 from trainwright.state.cursor import StepBatch
@@ -50,6 +58,9 @@ from trainwright.state.train_state import TrainState
 from trainwright.training.resume import Earlier
 from trainwright.training.run_metadata import describe_origin
 from trainwright.world import SOLO, World, choose_device, device_name, low_precision, usable_threads
+
+ENDING_S = 0.5
+"""What the last save and the end of the process take, about."""
 
 
 @dataclass
@@ -140,6 +151,8 @@ def prepare(loaded: Loaded, parts: Parts | None = None, *, earlier: Earlier | No
     job.plan = _with_times(_after_dry_run(job, facts, first, precision), job, kept)
     if not earlier:
         state.scaler = job.precision.scaler(device)
+    if loaded.end_s is not None:
+        job.plan = replace(job.plan, ends_in_s=loaded.end_s - time.perf_counter())
     return job
 
 
@@ -164,6 +177,13 @@ def _resolved(loaded: Loaded, parts: Parts | None, earlier: Earlier | None, cpu:
 def until_of(plan: Plan) -> Until:
     """How much of the run is used."""
     return for_steps(plan.extent.steps) if plan.extent.steps else for_seconds(plan.extent.seconds or 0.0)
+
+
+def until_of_job(job: Job) -> Until:
+    """As ``until_of``; where the whole run must be over at some time, its seconds are those of the clock."""
+    if job.loaded.end_s is None:
+        return until_of(job.plan)
+    return ByTheClock(job.loaded.end_s, job.plan.seconds.get(LAST_EVALUATION, 0.0) + ENDING_S)
 
 
 def doubled(until: Duration) -> str:

@@ -30,6 +30,7 @@ from trainwright.observe.saving import SavePolicy, Saving
 from trainwright.observe.signals import Signals, grace_s
 from trainwright.plan.duration import Interval
 from trainwright.plan.explain import preflight
+from trainwright.plan.run_time import training_time_s
 from trainwright.recipe import Loaded
 from trainwright.report.findings import exit_code
 from trainwright.report.text import Ending, closing
@@ -40,7 +41,7 @@ from trainwright.runlog.records import Ended, Found
 from trainwright.state.rng import preserved_rng
 from trainwright.state.store import Retention
 from trainwright.state.train_state import TrainState
-from trainwright.training.job import Job, doubled, make_advance, prepare, spike_handler, until_of
+from trainwright.training.job import Job, doubled, make_advance, prepare, spike_handler, until_of_job
 from trainwright.training.resume import Earlier, again, find_earlier
 from trainwright.training.run_metadata import keep_there, lay_down, lay_down_again, run_metadata
 from trainwright.version import __version__
@@ -227,7 +228,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
                 state,
                 batches,
                 advance,
-                until=until_of(plan),
+                until=until_of_job(job),
                 observers=(*watching, *extra, signals, heartbeat),
                 evaluation=evaluation or NEVER,
                 saving=saving,
@@ -241,13 +242,12 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
 
 def make_engine_observer(job: Job, folder: RunFolder, say: Callable[[str], None]) -> EngineObserver:
     """The doctor beside a run: its ``witness`` goes into the step that trains."""
-    extent = job.plan.extent
     return EngineObserver(
         job.state,
         lambda witness, spikes: make_advance(job, witness=witness, spikes=spikes),
         folder=folder,
         say=say,
-        planned_s=extent.seconds if extent.seconds is not None else (extent.steps or 0) * (job.plan.step_s or 0.0),
+        planned_s=training_time_s(job.plan) or 0.0,
         accumulation=job.plan.batch.accumulation,
         warns_of_spikes=job.recipe.spikes.policy == "warn",
     )

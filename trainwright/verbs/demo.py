@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,11 +25,25 @@ PROMPT = "The "
 SAMPLE_TOKENS = 160
 
 
-def demo(task: str, *, budget: str, settings: list[str], console: Console | None = None, quiet: bool = False) -> Result:
-    """Trains the demo of ``task`` for ``budget`` (a duration). ``settings`` are overrides, ``path=value``."""
+def demo(
+    task: str,
+    *,
+    budget: str,
+    settings: list[str],
+    console: Console | None = None,
+    quiet: bool = False,
+    begin_s: float | None = None,
+) -> Result:
+    """Trains the demo of ``task`` for ``budget`` (a duration). ``settings`` are overrides, ``path=value``.
+
+    Seconds count from ``begin_s`` of ``time.perf_counter`` (None: now) to the end of the run, all included.
+    """
     if task not in TASKS:
         raise UsageError(f"there is no demo {task!r}", remedy=f"choose one of: {', '.join(TASKS)}")
+    begin_s = time.perf_counter() if begin_s is None else begin_s
     loaded = load(box() / TASKS[task], overrides=[f"until={budget}", *settings])
+    if loaded.recipe.until.unit == "s":
+        loaded = replace(loaded, end_s=begin_s + loaded.recipe.until.value)
     return train(loaded, console=console, quiet=quiet, extras=[text_samples] if task == "text" else [])
 
 

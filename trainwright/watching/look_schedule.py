@@ -7,7 +7,11 @@ import math
 CHECKUPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48)
 """Steps since the watch began that are looked at closely; later ones are looked at as the share of time allows."""
 ALWAYS = 4
-"""The first of these steps are looked at whatever it costs: most faults show in them."""
+"""The first of these steps are looked at though they cost more: most faults show in them."""
+FIRST_S = 4.0
+"""Processor seconds that the looks at these may take together, the very first whatever it costs ..."""
+FIRST_SHARE = 0.1
+"""... or this share of the planned time, where that is more."""
 EARLY_S = 6.0
 """Processor seconds that the looks at these steps may take together."""
 EARLY_SHARE = 0.02
@@ -24,6 +28,7 @@ class LookSchedule:
     def __init__(self, first_step: int, planned_s: float = math.inf) -> None:
         self._first_step = first_step
         self._early_s = min(EARLY_S, EARLY_SHARE * planned_s)
+        self._first_s = max(FIRST_S, FIRST_SHARE * planned_s)
         self._spent_s, self._last_s, self._next_s = 0.0, 0.0, 0.0
         self._looked_at = -16
         self._begin_s: float | None = None
@@ -37,8 +42,8 @@ class LookSchedule:
         taken = step - self._first_step
         self._begin_s, self._now_s = now_s if self._begin_s is None else self._begin_s, now_s
         if taken < CHECKUPS[-1]:
-            affordable = self._spent_s + self._last_s <= self._early_s
-            due = taken + 1 in CHECKUPS and (taken < ALWAYS or affordable)
+            allowed_s = max(self._early_s, self._first_s if taken < ALWAYS else 0.0)
+            due = taken + 1 in CHECKUPS and (taken == 0 or self._spent_s + self._last_s <= allowed_s)
         else:
             due = step % 16 == 0 and now_s > self._next_s
         if due:

@@ -196,6 +196,9 @@ class _Predictions(NamedTuple):
     loss: list[float]
 
 
+NOT_ONE_LABEL_EACH = "the ids of the samples are not known, or not each has one label"
+
+
 @experiment("sample_labels", when="requested")
 def sample_labels(session: ReplaySession) -> Facts:
     """The prediction for each sample of the recorded steps when it was last trained on, before that update.
@@ -208,7 +211,9 @@ def sample_labels(session: ReplaySession) -> Facts:
 
     def collect(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         if (loss := classified(function_name(function), args, kwargs)) is not None:
-            predictions.append(_predictions(loss) if len(loss.target) in sizes else _Predictions([], [], [], []))
+            if len(loss.target) not in sizes:  # tokens, for example: at once, not after 32 steps
+                raise NotReplayable(NOT_ONE_LABEL_EACH)
+            predictions.append(_predictions(loss))
             classes.append(loss.classes)
         return function(*args, **kwargs)
 
@@ -216,7 +221,7 @@ def sample_labels(session: ReplaySession) -> Facts:
     batches = [ids for recorded in session.recorded_steps[-steps:] for ids in recorded.ids]
     known = [ids is not None and len(ids) == len(each.target) for ids, each in zip(batches, predictions)]
     if len(predictions) != len(batches) or not all(known):
-        raise NotReplayable("the ids of the samples are not known, or not each has one label")
+        raise NotReplayable(NOT_ONE_LABEL_EACH)
     latest: dict[int, tuple[int, float, float]] = {}
     for ids, of_batch in zip(batches, predictions):
         for i, target, *prediction in zip(ids or (), *of_batch):
