@@ -8,6 +8,7 @@
     ├── StorageError                  exit 1   disk full, no permission, folder gone
     ├── OutOfMemoryError              exit 1   a step does not fit, even one sample at a time: says what held the memory
     ├── CheckpointError               exit 1   a checkpoint is missing, torn or does not fit
+    ├── RankError                     exit 1   another process of the run is gone or does not answer
     └── StoppedError                  exit 75  a signal asked a run to stop before it began to train
 
 A user's mistake ends in one of these, without a traceback; an ``AssertionError`` is a bug of ours. ``suggest`` and
@@ -140,6 +141,10 @@ class OutOfMemoryError(TrainwrightError):
 
 class CheckpointError(TrainwrightError):
     """A checkpoint is missing, torn or does not fit what it is loaded into."""
+
+
+class RankError(TrainwrightError):
+    """Another process of the run is gone or does not answer."""
 
 
 class StoppedError(TrainwrightError):

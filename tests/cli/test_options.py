@@ -13,10 +13,8 @@ from typer.testing import CliRunner
 import trainwright as tw
 from trainwright.cli import app
 from trainwright.doctor.pages import codes
-from trainwright.errors import UsageError
 from trainwright.recipe import load
 from trainwright.recipe.load import box
-from trainwright.world import require_one_process
 
 
 def test_help_and_version() -> None:
@@ -51,22 +49,6 @@ def test_a_module_beside_the_recipe_is_found_from_anywhere(tmp_path: Path, monke
 
     loaded = load(project / "r.yaml", environ={})
     assert find("beside_it:model", {}, "model", loaded.source)().in_features == 2
-
-
-def test_torchrun_with_several_processes_is_refused() -> None:
-    require_one_process({})
-    require_one_process({"WORLD_SIZE": "1", "LOCAL_RANK": "0"})
-    with pytest.raises(UsageError, match="process 1 of 2") as caught:
-        require_one_process({"WORLD_SIZE": "2", "LOCAL_RANK": "1", "RANK": "1"})
-    assert "torchrun" in caught.value.remedy
-
-
-@pytest.mark.process
-def test_train_asks_how_many_processes_there_are(tmp_path: Path) -> None:
-    environ = {**os.environ, "WORLD_SIZE": "2", "LOCAL_RANK": "0", "RANK": "0"}
-    command = [sys.executable, "-m", "trainwright", "train", "gpt-tiny"]
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
-    assert done.returncode == 2 and "process 0 of 2" in done.stderr and not (tmp_path / "runs").exists()
 
 
 @pytest.mark.process

@@ -29,6 +29,7 @@ from trainwright.state.cursor import Cursor, count_tokens
 from trainwright.state.ema import Ema, NoEma
 from trainwright.state.rng import seed_all
 from trainwright.state.train_state import TrainState
+from trainwright.world.group import SOLO, World
 
 ENOUGH_TRIES = 16  # samples that are tried until one can be read, to count its tokens
 LIVE = "live"
@@ -195,7 +196,13 @@ def build_schedule(loaded: Loaded, plan: Plan) -> Callable[[int, float], float]:
 
 
 def build_loading(
-    parts: Parts, recipe: Recipe, plan: Plan, device: torch.device, *, quarantine: Collection[int] = ()
+    parts: Parts,
+    recipe: Recipe,
+    plan: Plan,
+    device: torch.device,
+    *,
+    quarantine: Collection[int] = (),
+    world: World = SOLO,
 ) -> Loading:
     """Returns how training batches are made. ``quarantine`` holds the samples that the run itself found to be bad."""
     pin = recipe.data.pin_memory
@@ -215,6 +222,8 @@ def build_loading(
         collate=parts.train.collate,
         quarantine=frozenset((*recipe.data.quarantine, *quarantine)),
         on_bad_sample=recipe.data.on_bad_sample,
+        rank=world.rank,
+        ranks=world.size,
     )
 
 
@@ -230,9 +239,9 @@ def validation_batches(parts: Parts, recipe: Recipe, loading: Loading) -> Evalua
     """Returns the batches of the validation set, read in this process; None without one."""
     if parts.val is None:
         return None
-    size = recipe.evaluation.batch or loading.micro_size
-    how = replace(loading, batch_size=size, micro_size=size, workers=0, collate=parts.val.collate)
-    return EvaluationBatches(parts.val.dataset, how, limit=recipe.evaluation.batches)
+    size, ranks, limit = recipe.evaluation.batch or loading.micro_size, loading.ranks, recipe.evaluation.batches
+    how = replace(loading, batch_size=size * ranks, micro_size=size, workers=0, collate=parts.val.collate)
+    return EvaluationBatches(parts.val.dataset, how, limit=None if limit is None else -(-limit // ranks))
 
 
 def build_dataset(loaded: Loaded, which: str) -> Unwrapped:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from trainwright.build.collation import Batch, Collate, Sample
-from trainwright.build.fetch import AnyDataset, Failed, Fetch, Fetched, FetchStream, Key, OnBadSample
+from trainwright.build.fetch import AnyDataset, Failed, Fetch, Fetched, FetchStream, Key, OnBadSample, shared
 from trainwright.build.workers import WorkerInit, Workers, read_in_workers
 from trainwright.data.order import epoch_order
 from trainwright.errors import DataError, UsageError, text_of
@@ -29,6 +29,7 @@ class Loading:
     None: no end.
     ``quarantine`` holds dataset positions that are never trained on; ``on_bad_sample`` says whether a sample that
     cannot be read is added to them or ends the run. Of the batches of an epoch, each ``every``-th one is read.
+    ``rank`` is which of ``ranks`` shares of every step is read.
     """
 
     batch_size: int
@@ -48,6 +49,8 @@ class Loading:
     quarantine: frozenset[int] = frozenset()
     on_bad_sample: OnBadSample = "stop"
     every: int = 1
+    rank: int = 0
+    ranks: int = 1
 
 
 class StepBatches:
@@ -72,10 +75,10 @@ class StepBatches:
                 raise fetched.error()
             bad += fetched.bad
             found.update(each.id for each in fetched.bad)
-            if len(fetched.ids):
+            if len(fetched.ids) or not fetched.key.counted:
                 window.append(MicroBatch(to_device(fetched.data, self.loading.device), fetched.ids))
             if fetched.key.closes and window:
-                yield StepBatch(tuple(window), fetched.key.cursor, tuple(bad))
+                yield StepBatch(tuple(window), fetched.key.cursor, tuple(bad), fetched.key.of_all)
                 window, bad = [], []
         if bad and self.loading.epochs is None:
             raise _none_left(bad)
@@ -115,6 +118,10 @@ class StepBatches:
             end = size - (size - begin) % loading.batch_size if loading.drop_last else size
             for step_start in range(begin, end, loading.batch_size * loading.every):
                 step_end = min(step_start + loading.batch_size, end)
+                if loading.ranks > 1:
+                    of_all = order[step_start:step_end][kept[step_start:step_end]]
+                    yield from shared(Key(epoch, step_start, of_all, True, Cursor(epoch, step_end)), loading)
+                    continue
                 for start in range(step_start, step_end, loading.micro_size):
                     stop = min(start + loading.micro_size, step_end)
                     ids = order[start:stop]

@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset, default_col
 
 from trainwright.build.collation import Batch, Collate, Sample, misfits
 from trainwright.build.in_progress import InProgress
+from trainwright.build.shares import pieces
 from trainwright.errors import DataError, text_of
 from trainwright.state.cursor import BadSample, Cursor, Ids
 from trainwright.state.rng import RngBag, preserved_rng, reseed
@@ -27,7 +28,8 @@ class Key(NamedTuple):
     """Names one micro-batch. ``closes``: it is the last of an optimizer step.
 
     ``cursor`` is the position of the stream after it; ``ids`` are dataset positions (n,) without those in quarantine,
-    so there may be none.
+    so there may be none. Samples that are not ``counted`` are read, and weigh nothing. Where a step is shared between
+    ranks, ``of_all`` are the samples of all of them.
     """
 
     epoch: int
@@ -35,6 +37,8 @@ class Key(NamedTuple):
     ids: Ids
     closes: bool
     cursor: Cursor
+    counted: bool = True
+    of_all: Ids | None = None
 
     def without(self, left_out: Container[int]) -> Key:
         """Returns the key of the same micro-batch without these samples."""
@@ -50,7 +54,9 @@ class Fetched(NamedTuple):
 
     @property
     def ids(self) -> Ids:
-        """Dataset positions of the samples in ``data``."""
+        """Dataset positions of the samples in ``data`` that count."""
+        if not self.key.counted:
+            return self.key.ids[:0]
         return self.key.without({bad.id for bad in self.bad}).ids if self.bad else self.key.ids
 
 
@@ -219,6 +225,20 @@ class Reading(Protocol):
     def collate(self) -> Collate: ...
     @property
     def quarantine(self) -> frozenset[int]: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def ranks(self) -> int: ...
+
+
+def shared(step: Key, settings: Reading) -> Iterator[Key]:
+    """Yields the keys of a rank's micro-batches of a step, which ``step`` names as a whole; none for an empty one."""
+    if not len(step.ids):
+        return
+    parts = list(pieces(step.ids, settings.rank, settings.ranks, settings.micro_size))
+    for number, part in enumerate(parts, start=1):
+        start, closes = step.start + part.offset, number == len(parts)
+        yield Key(step.epoch, start, part.ids, closes, step.cursor, part.counted, step.ids if closes else None)
 
 
 class FetchStream(IterableDataset["Fetched | Failed"]):
@@ -226,8 +246,8 @@ class FetchStream(IterableDataset["Fetched | Failed"]):
 
     ids are positions in the stream. Each epoch draws from generators of its own, seeded once. To start within an epoch
     the samples before the start are read again, so that a shuffle buffer inside the dataset fills in the same way.
-    Samples in quarantine are read and dropped. A sample that raises ends the stream whatever ``on_bad_sample`` says,
-    since a generator that has raised gives no further items.
+    Samples in quarantine are read and dropped. Every rank reads the whole stream and keeps its share. A sample that
+    raises ends the stream whatever ``on_bad_sample`` says, since a generator that has raised gives no further items.
     """
 
     def __init__(self, dataset: AnyDataset, *, start: Cursor, settings: Reading) -> None:
@@ -283,17 +303,25 @@ class FetchStream(IterableDataset["Fetched | Failed"]):
 
     def _micro_batches(self, epoch: int, position: int, samples: list[Sample]) -> Iterator[Fetched | Failed]:
         settings = self.settings
-        for first in range(0, len(samples), settings.micro_size):
-            last = min(first + settings.micro_size, len(samples))
-            start, stop = position + first, position + last
-            whole = Key(epoch, start, np.arange(start, stop), last == len(samples), Cursor(epoch, stop))
-            key = whole.without(settings.quarantine)
+        for key in self._keys(epoch, position, len(samples)):
             part = [samples[i - position] for i in key.ids.tolist()]
-            self.in_progress.begin(start, len(part))
-            with seeded(settings.seed, epoch, start):
+            self.in_progress.begin(key.start, len(part))
+            with seeded(settings.seed, epoch, key.start):
                 found = _collated(key, part, settings.collate) if part else Fetched(key, None)
             self.in_progress.begin(-1, 0)
             yield Failed((found[0].id,), found[0].what) if isinstance(found, list) else found
+
+    def _keys(self, epoch: int, position: int, count: int) -> Iterator[Key]:
+        """Yields the keys of a step of ``count`` samples from ``position`` on."""
+        settings, end = self.settings, Cursor(epoch, position + count)
+        if settings.ranks > 1:
+            whole = Key(epoch, position, np.arange(position, position + count), True, end)
+            yield from shared(whole.without(settings.quarantine), settings)
+            return
+        for first in range(0, count, settings.micro_size):
+            start, stop = position + first, position + min(first + settings.micro_size, count)
+            one = Key(epoch, start, np.arange(start, stop), stop == end.position, Cursor(epoch, stop))
+            yield one.without(settings.quarantine)
 
 
 class _EpochGenerators:

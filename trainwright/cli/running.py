@@ -21,6 +21,7 @@ from trainwright.cli.app import (
     say_to,
     verb,
 )
+from trainwright.cli.launching import become_torchrun
 
 
 @verb()
@@ -47,8 +48,20 @@ def demo(
     finish(run_demo(task, budget=budget, settings=settings or [], console=console, begin_s=begin_s), as_json)
 
 
+Torchrun = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[-- OPTIONS OF TORCHRUN]", help="Train in several processes: -- --nproc-per-node 4"),
+]
+
+
 @verb()
-def train(recipe: RecipePath, settings: Settings = None, allowed: Allowed = None, as_json: Json = False) -> None:
+def train(
+    recipe: RecipePath,
+    torchrun: Torchrun = None,
+    settings: Settings = None,
+    allowed: Allowed = None,
+    as_json: Json = False,
+) -> None:
     """Train as a recipe says. A recipe is code: it runs the callables that it names.
 
     Exit 3 when a finding of the doctor is critical, 75 when it was asked to stop and is saved.
@@ -59,15 +72,19 @@ def train(recipe: RecipePath, settings: Settings = None, allowed: Allowed = None
     loaded = load(recipe, overrides=settings or [])  # before torch is imported: a wrong recipe is reported at once
     if allowed is not None:
         require_allowed(loaded, allowed)
+    if torchrun:
+        become_torchrun(torchrun, loaded)
     with importing_torch():
         from trainwright.training.run import train as run_train
 
-    finish(run_train(loaded, console=console_for(as_json)), as_json)
+    result = run_train(loaded, console=console_for(as_json))
+    finish(result, as_json and result.is_first)
 
 
 @verb()
 def resume(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    torchrun: Torchrun = None,
     settings: Settings = None,
     accept: Accepted = None,
     allowed: Allowed = None,
@@ -82,7 +99,10 @@ def resume(
     loaded = load(folder.recipe, overrides=settings or [], environ={})
     if allowed is not None:
         require_allowed(loaded, allowed)
+    if torchrun:
+        become_torchrun(torchrun, loaded)
     with importing_torch():
         from trainwright.training.run import train as run_train
 
-    finish(run_train(loaded, resume=folder, accept=accept or [], console=console_for(as_json)), as_json)
+    result = run_train(loaded, resume=folder, accept=accept or [], console=console_for(as_json))
+    finish(result, as_json and result.is_first)

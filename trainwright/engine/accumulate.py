@@ -42,10 +42,11 @@ def accumulate(
     range, and ``correction`` = provisional / true weight makes the sum exact. It is exactly 1 when all
     micro-batches weigh the same. For a loss that returns a mean, the weights are the sample counts.
 
-    A micro-batch whose loss depends on no parameter (it may count nothing) has no backward pass.
+    A micro-batch whose loss depends on no parameter (it may count nothing) has no backward pass. One without samples
+    (a rank had none left) weighs nothing.
     """
     outputs: list[Loss] = []
-    size = batch.size
+    size = batch.size or 1
     provisional: Tensor | float | None = None  # None: the loss returns means
     for index, micro in enumerate(batch.micro):
         with precision.autocast():
@@ -55,6 +56,8 @@ def accumulate(
                 objective = output if share == 1.0 else output * share
                 output = Loss(objective.detach(), share)
             else:
+                if not micro.size:
+                    output = _weighing_nothing(output)
                 if provisional is None:
                     provisional = _nonzero(output.weight) * len(batch.micro)
                 objective = output.total / provisional
@@ -63,7 +66,12 @@ def accumulate(
             witness.loss_is_scaled(objective, scaled)
             scaled.backward()  # type: ignore[no-untyped-call]
         outputs.append(Loss(output.total.detach(), output.weight, output.metrics))
-    return _combined(outputs, provisional, size)
+    return _combined(outputs, provisional, batch.size)
+
+
+def _weighing_nothing(output: Loss) -> Loss:
+    metrics = {name: value * 0.0 for name, value in output.metrics.items()}
+    return Loss(output.total * 0.0, output.weight * 0.0, metrics)
 
 
 def _nonzero(weight: Tensor | float) -> Tensor | float:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from trainwright.engine.precision import FP32, Precision
 from trainwright.errors import OutOfMemoryError
 from trainwright.state.cursor import MicroBatch
 from trainwright.state.rng import preserved_rng
+from trainwright.world.group import SOLO, World
 from trainwright.world.memory import give_back
 
 
@@ -62,8 +65,11 @@ def evaluate(
     batches: Iterable[MicroBatch],
     *,
     precision: Precision = FP32,
+    world: World = SOLO,
 ) -> EvaluationResult:
     """The loss over ``batches``, weighted exactly. One host sync at the end.
+
+    Of several ranks of ``world`` each has its share of the batches; the result is that of all, the same on each.
 
     A batch that does not fit into memory is evaluated in halves, and so are all after it. Raises OutOfMemoryError when
     one sample does not fit.
@@ -79,10 +85,28 @@ def evaluate(
             weight = weight + output.weight
             for name, metric in output.metrics.items():
                 sums[name] = sums.get(name, 0.0) + metric.double()
-    counted = float(weight)
-    mean = {name: float(summed) / counted if counted else float("nan") for name, summed in sums.items()}
-    mean_loss = float(total) / counted if counted else float("nan")
-    return EvaluationResult(mean_loss, counted, mean, time.perf_counter() - begin_s)
+    mine = _Sums(float(total), float(weight), {name: float(summed) for name, summed in sums.items()})
+    counted, means = _means(world.collect(mine))
+    return EvaluationResult(means.pop(_LOSS), counted, means, time.perf_counter() - begin_s)
+
+
+class _Sums(NamedTuple):
+    """Of one rank."""
+
+    total: float
+    weight: float
+    metrics: dict[str, float]
+
+
+_LOSS = ""  # no metric has this name
+
+
+def _means(parts: list[_Sums]) -> tuple[float, dict[str, float]]:
+    """Returns the whole weight, and the means over it."""
+    weight = sum(part.weight for part in parts)
+    sums = [{_LOSS: part.total, **part.metrics} for part in parts]
+    names = dict.fromkeys(name for each in sums for name in each)
+    return weight, {name: sum(each.get(name, 0.0) for each in sums) / weight if weight else math.nan for name in names}
 
 
 def _outputs(loss_fn: LossFn, model: nn.Module, batches: Iterable[MicroBatch], precision: Precision) -> Iterator[Loss]:
@@ -98,6 +122,8 @@ def _outputs(loss_fn: LossFn, model: nn.Module, batches: Iterable[MicroBatch], p
             if output is None:
                 limit = (micro.size + 1) // 2
                 waiting.insert(0, micro)
+            elif not micro.size:  # of a rank that had no sample left
+                continue
             elif isinstance(output, Tensor):
                 yield Loss(output * micro.size, float(micro.size))
             else:

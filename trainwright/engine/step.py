@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from trainwright.engine.accumulate import Accumulated, accumulate
 from trainwright.engine.clip import ClipFn, global_norm, no_clip
 from trainwright.engine.guard import APPLIED, must_skip, update_unless
-from trainwright.engine.loss import Loss, as_loss_fn
+from trainwright.engine.loss import Loss, LossFn, as_loss_fn
+from trainwright.engine.over_ranks import Counted, combine, count, fill_missing, seed_step
 from trainwright.engine.precision import FP32, Precision
 from trainwright.engine.recover import Recovery, tell_torn
 from trainwright.engine.spikes import NO_SPIKES, SpikeDecision, SpikeHandler
@@ -69,6 +70,7 @@ def make_step(
     clip: ClipFn = no_clip,
     probes: Sequence[Probe] = (),
     world: World = SOLO,
+    seed: int = 0,
     spikes: SpikeHandler = NO_SPIKES,
     witness: StepWitness = SILENT,
 ) -> StepFn:
@@ -78,6 +80,9 @@ def make_step(
     parameter group is its ``lr`` when the first step is taken (kept in ``initial_lr``, as torch's schedulers
     do).
 
+    Of several ranks of ``world`` each trains on its own share of the batch; gradients, loss and metrics are those of
+    the whole. Their random numbers in a step follow from ``seed``, step and rank.
+
     A step that runs out of memory begins again in smaller micro-batches, on all ranks of ``world``; its samples and
     their weights stay the same. ``spikes`` is a ``SpikeGuard``, or by default does nothing. ``witness`` is internal:
     the recorder of a run.
@@ -86,31 +91,19 @@ def make_step(
     nothing helps.
     """
     _require_made(schedule, precision, clip)
-    loss_fn, own = as_loss_fn(loss), loss if isinstance(loss, nn.Module) else None
+    own = loss if isinstance(loss, nn.Module) else None
+    parts = _Parts(as_loss_fn(loss), precision, clip, probes, world, witness)
     recovery = Recovery(lambda state: clear_grads(state.optimizer), world)
-
-    def gradients(state: TrainState, batch: StepBatch) -> _Gradients:
-        """The part of a step that can begin again: it changes nothing but gradients, buffers and generators."""
-        witness.gradients_are_cleared(state.optimizer)
-        clear_grads(state.optimizer)
-        done = accumulate(state, batch, loss_fn, precision, witness)
-        parameters, grads = collect_grads(state.optimizer, done)
-        if grads:
-            _unscale(state, grads, done, witness)
-        probed = {name: value for probe in probes for name, value in probe(state).items()}
-        grad_norm = global_norm(grads) if grads else _zero_norm(state.optimizer)
-        if grads and clip is not no_clip:
-            witness.gradients_are_clipped(clip, parameters, grad_norm)
-            clip(parameters, grad_norm)
-        return _Gradients(done, grad_norm, probed)
 
     def advance(state: TrainState, batch: StepBatch) -> StepResult:
         witness.step_begins(state, batch)
+        if world.size > 1:
+            seed_step(seed, state.step, world.rank)
         lr = set_lr(state.optimizer, schedule(state.step, state.fraction))
         spikes.before_step(state)
         recovery.buffers.keep(state.model, own if state.loss is None else state.loss)
-        tokens = batch.tokens
-        (done, grad_norm, probed), batch, reports = recovery(gradients, state, batch)
+        counted = count(batch, batch.tokens, world)
+        (done, grad_norm, probed), batch, reports = _gradients(state, batch, parts, recovery)
         skipped = must_skip(grad_norm, done.weight)
         decision = spikes.decide(state, grad_norm, skipped)
         if decision is not None and decision.reason:
@@ -124,7 +117,7 @@ def make_step(
         except Exception as error:
             tell_torn(state, error)
             raise
-        _count(state, batch, tokens)
+        _count(state, batch, counted)
         spikes.after_step(state, batch, done, grad_norm)
         reason = "" if decision is None else decision.reason
         if skipped is not APPLIED:
@@ -139,13 +132,24 @@ def make_step(
     return advance
 
 
-def _count(state: TrainState, batch: StepBatch, num_tokens: int) -> None:
-    """Counts the step. ``num_tokens`` is of the batch before any split: of a list of samples the first counts."""
+def _count(state: TrainState, batch: StepBatch, counted: Counted) -> None:
+    """Counts the step. ``counted`` is of the batch before any split: of a list of samples the first counts."""
     state.step += 1
-    state.num_samples += batch.size
-    state.num_tokens += num_tokens
+    state.num_samples += counted.samples
+    state.num_tokens += counted.tokens
     state.data = batch.cursor
     state.quarantine.update(bad.id for bad in batch.bad)
+
+
+class _Parts(NamedTuple):
+    """What the gradients of a step are made with."""
+
+    loss_fn: LossFn
+    precision: Precision
+    clip: ClipFn
+    probes: Sequence[Probe]
+    world: World
+    witness: StepWitness
 
 
 class _Gradients(NamedTuple):
@@ -154,6 +158,44 @@ class _Gradients(NamedTuple):
     done: Accumulated
     grad_norm: Tensor
     probed: Mapping[str, Tensor]
+
+
+def _gradients(
+    state: TrainState, batch: StepBatch, parts: _Parts, recovery: Recovery
+) -> tuple[_Gradients, StepBatch, tuple[OomReport, ...]]:
+    """The part of a step that can begin again: it changes nothing but gradients, buffers and generators.
+
+    Of several ranks only up to where they exchange something: each must know first that all have come so far.
+    """
+    if parts.world.size == 1:
+        return recovery(lambda state, batch: _finish(state, _passes(state, batch, parts), parts), state, batch)
+    done, batch, reports = recovery(lambda state, batch: _passes(state, batch, parts), state, batch)
+    return _finish(state, done, parts), batch, reports
+
+
+def _passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumulated:
+    """The forward and backward passes over the data of this rank."""
+    parts.witness.gradients_are_cleared(state.optimizer)
+    clear_grads(state.optimizer)
+    return accumulate(state, batch, parts.loss_fn, parts.precision, parts.witness)
+
+
+def _finish(state: TrainState, done: Accumulated, parts: _Parts) -> _Gradients:
+    """The gradients as they will be applied, the same on every rank."""
+    clip, world, witness = parts.clip, parts.world, parts.witness
+    if world.size > 1:
+        fill_missing(state.optimizer, world)
+        done = combine(done, world, device_of(state.optimizer))
+    parameters, grads = collect_grads(state.optimizer, done)
+    if grads:
+        _unscale(state, grads, done, witness)
+        world.sum_(grads)
+    probed = {name: value for probe in parts.probes for name, value in probe(state).items()}
+    grad_norm = global_norm(grads) if grads else _zero_norm(state.optimizer)
+    if grads and clip is not no_clip:
+        witness.gradients_are_clipped(clip, parameters, grad_norm)
+        clip(parameters, grad_norm)
+    return _Gradients(done, grad_norm, probed)
 
 
 def _require_made(schedule: object, precision: object, clip: object) -> None:
@@ -191,9 +233,15 @@ def _unscale(state: TrainState, grads: list[Tensor], done: Accumulated, witness:
         torch._foreach_mul_(grads, done.correction)
 
 
+def device_of(optimizer: Optimizer) -> torch.device:
+    """The device of the parameters."""
+    device: torch.device = optimizer.param_groups[0]["params"][0].device
+    return device
+
+
 def _zero_norm(optimizer: Optimizer) -> Tensor:
-    """The norm where there are no gradients, on the device of the parameters."""
-    return torch.zeros((), device=optimizer.param_groups[0]["params"][0].device)
+    """The norm where there are no gradients."""
+    return torch.zeros((), device=device_of(optimizer))
 
 
 def collect_grads(optimizer: Optimizer, done: Accumulated) -> tuple[list[Tensor], list[Tensor]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainwright.engine.evaluate import EvaluationResult, evaluate
 from trainwright.engine.loss import Loss
@@ -15,6 +15,7 @@ from trainwright.observe.cadence import Every
 from trainwright.state.cursor import MicroBatch
 from trainwright.state.ema import Ema
 from trainwright.state.train_state import TrainState
+from trainwright.world.group import SOLO, World
 
 
 class EvaluationListener(Protocol):
@@ -43,8 +44,9 @@ class PeriodicEvaluation:
         *,
         precision: Precision,
         listeners: Sequence[EvaluationListener] = (),
+        world: World = SOLO,
     ) -> None:
-        self._batches, self._loss, self._every = batches, loss, every
+        self._batches, self._loss, self._every, self._world = batches, loss, every, world
         self._precision, self._listeners = precision, listeners
         self._step = -1
         self.last: EvaluationResult | None = None
@@ -63,12 +65,16 @@ class PeriodicEvaluation:
             self._evaluate(state, self._batches.at_end, 0)
 
     def _evaluate(self, state: TrainState, batches: Iterable[MicroBatch], count: int) -> None:
-        seen = evaluate(state.model, self._loss, batches, precision=self._precision)
+        self._world.copy_first_([*state.model.buffers()])  # running statistics are those of each rank's own samples
+        seen = self._evaluated(state.model, batches)
         if isinstance(state.ema, Ema):
             with state.ema.swapped():
-                average = evaluate(state.model, self._loss, batches, precision=self._precision)
+                average = self._evaluated(state.model, batches)
             metrics = {**seen.metrics, "ema_loss": average.loss}
             seen = replace(seen, metrics=metrics, seconds=seen.seconds + average.seconds)
         self._step, self.last = state.step, replace(seen, batches=count)
         for listener in self._listeners:
             listener.evaluated(state.step, self.last)
+
+    def _evaluated(self, model: nn.Module, batches: Iterable[MicroBatch]) -> EvaluationResult:
+        return evaluate(model, self._loss, batches, precision=self._precision, world=self._world)

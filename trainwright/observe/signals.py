@@ -19,6 +19,7 @@ from trainwright.errors import UsageError
 from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState
 
+REPEATED_S = 5.0
 PREEMPTED = 75
 GRACE = "TRAINWRIGHT_GRACE_S"
 WARN_AT = 0.8  # of the grace
@@ -48,7 +49,8 @@ class Signals:
     Python delivers no signals there. With ``grace_s``, the seconds from the signal to the kill, it says how the time
     is going; ``newest`` names the newest checkpoint and ``saving_s`` how long the last one took (None: not known).
     The end of the step is saved however late it is: what a kill cuts short leaves the newest checkpoint as it was.
-    Where no step is in progress (``at_once``) the signal interrupts what is being done.
+    Where no step is in progress (``at_once``) the signal interrupts what is being done. With ``repeated``, a launcher
+    passes signals on that the process got as well: what follows within REPEATED_S is the same one.
     """
 
     def __init__(
@@ -56,8 +58,10 @@ class Signals:
         say: Callable[[str], None],
         names: Sequence[str] = ("SIGTERM", "SIGUSR1"),
         grace_s: float | None = None,
+        *,
+        repeated: bool = False,
     ) -> None:
-        self._say, self._grace_s = say, grace_s
+        self._say, self._grace_s, self._repeated = say, grace_s, repeated
         wanted = dict.fromkeys(("SIGINT", *names))
         self._numbers = [getattr(signal, name) for name in wanted if hasattr(signal, name)]
         self.newest: Callable[[], str] = lambda: "not there yet"
@@ -102,6 +106,8 @@ class Signals:
             self._in_child(number)
             return
         if self.received is not None:
+            if self._repeated and time.monotonic() - self._received_s < REPEATED_S:
+                return
             raise KeyboardInterrupt
         self.received, self._received_s = number, time.monotonic()
         self._on_received()

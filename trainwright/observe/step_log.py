@@ -61,8 +61,7 @@ class StepLog:
         return self._all_waits_s / self._all_steps_s if self._all_steps_s else 0.0
 
     def observe(self, result: StepResult, state: TrainState) -> None:
-        for micro in result.batch.micro:
-            self._ids.update(micro.ids.tobytes())
+        self._ids.update(result.batch.global_ids.tobytes())
         self.step = result.step
         for bad in result.batch.bad:
             now_s = self._wall_clock()

@@ -10,6 +10,7 @@ from typing import Literal, cast
 from trainwright.errors import Problem, RecipeError
 from trainwright.plan.batch import BatchPlan, scale_lr, solve_batch
 from trainwright.plan.duration import Extent, Interval, Pace, extent, interval, span
+from trainwright.plan.parallel import ONE_RANK, Degrees, solve_degrees
 from trainwright.recipe import Recipe
 
 PrecisionName = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -102,6 +103,7 @@ class Plan:
     step_s: float | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
     ends_in_s: float | None = None
+    degrees: Degrees = ONE_RANK
     spent: Spent = Spent()
     settled: Mapping[str, object] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
@@ -112,7 +114,9 @@ class Plan:
 
 
 def make_plan(recipe: Recipe, facts: RunFacts, *, ranks: int = 1, kept: Kept = Kept()) -> Plan:
-    """Decides all that needs no dry run. Raises RecipeError where the data cannot satisfy the recipe."""
+    """Decides all that needs no dry run. Raises RecipeError where data or ``ranks`` cannot satisfy the recipe."""
+    degrees = solve_degrees(recipe.parallel, ranks)
+    _require_one_rank_for_quarantine(recipe, ranks)
     batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation, ranks=ranks)
     per_epoch = _steps_per_epoch(facts.train_samples, batch.size, recipe.data.drop_last)
     pace = Pace(batch.size, per_epoch, facts.tokens_per_sample)
@@ -127,6 +131,7 @@ def make_plan(recipe: Recipe, facts: RunFacts, *, ranks: int = 1, kept: Kept = K
         precision="fp32",
         threads=facts.threads[0],
         batch=batch,
+        degrees=degrees,
         extent=whole,
         steps_per_epoch=per_epoch,
         lr=lr,
@@ -141,6 +146,13 @@ def make_plan(recipe: Recipe, facts: RunFacts, *, ranks: int = 1, kept: Kept = K
         spent=kept.spent,
         notes=(*facts.notes, *_batch_notes(batch, facts.train_samples), *_left(recipe, whole, kept.spent), *lr_note),
     )
+
+
+def _require_one_rank_for_quarantine(recipe: Recipe, ranks: int) -> None:
+    if ranks > 1 and recipe.data.on_bad_sample == "quarantine":
+        rule = "cannot be quarantine with several ranks: each finds other bad samples, and would leave out others"
+        remedy = "train an epoch in one process, or list the samples in data.quarantine"
+        raise RecipeError(Problem("data.on_bad_sample", rule, got="quarantine", remedy=remedy))
 
 
 def _extent(recipe: Recipe, facts: RunFacts, pace: Pace, spent: Spent) -> Extent:

@@ -16,7 +16,8 @@ from trainwright.recipe.catalog import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCH
 from trainwright.recipe.checkpointing import ActivationCheckpointing
 from trainwright.recipe.duration import Duration
 from trainwright.recipe.micro_size import MicroSize
-from trainwright.recipe.section import Count, Part, SampleId, Section, Text, Texts, Warmup
+from trainwright.recipe.parallel import Parallel
+from trainwright.recipe.section import Count, Part, SampleId, Section, Text, Texts, Warmup, on_the_clock
 from trainwright.recipe.short_name import ShortName
 from trainwright.recipe.showing import LARGEST_INT
 
@@ -53,12 +54,6 @@ class Model(Part):
     lora: Lora | None = Field(default=None, description="Train low-rank adapters instead of all weights.")
 
 
-def _time(value: Duration | None) -> Duration | None:
-    if value is not None and value.unit != "s":
-        raise UsageError("must be a time: the clock decides", remedy="write for example 15min")
-    return value
-
-
 class Dataset(Part):
     """A dataset."""
 
@@ -93,7 +88,7 @@ class Data(Section):
     @field_validator("timeout")
     @classmethod
     def _on_the_clock(cls, value: Duration | None) -> Duration | None:
-        return _time(value)
+        return on_the_clock(value)
 
 
 class Objective(Part):
@@ -294,7 +289,7 @@ class Checkpoint(Section):
     @field_validator("at_least_every")
     @classmethod
     def _on_the_clock(cls, value: Duration | None) -> Duration | None:
-        return _time(value)
+        return on_the_clock(value)
 
     @field_validator("keep_every")
     @classmethod
@@ -350,6 +345,7 @@ class Recipe(Section):
     data: Data = Field(description="What is trained on.", examples=[{"train": "digits"}])
     loss: Objective = Field(default_factory=Objective, description="What is minimised.")
     batch: Batch = Field(default_factory=Batch, description="How many samples make a step.")
+    parallel: Parallel = Field(default_factory=Parallel, description="How the run is spread over several processes.")
     optimizer: Optimizer = Field(default_factory=Optimizer, description="How gradients change the weights.")
     schedule: Schedule = Field(default_factory=Schedule, description="The learning rate over the run.")
     spikes: SpikeHandling = Field(default_factory=SpikeHandling, description="What happens at a spike of the gradient.")

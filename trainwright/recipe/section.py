@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_v
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from trainwright.errors import UsageError
 from trainwright.recipe.arguments import Args
 from trainwright.recipe.duration import Duration, DurationField
 from trainwright.recipe.short_name import ShortName
@@ -44,3 +45,10 @@ class Part(Section):
             "anyOf": [mapping["properties"]["use"], mapping],
             "description": mapping.get("description", ""),
         }
+
+
+def on_the_clock(value: Duration | None) -> Duration | None:
+    """Raises UsageError for a duration that is no time."""
+    if value is not None and value.unit != "s":
+        raise UsageError("must be a time: the clock decides", remedy="write for example 15min")
+    return value

@@ -179,6 +179,12 @@ class RunLock:
         return f'{self._me}, "step": {_json(step)}, {after}'.ljust(SIZE - len(_COUNTED) - 1).encode() + b"\n"
 
 
+class NoLock:
+    """Of a rank that writes nothing to the run folder: the first rank holds the lock."""
+
+    def beat(self, step: int) -> None: ...
+
+
 def is_held(path: Path) -> bool:
     """Whether a process trains in the run folder ``path``. False, too, where the file system has no locks."""
     try:

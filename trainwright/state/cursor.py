@@ -44,20 +44,27 @@ class BadSample(NamedTuple):
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The whole global batch of one optimizer step on this rank, in micro-batches.
+    """The batch of one optimizer step on this rank, in micro-batches.
 
     ``cursor`` is where the stream stands once this batch has been trained on. ``bad`` are the samples that were
-    found on the way here, left out, and go into quarantine with it.
+    found on the way here, left out, and go into quarantine with it. ``of_all`` are the dataset positions of all ranks,
+    None where there is one.
     """
 
     micro: tuple[MicroBatch, ...]
     cursor: Cursor = Cursor()
     bad: tuple[BadSample, ...] = ()
+    of_all: Ids | None = None
 
     @property
     def size(self) -> int:
-        """Number of samples."""
+        """Number of samples on this rank."""
         return sum(len(micro.ids) for micro in self.micro)
+
+    @property
+    def global_ids(self) -> Ids:
+        """Dataset positions of the samples of all ranks, shape (n,)."""
+        return self.ids if self.of_all is None else self.of_all
 
     @property
     def tokens(self) -> int:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -57,7 +57,9 @@ from trainwright.state.spikes import SpikeDetector
 from trainwright.state.train_state import TrainState
 from trainwright.training.resume import Earlier
 from trainwright.training.run_metadata import describe_origin
-from trainwright.world import SOLO, World, choose_device, device_name, low_precision, usable_threads
+from trainwright.world import ALONE, SOLO, Launch, World, choose_device, device_name, low_precision, usable_threads
+
+T = TypeVar("T")
 
 ENDING_S = 0.5
 """What the last save and the end of the process take, about."""
@@ -80,6 +82,7 @@ class Job:
     schedule: ScheduleFn
     provenance: dict[str, Any]
     accepted: list[str] = field(default_factory=list)
+    world: World = SOLO
 
     @property
     def recipe(self) -> Recipe:
@@ -102,8 +105,17 @@ class Job:
         return {name: value for name, value in known.items() if not name.endswith("_val")}
 
 
-def prepare(loaded: Loaded, parts: Parts | None = None, *, earlier: Earlier | None = None) -> Job:
+def prepare(
+    loaded: Loaded,
+    parts: Parts | None = None,
+    *,
+    earlier: Earlier | None = None,
+    world: World = SOLO,
+    launch: Launch = ALONE,
+) -> Job:
     """Builds and plans a run and does a dry run; nothing is trained and the random generators stay as they are.
+
+    Of several ranks the first one decides; the others do as it does.
 
     The batch of the dry run is the first that will be trained on: a stream is read only once. What an ``earlier`` part
     of the run measured and chose stays, or the bits would change. ``parts`` are live objects instead of what the recipe
@@ -111,9 +123,10 @@ def prepare(loaded: Loaded, parts: Parts | None = None, *, earlier: Earlier | No
     """
     machine = read_machine()
     with at_recipe(loaded, "device"):
-        device = choose_device(loaded.recipe.device)
+        device = choose_device(loaded.recipe.device, launch.local_rank)
     set_deterministic(loaded.recipe.deterministic)
     resolved = _resolved(loaded, parts, earlier, nominal_cpu(machine) if device.type == "cpu" else None)
+    resolved = first_of(world, resolved)
     loaded, recipe = resolved.loaded, resolved.loaded.recipe
     if parts is None:
         parts = build_parts(loaded, device, resolved.planned)
@@ -122,15 +135,15 @@ def prepare(loaded: Loaded, parts: Parts | None = None, *, earlier: Earlier | No
     threads = (earlier.threads,) if earlier else usable_threads(device)
     name, low = device_name(device, machine), low_precision(device, machine)
     facts = gather_facts(parts, device, name, low, threads, frozenset(recipe.data.quarantine))
-    kept = earlier.what_was_planned(recipe) if earlier else Kept()
+    kept = earlier.what_was_planned(recipe, world.size) if earlier else Kept()
     with at_recipe(loaded, ""):
-        plan = make_plan(recipe, facts, kept=kept)
+        plan = first_of(world, make_plan(recipe, facts, ranks=world.size, kept=kept))
     plan = replace(plan, settled=resolved.to_json(), notes=(*resolved.notes, *plan.notes))
     state, schedule = build_state(parts, loaded, plan), build_schedule(loaded, plan)
     state.spikes = SpikeDetector(recipe.spikes.factor)
     state.loss = parts.loss if isinstance(parts.loss, nn.Module) else None
     sink_factories(recipe.log.sinks)  # a package that is missing is said before the first step
-    provenance = describe_origin(recipe, parts)
+    provenance = describe_origin(recipe, parts) | {"launch": {"job": launch.job, "ranks": world.size}}
     plan = replace(plan, notes=(*plan.notes, *_of_slow_data(provenance)))
     seed_all(recipe.seed)  # training draws the same numbers whatever was done to get here
     precision: str = recipe.precision
@@ -142,13 +155,15 @@ def prepare(loaded: Loaded, parts: Parts | None = None, *, earlier: Earlier | No
     _require_something_left(recipe, plan, state)
     if earlier:
         earlier.lock.beat(state.step + 1)  # reading its batch and the dry run belong to the step
-    loading = build_loading(parts, recipe, plan, device, quarantine=state.quarantine)
+    loading = build_loading(parts, recipe, plan, device, quarantine=state.quarantine, world=world)
     batches = iter(training_batches(parts, loading, state.data))
     first = next(batches, None)
     if first is None:
         raise DataError("the training data gave no batch", remedy="check that it is not empty or used up")
-    job = Job(loaded, parts, plan, state, device, machine, chain([first], batches), schedule, provenance, accepted)
-    job.plan = _with_times(_after_dry_run(job, facts, first, precision), job, kept)
+    stream = chain([first], batches)
+    job = Job(loaded, parts, plan, state, device, machine, stream, schedule, provenance, accepted, world)
+    job.plan = first_of(world, _tried(job, facts, first, precision, kept) if world.rank == 0 else plan)
+    world.copy_first_(list(state.model.state_dict().values()))
     if not earlier:
         state.scaler = job.precision.scaler(device)
     if loaded.end_s is not None:
@@ -228,10 +243,15 @@ def _after_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str) -> P
     )
 
 
+def _tried(job: Job, facts: RunFacts, first: StepBatch, asked: str, kept: Kept) -> Plan:
+    return _with_times(_after_dry_run(job, facts, first, asked), job, kept)
+
+
 def _with_times(plan: Plan, job: Job, kept: Kept) -> Plan:
     """The plan with how long the run takes, and how much of the validation set is evaluated in its course."""
     used = until_of(plan)(job.state)
-    batches = validation_batches(job.parts, job.recipe, build_loading(job.parts, job.recipe, plan, job.device))
+    loading = build_loading(job.parts, job.recipe, plan, job.device, world=job.world)
+    batches = validation_batches(job.parts, job.recipe, loading)
     if batches is None or (batches.count is None and evaluations(plan) <= 1):  # a stream may be readable only once
         return replace(plan, seconds=foretold(plan, None, used=used))
     mode = Mode(Precision(plan.precision, job.device.type), plan.threads)
@@ -252,6 +272,13 @@ def spike_handler(loaded: Loaded) -> SpikeHandler:
     return SpikeGuard(policy if policy in SPIKE_POLICIES else find(policy, {}, "spikes.policy", loaded.source))  # type: ignore[arg-type]
 
 
+def first_of(world: World, mine: T) -> T:
+    """What the first rank has."""
+    agreed = world.agree(mine)
+    assert agreed is not None
+    return agreed
+
+
 def make_advance(
     job: Job, world: World = SOLO, witness: StepWitness = SILENT, spikes: SpikeHandler = NO_SPIKES
 ) -> StepFn:
@@ -265,6 +292,7 @@ def make_advance(
         precision=job.precision,
         clip=make_clip(clip.by, clip.at),
         world=world,
+        seed=job.recipe.seed,
         spikes=spikes,
         witness=witness,
     )

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -20,7 +21,7 @@ from trainwright.plan.resume_changes import Change, CommandWith, compare, on_com
 from trainwright.recipe import Recipe, load
 from trainwright.runlog.deaths import CRASH_LOOP, require_no_crash_loop
 from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.lock import RunLock
+from trainwright.runlog.lock import NoLock, RunLock
 from trainwright.state.checkpoint import load_checkpoint, misfits, read_run_metadata
 from trainwright.state.contents import require_whole
 from trainwright.state.cursor import Cursor
@@ -60,10 +61,11 @@ class Earlier:
     """The earlier part of a run: its checkpoint, and what the run measured and chose.
 
     ``checkpoint`` is None where the run ended before it saved one: it begins at step 0 again, with the same choices.
+    A rank that only follows has no ``lock``, and changes nothing in the folder.
     """
 
     folder: RunFolder
-    lock: RunLock
+    lock: RunLock | NoLock
     checkpoint: Path | None
     run_metadata: Mapping[str, Any]
     accept: tuple[str, ...]
@@ -93,14 +95,14 @@ class Earlier:
             return cast(PrecisionName, self.run_metadata["plan"]["precision"])
         return choose_precision(requested, facts.device, facts.low_precision, {})[0]
 
-    def what_was_planned(self, recipe: Recipe) -> Kept:
+    def what_was_planned(self, recipe: Recipe, ranks: int = 1) -> Kept:
         """Numbers of the first plan that stay where the recipe has not changed them.
 
         They are shares of the run (warm-up, ``keep_every``) or progress. Computed again for a longer run they would
         differ from what was already trained.
         """
         then, now, before = self.run_metadata["plan"], recipe.model_dump(mode="json"), self.run_metadata["recipe"]
-        batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation)
+        batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation, ranks=ranks)
         return Kept(
             self._warmup(recipe) if now["schedule"]["warmup"] == before["schedule"]["warmup"] else None,
             then["keep_every"] if now["checkpoint"]["keep_every"] == before["checkpoint"]["keep_every"] else None,
@@ -132,8 +134,9 @@ class Earlier:
             load_checkpoint(state, self.checkpoint, verified=True)
         if state.micro_limit and any(change.path.startswith("batch.") for change in changes):
             state.micro_limit = None  # the micro-batch size of the new recipe is tried first
-        for path in set_aside_newer(self.folder.checkpoints, self.checkpoint) if self.checkpoint else ():
-            self.say(f"set aside: {path}")
+        if self.checkpoint is not None and not isinstance(self.lock, NoLock):
+            for path in set_aside_newer(self.folder.checkpoints, self.checkpoint):
+                self.say(f"set aside: {path}")
         if any(change.path.startswith("data.train") for change in accepted):
             state.data, state.quarantine = Cursor(state.data.epoch + 1, 0), set()
         return [change.path for change in accepted]
@@ -176,11 +179,38 @@ def find_earlier(folder: RunFolder, lock: RunLock, accept: Sequence[str], say: C
     if path is None and (broken or not _is_laid_down(folder)):
         lines = [*broken, f"{folder.path} has no checkpoint that verifies"]
         raise CheckpointError("\n".join(lines), remedy=f"start it anew: {anew(folder)}")
-    metadata = _laid_down(folder) if path is None else read_run_metadata(path)
+    found = _earlier_at(folder, lock, path, accept, say)
+    require_no_crash_loop(folder, lock, path, accept, found.again)
+    return found
+
+
+def follow_earlier(folder: RunFolder, checkpoint: Path | None, accept: Sequence[str]) -> Earlier:
+    """Returns what the first rank has found, for another rank, which says nothing."""
+    return _earlier_at(folder, NoLock(), checkpoint, accept, lambda line: None)
+
+
+def _earlier_at(
+    folder: RunFolder,
+    lock: RunLock | NoLock,
+    checkpoint: Path | None,
+    accept: Sequence[str],
+    say: Callable[[str], None],
+) -> Earlier:
+    metadata = _laid_down(folder) if checkpoint is None else read_run_metadata(checkpoint)
     live = str(metadata["recipe"]["model"]["use"]).startswith(f"{LIVE}:")
     call = in_python(folder) if live else on_command_line(called(folder))
-    require_no_crash_loop(folder, lock, path, accept, call)
-    return Earlier(folder, lock, path, metadata, tuple(accept), say, call)
+    return Earlier(folder, lock, checkpoint, metadata, tuple(accept), say, call)
+
+
+def interrupted_run(root: Path, name: str, job: str) -> RunFolder | None:
+    """Returns the newest run of that name that ``job``, a launch of torchrun, has begun; None where there is none."""
+    begun = [path for path in root.glob(f"{name}*") if (path / "provenance.json").is_file()]
+    for path in sorted(begun, key=lambda path: (path / "provenance.json").stat().st_mtime_ns, reverse=True):
+        folder = RunFolder(path)
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            if json.loads(folder.provenance.read_text())["launch"]["job"] == job:
+                return folder
+    return None
 
 
 def _require_resumable(checkpoint: Path) -> None:

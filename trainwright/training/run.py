@@ -15,20 +15,18 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from trainwright.build.assemble import Parts, build_loading, validation_batches
+from trainwright.build.assemble import Parts
 from trainwright.build.resolve import sink_factories
 from trainwright.engine.between import NEVER
-from trainwright.engine.loop import Observer, Outcome, StopRequest, run
+from trainwright.engine.loop import Observer, Outcome, run
 from trainwright.engine.witness import SILENT
-from trainwright.errors import StoppedError, StorageError, UsageError
-from trainwright.observe.cadence import Every
-from trainwright.observe.evaluation import PeriodicEvaluation, ValidationSet
+from trainwright.errors import StorageError, UsageError
+from trainwright.observe.evaluation import PeriodicEvaluation
 from trainwright.observe.heartbeat import Heartbeat
 from trainwright.observe.logbook import Logbook
 from trainwright.observe.progress import Progress
 from trainwright.observe.saving import SavePolicy, Saving
 from trainwright.observe.signals import Signals, grace_s
-from trainwright.plan.duration import Interval
 from trainwright.plan.explain import preflight
 from trainwright.plan.run_time import training_time_s
 from trainwright.recipe import Loaded
@@ -41,12 +39,14 @@ from trainwright.runlog.records import Ended, Found
 from trainwright.state.rng import preserved_rng
 from trainwright.state.store import Retention
 from trainwright.state.train_state import TrainState
+from trainwright.training.evaluation import every, periodic_evaluation
+from trainwright.training.follow import NOTHING, Followed, ResumedFrom, Start, begun_by, follow, nothing_to_save
 from trainwright.training.job import Job, doubled, make_advance, prepare, spike_handler, until_of_job
 from trainwright.training.resume import Earlier, again, find_earlier
 from trainwright.training.run_metadata import keep_there, lay_down, lay_down_again, run_metadata
 from trainwright.version import __version__
 from trainwright.watching.engine_observer import EngineObserver
-from trainwright.world import SOLO, World, require_one_process
+from trainwright.world import SOLO, Launch, World, joined
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ class Result:
     """How a run ended, and what the doctor found.
 
     ``exit_code``: 1 when its end is not saved, 75 when it was asked to stop and is saved, 3 for a critical finding,
-    else 0. ``state`` is the live state, the average of the weights (``state.ema``) included.
+    else 0. ``state`` is the live state, the average of the weights (``state.ema``) included. ``is_first``: of several
+    ranks this is the one that wrote the run folder.
     """
 
     run: Path
@@ -68,6 +69,25 @@ class Result:
     metrics: dict[str, float] = field(default_factory=dict)
     state: TrainState | None = field(default=None, repr=False)
     findings: tuple[Found, ...] = ()
+    is_first: bool = True
+
+    @classmethod
+    def of_follower(cls, seen: Followed) -> Result:
+        """Of a rank that wrote nothing: the findings are the first rank's to tell."""
+        outcome, evaluated = seen.outcome, seen.evaluation.last if seen.evaluation else None
+        return cls(
+            seen.folder.path,
+            outcome.ending,
+            outcome.stop.reason if outcome.stop else "",
+            outcome.step,
+            float(outcome.last.loss) if outcome.last else None,
+            evaluated.loss if evaluated else None,
+            seen.job.state.ledger.total,
+            outcome.stop.exit_code if outcome.stop else 0,
+            dict(evaluated.metrics) if evaluated else {},
+            seen.job.state,
+            is_first=False,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """What ``--json`` prints."""
@@ -109,30 +129,44 @@ def train(
     part of the run that are wanted. ``world.clock`` gives the time that a run budgeted in seconds goes by. Raises
     a TrainwrightError for whatever is the user's to mend.
     """
-    if world is SOLO:
-        require_one_process(os.environ)
-    lines: list[str] = []
-    progress = Progress(console or Console(), quiet=quiet)
-    signals = Signals(progress.say, loaded.recipe.checkpoint.signals, grace_s(os.environ))
-    with process_settings(), ExitStack() as closing_down:
-        closing_down.callback(progress.close)
-        closing_down.callback(signals.close)
-        signals.listen()
-        lock = closing_down.enter_context(_held(resume, signals)) if resume else None
-        with _nothing_to_save(signals):
-            earlier = find_earlier(resume, lock, accept, lines.append) if resume and lock else None
-            job = prepare(loaded, parts, earlier=earlier)
-        progress.marks = job.marks
-        folder = resume or RunFolder.create(job.recipe.folder, job.recipe.name)
-        lock = lock or closing_down.enter_context(_held(folder, signals))
-        if not lock.exclusive:
-            lines.append(f"the file system of {folder.path} has no locks: see to it that nobody else trains there")
-        (lay_down_again if earlier else lay_down)(folder, job)
-        if earlier:
-            lines.append(earlier.describe(job.state.step))
-        for line in [*lines, *preflight(job.plan, time.time())]:
-            progress.say(line)
-        return _run(job, Stage(folder, lock, progress, signals, world, earlier), extras)
+    launch = Launch.read(os.environ)
+    with process_settings(), joined(launch, loaded.recipe.parallel.timeout.value) as ranks:
+        world = ranks if world is SOLO else world
+        progress = Progress(console or Console(), quiet=quiet or world.rank > 0)
+        signals = Signals(progress.say, loaded.recipe.checkpoint.signals, grace_s(os.environ), repeated=world.size > 1)
+        with ExitStack() as closing_down:
+            closing_down.callback(progress.close)
+            closing_down.callback(signals.close)
+            signals.listen()
+            start = Start(loaded, parts, resume, tuple(accept), launch, world)
+            if world.rank > 0:
+                return Result.of_follower(follow(start, signals))
+            return _lead(start, progress, signals, closing_down, extras)
+
+
+def _lead(
+    start: Start, progress: Progress, signals: Signals, closing_down: ExitStack, extras: Sequence[Extra]
+) -> Result:
+    """The only rank, or the first: it decides, and writes the run folder."""
+    world, lines = start.world, list[str]()
+    resume = start.resume or begun_by(start)
+    lock = closing_down.enter_context(_held(resume, signals)) if resume else None
+    with nothing_to_save(signals):
+        earlier = find_earlier(resume, lock, start.accept, lines.append) if resume and lock else None
+        world.agree(ResumedFrom(earlier.folder, earlier.checkpoint) if earlier else NOTHING)
+        job = prepare(start.loaded, start.parts, earlier=earlier, world=world, launch=start.launch)
+    progress.marks = job.marks
+    folder = resume or RunFolder.create(job.recipe.folder, job.recipe.name)
+    lock = lock or closing_down.enter_context(_held(folder, signals))
+    if not lock.exclusive:
+        lines.append(f"the file system of {folder.path} has no locks: see to it that nobody else trains there")
+    (lay_down_again if earlier else lay_down)(folder, job)
+    if earlier:
+        lines.append(earlier.describe(job.state.step))
+    for line in [*lines, *preflight(job.plan, time.time())]:
+        progress.say(line)
+    world.agree(folder)
+    return _run(job, Stage(folder, lock, progress, signals, world, earlier), extras)
 
 
 @contextmanager
@@ -152,18 +186,6 @@ def _held(folder: RunFolder, signals: Signals) -> Iterator[RunLock]:
         raise
     finally:
         lock.release(clean=True)
-
-
-@contextmanager
-def _nothing_to_save(signals: Signals) -> Iterator[None]:
-    """A signal ends what is done inside at once. Raises StoppedError, or KeyboardInterrupt for SIGINT."""
-    try:
-        with signals.at_once("ending now, before the first step"):
-            yield
-    except StopRequest as asked:
-        if asked.stop.reason == "SIGINT":
-            raise KeyboardInterrupt from None
-        raise StoppedError(f"{asked.stop.reason} came before the first step: nothing was trained or saved") from None
 
 
 @contextmanager
@@ -199,7 +221,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
     plan, state, folder, progress, signals = job.plan, job.state, stage.folder, stage.progress, stage.signals
     logbook = Logbook(
         folder,
-        _every(plan.log_every, state),
+        every(plan.log_every, state),
         sinks=sink_factories(job.recipe.log.sinks),
         config=job.recipe.model_dump(mode="json"),
         state=state,
@@ -213,14 +235,15 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         logbook.start(__version__, restored, stage.lock.died_in_step, job.accepted)
         saving = _saving(job, stage, logbook)
         signals.saving_s, signals.newest = lambda: saving.last_s, lambda: str(saving.last or restored)
-        evaluation = _evaluation(job, stage, logbook, saving)
+        evaluation = periodic_evaluation(job, stage.world, (logbook.recorder, stage.progress, saving))
         watching: tuple[Observer, ...] = (logbook.recorder, logbook.telemetry, progress)
-        doctor = make_engine_observer(job, folder, progress.say) if job.recipe.log.doctor else None
+        alone = stage.world.size == 1
+        watched = job.recipe.log.doctor and alone  # the doctor cannot run a step of several ranks again
+        doctor = make_engine_observer(job, folder, progress.say) if watched else None
         extra = [*([doctor] if doctor else []), *(make(job, folder, progress) for make in extras)]
         witness = doctor.witness if doctor else SILENT
         advance = make_advance(job, stage.world, witness, spike_handler(job.loaded))
-        alone = stage.world.size == 1  # other ranks would wait in a step for one that stops before it
-        batches = signals.batches(job.batches) if alone else job.batches
+        batches = signals.batches(job.batches) if alone else job.batches  # others would wait for one that stops there
         with _noting_the_checkpoint(job, folder, saving):
             if job.accepted:  # a kill before the next save would ask for it again
                 saving(state)
@@ -256,7 +279,7 @@ def make_engine_observer(job: Job, folder: RunFolder, say: Callable[[str], None]
 def _saving(job: Job, stage: Stage, logbook: Logbook) -> Saving:
     plan, ask = job.plan, job.recipe.checkpoint
     policy = SavePolicy(
-        _every(plan.save_every, job.state) if plan.save_every else None,
+        every(plan.save_every, job.state) if plan.save_every else None,
         ask.at_least_every.value if ask.at_least_every else None,
         Retention(ask.keep, plan.keep_every),
         ask.best,
@@ -271,23 +294,7 @@ def _saving(job: Job, stage: Stage, logbook: Logbook) -> Saving:
         warn=stage.progress.say,
         run_metadata=run_metadata(job),
         before=keep_there(stage.folder, job, stage.progress.say),
-        clock=stage.world.clock,
-    )
-
-
-def _evaluation(job: Job, stage: Stage, logbook: Logbook, saving: Saving) -> PeriodicEvaluation | None:
-    loading = build_loading(job.parts, job.recipe, job.plan, job.device)
-    whole = validation_batches(job.parts, job.recipe, loading)
-    if whole is None:
-        return None
-    count = job.plan.evaluate_batches
-    part = whole.part(count) if count and not job.recipe.evaluation.batches else whole
-    return PeriodicEvaluation(
-        ValidationSet(part, whole, count),
-        job.parts.loss,
-        _every(job.plan.evaluate_every, job.state),
-        precision=job.precision,
-        listeners=(logbook.recorder, stage.progress, saving),
+        clock=stage.world.clock if stage.world.size == 1 else time.monotonic,  # the other ranks are not asked
     )
 
 
@@ -300,10 +307,6 @@ def _noting_the_checkpoint(job: Job, folder: RunFolder, saving: Saving) -> Itera
         if saving.last:
             error.add_note(f"saved as {saving.last}; once mended: {again(folder, live=job.live)}")
         raise
-
-
-def _every(interval: Interval, since: TrainState) -> Every:
-    return Every(steps=interval.steps, seconds=interval.seconds, fraction=interval.fraction, since=since)
 
 
 def _ended(outcome: Outcome, evaluation: PeriodicEvaluation | None, logbook: Logbook) -> Ended:

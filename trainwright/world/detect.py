@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 
 import torch
 
@@ -11,20 +10,21 @@ from trainwright.errors import UsageError
 from trainwright.plan.machine import Machine
 
 
-def choose_device(name: str) -> torch.device:
-    """``auto`` takes the first CUDA device where there is one, else the CPU.
+def choose_device(name: str, local_rank: int = 0) -> torch.device:
+    """``auto`` takes a CUDA device where there is one, else the CPU: the one of ``local_rank``, this process's number
+    on its machine.
 
     Raises UsageError when CUDA is asked for and not there.
     """
     if name == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():
         built = torch.version.cuda or "no CUDA (a CPU build)"
         raise UsageError(
             f"device {name!r} was asked for, but torch sees no CUDA device; torch is built for {built}",
             remedy="use device: cpu or auto, or run `trainwright env` to see what is missing",
         )
-    return torch.device(name)
+    return torch.device(name, local_rank) if name == "cuda" else torch.device(name)
 
 
 def low_precision(device: torch.device, machine: Machine) -> tuple[str, ...]:
@@ -34,17 +34,6 @@ def low_precision(device: torch.device, machine: Machine) -> tuple[str, ...]:
         return ("tf32", "bf16", "fp16") if major >= 8 else ("fp16",) if major >= 7 else ()
     flags = {"avx512_bf16", "amx_bf16", "bf16"} & set(machine.cpu_flags)
     return ("bf16",) if flags else ()
-
-
-def require_one_process(environ: Mapping[str, str]) -> None:
-    """Raises UsageError under torchrun with several processes: each of them would train a copy of its own."""
-    size = environ.get("WORLD_SIZE", "1")
-    if "LOCAL_RANK" in environ and size.isdigit() and int(size) > 1:
-        raise UsageError(
-            f"this is process {environ.get('RANK', '?')} of {size}, and Trainwright trains in one process so far: "
-            "each would train a copy of its own",
-            remedy="start it without torchrun, or with --nproc-per-node 1; tw.watch follows a loop with several ranks",
-        )
 
 
 def usable_threads(device: torch.device) -> tuple[int, ...]:

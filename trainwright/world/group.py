@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
 from typing import Protocol, TypeVar
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
+
+from trainwright.errors import RankError, text_of
 
 T = TypeVar("T")
+BUCKET_BYTES = 25 * 2**20
+"""As much is summed in one exchange; torch's DistributedDataParallel takes the same."""
 
 
 class World(Protocol):
-    """What the engine asks of the ranks. ``rank`` is 0-based, ``size`` the number of processes."""
+    """What the engine asks of the ranks. ``rank`` is 0-based, ``size`` the number of processes.
+
+    Every rank must make the same calls in the same order.
+    """
 
     @property
     def rank(self) -> int: ...
@@ -23,11 +33,27 @@ class World(Protocol):
         ...
 
     def least(self, number: int) -> int:
-        """The smallest number of all ranks, the same on every rank; each must ask."""
+        """The smallest number of all ranks, the same on every rank."""
         ...
 
     def clock(self) -> float:
         """Monotonic seconds; rank 0 decides, so that every rank sees the same time."""
+        ...
+
+    def gather(self, numbers: Tensor) -> Tensor:
+        """The ``numbers`` (n,) of every rank, on their device: (size, n)."""
+        ...
+
+    def collect(self, value: T) -> list[T]:
+        """The value of every rank."""
+        ...
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """Sums each tensor over all ranks, in place."""
+        ...
+
+    def copy_first_(self, tensors: Sequence[Tensor]) -> None:
+        """Makes each tensor what it is on rank 0, in place."""
         ...
 
 
@@ -46,29 +72,102 @@ class Solo:
     def clock(self) -> float:
         return time.perf_counter()
 
+    def gather(self, numbers: Tensor) -> Tensor:
+        return numbers[None]
+
+    def collect(self, value: T) -> list[T]:
+        return [value]
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None: ...
+    def copy_first_(self, tensors: Sequence[Tensor]) -> None: ...
+
 
 SOLO = Solo()
 
 
 class Ranks:
-    """The processes of torch.distributed's default group, which must be initialised, over a CPU backend (gloo)."""
+    """The processes of torch.distributed's default group, which must be initialised with a CPU backend (gloo).
+
+    Tensors of a GPU go through the backend that the group has for it. Raises RankError where another rank is gone.
+    """
 
     def __init__(self) -> None:
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
 
     def agree(self, value: T | None) -> T | None:
-        """Costs an exchange of pickled values: about a millisecond on one machine."""
-        values: list[T | None] = [None] * self.size
-        distributed.all_gather_object(values, value)
-        return next((each for each in values if each is not None), None)
+        """Costs an all-reduce of eight bytes; where there is a value, an exchange of pickled ones, too."""
+        if self.least(int(value is None)):
+            return None
+        return next(each for each in self.collect(value) if each is not None)
 
     def least(self, number: int) -> int:
         """Costs an all-reduce of eight bytes."""
         one = torch.tensor(number)
-        distributed.all_reduce(one, distributed.ReduceOp.MIN)
+        with _raising_rank_error("agree on a number"):
+            distributed.all_reduce(one, distributed.ReduceOp.MIN)
         return int(one)
 
     def clock(self) -> float:
-        now: list[float] = [time.perf_counter()]
-        distributed.broadcast_object_list(now)
-        return now[0]
+        now = torch.tensor(time.perf_counter(), dtype=torch.float64)
+        with _raising_rank_error("agree on the time"):
+            distributed.broadcast(now, 0)
+        return float(now)
+
+    def gather(self, numbers: Tensor) -> Tensor:
+        gathered = [torch.empty_like(numbers) for _ in range(self.size)]
+        with _raising_rank_error("gather numbers"):
+            distributed.all_gather(gathered, numbers)
+        return torch.stack(gathered)
+
+    def collect(self, value: T) -> list[T]:
+        values: list[T | None] = [None] * self.size
+        with _raising_rank_error("gather objects"):
+            distributed.all_gather_object(values, value)
+        return values  # type: ignore[return-value]
+
+    @torch.no_grad()
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """In buckets, one after the other: the order of summation is the same in every run of so many ranks."""
+        with _raising_rank_error("sum gradients"):
+            for bucket in _buckets(tensors):
+                flat = torch.cat([each.reshape(-1) for each in bucket])
+                distributed.all_reduce(flat)
+                _spread(flat, bucket)
+
+    @torch.no_grad()
+    def copy_first_(self, tensors: Sequence[Tensor]) -> None:
+        with _raising_rank_error("copy tensors of rank 0"):
+            for bucket in _buckets(tensors):
+                flat = torch.cat([each.reshape(-1) for each in bucket])
+                distributed.broadcast(flat, 0)
+                _spread(flat, bucket)
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors that follow each other and are of one dtype and device, at most BUCKET_BYTES together."""
+    for _, alike in groupby(tensors, key=lambda each: (each.dtype, each.device)):
+        bucket: list[Tensor] = []
+        size = 0
+        for tensor in alike:
+            if bucket and size + tensor.nbytes > BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(tensor)
+            size += tensor.nbytes
+        yield bucket
+
+
+def _spread(flat: Tensor, bucket: Sequence[Tensor]) -> None:
+    parts = torch.split(flat, [each.numel() for each in bucket])
+    torch._foreach_copy_(list(bucket), [part.view_as(each) for part, each in zip(parts, bucket, strict=True)])
+
+
+@contextmanager
+def _raising_rank_error(what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # gloo: connection closed by peer, timed out; NCCL: its DistBackendError
+        raise RankError(
+            f"the ranks could not {what}: {text_of(error)[:300]}",
+            remedy="another rank has ended or hangs: its own output says why; then resume the run",
+        ) from error

@@ -1,0 +1,32 @@
+"""Several ranks of one run, as torchrun would start them: processes that meet over gloo."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from tests.forked import Forked
+
+
+def start(code: str, ranks: int, *arguments: str, cwd: Path, attempt: int = 0, job: str = "test") -> list[Forked]:
+    """Starts ``code`` as every rank of a run of ``ranks`` processes; a new process each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    elastic = {"TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_RUN_ID": job}
+    return [
+        Forked(code, *arguments, cwd=cwd, env={**shared, **elastic, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(ranks)
+    ]
+
+
+def run(code: str, ranks: int, *arguments: str, cwd: Path, attempt: int = 0, timeout: float = 120) -> list[Forked]:
+    """Runs ``code`` as every rank, or in this many alone, to its end."""
+    if ranks == 1:
+        started = [Forked(code, *arguments, cwd=cwd, env={"OMP_NUM_THREADS": "1"})]
+    else:
+        started = start(code, ranks, *arguments, cwd=cwd, attempt=attempt)
+    for each in started:
+        each.wait(timeout)
+    return started

@@ -1,0 +1,205 @@
+"""A run of several ranks is the run of one process: the same losses, norms, weights and samples."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import forked, ranks
+from tests.forked import COMMAND_LINE, Forked
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+FIT = """
+import json, sys
+import torch
+from torch import nn
+import trainwright as tw
+
+settings = json.loads(sys.argv[1])
+torch.manual_seed(3)
+model = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.LayerNorm(32), nn.Linear(32, 5))
+draw = torch.Generator().manual_seed(0)
+x, y = torch.randn(61, 12, generator=draw), torch.randint(5, (61,), generator=draw)
+x_val, y_val = torch.randn(23, 12, generator=draw), torch.randint(5, (23,), generator=draw)
+counted = torch.rand(5, generator=draw) + 0.5
+
+def mean(output, target):
+    return nn.functional.cross_entropy(output, target)
+
+def weighted(model, batch):
+    output, target = model(batch[0]), batch[1]
+    weight = counted[target].sum()
+    total = nn.functional.cross_entropy(output, target, weight=counted, reduction="sum")
+    right = (output.argmax(1) == target).sum()
+    return tw.Loss(total, weight, {"right": right.float()})
+
+def sparse(model, batch):
+    chosen = batch[1] == 2  # none, on some ranks; the head is not used there
+    if not chosen.any():
+        return tw.Loss(model[:3](batch[0]).sum() * 0, 0.0, {"right": torch.zeros(())})
+    total = nn.functional.cross_entropy(model(batch[0][chosen]), batch[1][chosen], reduction="sum")
+    return tw.Loss(total, float(chosen.sum()), {"right": chosen.float().sum()})
+
+losses = {"mean": mean, "weighted": weighted, "sparse": sparse}
+given = {"log.every": "1steps", "evaluation.every": "3steps", "schedule.use": "constant", **settings}
+loss, until, resume = losses[given.pop("loss")], given.pop("until", "8steps"), given.pop("resume", None)
+result = tw.fit(model, (x, y), loss, val=(x_val, y_val), until=until, lr=1e-2, precision="fp32", quiet=True,
+                settings=given, resume=resume)
+weights = torch.cat([p.detach().flatten() for p in model.parameters()]).double().tolist()
+print(json.dumps({"run": str(result.run), "loss": result.loss, "val_loss": result.val_loss, "weights": weights}))
+"""
+
+
+def trained(count: int, folder: Path, **settings: Any) -> list[dict[str, Any]]:
+    """What each rank says of its run."""
+    folder.mkdir(exist_ok=True)
+    done = ranks.run(FIT, count, json.dumps(settings), cwd=folder)
+    assert [each.returncode for each in done] == [0] * count, "\n".join(each.stderr for each in done)
+    return [json.loads(each.stdout.splitlines()[-1]) for each in done]
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    log = next(folder.glob("runs/*/log.jsonl")).read_text().splitlines()
+    return [record for record in map(json.loads, log) if record["kind"] in ("step", "evaluated")]
+
+
+def numbers_of(record: dict[str, Any]) -> dict[str, float]:
+    """Loss, norm, weight and metrics; a step in which nothing counts has a loss that is not a number."""
+    own = {name: record[name] for name in ("loss", "grad_norm", "weight") if name in record}
+    return {
+        name: float(value) for name, value in {**own, **record.get("probed", {}), **record.get("metrics", {})}.items()
+    }
+
+
+def compare(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    assert [record["kind"] for record in found] == [record["kind"] for record in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        same = ("kind", "step", "lr", "samples", "tokens", "ids_hash", "skipped")
+        assert {name: one.get(name) for name in same} == {name: other.get(name) for name in same}
+        assert numbers_of(one) == pytest.approx(numbers_of(other), rel=2e-6, abs=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize(("loss", "micro"), [("mean", 2), ("weighted", 12), ("sparse", 2)])
+def test_any_number_of_ranks_is_one_process(tmp_path: Path, loss: str, micro: int) -> None:
+    """61 samples in batches of 12: the last step of an epoch has one sample, and some ranks none."""
+    settings: dict[str, Any] = {"loss": loss, "batch.size": 12, "batch.micro": micro}
+    [alone] = trained(1, tmp_path / "1", **settings)
+    for count in (2, 3):
+        each_rank = trained(count, tmp_path / str(count), **settings)
+        assert all(one == each_rank[0] for one in each_rank)
+        assert each_rank[0]["weights"] == pytest.approx(alone["weights"], abs=1e-6)
+        assert each_rank[0]["val_loss"] == pytest.approx(alone["val_loss"], rel=1e-6)
+        assert len(list(tmp_path.glob(f"{count}/runs/*"))) == 1
+        compare(steps(tmp_path / str(count)), steps(tmp_path / "1"))
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    [alone] = trained(1, tmp_path / "1", loss="weighted", until="9steps")
+    for count, until in ((2, "3steps"), (3, "6steps"), (1, "9steps")):
+        resume = None if count == 2 else "runs/run"
+        seen = trained(count, tmp_path / "changing", loss="weighted", until=until, resume=resume)
+    assert seen[0]["weights"] == pytest.approx(alone["weights"], abs=1e-6)
+    logged = {record["step"]: record for record in steps(tmp_path / "changing") if record["kind"] == "step"}
+    compare(list(logged.values()), [record for record in steps(tmp_path / "1") if record["kind"] == "step"])
+
+
+MODULE = """
+import time, torch
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return torch.randn(8) + index % 3, index % 3
+"""
+RECIPE = """
+until: 60steps
+model: {use: mlp, args: {sizes: [8, 16, 3], dropout: 0.3}}
+data: {train: "slow:Slow"}
+batch: {size: 8}
+precision: fp32
+checkpoint: {every: 5steps, at_least_every: null}
+log: {every: 1steps, doctor: false}
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "slow.py").write_text(MODULE)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    return tmp_path
+
+
+def train(project: Path, folder: str, attempt: int = 0) -> list[Forked]:
+    words = ["train", str(project / "recipe.yaml"), "--set", f"folder={project / folder}"]
+    return ranks.start(COMMAND_LINE, 2, *words, cwd=project, attempt=attempt)
+
+
+def wait_for_steps(log: Path, count: int, started: list[Forked]) -> None:
+    end_s = time.monotonic() + 60
+    while not log.exists() or log.read_bytes().count(b'"kind":"step"') < count:
+        assert time.monotonic() < end_s and all(each.poll() is None for each in started), started[0].stderr
+        time.sleep(0.01)
+
+
+def last_weights(run: Path) -> bytes:
+    return (run / "checkpoints/step-00000060/model.safetensors").read_bytes()
+
+
+def test_a_killed_rank_ends_all_and_the_next_attempt_goes_on(project: Path) -> None:
+    assert [each.wait() for each in train(project, "undisturbed")] == [0, 0]
+    log = project / "killed/run/log.jsonl"
+    for attempt, victim in enumerate((1, 0)):
+        started = train(project, "killed", attempt)
+        wait_for_steps(log, 15 * (attempt + 1), started)
+        os.kill(started[victim].pid, signal.SIGKILL)
+        assert started[victim].wait() == -signal.SIGKILL
+        assert started[1 - victim].wait() == 1 and "another rank has ended" in started[1 - victim].stderr
+    last = train(project, "killed", attempt=2)
+    assert [each.wait() for each in last] == [0, 0]
+    assert "resumed from" in last[0].stdout and last[1].stdout == ""
+    assert [path.name for path in (project / "killed").iterdir()] == ["run"]
+    assert last_weights(project / "killed/run") == last_weights(project / "undisturbed/run")
+
+
+def test_sigterm_saves_once_and_ends_every_rank(project: Path) -> None:
+    started = train(project, "runs")
+    wait_for_steps(project / "runs/run/log.jsonl", 10, started)
+    for each in (*started, *started):  # torchrun passes on what the scheduler has sent to every process
+        each.send_signal(signal.SIGTERM)
+    assert [each.wait() for each in started] == [75, 75]
+    ended = json.loads((project / "runs/run/log.jsonl").read_text().splitlines()[-1])
+    newest = sorted(path.name for path in (project / "runs/run/checkpoints").glob("step-*"))[-1]
+    assert (ended["ending"], ended["reason"]) == ("stopped", "SIGTERM") and newest == f"step-{ended['step']:08d}"
+
+
+def test_what_cannot_work_is_refused_before_the_ranks_meet(project: Path) -> None:
+    words = ["train", str(project / "recipe.yaml"), "--set", "parallel.replicate=3", "--", "--nproc-per-node", "2"]
+    refused = forked.run(COMMAND_LINE, *words, cwd=project)
+    assert refused.returncode == 2 and "must be the number of ranks, 2" in refused.stderr
+    assert "--nproc-per-node 3" in refused.stderr
+    mistaken = forked.run(COMMAND_LINE, "train", str(project / "recipe.yaml"), "--", "4", cwd=project)
+    assert mistaken.returncode == 2 and "'4' is no option of torchrun" in mistaken.stderr
+
+
+def test_torchrun_starts_the_ranks(project: Path) -> None:
+    words = ["train", "recipe.yaml", "--set", "until=6steps", "--json", "--", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "trainwright", *words]
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["step"] == 6 and result["ending"] == "finished"
+    plan = json.loads((project / result["run"] / "plan.json").read_text())
+    assert plan["batch"] == {"size": 8, "micro": 4, "accumulation": 1, "ranks": 2}
+    assert plan["degrees"] == {"replicate": 2}

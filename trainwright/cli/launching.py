@@ -1,0 +1,55 @@
+"""Starts a verb once for each rank, by torchrun."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from trainwright.errors import UsageError
+
+if TYPE_CHECKING:
+    from trainwright.recipe import Loaded
+
+
+def become_torchrun(options: Sequence[str], loaded: Loaded) -> NoReturn:
+    """Replaces this process by torchrun with these ``options``, which runs the same command line as every rank.
+
+    Raises RecipeError where the recipe does not suit the number of ranks, as far as ``options`` say it.
+    """
+    from trainwright.plan.parallel import solve_degrees
+
+    ranks = ranks_of(options)
+    if ranks is not None:
+        solve_degrees(loaded.recipe.parallel, ranks)
+    command = sys.argv[1 : sys.argv.index("--")]
+    meet = [] if _says_where_to_meet(options) else ["--standalone"]
+    arguments = ["-m", "torch.distributed.run", *meet, *options, "-m", "trainwright", *command]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does, and says so in four lines
+    os.execv(sys.executable, [sys.executable, *arguments])
+
+
+def ranks_of(options: Sequence[str]) -> int | None:
+    """How many processes torchrun will start; None where that is left to the machines or to it. Raises UsageError."""
+    if not options[0].startswith("-"):
+        remedy = "trainwright train RECIPE -- --nproc-per-node 4"
+        raise UsageError(f"{options[0]!r} is no option of torchrun", remedy=remedy)
+    nodes, each = _value(options, "nnodes") or "1", _value(options, "nproc-per-node") or "1"
+    return int(nodes) * int(each) if nodes.isdecimal() and each.isdecimal() else None
+
+
+def _says_where_to_meet(options: Sequence[str]) -> bool:
+    names = ("nnodes", "standalone", "rdzv-backend", "rdzv-endpoint", "master-addr", "master-port")
+    given = {option.partition("=")[0].lstrip("-").replace("_", "-") for option in options if option.startswith("-")}
+    return not given.isdisjoint(names)
+
+
+def _value(options: Sequence[str], name: str) -> str | None:
+    """The value of the last ``--name VALUE`` or ``--name=VALUE``; torchrun takes underscores for hyphens, too."""
+    found = None
+    for option, following in zip(options, [*options[1:], ""], strict=True):
+        key, equals, value = option.partition("=")
+        if key.startswith("--") and key.lstrip("-").replace("_", "-") == name:
+            found = value if equals else following
+    return found

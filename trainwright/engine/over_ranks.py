@@ -1,0 +1,76 @@
+"""What makes a step of several ranks the step of one process: sums over all ranks, weighted exactly."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainwright.engine.accumulate import Accumulated
+from trainwright.state.cursor import StepBatch
+from trainwright.state.rng import reseed
+from trainwright.world.group import World
+
+
+class Counted(NamedTuple):
+    """How many samples and tokens all ranks trained on in a step."""
+
+    samples: int
+    tokens: int
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seeds all generators for a step of one rank, so that ranks draw other numbers and a checkpoint needs none."""
+    digest = hashlib.blake2b(f"{seed}:step {step}:rank {rank}".encode(), digest_size=8).digest()
+    reseed(int.from_bytes(digest, "little") >> 1)
+
+
+def combine(done: Accumulated, world: World, device: torch.device) -> Accumulated:
+    """Returns what all ranks accumulated together. ``correction`` then makes the *sum* over the ranks exact.
+
+    With w_r the weight of rank r and W their sum, the loss is sum(w_r loss_r) / W, and so are gradients and metrics.
+    Costs an exchange of some numbers, in float64.
+    """
+    weight = _number(done.weight, device)
+    means = torch.stack([_number(each, device) for each in (done.loss, *done.metrics.values())])
+    counts = weight != 0
+    mine = torch.where(counts, means * weight, 0.0)
+    summed = world.gather(torch.cat([weight[None], mine])).sum(0)
+    total = summed[0]
+    loss, *metrics = (summed[1:] / total).to(done.loss.dtype).unbind()
+    share = torch.where(counts, weight, 1.0) / torch.where(total != 0, total, 1.0)
+    correction = share if done.correction is None else share * done.correction
+    names = dict(zip(done.metrics, metrics, strict=True))
+    return Accumulated(loss, total, done.micro_losses, names, correction.to(done.loss.dtype))
+
+
+def _number(value: Tensor | float, device: torch.device) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64, device=device)
+
+
+def fill_missing(optimizer: Optimizer, world: World) -> None:
+    """Gives a parameter that has a gradient on another rank, and none here, one of zeros: all sum the same tensors."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    here = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
+    same = world.gather(torch.tensor([_hash(here)]))
+    if bool((same == same[0]).all()):
+        return
+    for parameter, anywhere in zip(parameters, world.gather(here).any(0).tolist(), strict=True):
+        if anywhere and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def _hash(flags: Tensor) -> int:
+    digest = hashlib.blake2b(flags.numpy().tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def count(batch: StepBatch, tokens: int, world: World) -> Counted:
+    """What all ranks trained on. ``tokens`` are those of this rank."""
+    if world.size == 1:
+        return Counted(batch.size, tokens)
+    samples, all_tokens = world.gather(torch.tensor([batch.size, tokens])).sum(0).tolist()
+    return Counted(samples, all_tokens)

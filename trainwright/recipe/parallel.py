@@ -1,0 +1,29 @@
+"""How a run is spread over the processes that torchrun starts."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from trainwright.recipe.duration import Duration
+from trainwright.recipe.section import Count, Section, on_the_clock
+
+
+class Parallel(Section):
+    """How a run is spread over the processes that torchrun starts. The product of all degrees is their number."""
+
+    replicate: Literal["auto"] | Count = Field(
+        default="auto",
+        description="Copies of the model, each trained on its share of every batch; auto: what the ranks give.",
+        examples=[4],
+    )
+    timeout: Duration = Field(
+        default=Duration(10 * 60, "s"), description="How long a rank waits for the others before the run ends."
+    )
+
+    @field_validator("timeout")
+    @classmethod
+    def _on_the_clock(cls, value: Duration) -> Duration:
+        on_the_clock(value)
+        return value

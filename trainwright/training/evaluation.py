@@ -1,0 +1,37 @@
+"""The evaluation of a run, and when it is due."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainwright.build.assemble import build_loading, validation_batches
+from trainwright.observe.cadence import Every
+from trainwright.observe.evaluation import EvaluationListener, PeriodicEvaluation, ValidationSet
+from trainwright.plan.duration import Interval
+from trainwright.state.train_state import TrainState
+from trainwright.training.job import Job
+from trainwright.world import World
+
+
+def periodic_evaluation(
+    job: Job, world: World, listeners: Sequence[EvaluationListener] = ()
+) -> PeriodicEvaluation | None:
+    """Returns the evaluation that a plan asks for; None without a validation set."""
+    loading = build_loading(job.parts, job.recipe, job.plan, job.device, world=world)
+    whole = validation_batches(job.parts, job.recipe, loading)
+    if whole is None:
+        return None
+    count = job.plan.evaluate_batches
+    part = whole.part(count) if count and not job.recipe.evaluation.batches else whole
+    return PeriodicEvaluation(
+        ValidationSet(part, whole, count),
+        job.parts.loss,
+        every(job.plan.evaluate_every, job.state),
+        precision=job.precision,
+        listeners=listeners,
+        world=world,
+    )
+
+
+def every(interval: Interval, since: TrainState) -> Every:
+    return Every(steps=interval.steps, seconds=interval.seconds, fraction=interval.fraction, since=since)

@@ -1,0 +1,104 @@
+"""A rank that only follows: it trains its share as the first rank has decided, and writes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from trainwright.build.assemble import Parts
+from trainwright.engine.between import NEVER
+from trainwright.engine.loop import Outcome, StopRequest, run
+from trainwright.errors import StoppedError
+from trainwright.observe.evaluation import PeriodicEvaluation
+from trainwright.observe.signals import Signals
+from trainwright.recipe import Loaded
+from trainwright.runlog.folder import RunFolder
+from trainwright.training.evaluation import periodic_evaluation
+from trainwright.training.job import Job, make_advance, prepare, spike_handler, until_of
+from trainwright.training.resume import follow_earlier, interrupted_run
+from trainwright.world import Launch, World
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run is asked for, and who takes part."""
+
+    loaded: Loaded
+    parts: Parts | None
+    resume: RunFolder | None
+    accept: tuple[str, ...]
+    launch: Launch
+    world: World
+
+
+class ResumedFrom(NamedTuple):
+    """What the first rank resumes; ``folder`` None: nothing."""
+
+    folder: RunFolder | None
+    checkpoint: Path | None = None
+
+
+NOTHING = ResumedFrom(None)
+
+
+class Followed(NamedTuple):
+    """A run that a rank has followed to its end."""
+
+    job: Job
+    folder: RunFolder
+    outcome: Outcome
+    evaluation: PeriodicEvaluation | None
+
+
+def begun_by(start: Start) -> RunFolder | None:
+    """After torchrun has started the ranks again: the run that they were training before."""
+    if not start.launch.attempt:
+        return None
+    recipe = start.loaded.recipe
+    return interrupted_run(Path(recipe.folder), recipe.name, start.launch.job)
+
+
+def follow(start: Start, signals: Signals) -> Followed:
+    """Takes part from the first decision to the last step."""
+    world = start.world
+    with nothing_to_save(signals):
+        found = heard(world, ResumedFrom)
+        earlier = follow_earlier(found.folder, found.checkpoint, start.accept) if found.folder else None
+        job = prepare(start.loaded, start.parts, earlier=earlier, world=world, launch=start.launch)
+    folder = heard(world, RunFolder)
+    evaluation = periodic_evaluation(job, world)
+    outcome = run(
+        job.state,
+        job.batches,
+        make_advance(job, world, spikes=spike_handler(job.loaded)),
+        until=until_of(job.plan),
+        observers=(signals,),
+        evaluation=evaluation or NEVER,
+        world=world,
+    )
+    return Followed(job, folder, outcome, evaluation)
+
+
+def heard(world: World, kind: type[T]) -> T:
+    """What another rank says."""
+    mine: T | None = None
+    said = world.agree(mine)
+    assert isinstance(said, kind)
+    return said
+
+
+@contextmanager
+def nothing_to_save(signals: Signals) -> Iterator[None]:
+    """A signal ends what is done inside at once. Raises StoppedError, or KeyboardInterrupt for SIGINT."""
+    try:
+        with signals.at_once("ending now, before the first step"):
+            yield
+    except StopRequest as asked:
+        if asked.stop.reason == "SIGINT":
+            raise KeyboardInterrupt from None
+        raise StoppedError(f"{asked.stop.reason} came before the first step: nothing was trained or saved") from None

@@ -1,0 +1,102 @@
+"""Joins the other processes of a run, as torchrun describes them in the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import distributed
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from trainwright.errors import RankError, UsageError, text_of
+from trainwright.world.group import SOLO, Ranks, World
+
+_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How torchrun started this process: as ``rank`` of ``size``, for the ``attempt``-th time (from 0).
+
+    ``local_rank`` is its number on its machine. ``job`` is the id of the launch, the same for all ranks and attempts.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    attempt: int = 0
+    job: str = ""
+    address: str = ""
+    port: int = 0
+    agent_has_store: bool = False
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> Launch:
+        """Returns what torchrun says; one process where it is not there.
+
+        Raises UsageError where the environment says that there are several ranks, and not how to meet them.
+        """
+        if environ.get("WORLD_SIZE", "1") == "1" or "LOCAL_RANK" not in environ:
+            return cls()  # a job of Slurm or MPI with one task sets WORLD_SIZE, too
+        missing = [name for name in _NAMES if name not in environ]
+        numbers = {name: environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+        wrong = [f"{name}={value}" for name, value in numbers.items() if not value.isdecimal()]
+        if missing or wrong:
+            raise UsageError(
+                f"the environment has several ranks, but {', '.join([*missing, *wrong])} is missing or no number",
+                remedy="start it with torchrun: trainwright train RECIPE -- --nproc-per-node 2",
+            )
+        return cls(
+            rank=int(environ["RANK"]),
+            size=int(environ["WORLD_SIZE"]),
+            local_rank=int(environ["LOCAL_RANK"]),
+            attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            job=environ.get("TORCHELASTIC_RUN_ID", ""),
+            address=environ["MASTER_ADDR"],
+            port=int(environ["MASTER_PORT"]),
+            agent_has_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
+
+
+ALONE = Launch()
+
+
+@contextmanager
+def joined(launch: Launch, timeout_s: float) -> Iterator[World]:
+    """Yields the World of this process: SOLO, or the ranks once all have come. Leaves the group at the end.
+
+    A group that the caller has made already is used and left alone. ``timeout_s`` is how long a rank waits for the
+    others before it gives up. Raises RankError when they do not come.
+    """
+    if distributed.is_available() and distributed.is_initialized():
+        yield Ranks() if distributed.get_world_size() > 1 else SOLO
+        return
+    if launch.size == 1:
+        yield SOLO
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(launch.local_rank)
+    _open(launch, timedelta(seconds=timeout_s))
+    try:
+        yield Ranks()
+    finally:
+        distributed.destroy_process_group()
+
+
+def _open(launch: Launch, timeout: timedelta) -> None:
+    """With a store of this attempt's own: in torchrun's the addresses of the attempt before may still lie."""
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    try:
+        is_host = launch.rank == 0 and not launch.agent_has_store
+        store = TCPStore(launch.address, launch.port, launch.size, is_host, timeout, False)
+        own = PrefixStore(f"trainwright/{launch.attempt}", store)
+        distributed.init_process_group(backend, store=own, rank=launch.rank, world_size=launch.size, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        raise RankError(
+            f"rank {launch.rank} could not meet the other {launch.size - 1} at {launch.address}:{launch.port}: "
+            f"{text_of(error)[:300]}",
+            remedy="look whether every rank was started, whether one has ended, and whether a firewall closes the port",
+        ) from error
