@@ -7,6 +7,7 @@ and ends well in a new one is tested with a new one.
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing
 import os
 import shutil
@@ -17,11 +18,16 @@ import tempfile
 import types
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
+
+from trainwright.verbs.verify.trial import TrialPart
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["trainwright.training.run", "trainwright.cli", "trainwright.watching.watch"])
+get_temp_dir()  # where its socket lies: before a test says that temporary files go to a folder of its own
 COMMAND_LINE = "from trainwright.cli import main; main()"
 
 
@@ -84,13 +90,13 @@ class Forked:
         self._process.kill()
 
     def end(self) -> None:
-        """Kills it if it still runs, its group too, and removes what it has printed."""
+        """Kills it if it still runs, its group too, and removes what it has printed. Once more, it does nothing."""
         if self._leads and self.poll() is None:
             with suppress(ProcessLookupError):  # it has not got so far
                 os.killpg(self.pid, signal.SIGKILL)
         self.kill()
         self.wait()
-        shutil.rmtree(self._printed)
+        shutil.rmtree(self._printed, ignore_errors=True)
 
 
 AT_THE_END: list[Callable[[], object]] = []
@@ -104,6 +110,16 @@ def run(
     process = Forked(code, *arguments, cwd=cwd, env=env)
     process.wait(timeout)
     return process
+
+
+def run_part(part: TrialPart, output: Path, environment: Mapping[str, str]) -> int:
+    """As ``verify.resume.in_new_python``."""
+    code = "from trainwright.verbs.verify.trial import main; main()"
+    process = Forked(code, json.dumps(asdict(part)), env=environment, together=True)
+    code_of_exit = process.wait()
+    output.write_text(process.stdout)
+    process.end()
+    return code_of_exit
 
 
 def end_all() -> None:

@@ -18,14 +18,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from tests import forked
 from tests.rows import each_row
 from trainwright.cli import app
-from trainwright.errors import CheckpointError
+from trainwright.errors import CheckpointError, TrainwrightError
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.lock import RunLock
 from trainwright.state.examine import differences
 from trainwright.state.manifest import write_manifest
 from trainwright.training.resume import Earlier, find_earlier
+from trainwright.verbs.verify.resume import Proof, ResumeTrial, verify_resume
 
 PARTS = """\
 import os, random
@@ -109,56 +111,58 @@ def invoke(*arguments: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def prove(*options: str) -> tuple[int, dict[str, Any], str]:
-    code, message = invoke("verify", "resume", "tiny.yaml", "--json", *options)
-    *lines, last = message.splitlines()
-    assert "Traceback" not in message
-    return code, json.loads(last), "\n".join(lines)
+def prove(**options: Any) -> tuple[Proof, str]:
+    """In processes that are forked; how much the verb says on the way counts, too."""
+    spoken: list[str] = []
+    trial = ResumeTrial(Path("tiny.yaml"), **{"workers": 0, "then_workers": 0, **options})
+    proof = verify_resume(trial, say=spoken.append, run_part=forked.run_part)
+    return proof, "\n".join([*spoken, *proof.lines()])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--workers", "2", "--then-workers", "3"], "6 + SIGKILL + 6: 21 tensors, 12 losses, 96 sample ids equal"),
-        (
-            ["--workers=0", "--then-workers=2", "--set=precision=bf16", "--no-kill", "--steps=4"]
-            + ["--set=until=60s", "--set=checkpoint.every=1h"],
-            "4 + stop + 4",
-        ),
-    ],
-    ids=["fp32", "bf16-stopped-in-time"],
-)
-def test_a_resumed_run_is_the_same_bits(folder: Path, options: list[str], message: str) -> None:
-    code, proof, text = prove(*options)
-    assert code == 0 and proof["equal"], text
-    assert message in text and "steps straight, " in text and "resumed to " in text
+def test_a_resumed_run_is_the_same_bits(folder: Path) -> None:
+    """By the command line, in new processes, one of them killed."""
+    code, message = invoke("verify", "resume", "tiny.yaml", "--json", "--workers", "2", "--then-workers", "3")
+    *lines, last = message.splitlines()
+    proof, text = json.loads(last), "\n".join(lines)
+    assert code == 0 and proof["equal"] and "Traceback" not in text, text
+    assert "6 + SIGKILL + 6: 21 tensors, 12 losses, 96 sample ids equal" in text
+    assert "steps straight, " in text and "resumed to " in text
     assert proof["cause"] is None and proof["checkpoint"] == [] and proof["samples"] == 8 * 2 * proof["steps"]
     assert not list((folder / "aside").iterdir()), "nothing stays behind"
     assert not (folder / "runs").exists(), "the user's own runs are left alone"
 
 
 @pytest.mark.slow
+def test_a_run_in_bf16_that_was_stopped_and_counts_its_time_is_the_same_bits(folder: Path) -> None:
+    settings = ("precision=bf16", "until=60s", "checkpoint.every=1h")
+    proof, text = prove(then_workers=2, steps=4, kill=False, settings=settings)
+    assert proof.equal and proof.exit_code == 0 and "4 + stop + 4" in text, text
+    assert not list((folder / "aside").iterdir())
+
+
+@pytest.mark.slow
 def test_randomness_that_nobody_seeded_is_found(folder: Path) -> None:
     (folder / "tiny.yaml").write_text(RECIPE.replace('train: {use: "parts:Drawn"}', 'train: {use: "parts:Unseeded"}'))
-    code, proof, text = prove("--workers", "0", "--then-workers", "0", "--steps", "2")
-    assert code == 1 and not proof["equal"] and proof["cause"] == "recipe"
-    assert proof["log"].startswith("first at step 1, in loss: ") and "grad_norm" in proof["log"]
-    assert any(each["what"].startswith("model ") and each["largest"] > 0 for each in proof["checkpoint"])
+    proof, text = prove(steps=2)
+    assert proof.exit_code == 1 and not proof.equal and proof.cause == "recipe"
+    assert proof.log and proof.log.startswith("first at step 1, in loss: ") and "grad_norm" in proof.log
+    assert any(each.what.startswith("model ") and (each.largest or 0) > 0 for each in proof.checkpoint)
     assert "NOT the same bits" in text and "not deterministic" in text and "kept: " in text
-    kept = Path(proof["folder"])
-    assert kept.parent == folder / "aside" and {"straight", "halves"} <= {each.name for each in kept.iterdir()}
-    assert proof["upto"] == 2 and "resumed" not in text, "it is known before anything is resumed"
+    assert proof.folder and proof.folder.parent == folder / "aside"
+    assert {"straight", "halves"} <= {each.name for each in proof.folder.iterdir()}
+    assert proof.upto == 2 and "resumed" not in text, "it is known before anything is resumed"
+    assert json.loads(json.dumps(proof.to_json()))["checkpoint"][0].keys() == {"what", "how", "largest"}
 
 
 @pytest.mark.slow
 def test_state_that_no_checkpoint_holds_is_found_and_told_from_chance(folder: Path) -> None:
     (folder / "tiny.yaml").write_text(RECIPE + 'optimizer: {use: "parts:Forgetful", lr: 0.1}\n')
-    code, proof, text = prove("--workers", "0", "--then-workers", "0", "--steps", "2")
-    assert code == 1 and proof["cause"] == "resume", text
-    assert proof["log"].startswith("first at step 3, in validation loss: "), "its update is the first that is another"
+    proof, text = prove(steps=2)
+    assert proof.cause == "resume", text
+    assert proof.log and proof.log.startswith("first at step 3, in validation loss: "), "its update is the first"
     assert "two straight runs are the same bits" in text
-    assert {each.name for each in Path(proof["folder"]).iterdir()} >= {"straight", "halves", "again"}
+    assert proof.folder and {each.name for each in proof.folder.iterdir()} >= {"straight", "halves", "again"}
 
 
 @pytest.mark.slow
@@ -173,8 +177,10 @@ def test_state_that_no_checkpoint_holds_is_found_and_told_from_chance(folder: Pa
 )
 def test_a_mistake_is_passed_on(folder: Path, train: str, code: int, message: str) -> None:
     (folder / "tiny.yaml").write_text(RECIPE.replace('train: {use: "parts:Drawn"}', f'train: {{use: "{train}"}}'))
-    got, text = invoke("verify", "resume", "tiny.yaml", "--workers", "0")
-    assert got == code and message in text and "remedy" in text and "Traceback" not in text
+    with pytest.raises(TrainwrightError) as caught:
+        prove()
+    text = str(caught.value)
+    assert caught.value.exit_code == code and message in text and "remedy" in text and "Traceback" not in text
     assert not list((folder / "aside").iterdir())
 
 

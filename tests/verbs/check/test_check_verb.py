@@ -21,7 +21,7 @@ from trainwright.verbs.check.check import Budget, check
 from trainwright.verbs.check.verdict import WIDTH, Checkup, Verdict, lines_of
 
 RECIPES = Path(__file__).parents[3] / "recipes"
-SMALL = Budget(read_s=1.0, range_s=2.0, one_batch_s=4.0, smoke_s=4.0, most_samples=512)
+SMALL = Budget(read_s=0.5, range_s=1.0, one_batch_s=2.0, smoke_s=2.0, most_samples=512)
 BLOCK = [f"{path}.args.block_size=64" for path in ("model", "data.train", "data.val")]
 SHRUNK = {
     "llama-7b": [

@@ -10,10 +10,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, Protocol, TypedDict, Unpack
 
 import torch
 
@@ -116,7 +116,28 @@ _CAUSES = {
 }
 
 
-def verify_resume(trial: ResumeTrial, *, keep: bool = False, say: Callable[[str], None] = lambda text: None) -> Proof:
+class RunPart(Protocol):
+    """Runs a part in a process of its own, with its output in ``output``. Returns the exit code."""
+
+    def __call__(self, part: TrialPart, output: Path, environment: Mapping[str, str], /) -> int: ...
+
+
+def in_new_python(part: TrialPart, output: Path, environment: Mapping[str, str]) -> int:
+    """The RunPart of the command line."""
+    command = [sys.executable, "-m", "trainwright.verbs.verify.trial", json.dumps(asdict(part))]
+    with output.open("w") as file:  # no pipe: workers that outlive a kill would hold it open
+        return subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env={**os.environ, **environment}
+        ).returncode
+
+
+def verify_resume(
+    trial: ResumeTrial,
+    *,
+    keep: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+    run_part: RunPart = in_new_python,
+) -> Proof:
     """Runs the trial in processes of its own, in a temporary folder that stays if something differs, or with ``keep``.
 
     An error of the user's in one of the processes is raised here, with its message and exit code.
@@ -125,7 +146,9 @@ def verify_resume(trial: ResumeTrial, *, keep: bool = False, say: Callable[[str]
     folder = Path(tempfile.mkdtemp(prefix="trainwright-verify-"))
     proof = None
     try:
-        proof = _TrialRuns(trial, folder, say, [*trial.settings, *_settings(recipe, trial.steps, folder)]).prove(keep)
+        proof = _TrialRuns(
+            trial, folder, say, run_part, [*trial.settings, *_settings(recipe, trial.steps, folder)]
+        ).prove(keep)
     finally:
         if proof is None or not proof.folder:
             shutil.rmtree(folder, ignore_errors=True)
@@ -147,6 +170,7 @@ class _TrialRuns:
     trial: ResumeTrial
     folder: Path
     say: Callable[[str], None]
+    run_part: RunPart
     shared: list[str]
 
     def prove(self, keep: bool) -> Proof:
@@ -223,13 +247,11 @@ class _TrialRuns:
         outcome = self.folder / f"{name}.json"
         settings = settings if "resume" in more else [*self.shared, *settings]
         part = TrialPart(str(self.trial.recipe), settings, str(outcome), **more)
-        command = [sys.executable, "-m", "trainwright.verbs.verify.trial", json.dumps(asdict(part))]
-        with (self.folder / f"{name}.txt").open("w") as file:  # no pipe: workers that outlive a kill would hold it open
-            done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=_environment())
-        if part.committed and done.returncode == -signal.SIGKILL and Path(part.committed).is_dir():
+        code = self.run_part(part, self.folder / f"{name}.txt", _environment())
+        if part.committed and code == -signal.SIGKILL and Path(part.committed).is_dir():
             return {}
         if not outcome.exists():
-            message = f"the {name} part ended with exit code {done.returncode}: {self._last_words(name)}"
+            message = f"the {name} part ended with exit code {code}: {self._last_words(name)}"
             raise TrainwrightError(message, remedy="run it by hand: trainwright train")
         result: dict[str, Any] = json.loads(outcome.read_text())
         if "error" in result:
@@ -265,10 +287,10 @@ def _settings(recipe: Recipe, n: int, folder: Path) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """The environment of the parts: this module path, and one number of threads, as sums depend on it."""
+    """What is set for the parts: this module path, and one number of threads, as sums depend on it."""
     threads = os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads()))
     places = os.pathsep.join(place or str(Path.cwd()) for place in sys.path)
-    return {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": places}
+    return {"OMP_NUM_THREADS": threads, "PYTHONPATH": places}
 
 
 _OF_STEP = ("ids_hash", "loss", "grad_norm", "lr", "weight", "samples", "tokens", "skipped", "probed")
