@@ -5,27 +5,30 @@ from __future__ import annotations
 from trainwright.recipe.load import box
 from trainwright.verbs.verify.resume import ResumeTrial
 
+ONE = "evaluation.batches=1"
 SMALL = {
-    "demo.yaml": ["evaluation.batches=1"],
+    "demo.yaml": [ONE, "model.args.d_model=64", "model.args.bigram=512", "batch.size=4"],
     "demo-digits.yaml": [],
-    "gpt-tiny.yaml": ["evaluation.batches=1"],
-    "resnet-digits.yaml": ["evaluation.batches=1"],
-    "lstm-text.yaml": ["evaluation.batches=1"],
-    "gpt-lora.yaml": ["evaluation.batches=1"],
-    "hf-lora.yaml": ["evaluation.batches=1"],
+    "gpt-tiny.yaml": [ONE, "model.args.d_model=64", "batch.size=4"],
+    "resnet-digits.yaml": [ONE, "model.args.depth=8", "batch.size=16"],
+    "lstm-text.yaml": [ONE, "model.args.d_model=64", "batch.size=8", "batch.micro=4"],
+    "gpt-lora.yaml": [ONE],
+    "hf-lora.yaml": [ONE, "batch.size=4"],
     "gpt2-124m.yaml": [
+        ONE,
         "batch.size=2",
         "batch.micro=1",
         "model.args.layers=2",
         "model.args.heads=2",
         "model.args.d_model=64",
+        "model.args.vocab_size=2048",
         "model.args.block_size=32",
         "data.train.args.block_size=32",
         "data.val.args.block_size=32",
-        "evaluation.batches=1",
         "precision=fp32",
     ],
     "llama-7b.yaml": [
+        ONE,
         "batch.size=2",
         "model.args.layers=2",
         "model.args.heads=2",
@@ -33,14 +36,12 @@ SMALL = {
         "model.args.block_size=64",
         "data.train.args.block_size=64",
         "data.val.args.block_size=64",
-        "evaluation.batches=1",
     ],
 }
 PRECISIONS = ("fp32", "bf16", "fp16")
 WORKERS = ((2, 3), (0, 0))
-SMALLER = {"gpt2-124m.yaml": ["model.args.d_model=192", "model.args.vocab_size=2048"]}  # its checkpoints are written
 
 
 def small_trial(name: str, precision: str, workers: tuple[int, int], steps: int) -> ResumeTrial:
-    settings = ("evaluation.batch=4", *SMALL[name], *SMALLER.get(name, ()), f"precision={precision}")
+    settings = ("evaluation.batch=4", *SMALL[name], f"precision={precision}")
     return ResumeTrial(box() / name, steps, *workers, settings)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.training.small_recipes import SMALL
 from trainwright.cli import app
 from trainwright.doctor.pages import page
 from trainwright.recipe import Loaded, load
@@ -21,24 +22,7 @@ from trainwright.verbs.check.check import Budget, check
 from trainwright.verbs.check.verdict import WIDTH, Checkup, Verdict, lines_of
 
 RECIPES = Path(__file__).parents[3] / "recipes"
-SMALL = Budget(read_s=0.5, range_s=1.0, one_batch_s=2.0, smoke_s=2.0, most_samples=512)
-BLOCK = [f"{path}.args.block_size=64" for path in ("model", "data.train", "data.val")]
-SHRUNK = {
-    "llama-7b": [
-        "batch.size=2",
-        "evaluation.batches=2",
-        *(f"model.args.{size}" for size in ("layers=2", "heads=2", "d_model=32")),
-        *BLOCK,
-    ],
-    "gpt2-124m": [
-        *(f"model.args.{size}" for size in ("layers=2", "heads=2", "d_model=64")),
-        "batch.size=2",
-        "batch.micro=1",
-        "evaluation.batches=2",
-        *BLOCK,
-    ],
-}
-
+SHORT = Budget(read_s=0.3, range_s=0.6, one_batch_s=1.2, smoke_s=1.2, most_samples=512)
 RECIPE = """\
 name: mine
 until: 5steps
@@ -95,7 +79,7 @@ def test_a_recipe_that_cannot_be_built_is_wrong_usage(place: Path) -> None:
 @pytest.mark.slow
 def test_it_leaves_no_file_behind(place: Path) -> None:
     before = sorted(place.rglob("*"))
-    check(load("recipe.yaml"), budget=SMALL)
+    check(load("recipe.yaml"), budget=SHORT)
     after = [path for path in sorted(place.rglob("*")) if "__pycache__" not in path.parts]
     assert after == [path for path in before if "__pycache__" not in path.parts]
 
@@ -112,7 +96,7 @@ def test_it_changes_no_bit_of_what_comes_later(place: Path) -> None:
     expected = torch.rand(3)
     torch.manual_seed(5)
     settings = (torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype())
-    check(load("recipe.yaml"), budget=SMALL)
+    check(load("recipe.yaml"), budget=SHORT)
     assert torch.equal(torch.rand(3), expected)
     assert settings == (torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype())
     after = trained(load("recipe.yaml"))
@@ -128,7 +112,7 @@ def test_every_recipe_in_the_box_passes(path: Path) -> None:
         "resnet-digits": ("sklearn",),
     }.get(path.stem, ()):
         pytest.importorskip(package)
-    found = check(load(path, overrides=[*SHRUNK.get(path.stem, []), "device=cpu"]), budget=SMALL)
+    found = check(load(path, overrides=[*SMALL[path.name], "device=cpu"]), budget=SHORT)
     assert [v for v in found.verdicts if v.word in ("warn", "fail")] == []
     assert found.exit_code == 0
 
