@@ -26,7 +26,7 @@ import trainwright as tw
 
 settings = json.loads(sys.argv[1])
 torch.manual_seed(3)
-model = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.LayerNorm(32), nn.Linear(32, 5))
+model = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.LayerNorm(32), nn.Dropout(0.0), nn.Linear(32, 5))
 draw = torch.Generator().manual_seed(0)
 x, y = torch.randn(61, 12, generator=draw), torch.randint(5, (61,), generator=draw)
 x_val, y_val = torch.randn(23, 12, generator=draw), torch.randint(5, (23,), generator=draw)
@@ -203,3 +203,27 @@ def test_torchrun_starts_the_ranks(project: Path) -> None:
     plan = json.loads((project / result["run"] / "plan.json").read_text())
     assert plan["batch"] == {"size": 8, "micro": 4, "accumulation": 1, "ranks": 2}
     assert plan["degrees"] == {"replicate": 2}
+
+
+@pytest.mark.parametrize("loss", ["mean", "sparse"])
+def test_exact_gives_the_same_bits_on_any_number_of_ranks(tmp_path: Path, loss: str) -> None:
+    """61 samples in batches of 12: steps of 6 slices, and one of a single slice."""
+    settings: dict[str, Any] = {
+        "loss": loss,
+        "batch.size": 12,
+        "batch.micro": 2,
+        "parallel.exact": True,
+        "until": "20steps",
+    }
+    [alone] = trained(1, tmp_path / "1", **settings)
+    norms = [(one.get("loss"), one.get("grad_norm")) for one in steps(tmp_path / "1") if one["kind"] == "step"]
+    for count in (2, 4):
+        assert {str(one["weights"]) for one in trained(count, tmp_path / str(count), **settings)} == {
+            str(alone["weights"])
+        }
+        seen = [
+            (one.get("loss"), one.get("grad_norm")) for one in steps(tmp_path / str(count)) if one["kind"] == "step"
+        ]
+        assert seen == norms
+    without = trained(2, tmp_path / "without", **{**settings, "parallel.exact": False})
+    assert without[0]["weights"] != alone["weights"]  # so the test can fail

@@ -224,6 +224,7 @@ def build_loading(
         on_bad_sample=recipe.data.on_bad_sample,
         rank=world.rank,
         ranks=world.size,
+        exact=recipe.parallel.exact,
     )
 
 
@@ -240,7 +241,7 @@ def validation_batches(parts: Parts, recipe: Recipe, loading: Loading) -> Evalua
     if parts.val is None:
         return None
     size, ranks, limit = recipe.evaluation.batch or loading.micro_size, loading.ranks, recipe.evaluation.batches
-    how = replace(loading, batch_size=size * ranks, micro_size=size, workers=0, collate=parts.val.collate)
+    how = replace(loading, batch_size=size * ranks, micro_size=size, workers=0, collate=parts.val.collate, exact=False)
     return EvaluationBatches(parts.val.dataset, how, limit=None if limit is None else -(-limit // ranks))
 
 

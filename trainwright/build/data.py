@@ -29,7 +29,8 @@ class Loading:
     None: no end.
     ``quarantine`` holds dataset positions that are never trained on; ``on_bad_sample`` says whether a sample that
     cannot be read is added to them or ends the run. Of the batches of an epoch, each ``every``-th one is read.
-    ``rank`` is which of ``ranks`` shares of every step is read.
+    ``rank`` is which of ``ranks`` shares of every step is read; where that is ``exact``, a step has the same
+    micro-batches on any number of ranks.
     """
 
     batch_size: int
@@ -51,6 +52,7 @@ class Loading:
     every: int = 1
     rank: int = 0
     ranks: int = 1
+    exact: bool = False
 
 
 class StepBatches:
@@ -118,7 +120,7 @@ class StepBatches:
             end = size - (size - begin) % loading.batch_size if loading.drop_last else size
             for step_start in range(begin, end, loading.batch_size * loading.every):
                 step_end = min(step_start + loading.batch_size, end)
-                if loading.ranks > 1:
+                if loading.ranks > 1 or loading.exact:
                     of_all = order[step_start:step_end][kept[step_start:step_end]]
                     yield from shared(Key(epoch, step_start, of_all, True, Cursor(epoch, step_end)), loading)
                     continue

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset, default_col
 
 from trainwright.build.collation import Batch, Collate, Sample, misfits
 from trainwright.build.in_progress import InProgress
-from trainwright.build.shares import pieces
+from trainwright.build.shares import pieces, slices
 from trainwright.errors import DataError, text_of
 from trainwright.state.cursor import BadSample, Cursor, Ids
 from trainwright.state.rng import RngBag, preserved_rng, reseed
@@ -229,13 +229,16 @@ class Reading(Protocol):
     def rank(self) -> int: ...
     @property
     def ranks(self) -> int: ...
+    @property
+    def exact(self) -> bool: ...
 
 
 def shared(step: Key, settings: Reading) -> Iterator[Key]:
     """Yields the keys of a rank's micro-batches of a step, which ``step`` names as a whole; none for an empty one."""
     if not len(step.ids):
         return
-    parts = list(pieces(step.ids, settings.rank, settings.ranks, settings.micro_size))
+    cut = slices if settings.exact else pieces
+    parts = list(cut(step.ids, settings.rank, settings.ranks, settings.micro_size))
     for number, part in enumerate(parts, start=1):
         start, closes = step.start + part.offset, number == len(parts)
         yield Key(step.epoch, start, part.ids, closes, step.cursor, part.counted, step.ids if closes else None)
@@ -314,7 +317,7 @@ class FetchStream(IterableDataset["Fetched | Failed"]):
     def _keys(self, epoch: int, position: int, count: int) -> Iterator[Key]:
         """Yields the keys of a step of ``count`` samples from ``position`` on."""
         settings, end = self.settings, Cursor(epoch, position + count)
-        if settings.ranks > 1:
+        if settings.ranks > 1 or settings.exact:
             whole = Key(epoch, position, np.arange(position, position + count), True, end)
             yield from shared(whole.without(settings.quarantine), settings)
             return

@@ -32,3 +32,13 @@ def pieces(ids: Ids, rank: int, ranks: int, micro_size: int) -> Iterator[Piece]:
     for part in np.array_split(shares[rank], count):
         yield Piece(part, offset) if len(part) else Piece(ids[:1], 0, counted=False)
         offset += len(part)
+
+
+def slices(ids: Ids, rank: int, ranks: int, micro_size: int) -> Iterator[Piece]:
+    """Cuts the samples of a step into micro-batches that are the same on any number of ranks, and yields a rank's."""
+    starts = range(0, len(ids), micro_size)
+    mine = np.array_split(np.array(starts), ranks)[rank].tolist()
+    for start in mine:
+        yield Piece(ids[start : start + micro_size], start)
+    if not mine:
+        yield Piece(ids[:1], 0, counted=False)

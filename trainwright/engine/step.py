@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from trainwright.engine.accumulate import Accumulated, accumulate
 from trainwright.engine.clip import ClipFn, global_norm, no_clip
+from trainwright.engine.exact import accumulate_exactly
 from trainwright.engine.guard import APPLIED, must_skip, update_unless
 from trainwright.engine.loss import Loss, LossFn, as_loss_fn
 from trainwright.engine.over_ranks import Counted, combine, count, fill_missing, seed_step
@@ -71,6 +72,7 @@ def make_step(
     probes: Sequence[Probe] = (),
     world: World = SOLO,
     seed: int = 0,
+    exact: bool = False,
     spikes: SpikeHandler = NO_SPIKES,
     witness: StepWitness = SILENT,
 ) -> StepFn:
@@ -81,7 +83,8 @@ def make_step(
     do).
 
     Of several ranks of ``world`` each trains on its own share of the batch; gradients, loss and metrics are those of
-    the whole. Their random numbers in a step follow from ``seed``, step and rank.
+    the whole. Their random numbers in a step follow from ``seed``, step and rank. ``exact``: gradients have the same
+    bits on any number of ranks, see ``accumulate_exactly``.
 
     A step that runs out of memory begins again in smaller micro-batches, on all ranks of ``world``; its samples and
     their weights stay the same. ``spikes`` is a ``SpikeGuard``, or by default does nothing. ``witness`` is internal:
@@ -92,7 +95,7 @@ def make_step(
     """
     _require_made(schedule, precision, clip)
     own = loss if isinstance(loss, nn.Module) else None
-    parts = _Parts(as_loss_fn(loss), precision, clip, probes, world, witness)
+    parts = _Parts(as_loss_fn(loss), precision, clip, probes, world, seed, exact, witness)
     recovery = Recovery(lambda state: clear_grads(state.optimizer), world)
 
     def advance(state: TrainState, batch: StepBatch) -> StepResult:
@@ -149,6 +152,8 @@ class _Parts(NamedTuple):
     clip: ClipFn
     probes: Sequence[Probe]
     world: World
+    seed: int
+    exact: bool
     witness: StepWitness
 
 
@@ -165,8 +170,13 @@ def _gradients(
 ) -> tuple[_Gradients, StepBatch, tuple[OomReport, ...]]:
     """The part of a step that can begin again: it changes nothing but gradients, buffers and generators.
 
-    Of several ranks only up to where they exchange something: each must know first that all have come so far.
+    Of several ranks only up to where they exchange something: each must know first that all have come so far. Exact
+    slices are never cut smaller.
     """
+    if parts.exact:
+        loss_fn, precision, world, seed = parts.loss_fn, parts.precision, parts.world, parts.seed
+        done = accumulate_exactly(state, batch, loss_fn, precision, world, seed=seed)
+        return _finish(state, done, parts), batch, ()
     if parts.world.size == 1:
         return recovery(lambda state, batch: _finish(state, _passes(state, batch, parts), parts), state, batch)
     done, batch, reports = recovery(lambda state, batch: _passes(state, batch, parts), state, batch)
@@ -183,12 +193,14 @@ def _passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumulated:
 def _finish(state: TrainState, done: Accumulated, parts: _Parts) -> _Gradients:
     """The gradients as they will be applied, the same on every rank."""
     clip, world, witness = parts.clip, parts.world, parts.witness
-    if world.size > 1:
+    is_to_sum = world.size > 1 and not parts.exact
+    if is_to_sum:
         fill_missing(state.optimizer, world)
         done = combine(done, world, device_of(state.optimizer))
     parameters, grads = collect_grads(state.optimizer, done)
     if grads:
         _unscale(state, grads, done, witness)
+    if is_to_sum:
         world.sum_(grads)
     probed = {name: value for probe in parts.probes for name, value in probe(state).items()}
     grad_norm = global_norm(grads) if grads else _zero_norm(state.optimizer)

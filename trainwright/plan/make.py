@@ -116,6 +116,7 @@ class Plan:
 def make_plan(recipe: Recipe, facts: RunFacts, *, ranks: int = 1, kept: Kept = Kept()) -> Plan:
     """Decides all that needs no dry run. Raises RecipeError where data or ``ranks`` cannot satisfy the recipe."""
     degrees = solve_degrees(recipe.parallel, ranks)
+    _require_slices(recipe)
     _require_one_rank_for_quarantine(recipe, ranks)
     batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation, ranks=ranks)
     per_epoch = _steps_per_epoch(facts.train_samples, batch.size, recipe.data.drop_last)
@@ -144,8 +145,21 @@ def make_plan(recipe: Recipe, facts: RunFacts, *, ranks: int = 1, kept: Kept = K
         parameters=facts.parameters,
         trainable=facts.trainable,
         spent=kept.spent,
-        notes=(*facts.notes, *_batch_notes(batch, facts.train_samples), *_left(recipe, whole, kept.spent), *lr_note),
+        notes=(
+            *facts.notes,
+            *_batch_notes(batch, facts.train_samples),
+            *(_cost_of_exact(batch, facts) if recipe.parallel.exact else ()),
+            *_left(recipe, whole, kept.spent),
+            *lr_note,
+        ),
     )
+
+
+def _require_slices(recipe: Recipe) -> None:
+    if recipe.parallel.exact and not isinstance(recipe.batch.micro, int):
+        rule = "is needed by parallel.exact: the slices of a step must not follow from the number of ranks"
+        remedy = "write how many samples a slice has: as few as the largest number of ranks gets of a batch"
+        raise RecipeError(Problem("batch.micro", rule, got=str(recipe.batch.micro), remedy=remedy))
 
 
 def _require_one_rank_for_quarantine(recipe: Recipe, ranks: int) -> None:
@@ -311,6 +325,13 @@ def _learning_rate(recipe: Recipe, batch: int) -> tuple[float, tuple[Note, ...]]
     scaled = scale_lr(lr, rule=rule, batch=batch, base_batch=base)
     why = f"{rule} rule: {lr:g} at a batch of {base}, times {scaled / lr:.4g} for a batch of {batch}"
     return scaled, (Note("learning rate", f"{scaled:g}", why),)
+
+
+def _cost_of_exact(batch: BatchPlan, facts: RunFacts) -> list[Note]:
+    slices = batch.accumulation * batch.ranks
+    mib = slices * facts.trainable * 4 / 2**20
+    why = f"a rank holds the gradients of {batch.accumulation} slices, and gathers up to {mib:,.3g} MiB a step"
+    return [Note("exact", f"{slices} slices of {batch.micro} samples", why)]
 
 
 def _batch_notes(batch: BatchPlan, samples: int | None) -> list[Note]:

@@ -128,7 +128,11 @@ RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     "data.on_bad_sample": ("safe", "it matters only where a sample cannot be read"),
     "loss": ("maths", "something else is minimised"),
     "batch": _batch,
-    "parallel.replicate": ("safe", "the same samples make a step, on other ranks: last bits; dropout draws other numbers"),
+    "parallel.replicate": (
+        "safe",
+        "the same samples make a step, on other ranks: last bits; dropout draws other numbers",
+    ),
+    "parallel.exact": ("safe", "the same samples make a step, summed in another order: last bits"),
     "parallel.timeout": ("safe", "it changes no result"),
     "optimizer.use": ("fatal", f"the moments of one optimizer mean nothing to another: put it back, or {EXPORT}"),
     "optimizer.args": _argument,

@@ -18,6 +18,10 @@ class Parallel(Section):
         description="Copies of the model, each trained on its share of every batch; auto: what the ranks give.",
         examples=[4],
     )
+    exact: bool = Field(
+        default=False,
+        description="The same bits on any number of ranks: slices of batch.micro samples, summed in a fixed tree.",
+    )
     timeout: Duration = Field(
         default=Duration(10 * 60, "s"), description="How long a rank waits for the others before the run ends."
     )

@@ -132,7 +132,7 @@ def prepare(
         parts = build_parts(loaded, device, resolved.planned)
     elif not parts.prepared:
         parts = prepare_parts(parts, loaded, device, resolved.planned)
-    threads = (earlier.threads,) if earlier else usable_threads(device)
+    threads = (earlier.threads,) if earlier else (1,) if recipe.parallel.exact else usable_threads(device)
     name, low = device_name(device, machine), low_precision(device, machine)
     facts = gather_facts(parts, device, name, low, threads, frozenset(recipe.data.quarantine))
     kept = earlier.what_was_planned(recipe, world.size) if earlier else Kept()
@@ -293,6 +293,7 @@ def make_advance(
         clip=make_clip(clip.by, clip.at),
         world=world,
         seed=job.recipe.seed,
+        exact=job.recipe.parallel.exact,
         spikes=spikes,
         witness=witness,
     )

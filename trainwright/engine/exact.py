@@ -1,0 +1,161 @@
+"""Gradients whose bits do not depend on the number of ranks: fixed slices, summed in a fixed tree.
+
+The sum of floating-point numbers depends on its order, so an all-reduce over 2 ranks and over 4 gives other last bits.
+Here the samples of a step are cut into slices that do not depend on the ranks; each slice has a gradient and random
+numbers of its own; and the gradients of all slices are summed in one binary tree. A rank holds the gradients of its own
+slices until then, and gathers those of the others: the price is memory and communication for each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainwright.engine.accumulate import Accumulated
+from trainwright.engine.loss import Loss, LossFn, call_loss
+from trainwright.engine.precision import Precision
+from trainwright.errors import UsageError
+from trainwright.state.cursor import MicroBatch, StepBatch
+from trainwright.state.rng import reseed
+from trainwright.state.train_state import TrainState
+from trainwright.world.group import World
+
+
+class Slice(NamedTuple):
+    """What one slice gave: its gradients (None: the loss does not depend on that parameter), loss and counts."""
+
+    grads: list[Tensor | None]
+    total: Tensor
+    weight: Tensor | float
+    metrics: dict[str, Tensor]
+
+
+def accumulate_exactly(
+    state: TrainState,
+    batch: StepBatch,
+    loss_fn: LossFn,
+    precision: Precision,
+    world: World,
+    *,
+    seed: int,
+) -> Accumulated:
+    """Runs this rank's slices and leaves the gradients of the whole step in ``.grad``, the same bits on every rank.
+
+    Every total is divided by the number of samples of the step, which no rank needs to ask for; ``correction`` then
+    makes the sum exact. Raises UsageError for a model with running statistics, which follow the order of the slices.
+    """
+    _require_no_statistics(state)
+    parameters = [p for group in state.optimizer.param_groups for p in group["params"] if p.requires_grad]
+    mine = [micro for micro in batch.micro if micro.size]
+    counts = world.collect(len(mine))
+    first = sum(counts[: world.rank])
+    number = len(batch.global_ids)
+    slices = []
+    for index, micro in enumerate(mine, start=first):
+        for parameter in parameters:
+            parameter.grad = None
+        reseed(_seed(seed, state.step, index))
+        slices.append(_passed(state, micro, loss_fn, precision, parameters, number, index))
+    has_grad = _anywhere(slices, parameters, world)
+    for at, parameter in enumerate(parameters):
+        parameter.grad = (
+            _summed([each.grads[at] for each in slices], parameter, counts, world) if has_grad[at] else None
+        )
+    return _combined(slices, batch, counts, world, parameters[0])
+
+
+def _passed(
+    state: TrainState,
+    micro: MicroBatch,
+    loss_fn: LossFn,
+    precision: Precision,
+    parameters: Sequence[Tensor],
+    number: int,
+    index: int,
+) -> Slice:
+    with precision.autocast():
+        output = call_loss(loss_fn, state.model, micro, f"slice {index} of step {state.step + 1}")
+        if isinstance(output, Tensor):  # a mean
+            output = Loss(output * micro.size, float(micro.size))
+        objective = output.total / number
+    if objective.requires_grad:
+        state.scaler.scaled(objective).backward()  # type: ignore[no-untyped-call]
+    metrics = {name: value.detach() for name, value in output.metrics.items()}
+    return Slice([p.grad for p in parameters], output.total.detach(), output.weight, metrics)
+
+
+def _summed(grads: list[Tensor | None], parameter: Tensor, counts: list[int], world: World) -> Tensor:
+    """The sum of a parameter's gradient over all slices of all ranks."""
+    own = [torch.zeros_like(parameter) if grad is None else grad for grad in grads]
+    if _are_subtrees(counts):
+        own, counts = [tree_sum(own)], [1] * len(counts)
+    return tree_sum(_gathered(own, parameter, counts, world))
+
+
+def _gathered(own: list[Tensor], like: Tensor, counts: list[int], world: World) -> list[Tensor]:
+    """The tensors of all ranks in their order; a rank may have fewer than another."""
+    if world.size == 1:
+        return own
+    most = max(counts)
+    padded = [*own, *[torch.zeros_like(like)] * (most - len(own))]
+    everywhere = world.gather(torch.stack(padded).flatten()).view(world.size, most, *like.shape)
+    return [everywhere[rank, at] for rank, count in enumerate(counts) for at in range(count)]
+
+
+def _are_subtrees(counts: Sequence[int]) -> bool:
+    """Whether each rank's slices are one subtree of the whole tree, so that it may sum them alone."""
+    return len(set(counts)) == 1 and counts[0].bit_count() == 1 and len(counts).bit_count() == 1
+
+
+def tree_sum(leaves: Sequence[Tensor]) -> Tensor:
+    """Sums in a binary tree that depends on their number alone: the left side is the largest power of two below it."""
+    if len(leaves) == 1:
+        return leaves[0]
+    middle = 1 << ((len(leaves) - 1).bit_length() - 1)
+    return tree_sum(leaves[:middle]) + tree_sum(leaves[middle:])
+
+
+def _anywhere(slices: Sequence[Slice], parameters: Sequence[Tensor], world: World) -> list[bool]:
+    here = [any(each.grads[at] is not None for each in slices) for at in range(len(parameters))]
+    return [any(flags) for flags in zip(*world.collect(here), strict=True)]
+
+
+def _combined(slices: Sequence[Slice], batch: StepBatch, counts: list[int], world: World, like: Tensor) -> Accumulated:
+    """Loss, weight and metrics of the step, summed over the slices in their order, in float64."""
+    names = next((list(names) for names in world.collect([*slices[0].metrics] if slices else []) if names), [])
+    rows = [
+        torch.stack([_number(value, like) for value in (each.weight, each.total, *each.metrics.values())])
+        for each in slices
+    ]
+    table = torch.stack(
+        _gathered(rows, torch.zeros(2 + len(names), dtype=torch.float64, device=like.device), counts, world)
+    )
+    weight, *sums = table.sum(0).unbind()
+    divisor = torch.where(weight != 0, weight, 1.0)
+    loss, *metrics = [(each / weight).to(like.dtype) for each in sums]
+    correction = (len(batch.global_ids) / divisor).to(like.dtype)
+    totals = tuple(each.total for each in slices) or (torch.zeros_like(loss),)  # a rank may have had none
+    return Accumulated(loss, weight, totals, dict(zip(names, metrics, strict=True)), correction)
+
+
+def _number(value: Tensor | float, like: Tensor) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64, device=like.device)
+
+
+def _seed(seed: int, step: int, index: int) -> int:
+    digest = hashlib.blake2b(f"{seed}:step {step}:slice {index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _require_no_statistics(state: TrainState) -> None:
+    for name, module in state.model.named_modules():
+        if getattr(module, "track_running_stats", False):
+            raise UsageError(
+                f"parallel.exact: {name} is a {type(module).__name__}, whose running statistics depend on which rank "
+                "saw which samples",
+                remedy="use GroupNorm or LayerNorm, or leave parallel.exact out",
+            )
