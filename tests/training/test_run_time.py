@@ -26,7 +26,7 @@ class Slow(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         return 256
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        time.sleep(1e-3)
+        time.sleep(1.5e-3)
         return torch.full((4,), index / 256), torch.tensor(index % 3)
 
 

@@ -14,6 +14,8 @@ EVALUATION_SHARE = 0.1
 LAST_EVALUATION = "evaluation at the end"
 FREE_S = 1.0
 """All of them together; nobody waits for less."""
+FREE_OF_STEPS_S = 3.0
+"""The same for a run that is counted in steps: its evaluations should not follow from how busy the machine is."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ def affordable_batches(plan: Plan, cost: EvaluationCost) -> int:
     training_s, count = training_time_s(plan), evaluations(plan)
     if training_s is None or count <= 1:
         return 0
-    allowed = max(1.0, max(EVALUATION_SHARE * training_s, FREE_S) / count / max(cost.batch_s, 1e-9))
+    free_s = FREE_S if plan.extent.steps is None else FREE_OF_STEPS_S
+    allowed = max(1.0, max(EVALUATION_SHARE * training_s, free_s) / count / max(cost.batch_s, 1e-9))
     if cost.batches is None:
         return 1 << math.floor(math.log2(allowed))
     if cost.batches <= allowed:
