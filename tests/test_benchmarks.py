@@ -36,6 +36,7 @@ def figures(bench: str, *options: str) -> list[dict[str, Any]]:
         ),
         ("soak", ("--only", "watch"), {"watch_steps", "watch_rss", "watch_threads", "watch_files", "watch_log"}),
         ("startup", (), {"import_extra", "help_extra", "first_step"}),
+        ("time_foretold", (), {"demo-digits_3steps_step", "demo-digits_3steps_run", "demo_budget"}),
         ("time_to_loss", ("--seconds", "1"), {"same_loss", "loss_plain", "loss_ours"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

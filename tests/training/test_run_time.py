@@ -65,6 +65,23 @@ def test_evaluations_take_a_fixed_part_of_the_set_and_a_resume_takes_the_same(
 
 
 @pytest.mark.slow
+def test_a_step_is_foretold_with_its_data_and_again_after_fifty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Last:
+        def observe(self, result: tw.StepResult, state: tw.TrainState) -> tw.Stop | None:
+            return tw.Stop("enough") if result.step == 51 else None
+
+    monkeypatch.chdir(tmp_path)
+    settings, loss, model = {"log.doctor": False}, nn.CrossEntropyLoss(), nn.Linear(4, 3)
+    result = tw.fit(model, Slow(), loss, until="1000steps", batch=8, settings=settings, observers=[Last()])
+    plan = json.loads(RunFolder.open(result.run).plan.read_text())
+    assert 8e-3 < plan["step_s"] < 0.1 and plan["seconds"]["training"] == pytest.approx(1000 * plan["step_s"])
+    corrected = [line for line in capsys.readouterr().out.splitlines() if "were foretold" in line]
+    assert len(corrected) == 1 and corrected[0].startswith("step     50   a step takes ")
+
+
+@pytest.mark.slow
 def test_what_the_recipe_asks_for_is_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert evaluated(fit("4steps", quiet=True, batches=10)) == [(2, 10), (4, 10)]

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from tests.rows import each_row
-from trainwright.watching.look_schedule import LookSchedule
+from trainwright.watching.look_schedule import LookSchedule, looks_s
+
+
+def test_the_time_of_all_looks_is_foretold() -> None:
+    assert looks_s(0.01, 30, 100.0) == pytest.approx(0.01 * (9 * 11 + 28) + 0.8)  # of 1, 2, 3, 4, 6, 8, 12, 16, 24
+    assert looks_s(1.0, 100, 100.0) == pytest.approx(11 + 28 + 0.8)  # the first one takes the tenth
 
 
 @each_row(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from trainwright.engine.accumulate import accumulate
+from trainwright.engine.clip import global_norm
 from trainwright.engine.cut import cut_micro
 from trainwright.engine.evaluate import evaluate
 from trainwright.engine.head import head_of
@@ -175,7 +176,7 @@ def time_evaluation(
 
 
 def _update_s(state: TrainState) -> float:
-    """Times the update on a copy of the optimizer and its weights; 0 where they are large, or cannot be copied."""
+    """Times gradient norm and update on a copy of the weights; 0 where they are large, or cannot be copied."""
     parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
     if sum(p.nbytes for p in parameters) > COPIED_BYTES:  # beside them, forward and backward take most of the time
         return 0.0
@@ -187,6 +188,7 @@ def _update_s(state: TrainState) -> float:
         times = []
         for _ in range(4):  # the first one makes the optimizer's state
             started_s = time.perf_counter()
+            global_norm([each.grad for each in copies if each.grad is not None])
             optimizer.step()
             float(copies[0].detach().flatten()[0])  # waits for the device
             times.append(time.perf_counter() - started_s)

@@ -63,6 +63,12 @@ def _end(seconds: Mapping[str, float], now_s: float) -> str:
     return f"about {time_of_day(now_s + total_s, now_s)}, after {human_seconds(total_s)}: {parts}"
 
 
+def corrected(step_s: float, foretold_s: float, left_s: float, now_s: float) -> str:
+    """What is said of the end when a run has found its pace."""
+    end = f"ends about {time_of_day(now_s + left_s, now_s)}, in {human_seconds(left_s)}"
+    return f"a step takes {human_seconds(step_s)}, {human_seconds(foretold_s)} were foretold: {end}"
+
+
 def _end_by_the_clock(left_s: float, now_s: float) -> str:
     if left_s < 0:
         return f"the start took {human_seconds(-left_s)} longer than that; a second of training all the same"

@@ -47,6 +47,7 @@ from trainwright.plan.run_time import (
     evaluation_note,
     evaluations,
     foretold,
+    training_time_s,
 )
 from trainwright.recipe import Duration, Loaded, Recipe
 from trainwright.recipe.catalog import SPIKE_POLICIES
@@ -57,6 +58,7 @@ from trainwright.state.spikes import SpikeDetector
 from trainwright.state.train_state import TrainState
 from trainwright.training.resume import Earlier
 from trainwright.training.run_metadata import describe_origin
+from trainwright.watching.look_schedule import LAST_LOOK_STEPS, looks_s
 from trainwright.world import ALONE, SOLO, Launch, World, choose_device, device_name, low_precision, usable_threads
 
 T = TypeVar("T")
@@ -83,6 +85,7 @@ class Job:
     provenance: dict[str, Any]
     accepted: list[str] = field(default_factory=list)
     world: World = SOLO
+    evaluation_cost: EvaluationCost | None = None
 
     @property
     def recipe(self) -> Recipe:
@@ -157,12 +160,14 @@ def prepare(
         earlier.lock.beat(state.step + 1)  # reading its batch and the dry run belong to the step
     loading = build_loading(parts, recipe, plan, device, quarantine=state.quarantine, world=world)
     batches = iter(training_batches(parts, loading, state.data))
+    begin_s = time.perf_counter()
     first = next(batches, None)
+    read_s = 0.0 if recipe.data.workers else time.perf_counter() - begin_s  # workers read while a step computes
     if first is None:
         raise DataError("the training data gave no batch", remedy="check that it is not empty or used up")
     stream = chain([first], batches)
     job = Job(loaded, parts, plan, state, device, machine, stream, schedule, provenance, accepted, world)
-    job.plan = first_of(world, _tried(job, facts, first, precision, kept) if world.rank == 0 else plan)
+    job.plan = first_of(world, _tried(job, facts, first, read_s, precision, kept) if world.rank == 0 else plan)
     world.copy_first_(list(state.model.state_dict().values()))
     if not earlier:
         state.scaler = job.precision.scaler(device)
@@ -243,25 +248,49 @@ def _after_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str) -> P
     )
 
 
-def _tried(job: Job, facts: RunFacts, first: StepBatch, asked: str, kept: Kept) -> Plan:
-    return _with_times(_after_dry_run(job, facts, first, asked), job, kept)
+def _tried(job: Job, facts: RunFacts, first: StepBatch, read_s: float, asked: str, kept: Kept) -> Plan:
+    plan = _after_dry_run(job, facts, first, asked)
+    return _with_times(replace(plan, step_s=(plan.step_s or 0.0) + read_s), job, kept)
 
 
 def _with_times(plan: Plan, job: Job, kept: Kept) -> Plan:
     """The plan with how long the run takes, and how much of the validation set is evaluated in its course."""
-    used = until_of(plan)(job.state)
-    loading = build_loading(job.parts, job.recipe, plan, job.device, world=job.world)
-    batches = validation_batches(job.parts, job.recipe, loading)
-    if batches is None or (batches.count is None and evaluations(plan) <= 1):  # a stream may be readable only once
-        return replace(plan, seconds=foretold(plan, None, used=used))
-    mode = Mode(Precision(plan.precision, job.device.type), plan.threads)
-    batch_s = time_evaluation(job.state, batches, job.parts.loss, mode) or 0.0
-    cost = EvaluationCost(batch_s * (2 if isinstance(job.state.ema, Ema) else 1), batches.count)
-    if job.recipe.evaluation.batches is None and kept.evaluate_batches is None:
+    cost = job.evaluation_cost = _evaluation_cost(plan, job)
+    if cost is not None and job.recipe.evaluation.batches is None and kept.evaluate_batches is None:
         plan = replace(plan, evaluate_batches=affordable_batches(plan, cost))
         if plan.evaluate_batches:
             plan = replace(plan, notes=(*plan.notes, evaluation_note(plan, cost)))
-    return replace(plan, seconds=foretold(plan, cost, used=used))
+    return replace(plan, seconds={**foretold(plan, cost, used=until_of(plan)(job.state)), **_of_looks(plan, job)})
+
+
+def _evaluation_cost(plan: Plan, job: Job) -> EvaluationCost | None:
+    loading = build_loading(job.parts, job.recipe, plan, job.device, world=job.world)
+    batches = validation_batches(job.parts, job.recipe, loading)
+    if batches is None or (batches.count is None and evaluations(plan) <= 1):  # a stream may be readable only once
+        return None
+    mode = Mode(Precision(plan.precision, job.device.type), plan.threads)
+    batch_s = time_evaluation(job.state, batches, job.parts.loss, mode) or 0.0
+    return EvaluationCost(batch_s * (2 if isinstance(job.state.ema, Ema) else 1), batches.count)
+
+
+def is_watched(job: Job) -> bool:
+    """Whether the doctor watches: it cannot run a step of several ranks again."""
+    return job.recipe.log.doctor and job.world.size == 1
+
+
+def _of_looks(plan: Plan, job: Job) -> dict[str, float]:
+    training_s = training_time_s(plan)
+    if not is_watched(job) or not training_s or not plan.step_s:
+        return {}
+    left_s = training_s * (1 - until_of(plan)(job.state))
+    return {"looks": looks_s(plan.step_s, left_s / plan.step_s, left_s)}
+
+
+def left_over(job: Job, step_s: float, state: TrainState) -> float:
+    """Seconds by the clock that are left of a run whose steps take ``step_s``; its early looks are over."""
+    plan = replace(job.plan, step_s=step_s)
+    looks = LAST_LOOK_STEPS * step_s if is_watched(job) else 0.0
+    return sum(foretold(plan, job.evaluation_cost, used=until_of(plan)(state)).values()) + looks
 
 
 def spike_handler(loaded: Loaded) -> SpikeHandler:

@@ -21,13 +21,14 @@ from trainwright.engine.between import NEVER
 from trainwright.engine.loop import Observer, Outcome, run
 from trainwright.engine.witness import SILENT
 from trainwright.errors import StorageError, UsageError
+from trainwright.observe.end_time import EndTime
 from trainwright.observe.evaluation import PeriodicEvaluation
 from trainwright.observe.heartbeat import Heartbeat
 from trainwright.observe.logbook import Logbook
 from trainwright.observe.progress import Progress
 from trainwright.observe.saving import SavePolicy, Saving
 from trainwright.observe.signals import Signals, grace_s
-from trainwright.plan.explain import preflight
+from trainwright.plan.explain import corrected, preflight
 from trainwright.plan.run_time import training_time_s
 from trainwright.recipe import Loaded
 from trainwright.report.findings import exit_code
@@ -41,7 +42,16 @@ from trainwright.state.store import Retention
 from trainwright.state.train_state import TrainState
 from trainwright.training.evaluation import every, periodic_evaluation
 from trainwright.training.follow import NOTHING, Followed, ResumedFrom, Start, begun_by, follow, nothing_to_save
-from trainwright.training.job import Job, doubled, make_advance, prepare, spike_handler, until_of_job
+from trainwright.training.job import (
+    Job,
+    doubled,
+    is_watched,
+    left_over,
+    make_advance,
+    prepare,
+    spike_handler,
+    until_of_job,
+)
 from trainwright.training.resume import Earlier, again, find_earlier
 from trainwright.training.run_metadata import keep_there, lay_down, lay_down_again, run_metadata
 from trainwright.version import __version__
@@ -236,10 +246,9 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         saving = _saving(job, stage, logbook)
         signals.saving_s, signals.newest = lambda: saving.last_s, lambda: str(saving.last or restored)
         evaluation = periodic_evaluation(job, stage.world, (logbook.recorder, stage.progress, saving))
-        watching: tuple[Observer, ...] = (logbook.recorder, logbook.telemetry, progress)
+        watching: tuple[Observer, ...] = (logbook.recorder, logbook.telemetry, progress, *_end_time(job, progress))
         alone = stage.world.size == 1
-        watched = job.recipe.log.doctor and alone  # the doctor cannot run a step of several ranks again
-        doctor = make_engine_observer(job, folder, progress.say) if watched else None
+        doctor = make_engine_observer(job, folder, progress.say) if is_watched(job) else None
         extra = [*([doctor] if doctor else []), *(make(job, folder, progress) for make in extras)]
         witness = doctor.witness if doctor else SILENT
         advance = make_advance(job, stage.world, witness, spike_handler(job.loaded))
@@ -261,6 +270,17 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         logbook.ended = _ended(outcome, evaluation, logbook)
     findings = tuple(doctor.findings()) if doctor else ()
     return _closed(job, stage, outcome, logbook, saving.last, findings)
+
+
+def _end_time(job: Job, progress: Progress) -> Iterator[EndTime]:
+    """Where the run need not be over at some time, and a step was timed."""
+    foretold_s = job.plan.step_s
+    if foretold_s is not None and job.loaded.end_s is None:
+        yield EndTime(
+            lambda step_s, state: left_over(job, step_s, state),
+            lambda step_s, left_s, now_s: corrected(step_s, foretold_s, left_s, now_s),
+            progress.say,
+        )
 
 
 def make_engine_observer(job: Job, folder: RunFolder, say: Callable[[str], None]) -> EngineObserver:

@@ -20,6 +20,8 @@ ODD_SHARE = 0.01
 """Of the time since the watch began: what looks at jumps of the loss and at spikes may take beyond that."""
 SHARE = 0.004
 """Of the time of all later steps: what the looks may take, and again what snapshots may take."""
+LOOK_STEPS, LAST_LOOK_STEPS = 11, 28
+"""How many steps a look takes as long as, and the one at the end: measured on the recipes in the box."""
 
 
 class LookSchedule:
@@ -36,6 +38,11 @@ class LookSchedule:
         self._due: set[int] = set()
         self._bad_in_a_row = 0
         self._mean = self._deviation = 0.0  # of the loss, moving
+
+    @property
+    def spent_s(self) -> float:
+        """What all looks so far took."""
+        return self._spent_s
 
     def is_next_due(self, step: int, now_s: float) -> bool:
         """Whether the step after ``step`` will be looked at. ``now_s`` is of the same clock as that of ``paid``."""
@@ -86,6 +93,15 @@ class LookSchedule:
         self._mean += 0.1 * (loss - mean)
         self._deviation += 0.1 * (abs(loss - mean) - deviation)
         return loss > mean + max(6 * deviation, 0.05 * abs(mean))
+
+
+def looks_s(step_s: float, num_steps: float, planned_s: float) -> float:
+    """About how many seconds the looks of a run take, and what is kept for them, where a step takes ``step_s``."""
+    schedule = LookSchedule(0, planned_s)
+    for step in range(int(min(num_steps, CHECKUPS[-1]))):
+        if schedule.is_next_due(step, step * step_s):
+            schedule.paid(LOOK_STEPS * step_s, step * step_s)
+    return schedule.spent_s + LAST_LOOK_STEPS * step_s + 2 * SHARE * planned_s
 
 
 class SnapshotSchedule:

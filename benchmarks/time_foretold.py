@@ -1,0 +1,113 @@
+"""What a run says of its time before the first step, and after 50 steps, against what came; for the recipes in the box.
+
+    python -m benchmarks.time_foretold [--quick] [--only gpt-tiny,demo]
+
+Each recipe trains in a process of its own, as it stands but for its length. ``step`` is the time of a step that came,
+as a share of the one foretold, ``run`` that from the first step to the end, and ``left`` that of what was left after
+50 steps. ``demo_budget`` is the time of the whole command ``demo --budget 20s``, as a share of the 20 s.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.figures import about, arguments, figure, seconds_of
+from benchmarks.startup import OUR_COMMAND, python
+from trainwright.observe.end_time import STEPS
+
+LENGTHS = {
+    "demo": ("until=300steps", "until=12s"),
+    "demo-digits": ("until=300steps", "until=12s"),
+    "gpt-lora": ("until=300steps",),
+    "gpt-tiny": ("until=300steps",),
+    "hf-lora": ("until=300steps",),
+    "lstm-text": ("until=150steps",),
+    "resnet-digits": ("until=4ep",),
+}
+"""The recipes that train on two cores, and how long they are trained here."""
+SMALL = ("model.args.width=4", "log.doctor=false")
+"""For ``--quick``."""
+CORRECTED = re.compile(r"a step takes .* ends about [^,]+, in (?:(\d+) min )?([0-9.e+]+) (ms|s)$")
+
+
+@dataclass
+class Run:
+    """What a run said of its time, and what came. ``left_s`` is what it foretold at step ``STEPS``."""
+
+    plan: dict[str, Any]
+    records: list[dict[str, Any]]
+    left_s: float | None
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        return [record for record in self.records if record["kind"] == "step"]
+
+    @property
+    def step_s(self) -> float:
+        """The mean over all steps; a record has that of the steps since the record before."""
+        numbers = [0, *(record["step"] for record in self.steps)]
+        return sum(r["step_s"] * (b - a) for r, (a, b) in zip(self.steps, pairwise(numbers))) / numbers[-1]
+
+    @property
+    def after_that_s(self) -> float:
+        """From step ``STEPS`` to the end."""
+        said_s = next(record["time_s"] for record in self.steps if record["step"] >= STEPS)
+        return float(self.records[-1]["time_s"] - said_s)
+
+
+def trained(recipe: str, until: str, threads: int, more: Sequence[str]) -> Run:
+    """Runs a recipe to its end."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        settings = [option for each in (until, "log.every=10steps", *more) for option in ("--set", each)]
+        said = python(OUR_COMMAND, "train", recipe, *settings, threads=threads, folder=folder)
+        (run,) = (folder / "runs").iterdir()
+        records = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+        found = next(filter(None, map(CORRECTED.search, said.splitlines())), None)
+        left_s = found and 60 * int(found[1] or 0) + float(found[2]) * (1e-3 if found[3] == "ms" else 1)
+        return Run(json.loads((run / "plan.json").read_text()), records, left_s)
+
+
+def measured(recipe: str, until: str, threads: int, rounds: int, more: Sequence[str]) -> None:
+    """Prints the figures of a recipe."""
+    runs = [trained(recipe, until, threads, more) for _ in range(rounds)]
+    came = {
+        "step": [run.step_s / run.plan["step_s"] for run in runs],
+        "run": [run.records[-1]["seconds"] / sum(run.plan["seconds"].values()) for run in runs],
+        "left": [run.after_that_s / run.left_s for run in runs if run.left_s],
+    }
+    for what, values in came.items():
+        case = f"{recipe}_{until.partition('=')[2]}_{what}"
+        figure("time_foretold", case, values, unit="ratio", against="foretold")
+
+
+def demo_budget(threads: int, budget_s: float, more: Sequence[str]) -> float:
+    """The time of the command as a share of its budget."""
+    with tempfile.TemporaryDirectory() as name:
+        task, settings = ("digits" if more else "text"), [option for each in more for option in ("--set", each)]
+        command = (OUR_COMMAND, "demo", "--task", task, "--budget", f"{budget_s:g}s", *settings)
+        return seconds_of(lambda: python(*command, threads=threads, folder=Path(name))) / budget_s
+
+
+def main() -> None:
+    options = arguments(__doc__, rounds=(3, 1), only=("", "demo-digits"), budget=(20.0, 1.0))
+    about("time_foretold")
+    threads: int = options.threads
+    for recipe, lengths in LENGTHS.items():
+        if not options.only or recipe in options.only.split(","):
+            for until in lengths[:1] if options.quick else lengths:
+                short = ("until=3steps", SMALL) if options.quick else (until, ())
+                measured(recipe, short[0], threads, options.rounds, short[1])
+    shares = [demo_budget(threads, options.budget, SMALL if options.quick else ()) for _ in range(options.rounds)]
+    figure("time_foretold", "demo_budget", shares, unit="ratio", against=f"--budget {options.budget:g}s")
+
+
+if __name__ == "__main__":
+    main()
