@@ -127,6 +127,23 @@ def verify_resume(
     finish(proof, as_json)
 
 
+@verb("parallel", of=verify_app)
+def verify_parallel(
+    recipe: RecipePath,
+    ranks: Annotated[int, typer.Option(help="Number of processes.")] = 2,
+    steps: Annotated[int, typer.Option(min=2, help="Steps of each run.")] = 5,
+    settings: Settings = None,
+    as_json: Json = False,
+) -> None:
+    """Prove on a recipe that its first steps on several ranks are those of one process; and say how fast they are."""
+    from trainwright.verbs.verify.parallel import verify_parallel as verify
+
+    say = say_to(as_json)
+    proof = verify(recipe, ranks=ranks, steps=steps, settings=settings or (), say=say)
+    say("\n".join(proof.lines()))
+    finish(proof, as_json)
+
+
 @verb()
 def version(as_json: Json = False) -> None:
     """Print the version."""

@@ -1,0 +1,254 @@
+"""``verify parallel``: whether the first steps of a recipe on several ranks are those of one process, and how fast."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors.torch import load_file
+
+from trainwright.engine.loss import as_loss_fn, call_loss
+from trainwright.errors import TrainwrightError, UsageError
+from trainwright.plan.batch import solve_batch
+from trainwright.recipe import Loaded, load
+from trainwright.runlog.reader import read
+from trainwright.runlog.records import Step
+from trainwright.state.manifest import name_of
+from trainwright.state.rng import preserved_rng, reseed
+from trainwright.training.job import prepare
+
+EPS = {"fp32": 2.0**-23, "tf32": 2.0**-10, "bf16": 2.0**-8, "fp16": 2.0**-10}
+"""Of the arithmetic of the forward pass: the relative distance of two neighbours."""
+ROUNDINGS = 32
+"""How many roundings may separate two orders of a sum, where the control run shows fewer."""
+OF_CONTROL = 8
+"""How many times the distance between two splits in one process the layout may have: its sums have another order."""
+NO_ROUNDING = 0.01
+"""Relative distance of the control run from which on it is no rounding: the model draws numbers, or sees the batch."""
+
+
+REMEDY = "look for a loss that is no sum over samples, and for what a rank computes from its own share alone"
+
+
+@dataclass(frozen=True)
+class Distance:
+    """The largest distance between two runs: relative for losses and norms, for weights to the largest of a tensor."""
+
+    loss: float
+    grad_norm: float
+    weights: float
+
+
+@dataclass(frozen=True)
+class LayoutProof:
+    """The result. ``found`` is the distance of the ranks to one process, ``allowed`` what rounding explains.
+
+    ``exact``: both were run with ``parallel.exact``, and must have the same bits. ``speed_up`` compares median steps.
+    """
+
+    recipe: Path
+    ranks: int
+    steps: int
+    precision: str
+    found: Distance
+    allowed: Distance
+    exact: bool
+    speed_up: float
+
+    @property
+    def equal(self) -> bool:
+        """Whether no distance is larger than allowed."""
+        return all(getattr(self.found, name) <= allowed for name, allowed in asdict(self.allowed).items())
+
+    @property
+    def exit_code(self) -> int:
+        """0 when equal, else 1."""
+        return 0 if self.equal else 1
+
+    def lines(self) -> list[str]:
+        """The text for people."""
+        how = "the same bits, with parallel.exact" if self.exact else "within rounding"
+        verdict = how if self.equal else f"NOT {how}"
+        rows = [
+            f"  {name:<10} {getattr(self.found, name):.3g} (at most {allowed:.3g})"
+            for name, allowed in asdict(self.allowed).items()
+        ]
+        what = f"{self.steps} steps on {self.ranks} ranks against one process, {self.precision}: {verdict}"
+        remedy = f"remedy: {REMEDY}"
+        return [what, *rows, f"speed-up {self.speed_up:.2f} on {self.ranks} ranks", *([] if self.equal else [remedy])]
+
+    def to_json(self) -> dict[str, object]:
+        """What ``--json`` prints."""
+        return {**asdict(self), "recipe": str(self.recipe), "equal": self.equal}
+
+
+class RunRanks(Protocol):
+    """Runs this program with ``words`` as that many ranks, in ``folder``. Returns exit code and what was printed."""
+
+    def __call__(self, words: Sequence[str], ranks: int, folder: Path, /) -> tuple[int, str]: ...
+
+
+def by_torchrun(words: Sequence[str], ranks: int, folder: Path) -> tuple[int, str]:
+    """The RunRanks of the command line."""
+    more = ["--", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # the same on both sides
+    command = [sys.executable, "-m", "trainwright", *words, *more]
+    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    return done.returncode, done.stderr or done.stdout
+
+
+def verify_parallel(
+    recipe: Path,
+    *,
+    ranks: int = 2,
+    steps: int = 5,
+    settings: Sequence[str] = (),
+    say: Callable[[str], None] = lambda text: None,
+    run_ranks: RunRanks = by_torchrun,
+) -> LayoutProof:
+    """Trains the first ``steps`` in one process, in one with smaller micro-batches, and on ``ranks``, and compares.
+
+    The second run shows how far rounding alone leads. A model that draws random numbers (dropout) is compared with
+    ``parallel.exact``: the ranks would draw others. Raises the user's errors, and UsageError for a model that sees its
+    micro-batch as a whole, such as one with BatchNorm.
+    """
+    if ranks < 2:
+        raise UsageError(f"--ranks {ranks} leaves nothing to compare", remedy="give at least 2")
+    loaded = load(recipe, overrides=list(settings))
+    folder = Path(tempfile.mkdtemp(prefix="trainwright-verify-"))
+    try:
+        return _Layouts(loaded, recipe, ranks, steps, tuple(settings), folder, say, run_ranks).prove()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """What a run left: by step, and its last weights."""
+
+    losses: list[float]
+    norms: list[float]
+    seconds: list[float]
+    weights: dict[str, torch.Tensor]
+    precision: str
+
+    def distance(self, other: _Trained) -> Distance:
+        return Distance(
+            _farthest(self.losses, other.losses),
+            _farthest(self.norms, other.norms),
+            max((_apart(mine, other.weights[name]) for name, mine in self.weights.items()), default=0.0),
+        )
+
+
+@dataclass(frozen=True)
+class _Layouts:
+    """The runs, and the settings that all of them share."""
+
+    loaded: Loaded
+    path: Path
+    ranks: int
+    steps: int
+    settings: tuple[str, ...]
+    folder: Path
+    say: Callable[[str], None]
+    run_ranks: RunRanks
+
+    def prove(self) -> LayoutProof:
+        exact = draws_numbers(self.loaded)
+        self.say(
+            "the model draws random numbers: compared is parallel.exact" if exact else "the model draws no numbers"
+        )
+        slices = ["parallel.exact=true", *self._smaller(self.ranks)] if exact else []
+        alone = self._trained("one process", 1, *slices)
+        precision = f"precision={alone.precision}"  # measured once: two runs might measure differently
+        allowed = Distance(0.0, 0.0, 0.0) if exact else self._allowed(alone, precision)
+        spread = self._trained(f"{self.ranks} ranks", self.ranks, precision, *slices)
+        speed_up = statistics.median(alone.seconds) / statistics.median(spread.seconds)
+        found = alone.distance(spread)
+        return LayoutProof(
+            self.path, self.ranks, self.steps, alone.precision, found, allowed, exact, round(speed_up, 3)
+        )
+
+    def _allowed(self, alone: _Trained, precision: str) -> Distance:
+        """What rounding explains: some roundings, or what smaller micro-batches in one process show."""
+        control = self._trained("one process, smaller micro-batches", 1, precision, *self._smaller(2))
+        noise, least = alone.distance(control), ROUNDINGS * EPS[alone.precision]
+        if max(noise.loss, noise.grad_norm) > max(NO_ROUNDING, OF_CONTROL * least):
+            raise UsageError(
+                f"there is nothing to compare with: in one process, too, smaller micro-batches change the loss or gradient "
+                f"by {max(noise.loss, noise.grad_norm):.0%}, so the model sees its micro-batch as a whole",
+                remedy="ranks train as micro-batches of their share do; use GroupNorm or LayerNorm for BatchNorm",
+            )
+        return Distance(*(max(OF_CONTROL * each, least) for each in asdict(noise).values()))
+
+    def _smaller(self, parts: int) -> list[str]:
+        """Settings by which a forward pass takes this many times fewer samples."""
+        ask = self.loaded.recipe.batch
+        batch = solve_batch(ask.size, ask.micro, ask.accumulation)
+        return [f"batch.size={batch.size}", f"batch.micro={math.ceil(batch.micro / parts)}", "batch.accumulation=null"]
+
+    def _trained(self, what: str, ranks: int, *more: str) -> _Trained:
+        self.say(f"{self.steps} steps: {what}")
+        name = what.replace(",", "").replace(" ", "-")
+        fixed = [f"until={self.steps}steps", "log.every=1steps", "log.doctor=false", "checkpoint.every=null"]
+        fixed += ["evaluation.batches=1", "schedule.warmup=0steps", f"name={name}", f"folder={self.folder / 'runs'}"]
+        words = [word for each in (*self.settings, *fixed, *more) for word in ("--set", each)]
+        code, printed = self.run_ranks(["train", str(self.path), *words], ranks, self.folder)
+        if code != 0:
+            last = [line for line in printed.splitlines() if line.strip()][-12:]
+            said = "\n  ".join(last)
+            error = TrainwrightError(f"the run of {what} ended with {code}:\n  {said}", remedy="mend what it names")
+            error.exit_code = code if code in (1, 2) else 1
+            raise error
+        return _read(self.folder / "runs" / name, self.steps)
+
+
+def draws_numbers(loaded: Loaded) -> bool:
+    """Whether the forward pass in training draws random numbers: whether another seed gives another loss."""
+    job = prepare(loaded)
+    loss_fn, micro = as_loss_fn(job.parts.loss), next(job.batches).micro[0]
+
+    def loss_of(seed: int) -> float:
+        reseed(seed)
+        with torch.no_grad():
+            output = call_loss(loss_fn, job.state.model, micro, "the first batch")
+        return float(output if isinstance(output, torch.Tensor) else output.total)
+
+    with preserved_rng():
+        return loss_of(0) != loss_of(1)
+
+
+def _read(run: Path, steps: int) -> _Trained:
+    records = [each for each in read(run / "log.jsonl").records if isinstance(each, Step)]
+    weights = load_file(run / "checkpoints" / name_of(len(records)) / "model.safetensors")
+    if len(records) < steps:
+        raise UsageError(f"the data gave {len(records)} steps of {steps}", remedy=f"add --steps {len(records)}")
+    return _Trained(
+        [each.loss for each in records],
+        [each.grad_norm for each in records],
+        [each.step_s for each in records[1:] or records],
+        weights,
+        json.loads((run / "plan.json").read_text())["precision"],
+    )
+
+
+def _farthest(mine: Sequence[float], theirs: Sequence[float]) -> float:
+    return max(abs(a - b) / max(abs(a), 1e-12) if a != b else 0.0 for a, b in zip(mine, theirs, strict=True))
+
+
+def _apart(mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    if not mine.is_floating_point() or not mine.numel():
+        return 0.0 if torch.equal(mine, theirs) else math.inf
+    largest = max(float(mine.abs().max()), 1e-12)
+    return float((mine.double() - theirs.double()).abs().max()) / largest
