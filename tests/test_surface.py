@@ -23,7 +23,7 @@ load_checkpoint lr_range make_clip make_optimizer make_schedule make_step save_c
 VERBS = """
 batch-size check demo diagnose env explain export graph lr-range plan replay resume runs schema train verify version
 """
-VERIFY = "checkpoint resume"
+VERIFY = "checkpoint parallel resume"
 
 
 def python(code: str) -> str:

@@ -184,10 +184,11 @@ class _Layouts:
         """What rounding explains: some roundings, or what smaller micro-batches in one process show."""
         control = self._trained("one process, smaller micro-batches", 1, precision, *self._smaller(2))
         noise, least = alone.distance(control), ROUNDINGS * EPS[alone.precision]
-        if max(noise.loss, noise.grad_norm) > max(NO_ROUNDING, OF_CONTROL * least):
+        farthest = max(noise.loss, noise.grad_norm)
+        if farthest > max(NO_ROUNDING, OF_CONTROL * least):
             raise UsageError(
-                f"there is nothing to compare with: in one process, too, smaller micro-batches change the loss or gradient "
-                f"by {max(noise.loss, noise.grad_norm):.0%}, so the model sees its micro-batch as a whole",
+                "there is nothing to compare with: in one process, too, smaller micro-batches change the loss or gradient "
+                f"by {farthest:.0%}, so the model sees its micro-batch as a whole",
                 remedy="ranks train as micro-batches of their share do; use GroupNorm or LayerNorm for BatchNorm",
             )
         return Distance(*(max(OF_CONTROL * each, least) for each in asdict(noise).values()))
