@@ -187,7 +187,7 @@ class _Layouts:
         farthest = max(noise.loss, noise.grad_norm)
         if farthest > max(NO_ROUNDING, OF_CONTROL * least):
             raise UsageError(
-                "there is nothing to compare with: in one process, too, smaller micro-batches change the loss or gradient "
+                "there is nothing to compare with: in one process, too, smaller micro-batches change loss or gradient "
                 f"by {farthest:.0%}, so the model sees its micro-batch as a whole",
                 remedy="ranks train as micro-batches of their share do; use GroupNorm or LayerNorm for BatchNorm",
             )
