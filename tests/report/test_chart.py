@@ -92,6 +92,18 @@ def test_a_mark_outside_the_data_widens_the_chart_and_an_impossible_one_is_left_
     assert "never" not in words(line_chart_svg(series, **LABELS, marks=[Mark("y", math.nan, "never")]))
 
 
+def test_a_mark_in_a_terminal_is_an_arrow_below_its_place() -> None:
+    series = [Series("s", [1e-5, 1e-4, 1e-3, 1e-2, 1e-1], [3, 2, 1, 2, 3])]
+    marks = [Mark("x", 1e-3, "suggestion 0.001"), Mark("x", 1e-1, "recipe 0.1")]
+    lines = line_chart_text(series, 72, 16, marks=marks, log_x=True).splitlines()
+    assert len(lines) == 16
+    begin = lines[-4].index("└") + 1
+    middle, end = lines[-2].index("↑"), lines[-1].index("↑")
+    assert lines[-2].endswith("↑ suggestion 0.001") and lines[-1].endswith("recipe 0.1 ↑")
+    assert middle - begin == pytest.approx((end - begin) / 2, abs=0.6), "the axis is logarithmic"
+    assert line_chart_text([], 72, 16, marks=[Mark("x", math.nan, "never")]).count("\n") == 16
+
+
 def test_a_long_run_stays_a_small_file_and_keeps_its_spikes() -> None:
     n = 50_000
     y = [1.0] * n

@@ -329,6 +329,8 @@ def test_lr_range_draws_a_picture(folder: Path) -> None:
     answer = json.loads(said.splitlines()[-1])
     assert 1e-3 < answer["suggestion"] < 2 and len(answer["lrs"]) == len(answer["losses"]) <= 60
     assert (folder / "lr.svg").read_text().startswith("<svg")
+    for place in (said, (folder / "lr.svg").read_text()):
+        assert f"suggestion {answer['suggestion']:.3g}" in place and "recipe 0.1" in place
 
 
 def test_env_judges_this_machine() -> None:

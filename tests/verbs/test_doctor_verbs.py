@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests import forked
-from trainwright.verbs.demo_faults import FAULTS
+from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.reader import read
+from trainwright.runlog.records import Watched
+from trainwright.verbs.demo_faults import FAULTS, show
 
 pytestmark = pytest.mark.process
 
@@ -59,6 +62,15 @@ def test_a_planted_fault_is_named_first(fault: str) -> None:
 def test_the_poisoned_sample_is_named() -> None:
     report = json.loads(trainwright("demo", "--break", "nan", "--json").stdout)
     assert report["findings"][0]["where"]["sample_ids"] == [137]
+
+
+@pytest.mark.parametrize(("budget", "least", "most"), [("7steps", 7, 7), ("0.5ep", 10, 10), ("0.5s", 1, 10**6)])
+def test_the_budget_of_the_demo_holds_for_a_planted_fault_too(budget: str, least: int, most: int) -> None:
+    said: list[str] = []
+    report = show("none", said.append, budget=budget)
+    taken = [each.step for each in read(RunFolder.open(report.run).log).records if isinstance(each, Watched)]
+    assert least <= max(taken) <= most
+    assert f"; {least} steps of" in said[0] or "; 0.5 s of" in said[0]
 
 
 def test_every_fault_of_the_demo_is_expected_here() -> None:

@@ -27,7 +27,9 @@ from trainwright.cli.launching import become_torchrun
 @verb()
 def demo(
     task: Annotated[str, typer.Option(help="text: a small GPT; digits: an image classifier.")] = "text",
-    budget: Annotated[str, typer.Option(help="How long: 60s by the clock in all; or 500steps, 2ep.")] = "60s",
+    budget: Annotated[
+        str | None, typer.Option(help="How long: 60s by the clock in all (default); or 500steps, 2ep.")
+    ] = None,
     settings: Settings = None,
     broken: Annotated[
         str | None, typer.Option("--break", metavar="FAULT", help="Plant a fault for the doctor: lr, nan, labels, ...")
@@ -39,13 +41,13 @@ def demo(
     if broken is not None:
         from trainwright.verbs.demo_faults import show
 
-        answer(show(broken, say=say_to(as_json)), as_json)
+        answer(show(broken, say_to(as_json), budget=budget), as_json)
         return
     with importing_torch():
         from trainwright.verbs.demo import demo as run_demo
 
     console = console_for(as_json)
-    finish(run_demo(task, budget=budget, settings=settings or [], console=console, begin_s=begin_s), as_json)
+    finish(run_demo(task, budget=budget or "60s", settings=settings or [], console=console, begin_s=begin_s), as_json)
 
 
 Torchrun = Annotated[

@@ -17,6 +17,7 @@ from trainwright.plan.make import Note
 from trainwright.plan.offload import Offload, offload_of, without_optimizer
 from trainwright.plan.roofline import StepTime, scaled_time
 from trainwright.plan.scale import Scaled
+from trainwright.plan.trace import Phase
 
 AS_FAST = 0.02
 MOST_SIZES = 40
@@ -54,6 +55,11 @@ class Option:
     @property
     def step_s(self) -> float:
         return self.time.step_s
+
+    @property
+    def pass_s(self) -> dict[Phase, float]:
+        """Seconds of one pass of each phase: of one micro-batch, and of the update."""
+        return {p: s / (1 if p == "update" else self.accumulation) for p, s in self.time.by_phase.items()}
 
     def cost(self) -> str:
         """Such as `31.2 GiB, 1.4 s a step`."""

@@ -66,14 +66,21 @@ def line_chart_svg(
 
 
 def line_chart_text(
-    series: Sequence[Series], width: int = 72, height: int = 16, *, log_x: bool = False, log_y: bool = False
+    series: Sequence[Series],
+    width: int = 72,
+    height: int = 16,
+    *,
+    marks: Sequence[Mark] = (),
+    log_x: bool = False,
+    log_y: bool = False,
 ) -> str:
     """A chart for a terminal, ``width`` x ``height`` characters in all, in Braille: 2 x 4 dots in each character.
 
-    Lines cannot be distinguished in it, so of a second series only the points are drawn.
+    Lines cannot be distinguished in it, so of a second series only the points are drawn. Each of ``marks``, on the x
+    axis, is an arrow in a row of its own below.
     """
-    x_axis, y_axis = _axes(series, (), log_x, log_y, margin=0.0)
-    rows = max(height - 2, 2)
+    x_axis, y_axis = _axes(series, marks, log_x, log_y, margin=0.0)
+    rows = max(height - 2 - len(marks), 2)
     labels = {rows - 1: y_axis.label(y_axis.low, 3), 0: y_axis.label(y_axis.high, 3)}
     margin = max(map(len, labels.values()))
     columns = max(width - margin - 2, 8)
@@ -86,7 +93,19 @@ def line_chart_text(
     left, right = x_axis.label(x_axis.low, 3), x_axis.label(x_axis.high, 3)
     lines.append(" " * margin + " └" + "─" * columns)
     lines.append(" " * (margin + 2) + left + right.rjust(columns - len(left)))
+    lines += [" " * (margin + 2) + _arrow(mark, x_axis, columns) for mark in marks]
     return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _arrow(mark: Mark, axis: Axis, columns: int) -> str:
+    """An arrow below the place of ``mark`` with its label, on the side where there is room."""
+    share = axis.share(mark.value)
+    if share is None:
+        return ""
+    place = round(share * (columns - 1))
+    if place + len(mark.label) + 2 <= columns:
+        return " " * place + f"↑ {mark.label}"
+    return f"{mark.label} ↑".rjust(place + 1)
 
 
 def _axes(

@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 from trainwright.plan.devices import CUDA_CONTEXT_BYTES, FRAGMENTATION, Device
 from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.plan.layout import Option
-from trainwright.plan.trace import KINDS, Kind, Moment, Trace
+from trainwright.plan.trace import KINDS, Kind, Moment, Phase, Trace
 from trainwright.report.svg import INK, TITLE, root, text
 
 SIGNS: Mapping[Kind, str] = {
@@ -31,6 +31,8 @@ COLOURS: Mapping[Kind, str] = {
 }
 OUTSIDE = "the loss or the model's own code"
 """Names what happens in no submodule of the model."""
+NARROWEST = 0.1
+"""Of the width of a picture: a pass that takes less time is drawn so wide all the same."""
 _WIDTH, _HEIGHT = 860, 430
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 700, 44, 370
 
@@ -194,42 +196,59 @@ def _bar(moment: Moment, scale: float) -> str:
     return bar
 
 
-def timeline_svg(trace: Trace, device: Device, title: str) -> str:
-    """The step from left to right with memory stacked by kind, as one self-contained <svg> element."""
+def timeline_svg(trace: Trace, device: Device, title: str, pass_s: Mapping[Phase, float]) -> str:
+    """The step from left to right with memory stacked by kind, as one self-contained <svg> element.
+
+    A pass is as wide as its share of the time, and at least ``NARROWEST``; ``pass_s`` are the seconds of one pass of
+    each phase. Within a pass each operator is as wide as the next.
+    """
     moments = stretches(trace.moments, _RIGHT - _LEFT)
+    edges = _edges(moments, pass_s)
     most = max(trace.peak.total * 1.05, min(device.usable_bytes * 1.05, trace.peak.total * 2), 1)
     parts = [
         root(_WIDTH, _HEIGHT, title),
         text(_LEFT, 20, title, TITLE),
-        *_areas(moments, most),
+        *_areas(moments, edges, most),
         *_scale(most),
-        *_passes(moments),
-        *_parts(moments),
+        *_passes(moments, edges),
+        *_parts(moments, edges),
         *_limit(device, most),
         *_legend(trace),
     ]
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _areas(moments: Sequence[Moment], most: float) -> Iterator[str]:
+def _edges(moments: Sequence[Moment], pass_s: Mapping[Phase, float]) -> list[float]:
+    """The x of the left edge of each moment, and of the right edge of the last."""
+    passes = [list(group) for _, group in groupby(moments, key=_pass)]
+    seconds = {**pass_s, "backward": pass_s.get("backward", 0.0) + pass_s.get("checkpointing", 0.0)}
+    times = [seconds.get(_pass(each[0]), 0.0) for each in passes]  # type: ignore[call-overload]
+    wide = [max(time / (sum(times) or 1.0), NARROWEST) for time in times]
+    edges = [float(_LEFT)]
+    for each, share in zip(passes, wide, strict=True):
+        step = (_RIGHT - _LEFT) * share / sum(wide) / len(each)
+        edges += [edges[-1] + step * number for number in range(1, len(each) + 1)]
+    return edges
+
+
+def _areas(moments: Sequence[Moment], edges: Sequence[float], most: float) -> Iterator[str]:
     """One polygon for each kind, stacked from the bottom up."""
     below = [0] * len(moments)
     for kind in SIGNS:
         above = [low + moment.held.get(kind, 0) for low, moment in zip(below, moments, strict=True)]
         if above != below:
-            there = list(_steps(above, most))
-            back = list(_steps(below, most))[::-1]
+            there = list(_steps(above, edges, most))
+            back = list(_steps(below, edges, most))[::-1]
             points = " ".join(f"{x:.1f},{y:.1f}" for x, y in [*there, *back])
             yield f'<polygon points="{points}" fill="{COLOURS[kind]}" fill-opacity="0.85"/>'
         below = above
 
 
-def _steps(heights: Sequence[int], most: float) -> Iterator[tuple[float, float]]:
-    step = (_RIGHT - _LEFT) / len(heights)
-    for index, height in enumerate(heights):
+def _steps(heights: Sequence[int], edges: Sequence[float], most: float) -> Iterator[tuple[float, float]]:
+    for height, (left, right) in zip(heights, pairwise(edges), strict=True):
         y = _BOTTOM - height / most * (_BOTTOM - _TOP)
-        yield _LEFT + index * step, y
-        yield _LEFT + (index + 1) * step, y
+        yield left, y
+        yield right, y
 
 
 def _scale(most: float) -> Iterator[str]:
@@ -239,29 +258,23 @@ def _scale(most: float) -> Iterator[str]:
         yield text(_LEFT - 6, y + 4, human_bytes(most * quarter / 4), 'text-anchor="end"')
 
 
-def _passes(moments: Sequence[Moment]) -> Iterator[str]:
+def _passes(moments: Sequence[Moment], edges: Sequence[float]) -> Iterator[str]:
     """The name of each pass, and a line where it begins."""
-    step = (_RIGHT - _LEFT) / len(moments)
-    start = 0
-    for index in range(1, len(moments) + 1):
-        first = moments[start]
-        if index < len(moments) and (moments[index].micro, _pass(moments[index])) == (first.micro, _pass(first)):
-            continue
-        x = _LEFT + start * step
+    at = 0
+    for name, group in groupby(moments, key=_pass):
+        x, at = edges[at], at + len(list(group))
         yield f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{_BOTTOM + 6}" stroke="{INK}" stroke-opacity="0.6"/>'
-        if (index - start) * step > 50:
-            yield text(x + 4, _BOTTOM + 18, _pass(first))
-        start = index
+        if edges[at] - x > 50:
+            yield text(x + 4, _BOTTOM + 18, name)
 
 
-def _parts(moments: Sequence[Moment]) -> Iterator[str]:
+def _parts(moments: Sequence[Moment], edges: Sequence[float]) -> Iterator[str]:
     """A second line below the passes: their micro-batches."""
-    step, at = (_RIGHT - _LEFT) / len(moments), 0
+    at = 0
     for words, group in groupby(_part(moment, moments) for moment in moments):
-        count = len(list(group))
-        if words and count * step > 120:
-            yield text(_LEFT + at * step + 4, _BOTTOM + 36, words)
-        at += count
+        x, at = edges[at], at + len(list(group))
+        if words and edges[at] - x > 120:
+            yield text(x + 4, _BOTTOM + 36, words)
 
 
 def _limit(device: Device, most: float) -> Iterator[str]:
@@ -282,7 +295,7 @@ def _limit(device: Device, most: float) -> Iterator[str]:
 def _legend(trace: Trace) -> Iterator[str]:
     """The kinds with their bytes at the peak, from the top down as they are drawn."""
     shown = [kind for kind in SIGNS if any(moment.held.get(kind) for moment in trace.moments)]
-    yield text(_RIGHT + 8, _BOTTOM + 18, "operators, not seconds", 'font-size="10"')
+    yield text(_RIGHT + 8, _BOTTOM + 18, "wide as their time", 'font-size="10"')
     for row, kind in enumerate(reversed(shown)):
         y = _TOP + 40 + 20 * row
         yield f'<rect x="{_RIGHT + 8}" y="{y - 10}" width="12" height="12" fill="{COLOURS[kind]}"/>'

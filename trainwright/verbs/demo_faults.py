@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -15,11 +17,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from trainwright.errors import require_choice
+from trainwright.plan.duration import Extent, Pace, extent
+from trainwright.recipe import Duration
 from trainwright.report.diagnosis import Report, diagnosis_of
 from trainwright.runlog.folder import RunFolder
 from trainwright.watching.watch import watch
 
-CONTEXT, BATCH = 16, 32
+CONTEXT, BATCH, SAMPLES = 16, 32, 640
+LENGTH = Extent(steps=60)
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class FaultyLoop:
     softmax: bool = False
     head_only: bool = False
     step: bool = True
-    steps: int = 60
+    length: Extent = LENGTH
 
 
 FAULTS: dict[str, FaultyLoop] = {
@@ -53,11 +58,17 @@ FAULTS: dict[str, FaultyLoop] = {
 }
 
 
-def show(fault: str, say: Callable[[str], None]) -> Report:
-    """Trains the loop with that fault and returns the doctor's report. Raises UsageError for an unknown fault."""
+def show(fault: str, say: Callable[[str], None], *, budget: str | None = None) -> Report:
+    """Trains the loop with that fault and returns the doctor's report. ``budget`` is a duration; None: 60 steps.
+
+    Raises UsageError for an unknown fault, and for what is no duration.
+    """
     require_choice("the fault", fault, tuple(FAULTS))
-    loop = FAULTS[fault]
-    say(f"planted: {loop.what}; {loop.steps} steps of a plain PyTorch loop under tw.watch")
+    pace = Pace(BATCH, SAMPLES // BATCH, CONTEXT)
+    length = LENGTH if budget is None else extent(Duration.parse(budget), pace)
+    loop = replace(FAULTS[fault], length=length)
+    how_long = f"{length.steps} steps" if length.steps else f"{length.seconds:g} s"
+    say(f"planted: {loop.what}; {how_long} of a plain PyTorch loop under tw.watch")
     root = Path(tempfile.mkdtemp(prefix="trainwright-broken-"))
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -75,7 +86,7 @@ class _Windows(Dataset[tuple[Tensor, Tensor]]):
         self.loop = loop
 
     def __len__(self) -> int:
-        return 640
+        return SAMPLES
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         piece = self.ids[index * 7 : index * 7 + CONTEXT + 1]
@@ -99,9 +110,12 @@ def _train(loop: FaultyLoop, out: Path) -> RunFolder:
     optimizer: torch.optim.Optimizer = kind(parameters, lr=loop.lr)
     loader = DataLoader(data, batch_size=BATCH, shuffle=True)
     taken, watching = 0, watch(model, optimizer, loader=loader, out=out, quiet=True)
+    most, end_s = loop.length.steps or math.inf, time.perf_counter() + (loop.length.seconds or math.inf)
     with suppress(IndexError), watching:  # labels that are out of range raise it
-        while taken < loop.steps:
+        while taken < most and time.perf_counter() < end_s:
             for x, target in loader:
+                if taken >= most or time.perf_counter() >= end_s:
+                    break
                 if loop.zero_grad:
                     optimizer.zero_grad()
                 with torch.autocast("cpu", torch.float16, enabled=loop.fp16_gain != 1.0):

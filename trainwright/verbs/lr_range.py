@@ -12,7 +12,7 @@ from trainwright.engine.clip import make_clip
 from trainwright.engine.lr_range import lr_range
 from trainwright.errors import StorageError, UsageError
 from trainwright.recipe import Loaded
-from trainwright.report.chart import Series, line_chart_svg, line_chart_text
+from trainwright.report.chart import Mark, Series, line_chart_svg, line_chart_text
 from trainwright.training.job import prepare
 
 
@@ -39,14 +39,17 @@ def find_lr(
         clip=make_clip(clip.by, clip.at),
     )
     curve = Series("loss (smoothed)", found.lrs, found.losses)
-    marks = [("suggestion", found.suggestion), ("recipe", job.plan.lr)]
-    drawn = [(name, value) for name, value in marks if value is not None and lowest <= value <= highest]
-    svg = line_chart_svg([curve], title="LR range test", x_label="learning rate", y_label="loss", log_x=True)
+    rates = [("suggestion", found.suggestion), ("recipe", job.plan.lr)]
+    drawn = [(name, value) for name, value in rates if value is not None and lowest <= value <= highest]
+    marks = [Mark("x", value, f"{name} {value:.3g}") for name, value in drawn]
+    svg = line_chart_svg(
+        [curve], title="LR range test", x_label="learning rate", y_label="loss", marks=marks, log_x=True
+    )
     try:
         out.write_text(svg, encoding="utf-8")
     except OSError as error:
         raise StorageError(f"{out} cannot be written: {error}", remedy="give another --out") from None
-    console.print(line_chart_text([curve], width=72, height=14), markup=False, highlight=False)
+    console.print(line_chart_text([curve], width=72, height=16, marks=marks, log_x=True), markup=False, highlight=False)
     suggestion = f"{found.suggestion:.3g}" if found.suggestion else "none: the loss never fell by 1 %"
     console.print(f"suggested lr  {suggestion}\nrecipe's lr   {job.plan.lr:.3g}\npicture       {out}", highlight=False)
     return {

@@ -164,7 +164,8 @@ def show_plan(
     shown = ShownPlan(made, tuple(points), time.perf_counter() - start, recipe)
     if svg is not None:
         try:
-            svg.write_text(timeline_svg(made.trace, target, f"{made.name} on {target.name}, {shown.title}"), "utf-8")
+            title = f"{made.name} on {target.name}, {shown.title}"
+            svg.write_text(timeline_svg(made.trace, target, title, made.shown.pass_s), "utf-8")
         except OSError as error:
             raise StorageError(f"{svg} cannot be written: {error}", remedy="give another --svg") from None
     return shown
