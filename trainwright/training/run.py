@@ -173,6 +173,8 @@ def _lead(
     (lay_down_again if earlier else lay_down)(folder, job)
     if earlier:
         lines.append(earlier.describe(job.state.step))
+    if job.recipe.log.doctor and not is_watched(job):
+        lines.append("the doctor does not watch runs of several ranks yet")
     for line in [*lines, *preflight(job.plan, time.time())]:
         progress.say(line)
     world.agree(folder)
