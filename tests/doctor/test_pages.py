@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.house import files, tree
 from tests.rows import each_row
 from trainwright.doctor.checks.mechanisms import WORDS
 from trainwright.doctor.pages import FOLDER, SECTIONS, codes, page, title
@@ -31,15 +32,10 @@ def zoo_labels() -> set[str]:
 
 
 @cache
-def calls() -> list[ast.Call]:
-    """Every call that the source of the package makes."""
-    trees = [ast.parse(path.read_text(), str(path)) for path in (ROOT / "trainwright").rglob("*.py")]
-    return [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
-
-
 def calls_of(*names: str) -> list[ast.Call]:
     """Every call of a function of these names in the package."""
-    return [call for call in calls() if isinstance(call.func, ast.Name) and call.func.id in names]
+    calls = (node for path in files() for node in ast.walk(tree(path)) if isinstance(node, ast.Call))
+    return [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in names]
 
 
 def first_arguments(*names: str) -> list[ast.expr]:

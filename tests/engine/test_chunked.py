@@ -380,6 +380,7 @@ def test_a_model_without_a_head_of_its_own_is_refused_or_left_alone() -> None:
     assert "loss.chunked: auto" in caught.value.remedy
 
 
+@pytest.mark.slow
 def test_heads_that_are_more_than_a_linear_layer() -> None:
     assert head_of(lstm(vocab_size=V, d_model=D)) is not None
     assert head_of(add_lora(model_of(tied=False), targets=["head"])) is None

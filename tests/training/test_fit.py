@@ -259,6 +259,7 @@ def test_a_rehearsal_puts_any_buffer_back(layout: str) -> None:
     assert model.adjacency is kinds[layout]
 
 
+@pytest.mark.slow
 def test_an_evaluation_on_the_same_dataset_leaves_its_epoch_alone() -> None:
     class Epochal(torch.utils.data.Dataset[Any]):
         epoch = -1

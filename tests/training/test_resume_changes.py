@@ -215,6 +215,7 @@ def invoke(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
+@pytest.mark.slow
 def test_the_command_that_is_printed_beside_what_is_fatal_does_run(monkeypatch: pytest.MonkeyPatch) -> None:
     model = "model: {use: mlp, args: {sizes: [64, 8, 10]}}"
     Path("small.yaml").write_text(f"name: small\nuntil: 20steps\ndevice: cpu\n{model}\ndata: {{train: digits}}\n")

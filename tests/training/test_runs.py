@@ -162,6 +162,7 @@ def test_a_resume_that_cannot_be(folder: Path, setting: str, said: str) -> None:
     assert code == 2 and said in output and "remedy" in output
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_does_not_push_good_ones_out(folder: Path) -> None:
     assert invoke("train", "slow.yaml", "--set", "until=40steps")[0] == 0
     with (folder / "runs/slow/checkpoints/step-00000040/rest.safetensors").open("ab") as file:

@@ -119,6 +119,7 @@ def test_a_policy_that_there_is_not_is_named_before_the_run(tmp_path: Path, monk
         fit(tmp_path, monkeypatch, "skipp")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_decides_as_one_that_was_never_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,17 +51,15 @@ def test_a_planted_fault_is_named_first(fault: str) -> None:
         return
     assert codes[0] == NAMED[fault], codes
     assert len(report["experiments"]) == len(set(report["experiments"]))
-    source = report["findings"][0]["where"]["source"]
+    where = report["findings"][0]["where"]
+    source = where["source"]
+    if fault == "nan":
+        assert where["sample_ids"] == [137]
     assert (source or "demo_faults.py:").startswith("demo_faults.py:"), "where the loop is, not what calls the verb"
     assert (source is not None) == (fault in ("labels", "sign", "softmax", "step", "zero-grad"))
     again = trainwright("diagnose", report["run"], "--json")
     assert again.returncode == done.returncode
     assert json.loads(again.stdout)["findings"][0]["code"] == NAMED[fault]
-
-
-def test_the_poisoned_sample_is_named() -> None:
-    report = json.loads(trainwright("demo", "--break", "nan", "--json").stdout)
-    assert report["findings"][0]["where"]["sample_ids"] == [137]
 
 
 @pytest.mark.parametrize(("budget", "least", "most"), [("7steps", 7, 7), ("0.5ep", 10, 10), ("0.5s", 1, 10**6)])
