@@ -323,6 +323,7 @@ def test_the_arithmetic_of_offload_is_that_of_a_trace(accumulation: int) -> None
     assert max(held) == pytest.approx(layout.scaled.peak_bytes(12, accumulation), rel=2e-3)
 
 
+@pytest.mark.slow
 def test_a_run_with_it_is_the_same_bits_on_a_cpu() -> None:
     finals = []
     for setting in ("false", "true", "auto"):

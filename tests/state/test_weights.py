@@ -89,7 +89,10 @@ WRAPS: dict[str, Callable[[Any], nn.Module]] = {
     "checkpoint_wrapper around all": checkpoint_wrapper,
     "checkpoint_wrapper around compile": both_inside,
 }
-each_wrap = pytest.mark.parametrize("wrap", WRAPS.values(), ids=list(WRAPS))
+SLOWLY = {"compile": pytest.mark.slow}
+each_wrap = pytest.mark.parametrize(
+    "wrap", [pytest.param(wrap, id=name, marks=SLOWLY.get(name, ())) for name, wrap in WRAPS.items()]
+)
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:

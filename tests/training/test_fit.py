@@ -307,6 +307,7 @@ def asked(**keys: Any) -> dict[str, Any]:
     return recipe
 
 
+@pytest.mark.slow
 def test_no_setting_is_lost_whatever_its_form() -> None:
     for keys in (
         {"lr": 0.123, "settings": {"optimizer": "sgd"}},

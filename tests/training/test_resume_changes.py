@@ -182,6 +182,7 @@ def script(*edits: tuple[str, str]) -> dict[str, Any]:
     return runpy.run_path("script.py", run_name="__main__")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("edit", "name"),
     [

@@ -162,6 +162,7 @@ def test_nodes_edges_and_bytes_are_those_of_the_real_graph(name: str) -> None:
     assert all(p.grad is not None for p in model.parameters() if id(p) in leaves)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fake_step_has_the_same_graph(name: str) -> None:
     real, *_ = read(name)

@@ -197,6 +197,7 @@ def test_a_step_after_a_rollback(folder: Path) -> None:
     assert {step: then[step] for step in now} == now
 
 
+@pytest.mark.slow
 def test_a_changed_dataset_is_told(folder: Path) -> None:
     run = train()
     text = PARTS.replace("torch.linspace(0, index, 12) / 96", "torch.linspace(0, index, 12) / 95")

@@ -170,6 +170,7 @@ def test_a_loss_that_is_maximised() -> None:
     assert said(of_tokens(right, chunked=True, sign=-1.0)) == [("loss.wrong_sign", 1)]
 
 
+@pytest.mark.slow
 def test_nothing_is_said_of_a_loss_that_is_right() -> None:
     assert said(of_tokens(right, chunked=True)) == []
 

@@ -102,6 +102,7 @@ def test_the_inside_of_a_compiled_model() -> None:
     assert "the loss is not made of what the watched model returned" in said(watch)
 
 
+@pytest.mark.slow
 def test_a_compiled_loss() -> None:
     def loop(watching: Watching) -> list[Any]:
         torch._dynamo.reset()

@@ -53,6 +53,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_healthy_recipe_passes_on_one_screen(place: Path) -> None:
     done = CliRunner().invoke(app, ["check", "recipe.yaml"])
     assert done.exit_code == 0, done.output
