@@ -56,8 +56,9 @@ class Followed(NamedTuple):
 
 
 def begun_by(start: Start) -> RunFolder | None:
-    """After torchrun has started the ranks again: the run that they were training before."""
-    if not start.launch.attempt:
+    """The run that this launch was training before torchrun started the ranks again, or the scheduler the job."""
+    launch = start.launch
+    if launch.size == 1 or not (launch.attempt or launch.has_own_job):
         return None
     recipe = start.loaded.recipe
     return interrupted_run(Path(recipe.folder), recipe.name, start.launch.job)

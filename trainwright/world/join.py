@@ -33,6 +33,11 @@ class Launch:
     port: int = 0
     agent_has_store: bool = False
 
+    @property
+    def has_own_job(self) -> bool:
+        """Whether no other launch has this id: torchrun's default is the word none."""
+        return self.job not in ("", "none")
+
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Launch:
         """Returns what torchrun says; one process where it is not there.
