@@ -194,8 +194,8 @@ def test_what_cannot_work_is_refused_before_the_ranks_meet(project: Path) -> Non
 
 
 def test_torchrun_starts_the_ranks(project: Path) -> None:
-    words = ["train", "recipe.yaml", "--set", "until=6steps", "--json", "--", "--nproc-per-node", "2"]
-    command = [sys.executable, "-m", "trainwright", *words]
+    words = ["train", "recipe.yaml", "--set", "until=6steps", "--set", "log.doctor=true", "--json"]
+    command = [sys.executable, "-m", "trainwright", *words, "--", "--nproc-per-node", "2"]
     done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
