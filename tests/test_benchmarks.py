@@ -37,7 +37,7 @@ def figures(bench: str, *options: str) -> list[dict[str, Any]]:
         ("soak", ("--only", "watch"), {"watch_steps", "watch_rss", "watch_threads", "watch_files", "watch_log"}),
         ("scaling", (), {"one_step", "speed_up_2", "efficiency_2", "communication_2"}),
         ("startup", (), {"import_extra", "help_extra", "first_step"}),
-        ("time_foretold", (), {"demo-digits_3steps_step", "demo-digits_3steps_run", "demo_budget"}),
+        ("time_foretold", (), {"demo-digits_3steps_step", "demo-digits_3steps_run"}),
         ("time_to_loss", ("--seconds", "1"), {"same_loss", "loss_plain", "loss_ours"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

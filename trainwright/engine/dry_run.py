@@ -31,7 +31,7 @@ from trainwright.state.scaler import NoScaler
 from trainwright.state.train_state import TrainState
 
 COPIED_BYTES = 64 * 2**20  # of weights; gradients and moments are as large again, each
-SLOW_S = 1.0  # of all modes together; the third time of each would cost more than it tells
+SLOW_S = 2.0  # of all modes together; the third time of each would cost more than it tells
 _PARTS = {  # of a sparse tensor, by layout
     torch.sparse_coo: ("_indices", "_values"),
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
@@ -112,7 +112,7 @@ def dry_run(
 ) -> DryRun:
     """Runs ``batch`` in all modes in turn and times it, until ``budget_s`` have passed, but at least three times.
 
-    Twice is enough where that takes a second. A batch that does not fit into memory is halved until it does, and its
+    Twice is enough where that takes two seconds. A batch that does not fit into memory is halved until it does, and its
     times are scaled up. Raises OutOfMemoryError when one sample does not fit.
     """
     device = state.optimizer.param_groups[0]["params"][0].device
@@ -160,7 +160,7 @@ def time_evaluation(
 ) -> float | None:
     """Seconds that an evaluation takes for each batch, reading included; None where there is no batch.
 
-    The first batch counts only where it is alone, or takes a second.
+    The first batch counts only where it is alone, or takes two seconds.
     """
     stream, times = iter(batches), list[float]()
     with _traceless(state):
