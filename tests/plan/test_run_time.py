@@ -10,7 +10,14 @@ import pytest
 from tests.rows import each_row
 from trainwright.plan.explain import preflight, time_of_day
 from trainwright.plan.make import Plan, RunFacts, make_plan
-from trainwright.plan.run_time import EvaluationCost, affordable_batches, evaluations, foretold
+from trainwright.plan.run_time import (
+    EvaluationCost,
+    affordable_batches,
+    evaluation_note,
+    evaluations,
+    foretold,
+    without_whole,
+)
 from trainwright.recipe import from_mapping
 
 FACTS = RunFacts(1000, 100, tokens_per_sample=0, parameters=1, trainable=1, device="cpu", device_name="a CPU")
@@ -78,6 +85,16 @@ def test_the_time_of_the_evaluations_that_are_left(part: int, used: float, batch
     seconds = foretold(plan, EvaluationCost(0.01, 100), used=used)
     assert seconds["training"] == pytest.approx(60 * (1 - used))
     assert seconds["evaluation"] + seconds["evaluation at the end"] == pytest.approx(0.01 * batches)
+
+
+def test_the_whole_set_is_left_out_where_there_is_no_time_for_it() -> None:
+    plan, cost = replace(planned("20s", "0.2run"), evaluate_batches=25), EvaluationCost(0.01, 1000)
+    assert without_whole(plan, cost, 30.0) and not without_whole(plan, cost, 50.0)
+    assert not without_whole(replace(plan, evaluate_batches=0), cost, 30.0), "it is evaluated each time"
+    without = replace(plan, evaluates_whole=False)
+    assert foretold(without, cost, used=0.0)["evaluation at the end"] == pytest.approx(0.25)
+    assert "whole set at the end" in evaluation_note(plan, cost).why
+    assert "at the end" not in evaluation_note(without, cost).why
 
 
 def test_the_preflight_says_what_until_counts_and_when_the_run_ends() -> None:

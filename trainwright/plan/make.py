@@ -76,7 +76,8 @@ class Kept:
 class Plan:
     """All derived numbers. Bytes are estimates for one rank; ``step_s`` is a step with the reading of its batch.
 
-    An evaluation in the course of the run takes ``evaluate_batches`` batches, 0 for the whole set. ``seconds`` is what
+    An evaluation in the course of the run takes ``evaluate_batches`` batches, 0 for the whole set; ``evaluates_whole``:
+    the whole set follows at the end. ``seconds`` is what
     is left of the run by the clock, by what it is spent on; ``ends_in_s`` is when it must be over, if it must.
     ``settled`` is what the recipe left open and was resolved before the model was built.
     """
@@ -101,6 +102,7 @@ class Plan:
     initial_loss: float | None = None
     memory_bytes: Mapping[str, int] | None = None
     step_s: float | None = None
+    evaluates_whole: bool = True
     seconds: Mapping[str, float] = field(default_factory=dict)
     ends_in_s: float | None = None
     degrees: Degrees = ONE_RANK

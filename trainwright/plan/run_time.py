@@ -12,6 +12,8 @@ from trainwright.plan.make import Note, Plan
 EVALUATION_SHARE = 0.1
 """Of the time of training: what the evaluations in the course of a run may take together."""
 LAST_EVALUATION = "evaluation at the end"
+WHOLE_SHARE = 0.25
+"""Of what is left of a run that must be over at some time: what the whole set at its end may take."""
 FREE_S = 1.0
 """All of them together; nobody waits for less."""
 FREE_OF_STEPS_S = 3.0
@@ -43,11 +45,17 @@ def affordable_batches(plan: Plan, cost: EvaluationCost) -> int:
     return math.ceil(cost.batches / (1 << math.ceil(math.log2(cost.batches / math.floor(allowed)))))
 
 
+def without_whole(plan: Plan, cost: EvaluationCost, left_s: float) -> bool:
+    """Whether the whole set at the end would take more than its share of the seconds that are left by the clock."""
+    return bool(plan.evaluate_batches) and cost.batch_s * (cost.batches or 0) > WHOLE_SHARE * left_s
+
+
 def evaluation_note(plan: Plan, cost: EvaluationCost) -> Note:
     """Why only a part of the validation set is evaluated in the course of the run."""
     of = f" of {cost.batches}" if cost.batches else ""
     spent = f"the whole set would take {human_seconds(cost.batch_s * cost.batches)}" if cost.batches else "a stream"
-    why = f"always the same ones, {spent} each time; the whole set at the end"
+    at_end = "; the whole set at the end" if plan.evaluates_whole else ""
+    why = f"always the same ones, {spent} each time{at_end}"
     return Note("evaluation", f"{plan.evaluate_batches}{of} batches", why)
 
 
@@ -83,5 +91,5 @@ def foretold(plan: Plan, cost: EvaluationCost | None, *, used: float) -> Mapping
         each, count = plan.evaluate_batches or whole, evaluations(plan)
         before_the_end = max(0, math.ceil(count - 1e-9) - 1 - math.floor(count * used + 1e-9))
         seconds["evaluation"] = cost.batch_s * each * before_the_end
-        seconds[LAST_EVALUATION] = cost.batch_s * (each if each == whole else each + whole)
+        seconds[LAST_EVALUATION] = cost.batch_s * (each if each == whole or not plan.evaluates_whole else each + whole)
     return seconds

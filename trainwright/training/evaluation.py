@@ -24,7 +24,7 @@ def periodic_evaluation(
     count = job.plan.evaluate_batches
     part = whole.part(count) if count and not job.recipe.evaluation.batches else whole
     return PeriodicEvaluation(
-        ValidationSet(part, whole, count),
+        ValidationSet(part, whole if job.plan.evaluates_whole else part, count),
         job.parts.loss,
         every(job.plan.evaluate_every, job.state),
         precision=job.precision,

@@ -48,6 +48,7 @@ from trainwright.plan.run_time import (
     evaluations,
     foretold,
     training_time_s,
+    without_whole,
 )
 from trainwright.recipe import Duration, Loaded, Recipe
 from trainwright.recipe.catalog import SPIKE_POLICIES
@@ -258,6 +259,8 @@ def _with_times(plan: Plan, job: Job, kept: Kept) -> Plan:
     cost = job.evaluation_cost = _evaluation_cost(plan, job)
     if cost is not None and job.recipe.evaluation.batches is None and kept.evaluate_batches is None:
         plan = replace(plan, evaluate_batches=affordable_batches(plan, cost))
+        if job.loaded.end_s is not None and without_whole(plan, cost, job.loaded.end_s - time.perf_counter()):
+            plan = replace(plan, evaluates_whole=False)
         if plan.evaluate_batches:
             plan = replace(plan, notes=(*plan.notes, evaluation_note(plan, cost)))
     return replace(plan, seconds={**foretold(plan, cost, used=until_of(plan)(job.state)), **_of_looks(plan, job)})
