@@ -121,7 +121,12 @@ class OomReport:
 
     def __str__(self) -> str:
         where = f" in {self.module}" if self.module else ""
-        then = "given up" if self.next_micro is None else f"again with {self.next_micro}, the global batch as it was"
+        if self.next_micro is None:
+            then = "given up"
+        elif self.next_micro == self.micro:
+            then = "once more, with what could be given back"
+        else:
+            then = f"again with {self.next_micro}, the global batch as it was"
         notes = "".join(f"; {note}" for note in self.notes)
         return f"out of memory ({self.phase}{where}) with {self.micro} samples at a time: {then}{notes}"
 

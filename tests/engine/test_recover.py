@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import replace
 from functools import partial
@@ -81,7 +82,7 @@ def test_the_same_bits_as_with_the_smaller_micro_batch(at: str, scaler: bool) ->
     assert_same_bits(bits(short.model), bits(straight.model))
     assert torch.equal(drawn, torch.rand(3)) and torch.equal(short.model.seen, straight.model.seen)
     assert [float(r.loss) for r in results] == [float(r.loss) for r in others]
-    assert [each.phase for each in results[0].oom_reports] == [at, at] and not results[1].oom_reports
+    assert [each.phase for each in results[0].oom_reports] == [at] * 3 and not results[1].oom_reports
     assert short.micro_limit == 4 and [micro.size for micro in results[2].batch.micro] == [4] * 4
 
 
@@ -111,21 +112,21 @@ def test_what_does_not_fit_leaves_the_state_of_the_last_good_step() -> None:
     with pytest.raises(OutOfMemoryError, match="one sample does not fit") as caught:
         make_step(loss)(state, cut(data(), 16))
     assert caught.value.whole and state.step == 0 and state.micro_limit is None
-    assert [each.micro for each in caught.value.reports] == [16, 8, 4, 2, 1]  # type: ignore[attr-defined]
+    assert [each.micro for each in caught.value.reports] == [16, 16, 8, 4, 2, 1]  # type: ignore[attr-defined]
     assert_same_bits(bits(state.model), before)
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(p.grad is None for p in state.model.parameters())
 
 
 def test_a_run_that_runs_out_in_each_step_ends_and_says_that_something_grows() -> None:
-    """Each step has room for half of what the last one took: one try fails in each, until one sample is too much."""
+    """Each step has room for half of what the last one took: one size fails in each, until one sample is too much."""
     model = Small(16, norm=False)
     state = TrainState(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     advance, tries = make_step(loss), []
     for room in (8, 4, 2, 1):
         model.room = room
         tries.append([each.micro for each in advance(state, cut(data(), 16)).oom_reports])
-    assert tries == [[16], [8], [4], [2]] and state.micro_limit == 1
+    assert tries == [[16, 16], [8], [4], [2]] and state.micro_limit == 1
     before = bits(model)
     model.room = 0
     for _ in range(2):  # also for a loop that takes the error and goes on: one try, and the same end
@@ -155,7 +156,7 @@ def test_an_accumulated_step_that_runs_out_in_its_last_micro_batch_ends_too() ->
     before = bits(state.model)
     with pytest.raises(OutOfMemoryError, match="one sample does not fit") as caught:
         make_step(loss)(state, cut((x, y), 4))
-    assert [each.micro for each in caught.value.reports] == [4, 2, 1]  # type: ignore[attr-defined]
+    assert [each.micro for each in caught.value.reports] == [4, 4, 2, 1]  # type: ignore[attr-defined]
     assert state.step == 2 and state.micro_limit is None
     assert_same_bits(bits(state.model), before)
 
@@ -185,7 +186,8 @@ def test_which_errors_are_out_of_memory() -> None:
     wrapped.__cause__ = caught.value
     assert is_out_of_memory(wrapped)
     assert is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
-    assert is_out_of_memory(RuntimeError("std::bad_alloc"))
+    assert is_out_of_memory(RuntimeError("std::bad_alloc")) and is_out_of_memory(OSError(errno.ENOMEM, "mmap"))
+    assert not is_out_of_memory(OSError(errno.ENOSPC, "write"))
     assert not is_out_of_memory(RuntimeError("expected memory format")) and not is_out_of_memory(ValueError("batch"))
 
 
@@ -270,7 +272,7 @@ def test_what_is_reported_and_counted_is_that_of_the_smaller_micro_batch(bad: bo
         return state, make_step(counted)(state, batch)
 
     (short, result), (straight, other) = done(4, 16), done(99, 4)
-    assert len(result.oom_reports) == 2 and not other.oom_reports
+    assert len(result.oom_reports) == 3 and not other.oom_reports
     assert_same_bits(bits(short.model), bits(straight.model))
     assert_same_bits(short.ema.shadow, straight.ema.shadow)  # type: ignore[union-attr]
     assert torch.equal(result.metrics["right"], other.metrics["right"]) and result.weight == other.weight == 16.0
@@ -292,7 +294,7 @@ def test_a_compiled_model_and_one_that_computes_again() -> None:
     straight, _ = stepped(whole, 4)
     assert_same_bits(bits(stepped_again.model), bits(straight.model))
     assert_same_bits(bits(compiled), bits(straight.model))
-    assert [each.micro for each in results[0].oom_reports] == [16, 8]
+    assert [each.micro for each in results[0].oom_reports] == [16, 16, 8]
 
 
 def test_tokens_are_those_of_the_batch_as_it_was_given() -> None:

@@ -25,6 +25,7 @@ from trainwright.engine.oom_report import is_out_of_memory, oom_snapshot
 from trainwright.engine.precision import Precision, PrecisionName
 from trainwright.engine.recover import ONE_IS_TOO_MUCH, given_up, make_room
 from trainwright.engine.step import clear_grads
+from trainwright.errors import OomReport
 from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.state.rng import preserved_rng
 from trainwright.state.scaler import NoScaler
@@ -113,19 +114,22 @@ def dry_run(
     """Runs ``batch`` in all modes in turn and times it, until ``budget_s`` have passed, but at least three times.
 
     Twice is enough where that takes two seconds. A batch that does not fit into memory is halved until it does, and its
-    times are scaled up. Raises OutOfMemoryError when one sample does not fit.
+    times are scaled up; then only the first mode is tried, for each keeps memory of its own in the kernels, and no
+    update. Raises OutOfMemoryError when one sample does not fit.
     """
     device = state.optimizer.param_groups[0]["params"][0].device
-    part, reports = batch, []
+    part = batch
+    reports: list[OomReport] = []
     while True:
         try:
-            timed = _timed(state, part, loss, modes, budget_s)
+            timed = _timed(state, part, loss, modes, budget_s, updates=not reports)
             scale = batch.size / part.size
             return replace(timed, seconds={mode: least_s * scale for mode, least_s in timed.seconds.items()})
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             snapshot = oom_snapshot(error, state, part, device)
+        modes = modes[:1]
         reports.append(make_room(snapshot, part, part.size // 2 or None, state, device))
         if part.size == 1:
             raise given_up(reports, ONE_IS_TOO_MUCH)
@@ -133,7 +137,13 @@ def dry_run(
 
 
 def _timed(
-    state: TrainState, batch: StepBatch, loss: Callable[..., Loss | Tensor], modes: Sequence[Mode], budget_s: float
+    state: TrainState,
+    batch: StepBatch,
+    loss: Callable[..., Loss | Tensor],
+    modes: Sequence[Mode],
+    budget_s: float,
+    *,
+    updates: bool,
 ) -> DryRun:
     loss_fn = as_loss_fn(loss)
     unscaled = replace(state, scaler=NoScaler())
@@ -151,7 +161,7 @@ def _timed(
             elapsed_s = time.perf_counter() - begin_s
             if elapsed_s >= budget_s and done >= (3 if elapsed_s < SLOW_S else 2):
                 break
-        update_s = _update_s(state)
+        update_s = _update_s(state) if updates else 0.0
     return replace(first, seconds={mode: min(each) for mode, each in times.items()}, update_s=update_s)
 
 

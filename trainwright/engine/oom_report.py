@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from trainwright.world.memory import capacity_bytes, held_bytes, reserved_bytes
 _SAYINGS = (
     "can't allocate memory",  # torch's allocator on the CPU: posix_memalign
     "not enough memory: you tried to allocate",  # the same on Windows
+    "Cannot allocate memory",  # strerror(ENOMEM), of torch's file mappings
     "std::bad_alloc",
     "could not create a memory object",  # oneDNN
     "out of memory",  # CUDA, HIP, MPS, XPU
@@ -59,6 +61,8 @@ def is_out_of_memory(error: BaseException) -> bool:
         if isinstance(seen, MemoryError | torch.OutOfMemoryError):
             return True
         if isinstance(seen, RuntimeError) and any(saying in text_of(seen) for saying in _SAYINGS):
+            return True
+        if isinstance(seen, OSError) and seen.errno == errno.ENOMEM:
             return True
         seen = seen.__cause__
     return False

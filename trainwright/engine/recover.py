@@ -1,8 +1,8 @@
 """Recovery from running out of memory: the step begins again with smaller micro-batches; no trace of the try is left.
 
-Only a step's passes over its data are tried again, up to the gradients as they will be applied. They write nothing but
-gradients, buffers and generators, which are all put back; so are the weights of the sum, which any split leaves the
-same. The update cannot be undone: there, an error says so.
+Only a step's passes over its data are tried again here, up to the gradients as they will be applied. They write nothing
+but gradients, buffers and generators, which are all put back; so are the weights of the sum, which any split leaves the
+same. Of the update see ``update.py``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from trainwright.engine.cut import cut
 from trainwright.engine.guard import BufferGuard
 from trainwright.engine.oom_report import OomSnapshot, is_out_of_memory, oom_report, oom_snapshot, tensors_in
+from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import OomReport, OutOfMemoryError, TrainwrightError, UsageError
 from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState
@@ -28,20 +29,28 @@ from trainwright.world.memory import give_back, keep_no_blocks
 T = TypeVar("T")
 Passes = Callable[[TrainState, StepBatch], T]
 FITS = 2**62
+AS_IT_IS = FITS - 1
 LOOK_EVERY = 256
+DRAWN = "Python's or NumPy's generator was drawn from for the first time"
 ONE_IS_TOO_MUCH = "a micro-batch of one sample does not fit"
 
 
 class Recovery:
     """Tries the passes of a step until they fit. ``forget`` clears what a failed try leaves in the state.
 
+    The first time memory runs out, it is given back and the same micro-batches are tried once more: the heap may have
+    been in pieces. Then they are halved. Before a single sample is given up, ``witness`` lets go of what it holds.
+
     The limit that is found stays in the state: it is never raised again, for the memory that was short once will be
     short again, and a resumed run must cut its batches as the first one did. What an ordinary step pays is a look at
     the batch and at the generators (5 us).
     """
 
-    def __init__(self, forget: Callable[[TrainState], None], world: World = SOLO) -> None:
-        self._forget, self._world = forget, world
+    def __init__(
+        self, forget: Callable[[TrainState], None], world: World = SOLO, witness: StepWitness = SILENT
+    ) -> None:
+        self._forget, self._world, self._witness = forget, world, witness
+        self._ran_out = False
         self.buffers = BufferGuard()
         self._generators = _Generators()
 
@@ -61,17 +70,20 @@ class Recovery:
         while True:
             pieces = cut(batch, state.micro_limit)
             seen, done = self._tried(passes, state, pieces, device, again=bool(reports))
-            limit = self._world.least(_wanted(seen, pieces))
+            limit = self._world.least(self._wanted(seen, pieces))
             if limit == FITS:
                 assert done is not None
                 return done[0], pieces, tuple(reports)
             done = None
             notes, trouble = self._as_before(state, batch, versions)
-            trouble = trouble or (seen.otherwise if seen else "") or _cannot_shrink(batch, limit)
-            following = None if trouble else limit
+            trouble = trouble or (seen.otherwise if seen else "")
+            following: int | None = _largest(pieces)
+            if limit != AS_IT_IS:
+                trouble = trouble or _cannot_shrink(batch, limit)
+                following = state.micro_limit = None if trouble else limit
             reports.append(make_room(seen or OomSnapshot(), pieces, following, state, device, notes))
-            state.micro_limit = following or limit_before
             if trouble:
+                state.micro_limit = limit_before
                 raise given_up(reports, trouble + _though_it_did(limit_before, limit))
 
     def _tried(
@@ -91,23 +103,36 @@ class Recovery:
             seen = oom_snapshot(error, state, pieces, device)
             return replace(seen, otherwise=f"{type(error).__name__} in smaller micro-batches: {seen.error}"), None
 
+    def _wanted(self, seen: OomSnapshot | None, pieces: StepBatch) -> int:
+        """The limit that a rank asks for: FITS, AS_IT_IS, half of what it tried, or 0 when nothing would help."""
+        if seen is None:
+            return FITS
+        if seen.otherwise:
+            return 0
+        has_let_go = self._witness.memory_ran_out()
+        first, self._ran_out = not self._ran_out, True
+        if first or (has_let_go and _largest(pieces) == 1):
+            return AS_IT_IS
+        return 0 if _largest(pieces) == 1 else (_largest(pieces) + 1) // 2
+
+    def put_back(self, state: TrainState) -> tuple[tuple[str, ...], list[str]]:
+        """Puts gradients, generators and buffers back. Returns notes of what is not, and names of lost buffers."""
+        self._forget(state)
+        known = self._generators.restore()
+        return () if known else (DRAWN,), self.buffers.put_back()
+
     def _as_before(self, state: TrainState, batch: StepBatch, versions: list[int]) -> tuple[tuple[str, ...], str]:
         """Puts everything back. Returns what is not quite as before, and why the step cannot be tried again, or ""."""
-        self._forget(state)
-        notes = (
-            () if self._generators.restore() else ("Python's or NumPy's generator was drawn from for the first time",)
-        )
-        if lost := self.buffers.put_back():
+        notes, lost = self.put_back(state)
+        if lost:
             return notes, f"the failed try wrote to the buffer {lost[0]}, which is too large to be kept twice"
         if _versions(batch) != versions:
             return notes, "the model writes into its input, so a second try would train on other data"
         return notes, ""
 
 
-def _wanted(seen: OomSnapshot | None, pieces: StepBatch) -> int:
-    """The limit that a rank asks for: FITS, half of what it tried, or 0 when nothing would help."""
-    largest = max(micro.size for micro in pieces.micro)
-    return FITS if seen is None else 0 if seen.otherwise or largest == 1 else (largest + 1) // 2
+def _largest(pieces: StepBatch) -> int:
+    return max(micro.size for micro in pieces.micro)
 
 
 def _cannot_shrink(batch: StepBatch, limit: int) -> str:
@@ -141,8 +166,8 @@ def make_room(
     """Frees what the failed try held, and returns the report of it."""
     keep_no_blocks()
     give_back(device)
-    largest = max(micro.size for micro in pieces.micro)
-    return oom_report(seen, step=state.step + 1, micro=largest, next_micro=following, device=device, notes=notes)
+    micro = _largest(pieces)
+    return oom_report(seen, step=state.step + 1, micro=micro, next_micro=following, device=device, notes=notes)
 
 
 def given_up(reports: list[OomReport], trouble: str) -> OutOfMemoryError:
@@ -164,20 +189,6 @@ def given_up(reports: list[OomReport], trouble: str) -> OutOfMemoryError:
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.3g} GiB"
-
-
-def tell_torn(state: TrainState, error: Exception) -> None:
-    """Raises OutOfMemoryError where memory ran out inside of the update: some weights may be updated, others not."""
-    if not is_out_of_memory(error):
-        return
-    first = "" if state.optimizer.state and state.step else " (the first one makes the optimizer's state)"
-    raise OutOfMemoryError(
-        f"out of memory in the update of step {state.step + 1}{first}: {str(error).splitlines()[0][:200]}. "
-        "Weights and moments may be updated in part, so this state is not saved",
-        whole=False,
-        remedy="go on from the last checkpoint with an optimizer that needs less (optimizer.args.foreach: false has no "
-        "temporaries as large as the weights; sgd and adafactor keep less state), or on a device with more memory",
-    ) from None
 
 
 def _versions(batch: StepBatch) -> list[int]:

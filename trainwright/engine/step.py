@@ -13,12 +13,13 @@ from torch.optim import Optimizer
 from trainwright.engine.accumulate import Accumulated, accumulate
 from trainwright.engine.clip import ClipFn, global_norm, no_clip
 from trainwright.engine.exact import accumulate_exactly
-from trainwright.engine.guard import APPLIED, must_skip, update_unless
+from trainwright.engine.guard import APPLIED, must_skip
 from trainwright.engine.loss import Loss, LossFn, as_loss_fn
 from trainwright.engine.over_ranks import Counted, combine, count, fill_missing, seed_step
 from trainwright.engine.precision import FP32, Precision
-from trainwright.engine.recover import Recovery, tell_torn
+from trainwright.engine.recover import Recovery
 from trainwright.engine.spikes import NO_SPIKES, SpikeDecision, SpikeHandler
+from trainwright.engine.update import Update, tell_torn
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import OomReport, UsageError
 from trainwright.state.cursor import StepBatch
@@ -96,7 +97,8 @@ def make_step(
     _require_made(schedule, precision, clip)
     own = loss if isinstance(loss, nn.Module) else None
     parts = _Parts(as_loss_fn(loss), precision, clip, probes, world, seed, exact, witness)
-    recovery = Recovery(lambda state: clear_grads(state.optimizer), world)
+    recovery = Recovery(lambda state: clear_grads(state.optimizer), world, witness)
+    update = Update(recovery, witness)
 
     def advance(state: TrainState, batch: StepBatch) -> StepResult:
         witness.step_begins(state, batch)
@@ -113,7 +115,7 @@ def make_step(
             skipped = torch.ones_like(skipped)
         scale = state.scaler.scale
         try:
-            update_unless(skipped, state.optimizer)
+            reports += update(skipped, state, batch)
             recovery.buffers.restore_if(skipped)
             state.scaler.update(grad_norm)
             state.ema.update()

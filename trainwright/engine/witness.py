@@ -20,6 +20,9 @@ class StepWitness(Protocol):
     and does not raise: an exception would end the step.
     """
 
+    def memory_ran_out(self) -> bool:
+        """A try of the step ran out of memory. Frees what the witness can do without; False: it held nothing."""
+
     def step_begins(self, state: TrainState, batch: StepBatch) -> None:
         """The step begins. ``batch`` is as it came from the data, before any split."""
 
@@ -38,6 +41,9 @@ class StepWitness(Protocol):
 
 class _Silent:
     """The null object: nobody records this step."""
+
+    def memory_ran_out(self) -> bool:
+        return False
 
     def step_begins(self, state: TrainState, batch: StepBatch) -> None: ...
     def gradients_are_cleared(self, optimizer: Optimizer) -> None: ...

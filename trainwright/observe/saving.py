@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -23,8 +23,10 @@ from trainwright.state.staging import Staging, num_bytes
 from trainwright.state.store import Best, Retention, prune, write_best
 from trainwright.state.train_state import TrainState
 from trainwright.world.memory import free_bytes
-from trainwright.world.threads import single_threaded
+from trainwright.world.threads import single_threaded, small_stacks
 
+P = ParamSpec("P")
+R = TypeVar("R")
 MOST_OF_FREE_MEMORY = 0.8
 
 
@@ -88,7 +90,7 @@ class Saving:
     ) -> None:
         self._folder, self._policy, self._listener, self._warn = folder, policy, listener, warn
         self._run_metadata, self._before, self._clock, self._free_memory = run_metadata, before, clock, free_memory
-        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=single_threaded)
+        self._thread = _thread()
         self._looked = False
         self._staging: Staging | None = None
         self._reserving: Future[None] | None = None
@@ -109,6 +111,8 @@ class Saving:
             self._finish()
         if not self._looked:  # not sooner: an optimizer has its state from the first step on
             self._look(state)
+        if state.micro_limit is not None and self._writing is None:  # memory has run out: the copy takes too much
+            self._staging = None
         every = self._policy.every is not None and self._policy.every.due(state)
         too_old = self._policy.at_least_s is not None and self._clock() - self._saved_s >= self._policy.at_least_s
         return every or too_old or self._best.at(state.step) is not None
@@ -211,7 +215,7 @@ class Saving:
         """Starts to allocate memory for the copy while training goes on, unless it would not fit."""
         self._looked = True
         tensors = tensors_of(state)
-        if not self._policy.asynchronous:
+        if not self._policy.asynchronous or isinstance(self._thread, _NoThread):
             return
         needed = num_bytes(tensors)
         if needed > MOST_OF_FREE_MEMORY * self._free_memory():
@@ -219,6 +223,29 @@ class Saving:
             return
         self._staging = Staging()
         self._reserving = self._thread.submit(self._staging.reserve, tensors)
+
+
+class _NoThread(Executor):
+    """Does at once what it is given: there was no memory for a thread."""
+
+    def submit(self, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        done: Future[R] = Future()
+        try:
+            done.set_result(work(*args, **kwargs))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+
+def _thread() -> Executor:
+    """One that runs already: the first save may come when there is no memory for its stack."""
+    thread = ThreadPoolExecutor(1, "checkpoint", initializer=single_threaded)
+    try:
+        with small_stacks():
+            thread.submit(lambda: None)
+    except RuntimeError:
+        return _NoThread()
+    return thread
 
 
 def _explained(error: Exception, folder: Path) -> TrainwrightError:

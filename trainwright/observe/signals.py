@@ -18,6 +18,7 @@ from trainwright.engine.step import StepResult
 from trainwright.errors import UsageError
 from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState
+from trainwright.world.threads import small_stacks
 
 REPEATED_S = 5.0
 PREEMPTED = 75
@@ -97,7 +98,8 @@ class Signals:
             return
         self._pid = os.getpid()
         self._speaker = threading.Thread(target=self._speak, name="signals", daemon=True)
-        self._speaker.start()
+        with small_stacks():
+            self._speaker.start()
         self._before = {number: signal.signal(number, self._note) for number in self._numbers}
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -205,7 +205,8 @@ def with_dry_run(
 
     ``precision`` is the recipe's. ``outputs`` is the last dimension of the model's output: an untrained classifier of
     so many classes has the loss ln(outputs). ``seconds`` is the time of one step's forward and backward, by precision
-    and number of threads: each precision with the most threads, and the first one with all numbers.
+    and number of threads: each precision with the most threads, and the first one with all numbers; where memory is
+    short the first one with the most threads alone.
     """
     threads, thread_notes = choose_threads(facts.threads, seconds)
     by_precision = {name: took for (name, count), took in seconds.items() if count == facts.threads[0]}
@@ -238,7 +239,10 @@ def choose_threads(
     if len(counts) == 1:
         return counts[0], ()
     precision = next(name for name, _ in seconds)
+    counts = tuple(count for count in counts if (precision, count) in seconds)
     by_count = {count: seconds[precision, count] for count in counts}
+    if len(by_count) == 1:
+        return counts[0], (Note("threads", str(counts[0]), "memory is too short to try fewer"),)
     fastest = min(counts, key=lambda count: by_count[count])
     chosen = fastest if by_count[counts[0]] > FEWER_THREADS_PAY_ABOVE * by_count[fastest] else counts[0]
     timed = " and ".join(f"{took * 1e3:.3g} ms with {count}" for count, took in by_count.items())
@@ -258,7 +262,8 @@ def choose_precision(
             return "bf16", Note("precision", "bf16", "the GPU has bf16 tensor cores; no loss scale is needed")
         return "fp16", Note("precision", "fp16", "the GPU has no bf16; fp16 with dynamic loss scaling")
     if "bf16" not in seconds:
-        return "fp32", Note("precision", "fp32", "this CPU computes no bf16 in hardware")
+        short = "memory is too short to try bf16" if "bf16" in low_precision and seconds else ""
+        return "fp32", Note("precision", "fp32", short or "this CPU computes no bf16 in hardware")
     gain = seconds["fp32"] / seconds["bf16"]
     timed = f"one step takes {seconds['fp32'] * 1e3:.3g} ms in fp32 and {seconds['bf16'] * 1e3:.3g} ms in bf16"
     chosen: PrecisionName = "bf16" if gain > BF16_PAYS_ABOVE else "fp32"

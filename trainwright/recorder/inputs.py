@@ -60,10 +60,13 @@ class StepInputs:
 
 
 class InputRecorder:
-    """The witness of a live run: it records the inputs of each step. About 5 us a step."""
+    """The witness of a live run: it records the inputs of each step. About 5 us a step.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    ``let_go`` frees what the doctor holds, and returns whether that was anything.
+    """
+
+    def __init__(self, device: torch.device, let_go: Callable[[], bool] = lambda: False) -> None:
+        self._device, self.memory_ran_out = device, let_go
         self.newest: StepInputs | None = None
 
     def step_begins(self, state: TrainState, batch: StepBatch) -> None:
@@ -98,6 +101,14 @@ class InputRing(Ring):
         super().__init__(keep=keep, budget_bytes=budget_bytes)
         self._inputs: dict[int, StepInputs] = {}
         self._record = record
+
+    def let_go(self) -> bool:
+        """Drops all steps and snapshots, and keeps half as much from now on. Returns whether it held any."""
+        held = bool(self.snapshots or self.steps)
+        self.clear()
+        self._inputs.clear()
+        self.budget_bytes /= 2
+        return held
 
     def add_with_inputs(self, step: RecordedStep, inputs: StepInputs) -> None:
         """``step`` has the numbers and the sample ids of the step, and no program yet."""

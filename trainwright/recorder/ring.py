@@ -14,18 +14,18 @@ from trainwright.state.snapshot import Snapshot
 from trainwright.world.memory import free_bytes
 
 KEEP, LEAST_BYTES = 32, 256 * 2**20
-"""Of the flight recorder: steps, and what they and their snapshots may hold at least."""
+"""Of the flight recorder: steps, and what they and their snapshots may hold where memory is not short."""
 
 
 def enough_bytes(roots: Sequence[nn.Module]) -> int:
-    """Room for three states with two moments a weight (Adam), where that is at most a quarter of the free memory.
+    """Room for three states with two moments a weight (Adam), but at most a quarter of the free memory.
 
     The memory is that of the device of the first weight: snapshots lie where the state lies.
     """
     parameters = [parameter for root in roots for parameter in root.parameters()]
     device = parameters[0].device if parameters else torch.device("cpu")
     weights = sum(parameter.nbytes for parameter in parameters)
-    return max(LEAST_BYTES, min(3 * 3 * weights, free_bytes(device) // 4))
+    return min(max(LEAST_BYTES, 3 * 3 * weights), free_bytes(device) // 4)
 
 
 SPARE = 16
@@ -59,6 +59,11 @@ class Ring:
         self.snapshots.append(snapshot)
         self._snapshot_bytes = num_bytes
         self._shrink()
+
+    def clear(self) -> None:
+        self.steps.clear()
+        self.snapshots.clear()
+        self._step_bytes = self._snapshot_bytes = 0
 
     @property
     def num_bytes(self) -> int:

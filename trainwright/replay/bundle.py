@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from trainwright.errors import CheckpointError, UsageError, text_of
@@ -47,6 +47,7 @@ from trainwright.state.manifest import fsync, name_of, step_of, verify, write_ma
 from trainwright.state.rng import RngBag, preserved_rng
 from trainwright.state.snapshot import LiveObjects, Snapshot, is_plain
 from trainwright.state.staging import on_host
+from trainwright.state.tensor_file import write_tensors
 
 KIND, CRASH_LOOP = "step", "crash-loop"
 FORMAT = 1
@@ -164,7 +165,7 @@ def write_bundle(
         folder.mkdir(parents=True, exist_ok=True)
         _sweep(folder)
         aside.mkdir()
-        save_file(on_host(tensors), aside / _TENSORS)
+        write_tensors(on_host(tensors), aside / _TENSORS)
         head = {
             "kind": KIND,
             "format": FORMAT,

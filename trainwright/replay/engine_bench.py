@@ -160,6 +160,9 @@ class _BenchWitness:
     def step_begins(self, state: TrainState, batch: StepBatch) -> None:
         self._state, self._tries = state, 0
 
+    def memory_ran_out(self) -> bool:
+        return False
+
     def gradients_are_cleared(self, optimizer: Optimizer) -> None:
         self._tries += 1
         if self._tries > 1:  # memory ran out here

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainwright.errors import CheckpointError, StorageError
@@ -39,6 +38,7 @@ from trainwright.state.names import plain_name
 from trainwright.state.rng import RngBag
 from trainwright.state.staging import Staging, num_bytes, on_host
 from trainwright.state.store import Best, sweep
+from trainwright.state.tensor_file import write_tensors
 from trainwright.state.train_state import TrainState
 from trainwright.state.weights import load_plain_state_dict, plain_state_dict, unwrapped
 
@@ -132,8 +132,8 @@ def commit(snapshot: CheckpointData, folder: Path, best: Best | None = None) -> 
         sweep(folder)
         _require_space(folder, num_bytes(snapshot.model) + num_bytes(snapshot.rest) + len(values) + _SPARE_BYTES)
         aside.mkdir()
-        save_file(dict(snapshot.model), aside / "model.safetensors")
-        save_file(dict(snapshot.rest), aside / "rest.safetensors")
+        write_tensors(snapshot.model, aside / "model.safetensors")
+        write_tensors(snapshot.rest, aside / "rest.safetensors")
         (aside / "state.json").write_text(values)
         written = write_manifest(aside, snapshot.step, asdict(best) if best else None)
         replaced = target.with_suffix(".old")  # still found by ``checkpoints`` should we be killed right here

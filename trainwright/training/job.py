@@ -61,11 +61,15 @@ from trainwright.training.resume import Earlier
 from trainwright.training.run_metadata import describe_origin
 from trainwright.watching.look_schedule import LAST_LOOK_STEPS, looks_s
 from trainwright.world import ALONE, SOLO, Launch, World, choose_device, device_name, low_precision, usable_threads
+from trainwright.world.memory import free_bytes, keep_blocks, mind_limits, rlimits
 
 T = TypeVar("T")
 
 ENDING_S = 0.5
 """What the last save and the end of the process take, about."""
+
+AMPLE = 16
+"""Times what the plan says of the memory: where a limit leaves more, no heap in pieces will exceed it."""
 
 
 @dataclass
@@ -126,6 +130,7 @@ def prepare(
     names.
     """
     machine = read_machine()
+    mind_limits()
     with at_recipe(loaded, "device"):
         device = choose_device(loaded.recipe.device, launch.local_rank)
     set_deterministic(loaded.recipe.deterministic)
@@ -170,6 +175,8 @@ def prepare(
     job = Job(loaded, parts, plan, state, device, machine, stream, schedule, provenance, accepted, world)
     job.plan = first_of(world, _tried(job, facts, first, read_s, precision, kept) if world.rank == 0 else plan)
     world.copy_first_(list(state.model.state_dict().values()))
+    if rlimits() and free_bytes(torch.device("cpu")) > AMPLE * sum((job.plan.memory_bytes or {}).values()):
+        keep_blocks()
     if not earlier:
         state.scaler = job.precision.scaler(device)
     if loaded.end_s is not None:

@@ -57,6 +57,7 @@ from trainwright.training.run_metadata import keep_there, lay_down, lay_down_aga
 from trainwright.version import __version__
 from trainwright.watching.engine_observer import EngineObserver
 from trainwright.world import SOLO, Launch, World, joined
+from trainwright.world.memory import mind_limits
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,7 @@ def train(
         progress = Progress(console or Console(), quiet=quiet or world.rank > 0)
         signals = Signals(progress.say, loaded.recipe.checkpoint.signals, grace_s(os.environ), repeated=world.size > 1)
         with ExitStack() as closing_down:
+            mind_limits()
             closing_down.callback(progress.close)
             closing_down.callback(signals.close)
             signals.listen()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -15,9 +16,19 @@ from trainwright.engine.step import clear_grads
 from trainwright.errors import OutOfMemoryError, UsageError
 from trainwright.plan.batch import solve_batch
 from trainwright.recipe import Loaded, Recipe
+from trainwright.state.checkpoint import tensors_of
 from trainwright.state.cursor import Cursor
+from trainwright.state.staging import Staging
 from trainwright.training.job import Job, make_advance, prepare
-from trainwright.world.memory import capacity_bytes, give_back, peak_bytes, start_peak
+from trainwright.world.memory import (
+    capacity_bytes,
+    give_back,
+    kept_free,
+    mind_limits,
+    peak_bytes,
+    rlimits,
+    start_peak,
+)
 
 STEPS = 3  # the first makes the optimizer's state, the second has it, the third starts from the memory the second left
 FIRST = 8  # samples
@@ -86,9 +97,11 @@ def find_batch_size(
 ) -> LargestBatch:
     """Trains a new model of the recipe a few steps at sizes that double while they fit, then at sizes between.
 
-    Each size has real batches, the optimizer's state, and an evaluation between its steps. ``margin`` of the memory
-    stays free, since samples may be longer than those seen here. ``most`` bounds the search (default: the size of the
-    dataset), ``memory_bytes`` the memory, ``budget_s`` the time: no size is started that would exceed it.
+    Each size has real batches, the optimizer's state, the copy of a checkpoint, and an evaluation between its steps.
+    ``margin`` of the memory stays free, since samples may be longer than those seen here: a limit of the process is
+    lowered by it meanwhile, for the peak says little of what such a limit counts. ``most`` bounds the search (default:
+    the size of the dataset), ``memory_bytes`` the memory, ``budget_s`` the time: no size is started that would exceed
+    it.
 
     Raises OutOfMemoryError when one sample does not fit.
     """
@@ -99,6 +112,7 @@ def find_batch_size(
     batch = _global_batch(loaded.recipe)
     small = loaded.recipe.batch.model_copy(update={"size": batch, "micro": min(2, batch), "accumulation": None})
     job = prepare(replace(loaded, recipe=loaded.recipe.model_copy(update={"batch": small})))
+    mind_limits()  # the run that takes the size found is short of memory; this job of small batches may not be
     capacity = min(capacity_bytes(job.device), memory_bytes or sys.maxsize)
     search = _Search(job, capacity, margin, time.perf_counter() + budget_s, say)
     found = search.run(min(most or sys.maxsize, _samples(job)))
@@ -125,10 +139,11 @@ class _Search:
 
     def __init__(self, job: Job, capacity: int, margin: float, deadline_s: float, say: Callable[[str], None]) -> None:
         self.job, self._margin, self._deadline_s, self._say = job, margin, deadline_s, say
-        self.allowed = int(capacity * (1 - margin))
+        self._capacity, self.allowed = capacity, int(capacity * (1 - margin))
         self.tried: list[SizeTried] = []
         self.bounded = ""
         self._step = make_advance(job)
+        self._staging = Staging()
         self._last_s = 0.0  # seconds for a sample in the last trial
 
     def run(self, bound: int) -> int:
@@ -141,8 +156,8 @@ class _Search:
                 break
             if self._fits(size):
                 fits = size
-            else:  # running out of memory shows where the limit is: the margin is subtracted from there
-                ran_out = self.tried[-1].peak_bytes is None
+            else:  # running out of memory shows where the limit is: the margin is subtracted from there, or was before
+                ran_out = self.tried[-1].peak_bytes is None and not rlimits()
                 too_large = max(1, int(size * (1 - self._margin))) if ran_out else size
                 fitting = [each.micro for each in self.tried if each.peak_bytes is not None and each.micro < too_large]
                 fits = max(fitting, default=0)
@@ -155,7 +170,8 @@ class _Search:
 
     def _fits(self, size: int) -> bool:
         begin_s = time.perf_counter()
-        tried = self._trial(size)
+        with kept_free(self._capacity - self.allowed):
+            tried = self._trial(size)
         self._last_s = (time.perf_counter() - begin_s) / size
         self.tried.append(tried)
         if tried.peak_bytes is None:
@@ -192,16 +208,19 @@ class _Search:
         loading = replace(loading, batch_size=size, micro_size=size, drop_last=True)
         validation = validation_batches(job.parts, job.recipe, loading)
         step_s = 0.0
-        for number, batch in enumerate(islice(training_batches(job.parts, loading, Cursor()), STEPS)):
-            job.state.micro_limit, begin_s = None, time.perf_counter()
-            try:
+        try:
+            for number, batch in enumerate(islice(training_batches(job.parts, loading, Cursor()), STEPS)):
+                job.state.micro_limit, begin_s = None, time.perf_counter()
                 result = self._step(job.state, batch)
-            except OutOfMemoryError:
-                return SizeTried(size, None, None)
-            if result.oom_reports:
-                return SizeTried(size, None, None)
-            float(result.loss)  # waits for the device
-            step_s = time.perf_counter() - begin_s
-            if number == 1 and validation is not None:
-                evaluate(job.state.model, job.parts.loss, islice(validation, 1), precision=job.precision)
+                if result.oom_reports:
+                    return SizeTried(size, None, None)
+                float(result.loss)  # waits for the device
+                step_s = time.perf_counter() - begin_s
+                if number == 0 and job.recipe.checkpoint.asynchronous:
+                    with suppress(MemoryError, RuntimeError):  # a run does without its copy then, too
+                        self._staging.reserve(tensors_of(job.state))
+                if number == 1 and validation is not None:
+                    evaluate(job.state.model, job.parts.loss, islice(validation, 1), precision=job.precision)
+        except OutOfMemoryError:
+            return SizeTried(size, None, None)
         return SizeTried(size, peak_bytes(device), size / step_s)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.spikes import SpikeDecision
 from trainwright.engine.step import StepResult
 from trainwright.engine.witness import StepWitness
@@ -59,7 +61,7 @@ class EngineSession:
         objects = self._bench.objects
         device = objects.parameters[0].device
         self.witness: StepWitness
-        self.witness = self._inputs = InputRecorder(device)
+        self.witness = self._inputs = InputRecorder(device, self.let_go)
         self.ring = InputRing(keep=KEEP, budget_bytes=enough_bytes(objects.roots), record=self._bench.record)
         self.runner = ExperimentRunner(objects, self.ring)
         made = make_probes(objects, LoopObjects(accumulation=accumulation))
@@ -75,6 +77,11 @@ class EngineSession:
         self._blind = objects.is_closed  # why no step can be run again
         self._begin_s, self._first_step = time.perf_counter(), self.step
         self._prepare_next(self.step)
+
+    def let_go(self) -> bool:
+        """Frees what was kept to run steps again, where the step in progress has run out of memory."""
+        has_session = self.runner.forget()
+        return self.ring.let_go() or has_session
 
     def note(self, result: StepResult) -> None:
         """Records a step that is over."""
@@ -225,7 +232,10 @@ class EngineObserver:
         return self.session.witness
 
     def observe(self, result: StepResult, state: TrainState) -> None:
-        """Records the step. Where that raises, the run goes on and is not watched any more."""
+        """Records the step. Where that raises, the run goes on and is not watched any more.
+
+        Where memory runs out, what was kept is dropped, and the next step is watched.
+        """
         if self._failed is None:
             self._guarded(lambda: self.session.note(result))
 
@@ -255,7 +265,10 @@ class EngineObserver:
         except TrainwrightError:
             raise
         except Exception as error:
-            self._failed = error
+            traceback.clear_frames(error.__traceback__)  # they hold what it was looking at
+            self.session.let_go()
+            if not is_out_of_memory(error):
+                self._failed = error
 
 
 def _tell(probe: Probe, action: Callable[[], None]) -> None:

@@ -42,6 +42,11 @@ class ExperimentRunner:
             self._session = ReplaySession(self.replayer, self._ring, step)
         return self._session
 
+    def forget(self) -> bool:
+        """Drops what is kept of the step that was looked at last; returns whether there was anything."""
+        session, self._session = self._session, None
+        return session is not None
+
     def look(self, step: int, why: str) -> Facts:
         """Runs the experiments that are due for the reason ``why``; returns their facts by name."""
         due: tuple[str, ...] = ("incident",) if why == "incident" else ("checkup",)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -15,6 +15,7 @@ from trainwright.plan.machine import read_machine
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 128 * 1024  # mallopt(3); to set it ends its growth with what is freed
+_M_ARENA_MAX, _USUAL_BYTES = -8, 32 * 2**20  # where glibc's own threshold ends its growth
 _PEAK_OF_RSS = "5"  # proc(5): resets VmHWM
 
 
@@ -46,7 +47,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return min(read_machine().available_bytes, *_left_by_rlimits())
+    return min([read_machine().available_bytes, *_left_by_rlimits()])
 
 
 def capacity_bytes(device: torch.device) -> int:
@@ -55,16 +56,44 @@ def capacity_bytes(device: torch.device) -> int:
 
 
 def _left_by_rlimits() -> list[int]:
+    return [max(0, limit - now) for used, limit in rlimits().items() if (now := _of_status(used)) is not None]
+
+
+def _kinds() -> dict[str, int]:
+    """Limits that count memory which is reserved, used or not, by the name of what they limit."""
     try:
         import resource
     except ImportError:  # not on Windows, which has no such limits
-        return [sys.maxsize]
-    left = [sys.maxsize]
-    for limit, used in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
-        soft, _ = resource.getrlimit(limit)
-        if soft != resource.RLIM_INFINITY and (now := _of_status(used)) is not None:
-            left.append(max(0, soft - now))
-    return left
+        return {}
+    return {"VmSize": resource.RLIMIT_AS, "VmData": resource.RLIMIT_DATA}
+
+
+def rlimits() -> dict[str, int]:
+    """The limits in force that count what is reserved, in bytes."""
+    if not (kinds := _kinds()):
+        return {}
+    import resource
+
+    soft = {used: resource.getrlimit(kind)[0] for used, kind in kinds.items()}
+    return {used: limit for used, limit in soft.items() if limit != resource.RLIM_INFINITY}
+
+
+@contextlib.contextmanager
+def kept_free(num_bytes: int) -> Iterator[None]:
+    """Inside, the limits in force are lower by ``num_bytes``."""
+    if not (limited := rlimits()):
+        yield
+        return
+    import resource
+
+    before = {kind: resource.getrlimit(kind) for used, kind in _kinds().items() if used in limited}
+    try:
+        for kind, (soft, hard) in before.items():
+            resource.setrlimit(kind, (max(0, soft - num_bytes), hard))
+        yield
+    finally:
+        for kind, limits in before.items():
+            resource.setrlimit(kind, limits)
 
 
 def start_peak(device: torch.device) -> None:
@@ -103,8 +132,24 @@ def give_back(device: torch.device) -> None:
 def keep_no_blocks() -> None:
     """From here on glibc, where it is the allocator, returns every large block when it is freed.
 
-    Else its heap would be in pieces before long, none of them large enough. It costs page faults, in a process that is
-    short of memory.
+    Else its heap would be in pieces before long, none of them large enough. It costs page faults (steps take 1.5 to 2
+    times as long), in a process that is short of memory.
     """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+    _mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+
+
+def mind_limits() -> None:
+    """Under a limit that counts what is reserved: no large block is kept, and new threads get no heap of 64 MiB."""
+    if rlimits():
+        _mallopt(_M_ARENA_MAX, 1)
+        keep_no_blocks()
+
+
+def keep_blocks() -> None:
+    """The reverse of ``keep_no_blocks``."""
+    _mallopt(_M_MMAP_THRESHOLD, _USUAL_BYTES)
+
+
+def _mallopt(option: int, value: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).mallopt(option, value)

@@ -6,11 +6,24 @@ import contextlib
 import ctypes
 import functools
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+
+STACK_BYTES = 2**20
+
+
+@contextlib.contextmanager
+def small_stacks() -> Iterator[None]:
+    """A thread of ours that starts inside has a stack of 1 MiB: the usual 8 MiB count where memory is limited."""
+    before = threading.stack_size(STACK_BYTES)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
 
 
 def single_threaded() -> None:

@@ -69,6 +69,12 @@ class GuardedOptimizer(Optimizer):
                 self._guarded_update(group, parameters)
         return loss
 
+    def _init_group(self, group: Group) -> None:
+        """Makes the state of a group ahead of its first update; torch's optimizers have a method of this name."""
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                self._state_of(parameter, group)
+
     def _buckets(self, group: Group) -> Iterator[list[Tensor]]:
         kinds: dict[Hashable, list[Tensor]] = {}
         for parameter in group["params"]:

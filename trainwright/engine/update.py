@@ -1,0 +1,143 @@
+"""The optimizer's update, tried again where memory ran out before it had written anything."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainwright.engine.guard import update_unless
+from trainwright.engine.oom_report import is_out_of_memory, oom_snapshot
+from trainwright.engine.recover import Recovery, make_room
+from trainwright.engine.witness import SILENT, StepWitness
+from trainwright.errors import OomReport, OutOfMemoryError
+from trainwright.state.cursor import StepBatch
+from trainwright.state.train_state import TrainState
+
+COUNTED = ("torch", "trainwright")
+"""Packages whose optimizers, if they have ``_init_group``, write where autograd counts it; others may use ``.data``."""
+
+
+class Update:
+    """Calls the optimizer; where that runs out of memory, memory is given back and it is called once more.
+
+    Moments are made ahead of the first update, when nothing is written yet. Raises OutOfMemoryError: ``whole`` where
+    the state is that of the last good step.
+    """
+
+    def __init__(self, recovery: Recovery, witness: StepWitness = SILENT) -> None:
+        self._recovery, self._witness = recovery, witness
+        self._num_made = 0  # parameters that have their moments
+
+    def __call__(self, skipped: Tensor, state: TrainState, batch: StepBatch) -> tuple[OomReport, ...]:
+        """Returns a report of the try that failed, if one did."""
+        optimizer, micro = state.optimizer, max(micro.size for micro in batch.micro)
+        device = optimizer.param_groups[0]["params"][0].device
+        reports: tuple[OomReport, ...] = ()
+        while True:
+            before = _Written(optimizer)
+            try:
+                self._update(skipped, optimizer)
+                return reports
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                seen = replace(oom_snapshot(error, state, batch, device), phase="update", module="")
+            if not before.is_undone():
+                raise _torn(state, seen.error)
+            self._witness.memory_ran_out()
+            if reports:
+                self._recovery.put_back(state)
+            reports += (make_room(seen, batch, None if reports else micro, state, device),)
+            if len(reports) > 1:
+                raise _does_not_fit(state, reports)
+            for group in optimizer.param_groups:
+                if "foreach" in group and not group.get("fused"):  # has temporaries as large as the weights
+                    group["foreach"] = False
+
+    def _update(self, skipped: Tensor, optimizer: Optimizer) -> None:
+        num_due = sum([p.grad is not None for group in optimizer.param_groups for p in group["params"]])
+        if num_due > self._num_made and not (skipped.device.type == "cpu" and bool(skipped)):
+            make_moments(optimizer)
+            self._num_made = num_due
+        update_unless(skipped, optimizer)
+
+
+@torch.no_grad()
+def make_moments(optimizer: Optimizer) -> None:
+    """Makes the state that torch's optimizers make in their first update, group after group between writes to weights.
+
+    A group whose moments do not fit would leave the groups before it updated.
+    """
+    make = getattr(optimizer, "_init_group", None)
+    if make is None:
+        return
+    lists = len(inspect.signature(make).parameters) - 1  # it fills them with parameters, gradients, moments
+    for group in optimizer.param_groups:
+        make(group, *([] for _ in range(lists)))
+
+
+class _Written:
+    """What an optimizer has written to weights and state since."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        package = type(optimizer).__module__.partition(".")[0]
+        self._is_counted = package in COUNTED and hasattr(optimizer, "_init_group")
+        if self._is_counted:
+            self._versions = [p._version for group in optimizer.param_groups for p in group["params"]]
+            self._state = {p: _versions(own) for p, own in optimizer.state.items()}
+
+    def is_undone(self) -> bool:
+        """Drops what was added to the state, which may be made in part. False: there was, or may be, more."""
+        if not self._is_counted:
+            return False
+        state = self._optimizer.state
+        for parameter in list(state):
+            if parameter not in self._state:
+                del state[parameter]
+                continue
+            for name in [name for name in state[parameter] if name not in self._state[parameter]]:
+                del state[parameter][name]
+        now = _Written(self._optimizer)
+        return now._versions == self._versions and now._state == self._state
+
+
+def _versions(own: Mapping[str, object]) -> dict[str, object]:
+    """Of tensors, the number of writes to them; numbers themselves."""
+    return {name: value._version if isinstance(value, Tensor) else value for name, value in own.items()}
+
+
+def _does_not_fit(state: TrainState, reports: tuple[OomReport, ...]) -> OutOfMemoryError:
+    return OutOfMemoryError(
+        f"out of memory in the update of step {state.step + 1}{_first(state)}: {reports[-1].error}. It has written "
+        "nothing: the state is that of the last good step",
+        reports=reports,
+        remedy="an optimizer with less state (sgd, adafactor) or with it on the host of a GPU (optimizer.offload: "
+        "true), or a device with more memory",
+    )
+
+
+def _torn(state: TrainState, error: str) -> OutOfMemoryError:
+    """Some weights may be updated, others not."""
+    return OutOfMemoryError(
+        f"out of memory in the update of step {state.step + 1}{_first(state)}: {error}. "
+        "Weights and moments may be updated in part, so this state is not saved",
+        whole=False,
+        remedy="go on from the last checkpoint with an optimizer that needs less (optimizer.args.foreach: false has no "
+        "temporaries as large as the weights; sgd and adafactor keep less state), or on a device with more memory",
+    )
+
+
+def tell_torn(state: TrainState, error: Exception) -> None:
+    """Raises OutOfMemoryError where memory ran out after the optimizer's update: its average, or buffers."""
+    if is_out_of_memory(error):
+        raise _torn(state, str(error).splitlines()[0][:200]) from None
+
+
+def _first(state: TrainState) -> str:
+    return "" if state.optimizer.state and state.step else " (the first one makes the optimizer's state)"
