@@ -76,10 +76,10 @@ class Kept:
 class Plan:
     """All derived numbers. Bytes are estimates for one rank; ``step_s`` is a step with the reading of its batch.
 
-    An evaluation in the course of the run takes ``evaluate_batches`` batches, 0 for the whole set; ``evaluates_whole``:
-    the whole set follows at the end. ``seconds`` is what
-    is left of the run by the clock, by what it is spent on; ``ends_in_s`` is when it must be over, if it must.
-    ``settled`` is what the recipe left open and was resolved before the model was built.
+    An evaluation in the course of the run takes ``evaluate_batches`` batches, 0 for the whole set; where
+    ``evaluates_whole``, the whole set follows at the end. ``seconds`` is what is left of the run by the clock, by what
+    it is spent on; ``ends_in_s`` is when it must be over, if it must. ``settled`` is what the recipe left open and was
+    resolved before the model was built.
     """
 
     device: str
