@@ -1,6 +1,6 @@
 """Kills a training at random instants, resumes it, and compares it with one that nobody killed.
 
-    python -m benchmarks.kill_campaign [--kills 300] [--seed 0] [--workers 1] [--jobs 1] [--fork] [--verbose]
+    python -m benchmarks.kill_campaign [--kills 300] [--seed 0] [--workers 1] [--jobs 1] [--fork] [--ranks 1]
 
 A small model is trained twice from one recipe: once to its end, with every checkpoint kept, and then again and
 again under SIGKILL, saving after each step and resuming after each death. After every kill all that is committed
@@ -303,7 +303,7 @@ def _steps(log: Path) -> int:
 
 def conduct(campaign: Campaign) -> Counts:
     """What a process of its own does: it imports what a fork will find there, and computes nothing."""
-    if campaign.place.fork:
+    if campaign.place.fork or campaign.place.ranks > 1:
         import torch._dynamo  # noqa: F401  (the first optimizer of a process imports it: 1.2 s)
 
         import trainwright.cli
@@ -320,6 +320,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="trainings side by side")
     parser.add_argument("--step-ms", type=float, default=0.0, help="makes reading a batch slower")
     parser.add_argument("--fork", action="store_true", help="start trainings by fork")
+    parser.add_argument("--ranks", type=int, default=1, help="of each training; one of them is killed (forks)")
     parser.add_argument("--verbose", action="store_true", help="a line on stderr for each kill and each end")
     parser.add_argument("--keep", action="store_true", help="do not delete the folder")
     return parser.parse_args()
@@ -329,11 +330,12 @@ def conduct_all(options: argparse.Namespace, folder: Path) -> Counts:
     """The undisturbed training, then the jobs side by side."""
     os.environ["OMP_NUM_THREADS"] = "1"  # two trainings that spin for each other crawl
     os.environ["TMPDIR"] = str(folder)  # where torch's workers leave a socket when their parent is killed
-    places = [Place(folder / f"job-{number}", options.fork) for number in range(options.jobs)]
-    undisturbed = Place(folder / "undisturbed")
+    places = [Place(folder / f"job-{number}", options.fork, options.ranks) for number in range(options.jobs)]
+    undisturbed = Place(folder / "undisturbed", ranks=options.ranks)
     for place in (undisturbed, *places):
         place.make(steps=options.steps, workers=options.workers, step_ms=options.step_ms, keep=KEEP)
-    reference = train_undisturbed(undisturbed, options.steps)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh:  # its torch takes one thread
+        reference = fresh.submit(train_undisturbed, undisturbed, options.steps).result()
     shares = [options.kills // options.jobs + (number < options.kills % options.jobs) for number in range(options.jobs)]
     campaigns = [
         Campaign(place, reference, share, f"{options.seed}/{number}", options.verbose)
@@ -360,7 +362,7 @@ def main() -> None:
         "bench": "kill_campaign",
         **asdict(counts),
         "final_bits_equal": counts.ends_differing == 0 and counts.runs > 0,
-        **{name: getattr(options, name) for name in ("seed", "steps", "workers", "jobs", "fork")},
+        **{name: getattr(options, name) for name in ("seed", "steps", "workers", "jobs", "fork", "ranks")},
         "python": platform.python_version(),
         "torch": version("torch"),
         "seconds": round(time.perf_counter() - begin_s, 1),

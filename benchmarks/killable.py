@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,7 +57,7 @@ log: {{every: 1steps}}
 
 
 class Running(Protocol):
-    """A training in a process of its own."""
+    """A training in a process of its own, or in several: ``pid`` is of the one to kill."""
 
     pid: int
 
@@ -66,10 +68,11 @@ class Running(Protocol):
 class Forked:
     """As subprocess.Popen, for a child that needs no start: what it imports is there."""
 
-    def __init__(self, arguments: list[str], folder: Path, said: Path) -> None:
+    def __init__(self, arguments: list[str], folder: Path, said: Path, environ: Mapping[str, str] = {}) -> None:
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
+            os.environ.update(environ)
             _become_trainwright(arguments, folder, said)
 
     def poll(self) -> int | None:
@@ -85,6 +88,38 @@ class Forked:
             pid, status = os.waitpid(self.pid, how)
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
+
+
+class Ranks:
+    """Several forked ranks of one training, one of which, drawn at random, is the one to kill."""
+
+    def __init__(self, arguments: list[str], folder: Path, said: Path, ranks: int) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        self._ranks = [
+            Forked(
+                arguments,
+                folder,
+                said if rank == 0 else said.with_suffix(f".{rank}.txt"),
+                {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(ranks)
+        ]
+        self.pid = random.choice(self._ranks).pid
+
+    def poll(self) -> int | None:
+        codes = [each.poll() for each in self._ranks]
+        return None if None in codes else _together([code for code in codes if code is not None])
+
+    def wait(self) -> int:
+        """SIGKILL where one was killed: the others end with an error then."""
+        return _together([each.wait() for each in self._ranks])
+
+
+def _together(codes: list[int]) -> int:
+    return min(codes) if min(codes) < 0 else max(codes)
 
 
 def _become_trainwright(arguments: list[str], folder: Path, said: Path) -> None:
@@ -116,6 +151,7 @@ class Place:
 
     folder: Path
     fork: bool = False
+    ranks: int = 1
     said: Path = field(init=False)
 
     def __post_init__(self) -> None:
@@ -139,6 +175,8 @@ class Place:
         return self._start("resume", f"runs/{name}", *options)
 
     def _start(self, *arguments: str) -> Running:
+        if self.ranks > 1:
+            return Ranks([*arguments], self.folder, self.said, self.ranks)
         if self.fork:
             return Forked([*arguments], self.folder, self.said)
         command = [sys.executable, "-m", "trainwright", *arguments]

@@ -23,11 +23,16 @@ limited(side, case, kind, int(mib), 1, Path(answer))
 """
 
 
-@pytest.mark.parametrize(("case", "kind", "mib"), [("mlp", "data", 76), ("conv", "as", 84), ("gpt", "data", 72)])
-def test_a_run_gets_through_where_a_loop_that_halves_does(case: str, kind: str, mib: int, tmp_path: Path) -> None:
-    """``benchmarks/memory_limits.py`` has all limits; what a run of ours needs beyond a loop is some 16 MiB."""
-    micro = {}
-    for side in ("plain", "fit"):
-        Forked(LIMITED, side, case, kind, str(mib), str(tmp_path / side)).wait()
-        micro[side] = int((tmp_path / side).read_text()) if (tmp_path / side).exists() else 0
-    assert micro["fit"] > 0 and micro["plain"] < 32, micro
+@pytest.mark.parametrize(("case", "kind"), [("mlp", "data"), ("conv", "as"), ("gpt", "data")])
+def test_a_run_gets_through_where_a_loop_that_halves_does(case: str, kind: str, tmp_path: Path) -> None:
+    """At the largest of some limits where a plain loop has to halve; ``benchmarks/memory_limits.py`` has all."""
+    limits = range(104, 40, -8)
+    limit = next(mib for mib in limits if trained("plain", case, kind, mib, tmp_path) < 32)
+    assert trained("fit", case, kind, limit, tmp_path) > 0, limit
+
+
+def trained(side: str, case: str, kind: str, mib: int, folder: Path) -> int:
+    """The micro-batch that a run came down to, 0 where it did not get through."""
+    answer = folder / f"{side}-{mib}"
+    Forked(LIMITED, side, case, kind, str(mib), str(answer)).wait()
+    return int(answer.read_text()) if answer.exists() else 0

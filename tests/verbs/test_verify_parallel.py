@@ -47,9 +47,10 @@ def in_forks(words: Sequence[str], count: int, folder: Path) -> tuple[int, str]:
 
 
 def proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str = "plain", loss: str = "loss") -> LayoutProof:
-    (tmp_path / "parts.py").write_text(PARTS)
+    (tmp_path / "layout_parts.py").write_text(PARTS)
     (tmp_path / "recipe.yaml").write_text(
-        f"model: parts:{model}\ndata: {{train: parts:data}}\nloss: parts:{loss}\nbatch: {{size: 16}}\nuntil: 9steps\n"
+        f"model: layout_parts:{model}\ndata: {{train: layout_parts:data}}\nloss: layout_parts:{loss}\n"
+        "batch: {size: 16}\nuntil: 9steps\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
