@@ -8,8 +8,13 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
+import pytest
+
 import trainwright as tw
 from tests.house import Function, files, functions, modules, room_of, shown, tree
+
+pytestmark = pytest.mark.slow  # the first of them parses every file
+
 
 LOOP = "trainwright/engine/loop.py"
 LINES_OF_A_FILE = {LOOP: 150}

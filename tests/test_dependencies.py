@@ -10,6 +10,10 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow  # the first of them parses every file
+
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULES = {"pyyaml": "yaml", "nvidia-ml-py": "pynvml", "scikit-learn": "sklearn", "liger-kernel": "liger_kernel"}

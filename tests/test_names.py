@@ -17,6 +17,8 @@ from torch import nn
 import trainwright as tw
 from tests.house import files, modules, own_names, shown, tree
 
+pytestmark = pytest.mark.slow  # the first of them parses every file
+
 
 def test_a_public_class_name_is_defined_once() -> None:
     places = defaultdict(list)

@@ -5,7 +5,12 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+import pytest
+
 from tests.house import HOUSE, files, imports, room_of, runtime_imports, shown
+
+pytestmark = pytest.mark.slow  # the first of them parses every file
+
 
 MAY_IMPORT: dict[str, set[str]] = {
     "recipe": set(),

@@ -11,6 +11,8 @@ import pytest
 
 from tests.house import ROOT, Function, files, functions, shown, tree
 
+pytestmark = pytest.mark.slow  # the first of them parses every file
+
 TESTS, ZOO, BENCHMARKS = ROOT / "tests", ROOT / "zoo", ROOT / "benchmarks"
 
 

@@ -16,6 +16,7 @@ from trainwright.errors import MissingExtra, UsageError
 pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="needs scikit-learn")
 
 
+@pytest.mark.slow
 def test_the_split_is_stratified_disjoint_and_complete() -> None:
     train, val = digits("train"), digits("val")
     assert len(train) + len(val) == 1797

@@ -117,6 +117,7 @@ def test_the_code_of_a_finding_is_written_out_or_that_of_a_mechanism() -> None:
     assert sorted(ast.unparse(each) for each in computed) == ["code", "mechanism.code"]
 
 
+@pytest.mark.slow
 def test_every_verdict_of_check_names_a_code_with_a_page() -> None:
     named = [each.value for call in calls_of("Verdict") for each in call.keywords if each.arg == "code"]
     assert {each.value for each in named if isinstance(each, ast.Constant)} - set(codes()) == set()

@@ -85,6 +85,7 @@ def assert_plain_words(error: RecipeError) -> None:
     assert str(error).encode()  # printable anywhere
 
 
+@pytest.mark.slow
 @each_row("seed", range(300))
 def test_mutated_mappings(seed: int) -> None:
     rng = random.Random(seed)
@@ -105,6 +106,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("mutated")
 
 
+@pytest.mark.slow
 @each_row("seed", range(100))
 def test_mutated_text(seed: int, folder: Path) -> None:
     """Characters cut out, doubled and swapped in the YAML itself."""

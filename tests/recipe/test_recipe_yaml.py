@@ -137,6 +137,7 @@ def billion_laughs() -> str:
     return "\n".join(lines)
 
 
+@pytest.mark.slow
 @each_row(
     ("text", "rule", "remedy"),
     [

@@ -128,6 +128,7 @@ def test_any_of_the_last_steps_is_the_same_bits_in_another_process(kind: str, re
         assert all(same_bits(after[name], each) for name, each in weights.items()), step
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_torch_is_made_anew(tmp_path: Path) -> None:
     path, _ = train("norm-fp32", tmp_path / "bundles", [9])[9]
     (tmp_path / "mine.py").write_text(
@@ -139,6 +140,7 @@ def test_an_optimizer_of_torch_is_made_anew(tmp_path: Path) -> None:
     assert earlier.same_bits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -123,6 +123,7 @@ def watched(number: int) -> Watched:
     return Watched(time_s=0.0, step=number, loss=1.0, grad_norm=1.0, lr=0.1, events=[], values={})
 
 
+@pytest.mark.slow
 def test_of_a_long_log_the_newest_process_is_read_with_fewer_steps(tmp_path: Path) -> None:
     log, examined = tmp_path / "log.jsonl", Examined(time_s=0.0, step=1, experiment="rates", values={"a": 1})
     with log.open("w") as file:

@@ -106,6 +106,7 @@ def test_plain_name_drops_whole_segments_only() -> None:
     assert plain_name("module.weight") == "module.weight"
 
 
+@pytest.mark.slow
 @each_wrap
 def test_a_wrapped_model_has_the_names_of_its_author(wrap: Callable[[Any], nn.Module]) -> None:
     plain = Net().state_dict()

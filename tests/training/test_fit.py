@@ -395,6 +395,7 @@ def test_sparse_gradients_are_named() -> None:
         tw.fit(model, (ids, ids[:, 0]), nn.CrossEntropyLoss(), optimizer="sgd", until="1steps", quiet=True)
 
 
+@pytest.mark.slow
 def test_numpy_arrays_are_tensors() -> None:
     def losses(x: Any, y: Any) -> float | None:
         return tw.fit(net(), (x, y), nn.CrossEntropyLoss(), until="3steps", precision="fp32", quiet=True).loss

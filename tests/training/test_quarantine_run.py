@@ -107,6 +107,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
     return done.exit_code, " ".join(done.output.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "at", "resumed_with"),
     [(0, 2, 0), pytest.param(2, 8, 0, marks=pytest.mark.process), pytest.param(0, 8, 2, marks=pytest.mark.process)],

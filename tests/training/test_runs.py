@@ -23,6 +23,7 @@ from trainwright.runlog.records import Ended, Evaluated, Saved, Skipped, Started
 from trainwright.state.store import checkpoints, newest_valid
 
 
+@pytest.mark.slow
 def test_a_run_folder_has_its_papers(folder: Path) -> None:
     code, said = invoke("train", "slow.yaml", "--json", "--set", "until=25steps")
     assert code == 0
@@ -145,6 +146,7 @@ def test_a_resume_keeps_what_it_was_told(folder: Path) -> None:
     assert code == 2 and "30 steps" in said and "--set until=60steps" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
@@ -222,6 +224,7 @@ def test_a_kill_loses_nothing_that_was_committed(folder: Path) -> None:
     assert code == 0 and f"resumed from {Path('runs/slow/checkpoints') / newest.name}" in said
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_stepped_over(folder: Path) -> None:
     assert invoke("train", "slow.yaml", "--set", "until=45steps")[0] == 0
     newest = checkpoints(folder / "runs/slow/checkpoints")[0]
@@ -233,6 +236,7 @@ def test_a_damaged_checkpoint_is_named_and_stepped_over(folder: Path) -> None:
     assert "step-00000045/model.safetensors is damaged" in said and "resumed from" in said and "step-00000040" in said
 
 
+@pytest.mark.slow
 def test_the_same_recipe_gives_the_same_bits(folder: Path) -> None:
     settings = [option for each in ("deterministic=true", "until=20steps") for option in ("--set", each)]
     for name in ("one", "two"):
@@ -258,6 +262,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_keeps_what_was_committed(folder: Path, small_disk: Path) -> None:
     options = ["--set", f"folder={small_disk}", "--set", "checkpoint.every=10steps"]
     options += ["--set", "model.args.sizes=[12, 400, 3]"]  # 31 KiB of weights, 94 KiB a checkpoint with AdamW
@@ -309,6 +314,7 @@ def test_recipe_in_the_box(name: str, folder: Path) -> None:
     assert math.isfinite(steps[-1].loss)
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_what_the_log_has(folder: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     code, said = invoke("train", "slow.yaml", "--set", "until=10steps", "--set", "log.sinks=[tensorboard]")

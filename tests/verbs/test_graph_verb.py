@@ -213,6 +213,7 @@ def test_equal_blocks_are_one_row_also_where_they_share_a_module() -> None:
     assert "blocks.0-3.attention.rope" in rows
 
 
+@pytest.mark.slow
 def test_a_first_block_that_keeps_less_stands_alone() -> None:
     rows = {row.path: row for row in fold(read("lora")[0], depth=99).rows}
     names = sorted(path for path, row in rows.items() if row.kind == "Block")

@@ -325,6 +325,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.slow
 @each_row("name", DAMAGES)
 def test_damage_is_named(trained: Path, tmp_path: Path, name: str) -> None:
     damage, what = DAMAGES[name]

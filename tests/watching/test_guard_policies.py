@@ -116,6 +116,7 @@ def test_a_rollback_does_not_count_an_update_twice_that_was_left_out_before(tmp_
     assert skipped[0] == 34 and skipped[-1] == 36 and sorted(set(skipped)) == sorted(skipped) and len(skipped) > 2
 
 
+@pytest.mark.slow
 def test_what_was_left_out_is_left_out_again(tmp_path: Path) -> None:
     """A loop that is begun again from its start, on the same order of samples, with the skip list of the first."""
     x, y = torch.randn(256, 4), torch.randint(3, (256,))

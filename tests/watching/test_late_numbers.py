@@ -46,6 +46,7 @@ def told(watch: tw.watch) -> list[tuple[int, float, float]]:
     return [(r.step, r.loss, r.grad_norm) for r in watch.records if isinstance(r, Watched)]
 
 
+@pytest.mark.slow
 def test_late_numbers_are_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     _, watch = train(12, {})
     monkeypatch.setattr(session, "lateness", lambda device: 2)

@@ -282,6 +282,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", CASES, ids=lambda each: each.__name__)
 def test_the_same_bits_watched_and_replayed(build: Callable[[], Loop]) -> None:
     alone, bare, _ = train(build, watched=False)
