@@ -83,7 +83,10 @@ def sampled(process: psutil.Process) -> Sample:
 
 
 def soak(name: str, minutes: float) -> tuple[list[Sample], int, int]:
-    """Runs one program; a run is asked to stop in time. Returns what was seen at regular times, its steps, and the bytes of its log."""
+    """Runs one program; a run is asked to stop in time.
+
+    Returns what was seen at regular times, its steps, and the bytes of its log.
+    """
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         command = [sys.executable, "-c", PROGRAMS[name], str(minutes)]
         said = Path(folder) / "said.txt"
