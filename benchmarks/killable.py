@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -114,8 +115,21 @@ class Ranks:
         return None if None in codes else _together([code for code in codes if code is not None])
 
     def wait(self) -> int:
-        """SIGKILL where one was killed: the others end with an error then."""
+        """SIGKILL where one was killed. The others end with an error then, or are ended, as torchrun does."""
+        while any(each.poll() is None for each in self._ranks):
+            if any(each.poll() is not None for each in self._ranks):
+                self._end_others()
+                break
+            time.sleep(0.05)
         return _together([each.wait() for each in self._ranks])
+
+    def _end_others(self) -> None:
+        end_s = time.monotonic() + PATIENCE_S
+        while any(each.poll() is None for each in self._ranks) and time.monotonic() < end_s:
+            time.sleep(0.05)
+        for each in self._ranks:
+            if each.poll() is None:
+                os.kill(each.pid, signal.SIGKILL)
 
 
 def _together(codes: list[int]) -> int:

@@ -162,6 +162,30 @@ def test_an_observer_that_fails_costs_no_step() -> None:
     assert without_agree(journal)[-7:] == [("advance", 3), ("a", 3), ("b", 3), ("save", 3), *closed]
 
 
+class Failing(Every):
+    def __call__(self, state: TrainState) -> None:
+        super().__call__(state)
+        raise ZeroDivisionError
+
+
+def test_an_evaluation_that_fails_costs_no_step_and_the_observers_see_it() -> None:
+    """What is saved belongs into the log: a resumed run goes on behind it."""
+    journal: Journal = []
+    failing, saving = Failing(journal, "evaluate", 2), Every(journal, "save", 9)
+    with pytest.raises(ZeroDivisionError):
+        run(
+            fresh(),
+            stream(),
+            advancing(journal),
+            until=for_steps(4),
+            observers=[Watcher(journal, "a")],
+            evaluation=failing,
+            saving=saving,
+        )
+    closed = [("close save", -1), ("close a", -1)]
+    assert journal[-6:] == [("advance", 2), ("evaluate", 2), ("a", 2), ("save", 2), *closed]
+
+
 def test_a_batch_that_cannot_be_read_costs_no_step() -> None:
     journal: Journal = []
 

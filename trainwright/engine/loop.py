@@ -106,9 +106,11 @@ def run(
         try:
             for last in steps(state, each_batch(batches, whole), advance, until=until, clock=world.clock):
                 with whole:
-                    if evaluation.due(state):
-                        evaluation(state)
-                    stops = [found for observer in observers if (found := _asked(observer, last, state)) is not None]
+                    try:
+                        if evaluation.due(state):
+                            evaluation(state)
+                    finally:  # the state is saved where it raises, so the step belongs into the log
+                        stops = [found for each in observers if (found := _asked(each, last, state)) is not None]
                 stop = world.agree(min(stops, key=lambda found: found.save, default=None))  # a poisoned state first
                 if stop:
                     break
