@@ -193,6 +193,37 @@ def test_what_cannot_work_is_refused_before_the_ranks_meet(project: Path) -> Non
     assert mistaken.returncode == 2 and "'4' is no option of torchrun" in mistaken.stderr
 
 
+def test_a_script_may_train_twice_and_each_run_is_its_own(tmp_path: Path) -> None:
+    """The ranks meet anew, and the second run does not take itself for the first one, started again."""
+    twice = FIT.replace(
+        "result = tw.fit(", "first = tw.fit(model, (x, y), loss, until=until, quiet=True)\nresult = tw.fit("
+    )
+    done = ranks.run(twice, 2, json.dumps({"loss": "mean", "until": "2steps"}), cwd=tmp_path)
+    assert [each.returncode for each in done] == [0, 0], done[0].stderr + done[1].stderr
+    assert sorted(path.name for path in tmp_path.glob("runs/*")) == ["run", "run-2"]
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ("x += float(os.environ['RANK'])", "rank 1 has other data in data.train than rank 0"),
+        ("model = nn.Sequential(model, nn.SyncBatchNorm(5))", "SyncBatchNorm"),
+    ],
+)
+def test_ranks_that_would_not_train_one_run_are_refused(tmp_path: Path, change: str, error: str) -> None:
+    code = FIT.replace("given = {", f"import os\n{change}\ngiven = {{", 1)
+    done = ranks.run(code, 2, json.dumps({"loss": "mean"}), cwd=tmp_path)
+    assert all(each.returncode == 1 and error in each.stderr for each in done), done[0].stderr
+
+
+def test_weights_are_those_of_the_first_rank(tmp_path: Path) -> None:
+    code = FIT.replace("torch.manual_seed(3)", "import os; torch.manual_seed(int(os.environ['RANK']))", 1)
+    settings = {"loss": "mean", "model.ema": 0.9}
+    done = ranks.run(code, 2, json.dumps(settings), cwd=tmp_path)
+    first, second = (json.loads(each.stdout.splitlines()[-1]) for each in done)
+    assert first == second
+
+
 def test_torchrun_starts_the_ranks(project: Path) -> None:
     words = ["train", "recipe.yaml", "--set", "until=6steps", "--set", "log.doctor=true", "--json"]
     command = [sys.executable, "-m", "trainwright", *words, "--", "--nproc-per-node", "2"]

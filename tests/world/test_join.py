@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from trainwright.errors import RankError, UsageError
@@ -21,8 +23,9 @@ TORCHRUN = {
 
 def test_torchrun_says_who_this_process_is() -> None:
     launch = Launch.read(TORCHRUN)
-    assert launch == Launch(5, 8, 1, 2, "4711", "node1", 29500, agent_has_store=True)
-    assert launch.has_own_job and not Launch.read({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}).has_own_job
+    again = Launch.read({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"})
+    assert launch == Launch(5, 8, 1, 2, "4711", "node1", 29500, agent_has_store=True, call=launch.call)
+    assert again.job.endswith(f":{os.getppid()}") and again.call == launch.call + 1
 
 
 def test_one_process_is_alone_whoever_started_it() -> None:

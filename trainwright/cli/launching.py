@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from trainwright.recipe import Loaded
 
 
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+"""Those that torchrun passes on to the ranks; by default not SIGUSR1."""
+
+
 def become_torchrun(options: Sequence[str], loaded: Loaded) -> NoReturn:
     """Replaces this process by torchrun with these ``options``, which runs the same command line as every rank.
 
@@ -25,7 +29,8 @@ def become_torchrun(options: Sequence[str], loaded: Loaded) -> NoReturn:
         solve_degrees(loaded.recipe.parallel, ranks)
     command = sys.argv[1 : sys.argv.index("--")]
     meet = [] if _says_where_to_meet(options) else ["--standalone"]
-    arguments = ["-m", "torch.distributed.run", *meet, *options, "-m", "trainwright", *command]
+    passed_on = [] if _value(options, "signals-to-handle") else [f"--signals-to-handle={SIGNALS}"]
+    arguments = ["-m", "torch.distributed.run", *meet, *passed_on, *options, "-m", "trainwright", *command]
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does, and says so in four lines
     os.execv(sys.executable, [sys.executable, *arguments])
 

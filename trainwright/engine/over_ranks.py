@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.engine.accumulate import Accumulated
-from trainwright.state.cursor import StepBatch
+from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.state.rng import reseed
+from trainwright.state.train_state import TrainState
 from trainwright.world.group import World
 
 
@@ -35,7 +36,8 @@ def combine(done: Accumulated, world: World, device: torch.device) -> Accumulate
     Costs an exchange of some numbers, in float64.
     """
     weight = _number(done.weight, device)
-    means = torch.stack([_number(each, device) for each in (done.loss, *done.metrics.values())])
+    names = sorted(done.metrics)
+    means = torch.stack([_number(each, device) for each in (done.loss, *(done.metrics[name] for name in names))])
     counts = weight != 0
     mine = torch.where(counts, means * weight, 0.0)
     summed = world.gather(torch.cat([weight[None], mine])).sum(0)
@@ -43,12 +45,28 @@ def combine(done: Accumulated, world: World, device: torch.device) -> Accumulate
     loss, *metrics = (summed[1:] / total).to(done.loss.dtype).unbind()
     share = torch.where(counts, weight, 1.0) / torch.where(total != 0, total, 1.0)
     correction = share if done.correction is None else share * done.correction
-    names = dict(zip(done.metrics, metrics, strict=True))
-    return Accumulated(loss, total, done.micro_losses, names, correction.to(done.loss.dtype))
+    exact = correction.to(torch.promote_types(done.loss.dtype, torch.float32))
+    return Accumulated(loss, total, done.micro_losses, dict(zip(names, metrics, strict=True)), exact)
 
 
 def _number(value: Tensor | float, device: torch.device) -> Tensor:
-    return torch.as_tensor(value, dtype=torch.float64, device=device)
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float64)
+    return torch.full((), value, dtype=torch.float64, device=device)  # on a GPU without waiting
+
+
+def share_buffers(state: TrainState, world: World) -> None:
+    """Gives every rank the persistent buffers of the first one, of model and loss: each saw its own samples."""
+    roots = [root for root in (state.model, state.loss) if root is not None]
+    kept = [
+        buffer
+        for root in roots
+        for module in root.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set and buffer.is_contiguous()
+    ]
+    if kept:
+        world.copy_first_(kept)
 
 
 def fill_missing(optimizer: Optimizer, world: World) -> None:
@@ -66,6 +84,11 @@ def fill_missing(optimizer: Optimizer, world: World) -> None:
 def _hash(flags: Tensor) -> int:
     digest = hashlib.blake2b(flags.numpy().tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def of_all_ranks(batch: StepBatch) -> StepBatch:
+    """The samples of all ranks as one micro-batch: which rank's was at fault is not known here."""
+    return StepBatch((MicroBatch(None, batch.global_ids),), batch.cursor)
 
 
 def count(batch: StepBatch, tokens: int, world: World) -> Counted:

@@ -15,7 +15,7 @@ from trainwright.engine.clip import ClipFn, global_norm, no_clip
 from trainwright.engine.exact import accumulate_exactly
 from trainwright.engine.guard import APPLIED, must_skip
 from trainwright.engine.loss import Loss, LossFn, as_loss_fn
-from trainwright.engine.over_ranks import Counted, combine, count, fill_missing, seed_step
+from trainwright.engine.over_ranks import Counted, combine, count, fill_missing, of_all_ranks, seed_step, share_buffers
 from trainwright.engine.precision import FP32, Precision
 from trainwright.engine.recover import Recovery
 from trainwright.engine.spikes import NO_SPIKES, SpikeDecision, SpikeHandler
@@ -104,6 +104,7 @@ def make_step(
         witness.step_begins(state, batch)
         if world.size > 1:
             seed_step(seed, state.step, world.rank)
+            share_buffers(state, world)
         lr = set_lr(state.optimizer, schedule(state.step, state.fraction))
         spikes.before_step(state)
         recovery.buffers.keep(state.model, own if state.loss is None else state.loss)
@@ -126,9 +127,9 @@ def make_step(
         spikes.after_step(state, batch, done, grad_norm)
         reason = "" if decision is None else decision.reason
         if skipped is not APPLIED:
-            losses = done.micro_losses
+            losses, whole = (done.micro_losses, batch) if world.size == 1 else ((done.loss,), of_all_ranks(batch))
             state.ledger.note(
-                state.step, skipped, grad_norm=grad_norm, losses=losses, batch=batch, scale=scale, reason=reason
+                state.step, skipped, grad_norm=grad_norm, losses=losses, batch=whole, scale=scale, reason=reason
             )
         result = StepResult(state.step, done.loss, grad_norm, lr, done.weight, skipped, batch, done.metrics, probed)
         result.oom_reports, result.spike = reports, decision

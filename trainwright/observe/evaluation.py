@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from trainwright.engine.evaluate import EvaluationResult, evaluate
 from trainwright.engine.loss import Loss
+from trainwright.engine.over_ranks import share_buffers
 from trainwright.engine.precision import Precision
 from trainwright.observe.cadence import Every
 from trainwright.state.cursor import MicroBatch
@@ -65,7 +66,8 @@ class PeriodicEvaluation:
             self._evaluate(state, self._batches.at_end, 0)
 
     def _evaluate(self, state: TrainState, batches: Iterable[MicroBatch], count: int) -> None:
-        self._world.copy_first_([*state.model.buffers()])  # running statistics are those of each rank's own samples
+        if self._world.size > 1:
+            share_buffers(state, self._world)
         seen = self._evaluated(state.model, batches)
         if isinstance(state.ema, Ema):
             with state.ema.swapped():

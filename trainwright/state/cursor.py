@@ -69,7 +69,7 @@ class StepBatch:
     @property
     def tokens(self) -> int:
         """Number of tokens: elements of the first int32 or int64 tensor of two or more dimensions, else 0."""
-        return sum(count_tokens(micro.data) for micro in self.micro)
+        return sum(count_tokens(micro.data) for micro in self.micro if micro.size)
 
     @property
     def ids(self) -> Ids:

@@ -57,11 +57,10 @@ class Followed(NamedTuple):
 
 def begun_by(start: Start) -> RunFolder | None:
     """The run that this launch was training before torchrun started the ranks again, or the scheduler the job."""
-    launch = start.launch
-    if launch.size == 1 or not (launch.attempt or launch.has_own_job):
+    if start.launch.size == 1:
         return None
     recipe = start.loaded.recipe
-    return interrupted_run(Path(recipe.folder), recipe.name, start.launch.job)
+    return interrupted_run(Path(recipe.folder), recipe.name, start.launch)
 
 
 def follow(start: Start, signals: Signals) -> Followed:
@@ -82,6 +81,7 @@ def follow(start: Start, signals: Signals) -> Followed:
         evaluation=evaluation or NEVER,
         world=world,
     )
+    world.least(0)  # the first rank is done with saving: torchrun ends it when another one leaves
     return Followed(job, folder, outcome, evaluation)
 
 

@@ -57,6 +57,7 @@ from trainwright.state.ema import Ema
 from trainwright.state.rng import seed_all, set_deterministic
 from trainwright.state.spikes import SpikeDetector
 from trainwright.state.train_state import TrainState
+from trainwright.training.alike import begin_alike
 from trainwright.training.resume import Earlier
 from trainwright.training.run_metadata import describe_origin
 from trainwright.watching.look_schedule import LAST_LOOK_STEPS, looks_s
@@ -152,7 +153,9 @@ def prepare(
     state.spikes = SpikeDetector(recipe.spikes.factor)
     state.loss = parts.loss if isinstance(parts.loss, nn.Module) else None
     sink_factories(recipe.log.sinks)  # a package that is missing is said before the first step
-    provenance = describe_origin(recipe, parts) | {"launch": {"job": launch.job, "ranks": world.size}}
+    provenance = describe_origin(recipe, parts) | {
+        "launch": {"job": launch.job, "call": launch.call, "ranks": world.size}
+    }
     plan = replace(plan, notes=(*plan.notes, *_of_slow_data(provenance)))
     seed_all(recipe.seed)  # training draws the same numbers whatever was done to get here
     precision: str = recipe.precision
@@ -173,8 +176,8 @@ def prepare(
         raise DataError("the training data gave no batch", remedy="check that it is not empty or used up")
     stream = chain([first], batches)
     job = Job(loaded, parts, plan, state, device, machine, stream, schedule, provenance, accepted, world)
+    begin_alike(state, world, provenance["data"])
     job.plan = first_of(world, _tried(job, facts, first, read_s, precision, kept) if world.rank == 0 else plan)
-    world.copy_first_(list(state.model.state_dict().values()))
     if rlimits() and free_bytes(torch.device("cpu")) > AMPLE * sum((job.plan.memory_bytes or {}).values()):
         keep_blocks()
     if not earlier:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import sys
@@ -29,6 +30,7 @@ from trainwright.state.manifest import not_ours, raising_checkpoint_error, step_
 from trainwright.state.rules import AMOUNT, ANYTHING, NATURAL, TEXT, Kind, Maybe, Rule, wrong
 from trainwright.state.store import checkpoints, newest_valid, set_aside_newer
 from trainwright.state.train_state import TrainState
+from trainwright.world import Launch
 
 _OF_VALIDATION = (("data", "val"), ("evaluation", "batches"), ("evaluation", "batch"))
 """Keys of a recipe that decide what an evaluation takes."""
@@ -202,13 +204,15 @@ def _earlier_at(
     return Earlier(folder, lock, checkpoint, metadata, tuple(accept), say, call)
 
 
-def interrupted_run(root: Path, name: str, job: str) -> RunFolder | None:
-    """Returns the newest run of that name that ``job``, a launch of torchrun, has begun; None where there is none."""
-    begun = [path for path in root.glob(f"{name}*") if (path / "provenance.json").is_file()]
+def interrupted_run(root: Path, name: str, launch: Launch) -> RunFolder | None:
+    """Returns the newest run of that name that the same call of the same launch has begun; None: there is none."""
+    folders = [path for path in root.glob(f"{name}*") if re.fullmatch(rf"{re.escape(name)}(-\d+)?", path.name)]
+    begun = [path for path in folders if (path / "provenance.json").is_file()]
     for path in sorted(begun, key=lambda path: (path / "provenance.json").stat().st_mtime_ns, reverse=True):
         folder = RunFolder(path)
         with suppress(OSError, ValueError, KeyError, TypeError):
-            if json.loads(folder.provenance.read_text())["launch"]["job"] == job:
+            made_by = json.loads(folder.provenance.read_text())["launch"]
+            if (made_by["job"], made_by["call"]) == (launch.job, launch.call):
                 return folder
     return None
 

@@ -141,7 +141,10 @@ def train(
     a TrainwrightError for whatever is the user's to mend.
     """
     launch = Launch.read(os.environ)
-    with process_settings(), joined(launch, loaded.recipe.parallel.timeout.value) as ranks:
+    with (
+        process_settings(),
+        joined(launch, loaded.recipe.parallel.timeout.value, on_gpu=loaded.recipe.device != "cpu") as ranks,
+    ):
         world = ranks if world is SOLO else world
         progress = Progress(console or Console(), quiet=quiet or world.rank > 0)
         signals = Signals(progress.say, loaded.recipe.checkpoint.signals, grace_s(os.environ), repeated=world.size > 1)
@@ -270,6 +273,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
                 saving=saving,
                 world=stage.world,
             )
+        stage.world.least(0)  # all is saved: the other ranks may leave
         logbook.recorder.tell_skipped(state)
         logbook.ended = _ended(outcome, evaluation, logbook)
     findings = tuple(doctor.findings()) if doctor else ()

@@ -128,19 +128,19 @@ class Ranks:
     @torch.no_grad()
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """In buckets, one after the other: the order of summation is the same in every run of so many ranks."""
-        with _raising_rank_error("sum gradients"):
-            for bucket in _buckets(tensors):
-                flat = torch.cat([each.reshape(-1) for each in bucket])
+        for bucket in _buckets(tensors):
+            flat = _flattened(bucket)
+            with _raising_rank_error("sum gradients"):
                 distributed.all_reduce(flat)
-                _spread(flat, bucket)
+            _spread(flat, bucket)
 
     @torch.no_grad()
     def copy_first_(self, tensors: Sequence[Tensor]) -> None:
-        with _raising_rank_error("copy tensors of rank 0"):
-            for bucket in _buckets(tensors):
-                flat = torch.cat([each.reshape(-1) for each in bucket])
+        for bucket in _buckets(tensors):
+            flat = _flattened(bucket)
+            with _raising_rank_error("copy tensors of rank 0"):
                 distributed.broadcast(flat, 0)
-                _spread(flat, bucket)
+            _spread(flat, bucket)
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -157,7 +157,16 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
+def _flattened(bucket: Sequence[Tensor]) -> Tensor:
+    """One tensor of all elements: a copy, unless there is one tensor that is contiguous."""
+    if len(bucket) == 1 and bucket[0].is_contiguous():
+        return bucket[0].detach().view(-1)
+    return torch.cat([each.detach().reshape(-1) for each in bucket])
+
+
 def _spread(flat: Tensor, bucket: Sequence[Tensor]) -> None:
+    if flat.data_ptr() == bucket[0].data_ptr():
+        return
     parts = torch.split(flat, [each.numel() for each in bucket])
     torch._foreach_copy_(list(bucket), [part.view_as(each) for part, each in zip(parts, bucket, strict=True)])
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +24,8 @@ _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 class Launch:
     """How torchrun started this process: as ``rank`` of ``size``, for the ``attempt``-th time (from 0).
 
-    ``local_rank`` is its number on its machine. ``job`` is the id of the launch, the same for all ranks and attempts.
+    ``local_rank`` is its number on its machine. ``job`` is the id of the launch, the same for all attempts; of a launch
+    without one, the process of torchrun. ``call`` counts the runs of a script that trains more than once.
     """
 
     rank: int = 0
@@ -32,11 +36,7 @@ class Launch:
     address: str = ""
     port: int = 0
     agent_has_store: bool = False
-
-    @property
-    def has_own_job(self) -> bool:
-        """Whether no other launch has this id: torchrun's default is the word none."""
-        return self.job not in ("", "none")
+    call: int = 0
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Launch:
@@ -54,50 +54,58 @@ class Launch:
                 f"the environment has several ranks, but {', '.join([*missing, *wrong])} is missing or no number",
                 remedy="start it with torchrun: trainwright train RECIPE -- --nproc-per-node 2",
             )
+        job = environ.get("TORCHELASTIC_RUN_ID", "")
         return cls(
             rank=int(environ["RANK"]),
             size=int(environ["WORLD_SIZE"]),
             local_rank=int(environ["LOCAL_RANK"]),
             attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-            job=environ.get("TORCHELASTIC_RUN_ID", ""),
+            job=job if job not in ("", "none") else f"{socket.gethostname()}:{os.getppid()}",
             address=environ["MASTER_ADDR"],
             port=int(environ["MASTER_PORT"]),
             agent_has_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            call=next(_CALLS),
         )
 
 
 ALONE = Launch()
+_CALLS = itertools.count()
 
 
 @contextmanager
-def joined(launch: Launch, timeout_s: float) -> Iterator[World]:
+def joined(launch: Launch, timeout_s: float, *, on_gpu: bool = False) -> Iterator[World]:
     """Yields the World of this process: SOLO, or the ranks once all have come. Leaves the group at the end.
 
     A group that the caller has made already is used and left alone. ``timeout_s`` is how long a rank waits for the
-    others before it gives up. Raises RankError when they do not come.
+    others before it gives up. Raises RankError when they do not come, UsageError where a rank has no GPU of its own.
     """
+    on_gpu = on_gpu and torch.cuda.is_available()
+    if on_gpu and launch.local_rank >= (count := torch.cuda.device_count()):
+        raise UsageError(
+            f"rank {launch.rank} is number {launch.local_rank} (from 0) of its machine, which has {count} GPUs",
+            remedy="start as many processes as there are GPUs (--nproc-per-node gpu), or set device: cpu",
+        )
     if distributed.is_available() and distributed.is_initialized():
         yield Ranks() if distributed.get_world_size() > 1 else SOLO
         return
     if launch.size == 1:
         yield SOLO
         return
-    if torch.cuda.is_available():
+    if on_gpu:
         torch.cuda.set_device(launch.local_rank)
-    _open(launch, timedelta(seconds=timeout_s))
+    _open(launch, timedelta(seconds=timeout_s), "cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     try:
         yield Ranks()
     finally:
         distributed.destroy_process_group()
 
 
-def _open(launch: Launch, timeout: timedelta) -> None:
-    """With a store of this attempt's own: in torchrun's the addresses of the attempt before may still lie."""
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+def _open(launch: Launch, timeout: timedelta, backend: str) -> None:
+    """With a store of this call's own: in torchrun's the addresses of those before may still lie."""
     try:
         is_host = launch.rank == 0 and not launch.agent_has_store
         store = TCPStore(launch.address, launch.port, launch.size, is_host, timeout, False)
-        own = PrefixStore(f"trainwright/{launch.attempt}", store)
+        own = PrefixStore(f"trainwright/{launch.attempt}/{launch.call}", store)
         distributed.init_process_group(backend, store=own, rank=launch.rank, world_size=launch.size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise RankError(

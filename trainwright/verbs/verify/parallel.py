@@ -125,6 +125,7 @@ def verify_parallel(
     """
     if ranks < 2:
         raise UsageError(f"--ranks {ranks} leaves nothing to compare", remedy="give at least 2")
+    settings = (*settings, "parallel.replicate=auto")
     loaded = load(recipe, overrides=list(settings))
     folder = Path(tempfile.mkdtemp(prefix="trainwright-verify-"))
     try:

@@ -1,0 +1,56 @@
+"""Ranks begin alike: the same weights, the same data, and a model that leaves the exchange to the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainwright.errors import DataError, UsageError
+from trainwright.state.ema import Ema
+from trainwright.state.train_state import TrainState
+from trainwright.world import World
+
+
+def begin_alike(state: TrainState, world: World, data: Mapping[str, str]) -> None:
+    """Gives all ranks the weights, buffers and averages of the first one.
+
+    ``data`` are the fingerprints of the data of this rank. Raises DataError where those of another rank differ, and
+    UsageError for a model that exchanges something by itself.
+    """
+    if world.size == 1:
+        return
+    _require_no_exchange(state.model)
+    _require_same_data(world.collect(dict(data)))
+    roots = [root for root in (state.model, state.loss) if root is not None]
+    tensors = [each for root in roots for each in (*root.parameters(), *root.buffers()) if each.is_contiguous()]
+    world.copy_first_([*tensors, *(state.ema.shadow.values() if isinstance(state.ema, Ema) else ())])
+
+
+def _require_no_exchange(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            raise UsageError(
+                "the model is wrapped in DistributedDataParallel, and gradients would be summed twice",
+                remedy="hand over the module itself: the ranks are Trainwright's to synchronise",
+            )
+        if isinstance(module, nn.SyncBatchNorm):
+            raise UsageError(
+                "the model has SyncBatchNorm, which exchanges statistics in each forward pass, also where one rank "
+                "alone tries the first batch",
+                remedy="use BatchNorm (each rank has its own statistics of a batch), GroupNorm or LayerNorm",
+            )
+
+
+def _require_same_data(prints: list[dict[str, str]]) -> None:
+    """Fingerprints read in another way (slow data are read in part) are not compared."""
+    for name, first in prints[0].items():
+        for rank, other in enumerate(prints):
+            theirs = other.get(name, "")
+            if theirs != first and theirs.partition("(")[2] == first.partition("(")[2]:
+                raise DataError(
+                    f"rank {rank} has other data in data.{name} than rank 0: the same position names another sample",
+                    remedy="make the dataset in the same way on every rank: a fixed seed for random splits, sorted "
+                    "file names; the ranks share the samples by themselves",
+                )
