@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Container, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import count, islice
@@ -17,7 +16,7 @@ from trainwright.build.in_progress import InProgress
 from trainwright.build.shares import pieces, slices
 from trainwright.errors import DataError, text_of
 from trainwright.state.cursor import BadSample, Cursor, Ids
-from trainwright.state.rng import RngBag, preserved_rng, reseed
+from trainwright.state.rng import RngBag, preserved_rng, reseed, seed_of
 
 OnBadSample = Literal["stop", "quarantine"]
 AnyDataset: TypeAlias = Any
@@ -75,17 +74,12 @@ class Failed(NamedTuple):
 
 def batch_seed(seed: int, epoch: int, start: int) -> int:
     """Returns a seed that depends on what is read and on nothing else, so not on the worker."""
-    return _hashed(f"{seed}:{epoch}:{start}")
+    return seed_of(f"{seed}:{epoch}:{start}")
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:
     """Returns the seed of one sample, whatever micro-batch it comes in."""
-    return _hashed(f"{seed}:{epoch}:sample {index}")
-
-
-def _hashed(text: str) -> int:
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1  # torch takes a signed 64-bit seed
+    return seed_of(f"{seed}:{epoch}:sample {index}")
 
 
 @contextmanager

@@ -8,7 +8,6 @@ slices until then, and gathers those of the others: the price is memory and comm
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,10 +16,11 @@ from torch import Tensor
 
 from trainwright.engine.accumulate import Accumulated
 from trainwright.engine.loss import Loss, LossFn, call_loss
+from trainwright.engine.over_ranks import as_number
 from trainwright.engine.precision import Precision
 from trainwright.errors import UsageError
 from trainwright.state.cursor import MicroBatch, StepBatch
-from trainwright.state.rng import reseed
+from trainwright.state.rng import reseed, seed_of
 from trainwright.state.train_state import TrainState
 from trainwright.world.group import World
 
@@ -58,7 +58,7 @@ def accumulate_exactly(
     for index, micro in enumerate(mine, start=first):
         for parameter in parameters:
             parameter.grad = None
-        reseed(_seed(seed, state.step, index))
+        reseed(seed_of(f"{seed}:step {state.step}:slice {index}"))
         slices.append(_passed(state, micro, loss_fn, precision, parameters, number, index))
     has_grad = _anywhere(slices, parameters, world)
     for at, parameter in enumerate(parameters):
@@ -128,7 +128,7 @@ def _combined(slices: Sequence[Slice], batch: StepBatch, counts: list[int], worl
     """Loss, weight and metrics of the step, summed over the slices in their order, in float64."""
     names = next((list(names) for names in world.collect([*slices[0].metrics] if slices else []) if names), [])
     rows = [
-        torch.stack([_number(value, like) for value in (each.weight, each.total, *each.metrics.values())])
+        torch.stack([as_number(value, like.device) for value in (each.weight, each.total, *each.metrics.values())])
         for each in slices
     ]
     table = torch.stack(
@@ -140,15 +140,6 @@ def _combined(slices: Sequence[Slice], batch: StepBatch, counts: list[int], worl
     correction = (len(batch.global_ids) / divisor).to(like.dtype)
     totals = tuple(each.total for each in slices) or (torch.zeros_like(loss),)  # a rank may have had none
     return Accumulated(loss, weight, totals, dict(zip(names, metrics, strict=True)), correction)
-
-
-def _number(value: Tensor | float, like: Tensor) -> Tensor:
-    return torch.as_tensor(value, dtype=torch.float64, device=like.device)
-
-
-def _seed(seed: int, step: int, index: int) -> int:
-    digest = hashlib.blake2b(f"{seed}:step {step}:slice {index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def _require_no_statistics(state: TrainState) -> None:

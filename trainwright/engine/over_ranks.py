@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ from torch.optim import Optimizer
 
 from trainwright.engine.accumulate import Accumulated
 from trainwright.state.cursor import MicroBatch, StepBatch
-from trainwright.state.rng import reseed
+from trainwright.state.rng import reseed, seed_of
 from trainwright.state.train_state import TrainState
 from trainwright.world.group import World
 
@@ -25,8 +24,7 @@ class Counted(NamedTuple):
 
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Seeds all generators for a step of one rank, so that ranks draw other numbers and a checkpoint needs none."""
-    digest = hashlib.blake2b(f"{seed}:step {step}:rank {rank}".encode(), digest_size=8).digest()
-    reseed(int.from_bytes(digest, "little") >> 1)
+    reseed(seed_of(f"{seed}:step {step}:rank {rank}"))
 
 
 def combine(done: Accumulated, world: World, device: torch.device) -> Accumulated:
@@ -35,9 +33,9 @@ def combine(done: Accumulated, world: World, device: torch.device) -> Accumulate
     With w_r the weight of rank r and W their sum, the loss is sum(w_r loss_r) / W, and so are gradients and metrics.
     Costs an exchange of some numbers, in float64.
     """
-    weight = _number(done.weight, device)
+    weight = as_number(done.weight, device)
     names = sorted(done.metrics)
-    means = torch.stack([_number(each, device) for each in (done.loss, *(done.metrics[name] for name in names))])
+    means = torch.stack([as_number(each, device) for each in (done.loss, *(done.metrics[name] for name in names))])
     counts = weight != 0
     mine = torch.where(counts, means * weight, 0.0)
     summed = world.gather(torch.cat([weight[None], mine])).sum(0)
@@ -49,7 +47,8 @@ def combine(done: Accumulated, world: World, device: torch.device) -> Accumulate
     return Accumulated(loss, total, done.micro_losses, dict(zip(names, metrics, strict=True)), exact)
 
 
-def _number(value: Tensor | float, device: torch.device) -> Tensor:
+def as_number(value: Tensor | float, device: torch.device) -> Tensor:
+    """Returns a 0-d tensor of float64 on ``device``."""
     if isinstance(value, Tensor):
         return value.to(device, torch.float64)
     return torch.full((), value, dtype=torch.float64, device=device)  # on a GPU without waiting
@@ -73,17 +72,12 @@ def fill_missing(optimizer: Optimizer, world: World) -> None:
     """Gives a parameter that has a gradient on another rank, and none here, one of zeros: all sum the same tensors."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     here = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
-    same = world.gather(torch.tensor([_hash(here)]))
+    same = world.gather(torch.tensor([seed_of(str(here.tolist()))]))
     if bool((same == same[0]).all()):
         return
     for parameter, anywhere in zip(parameters, world.gather(here).any(0).tolist(), strict=True):
         if anywhere and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-
-
-def _hash(flags: Tensor) -> int:
-    digest = hashlib.blake2b(flags.numpy().tobytes(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def of_all_ranks(batch: StepBatch) -> StepBatch:
