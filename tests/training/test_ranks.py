@@ -217,7 +217,9 @@ def test_ranks_that_would_not_train_one_run_are_refused(tmp_path: Path, change: 
 
 
 def test_weights_are_those_of_the_first_rank(tmp_path: Path) -> None:
+    """Also where a weight does not lie in memory row after row, as in channels_last."""
     code = FIT.replace("torch.manual_seed(3)", "import os; torch.manual_seed(int(os.environ['RANK']))", 1)
+    code = code.replace("draw = ", "model[0].weight = nn.Parameter(torch.randn(12, 32).t())\ndraw = ", 1)
     settings = {"loss": "mean", "model.ema": 0.9}
     done = ranks.run(code, 2, json.dumps(settings), cwd=tmp_path)
     first, second = (json.loads(each.stdout.splitlines()[-1]) for each in done)

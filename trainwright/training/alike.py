@@ -24,8 +24,9 @@ def begin_alike(state: TrainState, world: World, data: Mapping[str, str]) -> Non
     _require_no_exchange(state.model)
     _require_same_data(world.collect(dict(data)))
     roots = [root for root in (state.model, state.loss) if root is not None]
-    tensors = [each for root in roots for each in (*root.parameters(), *root.buffers()) if each.is_contiguous()]
-    world.copy_first_([*tensors, *(state.ema.shadow.values() if isinstance(state.ema, Ema) else ())])
+    weights = [each for root in roots for each in root.parameters()]
+    buffers = [each for root in roots for each in root.buffers() if each.is_contiguous()]  # none that is expanded
+    world.copy_first_([*weights, *buffers, *(state.ema.shadow.values() if isinstance(state.ema, Ema) else ())])
 
 
 def _require_no_exchange(model: nn.Module) -> None:
