@@ -120,7 +120,7 @@ def make_plan(recipe: Recipe, facts: RunFacts, *, ranks: int = 1, kept: Kept = K
     degrees = solve_degrees(recipe.parallel, ranks)
     _require_slices(recipe)
     _require_one_rank_for_quarantine(recipe, ranks)
-    batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation, ranks=ranks)
+    batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation, ranks=degrees.data)
     per_epoch = _steps_per_epoch(facts.train_samples, batch.size, recipe.data.drop_last)
     pace = Pace(batch.size, per_epoch, facts.tokens_per_sample)
     whole = _extent(recipe, facts, pace, kept.spent)

@@ -2,37 +2,99 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from trainwright.errors import Problem, RecipeError
 from trainwright.recipe.parallel import Parallel
 
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+"""From the outside in: ranks that follow each other differ in the last axis first."""
+
 
 @dataclass(frozen=True)
 class Degrees:
-    """``replicate`` copies of the model, each on ranks of its own."""
+    """Into how many parts each axis divides the work: copies, shards of the weights, tensors, stages, sequences."""
 
     replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The degrees in the order of ``AXES``."""
+        return tuple(getattr(self, axis) for axis in AXES)
 
     @property
     def ranks(self) -> int:
-        return self.replicate
+        return math.prod(self.shape)
+
+    @property
+    def data(self) -> int:
+        """Into how many shares the samples of a step are divided."""
+        return self.replicate * self.shard
+
+    def __str__(self) -> str:
+        named = [f"{axis}: {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        return f"{{{', '.join(named or ['replicate: 1'])}}}"
 
 
 ONE_RANK = Degrees()
 
 
+def place_of(degrees: Degrees, rank: int) -> Degrees:
+    """The position of ``rank`` on each axis, from 0."""
+    place = {}
+    for axis in reversed(AXES):
+        rank, place[axis] = divmod(rank, getattr(degrees, axis))
+    return Degrees(**place)
+
+
 def solve_degrees(ask: Parallel, ranks: int) -> Degrees:
     """Fills in what is ``auto``. Raises RecipeError where the product cannot be ``ranks``."""
-    replicate = ranks if ask.replicate == "auto" else ask.replicate
-    if replicate != ranks:
-        raise RecipeError(
-            Problem(
-                "parallel.replicate",
-                f"the product of the degrees must be the number of ranks, {ranks}",
-                got=str(replicate),
-                remedy=f"write replicate: {ranks} or auto, or start {replicate} processes: "
-                f"trainwright train RECIPE -- --nproc-per-node {replicate}",
-            )
+    fixed = Degrees(shard=ask.shard)
+    copies = max(1, ranks // fixed.ranks) if ask.replicate == "auto" else ask.replicate
+    found = replace(fixed, replicate=copies)
+    if found.ranks == ranks:
+        return found
+    processes = found.ranks
+    if ask.replicate == "auto":
+        processes = fixed.ranks * max(1, round(ranks / fixed.ranks))
+        found = replace(fixed, replicate=1)
+    layouts = " or ".join(map(str, nearest(found, ranks)))
+    raise RecipeError(
+        Problem(
+            "parallel",
+            f"the product of the degrees must be the number of ranks, {ranks}",
+            got=f"{found}, which is {found.ranks}",
+            remedy=f"the nearest for {ranks} ranks: {layouts}; or start {processes} processes: "
+            f"trainwright train RECIPE -- --nproc-per-node {processes}",
         )
-    return Degrees(replicate)
+    )
+
+
+def nearest(wanted: Degrees, ranks: int, count: int = 2) -> list[Degrees]:
+    """The layouts of so many ranks that are nearest to ``wanted``, on the axes that it divides, and ``replicate``."""
+    axes = [axis for axis in AXES if axis == "replicate" or getattr(wanted, axis) > 1]
+    layouts = [Degrees(**dict(zip(axes, sizes, strict=True))) for sizes in _factors(ranks, len(axes))]
+    return sorted(layouts, key=lambda each: _distance(each, wanted))[:count]
+
+
+def _distance(one: Degrees, other: Degrees) -> float:
+    """How far the axes are apart in factors; that of the copies counts least."""
+    apart = {axis: abs(math.log2(getattr(one, axis) / getattr(other, axis))) for axis in AXES}
+    return sum(apart.values()) - 0.9 * apart["replicate"]
+
+
+def _factors(product: int, count: int) -> Iterator[Sequence[int]]:
+    """All ways to write ``product`` as that many factors, in their order."""
+    if count == 1:
+        yield (product,)
+        return
+    for first in range(1, product + 1):
+        if product % first == 0:
+            for rest in _factors(product // first, count - 1):
+                yield (first, *rest)

@@ -132,6 +132,8 @@ RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
         "safe",
         "the same samples make a step, on other ranks: last bits; dropout draws other numbers",
     ),
+    "parallel.shard": ("safe", "the same samples make a step, on other ranks: last bits; dropout draws other numbers"),
+    "parallel.zero": ("safe", "the same sums in another order: last bits"),
     "parallel.exact": ("safe", "the same samples make a step, summed in another order: last bits"),
     "parallel.timeout": ("safe", "it changes no result"),
     "optimizer.use": ("fatal", f"the moments of one optimizer mean nothing to another: put it back, or {EXPORT}"),

@@ -18,6 +18,16 @@ class Parallel(Section):
         description="Copies of the model, each trained on its share of every batch; auto: what the ranks give.",
         examples=[4],
     )
+    shard: Count = Field(
+        default=1,
+        description="Ranks that divide weights, gradients and optimizer state among them (FSDP).",
+        examples=[8],
+    )
+    zero: Literal[1, 2, 3] = Field(
+        default=3,
+        description="What sharded ranks hold a part of at all times: 1 the optimizer state and the weights between "
+        "steps, 2 also the gradients, 3 also the weights within a step.",
+    )
     exact: bool = Field(
         default=False,
         description="The same bits on any number of ranks: slices of batch.micro samples, summed in a fixed tree.",

@@ -3,11 +3,14 @@
 from trainwright.world.detect import choose_device, device_name, low_precision, usable_threads
 from trainwright.world.group import SOLO, Ranks, Solo, World
 from trainwright.world.join import ALONE, Launch, joined
+from trainwright.world.mesh import ONE, RankMesh, make_mesh
 
 __all__ = [
     "ALONE",
+    "ONE",
     "SOLO",
     "Launch",
+    "RankMesh",
     "Ranks",
     "Solo",
     "World",
@@ -15,5 +18,6 @@ __all__ = [
     "device_name",
     "joined",
     "low_precision",
+    "make_mesh",
     "usable_threads",
 ]

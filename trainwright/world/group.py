@@ -86,13 +86,14 @@ SOLO = Solo()
 
 
 class Ranks:
-    """The processes of torch.distributed's default group, which must be initialised with a CPU backend (gloo).
+    """The processes of a group of torch.distributed, by default of all, initialised with a CPU backend (gloo).
 
     Tensors of a GPU go through the backend that the group has for it. Raises RankError where another rank is gone.
     """
 
-    def __init__(self) -> None:
-        self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
+    def __init__(self, group: distributed.ProcessGroup | None = None) -> None:
+        self._group = group
+        self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
 
     def agree(self, value: T | None) -> T | None:
         """Costs an all-reduce of eight bytes; where there is a value, an exchange of pickled ones, too."""
@@ -104,25 +105,25 @@ class Ranks:
         """Costs an all-reduce of eight bytes."""
         one = torch.tensor(number)
         with _raising_rank_error("agree on a number"):
-            distributed.all_reduce(one, distributed.ReduceOp.MIN)
+            distributed.all_reduce(one, distributed.ReduceOp.MIN, group=self._group)
         return int(one)
 
     def clock(self) -> float:
         now = torch.tensor(time.perf_counter(), dtype=torch.float64)
         with _raising_rank_error("agree on the time"):
-            distributed.broadcast(now, 0)
+            distributed.broadcast(now, group=self._group, group_src=0)
         return float(now)
 
     def gather(self, numbers: Tensor) -> Tensor:
         gathered = [torch.empty_like(numbers) for _ in range(self.size)]
         with _raising_rank_error("gather numbers"):
-            distributed.all_gather(gathered, numbers)
+            distributed.all_gather(gathered, numbers, group=self._group)
         return torch.stack(gathered)
 
     def collect(self, value: T) -> list[T]:
         values: list[T | None] = [None] * self.size
         with _raising_rank_error("gather objects"):
-            distributed.all_gather_object(values, value)
+            distributed.all_gather_object(values, value, group=self._group)
         return values  # type: ignore[return-value]
 
     @torch.no_grad()
@@ -131,7 +132,7 @@ class Ranks:
         for bucket in _buckets(tensors):
             flat = _flattened(bucket)
             with _raising_rank_error("sum gradients"):
-                distributed.all_reduce(flat)
+                distributed.all_reduce(flat, group=self._group)
             _spread(flat, bucket)
 
     @torch.no_grad()
@@ -139,7 +140,7 @@ class Ranks:
         for bucket in _buckets(tensors):
             flat = _flattened(bucket)
             with _raising_rank_error("copy tensors of rank 0"):
-                distributed.broadcast(flat, 0)
+                distributed.broadcast(flat, group=self._group, group_src=0)
             _spread(flat, bucket)
 
 

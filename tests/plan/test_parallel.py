@@ -1,0 +1,39 @@
+"""Which layouts there are, and what is said of one that cannot be."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainwright.errors import RecipeError
+from trainwright.plan.parallel import Degrees, nearest, place_of, solve_degrees
+from trainwright.recipe.parallel import Parallel
+
+
+def test_what_is_auto_follows_from_the_ranks() -> None:
+    assert solve_degrees(Parallel(), 6) == Degrees(6)
+    found = solve_degrees(Parallel(shard=4), 8)
+    assert found == Degrees(2, 4) and (found.ranks, found.data, str(found)) == (8, 8, "{replicate: 2, shard: 4}")
+
+
+@pytest.mark.parametrize(
+    ("ask", "ranks", "said"),
+    [
+        (Parallel(shard=4), 6, ["{replicate: 2, shard: 3} or {shard: 6}", "--nproc-per-node 8"]),
+        (Parallel(shard=4), 2, ["{shard: 2}", "--nproc-per-node 4"]),
+        (Parallel(replicate=3), 2, ["for 2 ranks: {replicate: 2};", "--nproc-per-node 3"]),
+        (Parallel(replicate=2, shard=2), 8, ["{replicate: 4, shard: 2}", "--nproc-per-node 4"]),
+    ],
+)
+def test_the_nearest_layouts_are_named(ask: Parallel, ranks: int, said: list[str]) -> None:
+    with pytest.raises(RecipeError, match=f"must be the number of ranks, {ranks}") as caught:
+        solve_degrees(ask, ranks)
+    assert all(each in str(caught.value) for each in said), str(caught.value)
+
+
+def test_tensor_ranks_are_neighbours_and_stages_lie_farthest_apart() -> None:
+    degrees = Degrees(replicate=2, shard=3, tensor=2, pipeline=2)
+    places = [place_of(degrees, rank) for rank in range(degrees.ranks)]
+    assert len(set(places)) == 24
+    assert places[:3] == [Degrees(0, 0, 0, 0, 0), Degrees(0, 0, 1, 0, 0), Degrees(0, 1, 0, 0, 0)]
+    assert places[6] == Degrees(1, 0, 0, 0, 0) and places[12] == Degrees(0, 0, 0, 1, 0)
+    assert nearest(Degrees(tensor=3), 8)[0] in (Degrees(2, tensor=4), Degrees(4, tensor=2))
