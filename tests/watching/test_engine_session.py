@@ -15,7 +15,7 @@ from trainwright.engine.step import StepFn
 from trainwright.engine.witness import StepWitness
 from trainwright.recorder.program import RecordedStep
 from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.records import Examined, Found, Record
+from trainwright.runlog.records import Examined, Found, Record, Watched
 from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.watching.engine_observer import EngineObserver, EngineSession
 
@@ -90,6 +90,30 @@ def test_no_batch_is_held_in_shared_memory() -> None:
     watched.note(advance(state, StepBatch((MicroBatch((x, y), np.arange(8)),))))
     assert not x.is_shared() and not y.is_shared() and torch.equal(x, before)
     assert watched.ring.steps_to(1) is not None, "it is still the batch that was trained on"
+
+
+def test_short_steps_are_judged_together_and_a_bad_one_at_once() -> None:
+    watched, state, written = session()
+    advance = train(watched, state, 90)
+    held = [each.step for each in watched.ring.steps]
+    assert held[-1] < 90 and held == list(range(held[0], held[-1] + 1)), "the newest wait for others"
+    bad = batch(91)
+    bad.micro[0].data[0].fill_(torch.nan)
+    watched.note(advance(state, bad))
+    assert watched.ring.steps[-1].step == 91 and any(isinstance(each, Found) and each.step == 91 for each in written)
+    watched.note(advance(state, batch(92)))
+    watched.end(None)
+    assert [each.step for each in watched.ring.steps][-2:] == [91, 92]
+    noted = [each.step for each in written if isinstance(each, Watched)]
+    assert noted == sorted(set(noted)) and noted[-1] == 92, "each step at most once, in order, the last one too"
+
+
+def test_what_waits_to_be_judged_is_let_go_too() -> None:
+    watched, state, written = session()
+    train(watched, state, 90)
+    assert watched.let_go() and not watched.ring.steps
+    watched.end(None)
+    assert [each.step for each in written if isinstance(each, Watched)][-1] == 90
 
 
 def test_a_step_is_held_with_its_samples() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -104,7 +104,7 @@ def holdings(state: TrainState, batch: StepBatch) -> dict[str, int]:
             each for own in state.optimizer.state.values() for each in own.values() if _beside(each, parameters)
         ],
         "average": shadow.values(),
-        "batch": tensors_in([micro.data for micro in batch.micro]),
+        "batch": batch.tensors,
     }
     return {kind: _bytes(tensors) for kind, tensors in kinds.items()}
 
@@ -118,15 +118,6 @@ def _bytes(tensors: Iterable[object]) -> int:
     strided = [each for each in tensors if isinstance(each, Tensor) and each.layout == torch.strided]
     sizes = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in strided}
     return sum(sizes.values())
-
-
-def tensors_in(data: object) -> list[Tensor]:
-    """Every tensor of a batch of any nesting."""
-    if isinstance(data, Tensor):
-        return [data]
-    if isinstance(data, tuple | list):  # asked first: Mapping is abstract, and slow to ask for
-        return [tensor for each in data for tensor in tensors_in(each)]
-    return tensors_in(list(data.values())) if isinstance(data, Mapping) else []
 
 
 def oom_report(

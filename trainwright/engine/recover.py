@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainwright.engine.cut import cut
 from trainwright.engine.guard import BufferGuard
-from trainwright.engine.oom_report import OomSnapshot, is_out_of_memory, oom_report, oom_snapshot, tensors_in
+from trainwright.engine.oom_report import OomSnapshot, is_out_of_memory, oom_report, oom_snapshot
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import OomReport, OutOfMemoryError, TrainwrightError, UsageError
 from trainwright.state.cursor import StepBatch
@@ -66,7 +66,7 @@ class Recovery:
         limit_before = state.micro_limit
         device = state.optimizer.param_groups[0]["params"][0].device
         self._generators.keep(device)
-        versions = _versions(batch)
+        versions = batch.versions
         while True:
             pieces = cut(batch, state.micro_limit)
             seen, done = self._tried(passes, state, pieces, device, again=bool(reports))
@@ -126,7 +126,7 @@ class Recovery:
         notes, lost = self.put_back(state)
         if lost:
             return notes, f"the failed try wrote to the buffer {lost[0]}, which is too large to be kept twice"
-        if _versions(batch) != versions:
+        if batch.versions != versions:
             return notes, "the model writes into its input, so a second try would train on other data"
         return notes, ""
 
@@ -189,11 +189,6 @@ def given_up(reports: list[OomReport], trouble: str) -> OutOfMemoryError:
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.3g} GiB"
-
-
-def _versions(batch: StepBatch) -> list[int]:
-    """Each in-place write to a tensor of the batch counts one up."""
-    return [t._version for micro in batch.micro for t in tensors_in(micro.data) if not t.is_inference()]
 
 
 class _Generators:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -82,34 +81,30 @@ def make_moments(optimizer: Optimizer) -> None:
 
 
 class _Written:
-    """What an optimizer has written to weights and state since."""
+    """What an optimizer has written to weights and state since: of tensors the number of writes, numbers themselves."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         package = type(optimizer).__module__.partition(".")[0]
         self._is_counted = package in COUNTED and hasattr(optimizer, "_init_group")
         if self._is_counted:
+            states = optimizer.state.values()
             self._versions = [p._version for group in optimizer.param_groups for p in group["params"]]
-            self._state = {p: _versions(own) for p, own in optimizer.state.items()}
+            self._values = [v._version if isinstance(v, Tensor) else v for own in states for v in own.values()]
+            self._sizes = [len(own) for own in states]
 
     def is_undone(self) -> bool:
         """Drops what was added to the state, which may be made in part. False: there was, or may be, more."""
         if not self._is_counted:
             return False
         state = self._optimizer.state
-        for parameter in list(state):
-            if parameter not in self._state:
-                del state[parameter]
-                continue
-            for name in [name for name in state[parameter] if name not in self._state[parameter]]:
-                del state[parameter][name]
+        for parameter in list(state)[len(self._sizes) :]:  # what was added comes last
+            del state[parameter]
+        for own, size in zip(state.values(), self._sizes, strict=False):
+            for name in list(own)[size:]:
+                del own[name]
         now = _Written(self._optimizer)
-        return now._versions == self._versions and now._state == self._state
-
-
-def _versions(own: Mapping[str, object]) -> dict[str, object]:
-    """Of tensors, the number of writes to them; numbers themselves."""
-    return {name: value._version if isinstance(value, Tensor) else value for name, value in own.items()}
+        return (now._versions, now._values, now._sizes) == (self._versions, self._values, self._sizes)
 
 
 def _does_not_fit(state: TrainState, reports: tuple[OomReport, ...]) -> OutOfMemoryError:

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.engine.clip import ClipFn
-from trainwright.engine.oom_report import tensors_in
 from trainwright.recorder.program import Ids, RecordedStep
 from trainwright.recorder.ring import Ring
 from trainwright.recorder.shared_memory import PrivateCopies, is_of_worker
@@ -71,12 +70,11 @@ class InputRecorder:
 
     def step_begins(self, state: TrainState, batch: StepBatch) -> None:
         scaler = state.scaler
-        tensors = [t for micro in batch.micro for t in tensors_in(micro.data) if not t.is_inference()]
         self.newest = StepInputs(
             state.step + 1,
             batch,
-            tensors,
-            [t._version for t in tensors],
+            batch.tensors,
+            batch.versions,
             torch.default_generator.get_state(),
             torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None,
             state.fraction,
@@ -119,9 +117,12 @@ class InputRing(Ring):
                 tensor.data = copies.of(tensor)
         self._inputs[step.step] = inputs
         self.add(step)
-        if len(self._inputs) > len(self.steps):
-            oldest = self.steps[0].step if self.steps else math.inf
-            self._inputs = {number: each for number, each in self._inputs.items() if number >= oldest}
+
+    def _shrink(self) -> None:
+        super()._shrink()
+        oldest = self.steps[0].step if self.steps else math.inf
+        for number in [each for each in self._inputs if each < oldest]:
+            del self._inputs[number]
 
     def inputs_of(self, step: int) -> StepInputs:
         """The inputs of a step that is held."""

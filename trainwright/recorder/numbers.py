@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,7 @@ def lateness(device: torch.device) -> int:
     return LATE if device.type == "cuda" else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Numbers:
+class Numbers(NamedTuple):
     """Of one step. ``loss`` is NaN where it is not known; ``clips`` are the norms that clipping has found."""
 
     losses: tuple[float, ...]

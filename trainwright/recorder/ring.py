@@ -44,11 +44,12 @@ class Ring:
         self.steps: deque[RecordedStep] = deque()
         self.snapshots: deque[Snapshot] = deque()
         self._step_bytes = self._snapshot_bytes = 0
+        self._most = keep + SPARE  # steps, before it is looked for what can go
 
     def add(self, step: RecordedStep) -> None:
         self.steps.append(step)
         self._step_bytes += step.num_bytes
-        if len(self.steps) > self.keep + SPARE or self.num_bytes > self.budget_bytes:
+        if len(self.steps) > self._most or self.num_bytes > self.budget_bytes:
             self._shrink()
 
     def add_snapshot(self, snapshot: Snapshot) -> None:
@@ -77,6 +78,7 @@ class Ring:
             (self.steps[0].step < first and len(self.steps) > self.keep) or self.num_bytes > self.budget_bytes
         ):
             self._step_bytes -= self.steps.popleft().num_bytes
+        self._most = max(self.keep, len(self.steps)) + SPARE
 
     def _is_spare(self) -> bool:
         """Whether the last ``keep`` steps can all be run again from the second snapshot."""

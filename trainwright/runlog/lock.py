@@ -84,7 +84,7 @@ class RunLock:
         self._fd, self._identity = fd, _identity(fd)
         self._row = _row_left_by(before)
         self.died_in_step, self.dead, _ = self._row
-        self._after_step: tuple[DeathsInStep, bool, str] | None = None  # the rest of the line, and what it follows from
+        self._around_step: tuple[tuple[DeathsInStep, bool, int], bytes, bytes] | None = None  # and what it follows from
         self.is_loop = self._row.sure > 0 or self.deaths >= MANY_DEATHS
         self._step: int | None = None
         self._first_step: int | None = None
@@ -172,11 +172,16 @@ class RunLock:
         """The line after the part that says whether the process is excused."""
         first, row = self._first_step, self._row
         starting = step is not None and first is not None and step < first + FEW_STEPS
-        if self._after_step is None or self._after_step[0] is not row or self._after_step[1] is not starting:
+        number = _json(step)
+        follows_from = row, starting, len(number)
+        if self._around_step is None or self._around_step[0] != follows_from:
+            before = f'{self._me}, "step": '
             died = f'"died_in_step": {_json(row.step)}, "dead": {list(row.dead)}, "sure": {row.sure}}}'
-            self._after_step = row, starting, f'"starting": {json.dumps(starting)}, {died}'
-        after = self._after_step[2]
-        return f'{self._me}, "step": {_json(step)}, {after}'.ljust(SIZE - len(_COUNTED) - 1).encode() + b"\n"
+            after = f', "starting": {json.dumps(starting)}, {died}'
+            after = after.ljust(SIZE - len(_COUNTED) - len(before) - len(number) - 1)
+            self._around_step = follows_from, before.encode(), after.encode() + b"\n"
+        _, begin, end = self._around_step
+        return begin + number.encode() + end
 
 
 class NoLock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,7 +75,26 @@ class StepBatch:
     @property
     def ids(self) -> Ids:
         """Dataset positions of all samples, in the order of training, shape (size,)."""
-        return np.concatenate([micro.ids for micro in self.micro])
+        return self.micro[0].ids if len(self.micro) == 1 else np.concatenate([micro.ids for micro in self.micro])
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of the batch that counts the writes to it, in order."""
+        return [each for micro in self.micro for each in tensors_in(micro.data) if not each.is_inference()]
+
+    @property
+    def versions(self) -> list[int]:
+        """Of each tensor, the number of writes to it in place."""
+        return [each._version for each in self.tensors]
+
+
+def tensors_in(data: object) -> list[Tensor]:
+    """Every tensor of a batch of any nesting."""
+    if isinstance(data, Tensor):
+        return [data]
+    if isinstance(data, tuple | list):  # asked first: Mapping is abstract, and slow to ask for
+        return [tensor for each in data for tensor in tensors_in(each)]
+    return tensors_in(list(data.values())) if isinstance(data, Mapping) else []
 
 
 def count_tokens(data: Any) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.spikes import SpikeDecision
@@ -16,7 +18,7 @@ from trainwright.engine.step import StepResult
 from trainwright.engine.witness import StepWitness
 from trainwright.errors import OutOfMemoryError, TrainwrightError, text_of
 from trainwright.observe.journal import Journal
-from trainwright.recorder.inputs import InputRecorder, InputRing
+from trainwright.recorder.inputs import InputRecorder, InputRing, StepInputs
 from trainwright.recorder.numbers import Numbers, late, lateness
 from trainwright.recorder.probes import LoopObjects, Probe, make_probes
 from trainwright.recorder.program import RecordedStep
@@ -31,10 +33,29 @@ from trainwright.state.train_state import TrainState
 from trainwright.watching.experiments import ExperimentRunner
 from trainwright.watching.findings import FindingsLog, failures_of, limits_of
 from trainwright.watching.incidents import Incidents
-from trainwright.watching.look_schedule import LookSchedule, SnapshotSchedule
+from trainwright.watching.look_schedule import CHECKUPS, LookSchedule, SnapshotSchedule
 
 NEEDS_A_LIVE_LOOP = {"loaded", "loaders"}
 """Probes of what happens outside of the steps: our engine loads weights and batches itself."""
+
+
+AT_ONCE = 8
+"""Short steps that are judged together: one alone costs several times as much, since the code of it is cold then."""
+SHORT_S = 0.005
+"""Of a longer step the doctor's notes take less than a hundredth."""
+
+
+class _Unjudged(NamedTuple):
+    """A step that is over. ``read`` returns its loss and gradient norm, which are on their way from a GPU."""
+
+    result: StepResult
+    inputs: StepInputs
+    ended_s: float
+    read: Callable[[], list[float]] | None
+
+    def numbers(self) -> Numbers:
+        loss, norm = self.read() if self.read else (float(self.result.loss), float(self.result.grad_norm))
+        return Numbers((loss,), loss, norm, ())
 
 
 class EngineSession:
@@ -71,7 +92,7 @@ class EngineSession:
         self._incidents = Incidents(bundles, self.runner, write)
         self._looks, self._snapshots = LookSchedule(self.step, planned_s), SnapshotSchedule(KEEP)
         self._late = lateness(device)
-        self._unread: deque[tuple[RecordedStep, Callable[[], list[float]]]] = deque()
+        self._unjudged: deque[_Unjudged] = deque()
         self._warns, self._went_back = warns_of_spikes, -1
         self._newest_replayed = 0  # the newest step whose program the probes have received
         self._blind = objects.is_closed  # why no step can be run again
@@ -80,41 +101,54 @@ class EngineSession:
 
     def let_go(self) -> bool:
         """Frees what was kept to run steps again, where the step in progress has run out of memory."""
-        has_session = self.runner.forget()
-        return self.ring.let_go() or has_session
+        has_session, has_unjudged = self.runner.forget(), bool(self._unjudged)
+        while self._unjudged:
+            each = self._unjudged.popleft()
+            self.log.note(self._recorded(each), each.numbers())
+        return self.ring.let_go() or has_session or has_unjudged
 
     def note(self, result: StepResult) -> None:
         """Records a step that is over."""
         inputs = self._inputs.newest
         assert inputs is not None and inputs.step == result.step
         self.step = result.step
-        step = RecordedStep(result.step, lr=result.lr)
-        step.loss, step.grad_norm, step.losses = result.loss, result.grad_norm, [result.loss]
-        step.values = {"step_s": result.step_s, "wait_s": result.wait_s}
-        step.ended_s, step.blind = time.time(), self._blind
         if result.batch is not inputs.batch or result.spike is not None:  # memory ran out, or its update was left out
             reason = "" if result.spike is None else result.spike.reason
             inputs = dataclasses.replace(inputs, batch=result.batch, left_out=reason)
-        if result.spike is not None:
-            self._note_spike(step, result.spike)
-        self.ring.add_with_inputs(step, inputs)
-        if self._late:
-            self._unread.append((step, late([result.loss, result.grad_norm])))
-            self._judge_unread(self._late)
-        else:
-            self._judge(step, float(result.loss), float(result.grad_norm))
+        if result.spike is not None and result.spike.action == "rollback":
+            self._went_back = result.step  # the state after it is another
+        read = late([result.loss, result.grad_norm]) if self._late else None
+        self._unjudged.append(_Unjudged(result, inputs, time.time(), read))
+        if len(self._unjudged) >= AT_ONCE or not self._may_wait(result):
+            self._judge_all_but(self._late)
         self._prepare_next(result.step)
 
-    def _judge_unread(self, still_unread: int) -> None:
-        while len(self._unread) > still_unread:
-            step, read = self._unread.popleft()
-            self._judge(step, *read())
+    def _may_wait(self, result: StepResult) -> bool:
+        """Whether it is soon enough to judge this step with the next ones, which takes less time for each."""
+        if self._late or result.step_s > SHORT_S or result.step - self._first_step <= CHECKUPS[-1]:
+            return False
+        return math.isfinite(float(result.loss) + float(result.grad_norm)) and not self._looks.is_due(result.step)
 
-    def _judge(self, step: RecordedStep, loss: float, norm: float) -> None:
-        numbers = Numbers((loss,), loss, norm, ())
-        bad = not numbers.are_finite
+    def _judge_all_but(self, newest: int) -> None:
+        while len(self._unjudged) > newest:
+            each = self._unjudged.popleft()
+            step = self._recorded(each)
+            self.ring.add_with_inputs(step, each.inputs)
+            self._judge(step, each.numbers())
+
+    def _recorded(self, unjudged: _Unjudged) -> RecordedStep:
+        result = unjudged.result
+        step = RecordedStep(result.step, lr=result.lr, ended_s=unjudged.ended_s, blind=self._blind)
+        step.loss, step.grad_norm, step.losses = result.loss, result.grad_norm, [result.loss]
+        step.values = {"step_s": result.step_s, "wait_s": result.wait_s}
+        if result.spike is not None:
+            _note_spike(step, result.spike)
+        return step
+
+    def _judge(self, step: RecordedStep, numbers: Numbers) -> None:
+        loss, norm, bad = numbers.loss, numbers.norm, not numbers.are_finite
         if self._warns and not bad and (spike := self._state.spikes.detect(step.step, norm)) is not None:
-            self._note_spike(step, SpikeDecision(spike, "warn"))
+            _note_spike(step, SpikeDecision(spike, "warn"))
         self.log.note(step, numbers)
         if self._looks.wants(step.step, loss, bad=bad, spiked="spike" in step.values):
             begin_s = time.thread_time()
@@ -123,13 +157,6 @@ class EngineSession:
             self._looks.paid(time.thread_time() - begin_s, time.perf_counter())
         if bad:
             self._incidents.keep_bundle(step.step, [found.code for found in self.log.findings()])
-
-    def _note_spike(self, step: RecordedStep, decision: SpikeDecision) -> None:
-        spike = decision.spike
-        step.values["spike"] = [spike.grad_norm, spike.usual, spike.initial, decision.action]
-        if decision.action == "rollback":
-            step.values["edited"] = True  # the state after it is another
-            self._went_back = step.step
 
     def _make_program(self, step: RecordedStep, numbers: Numbers) -> None:
         """Runs the step again on the bench, where the probes hear it."""
@@ -159,13 +186,15 @@ class EngineSession:
         """Looks at the last step; at the one that raised ``error`` too."""
         if error is not None and not isinstance(error, Exception):
             return
-        self._judge_unread(0)
+        self._judge_all_but(0)
         examined = error is not None and not isinstance(error, OutOfMemoryError) and self._examine_unfinished(error)
         if self.step == self._first_step and not examined:
             return  # no step: there is nothing to say
         if self.ring.steps:
             newest = self.ring.steps[-1]
-            self._make_program(newest, self._numbers(newest))
+            assert newest.loss is not None and newest.grad_norm is not None  # the engine measures both
+            loss, norm = float(newest.loss), float(newest.grad_norm)
+            self._make_program(newest, Numbers((loss,), loss, norm, ()))
         self.log.look(self.step, "end", limits=self._limits(), finished=True)
 
     def _examine_unfinished(self, error: Exception) -> bool:
@@ -184,11 +213,6 @@ class EngineSession:
         self._bench.tape.forget()
         self.log.examined(inputs.step, facts)
         return True
-
-    def _numbers(self, step: RecordedStep) -> Numbers:
-        assert step.loss is not None and step.grad_norm is not None  # the engine measures both
-        loss, norm = float(step.loss), float(step.grad_norm)
-        return Numbers((loss,), loss, norm, ())
 
     @property
     def failures(self) -> list[str]:
@@ -269,6 +293,13 @@ class EngineObserver:
             self.session.let_go()
             if not is_out_of_memory(error):
                 self._failed = error
+
+
+def _note_spike(step: RecordedStep, decision: SpikeDecision) -> None:
+    spike = decision.spike
+    step.values["spike"] = [spike.grad_norm, spike.usual, spike.initial, decision.action]
+    if decision.action == "rollback":
+        step.values["edited"] = True  # the state after it is another
 
 
 def _tell(probe: Probe, action: Callable[[], None]) -> None:

@@ -57,6 +57,10 @@ class LookSchedule:
             self._due.add(step + 1)
         return due
 
+    def is_due(self, step: int) -> bool:
+        """Whether ``step`` was found to be due before it began."""
+        return step in self._due
+
     def wants(self, step: int, loss: float, *, bad: bool, spiked: bool, urgent: bool = False) -> bool:
         """Whether ``step``, which is over, is looked at.
 
@@ -104,8 +108,15 @@ def looks_s(step_s: float, num_steps: float, planned_s: float) -> float:
     return schedule.spent_s + LAST_LOOK_STEPS * step_s + 2 * SHARE * planned_s
 
 
+AGAIN_S = 0.1
+"""Seconds that the steps between two snapshots may take, where that is more than ``keep`` steps: to run them again."""
+
+
 class SnapshotSchedule:
-    """Every so many steps, by what a snapshot costs: never less often than the recorder holds steps."""
+    """Every so many steps, by what a snapshot costs: at least every ``keep`` steps, or every 0.1 s where that is more.
+
+    At least every ``4 * keep`` steps, for the inputs of all of them are held.
+    """
 
     def __init__(self, keep: int) -> None:
         self._keep, self._every = keep, 4
@@ -116,5 +127,7 @@ class SnapshotSchedule:
 
     def paid(self, step: int, cost_s: float, step_s: float) -> None:
         """A snapshot took ``cost_s``, where a step takes ``step_s``."""
+        step_s = max(step_s, 1e-6)
         least = 4 if step < 64 else 32
-        self._every = max(least, min(self._keep, math.ceil(cost_s / (SHARE * max(step_s, 1e-6)))))
+        most = max(self._keep, min(4 * self._keep, int(AGAIN_S / step_s)))
+        self._every = max(least, min(most, math.ceil(cost_s / (SHARE * step_s))))
