@@ -48,6 +48,15 @@ def public_functions() -> Iterator[Function]:
                 yield from (each for each in node.body if isinstance(each, Function) and each.name == "__init__")
 
 
+def verbs() -> Iterator[Function]:
+    """The functions of the command line that have options for parameters."""
+    for path in files():
+        for each in functions(path):
+            names = {ast.unparse(one.func) for one in each.decorator_list if isinstance(one, ast.Call)}
+            if room_of(path) == "cli" and "verb" in names:
+                yield each
+
+
 def test_a_file_fits_in_mind() -> None:
     sizes = {shown(path): len(path.read_text().splitlines()) for path in files()}
     assert {path: size for path, size in sizes.items() if size > LINES_OF_A_FILE.get(path, 400)} == {}
@@ -69,8 +78,8 @@ def test_a_function_fits_in_mind() -> None:
 
 
 def test_a_call_fits_in_mind() -> None:
-    """But for the public surface, which spells out every option with its type, however many there are."""
-    public = set(public_functions())
+    """But for the public surface and the verbs, which spell out every option with its type, however many there are."""
+    public = {*public_functions(), *verbs()}
     assert {"fit", "make_step"} < {each.name for each in public}
     counts = {
         f"{shown(path)}:{each.lineno} {each.name}": parameters(each)

@@ -21,9 +21,11 @@ StepBatches StepResult Stop TrainState TrainwrightError __version__ evaluate fit
 load_checkpoint lr_range make_clip make_optimizer make_schedule make_step save_checkpoint steps train watch
 """
 VERBS = """
-batch-size check demo diagnose env explain export graph lr-range plan replay resume runs schema train verify version
+batch-size check demo diagnose env explain export graph launch lr-range plan replay resume runs schema train verify
+version
 """
 VERIFY = "checkpoint parallel resume"
+LAUNCH = "kubernetes slurm"
 
 
 def python(code: str) -> str:
@@ -50,7 +52,9 @@ def test_verbs() -> None:
     command = get_command(app)
     assert sorted(command.commands) == VERBS.split()  # type: ignore[attr-defined]
     assert sorted(command.commands["verify"].commands) == VERIFY.split()  # type: ignore[attr-defined]
-    commands = {**command.commands, **command.commands["verify"].commands}  # type: ignore[attr-defined]
+    assert sorted(command.commands["launch"].commands) == LAUNCH.split()  # type: ignore[attr-defined]
+    commands = dict(command.commands)  # type: ignore[attr-defined]
+    commands |= command.commands["verify"].commands | command.commands["launch"].commands  # type: ignore[attr-defined]
     for name, verb in commands.items():
         if hasattr(verb, "commands"):
             continue

@@ -7,11 +7,12 @@ import os
 import sys
 from contextlib import suppress
 
-from trainwright.cli import running, before, after  # isort: skip  (in the order of --help)
+from trainwright.cli import running, before, jobs, after  # isort: skip  (in the order of --help)
 from trainwright.cli.app import app
+from trainwright.cli.torchrun import leave_exit_code
 from trainwright.report.failure import INTERRUPTED
 
-__all__ = ["after", "app", "before", "main", "running"]
+__all__ = ["after", "app", "before", "jobs", "main", "running"]
 
 
 def main() -> None:
@@ -27,6 +28,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter would flush it again
         raise SystemExit(141) from None  # as a program that SIGPIPE ends
     except SystemExit as end:
+        leave_exit_code(end.code or 0, os.environ)
         if end.code == INTERRUPTED:
             sys.stdout.flush()
             sys.stderr.flush()

@@ -44,6 +44,9 @@ def plan(
         bool, typer.Option("--frontier", help="Memory against time of activation checkpointing.")
     ] = False,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the timeline of a step there.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="On so many such devices: memory, exchanges and time of each layout.")
+    ] = None,
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
@@ -51,6 +54,12 @@ def plan(
     from trainwright.recipe import load
 
     loaded = load(recipe, overrides=settings or [])
+    if ranks is not None:
+        from trainwright.verbs.plan_ranks import plan_ranks
+
+        with prints_aside(as_json):
+            many = plan_ranks(loaded, ranks, recipe=str(recipe), device=device, memory=memory, devices=devices)
+        answer(many, as_json)
     from trainwright.verbs.plan import show_plan
 
     with prints_aside(as_json):

@@ -30,7 +30,7 @@ def become_torchrun(options: Sequence[str], loaded: Loaded) -> NoReturn:
     command = sys.argv[1 : sys.argv.index("--")]
     meet = [] if _says_where_to_meet(options) else ["--standalone"]
     passed_on = [] if _value(options, "signals-to-handle") else [f"--signals-to-handle={SIGNALS}"]
-    arguments = ["-m", "torch.distributed.run", *meet, *passed_on, *options, "-m", "trainwright", *command]
+    arguments = ["-m", "trainwright.cli.torchrun", *meet, *passed_on, *options, "-m", "trainwright", *command]
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does, and says so in four lines
     os.execv(sys.executable, [sys.executable, *arguments])
 

@@ -41,15 +41,23 @@ LEAST_SAMPLES = 2
 """Samples of the smaller of two traces: with one, some copies become views."""
 
 
+def whole(model: nn.Module) -> None:
+    """Leaves the model as it is."""
+
+
 @dataclass(frozen=True)
 class Blueprint:
-    """What a recipe names, of which only the data is real. ``live`` is a model that was handed over in Python."""
+    """What a recipe names, of which only the data is real. ``live`` is a model that was handed over in Python.
+
+    ``part`` is done to each new model: it may leave what one rank computes of it.
+    """
 
     loaded: Loaded
     train: Unwrapped
     loss: Callable[..., Loss | Tensor]
     sample: object
     live: nn.Module | None = None
+    part: Callable[[nn.Module], object] = whole
 
     @cached_property
     def counts(self) -> tuple[int, int]:
@@ -110,6 +118,7 @@ class Blueprint:
         if recipe.model.freeze:
             with at_recipe(self.loaded, "model.freeze"):
                 freeze(model, recipe.model.freeze)
+        self.part(model)
         return model.train()
 
     def _built(self) -> nn.Module:

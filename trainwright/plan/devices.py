@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainwright.errors import Problem, RecipeError, UsageError, suggest
+from trainwright.plan.links import ALONE, Node
 from trainwright.recipe.byte_size import parse_bytes
 from trainwright.recipe.yaml_core import UnreadableError, read
 
@@ -26,7 +27,8 @@ class Device:
 
     ``host_bandwidth`` is the rate in bytes/s at which an update on the host reads and writes; ``host_memory_bytes`` is
     the free memory there, 0: not known. ``reach_flops`` and ``reach_bandwidth`` are the shares of these figures that
-    good kernels reach; ``launch_s`` is the host's time for one operator, the least that an operator takes.
+    good kernels reach; ``launch_s`` is the host's time for one operator, the least that an operator takes. ``node`` is
+    the machine that several of them are in.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Device:
     launch_s: float = 8e-6
     host_bandwidth: float = 40e9
     host_memory_bytes: int = 0
+    node: Node = ALONE
 
     @property
     def usable_bytes(self) -> int:
@@ -105,7 +108,7 @@ def parse_devices(text: str, name: str) -> Mapping[str, Device]:
 
 
 _RATES = ("bandwidth", "host_link", "reach_flops", "reach_bandwidth", "launch_s", "host_bandwidth")
-_OPTIONAL = ("source", "kind", *_RATES[1:])
+_OPTIONAL = ("source", "kind", "node", *_RATES[1:])
 _REQUIRED = ("memory", "bandwidth", "flops")
 
 
@@ -135,6 +138,7 @@ def _device(name: str, figures: object, where: str, problems: list[Problem]) -> 
         memory = parse_bytes(str(row.get("memory", "")))
     except UsageError as error:
         wrong("memory", "must be a size", error.remedy)
+    node = _node(row["node"], wrong) if "node" in row else ALONE
     if len(problems) > before:
         return None
     device = Device(
@@ -144,9 +148,20 @@ def _device(name: str, figures: object, where: str, problems: list[Problem]) -> 
         bandwidth=float(row["bandwidth"]),
         flops={key: float(value) for key, value in flops.items()},
         source=str(row.get("source", where)),
+        node=node,
     )
     rates: dict[str, Any] = {key: float(row[key]) for key in numbers if key != "bandwidth"}
     return replace(device, **rates)
+
+
+def _node(figures: object, wrong: Callable[[str, str, str], None]) -> Node:
+    """Returns the machine of a row; the default one after calling ``wrong``."""
+    row: dict[str, Any] = figures if isinstance(figures, dict) else {}
+    if set(row) == {"ranks", "link", "network"} and all(map(_positive, row.values())) and row["ranks"] % 1 == 0:
+        return Node(int(row["ranks"]), float(row["link"]), float(row["network"]))
+    rule = "must give how many of them a machine has, and bytes/s of a link in it and of its network"
+    wrong("node", rule, "write node: {ranks: 8, link: 450e9, network: 400e9}")
+    return ALONE
 
 
 def _positive(value: object) -> bool:

@@ -7,6 +7,7 @@ Only its parser is used here. Scalars follow the YAML 1.2 core schema (https://y
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import yaml
@@ -109,9 +110,22 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+class _PlainDumper(_Dumper):
+    def represent_str(self, text: str) -> ScalarNode:
+        return self.represent_scalar(_TAG + "str", text, style="|" if "\n" in text else None)
+
+
+_PlainDumper.add_representer(str, _PlainDumper.represent_str)
+
+
 def write(value: object) -> str:
     """Returns block-style YAML that `read`, and any reader of YAML 1.1 or 1.2, reads back equal."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+
+
+def write_all(values: Sequence[object]) -> str:
+    """Returns several documents in one file; texts of several lines are shown as they are."""
+    return yaml.dump_all(values, Dumper=_PlainDumper, sort_keys=False, allow_unicode=True, width=110)
 
 
 def read(text: str, name: str) -> Document:

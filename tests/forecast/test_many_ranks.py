@@ -1,0 +1,131 @@
+"""A plan for many ranks: what is grown from two blocks is what is traced, what is counted is what ranks exchange."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests import ranks
+from trainwright.cli import app
+from trainwright.forecast.blueprint import make_blueprint
+from trainwright.forecast.layouts import LayoutSurvey
+from trainwright.forecast.many_ranks import rank_model, weights_of
+from trainwright.models.gpt import gpt
+from trainwright.plan.devices import find_device, known_devices
+from trainwright.plan.grow import grown_layout
+from trainwright.plan.links import Node
+from trainwright.plan.parallel import Degrees
+from trainwright.plan.traffic import Activations, Step
+from trainwright.recipe import Loaded, load
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+GPT = {"vocab_size": 61, "block_size": 16, "layers": 3, "heads": 3, "d_model": 21}
+"""Sizes that two and four ranks do not divide: FSDP pads them."""
+
+
+def deep(layers: int, *settings: str) -> Loaded:
+    ask = [f"model.args.layers={layers}", "batch.size=96", *settings]
+    return load(RECIPES / "gpt-tiny.yaml", overrides=ask, environ={})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["none", "block"])
+def test_what_is_grown_from_two_blocks_is_what_is_traced(policy: str) -> None:
+    device = find_device("h100-80gb", known_devices())
+    survey = LayoutSurvey(make_blueprint(deep(6)), device, "bf16")
+    model = rank_model(survey, [policy])
+    assert model.blocks is not None and model.layers == 6
+    found = grown_layout(model.layouts[policy].scaled, model.blocks, model.layers).at(12, 3)
+    traced = survey.trace(12, chunked=False, checkpointing=survey.checkpointing(policy), accumulation=3)
+    assert found.peak.total == pytest.approx(traced.peak.total, rel=0.01)
+    assert found.flops == pytest.approx(traced.flops, rel=0.01)
+    assert sum(found.resident.values()) == pytest.approx(sum(traced.resident.values()), rel=1e-3)
+
+
+COUNT = """
+import json, sys
+from collections import Counter
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+import trainwright as tw
+from trainwright.models.gpt import gpt
+
+settings, options = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+NAMES = {"allreduce_": "all-reduce", "_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter",
+         "all_reduce": "all-reduce", "all_gather_into_tensor": "all-gather"}
+counts, starts = Counter(), []
+
+class Counting(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(each, torch.distributed.tensor.DTensor) for each in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        name = NAMES.get(func._overloadpacket.__name__)
+        if name and func.namespace in ("c10d", "_c10d_functional"):
+            tensors = [each for each in tree_leaves((args, result)) if isinstance(each, torch.Tensor)]
+            whole = max(each.nbytes for each in tensors)  # the gathered output, the scattered input
+            if whole > 1024:  # not the numbers that ranks agree on
+                counts[name] += whole
+                counts[name + " calls"] += 1
+        return result
+
+def loss(model, batch):
+    starts.append(dict(counts))
+    logits, targets = model(batch[0]).flatten(0, 1), batch[1].flatten()
+    return tw.Loss(nn.functional.cross_entropy(logits, targets, reduction="sum"), targets.numel())
+
+torch.manual_seed(3)
+ids = torch.randint(options["vocab_size"], (64, options["block_size"] + 1), generator=torch.Generator().manual_seed(0))
+with Counting():
+    given = {"log.doctor": False, "checkpoint.every": None, "batch.size": 16, "evaluation.every": "4steps"}
+    tw.fit(gpt(**options), (ids[:, :-1], ids[:, 1:]), loss, until="4steps", quiet=True, precision="fp32",
+           settings={**given, **settings})
+each = int(settings.get("batch.accumulation", 1))
+first, second = starts[-2 * each], starts[-each]
+print(json.dumps({name: second[name] - first.get(name, 0) for name in second}))
+"""
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize(("degrees", "accumulation"), [(Degrees(replicate=2), 2)])
+def test_the_bytes_of_a_plan_are_those_that_ranks_exchange(tmp_path: Path, degrees: Degrees, accumulation: int) -> None:
+    settings = {"parallel.replicate": degrees.replicate, "parallel.shard": degrees.shard}
+    settings |= {"batch.micro": 16 // degrees.data // accumulation, "batch.accumulation": accumulation}
+    done = ranks.run(COUNT, degrees.ranks, json.dumps(settings), json.dumps(GPT), cwd=tmp_path)
+    assert [each.returncode for each in done] == [0] * degrees.ranks, done[0].stderr
+    counted = json.loads(done[0].stdout.splitlines()[-1])
+    step = Step(degrees, 3, weights_of(gpt(**GPT)), Activations(), settings["batch.micro"], accumulation)
+    planned = Counter[str]()
+    for row in step.traffic(Node(), overlaps=False):
+        planned[row.collective] += row.num_bytes
+        planned[f"{row.collective} calls"] += row.calls
+    assert dict(planned) == {name: count for name, count in counted.items() if count}
+
+
+@pytest.mark.slow
+def test_a_thousand_ranks() -> None:
+    words = ["plan", str(RECIPES / "llama-7b.yaml"), "--ranks", "1024", "--device", "h100-80gb"]
+    done = CliRunner().invoke(app, [*words, "--set", "batch.size=2048", "--json"])
+    plan = json.loads(done.stdout.splitlines()[-1])
+    assert (done.exit_code, plan["fits"]) == (3, False)  # as written every rank holds the whole model
+    assert plan["planned_s"] < 60
+    best = plan["best"]
+    assert best["fits"] and best["degrees"]["shard"] > 1
+    assert {(row["axis"], row["collective"]) for row in best["traffic"]} >= {("shard", "all-gather")}
+    assert 0.2 < best["mfu"] < 0.6
+    assert best["step_s"] == pytest.approx(best["busy_s"] + best["exposed_s"] + best["bubble_s"])
+
+
+def test_ranks_without_samples_and_too_many_ranks_are_said() -> None:
+    words = ["plan", str(RECIPES / "gpt-tiny.yaml"), "--device", "h100-80gb", "--set", "batch.size=8"]
+    done = CliRunner().invoke(app, [*words, "--ranks", "64"])
+    assert "56 ranks have none" in done.output
+    refused = CliRunner().invoke(app, [*words, "--ranks", "3", "--set", "parallel.replicate=2"])
+    assert refused.exit_code == 2 and "the number of ranks, 3" in refused.stderr

@@ -1,0 +1,193 @@
+"""Job files: the sbatch script is run with stand-ins for Slurm's programs, the manifest is held against the API."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from trainwright.cli import app
+
+MODULE = """
+import time, torch
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return torch.randn(8) + index % 3, index % 3
+"""
+RECIPE = """
+until: 400steps
+device: cpu
+model: {use: mlp, args: {sizes: [8, 16, 3]}}
+data: {train: "slow:Slow"}
+batch: {size: 8}
+precision: fp32
+checkpoint: {every: null}
+log: {every: 1steps, doctor: false}
+"""
+STAND_INS = {
+    "srun": """
+while [[ $1 == --* ]]; do shift; done
+pids=()
+for node in 1 2; do "$@" & pids+=($!); done
+trap 'kill -USR1 "${pids[@]}"' USR1
+worst=0
+for pid in "${pids[@]}"; do
+    code=138
+    while [ $code -eq 138 ]; do wait $pid; code=$?; done
+    [ $code -gt $worst ] && worst=$code
+done
+exit $worst
+""",
+    "scontrol": '[ "$1" = show ] && echo 127.0.0.1 || echo "$*" >> requeued.txt',
+}
+"""Slurm's programs as far as the script uses them: srun starts a task on each of two nodes, which are this machine."""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "slow.py").write_text(MODULE)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    return tmp_path
+
+
+def launched(*words: str) -> str:
+    done = CliRunner().invoke(app, ["launch", *words])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def submit(project: Path) -> subprocess.Popen[str]:
+    """Runs the script as slurmd would on the first node of job 417."""
+    programs = project / "bin"
+    programs.mkdir(exist_ok=True)
+    for name, code in STAND_INS.items():
+        (programs / name).write_text(f"#!/bin/bash\n{code}")
+        (programs / name).chmod(0o755)
+    path = f"{programs}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "SLURM_JOB_ID": "417", "SLURM_JOB_NODELIST": "node[1-2]"}
+    command = ["bash", str(project / "job.sbatch")]
+    return subprocess.Popen(command, cwd=project, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_slurm_job_saves_before_its_end_is_queued_again_and_goes_on(project: Path) -> None:
+    words = [str(project / "recipe.yaml"), "--ranks", "2x1", "--time", "00:10:00", "--partition", "cpu"]
+    printed = launched("slurm", *words, "--output", str(project / "job.sbatch"))
+    assert f"sbatch {project / 'job.sbatch'}" in printed
+    assert subprocess.run(["bash", "-n", str(project / "job.sbatch")]).returncode == 0
+    job = submit(project)
+    log = project / "runs/run/log.jsonl"
+    end_s = time.monotonic() + 90
+    while not log.exists() or log.read_bytes().count(b'"kind":"step"') < 20:
+        assert time.monotonic() < end_s and job.poll() is None, job.communicate()[1]
+        time.sleep(0.02)
+    job.send_signal(signal.SIGUSR1)  # what --signal=B:USR1@... does
+    stderr = job.communicate(timeout=60)[1]
+    assert job.returncode == 75, stderr
+    assert (project / "requeued.txt").read_text() == "requeue 417\n"
+    stopped = json.loads(log.read_text().splitlines()[-1])
+    assert stopped["ending"] == "stopped" and stopped["step"] < 400
+    again = submit(project)
+    stderr = again.communicate(timeout=90)[1]
+    assert again.returncode == 0, stderr
+    ended = json.loads(log.read_text().splitlines()[-1])
+    assert (ended["ending"], ended["step"]) == ("finished", 400)
+    assert [path.name for path in (project / "runs").iterdir()] == ["run"]
+    assert (project / "requeued.txt").read_text() == "requeue 417\n"
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_torchrun_ends_with_the_code_of_the_ranks(project: Path) -> None:
+    """A recipe that only the ranks can refuse: 2, where torchrun says 1."""
+    recipe = project / "recipe.yaml"
+    recipe.write_text(RECIPE.replace("sizes: [8, 16, 3]", "sizes: [8, 16, 3], depth: 2"))
+    command = [sys.executable, "-m", "trainwright", "train", str(recipe), "--", "--nproc-per-node", "2"]
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert "depth" in done.stderr
+
+
+def test_the_header_of_a_slurm_job(project: Path) -> None:
+    recipe = str(project / "recipe.yaml")
+    words = ["--ranks", "4x8", "--account", "physics", "--sbatch", "signal=B:USR1@600", "--set", "device=auto"]
+    script = launched("slurm", recipe, *words)
+    header = {line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")}
+    assert {"nodes=4", "ntasks-per-node=1", "gpus-per-node=8", "requeue", "account=physics"} <= header
+    assert "signal=B:USR1@600" in header and not any("USR1@120" in each for each in header)
+    assert "gpus-per-node" not in launched("slurm", recipe, "--ranks", "4x8")  # device: cpu
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--ranks", "two"], "does not say how many ranks"),
+        (["--ranks", "2x4", "--set", "parallel.replicate=3"], "must be the number of ranks, 8"),
+        (["--ranks", "2x4", "--grace", "20"], "too short"),
+        (["--ranks", "2x4", "--sbatch", "rm -rf"], "no options of sbatch"),
+        (["--ranks", "2x4", "--output", "no/such/folder"], "cannot be written"),
+    ],
+)
+def test_what_cannot_work_is_refused(project: Path, words: list[str], error: str) -> None:
+    done = CliRunner().invoke(app, ["launch", "slurm", str(project / "recipe.yaml"), *words])
+    assert done.exit_code in (1, 2) and error in done.stderr and "remedy" in done.stderr
+
+
+CONTAINER = {
+    "name": str,
+    "image": str,
+    "command": list,
+    "env": list,
+    "volumeMounts": list,
+    "resources": dict,
+}
+"""Fields of a container in the API (v1) that the manifest may use, with their types."""
+
+
+def test_a_manifest_keeps_to_the_api(project: Path) -> None:
+    recipe = project / "recipe.yaml"
+    words = ["--image", "registry/run:1", "--volume", "runs", "--set", "device=auto", "--set", "name=GPT_7b.v2"]
+    text = launched("kubernetes", str(recipe), "--ranks", "2x8", *words)
+    config, service, job = yaml.safe_load_all(text)
+    assert [each["kind"] for each in (config, service, job)] == ["ConfigMap", "Service", "Job"]
+    assert config["data"]["recipe.yaml"] == recipe.read_text()
+    assert {each["metadata"]["name"] for each in (config, service, job)} == {"gpt-7b-v2"}
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    assert set(container) <= set(CONTAINER) and all(isinstance(v, CONTAINER[k]) for k, v in container.items())
+    # rules of the API: an indexed job has as many completions; a failure policy needs Never; values rise, none is 0
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
+    assert pod["restartPolicy"] == "Never"
+    codes = [rule["onExitCodes"] for rule in spec["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
+    assert all(
+        each["containerName"] == container["name"] and each["values"] == sorted(set(each["values"]) - {0})
+        for each in codes
+    )
+    assert [each["values"] for each in codes] == [[2, 3], [75]]
+    # pods find each other: the service selects them, their subdomain is its name, and the first is where they meet
+    labels = job["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= labels.items() and service["spec"]["clusterIP"] == "None"
+    assert pod["subdomain"] == service["metadata"]["name"]
+    command = container["command"]
+    assert (
+        command[command.index("--rdzv-endpoint") + 1] == f"gpt-7b-v2-0.gpt-7b-v2:{service['spec']['ports'][0]['port']}"
+    )
+    assert {each["name"] for each in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+    grace = pod["terminationGracePeriodSeconds"]
+    assert int(command[command.index("--shutdown-timeout") + 1]) < grace
+    assert command[command.index("--set") + 1] == "device=auto" and "folder=/runs" in command

@@ -1,0 +1,64 @@
+"""The verbs that write job files for schedulers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainwright.cli.app import Json, RecipePath, Settings, answer, app, verb
+
+launch_app = typer.Typer(help="Write the job file by which a scheduler trains a recipe on several machines.")
+app.add_typer(launch_app, name="launch", no_args_is_help=True)
+
+Ranks = Annotated[str, typer.Option("--ranks", metavar="MACHINESxRANKS", help="Machines, and ranks of each: 2x8.")]
+Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Write it there instead of printing it.")]
+Grace = Annotated[int, typer.Option(metavar="SECONDS", help="From the signal to the kill: a step and a checkpoint.")]
+
+
+@verb("slurm", of=launch_app)
+def launch_slurm(
+    recipe: RecipePath,
+    ranks: Ranks,
+    time: Annotated[str | None, typer.Option(help="Limit of the job: 04:00:00.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Where the job is queued.")] = None,
+    account: Annotated[str | None, typer.Option(help="Who pays for it.")] = None,
+    directives: Annotated[
+        list[str] | None,
+        typer.Option("--sbatch", metavar="KEY=VALUE", help="Any other option of sbatch, repeatable: qos=long."),
+    ] = None,
+    grace: Grace = 120,
+    output: Output = None,
+    settings: Settings = None,
+    as_json: Json = False,
+) -> None:
+    """Write an sbatch script that saves before the time is over and is then queued again."""
+    from trainwright.recipe import load
+    from trainwright.verbs.launch import Shape, slurm_job
+
+    named = {"time": time, "partition": partition, "account": account}
+    asked = [*(f"{key}={value}" for key, value in named.items() if value), *(directives or [])]
+    loaded = load(recipe, overrides=settings or [])
+    job = slurm_job(loaded, Shape.parse(ranks), settings=settings or [], grace_s=grace, directives=asked)
+    answer(job.written(output), as_json)
+
+
+@verb("kubernetes", of=launch_app)
+def launch_kubernetes(
+    recipe: RecipePath,
+    ranks: Ranks,
+    image: Annotated[str, typer.Option(help="The container image, with trainwright and what the recipe imports.")],
+    volume: Annotated[str, typer.Option(help="The PersistentVolumeClaim for the runs, which all pods can write.")],
+    grace: Grace = 120,
+    output: Output = None,
+    settings: Settings = None,
+    as_json: Json = False,
+) -> None:
+    """Write a manifest: an indexed Job and a headless Service, which need no operator."""
+    from trainwright.recipe import load
+    from trainwright.verbs.launch import Shape, kubernetes_job
+
+    loaded = load(recipe, overrides=settings or [])
+    job = kubernetes_job(loaded, Shape.parse(ranks), image=image, volume=volume, settings=settings or [], grace_s=grace)
+    answer(job.written(output), as_json)

@@ -1,0 +1,106 @@
+"""The trace of a model with many equal blocks, from that of the same model with two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from trainwright.plan.scale import PASSES, Scaled
+from trainwright.plan.trace import Kind, Moment, Trace, Work
+
+Held = Mapping[Kind, float]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The two blocks that were traced, by path; the bytes of one's weights, and its share of what is trained of all.
+
+    ``share`` is (trained weights of one block) / (trained weights of the traced model).
+    """
+
+    first: str
+    second: str
+    weight_bytes: int
+    share: float
+
+
+def grown_layout(scaled: Scaled, blocks: Blocks, count: int) -> Scaled:
+    """``grown`` for both traces."""
+    return replace(scaled, small=grown(scaled.small, blocks, count), large=grown(scaled.large, blocks, count))
+
+
+def grown(trace: Trace, blocks: Blocks, count: int) -> Trace:
+    """The trace of a model of ``count`` blocks, two or more.
+
+    The others are put between the two. What each adds is what the second one added: in the forward pass from its end
+    on, and in the backward pass when it is done. Peaks within the others lie between those of the two.
+    """
+    more = count - 2
+    if not more:
+        return trace
+    begin, end = _span(trace.moments, blocks.second)
+    forward, after = _added(trace.moments, blocks)
+    kept = {kind: size for kind, size in forward.items() if kind != "temporaries"}  # autocast's copies end with a pass
+    whole = 1 + more * blocks.share  # how many times more is trained
+    moments = []
+    for index, moment in enumerate(trace.moments):
+        held: dict[Kind, float] = dict(moment.held)
+        added = {} if index < begin else kept if index <= end else after
+        if moment.phase == "forward" and index >= begin:
+            added = forward
+        if moment.phase == "update":
+            added = {"gradients": after.get("gradients", 0) if held.get("gradients") else 0}
+            held["temporaries"] = held.get("temporaries", 0) * whole
+        for kind, size in added.items():
+            held[kind] = max(0, held.get(kind, 0) + more * size)
+        held["weights"] = held.get("weights", 0) + more * blocks.weight_bytes
+        held["optimizer"] = held.get("optimizer", 0) * whole
+        moments.append(
+            Moment(moment.phase, moment.micro, moment.module, moment.op, {kind: round(b) for kind, b in held.items()})
+        )
+    work = tuple(_more(each, blocks, count, whole) for each in trace.work)
+    return replace(trace, moments=tuple(moments), work=work, kept=_kept(trace, blocks, count))
+
+
+def _within(module: str, block: str) -> bool:
+    return f"{module}.".startswith(f"{block}.")
+
+
+def _span(moments: Sequence[Moment], block: str) -> tuple[int, int]:
+    """From the first moment in the block's forward pass to the last of its backward pass."""
+    inside = [index for index, moment in enumerate(moments) if _within(moment.module, block)]
+    return inside[0], inside[-1]
+
+
+def _added(moments: Sequence[Moment], blocks: Blocks) -> tuple[Held, Held]:
+    """What a block adds to what is held when its forward pass is done, and when its backward pass is done."""
+    forward = _difference(_last(moments, blocks.first, forward=True), _last(moments, blocks.second, forward=True))
+    backward = _difference(_last(moments, blocks.second, forward=False), _last(moments, blocks.first, forward=False))
+    kinds = {*forward, *backward} - {"temporaries"}
+    return forward, {kind: forward.get(kind, 0) + backward.get(kind, 0) for kind in kinds}
+
+
+def _last(moments: Sequence[Moment], block: str, *, forward: bool) -> Moment:
+    """The last moment within a block in one of the passes."""
+    found = [m for m in moments if _within(m.module, block) and (m.phase == "forward") is forward]
+    return found[-1]
+
+
+def _difference(one: Moment, other: Moment) -> Held:
+    return {kind: other.held.get(kind, 0) - one.held.get(kind, 0) for kind in {*one.held, *other.held}}
+
+
+def _more(work: Work, blocks: Blocks, count: int, whole: float) -> Work:
+    if _within(work.module, blocks.second):
+        times: float = count - 1
+    elif work.phase in PASSES:
+        return work
+    else:
+        times = whole
+    return replace(
+        work, calls=round(work.calls * times), flops=round(work.flops * times), bytes=round(work.bytes * times)
+    )
+
+
+def _kept(trace: Trace, blocks: Blocks, count: int) -> dict[str, int]:
+    return {path: size * (count - 1 if _within(path, blocks.second) else 1) for path, size in trace.kept.items()}

@@ -1,0 +1,284 @@
+"""A recipe on many ranks, by arithmetic: what each layout holds, exchanges and takes, and which one to choose.
+
+The rule is that of ``plan.layout``: of what fits, the fastest; of what is as fast within ``AS_FAST``, the plainest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from trainwright.plan.devices import Device
+from trainwright.plan.explain import human_bytes, human_seconds
+from trainwright.plan.grow import Blocks, grown_layout
+from trainwright.plan.layout import AS_FAST, Layout, micro_sizes
+from trainwright.plan.make import Note
+from trainwright.plan.parallel import AXES, Degrees
+from trainwright.plan.roofline import StepTime, scaled_time
+from trainwright.plan.scale import Scaled
+from trainwright.plan.trace import Kind
+from trainwright.plan.traffic import Activations, Step, Traffic
+from trainwright.plan.units import Weights, Zero, sharded_layout
+
+MOST_MICRO_SIZES = 8
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """The part of a model that one rank of a tensor group computes.
+
+    ``layouts`` are traces of it with two blocks, by activation checkpointing; where ``blocks`` is None, of all of it.
+    ``weights`` are those of the whole depth.
+    """
+
+    weights: Weights
+    activations: Activations
+    layouts: Mapping[str, Layout]
+    blocks: Blocks | None
+
+    @property
+    def layers(self) -> int:
+        """The number of equal blocks; 0 where there are none."""
+        return self.weights.blocks.times if self.blocks else 0
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One layout of one recipe on all ranks: what a rank holds, and what a step takes.
+
+    ``stage_bytes`` is the peak by pipeline stage. ``busy_s`` is what a rank computes in a step, ``exposed_s`` what it
+    waits for exchanges that nothing hides, ``bubble_s`` what a stage waits for others.
+    """
+
+    degrees: Degrees
+    zero: Zero
+    policy: str
+    micro: int
+    accumulation: int
+    stage_bytes: tuple[int, ...]
+    scaled: Scaled
+    time: StepTime
+    traffic: tuple[Traffic, ...]
+    busy_s: float
+    exposed_s: float
+    bubble_s: float
+    fits: bool
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.stage_bytes)
+
+    @property
+    def held(self) -> Mapping[Kind, int]:
+        """What a rank of the first stage holds at the peak of one micro-batch."""
+        return self.scaled.at(self.micro, self.accumulation).peak.held
+
+    @property
+    def step_s(self) -> float:
+        return self.busy_s + self.exposed_s + self.bubble_s
+
+    @property
+    def exchange_s(self) -> float:
+        """The time of all exchanges, hidden or not."""
+        return sum(each.wait_s for each in self.traffic)
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation of a rank."""
+        return (self.time.flops - self.time.checkpointing_flops) / (self.step_s * self.time.peak_flops)
+
+    @property
+    def rank(self) -> tuple[int, ...]:
+        """0s for the plainest: how many axes beside copies, then what each costs in understanding."""
+        axes = sum(getattr(self.degrees, axis) > 1 for axis in AXES if axis != "replicate")
+        return (axes, ("none", "selective", "block").index(self.policy), self.accumulation > 1)
+
+    def __str__(self) -> str:
+        shape = f"{self.micro} x {self.accumulation}, checkpointing {self.policy}"
+        return f"{self.degrees}, {shape}: {human_bytes(self.peak_bytes)}, {human_seconds(self.step_s)} a step"
+
+
+@dataclass(frozen=True)
+class ManyRanks:
+    """Weighs layouts of ``size`` samples a step on one device. ``models`` are by tensor degree."""
+
+    models: Mapping[int, RankModel]
+    device: Device
+    size: int
+    precision: str
+    _grown: dict[tuple[int, int, str], Scaled] = field(default_factory=dict)
+    _sharded: dict[tuple[int, int, int, int, str], Scaled] = field(default_factory=dict)
+
+    def place(self, degrees: Degrees, zero: Zero, policy: str, micro: int) -> Placement:
+        """What a rank holds and a step takes with one layout."""
+        model = self.models[degrees.tensor]
+        scaled, weights = self._scaled(degrees, zero, policy)
+        accumulation = -(-self._share(degrees) // micro)
+        peak, stages = scaled.peak_bytes(micro, accumulation), degrees.pipeline
+        kept = _kept_bytes(scaled, micro) if stages > 1 else 0
+        by_stage = tuple(peak + (min(accumulation, stages - stage) - 1) * kept for stage in range(stages))
+        time = scaled_time(scaled, micro, accumulation, self.device, self.precision)
+        step = Step(degrees, zero, weights, model.activations, micro, accumulation)
+        traffic = step.traffic(self.device.node, overlaps=self.device.kind == "cuda")
+        exposed = exposed_s(traffic, time, accumulation)
+        passes = time.step_s - time.by_phase.get("update", 0.0)
+        at_end = sum(each.wait_s for each in traffic if each.pass_ == "end")
+        return Placement(
+            degrees=degrees,
+            zero=zero,
+            policy=policy,
+            micro=micro,
+            accumulation=accumulation,
+            stage_bytes=by_stage,
+            scaled=scaled,
+            time=time,
+            traffic=traffic,
+            busy_s=time.step_s,
+            exposed_s=exposed,
+            bubble_s=(stages - 1) / accumulation * (passes + exposed - at_end),
+            fits=max(by_stage) <= self.device.usable_bytes,
+        )
+
+    def all(self, degrees: Sequence[Degrees], zeros: Sequence[Zero] = (3,)) -> list[Placement]:
+        """Every layout with these degrees, with each policy of activation checkpointing and micro-batch."""
+        return [
+            self.place(each, zero, policy, micro)
+            for each in degrees
+            for zero in (zeros if each.shard > 1 else zeros[-1:])
+            for policy in self.models[each.tensor].layouts
+            for micro in _few(micro_sizes(self._share(each)))
+        ]
+
+    def _share(self, degrees: Degrees) -> int:
+        return -(-self.size // degrees.data)
+
+    def _scaled(self, degrees: Degrees, zero: Zero, policy: str) -> tuple[Scaled, Weights]:
+        """What a rank holds and computes, and the weights of its stage before sharding."""
+        scaled, weights = self._stage(degrees.tensor, degrees.pipeline, policy)
+        key = (degrees.tensor, degrees.pipeline, degrees.shard, zero, policy)
+        if key not in self._sharded:
+            self._sharded[key] = sharded_layout(scaled, weights, degrees.shard, zero)
+        return self._sharded[key], weights
+
+    def _stage(self, tensor: int, pipeline: int, policy: str) -> tuple[Scaled, Weights]:
+        model, key = self.models[tensor], (tensor, pipeline, policy)
+        if model.blocks is None:
+            return model.layouts[policy].scaled, model.weights
+        count = max(2, -(-model.layers // pipeline))
+        if key not in self._grown:
+            self._grown[key] = grown_layout(model.layouts[policy].scaled, model.blocks, count)
+        return self._grown[key], model.weights.with_blocks(count)
+
+
+def exposed_s(traffic: Sequence[Traffic], time: StepTime, accumulation: int) -> float:
+    """Seconds of a step that a rank waits for exchanges.
+
+    What hides behind a pass takes the time beyond that of the pass; the first exchange of each pass hides behind
+    nothing.
+    """
+    total = sum(each.wait_s for each in traffic if not each.hides)
+    busy = {
+        "forward": time.by_phase.get("forward", 0.0),
+        "backward": time.by_phase.get("backward", 0.0) + time.by_phase.get("checkpointing", 0.0),
+    }
+    for pass_, computing in busy.items():
+        rows = [each for each in traffic if each.hides and each.pass_ == pass_]
+        first = max((each.wait_s / each.calls * accumulation for each in rows if each.calls), default=0.0)
+        total += max(first, sum(each.wait_s for each in rows) - computing)
+    return total
+
+
+def layouts_of(ranks: int, models: Mapping[int, RankModel], axes: Sequence[str], size: int) -> list[Degrees]:
+    """All degrees whose product is ``ranks``, on these axes; those that leave ranks without samples only if need be."""
+    found = list(_degrees(ranks, models, axes))
+    return [each for each in found if each.data <= size] or found
+
+
+def _degrees(ranks: int, models: Mapping[int, RankModel], axes: Sequence[str]) -> Iterator[Degrees]:
+    for tensor, model in models.items():
+        if tensor > 1 and "tensor" not in axes:
+            continue
+        for pipeline in _divisors(model.layers or 1) if "pipeline" in axes else [1]:
+            if ranks % (tensor * pipeline) or (model.layers and model.layers // pipeline < 2):
+                continue
+            data = ranks // (tensor * pipeline)
+            for shard in _divisors(data) if "shard" in axes else [1]:
+                yield Degrees(replicate=data // shard, shard=shard, tensor=tensor, pipeline=pipeline)
+
+
+def best_of(options: Sequence[Placement]) -> Placement:
+    """Of those as fast as the fastest that fits the plainest, then what exchanges least; else what holds least."""
+    fitting = [option for option in options if option.fits]
+    if not fitting:
+        return min(options, key=lambda option: (option.peak_bytes, option.rank))
+    enough = min(option.step_s for option in fitting) * (1 + AS_FAST)
+    return min((o for o in fitting if o.step_s <= enough), key=lambda o: (o.rank, o.exchange_s, o.peak_bytes))
+
+
+def runners_up(options: Sequence[Placement], best: Placement, count: int = 5) -> list[Placement]:
+    """The best of each other degrees: those that fit by time, then those that do not, by what they hold."""
+    by_degrees: dict[Degrees, list[Placement]] = {}
+    for option in options:
+        if option.degrees != best.degrees:
+            by_degrees.setdefault(option.degrees, []).append(option)
+    each = [best_of(group) for group in by_degrees.values()]
+    each.sort(key=lambda option: (not option.fits, option.step_s if option.fits else option.peak_bytes))
+    kinds: dict[tuple[str, ...], Placement] = {}
+    for option in each:  # first one of each kind, so that the list shows what differs
+        kinds.setdefault(_axes(option.degrees), option)
+    rest = [option for option in each if option not in kinds.values()]
+    chosen = [*kinds.values(), *rest][:count]
+    return [option for option in each if option in chosen]
+
+
+def against(option: Placement, best: Placement) -> str:
+    """What an option would cost instead of the best one, in words."""
+    change = option.step_s / best.step_s - 1
+    if change > 1:
+        return f"{change + 1:.2g} times as long{'' if option.fits else ', and does not fit'}"
+    time = "as fast" if abs(change) < 0.005 else f"{abs(change):.0%} {'slower' if change > 0 else 'faster'}"
+    return time if option.fits else f"{time}, but does not fit"
+
+
+def choice_notes(best: Placement, options: Sequence[Placement], device: Device) -> tuple[Note, ...]:
+    """Why this layout: its memory against copies of the whole model, its waits, its micro-batch."""
+    reasons = [f"{human_bytes(best.peak_bytes)} of {human_bytes(device.usable_bytes)} a rank"]
+    copies = [option for option in options if option.degrees.ranks == option.degrees.replicate]
+    if copies and best not in copies:
+        least = best_of(copies)
+        verdict = against(least, best)
+        reasons.append(f"copies of the whole model would hold {human_bytes(least.peak_bytes)}, {verdict}")
+    waits = [f"{(best.exposed_s) / best.step_s:.0%} of a step waits for exchanges"]
+    if best.bubble_s:
+        waits.append(f"{best.bubble_s / best.step_s:.0%} for other stages")
+    same = [option for option in options if option.degrees == best.degrees and option.micro == best.micro]
+    others = {o.policy: against(o, best) for o in same if o.policy != best.policy}
+    again = "; ".join(f"{policy} would be {words}" for policy, words in others.items())
+    return (
+        Note("parallel", str(best.degrees), "; ".join([*reasons, *waits])),
+        Note("micro-batch", f"{best.micro} x {best.accumulation}", f"{human_seconds(best.step_s)} a step"),
+        Note("checkpointing", best.policy, again or "the model has no blocks to compute again"),
+    )
+
+
+def _kept_bytes(scaled: Scaled, micro: int) -> int:
+    """What a micro-batch keeps for its backward pass."""
+    small, large = (sum(trace.kept.values()) for trace in (scaled.small, scaled.large))
+    each = (large - small) / (scaled.sizes[1] - scaled.sizes[0])
+    return max(0, round(small + each * (micro - scaled.sizes[0])))
+
+
+def _axes(degrees: Degrees) -> tuple[str, ...]:
+    return tuple(axis for axis in AXES if getattr(degrees, axis) > 1)
+
+
+def _few(sizes: Sequence[int]) -> list[int]:
+    """At most ``MOST_MICRO_SIZES`` of them, about evenly spread by ratio, the smallest and the largest among them."""
+    if len(sizes) <= MOST_MICRO_SIZES:
+        return list(sizes)
+    last = len(sizes) - 1
+    return sorted({sizes[round(i * last / (MOST_MICRO_SIZES - 1))] for i in range(MOST_MICRO_SIZES)})
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]

@@ -1,0 +1,149 @@
+"""What the ranks of a layout exchange in one optimizer step: bytes by collective and by axis of the mesh.
+
+Bytes are those of whole tensors: what is gathered, scattered, reduced or sent. Counted from what the engine does:
+FSDP2's units, the sum of gradients after the last backward pass, and the collectives of tensor parallel layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from trainwright.plan.links import Collective, Node, group_of, seconds
+from trainwright.plan.parallel import Degrees
+from trainwright.plan.units import Unit, Weights, Zero
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One kind of exchange: ``calls`` of it in a step, with ``num_bytes`` in all, over the ranks along ``axis``.
+
+    ``pass_`` is when: in ``forward``, in ``backward``, or at the ``end`` of the step. ``hides``: the device computes
+    meanwhile. ``wait_s`` is the time of all calls.
+    """
+
+    axis: str
+    collective: Collective
+    what: str
+    pass_: str
+    calls: int
+    num_bytes: int
+    wait_s: float
+    hides: bool
+
+    def plus(self, more: Traffic) -> Traffic:
+        """The same with more of its kind."""
+        sums = {name: getattr(self, name) + getattr(more, name) for name in ("calls", "num_bytes", "wait_s")}
+        return replace(self, **sums)
+
+    def to_json(self) -> dict[str, object]:
+        """A row for ``--json``."""
+        return {
+            "axis": self.axis,
+            "collective": self.collective,
+            "what": self.what,
+            "pass": self.pass_,
+            "calls": self.calls,
+            "bytes": self.num_bytes,
+            "seconds": self.wait_s,
+            "overlaps": self.hides,
+        }
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes for one sample: of what a block hands to the next (``stream``), and of its gradient; of what the tensor
+    parallel layers of a block reduce in the forward pass, and in the backward pass; of what is exchanged once a pass
+    outside of the blocks."""
+
+    stream: int = 0
+    tensor_forward: tuple[int, ...] = ()
+    tensor_backward: tuple[int, ...] = ()
+    once_reduced_forward: int = 0
+    once_reduced_backward: int = 0
+    once_gathered: int = 0
+
+
+BUCKET_BYTES = 25 * 2**20
+"""Of the sum of gradients after the last backward pass; ``world.group`` takes the same."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What of a step decides its traffic. ``weights`` are those of one rank's stage and tensor part, before sharding;
+    ``micro`` samples a micro-batch, ``accumulation`` of them."""
+
+    degrees: Degrees
+    zero: Zero
+    weights: Weights
+    activations: Activations
+    micro: int
+    accumulation: int
+
+    def traffic(self, node: Node, *, overlaps: bool) -> tuple[Traffic, ...]:
+        """All exchanges of a rank in one step. ``overlaps``: the device computes while it exchanges."""
+        rows = [*self._shard(), *self._replicate(), *self._tensor(), *self._pipeline()]
+        found: dict[tuple[str, Collective, str, str], Traffic] = {}
+        for axis, collective, what, pass_, calls, num_bytes, hides in rows:
+            group = group_of(self.degrees, axis, node)
+            wait_s = calls * seconds(collective, num_bytes / calls, group, node)
+            key = (axis, collective, what, pass_)
+            row = Traffic(*key, calls, num_bytes, wait_s, hides and overlaps)
+            found[key] = row if key not in found else found[key].plus(row)
+        return tuple(found.values())
+
+    def _shard(self) -> Iterator[_Row]:
+        ranks = self.degrees.shard
+        if ranks == 1:
+            return
+        once = self.accumulation if self.zero > 1 else 1  # zero 1: weights and gradients stay whole until the last one
+        for unit in self.weights.units:
+            root = unit is self.weights.root
+            yield _row("shard", "all-gather", "weights", "forward", unit, ranks, once)
+            if self.zero == 3 and not root:  # the root stays whole from its forward to its backward pass
+                yield _row("shard", "all-gather", "weights", "backward", unit, ranks, once)
+            yield _row("shard", "reduce-scatter", "gradients", "backward", unit, ranks, once, trained=True)
+
+    def _replicate(self) -> Iterator[_Row]:
+        degrees = self.degrees
+        if degrees.replicate == 1:
+            return
+        if degrees.shard > 1:
+            for unit in self.weights.units:
+                whole = unit.whole_bytes(degrees.shard, trained=True) // degrees.shard * unit.times
+                yield "replicate", "all-reduce", "gradients", "backward", unit.times, whole, True
+            return
+        whole = self.weights.whole_bytes(trained=True)
+        yield "replicate", "all-reduce", "gradients", "end", -(-whole // BUCKET_BYTES), whole, False
+
+    def _tensor(self) -> Iterator[_Row]:
+        if self.degrees.tensor == 1:
+            return
+        samples, blocks, ask = self.micro * self.accumulation, self.weights.blocks.times, self.activations
+        for pass_, sizes, once in (
+            ("forward", ask.tensor_forward, ask.once_reduced_forward),
+            ("backward", ask.tensor_backward, ask.once_reduced_backward),
+        ):
+            calls = (len(sizes) * blocks + bool(once)) * self.accumulation
+            whole = (sum(sizes) * blocks + once) * samples
+            yield "tensor", "all-reduce", "activations", pass_, calls, whole, False
+        if ask.once_gathered:
+            whole = ask.once_gathered * samples
+            yield "tensor", "all-gather", "logits", "forward", self.accumulation, whole, False
+
+    def _pipeline(self) -> Iterator[_Row]:
+        if self.degrees.pipeline == 1:
+            return
+        whole = self.activations.stream * self.micro * self.accumulation
+        for pass_ in ("forward", "backward"):
+            yield "pipeline", "send/recv", "activations", pass_, self.accumulation, whole, True
+
+
+_Row = tuple[str, Collective, str, str, int, int, bool]
+
+
+def _row(
+    axis: str, collective: Collective, what: str, pass_: str, unit: Unit, ranks: int, times: int, trained: bool = False
+) -> _Row:
+    whole = unit.whole_bytes(ranks, trained=trained) * unit.times * times
+    return axis, collective, what, pass_, unit.times * times, whole, True

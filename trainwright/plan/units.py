@@ -1,0 +1,113 @@
+"""The weights of a model as FSDP gathers them: in units, each weight cut along its first dimension."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from trainwright.plan.scale import PASSES, Scaled
+from trainwright.plan.trace import Kind, Moment, Trace, Work
+
+Zero = int
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter: its first dimension, the product of the others, the bytes of an element."""
+
+    rows: int
+    columns: int
+    item_bytes: int = 4
+    trained: bool = True
+
+    def whole_bytes(self, ranks: int) -> int:
+        """Of the weight with the padding that makes its rows divisible."""
+        return -(-self.rows // ranks) * ranks * self.columns * self.item_bytes
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are gathered together; ``times`` such units in a row."""
+
+    weights: tuple[Weight, ...]
+    times: int = 1
+
+    def whole_bytes(self, ranks: int = 1, *, trained: bool = False) -> int:
+        """What an all-gather of one of them makes, or a reduce-scatter of its gradients (``trained``) takes."""
+        return sum(each.whole_bytes(ranks) for each in self.weights if each.trained or not trained)
+
+    @property
+    def numel(self) -> int:
+        """The parameters of one of them."""
+        return sum(each.rows * each.columns for each in self.weights)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """All units of a model: its equal blocks, ``others`` that are gathered alone, and ``root`` with the rest."""
+
+    root: Unit
+    blocks: Unit = Unit((), 0)
+    others: tuple[Unit, ...] = ()
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """Those that hold something."""
+        return tuple(unit for unit in (self.root, self.blocks, *self.others) if unit.weights and unit.times)
+
+    @property
+    def numel(self) -> int:
+        """All parameters."""
+        return sum(unit.numel * unit.times for unit in self.units)
+
+    def whole_bytes(self, ranks: int = 1, *, trained: bool = False) -> int:
+        """Of all units, with padding for ``ranks``."""
+        return sum(unit.whole_bytes(ranks, trained=trained) * unit.times for unit in self.units)
+
+    def with_blocks(self, count: int) -> Weights:
+        """The same model with another number of blocks."""
+        return replace(self, blocks=replace(self.blocks, times=count))
+
+
+def sharded_layout(scaled: Scaled, weights: Weights, ranks: int, zero: Zero) -> Scaled:
+    """``sharded`` for both traces."""
+    if ranks == 1:
+        return scaled
+    small, large = (sharded(each, weights, ranks, zero) for each in (scaled.small, scaled.large))
+    return replace(scaled, small=small, large=large)
+
+
+def sharded(trace: Trace, weights: Weights, ranks: int, zero: Zero) -> Trace:
+    """The trace of a rank that holds one of ``ranks`` parts of the weights, gradients and optimizer state (FSDP2).
+
+    During a pass the root's weights are whole, and those of two blocks at a time (with zero 1 and 2: of all). During
+    backward the gradients of a block and of the root are whole twice: as they were made, and as they are sent.
+    """
+    part = weights.whole_bytes(ranks) / ranks / max(1, weights.whole_bytes())  # more than 1/ranks by the padding
+    rest = [unit for unit in weights.units if unit is not weights.root]
+    two = sorted((unit.whole_bytes(ranks) for unit in rest for _ in range(min(2, unit.times))), reverse=True)[:2]
+    gathered = weights.root.whole_bytes(ranks) + sum(two) if zero == 3 else weights.whole_bytes(ranks)
+    largest = max((unit.whole_bytes(trained=True) for unit in rest), default=0)
+    sent = 2 * (weights.root.whole_bytes(trained=True) + largest)
+    moments = tuple(_cut(moment, part, gathered, sent, zero) for moment in trace.moments)
+    return replace(trace, moments=moments, work=tuple(_of_part(each, part) for each in trace.work))
+
+
+def _of_part(work: Work, part: float) -> Work:
+    """The update is made on the rank's own part."""
+    if work.phase != "update":
+        return work
+    return replace(work, flops=round(work.flops * part), bytes=round(work.bytes * part))
+
+
+def _cut(moment: Moment, part: float, gathered: int, sent: int, zero: Zero) -> Moment:
+    passing = moment.phase in PASSES
+    held: dict[Kind, float] = dict(moment.held)
+    grads = held.get("gradients", 0)
+    held["weights"] = held.get("weights", 0) * part + (gathered if passing else 0)
+    held["optimizer"] = held.get("optimizer", 0) * part
+    held["gradients"] = grads * (1 if zero == 1 and passing else part)
+    if not passing:
+        held["temporaries"] = held.get("temporaries", 0) * part
+    elif grads and zero > 1:
+        held["temporaries"] = held.get("temporaries", 0) + min(sent, 2 * grads)
+    return Moment(moment.phase, moment.micro, moment.module, moment.op, {kind: round(b) for kind, b in held.items()})
