@@ -17,9 +17,9 @@ from trainwright.forecast.many_ranks import rank_model, weights_of
 from trainwright.models.gpt import gpt
 from trainwright.plan.devices import find_device, known_devices
 from trainwright.plan.grow import grown_layout
-from trainwright.plan.links import Node
+from trainwright.plan.links import ClusterNode
 from trainwright.plan.parallel import Degrees
-from trainwright.plan.traffic import Activations, Step
+from trainwright.plan.traffic import Activations, StepTraffic
 from trainwright.recipe import Loaded, load
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -101,9 +101,9 @@ def test_the_bytes_of_a_plan_are_those_that_ranks_exchange(tmp_path: Path, degre
     done = ranks.run(COUNT, degrees.ranks, json.dumps(settings), json.dumps(GPT), cwd=tmp_path)
     assert [each.returncode for each in done] == [0] * degrees.ranks, done[0].stderr
     counted = json.loads(done[0].stdout.splitlines()[-1])
-    step = Step(degrees, 3, weights_of(gpt(**GPT)), Activations(), settings["batch.micro"], accumulation)
+    step = StepTraffic(degrees, 3, weights_of(gpt(**GPT)), Activations(), settings["batch.micro"], accumulation)
     planned = Counter[str]()
-    for row in step.traffic(Node(), overlaps=False):
+    for row in step.traffic(ClusterNode(), overlaps=False):
         planned[row.collective] += row.num_bytes
         planned[f"{row.collective} calls"] += row.calls
     assert dict(planned) == {name: count for name, count in counted.items() if count}

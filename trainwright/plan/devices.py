@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainwright.errors import Problem, RecipeError, UsageError, suggest
-from trainwright.plan.links import ALONE, Node
+from trainwright.plan.links import ALONE, ClusterNode
 from trainwright.recipe.byte_size import parse_bytes
 from trainwright.recipe.yaml_core import UnreadableError, read
 
@@ -43,7 +43,7 @@ class Device:
     launch_s: float = 8e-6
     host_bandwidth: float = 40e9
     host_memory_bytes: int = 0
-    node: Node = ALONE
+    node: ClusterNode = ALONE
 
     @property
     def usable_bytes(self) -> int:
@@ -154,11 +154,11 @@ def _device(name: str, figures: object, where: str, problems: list[Problem]) -> 
     return replace(device, **rates)
 
 
-def _node(figures: object, wrong: Callable[[str, str, str], None]) -> Node:
+def _node(figures: object, wrong: Callable[[str, str, str], None]) -> ClusterNode:
     """Returns the machine of a row; the default one after calling ``wrong``."""
     row: dict[str, Any] = figures if isinstance(figures, dict) else {}
     if set(row) == {"ranks", "link", "network"} and all(map(_positive, row.values())) and row["ranks"] % 1 == 0:
-        return Node(int(row["ranks"]), float(row["link"]), float(row["network"]))
+        return ClusterNode(int(row["ranks"]), float(row["link"]), float(row["network"]))
     rule = "must give how many of them a machine has, and bytes/s of a link in it and of its network"
     wrong("node", rule, "write node: {ranks: 8, link: 450e9, network: 400e9}")
     return ALONE

@@ -40,12 +40,12 @@ def grown(trace: Trace, blocks: Blocks, count: int) -> Trace:
         return trace
     begin, end = _span(trace.moments, blocks.second)
     forward, after = _added(trace.moments, blocks)
-    kept = {kind: size for kind, size in forward.items() if kind != "temporaries"}  # autocast's copies end with a pass
+    kept: dict[Kind, float] = {**forward, "temporaries": 0}  # autocast's copies end with the forward pass
     whole = 1 + more * blocks.share  # how many times more is trained
     moments = []
     for index, moment in enumerate(trace.moments):
         held: dict[Kind, float] = dict(moment.held)
-        added = {} if index < begin else kept if index <= end else after
+        added: Held = {} if index < begin else kept if index <= end else after
         if moment.phase == "forward" and index >= begin:
             added = forward
         if moment.phase == "update":

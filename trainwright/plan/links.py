@@ -20,7 +20,7 @@ NETWORK_HOP_S = 1e-5
 
 
 @dataclass(frozen=True)
-class Node:
+class ClusterNode:
     """A machine with ``ranks`` devices. Bytes/s in one direction: ``link`` from one device to the others in it,
     ``network`` from the whole machine to other machines."""
 
@@ -29,12 +29,12 @@ class Node:
     network: float = 1.25e9
 
 
-ALONE = Node()
+ALONE = ClusterNode()
 """A machine of which nothing is known: one device, nominal links."""
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """The ranks along one axis of the mesh: ``size`` of them, of which ``local`` share a machine."""
 
     size: int
@@ -46,15 +46,15 @@ class Group:
         return -(-self.size // self.local)
 
 
-def group_of(degrees: Degrees, axis: str, node: Node) -> Group:
+def group_of(degrees: Degrees, axis: str, node: ClusterNode) -> RankGroup:
     """The group of a rank along an axis. Ranks that follow each other fill a machine before the next one."""
     size, apart = getattr(degrees, axis), 1
     for inner in AXES[AXES.index(axis) + 1 :]:
         apart *= getattr(degrees, inner)
-    return Group(size, min(size, max(1, node.ranks // apart)))
+    return RankGroup(size, min(size, max(1, node.ranks // apart)))
 
 
-def rate(group: Group, node: Node) -> float:
+def rate(group: RankGroup, node: ClusterNode) -> float:
     """Bytes/s at which a rank of the group sends, while all other groups of its kind do the same."""
     if group.nodes == 1:
         return node.link * REACH
@@ -62,7 +62,7 @@ def rate(group: Group, node: Node) -> float:
     return min(node.link, share) * REACH
 
 
-def seconds(collective: Collective, num_bytes: float, group: Group, node: Node) -> float:
+def seconds(collective: Collective, num_bytes: float, group: RankGroup, node: ClusterNode) -> float:
     """The time of one collective over ``num_bytes``: of what is gathered, scattered, reduced or sent, as a whole."""
     if group.size == 1:
         return 0.0

@@ -17,7 +17,7 @@ from trainwright.plan.parallel import AXES, Degrees
 from trainwright.plan.roofline import StepTime, scaled_time
 from trainwright.plan.scale import Scaled
 from trainwright.plan.trace import Kind
-from trainwright.plan.traffic import Activations, Step, Traffic
+from trainwright.plan.traffic import Activations, StepTraffic, Traffic
 from trainwright.plan.units import Weights, Zero, sharded_layout
 
 MOST_MICRO_SIZES = 8
@@ -118,7 +118,7 @@ class ManyRanks:
         kept = _kept_bytes(scaled, micro) if stages > 1 else 0
         by_stage = tuple(peak + (min(accumulation, stages - stage) - 1) * kept for stage in range(stages))
         time = scaled_time(scaled, micro, accumulation, self.device, self.precision)
-        step = Step(degrees, zero, weights, model.activations, micro, accumulation)
+        step = StepTraffic(degrees, zero, weights, model.activations, micro, accumulation)
         traffic = step.traffic(self.device.node, overlaps=self.device.kind == "cuda")
         exposed = exposed_s(traffic, time, accumulation)
         passes = time.step_s - time.by_phase.get("update", 0.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from trainwright.plan.links import Collective, Node, group_of, seconds
+from trainwright.plan.links import ClusterNode, Collective, group_of, seconds
 from trainwright.plan.parallel import Degrees
 from trainwright.plan.units import Unit, Weights, Zero
 
@@ -69,7 +69,7 @@ BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTraffic:
     """What of a step decides its traffic. ``weights`` are those of one rank's stage and tensor part, before sharding;
     ``micro`` samples a micro-batch, ``accumulation`` of them."""
 
@@ -80,7 +80,7 @@ class Step:
     micro: int
     accumulation: int
 
-    def traffic(self, node: Node, *, overlaps: bool) -> tuple[Traffic, ...]:
+    def traffic(self, node: ClusterNode, *, overlaps: bool) -> tuple[Traffic, ...]:
         """All exchanges of a rank in one step. ``overlaps``: the device computes while it exchanges."""
         rows = [*self._shard(), *self._replicate(), *self._tensor(), *self._pipeline()]
         found: dict[tuple[str, Collective, str, str], Traffic] = {}
