@@ -55,6 +55,10 @@ class Loading:
     exact: bool = False
 
 
+AT_ONCE, AT_ONCE_BYTES = 8, 2**20
+"""Micro-batches that are read at once from tensors in memory: so many, and so many bytes together."""
+
+
 class StepBatches:
     """An endless iterable of StepBatch over a dataset; finite over an iterable dataset that ends.
 
@@ -97,7 +101,8 @@ class StepBatches:
         source = Fetch(self.dataset, seed=loading.seed, collate=loading.collate, on_bad_sample=loading.on_bad_sample)
         keys = self.keys(found)
         if loading.workers == 0:
-            return _pinned((source[key] for key in keys), loading)
+            fetched = (source[key] for key in keys)
+            return _pinned(_ahead(fetched, source, loading) if source.sliced else fetched, loading)
         return _without(found, read_in_workers(source, keys, _workers(loading)), source)
 
     def keys(self, found: Collection[int] = ()) -> Iterator[Key]:
@@ -158,6 +163,14 @@ def _none_left(bad: list[BadSample]) -> DataError:
         sample_ids=[each.id for each in bad],
         remedy="open one with dataset[i]: all are likely to have the same fault",
     )
+
+
+def _ahead(batches: Iterator[Fetched | Failed], source: Fetch, loading: Loading) -> Iterator[Fetched | Failed]:
+    """Reads several micro-batches at once where they are small: one at a time costs twice as much, its code is cold."""
+    sample_bytes = sum(tensor[:1].nbytes for tensor in source.dataset.tensors)
+    at_once = max(1, min(AT_ONCE, AT_ONCE_BYTES // max(1, sample_bytes * loading.micro_size)))
+    while several := list(islice(batches, at_once)):
+        yield from several
 
 
 def _pinned(batches: Iterator[Fetched | Failed], loading: Loading) -> Iterator[Fetched | Failed]:
