@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.house import HOUSE, files, imports, room_of, runtime_imports, shown
+from tests.house import HOUSE, files, imports, runtime_imports, shown
 
 pytestmark = pytest.mark.slow  # the first of them parses every file
 
@@ -27,8 +28,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recorder": {"engine", "state", "world", "runlog"},
     "replay": {"recorder", "engine", "state", "world", "runlog", "build"},
     "doctor": {"recipe", "plan", "runlog"},
+    "doctor/*/measure": {"doctor", "recorder", "replay", "engine", "state", "world", "runlog"},
     "report": {"plan", "runlog", "doctor"},
-    "watching": {"recorder", "replay", "doctor", "report", "runlog", "observe", "engine", "state"},
+    "watching": {"recorder", "replay", "doctor", "report", "runlog", "observe", "engine", "state", "doctor/*/measure"},
     "adapters": {"watching", "runlog"},
 }
 MAY_IMPORT["training"] = {*MAY_IMPORT}
@@ -39,20 +41,30 @@ ROOT = {"__init__", "__main__", "version", "errors"}
 WITHOUT_TORCH = {"errors", "version", "recipe", "runlog", "plan", "doctor", "report", "cli", "__init__"}
 
 
+def row_of(path: Path, house: Path = HOUSE) -> str:
+    """The row of the table for a file: its room; of a family of the doctor, what measures and tries has its own."""
+    return _row(path.relative_to(house).with_suffix("").parts)
+
+
+def _row(parts: Sequence[str]) -> str:
+    is_measuring = parts[0] == "doctor" and len(parts) > 2 and parts[2] in ("measure", "remedy")
+    return "doctor/*/measure" if is_measuring else parts[0]
+
+
 def breach(path: Path, house: Path = HOUSE) -> str | None:
     """What a file imports that its room may not; None where it lies in the root or keeps to the table."""
     if path.parent == house:
         return None
-    room = room_of(path, house)
+    room = row_of(path, house)
     allowed = MAY_IMPORT[room] | {room, "errors", "version"}
-    ours = {name.split(".")[1] for name in imports(path) if name.startswith("trainwright.")}
+    ours = {_row(name.split(".")[1:]) for name in imports(path) if name.startswith("trainwright.")}
     reached = sorted(ours - allowed)
     return f"{room}/{path.name} imports {reached}; {room} may import {sorted(allowed)}" if reached else None
 
 
 def test_the_root_holds_four_files_and_each_folder_has_a_row() -> None:
     assert {path.stem for path in HOUSE.glob("*.py")} == ROOT
-    folders = {room_of(path) for path in files() if path.parent != HOUSE}
+    folders = {row_of(path) for path in files() if path.parent != HOUSE}
     assert folders == set(MAY_IMPORT), "draw the room into the plan first; take out one that is gone"
 
 
@@ -65,7 +77,8 @@ def test_the_tree_in_the_readme_lists_the_rooms() -> None:
     readme = (HOUSE.parent / "README.md").read_text()
     tree = readme[readme.index("```\ntrainwright/\n") :].removeprefix("```\ntrainwright/\n").split("```")[0]
     inside = [line.split()[0] for line in itertools.takewhile(lambda line: line.startswith("  "), tree.splitlines())]
-    assert sorted(name for name in inside if name.endswith("/")) == sorted(f"{room}/" for room in MAY_IMPORT)
+    rooms = [room for room in MAY_IMPORT if "/" not in room]
+    assert sorted(name for name in inside if name.endswith("/")) == sorted(f"{room}/" for room in rooms)
     assert {name.removesuffix(".py") for name in inside if not name.endswith("/")} <= ROOT
 
 
@@ -74,7 +87,7 @@ def test_rooms_that_load_without_torch() -> None:
     loaded = {
         shown(path): {name.split(".")[0] for name in imports(path, at_module=True)} & heavy
         for path in files()
-        if room_of(path) in WITHOUT_TORCH
+        if row_of(path) in WITHOUT_TORCH
     }
     assert {path: names for path, names in loaded.items() if names} == {}
 
@@ -84,6 +97,18 @@ def test_the_table_finds_a_breach(tmp_path: Path) -> None:
     file = tmp_path / "engine" / "step.py"
     file.write_text("def f():\n    from trainwright.recipe import load\n")
     assert "imports ['recipe']" in (breach(file, tmp_path) or "")
+    (tmp_path / "doctor" / "ranks").mkdir(parents=True)
+    for name, found in (("check", True), ("measure", False)):
+        file = tmp_path / "doctor" / "ranks" / f"{name}.py"
+        file.write_text("from trainwright.recorder import hooks\n")
+        assert (breach(file, tmp_path) is not None) == found
+    for name, line, found in (
+        ("remedy", "from trainwright.watching import watch", "watching"),
+        ("facts", "from trainwright.doctor.ranks.measure import replica", "doctor/*/measure"),
+    ):
+        file = tmp_path / "doctor" / "ranks" / f"{name}.py"
+        file.write_text(f"{line}\n")
+        assert f"imports ['{found}']" in (breach(file, tmp_path) or "")
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:

@@ -17,6 +17,7 @@ from tests.house import files, tree
 from tests.rows import each_row
 from trainwright.doctor.checks.mechanisms import WORDS
 from trainwright.doctor.pages import FOLDER, SECTIONS, codes, page, title
+from trainwright.doctor.pages import files as files_of_pages
 from trainwright.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -92,10 +93,9 @@ def test_every_page_refers_to_pages_that_exist() -> None:
 
 
 def test_a_page_lies_in_the_file_of_its_group() -> None:
-    written = [
-        (path.stem, code) for path in FOLDER.glob("*.md") for code in re.findall(r"^## (.+)$", path.read_text(), re.M)
-    ]
-    assert [(stem, code) for stem, code in written if code.partition(".")[0] != stem] == []
+    written = [(path, code) for path in files_of_pages() for code in re.findall(r"^## (.+)$", path.read_text(), re.M)]
+    of_groups = [(path.stem, code) for path, code in written if path.parent == FOLDER]
+    assert [(stem, code) for stem, code in of_groups if code.partition(".")[0] != stem] == []
     assert sorted(code for _, code in written) == list(codes()), "a code has two pages"
 
 

@@ -1,1 +1,11 @@
-"""The doctor: findings from records alone, without torch; the same for a living run, a dead one and a foreign loop."""
+"""The doctor: findings from records alone, without torch; the same for a living run, a dead one and a foreign loop.
+
+``FAMILIES`` lists its families of checks. What is in ``checks/`` and ``pages/`` has not moved into a family yet.
+"""
+
+from __future__ import annotations
+
+from trainwright.doctor.family import Family
+from trainwright.doctor.ranks import FAMILY as RANKS
+
+FAMILIES: tuple[Family, ...] = (RANKS,)

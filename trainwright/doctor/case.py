@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import ClassVar, Protocol, TypeVar, overload
 
 from trainwright.runlog.json_values import Facts
-from trainwright.runlog.records import Examined, Record, Watched
+from trainwright.runlog.records import Examined, Record, Watched, construct
+
+
+class FactsOfFamily(Protocol):
+    """A dataclass of facts. ``experiment`` is that of their Examined records."""
+
+    experiment: ClassVar[str]
+
+
+F = TypeVar("F", bound=FactsOfFamily)
 
 
 class Case:
@@ -35,9 +45,16 @@ class Case:
         """Every outcome of an experiment, oldest first."""
         return self._outcomes.get(experiment, [])
 
-    def newest(self, experiment: str) -> Examined | None:
-        """The newest outcome of an experiment; None if it was never run."""
-        return self.outcomes(experiment)[-1] if self.outcomes(experiment) else None
+    @overload
+    def newest(self, experiment: str) -> Examined | None: ...
+    @overload
+    def newest(self, experiment: type[F]) -> F | None: ...
+    def newest(self, experiment: str | type[F]) -> Examined | F | None:
+        """The newest outcome of an experiment, or the newest facts of a kind; None if there are none."""
+        if isinstance(experiment, str):
+            return self.outcomes(experiment)[-1] if self.outcomes(experiment) else None
+        outcomes = self.outcomes(experiment.experiment)
+        return construct(experiment, outcomes[-1].values) if outcomes else None
 
     def facts(self, experiment: str) -> Facts:
         """The values of the newest outcome; empty if the experiment was never run."""

@@ -7,6 +7,7 @@ import fnmatch
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from trainwright.doctor import FAMILIES
 from trainwright.doctor import checks as _all_checks  # noqa: F401  registers them
 from trainwright.doctor.call_lines import calls_at, line_for
 from trainwright.doctor.case import Case
@@ -30,7 +31,7 @@ def diagnose(case: Case) -> Diagnosis:
     """
     findings: dict[str, Finding] = {}
     requests: dict[ExperimentRequest, None] = {}
-    for check in CHECKS:
+    for check in (*CHECKS, *(each for family in FAMILIES for each in family.checks)):
         for result in _results(check, case):
             if isinstance(result, ExperimentRequest):
                 requests[result] = None

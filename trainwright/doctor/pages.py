@@ -1,6 +1,7 @@
 """The pages of ``trainwright explain CODE``: what a finding means, its look-alikes, its remedies, where it was seen.
 
-They lie beside this file, in ``pages/<group>.md``, one ``## code`` each. Nothing is imported to read them.
+They lie in the ``page.md`` of a family, or in ``pages/<group>.md``, one ``## code`` each. Nothing is imported to read
+them.
 """
 
 from __future__ import annotations
@@ -44,9 +45,14 @@ def title(code: str) -> str:
     return re.split(r"(?<=\.) ", words.partition("**What.** ")[2], maxsplit=1)[0]
 
 
+def files() -> list[Path]:
+    """The files that the pages are in."""
+    return sorted([*FOLDER.glob("*.md"), *FOLDER.parent.glob("*/page.md")])
+
+
 @cache
 def _pages() -> dict[str, str]:
-    texts = [path.read_text(encoding="utf-8") for path in FOLDER.glob("*.md")]
+    texts = [path.read_text(encoding="utf-8") for path in files()]
     pages = [f"## {each.strip()}" for text in texts for each in re.split(r"^## ", text, flags=re.MULTILINE)[1:]]
     return dict(sorted((each.splitlines()[0].removeprefix("## "), each) for each in pages))
 

@@ -31,6 +31,7 @@ from trainwright.recorder.listener import (
     sort_listeners,
 )
 from trainwright.recorder.listener import muted as muted
+from trainwright.recorder.rank_hooks import RANK_WRAPPERS
 from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.recorder.user_warnings import at_the_caller
@@ -391,5 +392,6 @@ _WRAPPERS: tuple[tuple[object, str, Callable[[TorchFunction], TorchFunction]], .
     (_Iter, "_next_index", _wrap_next_index),
     (_Iter, "__next__", _wrap_next),
     (_MultiIter, "_reset", _wrap_reset),
+    *RANK_WRAPPERS,
     (warnings, "showwarning", at_the_caller),
 )

@@ -57,6 +57,18 @@ class Listener:
     def on_stepped(self, optimizer: Optimizer) -> None: ...
     def on_schedule(self, scheduler: object) -> None: ...
     def on_metric(self, scheduler: object, metric: object) -> None: ...
+    def on_wrapped_call(self, wrapper: nn.Module, is_synced: bool) -> None:
+        """A forward call through DistributedDataParallel; ``is_synced``: outside of ``no_sync``."""
+
+    def on_waited(self, seconds: float) -> None:
+        """The ranks exchanged something before a forward pass, and this one took so long for it."""
+
+    def on_reduce(self, tensor: Tensor, operation: object) -> None:
+        """The loop calls ``all_reduce``."""
+
+    def on_reduced(self, tensor: Tensor, seconds: float) -> None:
+        """``all_reduce`` has returned; if asynchronous, the result is not there."""
+
     def on_forked(self) -> None:
         """In a process that was forked: there nothing is heard any more."""
 

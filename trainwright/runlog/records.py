@@ -300,7 +300,7 @@ def from_json(line: str) -> Record:
         raise ValueError("a record is a JSON object with a 'kind'")
     kind = fields.pop("kind")
     if kind in KINDS:
-        return typing.cast(Record, _construct(KINDS[kind], fields))
+        return construct(KINDS[kind], fields)
     return Unknown(kind=kind, time_s=_float(fields.pop("time_s", "NaN")), fields=fields)
 
 
@@ -315,10 +315,11 @@ def _fields_of(value: object) -> dict[str, object]:
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=_fields_of).encode
 
 
-def _construct(cls: type, fields: object) -> object:
+def construct(cls: type[T], fields: object) -> T:
+    """A dataclass of the JSON that ``strict`` made of it. Raises ValueError where it is of another."""
     if not isinstance(fields, dict):
         raise ValueError(f"{cls.__name__} is a JSON object, not {fields!r}")
-    decoders = _decoders(cls)
+    decoders = _decoders(typing.cast(type, cls))
     try:
         return cls(**{name: decoders[name](value) for name, value in fields.items() if name in decoders})
     except TypeError as missing:
@@ -346,7 +347,7 @@ def _decoder(hint: object) -> _Decoder:
         item = _decoder(args[1])
         return lambda value: {key: item(one) for key, one in _of(dict, value).items()}
     if dataclasses.is_dataclass(hint):
-        return functools.partial(_construct, typing.cast(type, hint))
+        return functools.partial(construct, typing.cast(type, hint))
     if hint is float:
         return _float
     return functools.partial(_of, typing.cast(type, hint))

@@ -20,7 +20,7 @@ from trainwright.recorder.calls import parts_of
 from trainwright.recorder.hooks import listening, listening_to_calls
 from trainwright.recorder.listener import careful
 from trainwright.recorder.numbers import Numbers, begin_reading, lateness
-from trainwright.recorder.probes import LoopObjects, Probe, make_probes
+from trainwright.recorder.probes import LoopObjects, Probe, WatchSite, begin_all, end_all, make_probes
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ranks import what_is_shared
 from trainwright.recorder.recording import LoopRecorder
@@ -32,6 +32,7 @@ from trainwright.runlog.records import Found, Record
 from trainwright.state.snapshot import LiveObjects, put_back
 from trainwright.state.spikes import SpikeDetector
 from trainwright.watching.experiments import ExperimentRunner
+from trainwright.watching.families import probes_of_families
 from trainwright.watching.findings import FindingsLog, failures_of, limits_of
 from trainwright.watching.incidents import Incidents
 from trainwright.watching.look_schedule import LookSchedule, SnapshotSchedule
@@ -55,8 +56,8 @@ class WatchOptions:
 class WatchSession:
     """Records the last steps of a loop, looks closely at those that are due, and asks the doctor.
 
-    ``write`` takes every record that is to be kept. ``point_at`` gives the line of the user's source that a code is
-    about.
+    ``write`` takes every record that is to be kept, ``say`` a line to print. ``point_at`` gives the line of the user's
+    source that a code is about.
     """
 
     def __init__(
@@ -68,8 +69,10 @@ class WatchSession:
         *,
         write: Callable[[Record], None],
         point_at: Callable[[str], str | None] = lambda code: None,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._options, self._roots = options, list(roots)
+        self._site = WatchSite(options.bundles.parent if options.bundles else None, write, say)
         self.step = 0
         self._open = ExitStack()
         self.recording = LoopRecorder(
@@ -86,24 +89,24 @@ class WatchSession:
         self.ring = Ring(keep=options.keep, budget_bytes=options.budget_bytes)
         self._objects = LiveObjects(roots, optimizers, parameters)
         self.runner = runner = ExperimentRunner(self._objects, self.ring)
-        self._probes = make_probes(self._objects, objects)
+        self._probes = [*make_probes(self._objects, objects), *probes_of_families(self._objects, objects)]
         self._listeners = {"recording": self.recording, **{probe.name: probe for probe in self._probes}}
         self.findings_log = FindingsLog(runner, self._probes, write, point_at)
         self._incidents = Incidents(options.bundles, runner, write)
         self._looks, self._snapshots = LookSchedule(0), SnapshotSchedule(options.keep)
-        self._begin_s, self._went_back, self._pid = 0.0, -1, os.getpid()
+        self._begin_s, self._went_back, self._pid, self._listens_to_children = 0.0, -1, os.getpid(), False
         self._unread: deque[tuple[RecordedStep, Callable[[], Numbers]]] = deque()
         self._late = lateness(self.recording.device)
         self._methods_on_closed = [
             careful(p, "on_closed") for p in self._probes if type(p).on_closed is not Probe.on_closed
         ]
         self._methods_on_read = [careful(p, "on_read") for p in self._probes if type(p).on_read is not Probe.on_read]
-        self._listens_to_children = False
         self._blind = what_is_shared(roots, parameters) or self._objects.is_closed  # why no step can be run again
 
     def begin(self) -> None:
         """Starts to listen to the loop."""
         self._begin_s, self._pid = time.perf_counter(), os.getpid()
+        begin_all(self._probes, self._site)
         self._open.enter_context(listening([self.recording, *self._probes], self._roots))
         self._prepare_next(self.step)
 
@@ -117,6 +120,7 @@ class WatchSession:
     def end(self, error: BaseException | None) -> None:
         """Looks at the last step, and at one that was not finished; then stops listening."""
         self.recording.tape.stop()
+        end_all(self._probes, error)
         try:
             if error is None or isinstance(error, Exception):
                 unfinished = self.recording.current

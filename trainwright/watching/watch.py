@@ -53,7 +53,7 @@ class Watch:
         self._log: Journal | None = None
         self._source = CallerSource()
         self.session = WatchSession(
-            roots, optimizers, objects, options, write=self._write, point_at=self._source.line_of
+            roots, optimizers, objects, options, write=self._write, point_at=self._source.line_of, say=self._say
         )
 
     def __enter__(self) -> Self:
@@ -166,6 +166,7 @@ def watch(
     skip: str | Path | Iterable[Iterable[int]] = (),
     keep: int = KEEP,
     memory_bytes: int | None = None,
+    patience_s: float = 60.0,
     quiet: bool = False,
 ) -> Watch:
     """Watches a loop that somebody else owns: ``with tw.watch(model, optimizer, loader=loader):`` around it.
@@ -191,6 +192,7 @@ def watch(
         keep: Number of steps that the flight recorder holds.
         memory_bytes: What the flight recorder may hold. Default: three states of the model with its optimizer, at most
             a quarter of what is free on its device.
+        patience_s: Of several processes: one that makes no progress for so long is reported, with where it stands.
         quiet: Print nothing.
 
     Raises:
@@ -220,6 +222,7 @@ def watch(
             scalers=_listed(scaler),
             schedulers=_listed(scheduler),
             accumulation=accumulation,
+            patience_s=patience_s,
         ),
         options,
         folder=folder,

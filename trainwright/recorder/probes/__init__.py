@@ -4,24 +4,40 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from trainwright.recorder.hooks import Listener
+from trainwright.recorder.listener import careful
 from trainwright.recorder.numbers import Numbers
 from trainwright.recorder.program import RecordedStep
 from trainwright.runlog.json_values import Facts
+from trainwright.runlog.records import Record
 from trainwright.state.snapshot import LiveObjects
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopObjects:
-    """The objects of a loop that the watch was called with, and the micro-batches of a step (None: not declared)."""
+    """The objects of a loop that the watch was called with, and the micro-batches of a step (None: not declared).
+
+    ``patience_s``: a rank that makes no progress for so long is reported to the others.
+    """
 
     loaders: tuple[object, ...] = ()
     scalers: tuple[object, ...] = ()
     schedulers: tuple[object, ...] = ()
     accumulation: int | None = None
+    patience_s: float = 60.0
+
+
+@dataclass(frozen=True)
+class WatchSite:
+    """The run folder of a watch (None: there is none), and how a probe writes and says something outside of a look."""
+
+    folder: Path | None
+    write: Callable[[Record], None]
+    say: Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +53,12 @@ class Probe(Listener):
     name = ""
     urgent = False
     """Set by a probe whose facts should not wait for the next checkup. Unset by ``values``."""
+
+    def begin(self, site: WatchSite) -> None:
+        """The watch begins."""
+
+    def end(self, error: BaseException | None) -> None:
+        """The loop is over, by ``error`` if there is one; the last look comes after this."""
 
     def on_closed(self, step: RecordedStep) -> None:
         """A step is over; on a GPU its numbers may not be there yet."""
@@ -69,3 +91,15 @@ def make_probes(subject: LiveObjects, loop: LoopObjects) -> list[Probe]:
     load_all()
     watched = WatchedObjects(subject=subject, **vars(loop))
     return [make(watched) for make in PROBES]
+
+
+def begin_all(probes: Sequence[Probe], site: WatchSite) -> None:
+    """Tells the probes that the watch begins; one that raises is stopped."""
+    for each in probes:
+        careful(each, "begin")(site)
+
+
+def end_all(probes: Sequence[Probe], error: BaseException | None) -> None:
+    """Tells the probes that the loop is over."""
+    for each in probes:
+        careful(each, "end")(error)

@@ -1,0 +1,68 @@
+"""The doctor's marks for faults of several ranks: every program of ``zoo/ranks.py`` on two gloo processes, watched.
+
+    python -m benchmarks.rank_zoo [--only X01,HX1] [--seeds 2] [--json]
+
+recall: the right code is among the first three alarms of a rank. guilty: where a fault lies on one rank alone, that
+rank and no other is named. For healthy runs: how many of them have an alarm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+if not __package__:
+    sys.exit("run it as a module, python -m benchmarks.rank_zoo: run by its path it hides the package zoo")
+
+import zoo.ranks  # noqa: F401  registers the programs
+from benchmarks.pairs import run_pair
+from zoo.ranks_host import RANK_ENTRIES, score
+
+
+def main() -> None:
+    """Prints a line for each run, and two with the marks."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    names = [name for name in sorted(RANK_ENTRIES) if not options.only or name in options.only.split(",")]
+    with tempfile.TemporaryDirectory() as folder:
+        ask = {"names": names, "seeds": list(range(options.seeds)), "folder": folder}
+        told = run_pair("zoo.ranks_host", ask, Path(folder))
+    scores = [score(list(pair)) for pair in zip(*told, strict=True)]
+    for each in scores:
+        print(json.dumps(each) if options.json else _line(each))
+    print(json.dumps(marks(scores)))
+
+
+def marks(scores: list[dict[str, Any]]) -> dict[str, Any]:
+    """Recall over the faults, guilty ranks named, and alarms of healthy runs."""
+    faults = [each for each in scores if RANK_ENTRIES[each["id"]].labels]
+    healthy = [each for each in scores if not RANK_ENTRIES[each["id"]].labels]
+    guilty = [each["guilty"] for each in faults if each["guilty"] is not None]
+    places = [each["place"] for each in faults]
+    return {
+        "faults": len(faults),
+        "recall": round(
+            sum(each["place"] is not None and each["place"] < 3 for each in faults) / max(1, len(faults)), 3
+        ),
+        "first": round(places.count(0) / max(1, len(places)), 3),
+        "guilty": f"{sum(guilty)} of {len(guilty)}",
+        "healthy": len(healthy),
+        "healthy_with_alarm": sorted({each["id"] for each in healthy if any(each["alarms"])}),
+        "failures": sorted({failure for each in scores for failure in each["failures"]}),
+    }
+
+
+def _line(each: dict[str, Any]) -> str:
+    place = "-" if each["place"] is None else f"#{each['place'] + 1}"
+    return f"{each['id']:5} seed {each['seed']} {place:3} guilty {each['guilty']} {each['seconds']} s {each['alarms']}"
+
+
+if __name__ == "__main__":
+    main()

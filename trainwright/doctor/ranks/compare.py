@@ -1,0 +1,187 @@
+"""Compares what the ranks tell of the same step. Without torch, and without knowing how they tell it."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
+from trainwright.doctor.ranks.facts import (
+    Coincidence,
+    Disagreement,
+    ExchangeFacts,
+    PaceFacts,
+    RanksFacts,
+    RankStatus,
+    RankStep,
+)
+
+SAME: tuple[tuple[str, Callable[[RankStep], tuple[object, ...]]], ...] = (
+    ("weights", lambda row: row.weights),
+    ("gradients", lambda row: row.gradients),
+    ("buffers", lambda row: row.buffers),
+    ("hyperparameters", lambda row: tuple(tuple(sorted(group.items())) for group in row.groups)),
+    ("micro_batches", lambda row: (row.micro_batches,) if row.step else ()),
+)
+"""What is the same on every replica, and where it is in a row. An empty value was not measured."""
+OTHER: tuple[tuple[str, Callable[[RankStep], Hashable]], ...] = (
+    ("samples", lambda row: frozenset(row.samples) or row.batch),
+    ("random numbers", lambda row: row.rng if row.draws else None),
+)
+"""What differs between replicas. None was not measured."""
+ROWS = 4
+"""So many rows in a row must show the same slow rank: one may be a hiccup."""
+MUCH_SLOWER, SHARE = 1.5, 0.2
+"""A straggler takes so many times what the median rank takes by itself, and so much of a step more."""
+
+
+class Comparison:
+    """The comparison of the ranks so far. ``names`` are those of the folded checksums, see ``facts.FOLDS``."""
+
+    def __init__(self, size: int, names: Sequence[str]) -> None:
+        self._size, self._names = size, list(names)
+        self._agreed: dict[str, int] = {}
+        self._differing: dict[str, Disagreement] = {}
+        self._alike: dict[str, Coincidence] = {}
+        self._exchange: ExchangeFacts | None = None
+        self._summed_since: int | None = None
+        self._missing: tuple[tuple[str, ...], int | None] = ((), None)
+        self._rows: deque[Sequence[RankStep]] = deque(maxlen=ROWS)
+        self._is_wrapped = False
+        self._compared, self._step = 0, 0
+
+    def add(self, rows: Sequence[RankStep]) -> None:
+        """Takes the rows of one step, one of each rank that is present, in the order of the ranks."""
+        self._compared += rows[0].step > 0
+        self._step = rows[0].step
+        self._is_wrapped |= any(row.exchange.wrapped_calls for row in rows)
+        for what, read in SAME:
+            self._compare(what, {row.rank: read(row) for row in rows})
+        if len(rows) == self._size:  # some of the ranks alone say little of how all share the data
+            for name, value_of in OTHER:
+                self._note_alike(name, {row.rank: value_of(row) for row in rows})
+        if self._exchange is None and "gradients" in self._differing:
+            self._exchange = min((row.exchange for row in rows), key=lambda each: (each.last_synced, each.synced_calls))
+        if self._summed_since is None and all(row.summed for row in rows):
+            self._summed_since = self._step
+        self._note_missing(rows)
+        if rows[0].step:
+            self._rows.append(rows)
+
+    def facts(self, present: Sequence[int], statuses: Sequence[RankStatus], lost: str = "") -> RanksFacts:
+        """What is known now."""
+        names, rank = self._missing
+        return RanksFacts(
+            size=self._size,
+            present=tuple(present),
+            newest=self._step,
+            compared=self._compared,
+            disagreements=tuple(self._differing.values()),
+            coincidences=tuple(self._alike.values()),
+            exchange=self._exchange,
+            is_wrapped=self._is_wrapped,
+            summed_since=self._summed_since,
+            missing=names,
+            missing_on=rank,
+            statuses=tuple(statuses),
+            pace=self._pace(),
+            lost=lost,
+        )
+
+    def _compare(self, what: str, values: Mapping[int, tuple[object, ...]]) -> None:
+        """Notes the first step in which ``what`` is not the same on all ranks."""
+        if what in self._differing or not all(values.values()):
+            return
+        if len({len(each) for each in values.values()}) > 1:
+            return  # they hold different models, and are no replicas
+        differing = [
+            index
+            for index, column in enumerate(zip(*values.values()))
+            if None not in column and any(each != column[0] for each in column)
+        ]
+        if not differing:
+            self._agreed[what] = self._step
+            return
+        minority = _minority({rank: tuple(row[index] for index in differing) for rank, row in values.items()})
+        columns = [[row[index] for row in values.values()] for index in differing]
+        numbers = columns[0] if what == "micro_batches" else []
+        self._differing[what] = Disagreement(
+            what=what,
+            step=self._step,
+            agreed=self._agreed.get(what, -1),
+            ranks=minority,
+            names=tuple(self._names_of(what, differing, values)),
+            values=tuple(float(each) for each in numbers if isinstance(each, int)),
+            one_bit=what == "weights" and len(columns) == 1 and _is_one_bit(columns[0]),
+        )
+
+    def _names_of(self, what: str, indices: Sequence[int], values: Mapping[int, tuple[object, ...]]) -> list[str]:
+        if what in ("weights", "gradients"):
+            return [self._names[index] for index in indices[:8]]
+        if what != "hyperparameters":
+            return []
+        groups = [dict(row[indices[0]]) for row in values.values()]  # type: ignore[call-overload]
+        return sorted(name for name in groups[0] if any(each.get(name) != groups[0][name] for each in groups))
+
+    def _note_alike(self, what: str, values: Mapping[int, Hashable]) -> None:
+        known = {rank: value for rank, value in values.items() if value is not None}
+        if len(known) < 2:
+            return
+        value, count = Counter(known.values()).most_common(1)[0]
+        ranks = tuple(rank for rank in known if known[rank] == value) if count > 1 else ()
+        before = self._alike.get(what)
+        self._alike[what] = Coincidence(
+            what=what,
+            same=(before.same if before else 0) + bool(ranks),
+            compared=(before.compared if before else 0) + 1,
+            since=before.since if before and before.same else self._step,
+            ranks=ranks or (before.ranks if before else ()),
+        )
+
+    def _note_missing(self, rows: Sequence[RankStep]) -> None:
+        """Parameters that have no gradient on one rank, and one on another."""
+        if self._missing[0]:
+            return
+        everywhere = set.intersection(*(set(row.without_gradient) for row in rows))
+        for row in rows:
+            if own := [name for name in row.without_gradient if name not in everywhere]:
+                self._missing = (tuple(own[:16]), row.rank)
+                return
+
+    def _pace(self) -> PaceFacts | None:
+        if not self._rows or any(row.step_s == 0 for row in self._rows[-1]):
+            return None
+        rows = [rows for rows in self._rows if len(rows) == len(self._rows[-1])]
+        slowest = {_slowest(each) for each in rows}
+        behind = slowest.pop() if len(slowest) == 1 and len(rows) == ROWS else None
+        own = [statistics.median(row.own_s for row in of_rank) for of_rank in zip(*rows)]
+        step_s = statistics.median(row.step_s for each in rows for row in each)
+        return PaceFacts(rows=len(rows), own_s=tuple(own), step_s=step_s, behind=behind, since=rows[0][0].step)
+
+
+def _slowest(rows: Sequence[RankStep]) -> int | None:
+    """The rank that the others wait for in this row; None where there is none."""
+    last = max(rows, key=lambda row: row.own_s)
+    usual = statistics.median_low([row.own_s for row in rows])
+    excess = last.own_s - usual
+    return last.rank if last.own_s > MUCH_SLOWER * usual and excess > SHARE * last.step_s else None
+
+
+def _minority(values: Mapping[int, Hashable]) -> tuple[int, ...]:
+    """The ranks that do not have what most have; () where no value is the most frequent."""
+    counts = Counter(values.values()).most_common(2)
+    if len(counts) > 1 and counts[0][1] == counts[1][1]:
+        return ()
+    return tuple(rank for rank, value in values.items() if value != counts[0][0])
+
+
+def _is_one_bit(sums: Sequence[object]) -> bool:
+    """Whether two checksums differ by a power of two, as after one flipped bit."""
+    first, *others = (each for each in sums if isinstance(each, int))
+    return all(is_power_of_two(each - first) for each in others if each != first)
+
+
+def is_power_of_two(difference: int) -> bool:
+    """Whether it is, up to its sign: the sum of integers changes by one when one bit of one of them does."""
+    size = abs(difference)
+    return size > 0 and size & (size - 1) == 0

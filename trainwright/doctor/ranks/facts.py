@@ -1,0 +1,202 @@
+"""What is measured of several ranks. Each rank tells of its own steps; the first one compares them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+FOLDS = 64
+"""A rank sends at most so many checksums of a kind: those of a larger model are added up in runs of neighbours."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeFacts:
+    """How one rank exchanged the gradients of a step.
+
+    ``wrapped_calls`` are forward calls through DistributedDataParallel, ``synced_calls`` those of them outside of
+    ``no_sync``; ``calls`` are those of the model with gradients, however it was called. ``collectives`` were begun
+    from the first of them to the update. ``last_synced``: the last call was one of the synced.
+    """
+
+    calls: int = 0
+    wrapped_calls: int = 0
+    synced_calls: int = 0
+    last_synced: bool = False
+    collectives: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStep:
+    """One step as one rank saw it; step 0 is the state at the begin.
+
+    ``weights``, ``gradients`` (at the update) and ``buffers`` (those that did not change since the begin; None for
+    others) are checksums of bits, in the order of the model. ``groups`` are the numbers in the optimizer's parameter
+    groups. ``samples`` are the ids of the step, [] where they are not known; ``batch`` is a checksum of the inputs.
+    ``rng`` is a checksum of the generators' state before the first forward call, ``draws`` whether the calls drew
+    from them. ``summed``: the gradients are sums over the ranks, of losses that are means, and were not divided.
+    ``own_s`` is the median time of a step outside of calls in which ranks wait for each other, ``step_s`` of the whole.
+    """
+
+    rank: int
+    step: int
+    weights: tuple[int, ...] = ()
+    gradients: tuple[int, ...] = ()
+    buffers: tuple[int | None, ...] = ()
+    groups: tuple[dict[str, float], ...] = ()
+    micro_batches: int = 0
+    samples: tuple[int, ...] = ()
+    batch: int | None = None
+    rng: int | None = None
+    draws: bool = False
+    summed: bool = False
+    without_gradient: tuple[str, ...] = ()
+    exchange: ExchangeFacts = ExchangeFacts()
+    own_s: float = 0.0
+    step_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsChange:
+    """Weights of one rank changed after an update and before the next one. ``one_bit``: by one bit of one number."""
+
+    step: int
+    parameter: str
+    one_bit: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonfiniteFacts:
+    """The first step of a rank that was not finite: its own loss before any exchange, and what its model was given."""
+
+    step: int
+    own_loss: float
+    inputs_finite: bool = True
+    samples: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStatus:
+    """Where a rank is. ``step`` updates are done; ``phase`` is what it does since, for ``still_s`` seconds.
+
+    ``collectives`` were begun in all. ``ended`` is "" while the watch goes on, "finished", or what ended it.
+    ``unused`` are the parameters that DistributedDataParallel found without a gradient. ``where`` is the line that its
+    thread has been at when it was found to be stalled. ``silent_s``: as long as nothing was heard of it.
+    """
+
+    rank: int
+    step: int = 0
+    phase: str = "begin"
+    still_s: float = 0.0
+    stalled: bool = False
+    collectives: int = 0
+    ended: str = ""
+    unused: tuple[str, ...] = ()
+    where: str = ""
+    nonfinite: NonfiniteFacts | None = None
+    changes: tuple[WeightsChange, ...] = ()
+    silent_s: float = 0.0
+
+    @property
+    def begun(self) -> int:
+        """The step that it is in, or has done last."""
+        return self.step + (self.phase in ("forward", "backward"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disagreement:
+    """What must be the same on all ranks and was not, for the first time in ``step``; in step ``agreed`` it still was.
+
+    ``agreed`` is -1 where it never was. ``ranks`` are those that differ from most; () where there are no most.
+    ``names`` are the parameters, ``values`` what each rank has, where that is a number.
+    """
+
+    what: str
+    step: int
+    agreed: int
+    ranks: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+    values: tuple[float, ...] = ()
+    one_bit: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coincidence:
+    """What should differ between ranks and was the same in ``same`` of ``compared`` steps, on ``ranks``."""
+
+    what: str
+    same: int
+    compared: int
+    since: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaceFacts:
+    """Medians of the last ``rows`` rows of each rank: ``own_s`` and ``step_s``, in the order of the ranks.
+
+    ``behind`` is the rank that was the slowest in each of these rows by a wide margin; None where none was.
+    """
+
+    rows: int
+    own_s: tuple[float, ...]
+    step_s: float
+    behind: int | None = None
+    since: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksFacts:
+    """What the first rank found when it compared the ranks.
+
+    ``present`` are the ranks that are watched, of ``size``. ``compared`` steps were compared, the last is ``newest``.
+    ``exchange`` is that of the first step in which gradients differed, on the rank that exchanged least. ``missing``
+    are parameters that had no gradient on one rank and one on others. ``is_wrapped``: there is a
+    DistributedDataParallel around the model. ``lost``: why the ranks can no longer be compared.
+    """
+
+    experiment: ClassVar[str] = "ranks"
+    size: int
+    present: tuple[int, ...] = ()
+    newest: int = 0
+    compared: int = 0
+    disagreements: tuple[Disagreement, ...] = ()
+    coincidences: tuple[Coincidence, ...] = ()
+    exchange: ExchangeFacts | None = None
+    is_wrapped: bool = False
+    summed_since: int | None = None
+    missing: tuple[str, ...] = ()
+    missing_on: int | None = None
+    statuses: tuple[RankStatus, ...] = ()
+    pace: PaceFacts | None = None
+    lost: str = ""
+
+    def disagreement(self, what: str) -> Disagreement | None:
+        """The one about ``what``; None where the ranks agree."""
+        return next((each for each in self.disagreements if each.what == what), None)
+
+    def coincidence(self, what: str) -> Coincidence | None:
+        return next((each for each in self.coincidences if each.what == what), None)
+
+    @property
+    def ended_early(self) -> list[RankStatus]:
+        """Ranks that ended well, and before a step in which another stands or has failed."""
+        stuck = [each for each in self.statuses if each.stalled or each.ended not in ("", "finished")]
+        begun = max((each.begun for each in stuck), default=0)
+        return [each for each in self.statuses if each.ended == "finished" and each.step < begun]
+
+    @property
+    def guilty_of_nonfinite(self) -> tuple[RankStatus, ...]:
+        """Ranks whose own loss was the first that was not finite, where that of another was finite then."""
+        bad = [each for each in self.statuses if each.nonfinite is not None]
+        if not bad:
+            return ()
+        first = min(each.nonfinite.step for each in bad if each.nonfinite)
+        own = [
+            each
+            for each in bad
+            if each.nonfinite and each.nonfinite.step == first and not math.isfinite(each.nonfinite.own_loss)
+        ]
+        others = [each for each in self.statuses if each not in own]
+        told = [each for each in others if each.begun >= first or each.nonfinite]
+        return tuple(own) if told else ()

@@ -1,0 +1,173 @@
+"""Measures what a rank tells of its steps, in a loop that somebody else owns."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import statistics
+import time
+from collections import deque
+from dataclasses import replace
+
+import torch
+
+from trainwright.doctor.case import Case
+from trainwright.doctor.diagnose import diagnose
+from trainwright.doctor.ranks.facts import FOLDS, ExchangeFacts, NonfiniteFacts, RanksFacts, RankStep
+from trainwright.doctor.ranks.measure.exchange import Exchange, Site
+from trainwright.doctor.ranks.measure.listen import StepListener, StepSoFar
+from trainwright.doctor.ranks.measure.replica import EVERY, RowSums, is_due
+from trainwright.errors import text_of
+from trainwright.recorder.numbers import Numbers
+from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
+from trainwright.recorder.program import RecordedStep, constants_of
+from trainwright.recorder.ranks import has_others, num_collectives
+from trainwright.runlog import records
+from trainwright.runlog.json_values import Facts, strict
+from trainwright.world.board import open_board
+
+_UNUSED = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
+_WATCHES = itertools.count()
+
+
+def probes(watched: WatchedObjects) -> list[Probe]:
+    """The probe of a loop that is one of several; none for a process alone."""
+    return [RanksProbe(watched)] if has_others() else []
+
+
+class RanksProbe(StepListener):
+    """Tells the other ranks of this one's steps, and returns what came of the comparison.
+
+    ``urgent``: the comparison has found something new.
+    """
+
+    def __init__(self, watched: WatchedObjects) -> None:
+        super().__init__(watched)
+        self._patience_s = watched.patience_s
+        self._site: WatchSite | None = None
+        self._unread: dict[int, tuple[RankStep, RowSums]] = {}
+        self._seconds: deque[tuple[float, float]] = deque(maxlen=EVERY)  # by itself, and of the whole step
+        self._seen: RanksFacts | None = None
+        self._told: RanksFacts | None = None
+        self._codes: set[str] = set()
+
+    # begin and end
+
+    def begin(self, site: WatchSite) -> None:
+        number = next(_WATCHES)
+        try:
+            board = open_board(f"watch/{number}")
+        except RuntimeError:
+            return  # a store that nobody else can reach: each rank is watched by itself
+        self._site = site
+        place = Site(site.folder, self._alarm)
+        exchange = Exchange(board, self._replica.meeting(), place, number=number, patience_s=self._patience_s)
+        exchange.post(self._replica.first_row(exchange.rank))
+        self._exchange = exchange
+
+    def end(self, error: BaseException | None) -> None:
+        if self._exchange is None:
+            return
+        text = "finished" if error is None else text_of(error)[:300]
+        missing = _UNUSED.search(str(error or ""))
+        trained = [name for name, p in zip(self._replica.names, self._parameters) if p.requires_grad]
+        unused = tuple(trained[int(n)] for n in missing[1].split() if int(n) < len(trained)) if missing else ()
+        self._exchange.close(text, unused, wait=error is None or isinstance(error, Exception))
+
+    def on_forked(self) -> None:
+        self._exchange = None  # its thread is not in the fork
+
+    def _alarm(self, facts: RanksFacts) -> None:
+        """In the thread of the exchange: the loop stands still, and cannot tell."""
+        assert self._site is not None
+        record = records.Examined(
+            time_s=time.time(), step=self._steps, experiment=self.name, values=strict(vars(facts))
+        )
+        self._site.write(record)
+        for each in diagnose(Case([record])).findings:
+            self._site.write(replace(each.found, time_s=time.time()))
+            self._site.say(f"{each.found.code}: {each.found.symptom}")
+
+    # the end of a step
+
+    def on_closed(self, step: RecordedStep) -> None:
+        so_far, self._step, self._depth = self._step, StepSoFar(), 0
+        self._steps = step.step
+        self._at("between")
+        whole_s = float(step.values.get("step_s", 0.0))
+        self._seconds.append((max(0.0, whole_s - so_far.joint_s), whole_s))
+        if self._exchange is None:
+            return
+        weights, buffers = self._replica.after_update(step.step, whole_s)
+        if is_due(step.step):
+            sums = RowSums(weights, so_far.gradients, so_far.inputs, buffers)
+            self._unread[step.step] = (self._row(step, so_far), sums)
+        self._look_at(self._exchange.facts)
+
+    def _look_at(self, facts: RanksFacts | None) -> None:
+        """Asks for a look where the comparison has found something new."""
+        if facts is None or facts is self._seen:
+            return
+        self._seen = facts
+        record = records.Examined(time_s=0.0, step=self._steps, experiment=self.name, values=strict(vars(facts)))
+        found = {each.found.code for each in diagnose(Case([record])).findings}
+        self.urgent = self.urgent or not found <= self._codes
+        self._codes |= found
+
+    def _row(self, step: RecordedStep, so_far: StepSoFar) -> RankStep:
+        """The row of a step but for its checksums."""
+        assert self._exchange is not None
+        own, whole = zip(*self._seconds)
+        is_known = bool(step.ids) and all(of_batch is not None for of_batch in step.ids)
+        return RankStep(
+            rank=self._exchange.rank,
+            step=step.step,
+            groups=self._replica.groups(),
+            micro_batches=so_far.micro_batches,
+            samples=samples_of(step) if is_known else (),
+            rng=so_far.first_rng,
+            draws=so_far.draws,
+            summed=self._sums.are_undivided(step, self._exchange.size),
+            without_gradient=tuple(so_far.missing[:FOLDS]),
+            exchange=ExchangeFacts(
+                calls=so_far.calls,
+                wrapped_calls=so_far.wrapped,
+                synced_calls=so_far.synced,
+                last_synced=so_far.last_synced,
+                collectives=num_collectives() - so_far.collectives,
+            ),
+            own_s=statistics.median(own),
+            step_s=statistics.median(whole),
+        )
+
+    def on_read(self, step: RecordedStep, numbers: Numbers) -> None:
+        if self._exchange is None:
+            return
+        if (unread := self._unread.pop(step.step, None)) is not None:
+            self._exchange.post(self._replica.completed(*unread))
+        if changes := self._replica.changes(step.step):
+            self._exchange.tell_changes(changes)
+        if not numbers.are_finite and numbers.losses:
+            bad = [loss for loss in numbers.losses if not math.isfinite(loss)]
+            own, finite = (bad or numbers.losses)[0], _inputs_are_finite(step)
+            found = NonfiniteFacts(step=step.step, own_loss=own, inputs_finite=finite, samples=samples_of(step)[:64])
+            self._exchange.tell_nonfinite(found)
+
+    def values(self) -> Facts | None:
+        self.urgent = False
+        facts = self._exchange.facts if self._exchange is not None else None
+        if facts is self._told:
+            return None
+        self._told = facts
+        return None if facts is None else strict(vars(facts))
+
+
+def samples_of(step: RecordedStep) -> tuple[int, ...]:
+    """Sample ids of the step, as far as they are known; at most 256."""
+    return tuple([i for of_batch in step.ids for i in of_batch or ()][:256])
+
+
+def _inputs_are_finite(step: RecordedStep) -> bool:
+    inputs = [each.tensor for call in step.calls for each in constants_of((call.args, call.kwargs))]
+    return all(bool(torch.isfinite(each).all()) for each in inputs if each.is_floating_point())

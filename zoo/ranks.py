@@ -1,0 +1,349 @@
+"""Zoo, group X: faults of several ranks, and healthy runs of two; each a plain loop over gloo."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.algorithms import Join
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from zoo.host import Rows, Watch, table
+from zoo.ranks_host import RANKS, STEPS, batches, healthy_ranks, net, rank_fault
+
+
+def wrapped(seed: int, rank: int, dropout: float = 0.0, **more: bool) -> DistributedDataParallel:
+    """The model on this rank, and then random numbers of its own."""
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(net(dropout, **more))
+    torch.manual_seed(1000 * seed + rank)
+    return model
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def update(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+@rank_fault("X01", "dist.ddp_bypassed")
+def inner_module_is_called(watch: Watch, seed: int, rank: int) -> None:
+    model = wrapped(seed, rank)
+    optimizer, data = adam(model), batches(seed, rank)
+    with watch(model, optimizer, loader=data):
+        for step, (_, x, y) in enumerate([*data, *data][:STEPS]):
+            call = model if step == 0 else model.module
+            update(optimizer, F.cross_entropy(call(x), y))
+
+
+@rank_fault("X01b", "dist.ddp_bypassed")
+def inner_module_is_called_now_and_then(watch: Watch, seed: int, rank: int) -> None:
+    model = wrapped(seed, rank)
+    optimizer, data = adam(model.module), batches(seed, rank)
+    with watch(model.module, optimizer, loader=data):
+        for step, (_, x, y) in enumerate([*data, *data][:STEPS]):
+            update(optimizer, F.cross_entropy((model.module if step % 2 else model)(x), y))
+
+
+@rank_fault("X02", "dist.stale_buckets")
+def parameters_are_replaced(watch: Watch, seed: int, rank: int) -> None:
+    model = wrapped(seed, rank)
+    model.double().float()  # as .cpu().cuda() does, it makes each parameter forget its hook
+    optimizer, data = adam(model), batches(seed, rank)
+    with watch(model, optimizer, loader=data):
+        for _, x, y in data:
+            update(optimizer, F.cross_entropy(model(x), y))
+
+
+@rank_fault("X04", "data.same_order_every_epoch")
+def no_set_epoch(watch: Watch, seed: int, rank: int) -> None:
+    model = wrapped(seed, rank)
+    optimizer, data = adam(model), batches(seed, rank)
+    with watch(model, optimizer, loader=data):
+        for _ in range(3):
+            for _, x, y in data:
+                update(optimizer, F.cross_entropy(model(x), y))
+
+
+@rank_fault("X05", "dist.identical_batches")
+def no_sampler(watch: Watch, seed: int, rank: int) -> None:
+    model = wrapped(seed, rank)
+    optimizer, data = adam(model), batches(seed, rank, own=False)
+    with watch(model, optimizer, loader=data):
+        for _, x, y in data:
+            update(optimizer, F.cross_entropy(model(x), y))
+
+
+@rank_fault("X06", "dist.nonfinite_on_rank", "data.nonfinite_input", guilty=1)
+def nan_on_one_rank(watch: Watch, seed: int, rank: int) -> None:
+    model = wrapped(seed, rank)
+    optimizer, data = adam(model), batches(seed, rank)
+    with watch(model, optimizer, loader=data):
+        for step, (_, x, y) in enumerate([*data, *data][:STEPS]):
+            if rank == 1 and step == 10:
+                x = x * float("nan")
+            update(optimizer, F.cross_entropy(model(x), y))
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head, self.extra = nn.Linear(20, 32), nn.Linear(32, 10), nn.Linear(32, 10)
+
+    def forward(self, x: Tensor, *, both: bool = True) -> Tensor:
+        hidden = self.trunk(x).relu()
+        return self.head(hidden) + self.extra(hidden) if both else self.head(hidden)
+
+
+@rank_fault("X09", "dist.unused_params", guilty=1)
+def a_branch_is_skipped(watch: Watch, seed: int, rank: int) -> None:
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(TwoHeads())
+    optimizer, data = adam(model), batches(seed, rank)
+    with watch(model, optimizer, loader=data):
+        for step, (_, x, y) in enumerate(data):
+            update(optimizer, F.cross_entropy(model(x, both=rank == 0 or step < 8), y))
+
+
+@rank_fault("X10", "dist.uneven_steps", guilty=1)
+def one_batch_fewer(watch: Watch, seed: int, rank: int) -> None:
+    model = wrapped(seed, rank)
+    optimizer, data = adam(model), list(batches(seed, rank))
+    with watch(model, optimizer):
+        for _, x, y in data[: len(data) - rank]:
+            update(optimizer, F.cross_entropy(model(x), y))
+
+
+@rank_fault("X11", "dist.no_sync_at_boundary")
+def whole_window_under_no_sync(watch: Watch, seed: int, rank: int) -> None:
+    model = wrapped(seed, rank)
+    optimizer, data = adam(model), batches(seed, rank, batch=8)
+    with watch(model, optimizer, loader=data, accumulation=2):
+        for step, (_, x, y) in enumerate(data):
+            with model.no_sync():
+                (F.cross_entropy(model(x), y) / 2).backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@rank_fault("X11b", "dist.no_sync_at_boundary")
+def forward_under_no_sync(watch: Watch, seed: int, rank: int) -> None:
+    model = wrapped(seed, rank)
+    optimizer, data = adam(model), batches(seed, rank)
+    with watch(model, optimizer, loader=data):
+        for step, (_, x, y) in enumerate(data):
+            with model.no_sync() if step > 4 else nullcontext():
+                loss = F.cross_entropy(model(x), y)
+            update(optimizer, loss)
+
+
+def replica(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return net()
+
+
+@rank_fault("X12", "dist.sum_not_mean")
+def sum_without_division(watch: Watch, seed: int, rank: int) -> None:
+    model = replica(seed)
+    optimizer, data = torch.optim.SGD(model.parameters(), lr=0.05), batches(seed, rank)
+    with watch(model, optimizer, loader=data):
+        for _, x, y in data:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            for p in model.parameters():
+                distributed.all_reduce(p.grad)
+            optimizer.step()
+
+
+@rank_fault("X14", "hw.silent_corruption", guilty=1)
+def a_bit_is_flipped(watch: Watch, seed: int, rank: int) -> None:
+    model = wrapped(seed, rank)
+    optimizer, data = adam(model), batches(seed, rank)
+    with watch(model, optimizer, loader=data):
+        for step, (_, x, y) in enumerate([*data, *data][:STEPS]):
+            if rank == 1 and step == 13:
+                weight = model.module[4].weight.detach().view(torch.int32).view(-1)
+                weight[7 + seed] ^= 1 << 30 if seed % 2 else 1 << 22
+            update(optimizer, F.cross_entropy(model(x), y))
+
+
+@rank_fault("X15", "dist.same_rng")
+def same_seed_everywhere(watch: Watch, seed: int, rank: int) -> None:
+    model = wrapped(seed, 0, 0.2)
+    optimizer, data = adam(model), batches(seed, rank)
+    with watch(model, optimizer, loader=data):
+        for _, x, y in data:
+            update(optimizer, F.cross_entropy(model(x), y))
+
+
+@rank_fault("X16", "dist.replicas_diverged")
+def each_rank_makes_its_own_weights(watch: Watch, seed: int, rank: int) -> None:
+    model = replica(100 * seed + rank)
+    optimizer, data = adam(model), batches(seed, rank)
+    with watch(model, optimizer, loader=data):
+        for _, x, y in data:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            for p in model.parameters():
+                distributed.all_reduce(p.grad)
+                p.grad /= RANKS
+            optimizer.step()
+
+
+@rank_fault("X17", "dist.replicas_diverged")
+def learning_rates_differ(watch: Watch, seed: int, rank: int) -> None:
+    model = wrapped(seed, rank)
+    optimizer, data = torch.optim.SGD(model.parameters(), lr=0.05), batches(seed, rank)
+    with watch(model, optimizer, loader=data):
+        for step, (_, x, y) in enumerate(data):
+            if step == 5 and rank == 1:
+                optimizer.param_groups[0]["lr"] = 0.01  # a plateau that one rank alone has seen
+            update(optimizer, F.cross_entropy(model(x), y))
+
+
+@rank_fault("X18", "dist.rank_stalled", guilty=1)
+def one_rank_hangs(watch: Watch, seed: int, rank: int) -> None:
+    model = wrapped(seed, rank)
+    optimizer, data = adam(model), batches(seed, rank)
+    with watch(model, optimizer, loader=data):
+        for step, (_, x, y) in enumerate(data):
+            if step == 9 and rank == 1:
+                time.sleep(8)  # longer than the timeout of the group
+            update(optimizer, F.cross_entropy(model(x), y))
+
+
+@rank_fault("R09", "perf.straggler", guilty=1)
+def one_rank_is_slow(watch: Watch, seed: int, rank: int) -> None:
+    model = wrapped(seed, rank)
+    optimizer, data = adam(model), batches(seed, rank, n=1024)
+    with watch(model, optimizer, loader=data):
+        for _, x, y in data:
+            time.sleep(0.02 if rank == 1 else 0)
+            update(optimizer, F.cross_entropy(model(x), y))
+
+
+# healthy runs
+
+
+@healthy_ranks("HX1")
+def plain(watch: Watch, seed: int, rank: int) -> None:
+    """BatchNorm, dropout, a scheduler, two parameter groups, clipping, an evaluation of the module inside."""
+    model = wrapped(seed, rank, 0.1, norm=True)
+    groups = [
+        {"params": model.module[0].parameters(), "lr": 1e-3},
+        {"params": [*model.module[1].parameters(), *model.module[4].parameters()]},
+    ]
+    optimizer, data = torch.optim.AdamW(groups, lr=1e-2), batches(seed, rank)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 64)
+    held_out = DataLoader(Rows(*table(seed + 1, n=64)), batch_size=32)
+    with watch(model, optimizer, loader=data, scheduler=scheduler):
+        for epoch in range(2):
+            data.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+            model.train()
+            for _, x, y in data:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+            model.eval()
+            with torch.no_grad():
+                for _, x, _ in held_out:
+                    model.module(x)
+
+
+@healthy_ranks("HX2")
+def accumulation(watch: Watch, seed: int, rank: int) -> None:
+    model = wrapped(seed, rank, 0.1)
+    optimizer, data = adam(model), batches(seed, rank, batch=8)
+    with watch(model, optimizer, loader=data, accumulation=2):
+        for step, (_, x, y) in enumerate(data):
+            with nullcontext() if step % 2 else model.no_sync():
+                (F.cross_entropy(model(x), y) / 2).backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@healthy_ranks("HX3")
+def mean_by_hand(watch: Watch, seed: int, rank: int) -> None:
+    """Without DistributedDataParallel: half of the runs divide the loss, the others the gradients."""
+    model = replica(seed)
+    optimizer, data = torch.optim.SGD(model.parameters(), lr=0.05), batches(seed, rank)
+    with watch(model, optimizer, loader=data):
+        for _, x, y in data:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            (loss / RANKS if seed % 2 else loss).backward()
+            for p in model.parameters():
+                distributed.all_reduce(p.grad)
+                if seed % 2 == 0:
+                    p.grad /= RANKS
+            optimizer.step()
+
+
+@healthy_ranks("HX4")
+def unused_and_found(watch: Watch, seed: int, rank: int) -> None:
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(TwoHeads(), find_unused_parameters=True)
+    optimizer, data = adam(model), batches(seed, rank)
+    with watch(model, optimizer, loader=data):
+        for step, (_, x, y) in enumerate(data):
+            update(optimizer, F.cross_entropy(model(x, both=rank == 0 or step < 8), y))
+
+
+@healthy_ranks("HX5")
+def uneven_inside_of_join(watch: Watch, seed: int, rank: int) -> None:
+    model = wrapped(seed, rank)
+    optimizer, data = adam(model), list(batches(seed, rank))
+    with Join([model]), watch(model, optimizer):
+        for _, x, y in data[: len(data) - 3 * rank]:
+            update(optimizer, F.cross_entropy(model(x), y))
+
+
+@healthy_ranks("HX6")
+def the_first_rank_saves(watch: Watch, seed: int, rank: int) -> None:
+    """Now and then rank 0 does something alone; batches have different sizes."""
+    model = wrapped(seed, rank)
+    optimizer, data = adam(model), batches(seed, rank)
+    with watch(model, optimizer, loader=data):
+        for step, (_, x, y) in enumerate([*data, *data]):
+            if rank == 0 and step % 10 == 9:
+                time.sleep(0.1)
+            update(optimizer, F.cross_entropy(model(x), y))
+
+
+@healthy_ranks("HX7")
+def sharded(watch: Watch, seed: int, rank: int) -> None:
+    """FSDP: each rank holds a part of every parameter."""
+    torch.manual_seed(seed)
+    model = net(0.1)
+    fully_shard(model, mesh=distributed.init_device_mesh("cpu", (RANKS,)))
+    torch.manual_seed(1000 * seed + rank)
+    optimizer, data = adam(model), batches(seed, rank)
+    with watch(model, optimizer, loader=data):
+        for _, x, y in data:
+            update(optimizer, F.cross_entropy(model(x), y))
+
+
+@healthy_ranks("HX8")
+def short_last_batches(watch: Watch, seed: int, rank: int) -> None:
+    data = Rows(*table(seed, n=131))
+    loader = DataLoader(data, batch_size=16, sampler=DistributedSampler(data, RANKS, rank, seed=seed))
+    model = wrapped(seed, rank, 0.1)
+    optimizer = adam(model)
+    with watch(model, optimizer, loader=loader):
+        for epoch in range(4):
+            loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+            for _, x, y in loader:
+                update(optimizer, F.cross_entropy(model(x), y))
