@@ -321,6 +321,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--step-ms", type=float, default=0.0, help="makes reading a batch slower")
     parser.add_argument("--fork", action="store_true", help="start trainings by fork")
     parser.add_argument("--ranks", type=int, default=1, help="of each training; one of them is killed (forks)")
+    parser.add_argument("--parallel", default="{}", help="their layout, as in a recipe: '{shard: 2}'")
     parser.add_argument("--verbose", action="store_true", help="a line on stderr for each kill and each end")
     parser.add_argument("--keep", action="store_true", help="do not delete the folder")
     return parser.parse_args()
@@ -333,7 +334,8 @@ def conduct_all(options: argparse.Namespace, folder: Path) -> Counts:
     places = [Place(folder / f"job-{number}", options.fork, options.ranks) for number in range(options.jobs)]
     undisturbed = Place(folder / "undisturbed", ranks=options.ranks)
     for place in (undisturbed, *places):
-        place.make(steps=options.steps, workers=options.workers, step_ms=options.step_ms, keep=KEEP)
+        given = {name: getattr(options, name) for name in ("steps", "workers", "step_ms", "parallel")}
+        place.make(**given, keep=KEEP)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh:  # its torch takes one thread
         reference = fresh.submit(train_undisturbed, undisturbed, options.steps).result()
     shares = [options.kills // options.jobs + (number < options.kills % options.jobs) for number in range(options.jobs)]
@@ -362,7 +364,7 @@ def main() -> None:
         "bench": "kill_campaign",
         **asdict(counts),
         "final_bits_equal": counts.ends_differing == 0 and counts.runs > 0,
-        **{name: getattr(options, name) for name in ("seed", "steps", "workers", "jobs", "fork", "ranks")},
+        **{name: getattr(options, name) for name in ("seed", "steps", "workers", "jobs", "fork", "ranks", "parallel")},
         "python": platform.python_version(),
         "torch": version("torch"),
         "seconds": round(time.perf_counter() - begin_s, 1),

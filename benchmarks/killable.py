@@ -53,6 +53,7 @@ batch: {{size: 8, micro: 4}}
 optimizer: {{use: adamw, lr: 1e-3, weight_decay: 0.1}}
 evaluation: {{every: 10steps}}
 checkpoint: {{every: 1steps, at_least_every: null, keep: {keep}}}
+parallel: {parallel}
 log: {{every: 1steps}}
 """
 
@@ -171,11 +172,11 @@ class Place:
     def __post_init__(self) -> None:
         self.said = self.folder / "said.txt"
 
-    def make(self, *, steps: int, workers: int, step_ms: float, keep: int) -> None:
-        """``step_ms`` makes reading a batch slower."""
+    def make(self, *, steps: int, workers: int, step_ms: float, keep: int, parallel: str) -> None:
+        """``step_ms`` makes reading a batch slower; ``parallel`` is that section of the recipe."""
         self.folder.mkdir(parents=True)
         (self.folder / "noisy.py").write_text(DATASET)
-        recipe = RECIPE.format(steps=steps, workers=workers, step_ms=step_ms, keep=keep)
+        recipe = RECIPE.format(steps=steps, workers=workers, step_ms=step_ms, keep=keep, parallel=parallel)
         (self.folder / "campaign.yaml").write_text(recipe)
 
     def run(self, name: str) -> Path:

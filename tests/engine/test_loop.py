@@ -75,6 +75,8 @@ class Every:
         if self.journal.count((self.name, state.step)) == 0:  # a Saver's part of the contract
             self.journal.append((self.name, state.step))
 
+    rescue = __call__
+
     def finish(self, state: TrainState) -> None:
         self(state)
 

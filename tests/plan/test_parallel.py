@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from trainwright.errors import RecipeError
-from trainwright.plan.parallel import Degrees, nearest, place_of, solve_degrees
+from trainwright.plan.memory import memory_bytes
+from trainwright.plan.parallel import Degrees, nearest, place_of, solve_degrees, solve_layout
+from trainwright.recipe import from_mapping
 from trainwright.recipe.parallel import Parallel
 
 
@@ -37,3 +39,29 @@ def test_tensor_ranks_are_neighbours_and_stages_lie_farthest_apart() -> None:
     assert places[:3] == [Degrees(0, 0, 0, 0, 0), Degrees(0, 0, 1, 0, 0), Degrees(0, 1, 0, 0, 0)]
     assert places[6] == Degrees(1, 0, 0, 0, 0) and places[12] == Degrees(0, 0, 0, 1, 0)
     assert nearest(Degrees(tensor=3), 8)[0] in (Degrees(2, tensor=4), Degrees(4, tensor=2))
+
+
+def test_what_does_not_go_with_sharding_is_refused_all_at_once() -> None:
+    asked = {
+        "until": "1steps",
+        "model": {"use": "mlp", "compile": True},
+        "data": {"train": "digits"},
+        "optimizer": {"use": "lamb"},
+        "batch": {"micro": 2},
+        "parallel": {"shard": 2, "exact": True},
+    }
+    recipe = from_mapping(asked).recipe
+    with pytest.raises(RecipeError) as caught:
+        solve_layout(recipe, 2)
+    assert [each.path for each in caught.value.problems] == ["parallel.exact", "model.compile", "optimizer.use"]
+    assert solve_layout(from_mapping({**asked, "parallel": {"replicate": 2}}).recipe, 2) == Degrees(2)
+
+
+def test_each_rank_holds_its_part() -> None:
+    def held(**layout: int) -> dict[str, int]:
+        return memory_bytes("adamw", {}, parameters=1000, trainable=1000, activations=7, **layout)
+
+    assert held(shard=4) == {"weights": 1000, "gradients": 1000, "optimizer": 2000, "activations": 7}
+    assert held(shard=4, zero=2) == {"weights": 5000, "gradients": 1000, "optimizer": 2000, "activations": 7}
+    assert held(shard=4, zero=1) == {"weights": 5000, "gradients": 5000, "optimizer": 2000, "activations": 7}
+    assert held(zero=1) == {"weights": 4000, "gradients": 4000, "optimizer": 8000, "activations": 7}

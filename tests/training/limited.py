@@ -142,6 +142,8 @@ class Saving:
         if self.folder:
             tw.save_checkpoint(state, self.folder)
 
+    rescue = __call__
+
     def __exit__(self, *error: object) -> None: ...
 
 

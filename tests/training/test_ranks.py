@@ -7,14 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import forked, ranks
-from tests.forked import COMMAND_LINE, Forked
+from tests.forked import COMMAND_LINE
+from tests.training.ranked import compare, last_weights, make_project, train, wait_for_steps
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -72,22 +72,6 @@ def steps(folder: Path) -> list[dict[str, Any]]:
     return [record for record in map(json.loads, log) if record["kind"] in ("step", "evaluated")]
 
 
-def numbers_of(record: dict[str, Any]) -> dict[str, float]:
-    """Loss, norm, weight and metrics; a step in which nothing counts has a loss that is not a number."""
-    own = {name: record[name] for name in ("loss", "grad_norm", "weight") if name in record}
-    return {
-        name: float(value) for name, value in {**own, **record.get("probed", {}), **record.get("metrics", {})}.items()
-    }
-
-
-def compare(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
-    assert [record["kind"] for record in found] == [record["kind"] for record in wanted]
-    for one, other in zip(found, wanted, strict=True):
-        same = ("kind", "step", "lr", "samples", "tokens", "ids_hash", "skipped")
-        assert {name: one.get(name) for name in same} == {name: other.get(name) for name in same}
-        assert numbers_of(one) == pytest.approx(numbers_of(other), rel=2e-6, abs=1e-6, nan_ok=True)
-
-
 @pytest.mark.parametrize(("loss", "micro"), [("mean", 2), ("weighted", 12), ("sparse", 2)])
 def test_any_number_of_ranks_is_one_process(tmp_path: Path, loss: str, micro: int) -> None:
     """61 samples in batches of 12: the last step of an epoch has one sample, and some ranks none."""
@@ -112,49 +96,9 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     compare(list(logged.values()), [record for record in steps(tmp_path / "1") if record["kind"] == "step"])
 
 
-MODULE = """
-import time, torch
-
-class Slow(torch.utils.data.Dataset):
-    def __len__(self):
-        return 40
-
-    def __getitem__(self, index):
-        time.sleep(0.002)
-        return torch.randn(8) + index % 3, index % 3
-"""
-RECIPE = """
-until: 60steps
-model: {use: mlp, args: {sizes: [8, 16, 3], dropout: 0.3}}
-data: {train: "slow:Slow"}
-batch: {size: 8}
-precision: fp32
-checkpoint: {every: 5steps, at_least_every: null}
-log: {every: 1steps, doctor: false}
-"""
-
-
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    (tmp_path / "slow.py").write_text(MODULE)
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
-    return tmp_path
-
-
-def train(project: Path, folder: str, attempt: int = 0) -> list[Forked]:
-    words = ["train", str(project / "recipe.yaml"), "--set", f"folder={project / folder}"]
-    return ranks.start(COMMAND_LINE, 2, *words, cwd=project, attempt=attempt)
-
-
-def wait_for_steps(log: Path, count: int, started: list[Forked]) -> None:
-    end_s = time.monotonic() + 60
-    while not log.exists() or log.read_bytes().count(b'"kind":"step"') < count:
-        assert time.monotonic() < end_s and all(each.poll() is None for each in started), started[0].stderr
-        time.sleep(0.01)
-
-
-def last_weights(run: Path) -> bytes:
-    return (run / "checkpoints/step-00000060/model.safetensors").read_bytes()
+    return make_project(tmp_path)
 
 
 def test_a_killed_rank_ends_all_and_the_next_attempt_goes_on(project: Path) -> None:

@@ -46,7 +46,9 @@ def in_forks(words: Sequence[str], count: int, folder: Path) -> tuple[int, str]:
     return max(each.returncode or 0 for each in done), done[0].stderr
 
 
-def proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str = "plain", loss: str = "loss") -> LayoutProof:
+def proved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str = "plain", loss: str = "loss", *settings: str
+) -> LayoutProof:
     (tmp_path / "layout_parts.py").write_text(PARTS)
     (tmp_path / "recipe.yaml").write_text(
         f"model: layout_parts:{model}\ndata: {{train: layout_parts:data}}\nloss: layout_parts:{loss}\n"
@@ -55,7 +57,9 @@ def proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str = "plain"
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    return verify_parallel(tmp_path / "recipe.yaml", steps=3, settings=["precision=fp32"], run_ranks=in_forks)
+    return verify_parallel(
+        tmp_path / "recipe.yaml", steps=3, settings=["precision=fp32", *settings], run_ranks=in_forks
+    )
 
 
 def test_a_model_is_proved_within_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,6 +67,16 @@ def test_a_model_is_proved_within_rounding(tmp_path: Path, monkeypatch: pytest.M
     assert proof.equal and not proof.exact and proof.exit_code == 0
     assert 0 < proof.allowed.loss < 1e-5 and proof.speed_up > 0
     assert proof.lines()[0] == "3 steps on 2 ranks against one process, fp32: within rounding"
+
+
+def test_the_layout_is_that_of_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sharded = ("loss", "parallel.shard=2")
+    proof = proved(tmp_path, monkeypatch, "plain", *sharded)
+    assert proof.equal and not proof.exact
+    with pytest.raises(UsageError, match="ranks that divide its weights draw others"):
+        proved(tmp_path, monkeypatch, "drawing", *sharded)
+    with pytest.raises(UsageError, match="muon computes with whole matrices"):
+        proved(tmp_path, monkeypatch, "plain", *sharded, "optimizer.use=muon")
 
 
 def test_dropout_is_proved_by_the_exact_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

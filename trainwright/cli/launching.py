@@ -22,11 +22,11 @@ def become_torchrun(options: Sequence[str], loaded: Loaded) -> NoReturn:
 
     Raises RecipeError where the recipe does not suit the number of ranks, as far as ``options`` say it.
     """
-    from trainwright.plan.parallel import solve_degrees
+    from trainwright.plan.parallel import solve_layout
 
     ranks = ranks_of(options)
     if ranks is not None:
-        solve_degrees(loaded.recipe.parallel, ranks)
+        solve_layout(loaded.recipe, ranks)
     command = sys.argv[1 : sys.argv.index("--")]
     meet = [] if _says_where_to_meet(options) else ["--standalone"]
     passed_on = [] if _value(options, "signals-to-handle") else [f"--signals-to-handle={SIGNALS}"]

@@ -12,7 +12,9 @@ from torch import Tensor
 from trainwright.engine.loss import Loss, LossFn, call_loss
 from trainwright.engine.precision import Precision
 from trainwright.engine.witness import SILENT, StepWitness
-from trainwright.state.cursor import StepBatch
+from trainwright.errors import UsageError
+from trainwright.state.cursor import MicroBatch, StepBatch
+from trainwright.state.shards import is_sharded
 from trainwright.state.train_state import TrainState
 
 N = TypeVar("N", Tensor, Tensor | float)
@@ -67,6 +69,31 @@ def accumulate(
             scaled.backward()  # type: ignore[no-untyped-call]
         outputs.append(Loss(output.total.detach(), output.weight, output.metrics))
     return _combined(outputs, provisional, batch.size)
+
+
+def run_divided(
+    state: TrainState, micro: MicroBatch, loss_fn: LossFn, precision: Precision, divisor: int, where: str
+) -> Loss:
+    """Forward and scaled backward of one micro-batch, whose total is divided by a number known beforehand.
+
+    Returns the loss, detached; a mean counts as many times as there are samples.
+    """
+    with precision.autocast():
+        output = call_loss(loss_fn, state.model, micro, where)
+        if isinstance(output, Tensor):
+            output = Loss(output * micro.size, float(micro.size))
+        if not micro.size:
+            output = _weighing_nothing(output)
+        objective = output.total / divisor
+    if objective.requires_grad:
+        state.scaler.scaled(objective).backward()  # type: ignore[no-untyped-call]
+    elif is_sharded(state.model):
+        raise UsageError(
+            f"the loss of {where} depends on no parameter, and the other ranks wait for its gradient",
+            remedy="let it depend on the model's output also where nothing is counted: output.sum() * 0",
+        )
+    metrics = {name: value.detach() for name, value in output.metrics.items()}
+    return Loss(output.total.detach(), output.weight, metrics)
 
 
 def _weighing_nothing(output: Loss) -> Loss:

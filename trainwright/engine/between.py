@@ -24,8 +24,12 @@ class Evaluator(Periodic, Protocol):
 
 
 class Saver(Periodic, Protocol):
-    """Saves the state; a step that is saved already costs nothing. On exit every save has reached the disk."""
+    """Saves the state; a step that is saved already costs nothing. On exit every save has reached the disk.
 
+    ``rescue`` saves after an exception, where one rank can do that alone.
+    """
+
+    def rescue(self, state: TrainState) -> None: ...
     def __exit__(self, *error: object) -> None: ...
 
 
@@ -35,6 +39,7 @@ class _Never:
 
     def __call__(self, state: TrainState) -> None: ...
     def finish(self, state: TrainState) -> None: ...
+    def rescue(self, state: TrainState) -> None: ...
     def __exit__(self, *error: object) -> None: ...
 
 
@@ -51,7 +56,7 @@ class Whole:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is not None and issubclass(kind, Exception):
-            self.saving(self.state)
+            self.saving.rescue(self.state)
 
 
 class LastGood:
@@ -64,7 +69,7 @@ class LastGood:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OutOfMemoryError) and error.whole and self.state.step:
-            self.saving(self.state)
+            self.saving.rescue(self.state)
 
 
 def each_batch(batches: Iterable[StepBatch], whole: Whole) -> Iterator[StepBatch]:

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from trainwright.errors import UsageError, require_choice
+from trainwright.state.shards import is_divided, local, locals_of
+from trainwright.world.group import Ranks
 
 ClipName = Literal["norm", "value", "agc", "none"]
 ClipFn = Callable[[Sequence[Tensor], Tensor], None]
@@ -40,13 +42,18 @@ class GradientClip:
             case "norm":
                 _clip_by_norm(self.at, parameters, total_norm)
             case "value":
-                clip_grad_value_(parameters, self.at)
+                _clip_by_value(self.at, parameters)
             case "agc":
                 _clip_adaptively(self.at, parameters)
 
 
 def global_norm(grads: list[Tensor]) -> Tensor:
-    """torch.nn.utils.get_total_norm, bit for bit: the 0-d norm of the norms. ``grads`` has at least one tensor."""
+    """torch.nn.utils.get_total_norm, bit for bit: the 0-d norm of the norms. ``grads`` has at least one tensor.
+
+    Where ranks hold parts of them, it is that of the whole, and every rank must ask for it.
+    """
+    if any(is_divided(grad) for grad in grads):
+        return _norm_of_parts(grads)
     if not _are_alike(grads):
         return get_total_norm(grads)
     with torch.no_grad():
@@ -60,6 +67,29 @@ def _are_alike(grads: Sequence[Tensor]) -> bool:
     return all(type(grad) is Tensor and grad.dtype == dtype and grad.device == device for grad in grads)
 
 
+@torch.no_grad()
+def _norm_of_parts(grads: Sequence[Tensor]) -> Tensor:
+    """One exchange for each way in which tensors are divided, in float64: squares may not fit into float32."""
+    kinds: dict[object, list[Tensor]] = {}
+    for grad in grads:
+        kinds.setdefault((grad.device_mesh, grad.placements) if is_divided(grad) else None, []).append(grad)
+    squares = []
+    for alike in kinds.values():
+        norms = torch.stack(torch._foreach_norm(locals_of(alike)))
+        squares.append(_summed_over_parts(norms.double().square().sum(), alike[0]))
+    wide = torch.promote_types(grads[0].dtype, torch.float32)
+    return torch.stack(squares).sum().sqrt().to(wide)
+
+
+def _summed_over_parts(number: Tensor, of: Tensor, *, but: int | None = None) -> Tensor:
+    """Sums what each rank has of its part of a tensor; ``but`` not over ranks that divide this dimension."""
+    if is_divided(of):
+        for axis, placement in enumerate(of.placements):
+            if not placement.is_replicate() and not placement.is_shard(-1 if but is None else but):
+                Ranks(of.device_mesh.get_group(axis)).sum_([number])
+    return number
+
+
 def no_clip(parameters: Sequence[Tensor], total_norm: Tensor) -> None:
     """Leaves the gradients as they are."""
 
@@ -70,12 +100,21 @@ def _clip_by_norm(at: float, parameters: Sequence[Tensor], total_norm: Tensor) -
     # bfloat16. So here by exactly 1. On a GPU asking would cost a host sync.
     if total_norm.device.type == "cpu" and float(total_norm) + 1e-6 < 0.9 * at:
         return
-    grads = [p.grad for p in parameters if p.grad is not None]
+    grads = locals_of(p.grad for p in parameters if p.grad is not None)
     if not _are_alike(grads):
         clip_grads_with_norm_(parameters, at, total_norm)
         return
     with torch.no_grad():
         torch._foreach_mul_(grads, (total_norm + 1e-6).reciprocal_().mul_(at).clamp_(max=1.0))
+
+
+@torch.no_grad()
+def _clip_by_value(at: float, parameters: Sequence[Tensor]) -> None:
+    if not any(is_divided(p) for p in parameters):
+        clip_grad_value_(parameters, at)
+        return
+    for grad in locals_of(p.grad for p in parameters if p.grad is not None):
+        grad.clamp_(-at, at)
 
 
 @torch.no_grad()
@@ -90,10 +129,13 @@ def _clip_adaptively(at: float, parameters: Sequence[Tensor]) -> None:
         ceiling = _unit_norms(parameter).clamp_(min=1e-3).mul_(at)
         norm = _unit_norms(parameter.grad)
         factor = torch.where(norm > ceiling, ceiling / norm.clamp(min=1e-6), torch.ones_like(norm))
-        parameter.grad.mul_(factor)
+        local(parameter.grad).mul_(factor)
 
 
 def _unit_norms(weight: Tensor) -> Tensor:
+    """Of this rank's rows, where ranks divide them."""
     dims = tuple(range(1, weight.dim())) or None
-    norm: Tensor = torch.linalg.vector_norm(weight, dim=dims, keepdim=dims is not None)
-    return norm
+    norm: Tensor = torch.linalg.vector_norm(local(weight), dim=dims, keepdim=dims is not None)
+    if not is_divided(weight):
+        return norm
+    return _summed_over_parts(norm.square(), weight, but=0 if dims else None).sqrt()

@@ -29,7 +29,9 @@ from trainwright.errors import OomReport
 from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.state.rng import preserved_rng
 from trainwright.state.scaler import NoScaler
+from trainwright.state.shards import local
 from trainwright.state.train_state import TrainState
+from trainwright.world.group import SOLO, World
 
 COPIED_BYTES = 64 * 2**20  # of weights; gradients and moments are as large again, each
 SLOW_S = 2.0  # of all modes together; the third time of each would cost more than it tells
@@ -110,20 +112,24 @@ def dry_run(
     *,
     modes: Sequence[Mode],
     budget_s: float = 0.05,
+    world: World = SOLO,
 ) -> DryRun:
     """Runs ``batch`` in all modes in turn and times it, until ``budget_s`` have passed, but at least three times.
 
     Twice is enough where that takes two seconds. A batch that does not fit into memory is halved until it does, and its
     times are scaled up; then only the first mode is tried, for each keeps memory of its own in the kernels, and no
     update. Raises OutOfMemoryError when one sample does not fit.
+
+    Where the ranks of ``world`` divide the weights, all must call it at the same time, with as many samples each or
+    fewer, and the first that runs out of memory ends it.
     """
     device = state.optimizer.param_groups[0]["params"][0].device
     part = batch
     reports: list[OomReport] = []
     while True:
         try:
-            timed = _timed(state, part, loss, modes, budget_s, updates=not reports)
-            scale = batch.size / part.size
+            timed = _timed(state, part, loss, modes, budget_s, updates=not reports, world=world)
+            scale = batch.size / part.size if part.size else 1.0  # a rank may have had no sample left
             return replace(timed, seconds={mode: least_s * scale for mode, least_s in timed.seconds.items()})
         except Exception as error:
             if not is_out_of_memory(error):
@@ -131,8 +137,8 @@ def dry_run(
             snapshot = oom_snapshot(error, state, part, device)
         modes = modes[:1]
         reports.append(make_room(snapshot, part, part.size // 2 or None, state, device))
-        if part.size == 1:
-            raise given_up(reports, ONE_IS_TOO_MUCH)
+        if part.size <= 1 or world.size > 1:
+            raise given_up(reports, ONE_IS_TOO_MUCH if world.size == 1 else "the ranks cannot try again together")
         part = replace(part, micro=tuple(cut_micro(part.micro[0], max(1, part.micro[0].size // 2))[:1]))
 
 
@@ -144,6 +150,7 @@ def _timed(
     budget_s: float,
     *,
     updates: bool,
+    world: World,
 ) -> DryRun:
     loss_fn = as_loss_fn(loss)
     unscaled = replace(state, scaler=NoScaler())
@@ -159,23 +166,27 @@ def _timed(
                 float(accumulate(unscaled, batch, loss_fn, precision).loss)  # waits for the device
                 times[precision.name, threads].append(time.perf_counter() - started_s)
             elapsed_s = time.perf_counter() - begin_s
-            if elapsed_s >= budget_s and done >= (3 if elapsed_s < SLOW_S else 2):
+            if world.least(int(elapsed_s >= budget_s and done >= (3 if elapsed_s < SLOW_S else 2))):
                 break
-        update_s = _update_s(state) if updates else 0.0
+        update_s = _update_s(state) if updates and world.size == 1 else 0.0
     return replace(first, seconds={mode: min(each) for mode, each in times.items()}, update_s=update_s)
 
 
 def time_evaluation(
-    state: TrainState, batches: Iterable[MicroBatch], loss: Callable[..., Loss | Tensor], mode: Mode
+    state: TrainState,
+    batches: Iterable[MicroBatch],
+    loss: Callable[..., Loss | Tensor],
+    mode: Mode,
+    world: World = SOLO,
 ) -> float | None:
     """Seconds that an evaluation takes for each batch, reading included; None where there is no batch.
 
-    The first batch counts only where it is alone, or takes two seconds.
+    The first batch counts only where it is alone, or takes two seconds. ``world`` as in ``dry_run``.
     """
     stream, times = iter(batches), list[float]()
     with _traceless(state):
         torch.set_num_threads(mode.threads)
-        while len(times) < 4 and sum(times) < SLOW_S:
+        while world.least(int(len(times) < 4 and sum(times) < SLOW_S)):
             begin_s = time.perf_counter()
             micro = next(stream, None)
             if micro is None:
@@ -209,13 +220,14 @@ def _update_s(state: TrainState) -> float:
 
 def _look_inside(state: TrainState, batch: StepBatch, loss_fn: LossFn) -> DryRun:
     """What one forward pass of the first micro-batch shows; nothing is timed yet."""
-    own = {s.data_ptr() for p in (*state.model.parameters(), *state.model.buffers()) for s in _storages(p)}
+    own = {s.data_ptr() for p in (*state.model.parameters(), *state.model.buffers()) for s in _storages(local(p))}
     storages: dict[int, int] = {}
     outputs: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:
+        is_weight = isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)  # gathered for a while
         for storage in _storages(tensor):
-            if storage.data_ptr() not in own:
+            if storage.data_ptr() not in own and not is_weight:
                 storages[storage.data_ptr()] = storage.nbytes()
         # Never the tensor itself: an operator that saves its own result (tanh, relu, exp, softmax) would then hold a
         # tensor that holds the operator, a cycle through C++ that nothing collects.

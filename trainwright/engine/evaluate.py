@@ -20,6 +20,7 @@ from trainwright.engine.precision import FP32, Precision
 from trainwright.errors import OutOfMemoryError
 from trainwright.state.cursor import MicroBatch
 from trainwright.state.rng import preserved_rng
+from trainwright.state.shards import is_sharded, reshard
 from trainwright.world.group import SOLO, World
 from trainwright.world.memory import give_back
 
@@ -53,6 +54,8 @@ def evaluating(model: nn.Module, loss: object = None) -> Iterator[None]:
         try:
             yield
         finally:
+            for root in roots:
+                reshard(root)
             for module, training in modes.items():
                 module.training = training
             for buffer, before in kept:
@@ -72,7 +75,7 @@ def evaluate(
     Of several ranks of ``world`` each has its share of the batches; the result is that of all, the same on each.
 
     A batch that does not fit into memory is evaluated in halves, and so are all after it. Raises OutOfMemoryError when
-    one sample does not fit.
+    one sample does not fit, and at once where ranks divide the weights: all must make the same calls.
     """
     loss_fn = as_loss_fn(loss)
     begin_s = time.perf_counter()
@@ -140,10 +143,12 @@ def _output(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        if micro.size == 1:
+        if micro.size == 1 or is_sharded(model):
+            part = "one sample" if micro.size == 1 else "a batch of ranks that divide the weights"
             raise OutOfMemoryError(
-                f"out of memory in {where}: one sample does not fit",
-                remedy="evaluate shorter samples, or on a device with more memory",
+                f"out of memory in {where}: {part} does not fit",
+                whole=not is_sharded(model),
+                remedy="evaluate shorter samples, fewer at a time (evaluation.batch), or on a device with more memory",
             ) from None
         traceback.clear_frames(error.__traceback__)
     give_back(next(model.parameters()).device)

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainwright.engine.accumulate import Accumulated
-from trainwright.engine.loss import Loss, LossFn, call_loss
+from trainwright.engine.accumulate import Accumulated, run_divided
+from trainwright.engine.loss import LossFn
 from trainwright.engine.over_ranks import as_number
 from trainwright.engine.precision import Precision
 from trainwright.errors import UsageError
@@ -77,15 +77,8 @@ def _passed(
     number: int,
     index: int,
 ) -> Slice:
-    with precision.autocast():
-        output = call_loss(loss_fn, state.model, micro, f"slice {index} of step {state.step + 1}")
-        if isinstance(output, Tensor):  # a mean
-            output = Loss(output * micro.size, float(micro.size))
-        objective = output.total / number
-    if objective.requires_grad:
-        state.scaler.scaled(objective).backward()  # type: ignore[no-untyped-call]
-    metrics = {name: value.detach() for name, value in output.metrics.items()}
-    return Slice([p.grad for p in parameters], output.total.detach(), output.weight, metrics)
+    output = run_divided(state, micro, loss_fn, precision, number, f"slice {index} of step {state.step + 1}")
+    return Slice([p.grad for p in parameters], output.total, output.weight, dict(output.metrics))
 
 
 def _summed(grads: list[Tensor | None], parameter: Tensor, counts: list[int], world: World) -> Tensor:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainwright.state.shards import is_divided
+
 LARGEST_TABLE = 64 * 2**20
 APPLIED, SKIPPED = torch.tensor(False), torch.tensor(True)
 """The flags of a CPU, where asking costs no host sync. Nobody writes to them."""
@@ -28,12 +30,18 @@ def update_unless(skipped: Tensor, optimizer: Optimizer) -> None:
     """The optimizer's step, unless ``skipped``: then weights and optimizer state stay the same bits.
 
     On the CPU the flag is simply read. On a GPU, fused and our own optimizers take it on the device
-    (``found_inf``, the contract of torch's GradScaler); any other costs one host sync a step.
+    (``found_inf``, the contract of torch's GradScaler); any other costs one host sync a step, and so does one whose
+    weights are divided among ranks.
     """
-    if skipped.device.type != "cpu" and getattr(optimizer, "_step_supports_amp_scaling", False):
+    takes_flag = getattr(optimizer, "_step_supports_amp_scaling", False)
+    if skipped.device.type != "cpu" and takes_flag and not _is_divided(optimizer):
         update_on_device(skipped, optimizer)
     elif not bool(skipped):
         optimizer.step()
+
+
+def _is_divided(optimizer: Optimizer) -> bool:
+    return is_divided(optimizer.param_groups[0]["params"][0])
 
 
 def update_on_device(skipped: Tensor, optimizer: Optimizer) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from trainwright.engine.evaluate import evaluating
+from trainwright.state.shards import is_sharded
 
 _HF_SOFTCAPS: WeakKeyDictionary[nn.Module, float | None] = WeakKeyDictionary()
 
@@ -34,7 +35,7 @@ def head_of(model: nn.Module) -> Head | None:
     """Returns the head of a model that can return hidden states; None for any other."""
     own = _unwrapped(model)
     head = getattr(own, "head", None)
-    if not _takes_hidden(type(own).forward) or not _is_plain(head):
+    if not _takes_hidden(type(own).forward) or not _is_plain(head) or is_sharded(own):
         return None
     return Head(head.weight, head.bias, float(getattr(own, "logit_softcap", 0.0)))
 
@@ -48,7 +49,7 @@ def hf_head_of(model: nn.Module) -> Head | None:
     find = getattr(own, "get_output_embeddings", None)
     head = find() if callable(find) else None
     base = getattr(own, "base_model", own)
-    if base is own or not isinstance(base, nn.Module) or not _is_plain(head):
+    if base is own or not isinstance(base, nn.Module) or not _is_plain(head) or is_sharded(own):
         return None
     softcap = _hf_softcap(own)
     return None if softcap is None else Head(head.weight, head.bias, softcap)

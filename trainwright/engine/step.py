@@ -18,11 +18,13 @@ from trainwright.engine.loss import Loss, LossFn, as_loss_fn
 from trainwright.engine.over_ranks import Counted, combine, count, fill_missing, of_all_ranks, seed_step, share_buffers
 from trainwright.engine.precision import FP32, Precision
 from trainwright.engine.recover import Recovery
+from trainwright.engine.sharded import ShardedPasses
 from trainwright.engine.spikes import NO_SPIKES, SpikeDecision, SpikeHandler
 from trainwright.engine.update import Update, tell_torn
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import OomReport, UsageError
 from trainwright.state.cursor import StepBatch
+from trainwright.state.shards import is_sharded, locals_of
 from trainwright.state.train_state import TrainState
 from trainwright.world.group import SOLO, World
 
@@ -74,6 +76,7 @@ def make_step(
     world: World = SOLO,
     seed: int = 0,
     exact: bool = False,
+    zero: int = 3,
     spikes: SpikeHandler = NO_SPIKES,
     witness: StepWitness = SILENT,
 ) -> StepFn:
@@ -85,7 +88,8 @@ def make_step(
 
     Of several ranks of ``world`` each trains on its own share of the batch; gradients, loss and metrics are those of
     the whole. Their random numbers in a step follow from ``seed``, step and rank. ``exact``: gradients have the same
-    bits on any number of ranks, see ``accumulate_exactly``.
+    bits on any number of ranks, see ``accumulate_exactly``. ``zero`` is about a model that FSDP has sharded, see
+    ``ShardedPasses``.
 
     A step that runs out of memory begins again in smaller micro-batches, on all ranks of ``world``; its samples and
     their weights stay the same. ``spikes`` is a ``SpikeGuard``, or by default does nothing. ``witness`` is internal:
@@ -96,7 +100,8 @@ def make_step(
     """
     _require_made(schedule, precision, clip)
     own = loss if isinstance(loss, nn.Module) else None
-    parts = _Parts(as_loss_fn(loss), precision, clip, probes, world, seed, exact, witness)
+    sharded = ShardedPasses(world, zero)
+    parts = _Parts(as_loss_fn(loss), precision, clip, probes, world, seed, exact, sharded, witness)
     recovery = Recovery(lambda state: clear_grads(state.optimizer), world, witness)
     update = Update(recovery, witness)
 
@@ -157,6 +162,7 @@ class _Parts(NamedTuple):
     world: World
     seed: int
     exact: bool
+    sharded: ShardedPasses
     witness: StepWitness
 
 
@@ -173,13 +179,16 @@ def _gradients(
 ) -> tuple[_Gradients, StepBatch, tuple[OomReport, ...]]:
     """The part of a step that can begin again: it changes nothing but gradients, buffers and generators.
 
-    Of several ranks only up to where they exchange something: each must know first that all have come so far. Exact
-    slices are never cut smaller.
+    Of several ranks only up to where they exchange something: each must know first that all have come so far. So not
+    at all where they divide the weights. Exact slices are never cut smaller.
     """
     if parts.exact:
         loss_fn, precision, world, seed = parts.loss_fn, parts.precision, parts.world, parts.seed
         done = accumulate_exactly(state, batch, loss_fn, precision, world, seed=seed)
         return _finish(state, done, parts), batch, ()
+    if is_sharded(state.model):
+        clear_grads(state.optimizer)
+        return _finish(state, parts.sharded(state, batch, parts.loss_fn, parts.precision), parts), batch, ()
     if parts.world.size == 1:
         return recovery(lambda state, batch: _finish(state, _passes(state, batch, parts), parts), state, batch)
     done, batch, reports = recovery(lambda state, batch: _passes(state, batch, parts), state, batch)
@@ -196,13 +205,13 @@ def _passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumulated:
 def _finish(state: TrainState, done: Accumulated, parts: _Parts) -> _Gradients:
     """The gradients as they will be applied, the same on every rank."""
     clip, world, witness = parts.clip, parts.world, parts.witness
-    is_to_sum = world.size > 1 and not parts.exact
+    is_to_sum = world.size > 1 and not parts.exact and not is_sharded(state.model)
     if is_to_sum:
         fill_missing(state.optimizer, world)
         done = combine(done, world, device_of(state.optimizer))
     parameters, grads = collect_grads(state.optimizer, done)
     if grads:
-        _unscale(state, grads, done, witness)
+        _unscale(state, locals_of(grads), done, witness)
     if is_to_sum:
         world.sum_(grads)
     probed = {name: value for probe in parts.probes for name, value in probe(state).items()}

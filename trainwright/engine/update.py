@@ -15,6 +15,7 @@ from trainwright.engine.recover import Recovery, make_room
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import OomReport, OutOfMemoryError
 from trainwright.state.cursor import StepBatch
+from trainwright.state.shards import is_sharded
 from trainwright.state.train_state import TrainState
 
 COUNTED = ("torch", "trainwright")
@@ -46,7 +47,7 @@ class Update:
                 if not is_out_of_memory(error):
                     raise
                 seen = replace(oom_snapshot(error, state, batch, device), phase="update", module="")
-            if not before.is_undone():
+            if is_sharded(state.model) or not before.is_undone():
                 raise _torn(state, seen.error)
             self._witness.memory_ran_out()
             if reports:

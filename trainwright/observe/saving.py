@@ -19,6 +19,7 @@ from trainwright.observe.cadence import Every
 from trainwright.runlog.storage import storage_error
 from trainwright.state.checkpoint import CheckpointData, capture, commit, tensors_of
 from trainwright.state.manifest import step_of
+from trainwright.state.shards import is_sharded
 from trainwright.state.staging import Staging, num_bytes
 from trainwright.state.store import Best, Retention, prune, write_best
 from trainwright.state.train_state import TrainState
@@ -124,15 +125,19 @@ class Saving:
         self._finish()
         self._saved_step, self._saved_s = state.step, self._clock()
         try:
-            self._before()
             snapshot = self._captured(state)
+            self._before()
         except Exception as error:
+            if is_sharded(state.model):  # the other ranks cannot know that this one did not take part to the end
+                raise
             self._not_saved(state.step, error)
             return
         future = self._thread.submit(self._write, snapshot, self._best.at(state.step))
         if self._staging is None:  # what is being written are the live tensors
             wait([future])
         self._writing = state.step, time.perf_counter() - begin_s, future
+
+    rescue = __call__
 
     def _captured(self, state: TrainState) -> CheckpointData:
         """Returns a copy of the state, or the live tensors where memory has no room for one, with one warning."""
@@ -144,6 +149,8 @@ class Saving:
                 reserving.result()
             return capture(state, self._staging, self._run_metadata)
         except (MemoryError, RuntimeError) as error:  # torch has no room: RuntimeError
+            if is_sharded(state.model):
+                raise
             snapshot = capture(state, None, self._run_metadata)  # raises again unless it was the copy
             self._staging = None
             self._warn(f"checkpoints are written while training waits: no copy can be made ({_brief(error)})")

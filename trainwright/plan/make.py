@@ -10,7 +10,7 @@ from typing import Literal, cast
 from trainwright.errors import Problem, RecipeError
 from trainwright.plan.batch import BatchPlan, scale_lr, solve_batch
 from trainwright.plan.duration import Extent, Interval, Pace, extent, interval, span
-from trainwright.plan.parallel import ONE_RANK, Degrees, solve_degrees
+from trainwright.plan.parallel import ONE_RANK, Degrees, solve_layout
 from trainwright.recipe import Recipe
 
 PrecisionName = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -117,7 +117,7 @@ class Plan:
 
 def make_plan(recipe: Recipe, facts: RunFacts, *, ranks: int = 1, kept: Kept = Kept()) -> Plan:
     """Decides all that needs no dry run. Raises RecipeError where data or ``ranks`` cannot satisfy the recipe."""
-    degrees = solve_degrees(recipe.parallel, ranks)
+    degrees = solve_layout(recipe, ranks)
     _require_slices(recipe)
     _require_one_rank_for_quarantine(recipe, ranks)
     batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation, ranks=degrees.data)

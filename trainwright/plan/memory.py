@@ -17,16 +17,25 @@ def memory_bytes(
     trainable: int,
     activations: int,
     offloaded: bool = False,
+    shard: int = 1,
+    zero: int = 3,
 ) -> dict[str, int]:
     """Bytes by kind for one rank with fp32 weights. ``activations`` are those measured on one micro-batch.
+
+    Of ``shard`` ranks each holds one part of everything; with ``zero`` 1 and 2 the whole weights as well, with 1 the
+    whole gradients. The weights of one block that are gathered while it computes are left out.
 
     An ``offloaded`` optimizer keeps nothing on the device. An optimizer of the user's own counts as AdamW. Temporaries
     of kernels, the batch itself and the framework are left out.
     """
     state = 0 if offloaded else optimizer_row(optimizer).values_per_weight(args)
     return {
-        "weights": parameters * BYTES,
-        "gradients": trainable * BYTES,
-        "optimizer": trainable * BYTES * state,
+        "weights": _held(parameters * BYTES, shard, whole=zero < 3),
+        "gradients": _held(trainable * BYTES, shard, whole=zero < 2),
+        "optimizer": _held(trainable * BYTES * state, shard),
         "activations": activations,
     }
+
+
+def _held(num_bytes: int, ranks: int, *, whole: bool = False) -> int:
+    return -(-num_bytes // ranks) + (num_bytes if whole and ranks > 1 else 0)

@@ -7,10 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from trainwright.errors import Problem, RecipeError
+from trainwright.recipe import Recipe
 from trainwright.recipe.parallel import Parallel
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 """From the outside in: ranks that follow each other differ in the last axis first."""
+
+NEEDS_WHOLE = ("adafactor", "muon", "lamb", "lars")
+"""Optimizers whose update of an element follows from its whole matrix."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,34 @@ def solve_degrees(ask: Parallel, ranks: int) -> Degrees:
             f"trainwright train RECIPE -- --nproc-per-node {processes}",
         )
     )
+
+
+def solve_layout(recipe: Recipe, ranks: int) -> Degrees:
+    """The degrees of a recipe on so many ranks. Raises RecipeError for a layout in which it cannot be trained."""
+    degrees = solve_degrees(recipe.parallel, ranks)
+    problems = list(_of_sharding(recipe)) if degrees.shard > 1 else []
+    if problems:
+        raise RecipeError(problems)
+    return degrees
+
+
+def _of_sharding(recipe: Recipe) -> Iterator[Problem]:
+    """What does not go together with weights that are divided among ranks."""
+    nearest_to_it = f"parallel.replicate for parallel.shard ({recipe.parallel.shard})"
+    if recipe.parallel.exact:
+        rule = "cannot be true with parallel.shard: gradients are summed in parts, while the backward pass runs"
+        yield Problem("parallel.exact", rule, got="true", remedy=f"leave it out, or write {nearest_to_it}")
+    if recipe.model.compile:
+        rule = "cannot be true with parallel.shard: that was never shown to give the same numbers"
+        yield Problem("model.compile", rule, got="true", remedy=f"leave it out, or write {nearest_to_it}")
+    if recipe.optimizer.use in NEEDS_WHOLE:
+        rule = (
+            f"{recipe.optimizer.use} computes with whole matrices, and parallel.shard leaves each rank a part of them"
+        )
+        yield Problem("optimizer.use", rule, remedy=f"use adamw, adam or sgd, or write {nearest_to_it}")
+    if recipe.optimizer.offload is True:
+        rule = "cannot be true with parallel.shard: each rank has a part of the optimizer's state already"
+        yield Problem("optimizer.offload", rule, got="true", remedy="leave it out, or raise parallel.shard")
 
 
 def nearest(wanted: Degrees, ranks: int, count: int = 2) -> list[Degrees]:

@@ -36,6 +36,7 @@ from trainwright.state.manifest import (
 from trainwright.state.moments import load_moments, moments
 from trainwright.state.names import plain_name
 from trainwright.state.rng import RngBag
+from trainwright.state.shards import is_sharded, whole
 from trainwright.state.staging import Staging, num_bytes, on_host
 from trainwright.state.store import Best, sweep
 from trainwright.state.tensor_file import write_tensors
@@ -77,10 +78,16 @@ def tensors_of(state: TrainState) -> dict[tuple[str, str], Tensor]:
     return _encoded_parts(state)[0]
 
 
+def take_part(state: TrainState) -> None:
+    """Gives this rank's parts of the state to the rank that captures it at the same time."""
+    for tensor in tensors_of(state).values():
+        whole(tensor)
+
+
 def _encoded_parts(state: TrainState) -> tuple[dict[tuple[str, str], Tensor], StateDict]:
     tensors: dict[tuple[str, str], Tensor] = {}
     values: StateDict = {}
-    for part, tree in (("model", plain_state_dict(state.model)), ("rest", _rest(state))):
+    for part, tree in (("model", _model(state.model)), ("rest", _rest(state))):
         try:
             named, values[part] = encode(tree)
         except TypeError as error:
@@ -90,6 +97,10 @@ def _encoded_parts(state: TrainState) -> tuple[dict[tuple[str, str], Tensor], St
             ) from None
         tensors |= {(part, name): tensor for name, tensor in named.items()}
     return tensors, values
+
+
+def _model(model: nn.Module) -> StateDict:
+    return plain_state_dict(model, keep_vars=is_sharded(model))
 
 
 def _rest(state: TrainState) -> StateDict:

@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from trainwright.state.shards import is_divided
+
 Tree: TypeAlias = Any
 """Nested dicts, lists and tuples of tensors, numbers, strings, dtypes and None: what a checkpoint can hold."""
 StateDict: TypeAlias = dict[str, Tree]
@@ -121,8 +123,8 @@ def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 def _identity(tensor: Tensor) -> tuple[Tree, ...]:
     """Equal for tensors that are the same memory seen the same way; an empty tensor is only itself."""
-    if tensor.numel() == 0 or tensor.device.type == "meta":
-        return (id(tensor),)
+    if tensor.numel() == 0 or tensor.device.type == "meta" or is_divided(tensor):
+        return (id(tensor),)  # a rank's part may be empty, and all ranks must see the same tensors
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 

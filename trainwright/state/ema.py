@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from trainwright.errors import UsageError
 from trainwright.state.codec import StateDict
 from trainwright.state.names import plain_name
+from trainwright.state.shards import divided_like, is_divided, locals_of
 from trainwright.state.weights import unwrapped
 
 
@@ -34,7 +35,7 @@ class Ema:
     def update(self) -> None:
         """Once after each optimizer step; one multiply-add over the trainable weights."""
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
-        torch._foreach_lerp_(list(self.shadow.values()), list(self._live.values()), 1.0 - decay)
+        torch._foreach_lerp_(locals_of(self.shadow.values()), locals_of(self._live.values()), 1.0 - decay)
         self.num_updates += 1
 
     @contextmanager
@@ -50,7 +51,12 @@ class Ema:
     def _swap(self) -> None:
         for name, shadow in self.shadow.items():
             live = self._live[name]
-            live.data, self.shadow[name] = shadow, live.data
+            if is_divided(live):  # FSDP has views of it
+                before = live.detach().clone()
+                live.copy_(shadow)
+                shadow.copy_(before)
+            else:
+                live.data, self.shadow[name] = shadow, live.data
 
     def state_dict(self) -> StateDict:
         return {"num_updates": self.num_updates, "shadow": self.shadow}
@@ -69,7 +75,7 @@ class Ema:
                 raise ValueError(
                     f"the average of {name} is {tuple(average.shape)}, and the weight {tuple(shadow.shape)}"
                 )
-            shadow.copy_(average)
+            shadow.copy_(divided_like(average, shadow))
 
 
 class NoEma:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from trainwright.state.codec import StateDict, Tree
 from trainwright.state.names import plain_name
+from trainwright.state.shards import divided_like
 from trainwright.state.weights import unwrapped
 
 _SET_BY_RECIPE = ("lr", "weight_decay", "betas", "momentum", "eps", "nesterov", "initial_lr")
@@ -38,18 +39,31 @@ def load_moments(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Tre
     if saved["class"] != type(optimizer).__name__:
         raise ValueError(f"it holds the state of {saved['class']}, not of {type(optimizer).__name__}")
     names, fresh = parameter_names(model, optimizer), optimizer.state_dict()
-    state = {i: saved["state"][name] for i, name in enumerate(names) if name in saved["state"]} | saved["own"]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    by_name = {
+        name: _divided(saved["state"][name], parameter)
+        for name, parameter in zip(names, parameters, strict=True)
+        if name in saved["state"]
+    }
+    state = {i: by_name[name] for i, name in enumerate(names) if name in by_name} | saved["own"]
     built = _built(optimizer)
     groups = [_continued(group, [names[i] for i in group["params"]], saved, built) for group in fresh["param_groups"]]
     before = dict(optimizer.state)  # a constructor may have made buffers already
     optimizer.load_state_dict({**fresh, "state": state, "param_groups": groups})
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter, name in zip(parameters, names, strict=True):
-        if name in saved["state"]:
-            loaded = optimizer.state[parameter]
-            optimizer.state[parameter] = _as_saved(loaded, saved["state"][name], parameter)
+        if name in by_name:
+            optimizer.state[parameter] = _as_saved(optimizer.state[parameter], by_name[name], parameter)
         elif parameter in before:
             optimizer.state[parameter] = before[parameter]
+
+
+def _divided(saved: Tree, parameter: Tensor) -> Tree:
+    """Of tensors as large as their parameter this rank's part, where ranks divide it."""
+    if isinstance(saved, Tensor):
+        return divided_like(saved, parameter)
+    if isinstance(saved, Mapping):
+        return {key: _divided(each, parameter) for key, each in saved.items()}
+    return saved
 
 
 def _as_saved(loaded: Tree, saved: Tree, parameter: Tensor) -> Tree:

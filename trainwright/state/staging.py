@@ -8,6 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from trainwright.state.shards import whole
+
 Name = TypeVar("Name", bound=Hashable)
 
 
@@ -26,11 +28,14 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
-        """Returns contiguous copies on the host, valid until the next call. Synchronizes with each device once."""
+        """Returns contiguous copies on the host, valid until the next call. Synchronizes with each device once.
+
+        Of tensors that are divided among ranks, the wholes, one after the other.
+        """
         self.reserve(tensors)
         devices = {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}
         for name, tensor in tensors.items():
-            self._buffers[name].copy_(tensor.detach(), non_blocking=True)
+            self._buffers[name].copy_(whole(tensor.detach()), non_blocking=True)
         for device in devices:
             torch.cuda.synchronize(device)
         return {name: self._buffers[name] for name in tensors}
@@ -48,7 +53,7 @@ def on_host(tensors: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
     hosted: dict[Name, Tensor] = {}
     taken: set[int] = set()  # safetensors takes no two tensors of one memory
     for name, tensor in tensors.items():
-        tensor = tensor.detach().to("cpu").contiguous()
+        tensor = whole(tensor.detach()).to("cpu").contiguous()
         memory = tensor.untyped_storage()
         if memory.nbytes() != tensor.nbytes or memory.data_ptr() in taken:
             tensor = tensor.clone()

@@ -15,6 +15,7 @@ from trainwright.errors import CheckpointError, UsageError
 from trainwright.state.codec import StateDict, Tree, decode
 from trainwright.state.manifest import raising_checkpoint_error, verify
 from trainwright.state.names import plain_name
+from trainwright.state.shards import divided_like
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -37,22 +38,31 @@ def require_python(model: nn.Module) -> None:
         )
 
 
-def plain_state_dict(model: nn.Module) -> StateDict:
-    """The whole state_dict, buffers and extra state too, under plain names; the tensors are the live ones."""
-    state = unwrapped(model).state_dict()
+def plain_state_dict(model: nn.Module, *, keep_vars: bool = False) -> StateDict:
+    """The whole state_dict, buffers and extra state too, under plain names; the tensors are the live ones.
+
+    With ``keep_vars`` they are the parameters themselves, of which a tied one is the same object under each name.
+    """
+    state = unwrapped(model).state_dict(keep_vars=keep_vars)
     plain = {plain_name(name): value for name, value in state.items()}
     assert len(plain) == len(state), "two keys differ in nothing but the name of a wrapper"
     return plain
 
 
 def load_plain_state_dict(model: nn.Module, tensors: Mapping[str, Tree]) -> None:
-    """Loads what ``plain_state_dict`` gave, into a model that may be wrapped otherwise than it was then.
+    """Loads what ``plain_state_dict`` gave, into a model that may be wrapped or sharded otherwise than it was then.
 
     Raises torch's RuntimeError with the names when some are missing, left over or of another shape.
     """
     inside = unwrapped(model)
-    wrapped = {plain_name(name): name for name in inside.state_dict()}
-    inside.load_state_dict({wrapped.get(name, name): value for name, value in tensors.items()})
+    live = inside.state_dict()
+    wrapped = {plain_name(name): name for name in live}
+    renamed = {wrapped.get(name, name): value for name, value in tensors.items()}
+    inside.load_state_dict({name: _fitting(value, live.get(name)) for name, value in renamed.items()})
+
+
+def _fitting(value: Tree, live: Tree) -> Tree:
+    return divided_like(value, live) if isinstance(value, Tensor) and isinstance(live, Tensor) else value
 
 
 def read_weights(checkpoint: Path, *, average: bool = False) -> StateDict:

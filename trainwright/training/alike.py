@@ -8,25 +8,26 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainwright.errors import DataError, UsageError
-from trainwright.state.ema import Ema
-from trainwright.state.train_state import TrainState
 from trainwright.world import World
 
 
-def begin_alike(state: TrainState, world: World, data: Mapping[str, str]) -> None:
-    """Gives all ranks the weights, buffers and averages of the first one.
+def begin_alike(model: nn.Module, loss: object, world: World) -> None:
+    """Gives all ranks the weights and buffers of the first one, of a ``loss`` that is a module as well.
 
-    ``data`` are the fingerprints of the data of this rank. Raises DataError where those of another rank differ, and
-    UsageError for a model that exchanges something by itself.
+    Raises UsageError for a model that exchanges something by itself.
     """
     if world.size == 1:
         return
-    _require_no_exchange(state.model)
-    _require_same_data(world.collect(dict(data)))
-    roots = [root for root in (state.model, state.loss) if root is not None]
+    _require_no_exchange(model)
+    roots = [model, *([loss] if isinstance(loss, nn.Module) else [])]
     weights = [each for root in roots for each in root.parameters()]
     buffers = [each for root in roots for each in root.buffers() if each.is_contiguous()]  # none that is expanded
-    world.copy_first_([*weights, *buffers, *(state.ema.shadow.values() if isinstance(state.ema, Ema) else ())])
+    world.copy_first_([*weights, *buffers])
+
+
+def require_same_data(world: World, data: Mapping[str, str]) -> None:
+    """``data`` are the fingerprints of the data of this rank. Raises DataError where those of another rank differ."""
+    _require_same(world.collect(dict(data)))
 
 
 def _require_no_exchange(model: nn.Module) -> None:
@@ -44,7 +45,7 @@ def _require_no_exchange(model: nn.Module) -> None:
             )
 
 
-def _require_same_data(prints: list[dict[str, str]]) -> None:
+def _require_same(prints: list[dict[str, str]]) -> None:
     """Fingerprints read in another way (slow data are read in part) are not compared."""
     for name, first in prints[0].items():
         for rank, other in enumerate(prints):

@@ -10,13 +10,11 @@ from trainwright.observe.evaluation import EvaluationListener, PeriodicEvaluatio
 from trainwright.plan.duration import Interval
 from trainwright.state.train_state import TrainState
 from trainwright.training.job import Job
-from trainwright.world import World
 
 
-def periodic_evaluation(
-    job: Job, world: World, listeners: Sequence[EvaluationListener] = ()
-) -> PeriodicEvaluation | None:
+def periodic_evaluation(job: Job, listeners: Sequence[EvaluationListener] = ()) -> PeriodicEvaluation | None:
     """Returns the evaluation that a plan asks for; None without a validation set."""
+    world = job.mesh.data
     loading = build_loading(job.parts, job.recipe, job.plan, job.device, world=world)
     whole = validation_batches(job.parts, job.recipe, loading)
     if whole is None:

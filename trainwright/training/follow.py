@@ -13,6 +13,7 @@ from trainwright.engine.between import NEVER
 from trainwright.engine.loop import Outcome, StopRequest, run
 from trainwright.errors import StoppedError
 from trainwright.observe.evaluation import PeriodicEvaluation
+from trainwright.observe.saving_together import SavingTogether
 from trainwright.observe.signals import Signals
 from trainwright.recipe import Loaded
 from trainwright.runlog.folder import RunFolder
@@ -71,14 +72,18 @@ def follow(start: Start, signals: Signals) -> Followed:
         earlier = follow_earlier(found.folder, found.checkpoint, start.accept) if found.folder else None
         job = prepare(start.loaded, start.parts, earlier=earlier, world=world, launch=start.launch)
     folder = heard(world, RunFolder)
-    evaluation = periodic_evaluation(job, world)
+    evaluation = periodic_evaluation(job)
+    saving = SavingTogether(world) if job.divides_weights else NEVER
+    if job.accepted:
+        saving(job.state)
     outcome = run(
         job.state,
         job.batches,
-        make_advance(job, world, spikes=spike_handler(job.loaded)),
+        make_advance(job, job.mesh.data, spikes=spike_handler(job.loaded)),
         until=until_of(job.plan),
         observers=(signals,),
         evaluation=evaluation or NEVER,
+        saving=saving,
         world=world,
     )
     world.least(0)  # the first rank is done with saving: torchrun ends it when another one leaves

@@ -26,6 +26,7 @@ from trainwright.build.assemble import (
 )
 from trainwright.build.assemble import prepare as prepare_parts
 from trainwright.build.resolve import find, sink_factories
+from trainwright.build.sharding import shard_model
 from trainwright.engine.clip import make_clip
 from trainwright.engine.dry_run import Mode, dry_run, time_evaluation
 from trainwright.engine.precision import Precision
@@ -40,6 +41,7 @@ from trainwright.plan.devices import Device
 from trainwright.plan.machine import Machine, read_machine
 from trainwright.plan.make import Kept, Note, Plan, RunFacts, candidates, make_plan, with_dry_run
 from trainwright.plan.memory import memory_bytes
+from trainwright.plan.parallel import solve_layout
 from trainwright.plan.run_time import (
     LAST_EVALUATION,
     EvaluationCost,
@@ -57,11 +59,23 @@ from trainwright.state.ema import Ema
 from trainwright.state.rng import seed_all, set_deterministic
 from trainwright.state.spikes import SpikeDetector
 from trainwright.state.train_state import TrainState
-from trainwright.training.alike import begin_alike
+from trainwright.training.alike import begin_alike, require_same_data
 from trainwright.training.resume import Earlier
 from trainwright.training.run_metadata import describe_origin
 from trainwright.watching.look_schedule import LAST_LOOK_STEPS, looks_s
-from trainwright.world import ALONE, SOLO, Launch, World, choose_device, device_name, low_precision, usable_threads
+from trainwright.world import (
+    ALONE,
+    ONE,
+    SOLO,
+    Launch,
+    RankMesh,
+    World,
+    choose_device,
+    device_name,
+    low_precision,
+    make_mesh,
+    usable_threads,
+)
 from trainwright.world.memory import free_bytes, keep_blocks, mind_limits, rlimits
 
 T = TypeVar("T")
@@ -90,12 +104,22 @@ class Job:
     schedule: ScheduleFn
     provenance: dict[str, Any]
     accepted: list[str] = field(default_factory=list)
-    world: World = SOLO
+    mesh: RankMesh = ONE
     evaluation_cost: EvaluationCost | None = None
 
     @property
     def recipe(self) -> Recipe:
         return self.loaded.recipe
+
+    @property
+    def world(self) -> World:
+        """All ranks."""
+        return self.mesh.world
+
+    @property
+    def divides_weights(self) -> bool:
+        """Whether a rank holds a part of the weights, so that all must take part in whatever needs them."""
+        return self.plan.degrees.shard > 1
 
     @property
     def live(self) -> bool:
@@ -145,9 +169,12 @@ def prepare(
     threads = (earlier.threads,) if earlier else (1,) if recipe.parallel.exact else usable_threads(device)
     name, low = device_name(device, machine), low_precision(device, machine)
     facts = gather_facts(parts, device, name, low, threads, frozenset(recipe.data.quarantine))
-    kept = earlier.what_was_planned(recipe, world.size) if earlier else Kept()
     with at_recipe(loaded, ""):
+        kept = earlier.what_was_planned(recipe, solve_layout(recipe, world.size).data) if earlier else Kept()
         plan = first_of(world, make_plan(recipe, facts, ranks=world.size, kept=kept))
+    mesh = make_mesh(plan.degrees, world, device)
+    begin_alike(parts.model, parts.loss, world)
+    plan = _divided(plan, parts.model, mesh, loaded)
     plan = replace(plan, settled=resolved.to_json(), notes=(*resolved.notes, *plan.notes))
     state, schedule = build_state(parts, loaded, plan), build_schedule(loaded, plan)
     state.spikes = SpikeDetector(recipe.spikes.factor)
@@ -167,7 +194,7 @@ def prepare(
     _require_something_left(recipe, plan, state)
     if earlier:
         earlier.lock.beat(state.step + 1)  # reading its batch and the dry run belong to the step
-    loading = build_loading(parts, recipe, plan, device, quarantine=state.quarantine, world=world)
+    loading = build_loading(parts, recipe, plan, device, quarantine=state.quarantine, world=mesh.data)
     batches = iter(training_batches(parts, loading, state.data))
     begin_s = time.perf_counter()
     first = next(batches, None)
@@ -175,9 +202,10 @@ def prepare(
     if first is None:
         raise DataError("the training data gave no batch", remedy="check that it is not empty or used up")
     stream = chain([first], batches)
-    job = Job(loaded, parts, plan, state, device, machine, stream, schedule, provenance, accepted, world)
-    begin_alike(state, world, provenance["data"])
-    job.plan = first_of(world, _tried(job, facts, first, read_s, precision, kept) if world.rank == 0 else plan)
+    job = Job(loaded, parts, plan, state, device, machine, stream, schedule, provenance, accepted, mesh)
+    require_same_data(world, provenance["data"])
+    takes_part = world.rank == 0 or job.divides_weights
+    job.plan = first_of(world, _tried(job, facts, first, read_s, precision, kept) if takes_part else plan)
     if rlimits() and free_bytes(torch.device("cpu")) > AMPLE * sum((job.plan.memory_bytes or {}).values()):
         keep_blocks()
     if not earlier:
@@ -185,6 +213,18 @@ def prepare(
     if loaded.end_s is not None:
         job.plan = replace(job.plan, ends_in_s=loaded.end_s - time.perf_counter())
     return job
+
+
+def _divided(plan: Plan, model: nn.Module, mesh: RankMesh, loaded: Loaded) -> Plan:
+    """Divides the weights of the model among the ranks that share them, and says so in the plan."""
+    degrees, zero = mesh.degrees, loaded.recipe.parallel.zero
+    if degrees.shard == 1:
+        return plan
+    axes = ("replicate", "shard") if degrees.replicate > 1 else ("shard",)
+    with at_recipe(loaded, "parallel.shard"):
+        count = shard_model(model, mesh.along(*axes), zero=zero)
+    note = Note("shard", f"{count} units over {degrees.shard} ranks", f"parallel.zero: {zero}")
+    return replace(plan, notes=(*plan.notes, note))
 
 
 def _of_slow_data(provenance: Mapping[str, Any]) -> Iterator[Note]:
@@ -236,7 +276,8 @@ def _after_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str) -> P
     most, *fewer = facts.threads
     modes = [Mode(Precision(names[0], job.device.type), threads) for threads in (most, *fewer)]
     modes += [Mode(Precision(name, job.device.type), most) for name in names[1:]]
-    seen = dry_run(job.state, one, job.parts.loss, modes=modes)
+    together = job.world if job.divides_weights else SOLO
+    seen = dry_run(job.state, one, job.parts.loss, modes=first_of(together, modes), world=together)
     plan = job.plan
     if seen.mean:
         why = "the loss returns a plain mean tensor; tw.Loss(total, weight) would count tokens exactly"
@@ -255,6 +296,8 @@ def _after_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str) -> P
             trainable=facts.trainable,
             activations=seen.activation_bytes,
             offloaded=job.recipe.optimizer.offload is True and job.device.type != "cpu",
+            shard=plan.degrees.shard,
+            zero=job.recipe.parallel.zero,
         ),
     )
 
@@ -277,12 +320,13 @@ def _with_times(plan: Plan, job: Job, kept: Kept) -> Plan:
 
 
 def _evaluation_cost(plan: Plan, job: Job) -> EvaluationCost | None:
-    loading = build_loading(job.parts, job.recipe, plan, job.device, world=job.world)
+    loading = build_loading(job.parts, job.recipe, plan, job.device, world=job.mesh.data)
     batches = validation_batches(job.parts, job.recipe, loading)
     if batches is None or (batches.count is None and evaluations(plan) <= 1):  # a stream may be readable only once
         return None
     mode = Mode(Precision(plan.precision, job.device.type), plan.threads)
-    batch_s = time_evaluation(job.state, batches, job.parts.loss, mode) or 0.0
+    together = job.world if job.divides_weights else SOLO
+    batch_s = time_evaluation(job.state, batches, job.parts.loss, mode, together) or 0.0
     return EvaluationCost(batch_s * (2 if isinstance(job.state.ema, Ema) else 1), batches.count)
 
 
@@ -336,6 +380,7 @@ def make_advance(
         world=world,
         seed=job.recipe.seed,
         exact=job.recipe.parallel.exact,
+        zero=job.recipe.parallel.zero,
         spikes=spikes,
         witness=witness,
     )

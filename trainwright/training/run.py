@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from trainwright.build.assemble import Parts
+from trainwright.build.assemble import Parts, at_recipe
 from trainwright.build.resolve import sink_factories
 from trainwright.engine.between import NEVER
 from trainwright.engine.loop import Observer, Outcome, run
@@ -27,8 +27,10 @@ from trainwright.observe.heartbeat import Heartbeat
 from trainwright.observe.logbook import Logbook
 from trainwright.observe.progress import Progress
 from trainwright.observe.saving import SavePolicy, Saving
+from trainwright.observe.saving_together import SavingTogether
 from trainwright.observe.signals import Signals, grace_s
 from trainwright.plan.explain import corrected, preflight
+from trainwright.plan.parallel import solve_layout
 from trainwright.plan.run_time import training_time_s
 from trainwright.recipe import Loaded
 from trainwright.report.findings import exit_code
@@ -141,6 +143,8 @@ def train(
     a TrainwrightError for whatever is the user's to mend.
     """
     launch = Launch.read(os.environ)
+    with at_recipe(loaded, "parallel"):
+        solve_layout(loaded.recipe, launch.size)  # before the ranks wait for each other
     with (
         process_settings(),
         joined(launch, loaded.recipe.parallel.timeout.value, on_gpu=loaded.recipe.device != "cpu") as ranks,
@@ -252,17 +256,18 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         logbook.start(__version__, restored, stage.lock.died_in_step, job.accepted)
         saving = _saving(job, stage, logbook)
         signals.saving_s, signals.newest = lambda: saving.last_s, lambda: str(saving.last or restored)
-        evaluation = periodic_evaluation(job, stage.world, (logbook.recorder, stage.progress, saving))
+        evaluation = periodic_evaluation(job, (logbook.recorder, stage.progress, saving))
         watching: tuple[Observer, ...] = (logbook.recorder, logbook.telemetry, progress, *_end_time(job, progress))
         alone = stage.world.size == 1
         doctor = make_engine_observer(job, folder, progress.say) if is_watched(job) else None
         extra = [*([doctor] if doctor else []), *(make(job, folder, progress) for make in extras)]
         witness = doctor.witness if doctor else SILENT
-        advance = make_advance(job, stage.world, witness, spike_handler(job.loaded))
+        advance = make_advance(job, job.mesh.data, witness, spike_handler(job.loaded))
         batches = signals.batches(job.batches) if alone else job.batches  # others would wait for one that stops there
+        saver = SavingTogether(stage.world, saving) if job.divides_weights else saving
         with _noting_the_checkpoint(job, folder, saving):
             if job.accepted:  # a kill before the next save would ask for it again
-                saving(state)
+                saver(state)
             outcome = run(
                 state,
                 batches,
@@ -270,7 +275,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
                 until=until_of_job(job),
                 observers=(*watching, *extra, signals, heartbeat),
                 evaluation=evaluation or NEVER,
-                saving=saving,
+                saving=saver,
                 world=stage.world,
             )
         stage.world.least(0)  # all is saved: the other ranks may leave

@@ -177,7 +177,17 @@ def _raising_rank_error(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # gloo: connection closed by peer, timed out; NCCL: its DistBackendError
-        raise RankError(
-            f"the ranks could not {what}: {text_of(error)[:300]}",
-            remedy="another rank has ended or hangs: its own output says why; then resume the run",
-        ) from error
+        raise lost_rank(what, error) from error
+
+
+def lost_rank(what: str, error: RuntimeError) -> RankError:
+    """The error of an exchange that failed."""
+    return RankError(
+        f"the ranks could not {what}: {text_of(error)[:300]}",
+        remedy="another rank has ended or hangs: its own output says why; then resume the run",
+    )
+
+
+def is_of_exchange(error: RuntimeError) -> bool:
+    """Whether it comes from an exchange, such as one that torch makes within a forward or backward pass."""
+    return isinstance(error, distributed.DistError) or "/gloo/" in text_of(error)

@@ -15,7 +15,7 @@ from torch import distributed
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from trainwright.errors import RankError, UsageError, text_of
-from trainwright.world.group import SOLO, Ranks, World
+from trainwright.world.group import SOLO, Ranks, World, is_of_exchange, lost_rank
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -70,6 +70,7 @@ class Launch:
 
 ALONE = Launch()
 _CALLS = itertools.count()
+_STORES: dict[tuple[str, int], TCPStore] = {}
 
 
 @contextmanager
@@ -96,6 +97,10 @@ def joined(launch: Launch, timeout_s: float, *, on_gpu: bool = False) -> Iterato
     _open(launch, timedelta(seconds=timeout_s), "cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     try:
         yield Ranks()
+    except RuntimeError as error:
+        if is_of_exchange(error):
+            raise lost_rank("exchange weights or gradients", error) from error
+        raise
     finally:
         distributed.destroy_process_group()
 
@@ -103,9 +108,7 @@ def joined(launch: Launch, timeout_s: float, *, on_gpu: bool = False) -> Iterato
 def _open(launch: Launch, timeout: timedelta, backend: str) -> None:
     """With a store of this call's own: in torchrun's the addresses of those before may still lie."""
     try:
-        is_host = launch.rank == 0 and not launch.agent_has_store
-        store = TCPStore(launch.address, launch.port, launch.size, is_host, timeout, False)
-        own = PrefixStore(f"trainwright/{launch.attempt}/{launch.call}", store)
+        own = PrefixStore(f"trainwright/{launch.attempt}/{launch.call}", _store(launch, timeout))
         distributed.init_process_group(backend, store=own, rank=launch.rank, world_size=launch.size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise RankError(
@@ -113,3 +116,13 @@ def _open(launch: Launch, timeout: timedelta, backend: str) -> None:
             f"{text_of(error)[:300]}",
             remedy="look whether every rank was started, whether one has ended, and whether a firewall closes the port",
         ) from error
+
+
+def _store(launch: Launch, timeout: timedelta) -> TCPStore:
+    """One for all runs of this process: a model that FSDP has sharded keeps that of its run open, and so the port."""
+    place = launch.address, launch.port
+    if place not in _STORES:
+        is_host = launch.rank == 0 and not launch.agent_has_store
+        _STORES[place] = TCPStore(*place, launch.size, is_host, timeout, False)
+    _STORES[place].set_timeout(timeout)
+    return _STORES[place]

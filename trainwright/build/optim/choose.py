@@ -17,6 +17,7 @@ from trainwright.build.resolve import imported
 from trainwright.errors import UsageError, require_choice, suggest
 from trainwright.plan.offload import why_not_offloaded
 from trainwright.recipe import OPTIMIZERS
+from trainwright.state.shards import is_divided, is_sharded
 
 Factory = Callable[..., Optimizer]
 
@@ -96,6 +97,8 @@ def _implementation(name: str, model: nn.Module, given: Mapping[str, object]) ->
     """
     if not OPTIMIZERS[name].fused or "fused" in given or "foreach" in given:
         return {}
+    if name == "sgd" and is_sharded(model):  # torch has no fused SGD of tensors that ranks divide
+        return {"foreach": True}
     # torch's fused SGD starts its buffers from uninitialised memory, see with_momentum_buffers
     dampened = bool(given.get("dampening"))
     fits = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in model.parameters())
@@ -145,11 +148,13 @@ def with_momentum_buffers(optimizer: Optimizer) -> Optimizer:
 
     torch 2.13 allocates them in the first step by ``empty_like``. When ``found_inf`` skips that step they stay
     uninitialised, and the second step uses them. With zeros the first step is b = momentum * 0 + g, the same as
-    torch's b = g. (Not so with dampening, where torch's first step differs.)
+    torch's b = g. (Not so with dampening, where torch's first step differs.) Also for tensors that ranks
+    divide, whose checkpoints are those of one process.
     """
     if isinstance(optimizer, torch.optim.SGD):
         for group in optimizer.param_groups:
-            if group["fused"] and group["momentum"] and not group["dampening"]:
+            stands_for_fused = group["fused"] or is_divided(group["params"][0])
+            if stands_for_fused and group["momentum"] and not group["dampening"]:
                 for parameter in group["params"]:
                     optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
     return optimizer

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from trainwright.errors import UsageError, suggest
+from trainwright.state.shards import is_divided
 
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)  # _NormBase: every BatchNorm and InstanceNorm
 
@@ -62,6 +63,8 @@ def param_groups(
 ) -> list[Group]:
     """Returns the trainable parameters of ``model`` in groups of one (lr, weight_decay, role), each with a ``name``.
 
+    Those that ranks divide are apart from those that each rank holds whole.
+
     Weight decay is left off norms and biases: parameters with fewer than two dimensions, and those that a
     norm module owns. Embeddings and the output head do decay, as in GPT-2 and nanoGPT. The first rule that
     matches one of a parameter's names wins; a tied parameter has several names and is in one group.
@@ -79,7 +82,7 @@ def param_groups(
         _require_match(rule, names)
     normed = norm_parameters(model)
     default = Role("", lr)
-    groups: dict[tuple[float, float, Role], Group] = {}
+    groups: dict[tuple[float, float, Role, bool], Group] = {}
     for parameter in trainable:
         role = role_of(parameter) if role_of else default
         rule = _first_match(rules, names[parameter])
@@ -88,7 +91,7 @@ def param_groups(
         if rule.weight_decay is not None:
             its_decay = rule.weight_decay
         its_lr = (role.lr if rule.lr is None else rule.lr) * rule.lr_scale
-        key = (its_lr, its_decay, role)
+        key = (its_lr, its_decay, role, is_divided(parameter))  # torch updates no mixture of both
         if key not in groups:
             named = _group_name(role, its_lr, its_decay, weight_decay)
             groups[key] = {"name": named, "lr": its_lr, "weight_decay": its_decay, **dict(role.options), "params": []}

@@ -18,10 +18,13 @@ from typing import Protocol
 import torch
 from safetensors.torch import load_file
 
+from trainwright.build.assemble import at_recipe
 from trainwright.engine.loss import as_loss_fn, call_loss
 from trainwright.errors import TrainwrightError, UsageError
 from trainwright.plan.batch import solve_batch
+from trainwright.plan.parallel import AXES, solve_layout
 from trainwright.recipe import Loaded, load
+from trainwright.recipe.parallel import Parallel
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Step
 from trainwright.state.manifest import name_of
@@ -38,6 +41,8 @@ NO_ROUNDING = 0.01
 """Relative distance of the control run from which on it is no rounding: the model draws numbers, or sees the batch."""
 
 
+ALONE_SETTINGS = [f"parallel.{axis}=1" for axis in AXES if axis in Parallel.model_fields and axis != "replicate"]
+"""The layout of one process, whatever that of the recipe is."""
 REMEDY = "look for a loss that is no sum over samples, and for what a rank computes from its own share alone"
 
 
@@ -127,6 +132,8 @@ def verify_parallel(
         raise UsageError(f"--ranks {ranks} leaves nothing to compare", remedy="give at least 2")
     settings = (*settings, "parallel.replicate=auto")
     loaded = load(recipe, overrides=list(settings))
+    with at_recipe(loaded, "parallel"):
+        solve_layout(loaded.recipe, ranks)
     folder = Path(tempfile.mkdtemp(prefix="trainwright-verify-"))
     try:
         return _Layouts(loaded, recipe, ranks, steps, tuple(settings), folder, say, run_ranks).prove()
@@ -166,7 +173,13 @@ class _Layouts:
     run_ranks: RunRanks
 
     def prove(self) -> LayoutProof:
-        exact = draws_numbers(self.loaded)
+        exact = draws_numbers(load(self.path, overrides=[*self.settings, *ALONE_SETTINGS]))
+        if exact and self.loaded.recipe.parallel.shard > 1:
+            raise UsageError(
+                "the model draws random numbers (dropout), and ranks that divide its weights draw others than one "
+                "process does: there is nothing to compare with",
+                remedy="compare without: --set model.args.dropout=0, or with the layout parallel.shard=1",
+            )
         self.say(
             "the model draws random numbers: compared is parallel.exact" if exact else "the model draws no numbers"
         )
@@ -205,6 +218,7 @@ class _Layouts:
         name = what.replace(",", "").replace(" ", "-")
         fixed = [f"until={self.steps}steps", "log.every=1steps", "log.doctor=false", "checkpoint.every=null"]
         fixed += ["evaluation.batches=1", "schedule.warmup=0steps", f"name={name}", f"folder={self.folder / 'runs'}"]
+        fixed += ALONE_SETTINGS if ranks == 1 else []
         words = [word for each in (*self.settings, *fixed, *more) for word in ("--set", each)]
         code, printed = self.run_ranks(["train", str(self.path), *words], ranks, self.folder)
         if code != 0:

@@ -1,0 +1,71 @@
+"""Runs of several ranks that tests compare, kill and stop."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import ranks
+from tests.forked import COMMAND_LINE, Forked
+
+MODULE = """
+import time, torch
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return torch.randn(8) + index % 3, index % 3
+"""
+RECIPE = """
+until: 60steps
+model: {use: mlp, args: {sizes: [8, 16, 3], dropout: 0.3}}
+data: {train: "slow:Slow"}
+batch: {size: 8}
+precision: fp32
+checkpoint: {every: 5steps, at_least_every: null}
+log: {every: 1steps, doctor: false}
+"""
+
+
+def make_project(folder: Path) -> Path:
+    (folder / "slow.py").write_text(MODULE)
+    (folder / "recipe.yaml").write_text(RECIPE)
+    return folder
+
+
+def train(project: Path, folder: str, attempt: int = 0, *more: str) -> list[Forked]:
+    words = ["train", str(project / "recipe.yaml"), "--set", f"folder={project / folder}", *more]
+    return ranks.start(COMMAND_LINE, 2, *words, cwd=project, attempt=attempt)
+
+
+def wait_for_steps(log: Path, count: int, started: list[Forked]) -> None:
+    end_s = time.monotonic() + 60
+    while not log.exists() or log.read_bytes().count(b'"kind":"step"') < count:
+        assert time.monotonic() < end_s and all(each.poll() is None for each in started), started[0].stderr
+        time.sleep(0.01)
+
+
+def last_weights(run: Path) -> bytes:
+    return (run / "checkpoints/step-00000060/model.safetensors").read_bytes()
+
+
+def numbers_of(record: dict[str, Any]) -> dict[str, float]:
+    """Loss, norm, weight and metrics; a step in which nothing counts has a loss that is not a number."""
+    own = {name: record[name] for name in ("loss", "grad_norm", "weight") if name in record}
+    return {
+        name: float(value) for name, value in {**own, **record.get("probed", {}), **record.get("metrics", {})}.items()
+    }
+
+
+def compare(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    assert [record["kind"] for record in found] == [record["kind"] for record in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        same = ("kind", "step", "lr", "samples", "tokens", "ids_hash", "skipped")
+        assert {name: one.get(name) for name in same} == {name: other.get(name) for name in same}
+        assert numbers_of(one) == pytest.approx(numbers_of(other), rel=2e-6, abs=1e-6, nan_ok=True)

@@ -1,0 +1,208 @@
+"""A run whose weights are divided among ranks is the run of one process, and its checkpoints are those of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests import ranks
+from tests.training.ranked import compare, last_weights, make_project, train, wait_for_steps
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+FIT = """
+import json, sys
+import torch
+from torch import nn
+import trainwright as tw
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(12, 7), nn.Linear(7, 5)
+        self.blocks = nn.ModuleList(Block(7) for _ in range(4))
+        self.blocks[3].mlp[0].weight = self.blocks[2].mlp[0].weight
+        self.rare, self.never = nn.Linear(7, 7), nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        hidden = self.inner(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        chosen = x[:, :1] > 1.2
+        if chosen.any():  # on some ranks only
+            hidden = hidden + chosen * self.rare(hidden)
+        return self.head(torch.tanh(hidden)) * self.scale
+
+draw = torch.Generator().manual_seed(0)
+x, y = torch.randn(61, 12, generator=draw), torch.randint(5, (61,), generator=draw)
+x_val, y_val = torch.randn(23, 12, generator=draw), torch.randint(5, (23,), generator=draw)
+counted = torch.rand(5, generator=draw) + 0.5
+
+def mean(output, target):
+    return nn.functional.cross_entropy(output, target)
+
+def weighted(model, batch):
+    output, target = model(batch[0]), batch[1]
+    total = nn.functional.cross_entropy(output, target, weight=counted, reduction="sum")
+    return tw.Loss(total, counted[target].sum(), {"right": (output.argmax(1) == target).sum().float()})
+
+for given in json.loads(sys.argv[1]):
+    torch.manual_seed(3)
+    model = Net()
+    given = {"log.every": "1steps", "evaluation.every": "3steps", "schedule.use": "constant", **given}
+    loss, until, resume = given.pop("loss"), given.pop("until", "6steps"), given.pop("resume", None)
+    result = tw.fit(model, (x, y), {"mean": mean, "weighted": weighted}[loss], val=(x_val, y_val), until=until,
+                    lr=1e-2, precision="fp32", quiet=True, settings={"batch.size": 12, **given}, resume=resume)
+    print(json.dumps({"run": str(result.run), "loss": result.loss, "val_loss": result.val_loss}))
+"""
+
+CASES: list[dict[str, Any]] = [
+    {"loss": "mean", "parallel.zero": 3, "model.ema": 0.9},
+    {"loss": "weighted", "parallel.zero": 2, "batch.micro": 2, "optimizer.clip.by": "norm", "optimizer.clip.at": 0.2},
+    {"loss": "weighted", "parallel.zero": 1, "batch.micro": 2, "optimizer.clip.by": "agc", "optimizer.clip.at": 0.05},
+    {
+        "loss": "weighted",
+        "parallel.zero": 3,
+        "batch.micro": 2,
+        "optimizer.use": "sgd",
+        "optimizer.clip.by": "value",
+        "optimizer.clip.at": 0.01,
+        "model.activation_checkpointing": "block",
+    },
+]
+
+
+def trained(count: int, folder: Path, cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """What each rank says of its runs, which follow each other."""
+    folder.mkdir(exist_ok=True)
+    done = ranks.run(FIT, count, json.dumps(cases), cwd=folder)
+    assert [each.returncode for each in done] == [0] * count, "\n".join(each.stderr for each in done)
+    return [[json.loads(line) for line in each.stdout.splitlines() if line.startswith("{")] for each in done]
+
+
+def steps_of(folder: Path, run: str) -> list[dict[str, Any]]:
+    log = (folder / run / "log.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, log) if record["kind"] in ("step", "evaluated")]
+
+
+def assert_same_state(run: Path, other: Path, step: int) -> None:
+    """Weights, moments and averages, name by name; random numbers are each rank's own."""
+    for file in ("model.safetensors", "rest.safetensors"):
+        mine, theirs = (load_file(each / f"checkpoints/step-{step:08d}/{file}") for each in (run, other))
+        assert mine.keys() == theirs.keys()
+        assert {
+            n for n in mine if not n.startswith("rng") and not torch.allclose(mine[n], theirs[n], atol=2e-6)
+        } == set()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """The cases in one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, trained(1, folder, CASES)[0]
+
+
+@pytest.mark.parametrize(("count", "shard"), [(2, 2), (4, 4), (4, 2)])
+def test_any_layout_is_one_process(
+    tmp_path: Path, alone: tuple[Path, list[dict[str, Any]]], count: int, shard: int
+) -> None:
+    """61 samples in batches of 12: the last step has one sample, and some ranks none. Of 5 rows, rank 4 has none."""
+    each_rank = trained(count, tmp_path, [{**case, "parallel.shard": shard} for case in CASES])
+    assert all(one == each_rank[0] for one in each_rank)
+    folder, wanted = alone
+    for ours, theirs in zip(each_rank[0], wanted, strict=True):
+        assert_same_state(tmp_path / ours["run"], folder / theirs["run"], 6)
+        assert ours["val_loss"] == pytest.approx(theirs["val_loss"], rel=1e-6)
+        compare(steps_of(tmp_path, ours["run"]), steps_of(folder, theirs["run"]))
+
+
+def test_a_run_goes_on_in_any_layout(tmp_path: Path) -> None:
+    """Checkpoints are those of one process, name by name, whichever layout wrote them."""
+    case = {"loss": "weighted", "batch.micro": 2, "model.ema": 0.9, "name": "run", "checkpoint.keep": 9}
+    trained(1, tmp_path / "1", [{**case, "until": "8steps", "checkpoint.every": "2steps"}])
+    layouts = [(2, {"parallel.shard": 2}), (4, {"parallel.shard": 2}), (1, {}), (2, {"parallel.replicate": 2})]
+    for number, (count, layout) in enumerate(layouts):
+        goes_on = {"until": f"{2 * number + 2}steps", "resume": "runs/run" if number else None}
+        trained(count, tmp_path / "n", [{**case, **layout, **goes_on}])
+    logged = {record["step"]: record for record in steps_of(tmp_path / "n", "runs/run") if record["kind"] == "step"}
+    compare(list(logged.values()), [each for each in steps_of(tmp_path / "1", "runs/run") if each["kind"] == "step"])
+    for step in (2, 4, 6, 8):
+        assert_same_state(tmp_path / "n/runs/run", tmp_path / "1/runs/run", step)
+
+
+SHARDED = ("--set", "parallel.shard=2")
+
+
+def test_a_killed_rank_ends_all_and_the_next_attempt_goes_on(tmp_path: Path) -> None:
+    """The same bits as without the kill; on SIGTERM one checkpoint, and every rank ends with 75."""
+    project = make_project(tmp_path)
+    assert [each.wait() for each in train(project, "undisturbed", 0, *SHARDED)] == [0, 0]
+    log = project / "killed/run/log.jsonl"
+    started = train(project, "killed", 0, *SHARDED)
+    wait_for_steps(log, 15, started)
+    os.kill(started[1].pid, signal.SIGKILL)
+    assert started[0].wait() == 1 and "another rank has ended" in started[0].stderr
+    stopped = train(project, "killed", 1, *SHARDED)
+    wait_for_steps(log, 30, stopped)
+    stopped[1].send_signal(signal.SIGTERM)
+    assert [each.wait() for each in stopped] == [75, 75]
+    ended = json.loads(log.read_text().splitlines()[-1])
+    newest = sorted(path.name for path in (project / "killed/run/checkpoints").glob("step-*"))[-1]
+    assert (ended["ending"], ended["reason"]) == ("stopped", "SIGTERM") and newest == f"step-{ended['step']:08d}"
+    last = train(project, "killed", 2, *SHARDED)
+    assert [each.wait() for each in last] == [0, 0]
+    assert last_weights(project / "killed/run") == last_weights(project / "undisturbed/run")
+
+
+MODELS = """
+import json, sys
+import torch
+import trainwright as tw
+from trainwright.engine.losses import language_model
+from trainwright.models.gpt import gpt
+from trainwright.models.lstm import lstm
+from trainwright.models.resnet import resnet
+
+draw = torch.Generator().manual_seed(0)
+ids = torch.randint(17, (10, 9), generator=draw)
+text = (ids[:, :-1], ids[:, 1:])
+images = (torch.randn(10, 3, 8, 8, generator=draw), torch.randint(4, (10,), generator=draw))
+made = [
+    (lambda: gpt(vocab_size=17, block_size=8, layers=2, heads=2, d_model=12, positions="rope"), text, language_model),
+    (lambda: lstm(vocab_size=17, d_model=7), text, language_model),
+    (lambda: resnet(depth=8, classes=4, width=3), images, torch.nn.functional.cross_entropy),
+]
+for make, data, loss in made:
+    torch.manual_seed(1)
+    result = tw.fit(make(), data, loss, val=data, until="4steps", lr=1e-2, precision="fp32", quiet=True,
+                    settings={"batch.size": 4, "log.every": "1steps", **json.loads(sys.argv[1])})
+    print(json.dumps({"run": str(result.run), "val_loss": result.val_loss}))
+"""
+
+
+def test_the_models_in_the_box(tmp_path: Path) -> None:
+    for count, layout in ((1, {}), (2, {"parallel.shard": 2})):
+        (tmp_path / str(count)).mkdir()
+        done = ranks.run(MODELS, count, json.dumps(layout), cwd=tmp_path / str(count))
+        assert [each.returncode for each in done] == [0] * count, "\n".join(each.stderr for each in done)
+        said = [json.loads(line) for line in done[0].stdout.splitlines() if line.startswith("{")]
+    assert len(said) == 3
+    for each in said[:2]:
+        compare(steps_of(tmp_path / "2", each["run"]), steps_of(tmp_path / "1", each["run"]))

@@ -1,0 +1,81 @@
+"""Divides the weights of a model among ranks: torch's FSDP2 (fully_shard), one unit for each block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from trainwright.errors import UsageError
+
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+def shard_model(model: nn.Module, mesh: DeviceMesh, *, zero: int = 3) -> int:
+    """Divides the parameters of ``model`` among the ranks of the last axis of ``mesh``; returns the number of units.
+
+    Along a first axis of two, ranks hold the same parts (HSDP). ``zero`` 3: the whole weights of a block are there
+    while it computes; 1 and 2: from its forward pass to its backward pass. Gradients are summed, not averaged, in at
+    least float32. A parameter without dimensions stays whole. Every rank must hold the same weights before.
+
+    Raises UsageError for a block with weights of several dtypes.
+    """
+    units = [*units_of(model), model]
+    ignored = {p for p in model.parameters() if p.dim() == 0}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.is_contiguous():
+                parameter.data = parameter.data.contiguous()  # FSDP takes no other
+    taken: set[nn.Module] = set()
+    for unit in units:
+        own = [p for m in unit.modules() if m not in taken for p in m.parameters(recurse=False) if p not in ignored]
+        taken.update(unit.modules())
+        policy = MixedPrecisionPolicy(reduce_dtype=_reduced_in(unit, own), cast_forward_inputs=False)
+        keeps = zero < 3 or unit is model
+        sharded = fully_shard(
+            unit, mesh=mesh, reshard_after_forward=not keeps, mp_policy=policy, ignored_params=ignored
+        )
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+        sharded.set_reduce_scatter_unused_params(True)  # another rank may use them
+    return len(units)
+
+
+def units_of(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules with parameters that lie in an nn.ModuleList or nn.Sequential, each once.
+
+    One that shares a parameter with what is outside of it is none: both must be gathered together.
+    """
+    blocks = list(dict.fromkeys(_blocks(model)))
+    owners: dict[Tensor, set[nn.Module]] = {}
+    for owner in (*blocks, model):
+        inside = set(chain.from_iterable(b.modules() for b in blocks)) if owner is model else set()
+        for module in owner.modules():
+            if module not in inside:
+                for parameter in module.parameters(recurse=False):
+                    owners.setdefault(parameter, set()).add(owner)
+    return [block for block in blocks if all(owners[p] == {block} for p in block.parameters())]
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    is_list = isinstance(module, nn.ModuleList | nn.Sequential)
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.Sequential) or not is_list:
+            yield from _blocks(child)
+        elif any(True for _ in child.parameters()):
+            yield child
+
+
+def _reduced_in(unit: nn.Module, own: list[nn.Parameter]) -> torch.dtype | None:
+    """The dtype in which gradients are summed; None: their own."""
+    dtypes = {p.dtype for p in own if p.requires_grad}
+    if len(dtypes) > 1:
+        raise UsageError(
+            f"parallel.shard: the weights of a {type(unit).__name__} are of {' and '.join(sorted(map(str, dtypes)))}",
+            remedy="give all trained weights one dtype: model.float(); bf16 is computed by precision: bf16",
+        )
+    return torch.float32 if dtypes & set(_NARROW) else None

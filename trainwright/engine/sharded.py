@@ -1,0 +1,151 @@
+"""The passes of a step whose weights are divided among ranks: torch's FSDP2, and what makes its sums exact.
+
+FSDP gathers the weights of a unit (a block) before it is computed, and sums its gradients, each rank its part of them,
+while the backward pass runs. So there is no instant after which all ranks know that all have come through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.engine.accumulate import Accumulated, run_divided
+from trainwright.engine.loss import Loss, LossFn
+from trainwright.engine.oom_report import is_out_of_memory, oom_snapshot
+from trainwright.engine.over_ranks import as_number
+from trainwright.engine.precision import Precision
+from trainwright.engine.recover import given_up, make_room
+from trainwright.errors import OutOfMemoryError
+from trainwright.state.cursor import StepBatch
+from trainwright.state.shards import is_divided, is_sharded, units
+from trainwright.state.train_state import TrainState
+from trainwright.world.group import World
+
+
+class ShardedPasses:
+    """Runs the micro-batches of a rank of ``world``; the parts of the summed gradients are in ``.grad`` then.
+
+    Each total is divided by the number of samples of the step, which all ranks know beforehand; ``correction`` makes
+    the sum exact. ``zero`` 1: gradients are summed after the last micro-batch, and stay whole until then.
+    """
+
+    def __init__(self, world: World, zero: int) -> None:
+        self._world, self._zero = world, zero
+        self._used = _Used()
+
+    def __call__(self, state: TrainState, batch: StepBatch, loss_fn: LossFn, precision: Precision) -> Accumulated:
+        """Raises OutOfMemoryError, which ends the run: the ranks cannot step back together."""
+        self._used.watch(state.model)
+        outputs = []
+        try:
+            for index, micro in enumerate(batch.micro):
+                if len(batch.micro) > 1:
+                    self._exchange(state.model, is_last=index == len(batch.micro) - 1)
+                what = f"micro-batch {index} of step {state.step + 1}"
+                outputs.append(run_divided(state, micro, loss_fn, precision, len(batch.global_ids), what))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            short = _short_of_memory(error, state, batch)
+        else:
+            return self._combined(state, outputs, len(batch.global_ids))
+        raise short
+
+    def _exchange(self, model: nn.Module, *, is_last: bool) -> None:
+        """What is exchanged once a step, and not in each micro-batch."""
+        assert is_sharded(model)
+        model.set_requires_all_reduce(is_last)
+        if self._zero == 1:
+            model.set_requires_gradient_sync(is_last)
+            model.set_reshard_after_backward(is_last)
+
+    def _combined(self, state: TrainState, outputs: Sequence[Loss], number: int) -> Accumulated:
+        """Loss, weight and metrics of all ranks. Costs one exchange of some numbers."""
+        parameters = [p for group in state.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        names, device = sorted(outputs[0].metrics), parameters[0].device
+        rows = [
+            torch.stack([as_number(each, device) for each in (o.weight, o.total, *(o.metrics[n] for n in names))])
+            for o in outputs
+        ]
+        mine = torch.stack([torch.where(row[0] != 0, row, 0.0) for row in rows]).sum(0)
+        used = torch.tensor([self._used.is_used(p) for p in parameters], dtype=torch.float64)
+        everywhere = self._world.gather(torch.cat([mine, used.to(device)])).sum(0)
+        weight, *sums = everywhere[: len(mine)].unbind()
+        self._drop_unused(parameters, everywhere[len(mine) :])
+        loss, *metrics = [(each / weight).to(outputs[0].total.dtype) for each in sums]
+        divisor = torch.where(weight != 0, weight, 1.0)
+        correction = (number / divisor).to(torch.promote_types(loss.dtype, torch.float32))
+        totals = tuple(output.total for output in outputs)
+        return Accumulated(loss, weight, totals, dict(zip(names, metrics, strict=True)), correction)
+
+    def _drop_unused(self, parameters: Sequence[Tensor], used: Tensor) -> None:
+        """Takes the zeros away of parameters that have a gradient on no rank, and sums what is not divided."""
+        kept_whole = [p for p in parameters if not is_divided(p)]
+        for parameter in kept_whole:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self._world.sum_([p.grad for p in kept_whole if p.grad is not None])
+        if all(self._used.is_used(p) for p in parameters):  # asking a GPU would cost a host sync
+            return
+        for parameter, count in zip(parameters, used.tolist(), strict=True):
+            if not count:
+                parameter.grad = None
+
+
+class _Used:
+    """Which parameters got a gradient from the passes of this rank; FSDP gives zeros to those that did not.
+
+    While a unit computes, its modules hold whole weights in the place of the parts. Those are listened to.
+    """
+
+    def __init__(self) -> None:
+        self._model: nn.Module | None = None
+        self._whole: dict[int, Tensor] = {}  # that are listened to already
+        self._found: set[int] = set()
+
+    def watch(self, model: nn.Module) -> None:
+        """Begins a step."""
+        if model is not self._model:
+            self._model = model
+            for unit in units(model):
+                assert isinstance(unit, nn.Module)
+                unit.register_forward_pre_hook(partial(self._listen, _places(unit)))
+        self._found.clear()
+
+    def is_used(self, parameter: Tensor) -> bool:
+        return id(parameter) in self._found if is_divided(parameter) else parameter.grad is not None
+
+    def _listen(self, places: list[tuple[nn.Module, str, Tensor]], *_: object) -> None:
+        for module, name, part in places:
+            live = module._parameters[name]
+            assert live is not None
+            if id(live) not in self._whole:
+                self._whole[id(live)] = live
+                live.register_post_accumulate_grad_hook(partial(self._note, id(part)))  # type: ignore[no-untyped-call]
+
+    def _note(self, part: int, whole: Tensor) -> None:
+        self._found.add(part)
+
+
+def _places(unit: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    """Where the divided parameters of a unit are that are trained; those of units within are not its own."""
+    inner = [other for module in unit.children() for other in units(module)]
+    within = {id(module) for other in inner if isinstance(other, nn.Module) for module in other.modules()}
+    return [
+        (module, name, parameter)
+        for module in unit.modules()
+        if id(module) not in within
+        for name, parameter in module.named_parameters(recurse=False)
+        if is_divided(parameter) and parameter.requires_grad
+    ]
+
+
+def _short_of_memory(error: Exception, state: TrainState, batch: StepBatch) -> OutOfMemoryError:
+    device = state.optimizer.param_groups[0]["params"][0].device
+    report = make_room(oom_snapshot(error, state, batch, device), batch, None, state, device)
+    trouble = "ranks that divide the weights cannot begin a step again, so the run ends"
+    found = given_up([report], trouble)
+    return OutOfMemoryError(found.message, reports=found.reports, whole=False, remedy=found.remedy)

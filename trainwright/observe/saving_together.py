@@ -1,0 +1,37 @@
+"""Saves a state of which each rank holds a part: the first rank decides when, and writes what all give to it."""
+
+from __future__ import annotations
+
+from trainwright.engine.between import NEVER, Saver
+from trainwright.state.checkpoint import take_part
+from trainwright.state.train_state import TrainState
+from trainwright.world.group import World
+
+
+class SavingTogether:
+    """A Saver for each of the ranks. ``first`` is that of the first rank, which writes; the others have none.
+
+    An exception is not followed by a save, since the ranks that it did not reach would not take part.
+    """
+
+    def __init__(self, world: World, first: Saver = NEVER) -> None:
+        self._world, self._first = world, first
+        self._saved_step = -1
+
+    def due(self, state: TrainState) -> bool:
+        """Costs an exchange of eight bytes."""
+        mine = self._first.due(state)
+        return self._world.least(int(not mine)) == 0
+
+    def __call__(self, state: TrainState) -> None:
+        if self._saved_step == state.step:
+            return
+        self._saved_step = state.step
+        if self._world.rank == 0:
+            self._first(state)
+        else:
+            take_part(state)
+
+    def rescue(self, state: TrainState) -> None: ...
+    def __exit__(self, *error: object) -> None:
+        self._first.__exit__(*error)

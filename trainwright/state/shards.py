@@ -1,0 +1,87 @@
+"""Tensors that are divided among ranks (torch's DTensor): a rank's part, the whole, and a whole cut into parts.
+
+What makes them takes most of a second to import, so it is asked only where somebody has imported it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+
+def is_sharded(model: nn.Module) -> TypeGuard[FSDPModule]:
+    """Whether FSDP divides its weights among ranks."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(model, fsdp.FSDPModule)
+
+
+def is_divided(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether ranks hold parts of it, or copies that are kept alike."""
+    divided = sys.modules.get("torch.distributed.tensor")
+    return divided is not None and isinstance(tensor, divided.DTensor)
+
+
+def units(model: nn.Module) -> Iterator[FSDPModule]:
+    """The modules of a model whose weights FSDP gathers together, from the outside in."""
+    for module in model.modules():
+        if is_sharded(module):
+            yield module
+
+
+def reshard(model: nn.Module) -> None:
+    """Gives back the whole weights that a forward pass without a backward pass leaves: they may be out of date."""
+    for unit in units(model):
+        unit.reshard()
+
+
+@torch.no_grad()
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part, in the same memory; of an ordinary tensor, itself."""
+    return tensor.to_local() if is_divided(tensor) else tensor
+
+
+def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """This rank's part of each."""
+    return [local(tensor) for tensor in tensors]
+
+
+@torch.no_grad()
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a divided tensor. Every rank must ask for the same ones in the same order."""
+    return tensor.full_tensor() if is_divided(tensor) else tensor
+
+
+def divided_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """``tensor`` divided as ``like`` is: this rank's part of it is a view, so that of a mapped file no more is read.
+
+    Where ``like`` is not divided, or has another shape, the tensor itself.
+    """
+    if not is_divided(like) or is_divided(tensor) or tensor.shape != like.shape:
+        return tensor
+    from torch.distributed.tensor import DTensor, Shard
+
+    part = tensor
+    for axis, placement in enumerate(like.placements):
+        if placement.is_replicate():
+            continue
+        assert type(placement) is Shard, placement
+        part = _chunk(part, like.device_mesh.size(axis), like.device_mesh.get_local_rank(axis), placement.dim)
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def _chunk(tensor: Tensor, count: int, index: int, dim: int) -> Tensor:
+    """As torch.chunk, whose last chunks may be smaller, or missing: those are empty here."""
+    size = tensor.shape[dim]
+    each = -(-size // count)
+    begin = min(index * each, size)
+    return tensor.narrow(dim, begin, min(each, size - begin))
