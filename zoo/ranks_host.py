@@ -140,6 +140,8 @@ def main(ask: dict[str, Any]) -> None:
 def one(ask: dict[str, Any], name: str, seed: int, store: TCPStore, *, watched: bool = True) -> dict[str, Any]:
     """One program in a process group of its own."""
     own = PrefixStore(f"{name}/{seed}/{watched}", store)
+    own.set(f"here/{ask['rank']}", "")
+    own.wait([f"here/{rank}" for rank in range(RANKS)])  # one may have waited long in the program before
     limit = timedelta(seconds=ask.get("limit_s", LIMIT_S))
     distributed.init_process_group("gloo", store=own, rank=ask["rank"], world_size=RANKS, timeout=limit)
     told = run(RANK_ENTRIES[name], seed, ask["rank"], Path(ask["folder"]), watched=watched)

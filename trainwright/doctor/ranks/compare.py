@@ -29,10 +29,11 @@ OTHER: tuple[tuple[str, Callable[[RankStep], Hashable]], ...] = (
     ("random numbers", lambda row: row.rng if row.draws else None),
 )
 """What differs between replicas. None was not measured."""
-ROWS = 4
-"""So many rows in a row must show the same slow rank: one may be a hiccup."""
-MUCH_SLOWER, SHARE = 1.5, 0.2
-"""A straggler takes so many times what the median rank takes by itself, and so much of a step more."""
+ROWS, STEPS_OF_ROW = 3, 4
+"""So many rows, each the median of at least so many steps of its own, must show the same slow rank."""
+MUCH_SLOWER, SHARE, LEAST_S = 1.5, 0.2, 0.005
+"""A straggler takes so many times what the median rank takes by itself, so much of a step more, and so many seconds:
+as long as a busy system lets others run."""
 
 
 class Comparison:
@@ -65,7 +66,7 @@ class Comparison:
         if self._summed_since is None and all(row.summed for row in rows):
             self._summed_since = self._step
         self._note_missing(rows)
-        if rows[0].step:
+        if min(row.steps for row in rows) >= STEPS_OF_ROW:
             self._rows.append(rows)
 
     def facts(self, present: Sequence[int], statuses: Sequence[RankStatus], lost: str = "") -> RanksFacts:
@@ -149,7 +150,7 @@ class Comparison:
                 return
 
     def _pace(self) -> PaceFacts | None:
-        if not self._rows or any(row.step_s == 0 for row in self._rows[-1]):
+        if not self._rows:
             return None
         rows = [rows for rows in self._rows if len(rows) == len(self._rows[-1])]
         slowest = {_slowest(each) for each in rows}
@@ -164,7 +165,7 @@ def _slowest(rows: Sequence[RankStep]) -> int | None:
     last = max(rows, key=lambda row: row.own_s)
     usual = statistics.median_low([row.own_s for row in rows])
     excess = last.own_s - usual
-    return last.rank if last.own_s > MUCH_SLOWER * usual and excess > SHARE * last.step_s else None
+    return last.rank if last.own_s > MUCH_SLOWER * usual and excess > max(LEAST_S, SHARE * last.step_s) else None
 
 
 def _minority(values: Mapping[int, Hashable]) -> tuple[int, ...]:

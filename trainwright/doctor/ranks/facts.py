@@ -35,7 +35,8 @@ class RankStep:
     groups. ``samples`` are the ids of the step, [] where they are not known; ``batch`` is a checksum of the inputs.
     ``rng`` is a checksum of the generators' state before the first forward call, ``draws`` whether the calls drew
     from them. ``summed``: the gradients are sums over the ranks, of losses that are means, and were not divided.
-    ``own_s`` is the median time of a step outside of calls in which ranks wait for each other, ``step_s`` of the whole.
+    Of the last ``steps`` steps, those since the last row, ``own_s`` is the median time outside of calls in which ranks
+    wait for each other, ``step_s`` that of the whole.
     """
 
     rank: int
@@ -52,6 +53,7 @@ class RankStep:
     summed: bool = False
     without_gradient: tuple[str, ...] = ()
     exchange: ExchangeFacts = ExchangeFacts()
+    steps: int = 0
     own_s: float = 0.0
     step_s: float = 0.0
 

@@ -119,6 +119,7 @@ class RanksProbe(StepListener):
         """The row of a step but for its checksums."""
         assert self._exchange is not None
         own, whole = zip(*self._seconds)
+        self._seconds.clear()
         is_known = bool(step.ids) and all(of_batch is not None for of_batch in step.ids)
         return RankStep(
             rank=self._exchange.rank,
@@ -137,6 +138,7 @@ class RanksProbe(StepListener):
                 last_synced=so_far.last_synced,
                 collectives=num_collectives() - so_far.collectives,
             ),
+            steps=len(own),
             own_s=statistics.median(own),
             step_s=statistics.median(whole),
         )
