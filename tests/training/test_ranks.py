@@ -179,7 +179,7 @@ def test_torchrun_starts_the_ranks(project: Path) -> None:
     assert result["step"] == 6 and result["ending"] == "finished"
     plan = json.loads((project / result["run"] / "plan.json").read_text())
     assert plan["batch"] == {"size": 8, "micro": 4, "accumulation": 1, "ranks": 2}
-    assert plan["degrees"]["replicate"] == 2 and "the doctor does not watch runs of several ranks yet" in done.stderr
+    assert plan["degrees"]["replicate"] == 2 and "the ranks were compared in 5 steps: nothing found" in done.stderr
 
 
 @pytest.mark.parametrize("loss", ["mean", "sparse"])

@@ -37,10 +37,10 @@ class LookedAt:
         return f"in {steps}, {len(self.closely) or 'none'} of them run again and looked at closely"
 
 
-def lines_of(findings: Sequence[Found], run: Path | None, looked_at: LookedAt) -> list[str]:
+def lines_of(findings: Sequence[Found], run: Path | None, looked_at: LookedAt | None = None) -> list[str]:
     """The diagnosis for a person, the first cause first."""
     if not findings:
-        return [f"diagnosis: nothing found {looked_at}"]
+        return [f"diagnosis: nothing found {looked_at or ''}".rstrip()]
     lines = [f"diagnosis: {len(findings)} finding{'s' if len(findings) > 1 else ''}, the first cause first"]
     for number, found in enumerate(findings, 1):
         lines += _one(number, found)

@@ -11,12 +11,14 @@ from typing import NamedTuple, TypeVar
 from trainwright.build.assemble import Parts
 from trainwright.engine.between import NEVER
 from trainwright.engine.loop import Outcome, StopRequest, run
+from trainwright.engine.witness import SILENT
 from trainwright.errors import StoppedError
 from trainwright.observe.evaluation import PeriodicEvaluation
 from trainwright.observe.saving_together import SavingTogether
 from trainwright.observe.signals import Signals
 from trainwright.recipe import Loaded
 from trainwright.runlog.folder import RunFolder
+from trainwright.training.compare import make_ranks_observer
 from trainwright.training.evaluation import periodic_evaluation
 from trainwright.training.job import Job, make_advance, prepare, spike_handler, until_of
 from trainwright.training.resume import follow_earlier, interrupted_run
@@ -76,12 +78,13 @@ def follow(start: Start, signals: Signals) -> Followed:
     saving = SavingTogether(world) if job.divides_weights else NEVER
     if job.accepted:
         saving(job.state)
+    doctor = make_ranks_observer(job, folder)
     outcome = run(
         job.state,
         job.batches,
-        make_advance(job, job.mesh.data, spikes=spike_handler(job.loaded)),
+        make_advance(job, job.mesh.data, doctor.witness if doctor else SILENT, spike_handler(job.loaded)),
         until=until_of(job.plan),
-        observers=(signals,),
+        observers=(*([doctor] if doctor else []), signals),
         evaluation=evaluation or NEVER,
         saving=saving,
         world=world,

@@ -331,7 +331,7 @@ def _evaluation_cost(plan: Plan, job: Job) -> EvaluationCost | None:
 
 
 def is_watched(job: Job) -> bool:
-    """Whether the doctor watches: it cannot run a step of several ranks again."""
+    """Whether the doctor watches and runs steps again: it cannot do so with a step of several ranks."""
     return job.recipe.log.doctor and job.world.size == 1
 
 

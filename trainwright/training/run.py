@@ -42,6 +42,7 @@ from trainwright.runlog.records import Ended, Found
 from trainwright.state.rng import preserved_rng
 from trainwright.state.store import Retention
 from trainwright.state.train_state import TrainState
+from trainwright.training.compare import compares_ranks, make_ranks_observer
 from trainwright.training.evaluation import every, periodic_evaluation
 from trainwright.training.follow import NOTHING, Followed, ResumedFrom, Start, begun_by, follow, nothing_to_save
 from trainwright.training.job import (
@@ -182,8 +183,8 @@ def _lead(
     (lay_down_again if earlier else lay_down)(folder, job)
     if earlier:
         lines.append(earlier.describe(job.state.step))
-    if job.recipe.log.doctor and not is_watched(job):
-        lines.append("the doctor does not watch runs of several ranks yet")
+    if compares_ranks(job):
+        lines.append("the doctor compares the ranks; a step of several is not run again")
     for line in [*lines, *preflight(job.plan, time.time())]:
         progress.say(line)
     world.agree(folder)
@@ -259,7 +260,11 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         evaluation = periodic_evaluation(job, (logbook.recorder, stage.progress, saving))
         watching: tuple[Observer, ...] = (logbook.recorder, logbook.telemetry, progress, *_end_time(job, progress))
         alone = stage.world.size == 1
-        doctor = make_engine_observer(job, folder, progress.say) if is_watched(job) else None
+        doctor = (
+            make_engine_observer(job, folder, progress.say)
+            if is_watched(job)
+            else make_ranks_observer(job, folder, logbook.journal.write, progress.say)
+        )
         extra = [*([doctor] if doctor else []), *(make(job, folder, progress) for make in extras)]
         witness = doctor.witness if doctor else SILENT
         advance = make_advance(job, job.mesh.data, witness, spike_handler(job.loaded))

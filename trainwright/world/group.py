@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -172,10 +173,24 @@ def _spread(flat: Tensor, bucket: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(bucket), [part.view_as(each) for part, each in zip(parts, bucket, strict=True)])
 
 
+class _Exchanged(threading.local):
+    seconds = 0.0
+
+
+_exchanged = _Exchanged()
+
+
+def exchanged_s() -> float:
+    """Seconds that this thread has spent in exchanges of the ranks, most of them waiting for the last to come."""
+    return _exchanged.seconds
+
+
 @contextmanager
 def _raising_rank_error(what: str) -> Iterator[None]:
+    begin_s = time.perf_counter()
     try:
         yield
+        _exchanged.seconds += time.perf_counter() - begin_s
     except RuntimeError as error:  # gloo: connection closed by peer, timed out; NCCL: its DistBackendError
         raise lost_rank(what, error) from error
 

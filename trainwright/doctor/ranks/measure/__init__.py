@@ -6,15 +6,12 @@ import itertools
 import math
 import re
 import statistics
-import time
 from collections import deque
-from dataclasses import replace
 
 import torch
 
-from trainwright.doctor.case import Case
-from trainwright.doctor.diagnose import diagnose
 from trainwright.doctor.ranks.facts import FOLDS, ExchangeFacts, NonfiniteFacts, RanksFacts, RankStep
+from trainwright.doctor.ranks.measure.alarm import findings_of, raise_alarm
 from trainwright.doctor.ranks.measure.exchange import Exchange, Site
 from trainwright.doctor.ranks.measure.listen import StepListener, StepSoFar
 from trainwright.doctor.ranks.measure.replica import EVERY, RowSums, is_due
@@ -23,9 +20,7 @@ from trainwright.recorder.numbers import Numbers
 from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
 from trainwright.recorder.program import RecordedStep, constants_of
 from trainwright.recorder.ranks import has_others, num_collectives
-from trainwright.runlog import records
 from trainwright.runlog.json_values import Facts, strict
-from trainwright.world.board import open_board
 
 _UNUSED = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 _WATCHES = itertools.count()
@@ -45,7 +40,6 @@ class RanksProbe(StepListener):
     def __init__(self, watched: WatchedObjects) -> None:
         super().__init__(watched)
         self._patience_s = watched.patience_s
-        self._site: WatchSite | None = None
         self._unread: dict[int, tuple[RankStep, RowSums]] = {}
         self._seconds: deque[tuple[float, float]] = deque(maxlen=EVERY)  # by itself, and of the whole step
         self._seen: RanksFacts | None = None
@@ -56,13 +50,12 @@ class RanksProbe(StepListener):
 
     def begin(self, site: WatchSite) -> None:
         number = next(_WATCHES)
+        place = Site(site.folder, lambda facts: raise_alarm(facts, site.write, site.say))
         try:
-            board = open_board(f"watch/{number}")
+            meeting, patience_s = self._replica.meeting(), self._patience_s
+            exchange = Exchange(f"watch/{number}", meeting, place, number=number, patience_s=patience_s)
         except RuntimeError:
-            return  # a store that nobody else can reach: each rank is watched by itself
-        self._site = site
-        place = Site(site.folder, self._alarm)
-        exchange = Exchange(board, self._replica.meeting(), place, number=number, patience_s=self._patience_s)
+            return  # a store that no other process can reach: each rank is watched by itself
         exchange.post(self._replica.first_row(exchange.rank))
         self._exchange = exchange
 
@@ -77,17 +70,6 @@ class RanksProbe(StepListener):
 
     def on_forked(self) -> None:
         self._exchange = None  # its thread is not in the fork
-
-    def _alarm(self, facts: RanksFacts) -> None:
-        """In the thread of the exchange: the loop stands still, and cannot tell."""
-        assert self._site is not None
-        record = records.Examined(
-            time_s=time.time(), step=self._steps, experiment=self.name, values=strict(vars(facts))
-        )
-        self._site.write(record)
-        for each in diagnose(Case([record])).findings:
-            self._site.write(replace(each.found, time_s=time.time()))
-            self._site.say(f"{each.found.code}: {each.found.symptom}")
 
     # the end of a step
 
@@ -110,8 +92,7 @@ class RanksProbe(StepListener):
         if facts is None or facts is self._seen:
             return
         self._seen = facts
-        record = records.Examined(time_s=0.0, step=self._steps, experiment=self.name, values=strict(vars(facts)))
-        found = {each.found.code for each in diagnose(Case([record])).findings}
+        found = {each.code for each in findings_of(facts)}
         self.urgent = self.urgent or not found <= self._codes
         self._codes |= found
 

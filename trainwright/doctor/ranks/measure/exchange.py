@@ -24,24 +24,27 @@ from trainwright.doctor.ranks.measure.gather import KEPT, Gathering, as_text
 from trainwright.errors import text_of
 from trainwright.recorder.ranks import num_collectives
 from trainwright.runlog.records import construct
-from trainwright.world.board import Board
+from trainwright.world.board import open_board
 from trainwright.world.threads import small_stacks
 
 TICK_S, TICK_RANK_S = 0.05, 0.002
 """How often the thread looks at the board, and how much less often for each rank."""
-CLOSE_S = 3.0
-"""How long a rank waits at its end for what the others have to tell."""
+CLOSE_S, FAILED_S = 3.0, 1.0
+"""How long a rank waits at its end for what the others have to tell; where it failed, others may have, too."""
 ENDED_S = 5.0
 """A rank that stands so long while another has ended is taken to wait for it."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """What must be alike for two ranks to be compared: the shapes of the model, and how many exchanges were before."""
+    """What must be alike for two ranks to be compared: the shapes of the model, and how many exchanges were before.
 
-    signature: str
-    collectives: int
+    ``names`` are those of the first rank's checksums.
+    """
+
     names: tuple[str, ...]
+    signature: str = ""
+    collectives: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,12 +65,14 @@ class Site:
 
 
 class Exchange:
-    """One rank's end of it. ``number`` is the same on all ranks for the same watch.
+    """One rank's end of it. ``name`` and ``number`` are the same on all ranks for the same watch.
 
-    ``at`` and ``post`` are called by the thread that trains, and return at once.
+    ``at`` and ``post`` are called by the thread that trains, and return at once. Raises RuntimeError where there is no
+    store that the ranks share.
     """
 
-    def __init__(self, board: Board, meeting: Meeting, site: Site, *, number: int, patience_s: float) -> None:
+    def __init__(self, name: str, meeting: Meeting, site: Site, *, number: int, patience_s: float) -> None:
+        board = open_board(name)
         self._board, self._meeting, self._site, self._number = board, meeting, site, number
         self._patience_s, self._num_collectives = patience_s, num_collectives
         self.rank, self.size = board.rank, board.size
@@ -86,6 +91,11 @@ class Exchange:
         with small_stacks():
             self._thread = threading.Thread(target=self._run, name="trainwright-ranks", daemon=True)
             self._thread.start()
+
+    @property
+    def step(self) -> int:
+        """Updates that this rank has done."""
+        return self._place[0]
 
     # what the thread that trains calls
 
@@ -142,7 +152,7 @@ class Exchange:
         """Whether this rank has ended, and all is said that the others were still to be told."""
         if not self._closing.is_set():
             return False
-        late: bool = time.monotonic() - self._moved_s > CLOSE_S
+        late: bool = time.monotonic() - self._moved_s > (CLOSE_S if self._told.ended == "finished" else FAILED_S)
         done = not self._rows and not self._urgent and (self._key is None or self._nothing_will_come())
         return late or done
 

@@ -41,24 +41,29 @@ class RowSums(NamedTuple):
 
 
 class Replica:
-    """The model of this rank. ``is_split``: some of its parameters are parts, and no checksums are compared."""
+    """The model of this rank. ``is_split``: it holds a part of the whole, and no checksums are compared."""
 
-    def __init__(self, subject: LiveObjects) -> None:
+    def __init__(self, subject: LiveObjects, *, is_split: bool = False) -> None:
         self._subject = subject
         named = {id(p): name for name, p in named_parameters(subject.roots)}
         self.parameters = list(subject.parameters)
         self.names = [named.get(id(p), f"<not in the model {n}>") for n, p in enumerate(self.parameters)]
-        self.is_split = any(is_traceable_wrapper_subclass(p) for p in self.parameters)
+        self.is_split = is_split or any(is_traceable_wrapper_subclass(p) for p in self.parameters)
         self._buffers_at_begin = self._buffers()()
         self._since: tuple[int, Checksums] | None = None  # weights after the last update
         self._pairs: list[tuple[int, Checksums, Checksums]] = []  # after an update and before the next
         self._cost_s = 0.0
 
     def meeting(self) -> Meeting:
-        """What this rank is compared by."""
+        """What this rank is compared by, where nobody has seen to it that all ranks do the same."""
         shapes = repr([(name, *p.shape) for name, p in zip(self.names, self.parameters)])
         begun = distributed.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
-        return Meeting(hashlib.sha256(shapes.encode()).hexdigest()[:16], begun, tuple(folded_names(self.names)))
+        return Meeting(self.folded_names, hashlib.sha256(shapes.encode()).hexdigest()[:16], begun)
+
+    @property
+    def folded_names(self) -> tuple[str, ...]:
+        """What each checksum of a row is of."""
+        return tuple(folded_names(self.names))
 
     def first_row(self, rank: int) -> RankStep:
         """The state at the begin."""

@@ -1,0 +1,35 @@
+"""Whether and how the ranks of a run are compared while they train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.records import Record
+from trainwright.training.job import Job
+from trainwright.watching.ranks_observer import RanksObserver
+
+
+def compares_ranks(job: Job) -> bool:
+    """Whether the doctor compares the ranks."""
+    return job.recipe.log.doctor and job.world.size > 1
+
+
+def make_ranks_observer(
+    job: Job,
+    folder: RunFolder,
+    write: Callable[[Record], None] = lambda record: None,
+    say: Callable[[str], None] = lambda line: None,
+) -> RanksObserver | None:
+    """The doctor on one rank of several; None where it is not wanted. Every rank must make one, or none."""
+    if not compares_ranks(job):
+        return None
+    degrees = job.mesh.degrees
+    return RanksObserver(
+        job.state,
+        folder,
+        are_copies=degrees.replicate == degrees.ranks,
+        has_own_samples=job.mesh.data.size == job.world.size,
+        write=write,
+        say=say,
+    )

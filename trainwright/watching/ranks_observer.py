@@ -1,0 +1,113 @@
+"""The doctor beside a run of several ranks: it compares them, and runs no step again."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from trainwright.doctor.ranks.facts import RanksFacts
+from trainwright.doctor.ranks.measure.alarm import findings_of, raise_alarm, record_of
+from trainwright.doctor.ranks.measure.engine import EngineRows
+from trainwright.doctor.ranks.measure.exchange import Exchange, Meeting, Site
+from trainwright.doctor.ranks.measure.replica import Replica
+from trainwright.engine.step import StepResult
+from trainwright.engine.witness import StepWitness
+from trainwright.errors import text_of
+from trainwright.report.findings import lines_of
+from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.records import Found, Record
+from trainwright.state.snapshot import LiveObjects
+from trainwright.state.train_state import TrainState
+
+PATIENCE_S = 60.0
+"""A rank that makes no progress for so long is reported, with where it stands."""
+
+
+class RanksObserver:
+    """An Observer of one rank. The first one logs and prints what was found; ``write`` and ``say`` are its.
+
+    ``are_copies``: every rank holds the whole model. ``has_own_samples``: ranks share no samples.
+    """
+
+    def __init__(
+        self,
+        state: TrainState,
+        folder: RunFolder,
+        *,
+        are_copies: bool,
+        has_own_samples: bool,
+        write: Callable[[Record], None] = lambda record: None,
+        say: Callable[[str], None] = lambda line: None,
+        name: str = "run",
+    ) -> None:
+        self._folder, self._write, self._say = folder.path, write, say
+        roots = [state.model, *([state.loss] if state.loss is not None else [])]
+        every = [p for root in roots for p in root.parameters()]
+        every += [p for group in state.optimizer.param_groups for p in group["params"]]
+        parameters = list({id(p): p for p in every}.values())
+        replica = Replica(LiveObjects(roots, [state.optimizer], parameters), is_split=not are_copies)
+        meeting = Meeting(replica.folded_names)
+        site = Site(self._folder, lambda facts: raise_alarm(facts, write, say))
+        self._exchange = Exchange(name, meeting, site, number=0, patience_s=PATIENCE_S)
+        self._rows = EngineRows(state, replica, self._exchange, has_own_samples=has_own_samples)
+        self._facts: RanksFacts | None = None
+        self._found: dict[str, Found] = {}
+        self._failed: Exception | None = None
+        self._is_closed = False
+
+    @property
+    def witness(self) -> StepWitness:
+        return self._rows
+
+    def observe(self, result: StepResult, state: TrainState) -> None:
+        """Tells of the step. Where that raises, the run goes on and its ranks are not compared any more."""
+        if self._failed is None:
+            try:
+                self._rows.note(result)
+                self._conclude(result.step)
+            except Exception as error:
+                self._failed = error
+
+    def findings(self) -> list[Found]:
+        """The findings so far, the first cause first."""
+        return list(self._found.values())
+
+    def close(self) -> None:
+        """Waits a little for what the other ranks tell, and prints the findings; the second time it does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        error = sys.exc_info()[1]
+        if self._failed is None:
+            self._rows.end()
+        self._exchange.close("finished" if error is None else text_of(error)[:300], wait=not _is_interrupt(error))
+        self._conclude(self._exchange.step)
+        if self._failed is not None:
+            self._say(f"the ranks were not compared any more from step {self._exchange.step}: {text_of(self._failed)}")
+        facts = self._facts
+        if self._found:
+            for line in lines_of(self.findings(), self._folder):
+                self._say(line)
+        elif facts is not None and facts.compared:
+            self._say(f"the ranks were compared in {facts.compared} steps: nothing found")
+
+    def _conclude(self, step: int) -> None:
+        """Asks the doctor where the comparison has news."""
+        facts = self._exchange.facts
+        if facts is None or facts is self._facts:
+            return
+        self._facts = facts
+        now = {each.code: each for each in findings_of(facts)}
+        if now.keys() != self._found.keys():
+            self._write(record_of(facts, step))
+        for code, found in now.items():
+            if code not in self._found:
+                now[code] = replace(found, time_s=time.time())
+                self._write(now[code])
+        self._found = now
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    return error is not None and not isinstance(error, Exception)
