@@ -44,9 +44,9 @@ def recipe(layers: int, width: int, heads: int, size: int, more: Sequence[str] =
     return load(RECIPE, overrides=[*(f"model.args.{each}" for each in shape), f"batch.size={size}"], environ={})
 
 
-def chosen(many: ManyRanks, ranks: int) -> Placement:
+def chosen(many: ManyRanks, loaded: Loaded, ranks: int) -> Placement:
     """The layout that the plan chooses of those that the engine runs."""
-    return best_of(runnable(many, ranks))
+    return best_of(runnable(many, loaded, ranks))
 
 
 def main() -> None:
@@ -54,12 +54,14 @@ def main() -> None:
     about("layouts")
     for name, shape in list(SHAPES.items())[: 1 if options.quick else None]:
         begin_s = time.perf_counter()
-        many = on_ranks(recipe(*shape, BATCH), "h100-80gb")
+        loaded = recipe(*shape, BATCH)
+        many = on_ranks(loaded, "h100-80gb")
         for ranks in RANKS[:1] if options.quick else RANKS:
-            show(f"{name}_{ranks}", chosen(many, ranks))
+            show(f"{name}_{ranks}", chosen(many, loaded, ranks))
         figure("layouts", f"{name}_planned", [time.perf_counter() - begin_s], unit="s", against="this machine")
     for name, (*shape, size, ranks, flops) in list(PUBLISHED.items())[: 1 if options.quick else None]:
-        placed = chosen(on_ranks(recipe(*shape, size, AS_PUBLISHED), "a100-80gb"), ranks)
+        loaded = recipe(*shape, size, AS_PUBLISHED)
+        placed = chosen(on_ranks(loaded, "a100-80gb"), loaded, ranks)
         ours = placed.time.flops / placed.step_s
         against = f"{flops / 1e12:g} TFLOP/s on {ranks} A100, arXiv:2104.04473; here calculated, {placed.degrees}"
         figure("layouts", f"{name}_published", [ours / flops], unit="ratio", against=against)

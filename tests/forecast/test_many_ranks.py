@@ -7,20 +7,27 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 from typer.testing import CliRunner
 
 from tests import ranks
+from trainwright.build.assemble import Parts
+from trainwright.build.data import unwrap
 from trainwright.cli import app
+from trainwright.engine.losses import language_model
 from trainwright.forecast.blueprint import make_blueprint
 from trainwright.forecast.layouts import LayoutSurvey
-from trainwright.forecast.many_ranks import rank_model, weights_of
+from trainwright.forecast.local_device import nominal_cpu
+from trainwright.forecast.many_ranks import rank_model
 from trainwright.models.gpt import gpt
 from trainwright.plan.devices import find_device, known_devices
 from trainwright.plan.grow import grown_layout
 from trainwright.plan.links import ClusterNode
+from trainwright.plan.machine import read_machine
 from trainwright.plan.parallel import Degrees
-from trainwright.plan.traffic import Activations, StepTraffic
-from trainwright.recipe import Loaded, load
+from trainwright.plan.traffic import StepTraffic
+from trainwright.recipe import Loaded, from_mapping, load
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 GPT = {"vocab_size": 61, "block_size": 16, "layers": 3, "heads": 3, "d_model": 21}
@@ -94,14 +101,27 @@ print(json.dumps({name: second[name] - first.get(name, 0) for name in second}))
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.parametrize(("degrees", "accumulation"), [(Degrees(replicate=2), 2)])
-def test_the_bytes_of_a_plan_are_those_that_ranks_exchange(tmp_path: Path, degrees: Degrees, accumulation: int) -> None:
-    settings = {"parallel.replicate": degrees.replicate, "parallel.shard": degrees.shard}
+@pytest.mark.parametrize(
+    ("degrees", "accumulation", "policy"),
+    [
+        (Degrees(replicate=2), 2, "none"),
+        (Degrees(shard=2), 1, "none"),
+        (Degrees(replicate=2, shard=2), 2, "block"),
+    ],
+    ids=str,
+)
+def test_the_bytes_of_a_plan_are_those_that_ranks_exchange(
+    tmp_path: Path, degrees: Degrees, accumulation: int, policy: str
+) -> None:
+    settings = {f"parallel.{axis}": getattr(degrees, axis) for axis in ("replicate", "shard")}
     settings |= {"batch.micro": 16 // degrees.data // accumulation, "batch.accumulation": accumulation}
+    settings["model.activation_checkpointing"] = policy
     done = ranks.run(COUNT, degrees.ranks, json.dumps(settings), json.dumps(GPT), cwd=tmp_path)
     assert [each.returncode for each in done] == [0] * degrees.ranks, done[0].stderr
     counted = json.loads(done[0].stdout.splitlines()[-1])
-    step = StepTraffic(degrees, 3, weights_of(gpt(**GPT)), Activations(), settings["batch.micro"], accumulation)
+    model = rank_model(survey_of(gpt(**GPT)), [policy])
+    activations, micro = model.activations[policy], settings["batch.micro"]
+    step = StepTraffic(degrees, 3, model.weights, activations, micro, accumulation)
     planned = Counter[str]()
     for row in step.traffic(ClusterNode(), overlaps=False):
         planned[row.collective] += row.num_bytes
@@ -109,10 +129,20 @@ def test_the_bytes_of_a_plan_are_those_that_ranks_exchange(tmp_path: Path, degre
     assert dict(planned) == {name: count for name, count in counted.items() if count}
 
 
+def survey_of(model: nn.Module) -> LayoutSurvey:
+    """Of a model with ids for samples, in fp32 on a CPU."""
+    ids = torch.zeros(64, GPT["block_size"], dtype=torch.int64)
+    recipe = from_mapping({"model": "live:model", "data": {"train": "live:train"}, "batch": {"size": 16}})
+    parts = Parts(model, unwrap((ids, ids)), None, language_model)
+    return LayoutSurvey(make_blueprint(recipe, parts), nominal_cpu(read_machine()), "fp32")
+
+
 @pytest.mark.slow
 def test_a_thousand_ranks() -> None:
     words = ["plan", str(RECIPES / "llama-7b.yaml"), "--ranks", "1024", "--device", "h100-80gb"]
-    done = CliRunner().invoke(app, [*words, "--set", "batch.size=2048", "--json"])
+    few_traces = ["loss.chunked=false", "model.args.heads=31", "model.args.d_model=3968"]  # nothing that 2 divides
+    settings = (word for each in ("batch.size=2048", *few_traces) for word in ("--set", each))
+    done = CliRunner().invoke(app, [*words, *settings, "--json"])
     plan = json.loads(done.stdout.splitlines()[-1])
     assert (done.exit_code, plan["fits"]) == (3, False)  # as written every rank holds the whole model
     assert plan["planned_s"] < 60

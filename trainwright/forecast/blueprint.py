@@ -110,8 +110,7 @@ class Blueprint:
 
     def model(self, device: torch.device) -> nn.Module:
         """The model as it is trained, before activation checkpointing. To be called under fake tensors."""
-        recipe = self.loaded.recipe
-        model = self._built() if self.live is None else fake_copy(self.live, device)
+        recipe, model = self.loaded.recipe, self.bare_model(device)
         if recipe.model.lora is not None:
             with at_recipe(self.loaded, "model.lora"):
                 model = add_lora(model, **recipe.model.lora.model_dump())
@@ -120,6 +119,10 @@ class Blueprint:
                 freeze(model, recipe.model.freeze)
         self.part(model)
         return model.train()
+
+    def bare_model(self, device: torch.device) -> nn.Module:
+        """The model before adapters are added and weights are frozen. To be called under fake tensors."""
+        return self._built() if self.live is None else fake_copy(self.live, device)
 
     def _built(self) -> nn.Module:
         """Raises UsageError for a model that can be built, but not under fake tensors."""

@@ -1,71 +1,90 @@
 """What one rank computes of a model, traced: the weights, layers and activations that a layout leaves to it.
 
-A model with equal blocks is traced with two of them, and ``plan.grow`` adds the others. For tensor parallelism the
-layers are made as small as a rank has them, so a trace shows what that rank holds; what ranks exchange is counted from
-the layers that they divide.
+A model with equal blocks is traced with two of them, and ``plan.grow`` adds the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from trainwright.build.assemble import Parts
 from trainwright.build.checkpointing import find_blocks
+from trainwright.build.sharding import units_of
 from trainwright.errors import UsageError
+from trainwright.forecast.blueprint import make_blueprint
 from trainwright.forecast.fake_tensors import fake_tensors
-from trainwright.forecast.layouts import LayoutSurvey
+from trainwright.forecast.layouts import POLICIES, LayoutSurvey
+from trainwright.forecast.run_forecast import precision_on
+from trainwright.plan.batch import solve_batch
+from trainwright.plan.devices import Device
 from trainwright.plan.grow import Blocks
-from trainwright.plan.many_ranks import RankModel
+from trainwright.plan.many_ranks import ManyRanks, RankModel
 from trainwright.plan.traffic import Activations
 from trainwright.plan.units import Unit, Weight, Weights
+from trainwright.recipe import Loaded
 
 TRACED_BLOCKS = 2
 
 
-@dataclass
-class Seen:
-    """Bytes of what modules took and made in the last trace, by name."""
+def survey_ranks(loaded: Loaded, device: Device, *, parts: Parts | None = None) -> ManyRanks:
+    """Traces what ranks compute of a recipe, once for all layouts on ``device``."""
+    recipe, blueprint = loaded.recipe, make_blueprint(loaded, parts)
+    size = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation).size
+    survey = LayoutSurvey(blueprint, device, precision_on(recipe, device))
+    plain = replace(survey, blueprint=replace(blueprint, loaded=_without_chunks(loaded)))
+    copies = rank_model(survey, POLICIES)
+    in_chunks = any(layout.chunked for layout in copies.layouts.values())
+    models = {1: rank_model(plain, POLICIES) if in_chunks else copies}
+    return ManyRanks(copies, models, device, size, survey.precision)
 
-    took: dict[str, int] = field(default_factory=dict)
-    made: dict[str, int] = field(default_factory=dict)
+
+def _without_chunks(loaded: Loaded) -> Loaded:
+    """Ranks that divide weights compute no loss in chunks."""
+    loss = loaded.recipe.loss.model_copy(update={"chunked": False})
+    return replace(loaded, recipe=loaded.recipe.model_copy(update={"loss": loss}))
 
 
 def rank_model(survey: LayoutSurvey, policies: Sequence[str]) -> RankModel:
-    """The model of a survey as each rank has it that holds whole tensors. Costs two traces for each policy."""
-    blueprint = survey.blueprint
+    """The model of a survey as a rank has it before sharding. Costs two traces for each policy."""
+    blueprint, made = survey.blueprint, dict[str, int]()
     with fake_tensors():
         model = blueprint.model(torch.device("cpu"))
         paths, weights = _equal_blocks(model), weights_of(model)
-    if len(paths) <= TRACED_BLOCKS:
+        short = blueprint.bare_model(torch.device("cpu"))
+        is_long = len(paths) > TRACED_BLOCKS and _shorten(short)
+    if not is_long:
         layouts = {each.checkpointing: each for each in survey.layouts(policies)}
-        one_unit = Weights(Unit((*weights.root.weights, *weights.blocks.weights * weights.blocks.times)))
-        return RankModel(weights if paths else one_unit, Activations(), layouts, None)
-    seen = Seen()
-    shorter = replace(blueprint, part=partial(_shorten, seen=seen))
-    layouts = {each.checkpointing: each for each in replace(survey, blueprint=shorter).layouts(policies)}
-    chunked = next(iter(layouts.values())).chunked
-    samples = shorter.sizes(chunked=chunked)[1]
-    activations = Activations(stream=max(seen.made.values(), default=0) // samples)
+        return RankModel(weights, dict.fromkeys(layouts, Activations()), layouts, None)
+    shorter = replace(survey, blueprint=replace(blueprint, live=short, part=partial(_noting, made)))
+    chunked = shorter.blueprint.chunked(shorter.blueprint.sizes(chunked=False)[0])
+    samples = shorter.blueprint.sizes(chunked=chunked)[1]
+    layouts, activations = {}, {}
+    for policy in policies:
+        layouts[policy] = shorter.layout(policy, chunked=chunked)
+        activations[policy] = Activations(stream=max(made.values(), default=0) // samples)
     trained = weights.blocks.whole_bytes(trained=True)
-    both = weights.with_blocks(TRACED_BLOCKS).whole_bytes(trained=True)
-    share = trained / both if both else 0.0
+    share = trained / max(1, weights.with_blocks(TRACED_BLOCKS).whole_bytes(trained=True))
     averages = trained if blueprint.loaded.recipe.model.ema is not None else 0
     blocks = Blocks(paths[0], paths[1], weights.blocks.whole_bytes() + averages, share)
     return RankModel(weights, activations, layouts, blocks)
 
 
 def weights_of(model: nn.Module) -> Weights:
-    """The parameters of a model by unit: each block, and the root with the rest. A tied one counts once."""
-    blocks = [model.get_submodule(path) for path in _equal_blocks(model)]
-    inside = {id(each) for block in blocks for each in block.parameters()}
+    """The parameters of a model by unit, as they are sharded: the equal blocks, other units, and the root."""
+    paths = set(_equal_blocks(model))
+    names = {id(module): name for name, module in model.named_modules()}
+    units = units_of(model)
+    inside = {id(each) for unit in units for each in unit.parameters()}
     root = Unit(tuple(_weight(each) for each in model.parameters() if id(each) not in inside))
-    if not blocks:
-        return Weights(root)
-    return Weights(root, Unit(tuple(map(_weight, blocks[0].parameters())), len(blocks)))
+    blocks = [unit for unit in units if names[id(unit)] in paths]
+    others = tuple(Unit(tuple(map(_weight, unit.parameters()))) for unit in units if unit not in blocks)
+    equal = Unit(tuple(map(_weight, blocks[0].parameters())), len(blocks)) if blocks else Unit((), 0)
+    return Weights(root, equal, others)
 
 
 def _weight(parameter: Tensor) -> Weight:
@@ -84,19 +103,24 @@ def _equal_blocks(model: nn.Module) -> list[str]:
     return [names[id(block)] for block in blocks] if len(shapes) == 1 else []
 
 
-def _shorten(model: nn.Module, seen: Seen) -> None:
-    """Leaves two of the blocks, and notes what they make."""
+def _shorten(model: nn.Module) -> bool:
+    """Leaves two of the blocks; returns whether the model has a list that they can be taken from."""
     paths = _equal_blocks(model)
-    holder = model.get_submodule(paths[0].rpartition(".")[0])
-    assert isinstance(holder, nn.ModuleList | nn.Sequential)
+    holder = model.get_submodule(paths[0].rpartition(".")[0]) if paths else None
+    if not isinstance(holder, nn.ModuleList | nn.Sequential):
+        return False
     del holder[TRACED_BLOCKS:]
-    for path in paths[:TRACED_BLOCKS]:
-        model.get_submodule(path).register_forward_hook(partial(_note, path, seen))
+    return True
 
 
-def _note(path: str, seen: Seen, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
-    first = next(iter(_tensors(output)), None)
-    seen.made[path] = first.nbytes if first is not None else 0
+def _noting(made: dict[str, int], model: nn.Module) -> None:
+    """Notes the bytes that each block makes."""
+    for path in _equal_blocks(model):
+        model.get_submodule(path).register_forward_hook(partial(_note_output, path, made))
+
+
+def _note_output(name: str, sizes: dict[str, int], module: nn.Module, inputs: object, output: object) -> None:
+    sizes[name] = next((each.nbytes for each in _tensors(output)), 0)
 
 
 def _tensors(value: object) -> Iterable[Tensor]:

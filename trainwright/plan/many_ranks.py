@@ -8,31 +8,37 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from trainwright.errors import RecipeError
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.plan.grow import Blocks, grown_layout
 from trainwright.plan.layout import AS_FAST, Layout, micro_sizes
 from trainwright.plan.make import Note
-from trainwright.plan.parallel import AXES, Degrees
+from trainwright.plan.parallel import AXES, Degrees, solve_layout
 from trainwright.plan.roofline import StepTime, scaled_time
 from trainwright.plan.scale import Scaled
 from trainwright.plan.trace import Kind
 from trainwright.plan.traffic import Activations, StepTraffic, Traffic
 from trainwright.plan.units import Weights, Zero, sharded_layout
+from trainwright.recipe import Recipe
+from trainwright.recipe.parallel import Parallel
 
 MOST_MICRO_SIZES = 8
+BUILT = tuple(axis for axis in AXES if axis in Parallel.model_fields)
+"""The axes that the engine of this version has."""
 
 
 @dataclass(frozen=True)
 class RankModel:
     """The part of a model that one rank of a tensor group computes.
 
-    ``layouts`` are traces of it with two blocks, by activation checkpointing; where ``blocks`` is None, of all of it.
+    ``layouts`` are traces of it with two blocks, by activation checkpointing, as are ``activations``; where ``blocks``
+    is None, of all of it.
     ``weights`` are those of the whole depth.
     """
 
     weights: Weights
-    activations: Activations
+    activations: Mapping[str, Activations]
     layouts: Mapping[str, Layout]
     blocks: Blocks | None
 
@@ -100,8 +106,13 @@ class Placement:
 
 @dataclass(frozen=True)
 class ManyRanks:
-    """Weighs layouts of ``size`` samples a step on one device. ``models`` are by tensor degree."""
+    """Weighs layouts of ``size`` samples a step on one device.
 
+    ``copies`` is the model where every rank has all of it, ``models`` are those by tensor degree where weights are
+    divided: then no loss is computed in chunks.
+    """
+
+    copies: RankModel
     models: Mapping[int, RankModel]
     device: Device
     size: int
@@ -111,14 +122,14 @@ class ManyRanks:
 
     def place(self, degrees: Degrees, zero: Zero, policy: str, micro: int) -> Placement:
         """What a rank holds and a step takes with one layout."""
-        model = self.models[degrees.tensor]
+        model = self._model(degrees)
         scaled, weights = self._scaled(degrees, zero, policy)
         accumulation = -(-self._share(degrees) // micro)
         peak, stages = scaled.peak_bytes(micro, accumulation), degrees.pipeline
         kept = _kept_bytes(scaled, micro) if stages > 1 else 0
         by_stage = tuple(peak + (min(accumulation, stages - stage) - 1) * kept for stage in range(stages))
         time = scaled_time(scaled, micro, accumulation, self.device, self.precision)
-        step = StepTraffic(degrees, zero, weights, model.activations, micro, accumulation)
+        step = StepTraffic(degrees, zero, weights, model.activations[policy], micro, accumulation)
         traffic = step.traffic(self.device.node, overlaps=self.device.kind == "cuda")
         exposed = exposed_s(traffic, time, accumulation)
         passes = time.step_s - time.by_phase.get("update", 0.0)
@@ -145,23 +156,31 @@ class ManyRanks:
             self.place(each, zero, policy, micro)
             for each in degrees
             for zero in (zeros if each.shard > 1 else zeros[-1:])
-            for policy in self.models[each.tensor].layouts
+            for policy in self._model(each).layouts
             for micro in _few(micro_sizes(self._share(each)))
         ]
 
     def _share(self, degrees: Degrees) -> int:
         return -(-self.size // degrees.data)
 
+    def policies(self, degrees: Degrees) -> list[str]:
+        """The activation checkpointing that these degrees can have."""
+        return list(self._model(degrees).layouts)
+
+    def _model(self, degrees: Degrees) -> RankModel:
+        return self.copies if degrees.ranks == degrees.replicate else self.models[degrees.tensor]
+
     def _scaled(self, degrees: Degrees, zero: Zero, policy: str) -> tuple[Scaled, Weights]:
         """What a rank holds and computes, and the weights of its stage before sharding."""
-        scaled, weights = self._stage(degrees.tensor, degrees.pipeline, policy)
-        key = (degrees.tensor, degrees.pipeline, degrees.shard, zero, policy)
+        model = self._model(degrees)
+        scaled, weights = self._stage(model, degrees.pipeline, policy)
+        key = (id(model), degrees.pipeline, degrees.shard, zero, policy)
         if key not in self._sharded:
             self._sharded[key] = sharded_layout(scaled, weights, degrees.shard, zero)
         return self._sharded[key], weights
 
-    def _stage(self, tensor: int, pipeline: int, policy: str) -> tuple[Scaled, Weights]:
-        model, key = self.models[tensor], (tensor, pipeline, policy)
+    def _stage(self, model: RankModel, pipeline: int, policy: str) -> tuple[Scaled, Weights]:
+        key = (id(model), pipeline, policy)
         if model.blocks is None:
             return model.layouts[policy].scaled, model.weights
         count = max(2, -(-model.layers // pipeline))
@@ -188,10 +207,22 @@ def exposed_s(traffic: Sequence[Traffic], time: StepTime, accumulation: int) -> 
     return total
 
 
-def layouts_of(ranks: int, models: Mapping[int, RankModel], axes: Sequence[str], size: int) -> list[Degrees]:
+def layouts_of(ranks: int, many: ManyRanks, axes: Sequence[str]) -> list[Degrees]:
     """All degrees whose product is ``ranks``, on these axes; those that leave ranks without samples only if need be."""
-    found = list(_degrees(ranks, models, axes))
-    return [each for each in found if each.data <= size] or found
+    found = list(_degrees(ranks, many.models, axes))
+    return [each for each in found if each.data <= many.size] or found
+
+
+def is_trainable(recipe: Recipe, degrees: Degrees) -> bool:
+    """Whether the engine of this version can train a recipe in a layout, whatever layout the recipe asks for."""
+    ask = recipe.parallel.model_copy(update={axis: getattr(degrees, axis) for axis in BUILT})
+    model = recipe.model.model_copy(update={"activation_checkpointing": "none"})
+    asked = recipe.model_copy(update={"parallel": ask, "model": model})
+    try:
+        solve_layout(asked, degrees.ranks)
+    except RecipeError:
+        return False
+    return all(getattr(degrees, axis) == 1 for axis in AXES if axis not in BUILT)
 
 
 def _degrees(ranks: int, models: Mapping[int, RankModel], axes: Sequence[str]) -> Iterator[Degrees]:

@@ -15,8 +15,8 @@ from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.plan.offload import Offload
 from trainwright.plan.trace import Kind
 
-Means = Literal["here", "elsewhere", "absent"]
-"""here: built in; elsewhere: by another package through the recipe, not tested here; absent: not in this version."""
+Means = Literal["here", "elsewhere", "devices"]
+"""here: built in; elsewhere: by another package through the recipe, not tested here; devices: by several of them."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def remedies(held: Held, device: Device) -> tuple[Remedy, ...]:
     """All changes that save memory: those that fit first, and among these the built-in ones."""
     found = [*_optimizers(held, device), *_lora(held, device), *_eight_bit(held, device)]
     found += [*_offload(held, device), *_sharding(held, device)]
-    order: dict[Means, int] = {"here": 0, "elsewhere": 1, "absent": 2}
+    order: dict[Means, int] = {"here": 0, "elsewhere": 1, "devices": 2}
     return tuple(sorted(found, key=lambda remedy: (not remedy.fits, order[remedy.means])))
 
 
@@ -118,11 +118,11 @@ def _offload(held: Held, device: Device) -> list[Remedy]:
 
 def _sharding(held: Held, device: Device) -> list[Remedy]:
     shared = sum(held.kinds.get(kind, 0) for kind in ("weights", "gradients", "optimizer"))
-    rest = held.peak_bytes - shared - held.kept_casts  # of the weights only a block at a time is whole, and cast
+    rest = held.peak_bytes - shared  # autocast's copies of the weights among it: these stay whole
     room = device.usable_bytes - rest
     if device.kind == "cpu" or room <= 0 or not shared:
         return []
     count = max(2, ceil(shared / room))
     left = rest + shared // count
-    why = "each holds its share of weights, gradients and moments (ZeRO-3, FSDP); this version does not do it"
-    return [_made(device, f"sharding over {count} such devices", "absent", (), left, why)]
+    why = "each holds its share of weights, gradients and moments; the plan with --ranks says more"
+    return [_made(device, f"sharding over {count} such devices", "devices", (f"parallel.shard={count}",), left, why)]

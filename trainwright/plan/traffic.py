@@ -52,16 +52,17 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes for one sample: of what a block hands to the next (``stream``), and of its gradient; of what the tensor
-    parallel layers of a block reduce in the forward pass, and in the backward pass; of what is exchanged once a pass
-    outside of the blocks."""
+    """Bytes for one sample: of what a block hands to the next (``stream``); of each tensor that the tensor parallel
+    layers reduce for all ranks, in a block (``tensor_``) and outside of the blocks (``once_``), in the forward and in
+    the backward pass, and when activation checkpointing computes a block again; and of each that is gathered."""
 
     stream: int = 0
     tensor_forward: tuple[int, ...] = ()
     tensor_backward: tuple[int, ...] = ()
-    once_reduced_forward: int = 0
-    once_reduced_backward: int = 0
-    once_gathered: int = 0
+    tensor_again: tuple[int, ...] = ()
+    once_forward: tuple[int, ...] = ()
+    once_backward: tuple[int, ...] = ()
+    once_gathered: tuple[int, ...] = ()
 
 
 BUCKET_BYTES = 25 * 2**20
@@ -121,15 +122,16 @@ class StepTraffic:
             return
         samples, blocks, ask = self.micro * self.accumulation, self.weights.blocks.times, self.activations
         for pass_, sizes, once in (
-            ("forward", ask.tensor_forward, ask.once_reduced_forward),
-            ("backward", ask.tensor_backward, ask.once_reduced_backward),
+            ("forward", ask.tensor_forward, ask.once_forward),
+            ("backward", ask.tensor_backward, ask.once_backward),
+            ("backward", ask.tensor_again, ()),
         ):
-            calls = (len(sizes) * blocks + bool(once)) * self.accumulation
-            whole = (sum(sizes) * blocks + once) * samples
-            yield "tensor", "all-reduce", "activations", pass_, calls, whole, False
+            if calls := len(sizes) * blocks + len(once):
+                whole = (sum(sizes) * blocks + sum(once)) * samples
+                yield "tensor", "all-reduce", "activations", pass_, calls * self.accumulation, whole, False
         if ask.once_gathered:
-            whole = ask.once_gathered * samples
-            yield "tensor", "all-gather", "logits", "forward", self.accumulation, whole, False
+            calls, whole = len(ask.once_gathered) * self.accumulation, sum(ask.once_gathered) * samples
+            yield "tensor", "all-gather", "activations", "forward", calls, whole, False
 
     def _pipeline(self) -> Iterator[_Row]:
         if self.degrees.pipeline == 1:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.errors import StorageError, UsageError
-from trainwright.plan.parallel import solve_degrees
+from trainwright.plan.parallel import solve_layout
 from trainwright.recipe import Loaded
 from trainwright.recipe.yaml_core import write_all
 
@@ -256,7 +256,7 @@ def _container(
 
 
 def _require(loaded: Loaded, shape: Shape, grace_s: int) -> None:
-    solve_degrees(loaded.recipe.parallel, shape.nodes * shape.each)
+    solve_layout(loaded.recipe, shape.nodes * shape.each)
     if grace_s < LEAST_GRACE_S:
         rule = f"{MARGIN_S} s of it are for torchrun to end, the rest for the last step and its checkpoint"
         raise UsageError(f"--grace {grace_s} is too short: {rule}", remedy=f"give at least {LEAST_GRACE_S}")

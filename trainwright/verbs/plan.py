@@ -63,7 +63,7 @@ class ShownPlan:
         made = self.forecast
         if not made.choice.fits:
             lines = ["nothing that keeps the training as it is fits. What else would change it, each alone:"]
-            signs = {"here": "can be done", "elsewhere": "with a package", "absent": "not built yet"}
+            signs = {"here": "can be done", "elsewhere": "with a package", "devices": "more devices"}
             return lines + [
                 f"  {signs[remedy.means] if remedy.fits else 'not enough':<14} {remedy.line()}"
                 + "".join(f"\n  {'':<14} --set '{setting}'" for setting in remedy.settings if remedy.fits)

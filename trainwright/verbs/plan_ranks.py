@@ -7,22 +7,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.errors import UsageError
-from trainwright.forecast.blueprint import make_blueprint
-from trainwright.forecast.layouts import POLICIES, LayoutSurvey
 from trainwright.forecast.local_device import named_device
-from trainwright.forecast.many_ranks import rank_model
-from trainwright.forecast.run_forecast import precision_on
+from trainwright.forecast.many_ranks import survey_ranks
 from trainwright.plan.batch import solve_batch
 from trainwright.plan.devices import Device, known_devices, load_devices
 from trainwright.plan.explain import human_seconds
 from trainwright.plan.layout import AS_FAST
 from trainwright.plan.make import Note
-from trainwright.plan.many_ranks import ManyRanks, Placement, best_of, choice_notes, layouts_of, runners_up
-from trainwright.plan.parallel import AXES, Degrees, solve_degrees
-from trainwright.plan.units import Zero
+from trainwright.plan.many_ranks import (
+    BUILT,
+    ManyRanks,
+    Placement,
+    best_of,
+    choice_notes,
+    is_trainable,
+    layouts_of,
+    runners_up,
+)
+from trainwright.plan.parallel import AXES, Degrees, solve_layout
 from trainwright.recipe import Loaded
 from trainwright.recipe.byte_size import parse_bytes
-from trainwright.recipe.parallel import Parallel
 from trainwright.report.forecast import usable_line
 from trainwright.report.many_ranks import (
     held_by_stage,
@@ -33,8 +37,6 @@ from trainwright.report.many_ranks import (
 )
 
 MOST_RANKS = 1 << 16
-BUILT = tuple(axis for axis in AXES if axis in Parallel.model_fields)
-"""The axes that the engine of this version has."""
 
 
 @dataclass(frozen=True)
@@ -157,10 +159,9 @@ def plan_ranks(
     if not 1 <= ranks <= MOST_RANKS:
         raise UsageError(f"--ranks {ranks} is out of range", remedy=f"give 1 to {MOST_RANKS:,}")
     start = time.perf_counter()
-    ask = loaded.recipe.parallel
-    degrees = solve_degrees(ask, ranks)
+    degrees = solve_layout(loaded.recipe, ranks)
     many = on_ranks(loaded, device, memory=memory, devices=devices)
-    options = runnable(many, ranks, ask.zero)
+    options = runnable(many, loaded, ranks)
     best, written = best_of(options), _written(many, loaded, degrees)
     best = written if _alike(written, best) else best
     beyond = _faster(many, ranks, best)
@@ -170,7 +171,7 @@ def plan_ranks(
         device=many.device,
         ranks=ranks,
         size=many.size,
-        parameters=many.models[1].weights.numel,
+        parameters=many.copies.weights.numel,
         written=written,
         best=best,
         others=tuple(runners_up(options, best)),
@@ -185,31 +186,26 @@ def on_ranks(
 ) -> ManyRanks:
     """Traces what ranks compute of a recipe, once for all layouts. Raises UsageError for an unknown device."""
     table = known_devices() if devices is None else load_devices(devices)
-    target = named_device(device, dict(table), None if memory is None else parse_bytes(memory))
-    batch = loaded.recipe.batch
-    size = solve_batch(batch.size, batch.micro, batch.accumulation).size
-    survey = LayoutSurvey(make_blueprint(loaded), target, precision_on(loaded.recipe, target))
-    return ManyRanks({1: rank_model(survey, POLICIES)}, target, size, survey.precision)
+    return survey_ranks(loaded, named_device(device, dict(table), None if memory is None else parse_bytes(memory)))
 
 
-def runnable(many: ManyRanks, ranks: int, zero: Zero = 3) -> list[Placement]:
-    """Every layout on so many ranks that the engine of this version can run."""
-    return many.all(layouts_of(ranks, many.models, BUILT, many.size), (zero,))
+def runnable(many: ManyRanks, loaded: Loaded, ranks: int) -> list[Placement]:
+    """Every layout on so many ranks in which the engine of this version can train the recipe."""
+    degrees = [each for each in layouts_of(ranks, many, BUILT) if is_trainable(loaded.recipe, each)]
+    return many.all(degrees, (loaded.recipe.parallel.zero,))
 
 
 def _faster(many: ManyRanks, ranks: int, best: Placement) -> Placement | None:
     """The best layout on all axes, where it is better than the best that the engine runs by more than a little."""
-    if set(BUILT) == set(AXES):
-        return None
-    found = best_of(many.all(layouts_of(ranks, many.models, AXES, many.size)))
+    found = best_of(many.all([each for each in layouts_of(ranks, many, AXES) if each.pipeline > 1] or [best.degrees]))
     better = found.fits and (not best.fits or found.step_s < (1 - AS_FAST) * best.step_s)
-    return found if better else None
+    return found if better and "pipeline" not in BUILT else None
 
 
 def _written(many: ManyRanks, loaded: Loaded, degrees: Degrees) -> Placement:
     """The recipe as it stands; what it leaves to the plan is the best for its degrees."""
     recipe, setting = loaded.recipe, loaded.recipe.model.activation_checkpointing
-    policies = [setting] if setting in many.models[degrees.tensor].layouts else list(POLICIES)
+    policies = [setting] if setting in many.policies(degrees) else many.policies(degrees)
     options = [each for each in many.all([degrees], (recipe.parallel.zero,)) if each.policy in policies]
     if recipe.batch.micro != "auto":
         batch = solve_batch(many.size, recipe.batch.micro, recipe.batch.accumulation, ranks=degrees.data)

@@ -62,7 +62,7 @@ def predicted(loaded: Loaded, parts: Parts, device: torch.device) -> Iterator[Ve
     need, usable = found.written.peak_bytes, found.device.usable_bytes
     message = f"a step peaks at {_gib(need)}, {_gib(usable)} are usable"
     if not found.written.fits:
-        others = (each.line() for each in found.remedies if each.fits and each.means != "absent")
+        others = (each.line() for each in found.remedies if each.fits and each.means != "devices")
         changes = found.settings or tuple(others)[:1]
         remedy = f"{', '.join(changes) or 'a smaller model'} (trainwright plan has the reasons)"
         yield Verdict("fail", "memory", message, remedy)
