@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from trainwright.errors import UsageError
-from trainwright.models.gpt import GPT, GPTConfig, NGram, Rope, generate, gpt, gpt2
+from trainwright.models.generate import generate
+from trainwright.models.gpt import GPT, GPTConfig, NGram, Rope, gpt, gpt2
 
 SMALL: dict[str, Any] = {"vocab_size": 11, "block_size": 12, "layers": 2, "heads": 2, "d_model": 16}
 OPTIONS: list[dict[str, Any]] = [

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainwright.errors import UsageError
-from trainwright.models.gpt import generate
+from trainwright.models.generate import generate
 from trainwright.models.lstm import lstm
 from trainwright.models.mlp import mlp
 from trainwright.models.resnet import BasicBlock, resnet

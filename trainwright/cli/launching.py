@@ -26,7 +26,11 @@ def become_torchrun(options: Sequence[str], loaded: Loaded) -> NoReturn:
 
     ranks = ranks_of(options)
     if ranks is not None:
-        solve_layout(loaded.recipe, ranks)
+        degrees = solve_layout(loaded.recipe, ranks)
+        if degrees.ranks > degrees.data:  # whether the model can be cut so, its code has to say
+            from trainwright.training.layout import require_layout
+
+            require_layout(loaded, None, ranks)
     command = sys.argv[1 : sys.argv.index("--")]
     meet = [] if _says_where_to_meet(options) else ["--standalone"]
     passed_on = [] if _value(options, "signals-to-handle") else [f"--signals-to-handle={SIGNALS}"]

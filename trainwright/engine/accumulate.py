@@ -59,7 +59,7 @@ def accumulate(
                 output = Loss(objective.detach(), share)
             else:
                 if not micro.size:
-                    output = _weighing_nothing(output)
+                    output = weighing_nothing(output)
                 if provisional is None:
                     provisional = _nonzero(output.weight) * len(batch.micro)
                 objective = output.total / provisional
@@ -83,7 +83,7 @@ def run_divided(
         if isinstance(output, Tensor):
             output = Loss(output * micro.size, float(micro.size))
         if not micro.size:
-            output = _weighing_nothing(output)
+            output = weighing_nothing(output)
         objective = output.total / divisor
     if objective.requires_grad:
         state.scaler.scaled(objective).backward()  # type: ignore[no-untyped-call]
@@ -96,7 +96,13 @@ def run_divided(
     return Loss(output.total.detach(), output.weight, metrics)
 
 
-def _weighing_nothing(output: Loss) -> Loss:
+def divided_before(outputs: Sequence[Loss], divisor: int) -> Accumulated:
+    """What micro-batches gave together whose totals were divided by a number known beforehand."""
+    done = _combined([*outputs], float(divisor), divisor)
+    return done._replace(correction=divisor / _nonzero(done.weight))
+
+
+def weighing_nothing(output: Loss) -> Loss:
     metrics = {name: value * 0.0 for name, value in output.metrics.items()}
     return Loss(output.total * 0.0, output.weight * 0.0, metrics)
 

@@ -29,7 +29,6 @@ from trainwright.errors import OomReport
 from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.state.rng import preserved_rng
 from trainwright.state.scaler import NoScaler
-from trainwright.state.shards import local
 from trainwright.state.train_state import TrainState
 from trainwright.world.group import SOLO, World
 
@@ -99,7 +98,14 @@ def _memory(buffer: Tensor) -> Tensor:
 
 
 def _storages(tensor: Tensor) -> list[UntypedStorage]:
-    """The storages of a tensor; a sparse tensor has one for its indices and one for its values."""
+    """The storages of a tensor; a sparse tensor has one for its indices and one for its values.
+
+    Of a tensor around others (a rank's part, or what a collective has not filled yet) those of the others.
+    """
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        inside = [getattr(tensor, name) for name in flatten()[0]]
+        return [storage for each in inside if isinstance(each, Tensor) for storage in _storages(each)]
     names = _PARTS.get(tensor.layout)
     parts = [tensor] if names is None else [getattr(tensor.detach(), name)() for name in names]
     return [part.untyped_storage() for part in parts]
@@ -220,7 +226,7 @@ def _update_s(state: TrainState) -> float:
 
 def _look_inside(state: TrainState, batch: StepBatch, loss_fn: LossFn) -> DryRun:
     """What one forward pass of the first micro-batch shows; nothing is timed yet."""
-    own = {s.data_ptr() for p in (*state.model.parameters(), *state.model.buffers()) for s in _storages(local(p))}
+    own = {s.data_ptr() for p in (*state.model.parameters(), *state.model.buffers()) for s in _storages(p)}
     storages: dict[int, int] = {}
     outputs: list[int] = []
 

@@ -20,7 +20,7 @@ from trainwright.engine.precision import FP32, Precision
 from trainwright.errors import OutOfMemoryError
 from trainwright.state.cursor import MicroBatch
 from trainwright.state.rng import preserved_rng
-from trainwright.state.shards import is_sharded, reshard
+from trainwright.state.shards import holds_parts, reshard
 from trainwright.world.group import SOLO, World
 from trainwright.world.memory import give_back
 
@@ -143,11 +143,11 @@ def _output(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        if micro.size == 1 or is_sharded(model):
+        if micro.size == 1 or holds_parts(model):
             part = "one sample" if micro.size == 1 else "a batch of ranks that divide the weights"
             raise OutOfMemoryError(
                 f"out of memory in {where}: {part} does not fit",
-                whole=not is_sharded(model),
+                whole=not holds_parts(model),
                 remedy="evaluate shorter samples, fewer at a time (evaluation.batch), or on a device with more memory",
             ) from None
         traceback.clear_frames(error.__traceback__)

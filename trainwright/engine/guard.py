@@ -41,7 +41,7 @@ def update_unless(skipped: Tensor, optimizer: Optimizer) -> None:
 
 
 def _is_divided(optimizer: Optimizer) -> bool:
-    return is_divided(optimizer.param_groups[0]["params"][0])
+    return any(is_divided(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
 
 def update_on_device(skipped: Tensor, optimizer: Optimizer) -> None:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from trainwright.engine.accumulate import Accumulated
 from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.state.rng import reseed, seed_of
+from trainwright.state.shards import is_divided
 from trainwright.state.train_state import TrainState
 from trainwright.world.group import World
 
@@ -78,6 +79,15 @@ def fill_missing(optimizer: Optimizer, world: World) -> None:
     for parameter, anywhere in zip(parameters, world.gather(here).any(0).tolist(), strict=True):
         if anywhere and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+
+
+def settle_parts(optimizer: Optimizer) -> None:
+    """Sums gradients that ranks which divide layers have each a summand of: of a norm that saw a part of a sequence."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            grad = parameter.grad
+            if is_divided(grad) and grad.placements != parameter.placements:
+                parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
 def of_all_ranks(batch: StepBatch) -> StepBatch:

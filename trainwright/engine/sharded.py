@@ -6,8 +6,9 @@ while the backward pass runs. So there is no instant after which all ranks know 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ from trainwright.state.cursor import StepBatch
 from trainwright.state.shards import is_divided, is_sharded, units
 from trainwright.state.train_state import TrainState
 from trainwright.world.group import World
+
+T = TypeVar("T")
 
 
 class ShardedPasses:
@@ -141,6 +144,20 @@ def _places(unit: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
         for name, parameter in module.named_parameters(recurse=False)
         if is_divided(parameter) and parameter.requires_grad
     ]
+
+
+def without_retry(passes: Callable[[], T], state: TrainState, batch: StepBatch) -> T:
+    """Runs passes of ranks that compute together, so that none can begin again alone: memory that runs out ends them.
+
+    Raises OutOfMemoryError.
+    """
+    try:
+        return passes()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        short = _short_of_memory(error, state, batch)
+    raise short  # the frames that held the tensors are gone
 
 
 def _short_of_memory(error: Exception, state: TrainState, batch: StepBatch) -> OutOfMemoryError:

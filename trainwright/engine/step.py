@@ -10,15 +10,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.engine.accumulate import Accumulated, accumulate
+from trainwright.engine.accumulate import Accumulated, accumulate, divided_before, run_divided
 from trainwright.engine.clip import ClipFn, global_norm, no_clip
 from trainwright.engine.exact import accumulate_exactly
 from trainwright.engine.guard import APPLIED, must_skip
+from trainwright.engine.in_stages import StagedPasses
 from trainwright.engine.loss import Loss, LossFn, as_loss_fn
-from trainwright.engine.over_ranks import Counted, combine, count, fill_missing, of_all_ranks, seed_step, share_buffers
+from trainwright.engine.over_ranks import (
+    Counted,
+    combine,
+    count,
+    fill_missing,
+    of_all_ranks,
+    seed_step,
+    settle_parts,
+    share_buffers,
+)
 from trainwright.engine.precision import FP32, Precision
 from trainwright.engine.recover import Recovery
-from trainwright.engine.sharded import ShardedPasses
+from trainwright.engine.sharded import ShardedPasses, without_retry
 from trainwright.engine.spikes import NO_SPIKES, SpikeDecision, SpikeHandler
 from trainwright.engine.update import Update, tell_torn
 from trainwright.engine.witness import SILENT, StepWitness
@@ -74,9 +84,13 @@ def make_step(
     clip: ClipFn = no_clip,
     probes: Sequence[Probe] = (),
     world: World = SOLO,
+    samples: World | None = None,
     seed: int = 0,
     exact: bool = False,
     zero: int = 3,
+    divided: bool = False,
+    stages: StagedPasses | None = None,
+    stream: int | None = None,
     spikes: SpikeHandler = NO_SPIKES,
     witness: StepWitness = SILENT,
 ) -> StepFn:
@@ -89,7 +103,10 @@ def make_step(
     Of several ranks of ``world`` each trains on its own share of the batch; gradients, loss and metrics are those of
     the whole. Their random numbers in a step follow from ``seed``, step and rank. ``exact``: gradients have the same
     bits on any number of ranks, see ``accumulate_exactly``. ``zero`` is about a model that FSDP has sharded, see
-    ``ShardedPasses``.
+    ``ShardedPasses``. ``samples`` are the ranks whose samples differ, where those of ``world`` share some and each has
+    a part of them (context parallelism). ``divided``: ranks compute parts of the same layers or sequences, and exchange
+    something in each pass. ``stages``: they compute layers that follow each other (pipeline parallelism). ``stream`` is
+    the number of this rank's random numbers, by default its rank in ``world``.
 
     A step that runs out of memory begins again in smaller micro-batches, on all ranks of ``world``; its samples and
     their weights stay the same. ``spikes`` is a ``SpikeGuard``, or by default does nothing. ``witness`` is internal:
@@ -101,19 +118,19 @@ def make_step(
     _require_made(schedule, precision, clip)
     own = loss if isinstance(loss, nn.Module) else None
     sharded = ShardedPasses(world, zero)
-    parts = _Parts(as_loss_fn(loss), precision, clip, probes, world, seed, exact, sharded, witness)
+    parts = _Parts(as_loss_fn(loss), precision, clip, probes, world, seed, exact, sharded, divided, stages, witness)
     recovery = Recovery(lambda state: clear_grads(state.optimizer), world, witness)
     update = Update(recovery, witness)
 
     def advance(state: TrainState, batch: StepBatch) -> StepResult:
         witness.step_begins(state, batch)
-        if world.size > 1:
-            seed_step(seed, state.step, world.rank)
+        if world.size > 1 or stream is not None:
+            seed_step(seed, state.step, world.rank if stream is None else stream)
             share_buffers(state, world)
         lr = set_lr(state.optimizer, schedule(state.step, state.fraction))
         spikes.before_step(state)
         recovery.buffers.keep(state.model, own if state.loss is None else state.loss)
-        counted = count(batch, batch.tokens, world)
+        counted = count(batch, batch.tokens, world if samples is None else samples)
         (done, grad_norm, probed), batch, reports = _gradients(state, batch, parts, recovery)
         skipped = must_skip(grad_norm, done.weight)
         decision = spikes.decide(state, grad_norm, skipped)
@@ -163,6 +180,8 @@ class _Parts(NamedTuple):
     seed: int
     exact: bool
     sharded: ShardedPasses
+    divided: bool
+    stages: StagedPasses | None
     witness: StepWitness
 
 
@@ -186,9 +205,13 @@ def _gradients(
         loss_fn, precision, world, seed = parts.loss_fn, parts.precision, parts.world, parts.seed
         done = accumulate_exactly(state, batch, loss_fn, precision, world, seed=seed)
         return _finish(state, done, parts), batch, ()
+    if parts.stages is not None:
+        return _finish(state, _through_stages(state, batch, parts, parts.stages), parts), batch, ()
     if is_sharded(state.model):
         clear_grads(state.optimizer)
         return _finish(state, parts.sharded(state, batch, parts.loss_fn, parts.precision), parts), batch, ()
+    if parts.divided:
+        return _finish(state, _divided_passes(state, batch, parts), parts), batch, ()
     if parts.world.size == 1:
         return recovery(lambda state, batch: _finish(state, _passes(state, batch, parts), parts), state, batch)
     done, batch, reports = recovery(lambda state, batch: _passes(state, batch, parts), state, batch)
@@ -202,10 +225,36 @@ def _passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumulated:
     return accumulate(state, batch, parts.loss_fn, parts.precision, parts.witness)
 
 
+def _divided_passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumulated:
+    """The passes of ranks that compute together: gradients flow between them, so all divide by the same number."""
+    clear_grads(state.optimizer)
+    number = len(batch.global_ids)
+
+    def passes() -> list[Loss]:
+        where = f"of step {state.step + 1}"
+        return [
+            run_divided(state, micro, parts.loss_fn, parts.precision, number, f"micro-batch {index} {where}")
+            for index, micro in enumerate(batch.micro)
+        ]
+
+    return divided_before(without_retry(passes, state, batch), number)
+
+
+def _through_stages(state: TrainState, batch: StepBatch, parts: _Parts, stages: StagedPasses) -> Accumulated:
+    """The passes of ranks that have the layers one after the other."""
+    clear_grads(state.optimizer)
+    outputs = without_retry(lambda: stages.train(state, batch, parts.loss_fn, parts.precision), state, batch)
+    done = divided_before(outputs, len(batch.global_ids))
+    is_combined_later = parts.world.size > 1 and not is_sharded(state.model)
+    return done if is_combined_later else combine(done, parts.world, device_of(state.optimizer))
+
+
 def _finish(state: TrainState, done: Accumulated, parts: _Parts) -> _Gradients:
     """The gradients as they will be applied, the same on every rank."""
     clip, world, witness = parts.clip, parts.world, parts.witness
     is_to_sum = world.size > 1 and not parts.exact and not is_sharded(state.model)
+    if parts.divided:
+        settle_parts(state.optimizer)
     if is_to_sum:
         fill_missing(state.optimizer, world)
         done = combine(done, world, device_of(state.optimizer))
@@ -213,9 +262,11 @@ def _finish(state: TrainState, done: Accumulated, parts: _Parts) -> _Gradients:
     if grads:
         _unscale(state, locals_of(grads), done, witness)
     if is_to_sum:
-        world.sum_(grads)
+        world.sum_(locals_of(grads))
     probed = {name: value for probe in parts.probes for name, value in probe(state).items()}
     grad_norm = global_norm(grads) if grads else _zero_norm(state.optimizer)
+    if parts.stages is not None:
+        grad_norm = parts.stages.norm_of_all(grad_norm)
     if grads and clip is not no_clip:
         witness.gradients_are_clipped(clip, parameters, grad_norm)
         clip(parameters, grad_norm)

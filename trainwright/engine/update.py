@@ -15,7 +15,6 @@ from trainwright.engine.recover import Recovery, make_room
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import OomReport, OutOfMemoryError
 from trainwright.state.cursor import StepBatch
-from trainwright.state.shards import is_sharded
 from trainwright.state.train_state import TrainState
 
 COUNTED = ("torch", "trainwright")
@@ -47,7 +46,7 @@ class Update:
                 if not is_out_of_memory(error):
                     raise
                 seen = replace(oom_snapshot(error, state, batch, device), phase="update", module="")
-            if is_sharded(state.model) or not before.is_undone():
+            if state.is_divided or not before.is_undone():
                 raise _torn(state, seen.error)
             self._witness.memory_ran_out()
             if reports:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +19,24 @@ from trainwright.errors import UsageError, require_choice
 from trainwright.models.options import configure, require_counts, require_dropout
 
 INIT_STD = 0.02
+TENSOR_PLAN = {
+    "tokens": "row",
+    "dropout": "scatter",
+    "blocks.*.attention_norm": "sequence",
+    "blocks.*.attention": "input",
+    "blocks.*.attention.query": "column",
+    "blocks.*.attention.key": "column",
+    "blocks.*.attention.value": "column",
+    "blocks.*.attention.output": "row",
+    "blocks.*.mlp_norm": "sequence",
+    "blocks.*.mlp": "input",
+    "blocks.*.mlp.gate": "column",
+    "blocks.*.mlp.up": "column",
+    "blocks.*.mlp.down": "row",
+    "norm": "sequence",
+    "head": "column_gathered",
+}
+"""How tensor parallelism divides the layers of a GPT; the styles are those of ``parallel.plan`` in a recipe."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +107,22 @@ class GPTConfig:
         return -(-self.d_model // 3) * 8 if self.activation == "swiglu" else 4 * self.d_model
 
 
+class SequencePart(Protocol):
+    """The part of the sequence that this process computes, of several that have one each (context parallelism)."""
+
+    def start(self, length: int) -> int:
+        """The position at which it begins, if it has ``length`` positions."""
+        ...
+
+    def cut(self, x: Tensor) -> Tensor:
+        """The part of ``x``, which is whole in dimension 1."""
+        ...
+
+    def before(self, x_BHTK: Tensor) -> Tensor:
+        """``x_BHTK`` of this part and of those before it, from all that have them."""
+        ...
+
+
 def _norm(config: GPTConfig) -> nn.Module:
     if config.norm == "rms":
         return nn.RMSNorm(config.d_model, eps=1e-5)
@@ -122,9 +154,9 @@ class Rope(nn.Module):
         self.cos.copy_(angle_TK.cos())
         self.sin.copy_(angle_TK.sin())
 
-    def forward(self, x_BHTK: Tensor) -> Tensor:
-        length = x_BHTK.shape[-2]
-        cos_TK, sin_TK = self.cos[:length], self.sin[:length]
+    def forward(self, x_BHTK: Tensor, start: int = 0) -> Tensor:
+        end = start + x_BHTK.shape[-2]
+        cos_TK, sin_TK = self.cos[start:end], self.sin[start:end]
         left, right = x_BHTK.chunk(2, dim=-1)
         rotated = torch.cat([left * cos_TK - right * sin_TK, right * cos_TK + left * sin_TK], dim=-1)
         return rotated.type_as(x_BHTK)
@@ -145,20 +177,33 @@ class Attention(nn.Module):
         self.head_width = config.head_width
         self.qk_norm = config.qk_norm
         self.dropout = config.dropout
+        self.part: SequencePart | None = None
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         query, key, value = (self._heads(layer(x_BTD)) for layer in (self.query, self.key, self.value))
         if self.qk_norm:
             query, key = (F.rms_norm(each, (self.head_width,)) for each in (query, key))
         if self.rope is not None:
-            query, key = self.rope(query), self.rope(key)
+            start = 0 if self.part is None else self.part.start(query.shape[-2])
+            query, key = self.rope(query, start), self.rope(key, start)
         dropout = self.dropout if self.training else 0.0
-        mixed_BHTK = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout)
+        if self.part is None:
+            mixed_BHTK = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout)
+        else:
+            key, value = self.part.before(key), self.part.before(value)
+            is_seen_TS = _causal_mask(query, key)
+            mixed_BHTK = F.scaled_dot_product_attention(query, key, value, attn_mask=is_seen_TS, dropout_p=dropout)
         out_BTD: Tensor = self.output(mixed_BHTK.transpose(1, 2).flatten(2))
         return out_BTD
 
     def _heads(self, x_BTD: Tensor) -> Tensor:
         return x_BTD.view(*x_BTD.shape[:2], -1, self.head_width).transpose(1, 2)
+
+
+def _causal_mask(query: Tensor, key: Tensor) -> Tensor:
+    """Which keys each query sees, where the queries are those of the last positions."""
+    queries, keys = query.shape[-2], key.shape[-2]
+    return torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
 
 
 class FeedForward(nn.Module):
@@ -231,6 +276,11 @@ class GPT(nn.Module):
     With ``hidden=True`` -> hidden_BTD, what ``head`` reads: a loss in chunks makes logits of a part at a time.
     """
 
+    tensor_plan = TENSOR_PLAN
+    stage_ends = (("tokens", "positions", "ngrams", "dropout"), ("norm", "head"))
+    """What the first stage of a pipeline has, and the last one. Without the former it takes x_BTD for ids_BT, without
+    the latter it returns x_BTD."""
+
     def __init__(self, options: GPTConfig) -> None:
         super().__init__()
         self.options = options  # not `config`: PEFT takes that name for a Hugging Face config
@@ -244,6 +294,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(options, rope) for _ in range(options.layers))
         self.norm = _norm(options)
         self.head = nn.Linear(options.d_model, options.vocab_size, bias=False)
+        self.part: SequencePart | None = None
         self.init_weights()
 
     @property
@@ -280,6 +331,16 @@ class GPT(nn.Module):
             nn.init.zeros_(self.head.weight)
 
     def forward(self, ids_BT: Tensor, *, hidden: bool = False) -> Tensor:
+        x_BTD = self.embed(ids_BT) if self.tokens is not None else ids_BT
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        if hidden:
+            hidden_BTD: Tensor = self.norm(x_BTD)
+            return hidden_BTD
+        return self.unembed(x_BTD) if self.head is not None else x_BTD
+
+    def embed(self, ids_BT: Tensor) -> Tensor:
+        """Returns x_BTD, what the first block reads."""
         length = ids_BT.shape[1]
         if length > self.block_size:
             raise UsageError(
@@ -291,15 +352,23 @@ class GPT(nn.Module):
             x_BTD = x_BTD + self.positions.weight[:length]
         for ngram in self.ngrams:
             x_BTD = x_BTD + ngram(ids_BT)
-        x_BTD = self.dropout(x_BTD)
-        for block in self.blocks:
-            x_BTD = block(x_BTD)
-        hidden_BTD: Tensor = self.norm(x_BTD)
-        if hidden:
-            return hidden_BTD
-        logits_BTV: Tensor = self.head(hidden_BTD)
+        if self.part is not None:
+            x_BTD = self.part.cut(x_BTD)
+        embedded_BTD: Tensor = self.dropout(x_BTD)
+        return embedded_BTD
+
+    def unembed(self, x_BTD: Tensor) -> Tensor:
+        """Returns logits_BTV of what the last block gave."""
+        logits_BTV: Tensor = self.head(self.norm(x_BTD))
         cap = self.logit_softcap
         return cap * torch.tanh(logits_BTV.float() / cap) if cap else logits_BTV
+
+    def take_part(self, part: SequencePart) -> None:
+        """From here on it computes a part of each sequence; ids are given whole, and logits are those of the part."""
+        self.part = part
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.part = part
 
 
 def gpt(**options: object) -> GPT:
@@ -324,51 +393,3 @@ def gpt2(size: str = "124M", **options: object) -> GPT:
     layers, heads, d_model = GPT2_SIZES[size]
     shape = {"layers": layers, "heads": heads, "d_model": d_model}
     return gpt(**{"vocab_size": 50257, "block_size": 1024, **shape, **options})
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Sets eval mode inside the context and restores the mode of each module after it."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-@torch.no_grad()
-def generate(
-    model: nn.Module,
-    ids_BT: Tensor,
-    *,
-    tokens: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """``ids_BT`` and ``tokens`` sampled continuations: shape (B, T + tokens).
-
-    ``model`` maps ids_BT to logits_BTV; only its last ``block_size`` ids are fed back. ``temperature=0``
-    takes the likeliest, ``top_k=0`` keeps all. Without a ``generator`` one of seed 0 is used, so that a
-    sample in mid-training neither disturbs the run's random numbers nor depends on them. Costs a whole
-    forward per token (no cache).
-    """
-    if temperature < 0 or top_k < 0 or tokens < 0:
-        raise UsageError("temperature, top_k and tokens must be >= 0", remedy="temperature=0 takes the likeliest token")
-    limit = int(getattr(model, "block_size", 0))  # 0: the model reads any length
-    generator = generator or torch.Generator(ids_BT.device).manual_seed(0)
-    with _evaluating(model):
-        for _ in range(tokens):
-            logits_BV = model(ids_BT[:, -limit:])[:, -1].float()
-            if top_k and top_k < logits_BV.shape[-1]:
-                floor_B1 = logits_BV.topk(top_k).values[:, -1:]
-                logits_BV = logits_BV.masked_fill(logits_BV < floor_B1, -math.inf)
-            if temperature == 0:
-                next_B1 = logits_BV.argmax(-1, keepdim=True)
-            else:
-                chances_BV = (logits_BV / temperature).softmax(-1)
-                next_B1 = torch.multinomial(chances_BV, 1, generator=generator)
-            ids_BT = torch.cat([ids_BT, next_B1], dim=1)
-    return ids_BT

@@ -19,7 +19,6 @@ from trainwright.observe.cadence import Every
 from trainwright.runlog.storage import storage_error
 from trainwright.state.checkpoint import CheckpointData, capture, commit, tensors_of
 from trainwright.state.manifest import step_of
-from trainwright.state.shards import is_sharded
 from trainwright.state.staging import Staging, num_bytes
 from trainwright.state.store import Best, Retention, prune, write_best
 from trainwright.state.train_state import TrainState
@@ -128,7 +127,7 @@ class Saving:
             snapshot = self._captured(state)
             self._before()
         except Exception as error:
-            if is_sharded(state.model):  # the other ranks cannot know that this one did not take part to the end
+            if state.is_divided:  # the other ranks cannot know that this one did not take part to the end
                 raise
             self._not_saved(state.step, error)
             return
@@ -149,7 +148,7 @@ class Saving:
                 reserving.result()
             return capture(state, self._staging, self._run_metadata)
         except (MemoryError, RuntimeError) as error:  # torch has no room: RuntimeError
-            if is_sharded(state.model):
+            if state.is_divided:
                 raise
             snapshot = capture(state, None, self._run_metadata)  # raises again unless it was the copy
             self._staging = None

@@ -5,17 +5,19 @@ from __future__ import annotations
 from trainwright.engine.between import NEVER, Saver
 from trainwright.state.checkpoint import take_part
 from trainwright.state.train_state import TrainState
-from trainwright.world.group import World
+from trainwright.world.group import SOLO, World
 
 
 class SavingTogether:
     """A Saver for each of the ranks. ``first`` is that of the first rank, which writes; the others have none.
 
+    ``stages`` are those of the first rank, if this rank has one of them.
+
     An exception is not followed by a save, since the ranks that it did not reach would not take part.
     """
 
-    def __init__(self, world: World, first: Saver = NEVER) -> None:
-        self._world, self._first = world, first
+    def __init__(self, world: World, first: Saver = NEVER, stages: World = SOLO) -> None:
+        self._world, self._first, self._stages = world, first, stages
         self._saved_step = -1
 
     def due(self, state: TrainState) -> bool:
@@ -30,7 +32,7 @@ class SavingTogether:
         if self._world.rank == 0:
             self._first(state)
         else:
-            take_part(state)
+            take_part(state, self._stages)
 
     def rescue(self, state: TrainState) -> None: ...
     def __exit__(self, *error: object) -> None:

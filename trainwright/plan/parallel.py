@@ -59,7 +59,7 @@ def place_of(degrees: Degrees, rank: int) -> Degrees:
 
 def solve_degrees(ask: Parallel, ranks: int) -> Degrees:
     """Fills in what is ``auto``. Raises RecipeError where the product cannot be ``ranks``."""
-    fixed = Degrees(shard=ask.shard)
+    fixed = Degrees(shard=ask.shard, tensor=ask.tensor, pipeline=ask.pipeline, context=ask.context)
     copies = max(1, ranks // fixed.ranks) if ask.replicate == "auto" else ask.replicate
     found = replace(fixed, replicate=copies)
     if found.ranks == ranks:

@@ -9,6 +9,10 @@ from pydantic import Field, field_validator
 from trainwright.recipe.duration import Duration
 from trainwright.recipe.section import Count, Section, on_the_clock
 
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved"]
+TensorStyle = Literal["column", "row", "column_gathered", "input", "per_head", "sequence", "scatter"]
+"""How tensor parallelism treats a module: docs/parallel.md."""
+
 
 class Parallel(Section):
     """How a run is spread over the processes that torchrun starts. The product of all degrees is their number."""
@@ -27,6 +31,27 @@ class Parallel(Section):
         default=3,
         description="What sharded ranks hold a part of at all times: 1 the optimizer state and the weights between "
         "steps, 2 also the gradients, 3 also the weights within a step.",
+    )
+    tensor: Count = Field(
+        default=1, description="Ranks that divide each layer among them and have the same samples.", examples=[2]
+    )
+    sequence: bool = Field(
+        default=False, description="What lies between the divided layers is divided too, along the sequence."
+    )
+    context: Count = Field(default=1, description="Ranks that each compute a part of every sequence.", examples=[2])
+    plan: dict[str, TensorStyle] = Field(
+        default_factory=dict,
+        description="How tensor parallelism divides the modules of a model that has no plan of its own: a style for "
+        "each pattern of names.",
+        examples=[{"blocks.*.up": "column", "blocks.*.down": "row"}],
+    )
+    pipeline: Count = Field(
+        default=1, description="Ranks that each have a stage of the model: some of its blocks.", examples=[2]
+    )
+    schedule: PipelineSchedule = Field(
+        default="1f1b",
+        description="In which order stages compute: all forward passes first (gpipe), one forward and one backward in "
+        "turn (1f1b), or so with two stages on each rank (interleaved).",
     )
     exact: bool = Field(
         default=False,

@@ -36,12 +36,14 @@ from trainwright.state.manifest import (
 from trainwright.state.moments import load_moments, moments
 from trainwright.state.names import plain_name
 from trainwright.state.rng import RngBag
-from trainwright.state.shards import is_sharded, whole
+from trainwright.state.shards import holds_parts, whole
+from trainwright.state.stages import StagePart, bring_together
 from trainwright.state.staging import Staging, num_bytes, on_host
 from trainwright.state.store import Best, sweep
 from trainwright.state.tensor_file import write_tensors
 from trainwright.state.train_state import TrainState
 from trainwright.state.weights import load_plain_state_dict, plain_state_dict, unwrapped
+from trainwright.world.group import World
 
 _COUNTERS = ("step", "num_samples", "num_tokens", "elapsed_s", "fraction")
 _SPARE_BYTES = 2**14  # for the manifest, headers and the folder itself
@@ -65,11 +67,9 @@ def capture(
 
     ``run_metadata`` is JSON about the run, stored unchanged. Raises CheckpointError for state that cannot be stored.
     """
-    tensors, values = _encoded_parts(state)
-    copies = staging.copy(tensors) if staging else on_host(tensors)
+    own = _part_of(state, staging)
+    copies, values, trained = own if state.stages.size == 1 else bring_together(own, state.stages)
     parts = {part: {name: copy for (of, name), copy in copies.items() if of == part} for part in ("model", "rest")}
-    named = unwrapped(state.model).named_parameters(remove_duplicate=False)
-    trained = frozenset(plain_name(name) for name, parameter in named if parameter.requires_grad)
     return CheckpointData(state.step, parts["model"], parts["rest"], {**values, "papers": run_metadata or {}}, trained)
 
 
@@ -78,10 +78,23 @@ def tensors_of(state: TrainState) -> dict[tuple[str, str], Tensor]:
     return _encoded_parts(state)[0]
 
 
-def take_part(state: TrainState) -> None:
-    """Gives this rank's parts of the state to the rank that captures it at the same time."""
+def take_part(state: TrainState, stages: World) -> None:
+    """Gives this rank's parts of the state to the rank that captures it at the same time.
+
+    ``stages`` are that rank's; other ranks than these have nothing to give but their parts of tensors.
+    """
+    if stages.size > 1:
+        bring_together(_part_of(state), stages)
+        return
     for tensor in tensors_of(state).values():
         whole(tensor)
+
+
+def _part_of(state: TrainState, staging: Staging | None = None) -> StagePart:
+    tensors, values = _encoded_parts(state)
+    named = unwrapped(state.model).named_parameters(remove_duplicate=False)
+    trained = frozenset(plain_name(name) for name, parameter in named if parameter.requires_grad)
+    return StagePart(staging.copy(tensors) if staging else on_host(tensors), values, trained)
 
 
 def _encoded_parts(state: TrainState) -> tuple[dict[tuple[str, str], Tensor], StateDict]:
@@ -100,7 +113,7 @@ def _encoded_parts(state: TrainState) -> tuple[dict[tuple[str, str], Tensor], St
 
 
 def _model(model: nn.Module) -> StateDict:
-    return plain_state_dict(model, keep_vars=is_sharded(model))
+    return plain_state_dict(model, keep_vars=holds_parts(model))
 
 
 def _rest(state: TrainState) -> StateDict:
@@ -176,7 +189,7 @@ def load_checkpoint(state: TrainState, path: Path | str, *, verified: bool = Fal
     contents = read_contents(path)
     rest = contents.rest
     try:
-        load_plain_state_dict(state.model, contents.model)
+        load_plain_state_dict(state.model, contents.model, is_stage=state.stages.size > 1)
         load_moments(state.model, state.optimizer, rest["optimizer"])
         state.ema.load_state_dict(rest["ema"])
         state.scaler.load_state_dict(rest["scaler"])
@@ -225,7 +238,8 @@ def misfits(state: TrainState, path: Path) -> list[str]:
             if isinstance(value, dict) and "__tensor__" in value
         }
     lines = [f"{name} is not in the checkpoint" for name in built if name not in shapes]
-    lines += [f"{name} of the checkpoint is not in the model" for name in shapes if name not in built]
+    if state.stages.size == 1:
+        lines += [f"{name} of the checkpoint is not in the model" for name in shapes if name not in built]
     return lines + [
         f"{name} has the shape {tuple(built[name].shape)}, in the checkpoint {shape}"
         for name, shape in shapes.items()

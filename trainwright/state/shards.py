@@ -36,6 +36,11 @@ def units(model: nn.Module) -> Iterator[FSDPModule]:
             yield module
 
 
+def holds_parts(model: nn.Module) -> bool:
+    """Whether ranks hold parts of its weights, by FSDP or because they divide its layers."""
+    return any(is_divided(parameter) for parameter in model.parameters())
+
+
 def reshard(model: nn.Module) -> None:
     """Gives back the whole weights that a forward pass without a backward pass leaves: they may be out of date."""
     for unit in units(model):
@@ -66,14 +71,15 @@ def divided_like(tensor: Tensor, like: Tensor) -> Tensor:
     """
     if not is_divided(like) or is_divided(tensor) or tensor.shape != like.shape:
         return tensor
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import _StridedShard
 
-    part = tensor
-    for axis, placement in enumerate(like.placements):
-        if placement.is_replicate():
-            continue
-        assert type(placement) is Shard, placement
-        part = _chunk(part, like.device_mesh.size(axis), like.device_mesh.get_local_rank(axis), placement.dim)
+    mesh, part = like.device_mesh, tensor
+    # FSDP divides last what is divided by layers already, and writes that as strided, in the place of its axis
+    for axis in sorted(range(mesh.ndim), key=lambda axis: isinstance(like.placements[axis], _StridedShard)):
+        placement = like.placements[axis]
+        if not placement.is_replicate():
+            part = _chunk(part, mesh.size(axis), mesh.get_local_rank(axis), placement.dim)  # type: ignore[attr-defined]
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -11,7 +11,9 @@ from trainwright.state.cursor import Cursor
 from trainwright.state.ema import Ema, NoEma
 from trainwright.state.ledger import SkipLedger
 from trainwright.state.scaler import LossScaler, NoScaler
+from trainwright.state.shards import holds_parts
 from trainwright.state.spikes import SpikeDetector
+from trainwright.world.group import SOLO, World
 
 
 @dataclass
@@ -25,7 +27,8 @@ class TrainState:
     are process-wide; ``RngBag.capture()`` reads them at the instant of saving. ``quarantine`` holds the positions of
     samples that are not trained on. ``loss`` is the loss where that is a module, which may keep state of its own.
     ``spikes`` remembers the gradient norms by which a spike is recognised. ``micro_limit`` is how many samples a
-    forward pass takes at most since memory ran out; None: as they come.
+    forward pass takes at most since memory ran out; None: as they come. ``stages`` are the ranks that have the other
+    stages of the model, where this one has a part of its layers.
     """
 
     model: nn.Module
@@ -43,3 +46,9 @@ class TrainState:
     elapsed_s: float = 0.0
     fraction: float = 0.0
     micro_limit: int | None = None
+    stages: World = SOLO
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether other ranks hold parts of the weights, so that a rank can do little alone."""
+        return self.stages.size > 1 or holds_parts(self.model)

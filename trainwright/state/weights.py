@@ -49,15 +49,16 @@ def plain_state_dict(model: nn.Module, *, keep_vars: bool = False) -> StateDict:
     return plain
 
 
-def load_plain_state_dict(model: nn.Module, tensors: Mapping[str, Tree]) -> None:
+def load_plain_state_dict(model: nn.Module, tensors: Mapping[str, Tree], *, is_stage: bool = False) -> None:
     """Loads what ``plain_state_dict`` gave, into a model that may be wrapped or sharded otherwise than it was then.
 
-    Raises torch's RuntimeError with the names when some are missing, left over or of another shape.
+    ``is_stage``: it has a part of the layers, and takes what it has. Raises torch's RuntimeError with the names when
+    some are missing, left over or of another shape.
     """
     inside = unwrapped(model)
     live = inside.state_dict()
     wrapped = {plain_name(name): name for name in live}
-    renamed = {wrapped.get(name, name): value for name, value in tensors.items()}
+    renamed = {wrapped.get(name, name): value for name, value in tensors.items() if name in wrapped or not is_stage}
     inside.load_state_dict({name: _fitting(value, live.get(name)) for name, value in renamed.items()})
 
 

@@ -10,12 +10,14 @@ from trainwright.observe.evaluation import EvaluationListener, PeriodicEvaluatio
 from trainwright.plan.duration import Interval
 from trainwright.state.train_state import TrainState
 from trainwright.training.job import Job
+from trainwright.training.layout import evaluation_loss
 
 
 def periodic_evaluation(job: Job, listeners: Sequence[EvaluationListener] = ()) -> PeriodicEvaluation | None:
     """Returns the evaluation that a plan asks for; None without a validation set."""
     world = job.mesh.data
     loading = build_loading(job.parts, job.recipe, job.plan, job.device, world=world)
+    rows = job.recipe.evaluation.batch or loading.micro_size
     whole = validation_batches(job.parts, job.recipe, loading)
     if whole is None:
         return None
@@ -23,11 +25,11 @@ def periodic_evaluation(job: Job, listeners: Sequence[EvaluationListener] = ()) 
     part = whole.part(count) if count and not job.recipe.evaluation.batches else whole
     return PeriodicEvaluation(
         ValidationSet(part, whole if job.plan.evaluates_whole else part, count),
-        job.parts.loss,
+        evaluation_loss(job.parts.loss, job.staged(rows)),
         every(job.plan.evaluate_every, job.state),
         precision=job.precision,
         listeners=listeners,
-        world=world,
+        world=job.mesh.sums,
     )
 
 

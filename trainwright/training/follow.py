@@ -75,14 +75,14 @@ def follow(start: Start, signals: Signals) -> Followed:
         job = prepare(start.loaded, start.parts, earlier=earlier, world=world, launch=start.launch)
     folder = heard(world, RunFolder)
     evaluation = periodic_evaluation(job)
-    saving = SavingTogether(world) if job.divides_weights else NEVER
+    saving = SavingTogether(world, stages=job.mesh.stages_of_first) if job.divides_weights else NEVER
     if job.accepted:
         saving(job.state)
     doctor = make_ranks_observer(job, folder)
     outcome = run(
         job.state,
         job.batches,
-        make_advance(job, job.mesh.data, doctor.witness if doctor else SILENT, spike_handler(job.loaded)),
+        make_advance(job, job.mesh.sums, doctor.witness if doctor else SILENT, spike_handler(job.loaded)),
         until=until_of(job.plan),
         observers=(*([doctor] if doctor else []), signals),
         evaluation=evaluation or NEVER,

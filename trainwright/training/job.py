@@ -26,9 +26,9 @@ from trainwright.build.assemble import (
 )
 from trainwright.build.assemble import prepare as prepare_parts
 from trainwright.build.resolve import find, sink_factories
-from trainwright.build.sharding import shard_model
 from trainwright.engine.clip import make_clip
 from trainwright.engine.dry_run import Mode, dry_run, time_evaluation
+from trainwright.engine.in_stages import PipelineStages, StagedPasses
 from trainwright.engine.precision import Precision
 from trainwright.engine.spikes import NO_SPIKES, SpikeGuard, SpikeHandler
 from trainwright.engine.step import ScheduleFn, StepFn, make_step
@@ -39,7 +39,7 @@ from trainwright.forecast.local_device import local_device, nominal_cpu
 from trainwright.forecast.resolve import Resolved, left_open, resolve, resolved_before
 from trainwright.plan.devices import Device
 from trainwright.plan.machine import Machine, read_machine
-from trainwright.plan.make import Kept, Note, Plan, RunFacts, candidates, make_plan, with_dry_run
+from trainwright.plan.make import Kept, Note, Plan, RunFacts, candidates, choose_precision, make_plan, with_dry_run
 from trainwright.plan.memory import memory_bytes
 from trainwright.plan.parallel import solve_layout
 from trainwright.plan.run_time import (
@@ -60,6 +60,7 @@ from trainwright.state.rng import seed_all, set_deterministic
 from trainwright.state.spikes import SpikeDetector
 from trainwright.state.train_state import TrainState
 from trainwright.training.alike import begin_alike, require_same_data
+from trainwright.training.layout import lay_out
 from trainwright.training.resume import Earlier
 from trainwright.training.run_metadata import describe_origin
 from trainwright.watching.look_schedule import LAST_LOOK_STEPS, looks_s
@@ -83,6 +84,8 @@ T = TypeVar("T")
 ENDING_S = 0.5
 """What the last save and the end of the process take, about."""
 
+NOT_TRIED = Note("dry run", "none", "the stages of a pipeline are not tried beforehand: no times, no first loss")
+
 AMPLE = 16
 """Times what the plan says of the memory: where a limit leaves more, no heap in pieces will exceed it."""
 
@@ -105,6 +108,7 @@ class Job:
     provenance: dict[str, Any]
     accepted: list[str] = field(default_factory=list)
     mesh: RankMesh = ONE
+    stages: PipelineStages | None = None
     evaluation_cost: EvaluationCost | None = None
 
     @property
@@ -118,8 +122,13 @@ class Job:
 
     @property
     def divides_weights(self) -> bool:
-        """Whether a rank holds a part of the weights, so that all must take part in whatever needs them."""
-        return self.plan.degrees.shard > 1
+        """Whether a rank computes with a part of the weights or sequences: all must take part in whatever does so."""
+        degrees = self.plan.degrees
+        return degrees.ranks > degrees.replicate
+
+    def staged(self, rows: int) -> StagedPasses | None:
+        """The passes through the stages of a pipeline, with at most so many samples each."""
+        return None if self.stages is None else StagedPasses(self.stages, self.mesh.stages, rows)
 
     @property
     def live(self) -> bool:
@@ -174,11 +183,12 @@ def prepare(
         plan = first_of(world, make_plan(recipe, facts, ranks=world.size, kept=kept))
     mesh = make_mesh(plan.degrees, world, device)
     begin_alike(parts.model, parts.loss, world)
-    plan = _divided(plan, parts.model, mesh, loaded)
-    plan = replace(plan, settled=resolved.to_json(), notes=(*resolved.notes, *plan.notes))
+    loss_module = parts.loss if isinstance(parts.loss, nn.Module) else None
+    parts, stages, cuts = lay_out(parts, loaded, mesh, device)
+    plan = replace(plan, settled=resolved.to_json(), notes=(*resolved.notes, *plan.notes, *cuts))
     state, schedule = build_state(parts, loaded, plan), build_schedule(loaded, plan)
-    state.spikes = SpikeDetector(recipe.spikes.factor)
-    state.loss = parts.loss if isinstance(parts.loss, nn.Module) else None
+    state.spikes, state.stages = SpikeDetector(recipe.spikes.factor), mesh.stages
+    state.loss = loss_module
     sink_factories(recipe.log.sinks)  # a package that is missing is said before the first step
     provenance = describe_origin(recipe, parts) | {
         "launch": {"job": launch.job, "call": launch.call, "ranks": world.size}
@@ -202,7 +212,7 @@ def prepare(
     if first is None:
         raise DataError("the training data gave no batch", remedy="check that it is not empty or used up")
     stream = chain([first], batches)
-    job = Job(loaded, parts, plan, state, device, machine, stream, schedule, provenance, accepted, mesh)
+    job = Job(loaded, parts, plan, state, device, machine, stream, schedule, provenance, accepted, mesh, stages)
     require_same_data(world, provenance["data"])
     takes_part = world.rank == 0 or job.divides_weights
     job.plan = first_of(world, _tried(job, facts, first, read_s, precision, kept) if takes_part else plan)
@@ -213,18 +223,6 @@ def prepare(
     if loaded.end_s is not None:
         job.plan = replace(job.plan, ends_in_s=loaded.end_s - time.perf_counter())
     return job
-
-
-def _divided(plan: Plan, model: nn.Module, mesh: RankMesh, loaded: Loaded) -> Plan:
-    """Divides the weights of the model among the ranks that share them, and says so in the plan."""
-    degrees, zero = mesh.degrees, loaded.recipe.parallel.zero
-    if degrees.shard == 1:
-        return plan
-    axes = ("replicate", "shard") if degrees.replicate > 1 else ("shard",)
-    with at_recipe(loaded, "parallel.shard"):
-        count = shard_model(model, mesh.along(*axes), zero=zero)
-    note = Note("shard", f"{count} units over {degrees.shard} ranks", f"parallel.zero: {zero}")
-    return replace(plan, notes=(*plan.notes, note))
 
 
 def _of_slow_data(provenance: Mapping[str, Any]) -> Iterator[Note]:
@@ -303,6 +301,9 @@ def _after_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str) -> P
 
 
 def _tried(job: Job, facts: RunFacts, first: StepBatch, read_s: float, asked: str, kept: Kept) -> Plan:
+    if job.stages is not None:
+        chosen, note = choose_precision(asked, facts.device, (), {})
+        return replace(job.plan, precision=chosen, notes=(*job.plan.notes, note, NOT_TRIED))
     plan = _after_dry_run(job, facts, first, asked)
     return _with_times(replace(plan, step_s=(plan.step_s or 0.0) + read_s), job, kept)
 
@@ -381,6 +382,10 @@ def make_advance(
         seed=job.recipe.seed,
         exact=job.recipe.parallel.exact,
         zero=job.recipe.parallel.zero,
+        samples=job.mesh.data,
+        divided=max(job.plan.degrees.tensor, job.plan.degrees.context) > 1,
+        stages=job.staged(job.plan.batch.micro),
+        stream=job.mesh.stream(divides_sequence=job.recipe.parallel.sequence),
         spikes=spikes,
         witness=witness,
     )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from trainwright.build.assemble import Parts, at_recipe
+from trainwright.build.assemble import Parts
 from trainwright.build.resolve import sink_factories
 from trainwright.engine.between import NEVER
 from trainwright.engine.loop import Observer, Outcome, run
@@ -30,7 +30,6 @@ from trainwright.observe.saving import SavePolicy, Saving
 from trainwright.observe.saving_together import SavingTogether
 from trainwright.observe.signals import Signals, grace_s
 from trainwright.plan.explain import corrected, preflight
-from trainwright.plan.parallel import solve_layout
 from trainwright.plan.run_time import training_time_s
 from trainwright.recipe import Loaded
 from trainwright.report.findings import exit_code
@@ -55,6 +54,7 @@ from trainwright.training.job import (
     spike_handler,
     until_of_job,
 )
+from trainwright.training.layout import require_layout
 from trainwright.training.resume import Earlier, again, find_earlier
 from trainwright.training.run_metadata import keep_there, lay_down, lay_down_again, run_metadata
 from trainwright.version import __version__
@@ -144,8 +144,7 @@ def train(
     a TrainwrightError for whatever is the user's to mend.
     """
     launch = Launch.read(os.environ)
-    with at_recipe(loaded, "parallel"):
-        solve_layout(loaded.recipe, launch.size)  # before the ranks wait for each other
+    require_layout(loaded, parts, launch.size)  # before the ranks wait for each other
     with (
         process_settings(),
         joined(launch, loaded.recipe.parallel.timeout.value, on_gpu=loaded.recipe.device != "cpu") as ranks,
@@ -267,7 +266,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         )
         extra = [*([doctor] if doctor else []), *(make(job, folder, progress) for make in extras)]
         witness = doctor.witness if doctor else SILENT
-        advance = make_advance(job, job.mesh.data, witness, spike_handler(job.loaded))
+        advance = make_advance(job, job.mesh.sums, witness, spike_handler(job.loaded))
         batches = signals.batches(job.batches) if alone else job.batches  # others would wait for one that stops there
         saver = SavingTogether(stage.world, saving) if job.divides_weights else saving
         with _noting_the_checkpoint(job, folder, saving):

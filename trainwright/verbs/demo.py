@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from trainwright.errors import UsageError
-from trainwright.models.gpt import generate
+from trainwright.models.generate import generate
 from trainwright.observe.progress import Progress
 from trainwright.observe.samples import TextSamples
 from trainwright.recipe import load

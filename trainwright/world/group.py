@@ -57,6 +57,10 @@ class World(Protocol):
         """Makes each tensor what it is on rank 0, in place."""
         ...
 
+    def bring(self, tensor: Tensor, source: int) -> None:
+        """Makes ``tensor`` on rank 0 what it is on rank ``source``, in place. The other ranks need not call it."""
+        ...
+
 
 class Solo:
     """One process: it agrees with itself and never waits."""
@@ -81,6 +85,7 @@ class Solo:
 
     def sum_(self, tensors: Sequence[Tensor]) -> None: ...
     def copy_first_(self, tensors: Sequence[Tensor]) -> None: ...
+    def bring(self, tensor: Tensor, source: int) -> None: ...
 
 
 SOLO = Solo()
@@ -143,6 +148,13 @@ class Ranks:
             with _raising_rank_error("copy tensors of rank 0"):
                 distributed.broadcast(flat, group=self._group, group_src=0)
             _spread(flat, bucket)
+
+    def bring(self, tensor: Tensor, source: int) -> None:
+        with _raising_rank_error("bring a tensor to rank 0"):
+            if self.rank == source:
+                distributed.send(tensor, group=self._group, group_dst=0)
+            elif self.rank == 0:
+                distributed.recv(tensor, group=self._group, group_src=source)
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

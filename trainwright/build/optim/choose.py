@@ -17,7 +17,7 @@ from trainwright.build.resolve import imported
 from trainwright.errors import UsageError, require_choice, suggest
 from trainwright.plan.offload import why_not_offloaded
 from trainwright.recipe import OPTIMIZERS
-from trainwright.state.shards import is_divided, is_sharded
+from trainwright.state.shards import holds_parts, is_divided
 
 Factory = Callable[..., Optimizer]
 
@@ -97,7 +97,7 @@ def _implementation(name: str, model: nn.Module, given: Mapping[str, object]) ->
     """
     if not OPTIMIZERS[name].fused or "fused" in given or "foreach" in given:
         return {}
-    if name == "sgd" and is_sharded(model):  # torch has no fused SGD of tensors that ranks divide
+    if name == "sgd" and holds_parts(model):  # torch has no fused SGD of tensors that ranks divide
         return {"foreach": True}
     # torch's fused SGD starts its buffers from uninitialised memory, see with_momentum_buffers
     dampened = bool(given.get("dampening"))

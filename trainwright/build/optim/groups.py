@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from trainwright.errors import UsageError, suggest
-from trainwright.state.shards import is_divided
 
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)  # _NormBase: every BatchNorm and InstanceNorm
 
@@ -63,7 +62,7 @@ def param_groups(
 ) -> list[Group]:
     """Returns the trainable parameters of ``model`` in groups of one (lr, weight_decay, role), each with a ``name``.
 
-    Those that ranks divide are apart from those that each rank holds whole.
+    Those that ranks divide are apart from those that each rank holds whole, or that other ranks divide.
 
     Weight decay is left off norms and biases: parameters with fewer than two dimensions, and those that a
     norm module owns. Embeddings and the output head do decay, as in GPT-2 and nanoGPT. The first rule that
@@ -82,7 +81,7 @@ def param_groups(
         _require_match(rule, names)
     normed = norm_parameters(model)
     default = Role("", lr)
-    groups: dict[tuple[float, float, Role, bool], Group] = {}
+    groups: dict[tuple[float, float, Role, object], Group] = {}
     for parameter in trainable:
         role = role_of(parameter) if role_of else default
         rule = _first_match(rules, names[parameter])
@@ -91,7 +90,7 @@ def param_groups(
         if rule.weight_decay is not None:
             its_decay = rule.weight_decay
         its_lr = (role.lr if rule.lr is None else rule.lr) * rule.lr_scale
-        key = (its_lr, its_decay, role, is_divided(parameter))  # torch updates no mixture of both
+        key = (its_lr, its_decay, role, getattr(parameter, "device_mesh", None))  # torch updates no mixture
         if key not in groups:
             named = _group_name(role, its_lr, its_decay, weight_decay)
             groups[key] = {"name": named, "lr": its_lr, "weight_decay": its_decay, **dict(role.options), "params": []}

@@ -174,11 +174,12 @@ class _Layouts:
 
     def prove(self) -> LayoutProof:
         exact = draws_numbers(load(self.path, overrides=[*self.settings, *ALONE_SETTINGS]))
-        if exact and self.loaded.recipe.parallel.shard > 1:
+        ask = self.loaded.recipe.parallel
+        if exact and max(ask.shard, ask.tensor, ask.pipeline, ask.context) > 1:
             raise UsageError(
-                "the model draws random numbers (dropout), and ranks that divide its weights draw others than one "
-                "process does: there is nothing to compare with",
-                remedy="compare without: --set model.args.dropout=0, or with the layout parallel.shard=1",
+                "the model draws random numbers (dropout), and ranks that divide the work in this way draw others than "
+                "one process does: there is nothing to compare with",
+                remedy="compare without: --set model.args.dropout=0, or with parallel.replicate alone",
             )
         self.say(
             "the model draws random numbers: compared is parallel.exact" if exact else "the model draws no numbers"

@@ -1,0 +1,188 @@
+"""A model whose layers, stages or sequences are divided among ranks trains as in one process: log and weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import trainwright as tw
+from tests import ranks
+from tests.training.ranked import compare
+from trainwright.engine.losses import language_model
+from trainwright.errors import RecipeError
+from trainwright.models.gpt import gpt
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+SMALL: dict[str, Any] = {"vocab_size": 11, "block_size": 8, "layers": 4, "heads": 2, "d_model": 16, "tied": False}
+FIT = """
+import json, sys
+import torch
+import trainwright as tw
+from torch import nn
+from trainwright.engine.losses import language_model
+from trainwright.models.gpt import gpt
+
+class Own(nn.Module):  # a model of a user's, without any plan
+    def __init__(self):
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(11, 16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.out = nn.Linear(16, 11)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        return self.out(x + self.down(self.up(x).relu()))
+
+draw = torch.Generator().manual_seed(0)
+ids = torch.randint(11, (23, 9), generator=draw)
+target = ids[:, 1:].masked_fill(torch.rand(23, 8, generator=draw) < 0.3, -100)  # samples weigh different numbers
+torch.set_num_threads(1)
+for name, settings in json.loads(sys.argv[1]).items():
+    torch.manual_seed(3)
+    changed = settings.pop("model", {})
+    model = Own() if changed == "own" else gpt(**{**json.loads(sys.argv[2]), **changed})
+    given = {"log.every": "1steps", "evaluation.every": "3steps", "optimizer.clip.at": 0.5, "folder": name,
+             "schedule.use": "constant", "optimizer.args": {"eps": 1e-3}, **settings}
+    result = tw.fit(model, (ids[:, :-1], target), language_model, val=(ids[:7, :-1], target[:7]), lr=1e-2, batch=8,
+                    until=given.pop("until", "5steps"), precision="fp32", quiet=True, resume=given.pop("resume", None),
+                    settings=given)
+    print(json.dumps({"loss": result.loss, "val_loss": result.val_loss}))
+"""
+
+
+def trained(count: int, folder: Path, runs: dict[str, dict[str, Any]]) -> None:
+    """Trains all of them, one after the other; every rank says the same of each."""
+    done = ranks.run(FIT, count, json.dumps(runs), json.dumps(SMALL), cwd=folder, timeout=250)
+    assert [each.returncode for each in done] == [0] * count, "\n".join(each.stderr for each in done)
+    said = [[json.loads(line) for line in each.stdout.splitlines()] for each in done]
+    assert len(said[0]) == len(runs) and all(each == said[0] for each in said)
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    newest = sorted(folder.glob("run/checkpoints/step-*"))[-1]
+    return load_file(newest / "model.safetensors")
+
+
+def logged(folder: Path, *kinds: str) -> Iterator[dict[str, Any]]:
+    """The records of these kinds; of a step that was taken again, the last."""
+    records = map(json.loads, (folder / "run/log.jsonl").read_text().splitlines())
+    yield from {(each["kind"], each["step"]): each for each in records if each["kind"] in kinds}.values()
+
+
+def require_same(folder: Path, name: str, reference: str = "whole", *, resumed: bool = False) -> None:
+    kinds = ("step",) if resumed else ("step", "evaluated")
+    compare([*logged(folder / name, *kinds)], [*logged(folder / reference, *kinds)])
+    theirs, mine = weights(folder / reference), weights(folder / name)
+    assert mine.keys() == theirs.keys()
+    for key, tensor in mine.items():
+        assert torch.allclose(tensor, theirs[key], atol=1e-6), (name, key)
+
+
+MODERN = {"norm": "rms", "positions": "rope", "activation": "swiglu", "bias": False, "tied": True, "bigram": 30}
+PLAN = {"embed": "row", "up": "column", "down": "row", "out": "column_gathered"}
+TWO: dict[str, dict[str, Any]] = {
+    "tensor": {"parallel.tensor": 2, "batch.micro": 3},
+    "sequence": {"parallel.tensor": 2, "parallel.sequence": True, "model.activation_checkpointing": "block"},
+    "context": {"parallel.context": 2, "batch.micro": 3, "model.ema": 0.9},
+    "gpipe": {"parallel.pipeline": 2, "parallel.schedule": "gpipe"},
+    "1f1b": {"parallel.pipeline": 2, "batch.micro": 3, "model.ema": 0.9},
+    "interleaved": {"parallel.pipeline": 2, "parallel.schedule": "interleaved", "batch.micro": 3},
+}
+
+
+def test_two_ranks_divide_layers_stages_and_sequences(tmp_path: Path) -> None:
+    """23 samples in batches of 8: the last step of an epoch is short. With one and with several micro-batches."""
+    own = {"model": "own"}
+    alone = {"whole": {}, "ema": {"model.ema": 0.9}, "modern": {"model": MODERN}, "own": own}
+    trained(1, tmp_path, {**alone, "begun": {"until": "3steps"}, "begun-too": {"until": "3steps"}})
+    divided = {
+        **TWO,
+        "modern-tensor": {"parallel.tensor": 2, "model": MODERN},
+        "modern-context": {"parallel.context": 2, "model": MODERN},
+        "own-tensor": {**own, "parallel.tensor": 2, "parallel.plan": PLAN},
+        "into-tensor": {"resume": "begun/run", "parallel.tensor": 2},
+        "into-stages": {"resume": "begun-too/run", "parallel.pipeline": 2, "batch.micro": 2},
+    }
+    trained(2, tmp_path, divided)
+    for name, settings in TWO.items():
+        require_same(tmp_path, name, "ema" if "model.ema" in settings else "whole")
+    require_same(tmp_path, "modern-tensor", "modern")
+    require_same(tmp_path, "modern-context", "modern")
+    require_same(tmp_path, "own-tensor", "own")
+    for name in ("begun", "begun-too"):
+        require_same(tmp_path, name, resumed=True)
+
+
+def test_four_ranks_divide_layers_and_samples_and_go_on_in_one(tmp_path: Path) -> None:
+    trained(1, tmp_path, {"whole": {}, "longer": {"until": "8steps"}})
+    layouts: dict[str, dict[str, Any]] = {
+        "tensor-copies": {"parallel.tensor": 2, "parallel.replicate": 2},
+        "tensor-shards": {"parallel.tensor": 2, "parallel.shard": 2, "batch.micro": 2},
+        "context-tensor": {"parallel.tensor": 2, "parallel.context": 2, "parallel.sequence": True},
+        "stages-copies": {"parallel.pipeline": 2, "parallel.replicate": 2, "batch.micro": 2},
+    }
+    trained(4, tmp_path, layouts)
+    for name in layouts:
+        require_same(tmp_path, name)
+    trained(1, tmp_path, {name: {"resume": f"{name}/run", "until": "8steps"} for name in layouts})
+    for name in layouts:
+        require_same(tmp_path, name, "longer", resumed=True)
+
+
+def test_eight_ranks_divide_stages_weights_and_layers(tmp_path: Path) -> None:
+    trained(1, tmp_path, {"whole": {}})
+    layout = {"parallel.pipeline": 2, "parallel.shard": 2, "parallel.tensor": 2, "batch.micro": 2}
+    trained(8, tmp_path, {"divided": layout})
+    require_same(tmp_path, "divided")
+
+
+def test_a_resumed_run_drops_what_it_would_have_dropped(tmp_path: Path) -> None:
+    """Ranks draw from the seed, the step and their place: the same bits."""
+    drops = {"model": {"dropout": 0.3}}
+    layouts = {
+        "tensor": {**drops, "parallel.tensor": 2, "parallel.sequence": True},
+        "stages": {**drops, "parallel.pipeline": 2, "batch.micro": 2},
+    }
+    runs: dict[str, dict[str, Any]] = {}
+    for name, settings in layouts.items():
+        runs[name] = settings
+        runs[f"{name}-begun"] = {**settings, "until": "3steps"}
+        runs[f"{name}-again"] = {**settings, "resume": f"{name}-begun/run"}
+    trained(2, tmp_path, runs)
+    for name in layouts:
+        whole = weights(tmp_path / name)
+        assert all(torch.equal(each, whole[key]) for key, each in weights(tmp_path / f"{name}-begun").items())
+
+
+@pytest.mark.parametrize(
+    ("settings", "changed", "error"),
+    [
+        ({"parallel.tensor": 4}, {}, r"must divide what it splits: 2 attention heads(?s:.)*tensor: 2"),
+        ({"parallel.pipeline": 4, "parallel.schedule": "interleaved"}, {}, r"has 4(?s:.)*pipeline: 2"),
+        ({"parallel.pipeline": 4}, {"tied": True}, r"tied(?s:.)*model.args.tied: false"),
+        ({"parallel.pipeline": 2, "parallel.tensor": 2, "parallel.replicate": 2}, {}, r"the number of ranks, 4"),
+        (
+            {"parallel.tensor": 2, "parallel.replicate": 2, "model.compile": True},
+            {},
+            "does not work with parallel.tensor",
+        ),
+    ],
+)
+def test_a_layout_that_cannot_work_is_refused_before_ranks_meet(
+    settings: dict[str, Any], changed: dict[str, Any], error: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """This is the only rank of four: it would wait for the others."""
+    monkeypatch.chdir(tmp_path)
+    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    ids = torch.zeros(4, 8, dtype=torch.long)
+    with pytest.raises(RecipeError, match=error):
+        tw.fit(gpt(**{**SMALL, **changed}), (ids, ids), language_model, settings=settings, quiet=True)

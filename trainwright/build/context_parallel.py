@@ -1,0 +1,44 @@
+"""Context parallelism: each rank computes a part of every sequence, and keys and values are gathered for attention.
+
+torch's own way works by operators that CPUs do not have; this one is its all-gather and reduce-scatter, by DTensor.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from trainwright.errors import UsageError
+
+
+class ContextPart:
+    """The part of the sequence that this rank of ``mesh`` (1-D) computes: the ranks have equal parts, in their order.
+
+    Each rank has the gradients of its own part alone, and of what others read of its keys and values; those of the
+    weights are to be summed over the ranks.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._rank, self._ranks = mesh.get_local_rank(), mesh.size()
+
+    def start(self, length: int) -> int:
+        return self._rank * length
+
+    def cut(self, x: Tensor) -> Tensor:
+        """Raises UsageError where the sequence cannot be divided evenly."""
+        length, rest = divmod(x.shape[1], self._ranks)
+        if rest:
+            raise UsageError(
+                f"parallel.context: {x.shape[1]} positions cannot be divided among {self._ranks} ranks",
+                remedy=f"make samples with a multiple of {self._ranks} positions, or leave parallel.context out",
+            )
+        return x.narrow(1, self._rank * length, length)
+
+    def before(self, x_BHTK: Tensor) -> Tensor:
+        """Backward sums what every rank found of its keys or values: a reduce-scatter."""
+        length = x_BHTK.shape[2]
+        part = DTensor.from_local(x_BHTK, self._mesh, [Shard(2)], run_check=False)
+        whole = part.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        return whole[:, :, : (self._rank + 1) * length]

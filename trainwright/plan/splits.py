@@ -1,0 +1,143 @@
+"""Whether a model can be cut as a layout asks, by arithmetic: before any process meets another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from trainwright.errors import Problem, RecipeError
+from trainwright.plan.parallel import NEEDS_WHOLE, Degrees
+from trainwright.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Something of ``size`` equal things that tensor parallelism divides evenly among its ranks."""
+
+    what: str
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.size} {self.what}"
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What of a model limits its layouts.
+
+    ``cuts`` is what tensor parallelism divides; ``cuts_sequence``: its plan says where the sequence is cut. ``blocks``
+    is what a pipeline divides, None where the model cannot be cut into stages; ``is_tied``: its ends share a weight.
+    ``takes_parts``: it can compute a part of a sequence.
+    """
+
+    name: str
+    blocks: int | None = None
+    is_tied: bool = False
+    takes_parts: bool = False
+    cuts: tuple[Cut, ...] = ()
+    cuts_sequence: bool = False
+
+
+def require_fitting(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> None:
+    """Raises RecipeError with every reason why a run cannot be laid out so, and the nearest that works."""
+    axes = (_of_tensor, _of_pipeline, _of_context)
+    if problems := [problem for of_axis in axes for problem in of_axis(recipe, degrees, shape)]:
+        raise RecipeError(problems)
+
+
+def _of_tensor(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> Iterator[Problem]:
+    tensor = degrees.tensor
+    if tensor == 1:
+        return
+    if uneven := [cut for cut in shape.cuts if cut.size % tensor]:
+        nearest = nearest_divisor([cut.size for cut in shape.cuts], tensor)
+        yield Problem(
+            "parallel.tensor",
+            f"must divide what it splits: {', '.join(map(str, uneven))}",
+            got=str(tensor),
+            remedy=f"write tensor: {nearest}, or give the model a multiple of {tensor} {uneven[0].what}",
+        )
+    if recipe.parallel.sequence and not shape.cuts_sequence:
+        yield Problem(
+            "parallel.sequence",
+            f"needs a plan that says where the sequence is cut, and that of {shape.name} does not",
+            got="true",
+            remedy="leave it out: weights and heads are divided all the same",
+        )
+    if recipe.optimizer.use in NEEDS_WHOLE:
+        yield _refused("optimizer.use", recipe.optimizer.use, "tensor", "use adamw, adam or sgd")
+    if recipe.optimizer.clip.by == "agc" and degrees.shard > 1:
+        yield _refused("optimizer.clip.by", "agc", "tensor and parallel.shard together", "write norm")
+    yield from _of_all(recipe, "tensor")
+
+
+def _of_pipeline(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> Iterator[Problem]:
+    pipeline, schedule = degrees.pipeline, recipe.parallel.schedule
+    if pipeline == 1:
+        return
+    each = 2 if schedule == "interleaved" else 1
+    if shape.blocks is None:
+        rule, remedy = f"{shape.name} cannot be cut into stages", "use parallel.shard, which divides any model"
+        yield Problem("parallel.pipeline", rule, got=str(pipeline), remedy=remedy)
+    elif shape.blocks < pipeline * each:
+        rule = f"needs a block for each of its {pipeline * each} stages, and the model has {shape.blocks}"
+        remedy = f"write pipeline: {max(1, shape.blocks // each)}"
+        yield Problem("parallel.pipeline", rule, got=f"{pipeline}, {schedule}", remedy=remedy)
+    if shape.is_tied:
+        rule = "its first and its last stage would share a weight: embedding and output layer are tied"
+        yield Problem("parallel.pipeline", rule, got=str(pipeline), remedy="write model.args.tied: false")
+    if schedule == "interleaved" and degrees.shard > 1:
+        rule = "was not shown to work with parallel.shard: two stages lie on each rank"
+        yield Problem("parallel.schedule", rule, got=schedule, remedy="write 1f1b")
+    if recipe.optimizer.groups:
+        yield _refused("optimizer.groups", "a list", "pipeline", "leave it out: a stage may have nothing that matches")
+    if recipe.model.freeze:
+        yield _refused("model.freeze", "a list", "pipeline", "leave it out: a stage may have nothing left to train")
+    yield from _of_all(recipe, "pipeline")
+
+
+def _of_context(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> Iterator[Problem]:
+    context = degrees.context
+    if context == 1:
+        return
+    if not shape.takes_parts:
+        rule, remedy = f"{shape.name} cannot compute a part of a sequence", "use gpt, or parallel.tensor"
+        yield Problem("parallel.context", rule, got=str(context), remedy=remedy)
+    for axis in ("shard", "pipeline"):
+        if getattr(degrees, axis) > 1:
+            rule = f"was not shown to work with parallel.{axis}"
+            yield Problem(
+                "parallel.context", rule, got=str(context), remedy="use parallel.replicate or parallel.tensor"
+            )
+    yield from _of_all(recipe, "context")
+
+
+def _of_all(recipe: Recipe, axis: str) -> Iterator[Problem]:
+    """What works with none of the axes along which ranks share their samples, or was not shown to."""
+    model = recipe.model
+    if model.compile:
+        yield _refused("model.compile", "true", axis, "leave it out")
+    if model.lora is not None:
+        yield _refused("model.lora", f"rank {model.lora.rank}", axis, "use parallel.replicate or parallel.shard")
+    if model.activation_checkpointing not in ("none", "block"):
+        yield _refused("model.activation_checkpointing", model.activation_checkpointing, axis, "write block")
+    if recipe.spikes.policy not in ("warn", "skip", "off"):
+        yield _refused("spikes.policy", recipe.spikes.policy, axis, "write skip")
+    if recipe.optimizer.offload is True:
+        yield _refused("optimizer.offload", "true", axis, "leave it out")
+    if recipe.parallel.exact:
+        yield _refused("parallel.exact", "true", axis, "leave it out: its sums have another order")
+    if recipe.loss.chunked is True:
+        yield _refused("loss.chunked", "true", axis, "leave it out")
+
+
+def _refused(path: str, got: str, axis: str, remedy: str) -> Problem:
+    return Problem(path, f"does not work with parallel.{axis}", got=got, remedy=remedy)
+
+
+def nearest_divisor(sizes: Sequence[int], asked: int) -> int:
+    """The number nearest to ``asked``, by ratio, that divides all of ``sizes``; the smaller one of two."""
+    common = math.gcd(*sizes)
+    divisors = [number for number in range(1, common + 1) if common % number == 0]
+    return min(divisors, key=lambda number: (abs(math.log(number / asked)), number))

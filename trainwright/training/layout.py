@@ -1,0 +1,133 @@
+"""The layout of a run over its ranks: whether its model can be cut so, and the cut itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.build.assemble import LIVE, Parts, at_recipe, build_dataset, build_model
+from trainwright.build.split_plan import SplitPlan, model_shape, split_plan
+from trainwright.engine.in_stages import PipelineStages, StagedPasses
+from trainwright.engine.loss import Batch, Loss, as_loss_fn
+from trainwright.errors import TrainwrightError
+from trainwright.plan.make import Note
+from trainwright.plan.parallel import Degrees, solve_layout
+from trainwright.plan.splits import require_fitting
+from trainwright.recipe import Loaded
+from trainwright.world import RankMesh
+
+
+def require_layout(loaded: Loaded, parts: Parts | None, ranks: int) -> None:
+    """Raises RecipeError where the model cannot be laid out over so many ranks as the recipe says.
+
+    Needs no other rank: a model that no one has handed over is built without memory. One that cannot be built so is
+    looked at once it is there.
+    """
+    with at_recipe(loaded, "parallel"):
+        degrees = solve_layout(loaded.recipe, ranks)
+    if degrees.ranks == degrees.data:
+        return
+    if (model := parts.model if parts else _drawn(loaded)) is not None:
+        _require_shape(model, loaded, degrees)
+
+
+def _require_shape(model: nn.Module, loaded: Loaded, degrees: Degrees) -> SplitPlan:
+    """Returns how the layers are divided. Raises RecipeError where the model cannot be laid out so."""
+    with at_recipe(loaded, "parallel"):
+        plan = split_plan(model, loaded.recipe.parallel.plan) if degrees.tensor > 1 else {}
+        require_fitting(loaded.recipe, degrees, model_shape(model, plan))
+    return plan
+
+
+class LaidOut(NamedTuple):
+    """What a rank computes with: its part of the model, the stages of a pipeline, if any, and notes for the plan."""
+
+    parts: Parts
+    stages: PipelineStages | None = None
+    notes: tuple[Note, ...] = ()
+
+
+def lay_out(parts: Parts, loaded: Loaded, mesh: RankMesh, device: torch.device) -> LaidOut:
+    """Divides the model among the ranks, in place; all of them have the same weights before.
+
+    The layers first, then the stages, and what is left of the weights last.
+    """
+    if mesh.degrees.ranks == mesh.degrees.replicate:
+        return LaidOut(parts)
+    stages = _divide_layers(parts.model, loaded, mesh, device)
+    parts = replace(parts, loss=_loss_of_part(parts.loss, parts.model, mesh))
+    notes = _shard(parts.model, loaded, mesh) if mesh.degrees.shard > 1 else ()
+    return LaidOut(parts, stages, notes)
+
+
+def _divide_layers(model: nn.Module, loaded: Loaded, mesh: RankMesh, device: torch.device) -> PipelineStages | None:
+    ask, degrees = loaded.recipe.parallel, mesh.degrees
+    if degrees.ranks == degrees.data:
+        return None
+    from trainwright.build.pipeline import Stages  # torch loads much for these
+    from trainwright.build.tensor_parallel import apply_tensor_parallelism
+
+    plan = _require_shape(model, loaded, degrees)
+    if degrees.tensor > 1:
+        apply_tensor_parallelism(model, mesh.along("tensor"), plan, sequence=ask.sequence)
+    return Stages(model, mesh.along("pipeline").get_group(), ask.schedule, device) if degrees.pipeline > 1 else None
+
+
+def _shard(model: nn.Module, loaded: Loaded, mesh: RankMesh) -> tuple[Note, ...]:
+    from trainwright.build.sharding import shard_model
+
+    degrees, zero = mesh.degrees, loaded.recipe.parallel.zero
+    axes = ("replicate", "shard") if degrees.replicate > 1 else ("shard",)
+    with at_recipe(loaded, "parallel.shard"):
+        count = shard_model(model, mesh.along(*axes), zero=zero)
+    return (Note("shard", f"{count} units over {degrees.shard} ranks", f"parallel.zero: {zero}"),)
+
+
+def _loss_of_part(loss: Callable[..., Loss | Tensor], model: nn.Module, mesh: RankMesh) -> Callable[..., Loss | Tensor]:
+    """The loss of the part of each sequence that this rank computes; where it computes all, the loss itself.
+
+    From then on ``model`` computes that part. A batch is (ids_BT, target_BT), whole.
+    """
+    if mesh.degrees.context == 1:
+        return loss
+    from trainwright.build.context_parallel import ContextPart
+
+    part, loss_fn = ContextPart(mesh.along("context")), as_loss_fn(loss)
+    model.take_part(part)  # type: ignore[operator]
+
+    def of_part(model: nn.Module, batch: Batch) -> Loss | Tensor:
+        *inputs, target = batch
+        return loss_fn(model, (*inputs, part.cut(target)))
+
+    return of_part
+
+
+def evaluation_loss(loss: Callable[..., Loss | Tensor], stages: StagedPasses | None) -> Callable[..., Loss | Tensor]:
+    """The loss that an evaluation calls: where the layers lie on several ranks, one that runs them all."""
+    if stages is None:
+        return loss
+    loss_fn = as_loss_fn(loss)
+
+    def through_stages(model: nn.Module, batch: Batch) -> Loss:
+        return stages.evaluate(batch, loss_fn)
+
+    return through_stages
+
+
+def _drawn(loaded: Loaded) -> nn.Module | None:
+    """The model of a recipe on the meta device; None where its code needs values."""
+    if loaded.recipe.model.use.startswith(f"{LIVE}:"):
+        return None
+    sized = {"vocab_size", "classes"} & loaded.recipe.model.args.keys()
+    train = None if sized else build_dataset(loaded, "train")  # outside: its tensors have values
+    try:
+        with torch.device("meta"):
+            return build_model(loaded, train)[0]
+    except TrainwrightError:
+        raise
+    except Exception:
+        return None
