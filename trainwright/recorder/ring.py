@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trainwright.recorder.program import RecordedStep
-from trainwright.state.snapshot import Snapshot
+from trainwright.state.snapshot import LiveObjects, Snapshot
 from trainwright.world.memory import free_bytes
 
 KEEP, LEAST_BYTES = 32, 256 * 2**20
@@ -60,6 +60,14 @@ class Ring:
         self.snapshots.append(snapshot)
         self._snapshot_bytes = num_bytes
         self._shrink()
+
+    def keep_state(self, objects: LiveObjects, step: int) -> None:
+        """Keeps the state before ``step``. Nothing is copied where it is larger than the budget."""
+        num_bytes = objects.num_bytes
+        if num_bytes > self.budget_bytes:
+            self.refused_bytes = num_bytes
+        else:
+            self.add_snapshot(objects.snapshot(step))
 
     def clear(self) -> None:
         self.steps.clear()

@@ -35,9 +35,7 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        tensors = [*self.parameters, *(b for b in self.buffers if b is not None)]
-        tensors += [v for state in self.states for own in state.values() for v in own.values() if isinstance(v, Tensor)]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return _bytes([*self.parameters, *self.buffers], [own for state in self.states for own in state.values()])
 
 
 class LiveObjects:
@@ -67,6 +65,12 @@ class LiveObjects:
         """Why no state can be set aside and put back; None: it can."""
         scripted = [type(m).__name__ for m in self.modules if isinstance(m, torch.jit.ScriptModule)]
         return f"a part of the model was made by torch.jit ({scripted[0]})" if scripted else None
+
+    @property
+    def num_bytes(self) -> int:
+        """What a snapshot takes as things are."""
+        buffers = [module._buffers[name] for module, name in self.buffers()]
+        return _bytes([*self.parameters, *buffers], [own for o in self.optimizers for own in o.state.values()])
 
     @torch.no_grad()
     def snapshot(self, step: int) -> Snapshot:
@@ -105,6 +109,11 @@ class LiveObjects:
             if is_plain(name, value)
             and not any(isinstance(each, Tensor) and each.grad_fn is not None for each in entries_of(value))
         }
+
+
+def _bytes(tensors: Sequence[Tensor | None], states: Sequence[Mapping[str, Any]]) -> int:
+    of_states = [value for own in states for value in own.values() if isinstance(value, Tensor)]
+    return sum([t.numel() * t.element_size() for t in (*tensors, *of_states) if t is not None])
 
 
 class _TensorCopy(NamedTuple):

@@ -178,9 +178,17 @@ class EngineSession:
         now_s = time.perf_counter()
         is_due = self._looks.is_next_due(step, now_s) or self._snapshots.is_due(step) or self._went_back == step
         if is_due and not self.ring.refused_bytes and self._blind is None:
-            self.ring.add_snapshot(self._bench.objects.snapshot(step + 1))
+            self._keep_state(step + 1)
             step_s = (now_s - self._begin_s) / max(1, step - self._first_step)
             self._snapshots.paid(step, time.perf_counter() - now_s, step_s)
+
+    def _keep_state(self, step: int) -> None:
+        try:
+            self.ring.keep_state(self._bench.objects, step)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.let_go()
 
     def end(self, error: BaseException | None) -> None:
         """Looks at the last step; at the one that raised ``error`` too."""

@@ -232,7 +232,7 @@ class WatchSession:
 
     def _keep_state(self, step: int) -> None:
         try:
-            self.ring.add_snapshot(self._objects.snapshot(step + 1))
+            self.ring.keep_state(self._objects, step + 1)
         except Exception as error:  # a kind of tensor that torch cannot copy so: the loop is watched without replays
             self._blind = f"a state of it cannot be kept: {type(error).__name__}: {str(error)[:200]}"
 
