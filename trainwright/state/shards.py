@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
+_ORDINARY = (Tensor, nn.Parameter)
+
+
 def is_sharded(model: nn.Module) -> TypeGuard[FSDPModule]:
     """Whether FSDP divides its weights among ranks."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -25,6 +28,8 @@ def is_sharded(model: nn.Module) -> TypeGuard[FSDPModule]:
 
 def is_divided(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether ranks hold parts of it, or copies that are kept alike."""
+    if type(tensor) in _ORDINARY:  # in each step for each weight
+        return False
     divided = sys.modules.get("torch.distributed.tensor")
     return divided is not None and isinstance(tensor, divided.DTensor)
 
@@ -47,10 +52,12 @@ def reshard(model: nn.Module) -> None:
         unit.reshard()
 
 
-@torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
     """This rank's part, in the same memory; of an ordinary tensor, itself."""
-    return tensor.to_local() if is_divided(tensor) else tensor
+    if not is_divided(tensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
 
 
 def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
