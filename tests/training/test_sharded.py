@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from tests import ranks
 from tests.training.ranked import compare, last_weights, make_project, train, wait_for_steps
+from trainwright.state.manifest import verify
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -67,9 +68,12 @@ for given in json.loads(sys.argv[1]):
     torch.manual_seed(3)
     model = Net()
     given = {"log.every": "1steps", "evaluation.every": "3steps", "schedule.use": "constant", **given}
-    loss, until, resume = given.pop("loss"), given.pop("until", "6steps"), given.pop("resume", None)
-    result = tw.fit(model, (x, y), {"mean": mean, "weighted": weighted}[loss], val=(x_val, y_val), until=until,
-                    lr=1e-2, precision="fp32", quiet=True, settings={"batch.size": 12, **given}, resume=resume)
+    loss = {"mean": mean, "weighted": weighted}[given.pop("loss")]
+    until, resume = given.pop("until", "6steps"), given.pop("resume", None)
+    inputs = x.clone()
+    inputs[30] *= given.pop("outlier", 1.0)
+    result = tw.fit(model, (inputs, y), loss, val=(x_val, y_val), until=until, lr=1e-2, quiet=True, resume=resume,
+                    settings={"batch.size": 12, "precision": "fp32", **given})
     print(json.dumps({"run": str(result.run), "loss": result.loss, "val_loss": result.val_loss}))
 """
 
@@ -169,6 +173,27 @@ def test_a_killed_rank_ends_all_and_the_next_attempt_goes_on(tmp_path: Path) -> 
     last = train(project, "killed", 2, *SHARDED)
     assert [each.wait() for each in last] == [0, 0]
     assert last_weights(project / "killed/run") == last_weights(project / "undisturbed/run")
+
+
+def test_memory_that_runs_out_on_one_rank_ends_all(tmp_path: Path) -> None:
+    """They cannot begin the step again together, nor save; the checkpoint before is whole."""
+    short = """
+        Net.calls = getattr(Net, "calls", 0) + torch.is_grad_enabled()
+        if Net.calls > 12 and os.environ["RANK"] == "1":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        hidden = self.inner(x)"""
+    code = FIT.replace("        hidden = self.inner(x)", short.lstrip("\n")).replace(
+        "import json", "import os, json", 1
+    )
+    case = {"loss": "mean", "until": "40steps", "checkpoint.every": "1steps", "parallel.shard": 2}
+    done = ranks.run(code, 2, json.dumps([case]), cwd=tmp_path)
+    assert [each.returncode for each in done] == [1, 1]
+    assert "another rank has ended" in done[0].stderr
+    assert "ranks that divide the weights cannot begin a step again, so the run ends" in done[1].stderr
+    newest = sorted((tmp_path / "runs/run/checkpoints").glob("step-*"))[-1]
+    verify(newest)
+    trained = [record["step"] for record in steps_of(tmp_path, "runs/run") if record["kind"] == "step"]
+    assert int(newest.name.removeprefix("step-")) == trained[-1]
 
 
 MODELS = """

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from trainwright.errors import OomReport, text_of
 from trainwright.state.cursor import StepBatch
+from trainwright.state.shards import local
 from trainwright.state.train_state import TrainState
 from trainwright.world.memory import capacity_bytes, held_bytes, reserved_bytes
 
@@ -115,7 +116,7 @@ def _beside(tensor: object, parameters: Sequence[Tensor]) -> bool:
 
 
 def _bytes(tensors: Iterable[object]) -> int:
-    strided = [each for each in tensors if isinstance(each, Tensor) and each.layout == torch.strided]
+    strided = [local(each) for each in tensors if isinstance(each, Tensor) and each.layout == torch.strided]
     sizes = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in strided}
     return sum(sizes.values())
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from trainwright.errors import Problem, RecipeError
-from trainwright.recipe import Recipe
+from trainwright.recipe import Loaded, Recipe
 from trainwright.recipe.parallel import Parallel
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
@@ -74,10 +74,17 @@ def solve_degrees(ask: Parallel, ranks: int) -> Degrees:
             "parallel",
             f"the product of the degrees must be the number of ranks, {ranks}",
             got=f"{found}, which is {found.ranks}",
-            remedy=f"the nearest for {ranks} ranks: {layouts}; or start {processes} processes: "
-            f"trainwright train RECIPE -- --nproc-per-node {processes}",
+            remedy=f"the nearest for {ranks} rank{'' if ranks == 1 else 's'}: {layouts}; or start {processes} "
+            f"processes: trainwright train RECIPE -- --nproc-per-node {processes}",
         )
     )
+
+
+def in_one_process(loaded: Loaded) -> Loaded:
+    """The recipe as one process trains it, whatever its layout is."""
+    axes = {axis: 1 for axis in AXES if axis in Parallel.model_fields}
+    parallel = loaded.recipe.parallel.model_copy(update={**axes, "replicate": "auto"})
+    return replace(loaded, recipe=loaded.recipe.model_copy(update={"parallel": parallel}))
 
 
 def solve_layout(recipe: Recipe, ranks: int) -> Degrees:

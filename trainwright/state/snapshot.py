@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from trainwright.state.rng import RngBag
+from trainwright.state.shards import locals_of
 
 _PLAIN = (bool, int, float, str, type(None))
 _CONTAINERS = (list, tuple, dict)
@@ -79,7 +80,7 @@ class LiveObjects:
         data = [p.detach() for p in self.parameters]
         copies = [torch.empty_like(d) for d in data]
         if copies:
-            torch._foreach_copy_(copies, data)
+            torch._foreach_copy_(locals_of(copies), locals_of(data))
         states = [
             {numbers[id(p)]: {k: _copied(v) for k, v in own.items()} for p, own in o.state.items() if id(p) in numbers}
             for o in self.optimizers

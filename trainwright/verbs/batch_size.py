@@ -15,6 +15,7 @@ from trainwright.engine.evaluate import evaluate
 from trainwright.engine.step import clear_grads
 from trainwright.errors import OutOfMemoryError, UsageError
 from trainwright.plan.batch import solve_batch
+from trainwright.plan.parallel import in_one_process
 from trainwright.recipe import Loaded, Recipe
 from trainwright.state.checkpoint import tensors_of
 from trainwright.state.cursor import Cursor
@@ -111,7 +112,7 @@ def find_batch_size(
         raise UsageError(f"--budget {budget_s:g} is no time", remedy="give seconds, such as 60")
     batch = _global_batch(loaded.recipe)
     small = loaded.recipe.batch.model_copy(update={"size": batch, "micro": min(2, batch), "accumulation": None})
-    job = prepare(replace(loaded, recipe=loaded.recipe.model_copy(update={"batch": small})))
+    job = prepare(in_one_process(replace(loaded, recipe=loaded.recipe.model_copy(update={"batch": small}))))
     mind_limits()  # the run that takes the size found is short of memory; this job of small batches may not be
     capacity = min(capacity_bytes(job.device), memory_bytes or sys.maxsize)
     search = _Search(job, capacity, margin, time.perf_counter() + budget_s, say)

@@ -11,6 +11,7 @@ from rich.console import Console
 from trainwright.engine.clip import make_clip
 from trainwright.engine.lr_range import lr_range
 from trainwright.errors import StorageError, UsageError
+from trainwright.plan.parallel import in_one_process
 from trainwright.recipe import Loaded
 from trainwright.report.chart import Mark, Series, line_chart_svg, line_chart_text
 from trainwright.training.job import prepare
@@ -25,7 +26,7 @@ def find_lr(
     """
     if not 0 < lowest < highest < math.inf:
         raise UsageError(f"--lowest {lowest:g} must be positive and below --highest {highest:g}", remedy="swap them")
-    job = prepare(loaded)
+    job = prepare(in_one_process(loaded))
     torch.set_num_threads(job.plan.threads)
     clip = job.recipe.optimizer.clip
     found = lr_range(

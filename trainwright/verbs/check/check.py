@@ -19,6 +19,7 @@ from trainwright.engine.lr_range import LrRange
 from trainwright.errors import DataError, MissingExtra, RecipeError, TrainwrightError, text_of
 from trainwright.forecast.resolve import resolve
 from trainwright.plan.batch import solve_batch
+from trainwright.plan.parallel import in_one_process
 from trainwright.recipe import Loaded
 from trainwright.state.rng import preserved_rng, seed_all
 from trainwright.training.job import Job, prepare
@@ -124,7 +125,7 @@ def _check_all(progress: _Progress) -> bool:
     if progress.seen is None or progress.seen.error or progress.seen.values_without == progress.seen.trained:
         return False
     try:
-        job = prepare(progress.loaded, parts)
+        job = prepare(in_one_process(progress.loaded), parts)
     except TrainwrightError:
         raise
     except Exception as error:

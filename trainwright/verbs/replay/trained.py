@@ -14,6 +14,7 @@ from pathlib import Path
 
 from trainwright.engine.step import StepResult
 from trainwright.errors import CheckpointError, UsageError, text_of
+from trainwright.plan.parallel import in_one_process
 from trainwright.recipe import load
 from trainwright.recorder.inputs import InputRecorder, InputRing
 from trainwright.recorder.numbers import as_record
@@ -140,7 +141,7 @@ def _job(origin: Origin, folder: RunFolder, lock: RunLock, done: Rerun) -> Job:
     planned = _plan(origin.plan)
     if origin.checkpoint is None:
         kept = [f"precision={planned['precision']}"] if "precision" in planned else []
-        job = prepare(load(origin.recipe, overrides=[*kept, *quiet], environ={}))
+        job = prepare(in_one_process(load(origin.recipe, overrides=[*kept, *quiet], environ={})))
         job.plan = dataclasses.replace(job.plan, threads=planned.get("threads", job.plan.threads))
         return job
     number = json.loads((origin.checkpoint / "manifest.json").read_text())["step"]
@@ -152,7 +153,7 @@ def _job(origin: Origin, folder: RunFolder, lock: RunLock, done: Rerun) -> Job:
     earlier = Earlier(
         folder, lock, held, read_run_metadata(held), ("all",), done.notes.append, lambda paths, undo=(): again
     )
-    return prepare(load(origin.recipe, overrides=quiet, environ={}), earlier=earlier)
+    return prepare(in_one_process(load(origin.recipe, overrides=quiet, environ={})), earlier=earlier)
 
 
 def _link(source: Path, target: Path) -> None:

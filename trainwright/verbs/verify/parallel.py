@@ -22,7 +22,7 @@ from trainwright.build.assemble import at_recipe
 from trainwright.engine.loss import as_loss_fn, call_loss
 from trainwright.errors import TrainwrightError, UsageError
 from trainwright.plan.batch import solve_batch
-from trainwright.plan.parallel import AXES, solve_layout
+from trainwright.plan.parallel import AXES, in_one_process, solve_layout
 from trainwright.recipe import Loaded, load
 from trainwright.recipe.parallel import Parallel
 from trainwright.runlog.reader import read
@@ -173,7 +173,7 @@ class _Layouts:
     run_ranks: RunRanks
 
     def prove(self) -> LayoutProof:
-        exact = draws_numbers(load(self.path, overrides=[*self.settings, *ALONE_SETTINGS]))
+        exact = draws_numbers(in_one_process(self.loaded))
         ask = self.loaded.recipe.parallel
         if exact and max(ask.shard, ask.tensor, ask.pipeline, ask.context) > 1:
             raise UsageError(
