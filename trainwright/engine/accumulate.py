@@ -72,7 +72,13 @@ def accumulate(
 
 
 def run_divided(
-    state: TrainState, micro: MicroBatch, loss_fn: LossFn, precision: Precision, divisor: int, where: str
+    state: TrainState,
+    micro: MicroBatch,
+    loss_fn: LossFn,
+    precision: Precision,
+    divisor: int,
+    where: str,
+    witness: StepWitness = SILENT,
 ) -> Loss:
     """Forward and scaled backward of one micro-batch, whose total is divided by a number known beforehand.
 
@@ -86,7 +92,9 @@ def run_divided(
             output = weighing_nothing(output)
         objective = output.total / divisor
     if objective.requires_grad:
-        state.scaler.scaled(objective).backward()  # type: ignore[no-untyped-call]
+        scaled = state.scaler.scaled(objective)
+        witness.loss_is_scaled(objective, scaled)
+        scaled.backward()  # type: ignore[no-untyped-call]
     elif is_sharded(state.model):
         raise UsageError(
             f"the loss of {where} depends on no parameter, and the other ranks wait for its gradient",

@@ -19,6 +19,7 @@ from trainwright.engine.oom_report import is_out_of_memory, oom_snapshot
 from trainwright.engine.over_ranks import as_number
 from trainwright.engine.precision import Precision
 from trainwright.engine.recover import given_up, make_room
+from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import OutOfMemoryError
 from trainwright.state.cursor import StepBatch
 from trainwright.state.shards import is_divided, is_sharded, units
@@ -35,8 +36,8 @@ class ShardedPasses:
     the sum exact. ``zero`` 1: gradients are summed after the last micro-batch, and stay whole until then.
     """
 
-    def __init__(self, world: World, zero: int) -> None:
-        self._world, self._zero = world, zero
+    def __init__(self, world: World, zero: int, witness: StepWitness = SILENT) -> None:
+        self._world, self._zero, self._witness = world, zero, witness
         self._used = _Used()
 
     def __call__(self, state: TrainState, batch: StepBatch, loss_fn: LossFn, precision: Precision) -> Accumulated:
@@ -48,7 +49,8 @@ class ShardedPasses:
                 if len(batch.micro) > 1:
                     self._exchange(state.model, is_last=index == len(batch.micro) - 1)
                 what = f"micro-batch {index} of step {state.step + 1}"
-                outputs.append(run_divided(state, micro, loss_fn, precision, len(batch.global_ids), what))
+                number, witness = len(batch.global_ids), self._witness
+                outputs.append(run_divided(state, micro, loss_fn, precision, number, what, witness))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -117,7 +117,7 @@ def make_step(
     """
     _require_made(schedule, precision, clip)
     own = loss if isinstance(loss, nn.Module) else None
-    sharded = ShardedPasses(world, zero)
+    sharded = ShardedPasses(world, zero, witness)
     parts = _Parts(as_loss_fn(loss), precision, clip, probes, world, seed, exact, sharded, divided, stages, witness)
     recovery = Recovery(lambda state: clear_grads(state.optimizer), world, witness)
     update = Update(recovery, witness)
@@ -208,6 +208,7 @@ def _gradients(
     if parts.stages is not None:
         return _finish(state, _through_stages(state, batch, parts, parts.stages), parts), batch, ()
     if is_sharded(state.model):
+        parts.witness.gradients_are_cleared(state.optimizer)
         clear_grads(state.optimizer)
         return _finish(state, parts.sharded(state, batch, parts.loss_fn, parts.precision), parts), batch, ()
     if parts.divided:
