@@ -40,7 +40,7 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(Block(7) for _ in range(4))
         self.blocks[3].mlp[0].weight = self.blocks[2].mlp[0].weight
         self.rare, self.never = nn.Linear(7, 7), nn.Linear(3, 3)
-        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.scale, self.idle = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.tensor(0.5))
 
     def forward(self, x):
         hidden = self.inner(x)

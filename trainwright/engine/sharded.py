@@ -43,21 +43,17 @@ class ShardedPasses:
     def __call__(self, state: TrainState, batch: StepBatch, loss_fn: LossFn, precision: Precision) -> Accumulated:
         """Raises OutOfMemoryError, which ends the run: the ranks cannot step back together."""
         self._used.watch(state.model)
-        outputs = []
-        try:
-            for index, micro in enumerate(batch.micro):
-                if len(batch.micro) > 1:
-                    self._exchange(state.model, is_last=index == len(batch.micro) - 1)
-                what = f"micro-batch {index} of step {state.step + 1}"
-                number, witness = len(batch.global_ids), self._witness
-                outputs.append(run_divided(state, micro, loss_fn, precision, number, what, witness))
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            short = _short_of_memory(error, state, batch)
-        else:
-            return self._combined(state, outputs, len(batch.global_ids))
-        raise short
+        outputs = without_retry(lambda: self._outputs(state, batch, loss_fn, precision), state, batch)
+        return self._combined(state, outputs, len(batch.global_ids))
+
+    def _outputs(self, state: TrainState, batch: StepBatch, loss_fn: LossFn, precision: Precision) -> list[Loss]:
+        outputs, number = [], len(batch.global_ids)
+        for index, micro in enumerate(batch.micro):
+            if len(batch.micro) > 1:
+                self._exchange(state.model, is_last=index == len(batch.micro) - 1)
+            what = f"micro-batch {index} of step {state.step + 1}"
+            outputs.append(run_divided(state, micro, loss_fn, precision, number, what, self._witness))
+        return outputs
 
     def _exchange(self, model: nn.Module, *, is_last: bool) -> None:
         """What is exchanged once a step, and not in each micro-batch."""
@@ -76,28 +72,32 @@ class ShardedPasses:
             for o in outputs
         ]
         mine = torch.stack([torch.where(row[0] != 0, row, 0.0) for row in rows]).sum(0)
-        used = torch.tensor([self._used.is_used(p) for p in parameters], dtype=torch.float64)
-        everywhere = self._world.gather(torch.cat([mine, used.to(device)])).sum(0)
+        used = [self._used.is_used(p) for p in parameters]
+        everywhere = self._world.gather(torch.cat([mine, torch.tensor(used, dtype=mine.dtype, device=device)])).sum(0)
         weight, *sums = everywhere[: len(mine)].unbind()
-        self._drop_unused(parameters, everywhere[len(mine) :])
+        self._sum_whole(parameters)
+        if not all(used):  # asking a GPU costs a host sync
+            _drop_unused(parameters, everywhere[len(mine) :].tolist())
         loss, *metrics = [(each / weight).to(outputs[0].total.dtype) for each in sums]
         divisor = torch.where(weight != 0, weight, 1.0)
         correction = (number / divisor).to(torch.promote_types(loss.dtype, torch.float32))
         totals = tuple(output.total for output in outputs)
         return Accumulated(loss, weight, totals, dict(zip(names, metrics, strict=True)), correction)
 
-    def _drop_unused(self, parameters: Sequence[Tensor], used: Tensor) -> None:
-        """Takes the zeros away of parameters that have a gradient on no rank, and sums what is not divided."""
+    def _sum_whole(self, parameters: Sequence[Tensor]) -> None:
+        """Sums the gradients of parameters that each rank holds whole."""
         kept_whole = [p for p in parameters if not is_divided(p)]
         for parameter in kept_whole:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         self._world.sum_([p.grad for p in kept_whole if p.grad is not None])
-        if all(self._used.is_used(p) for p in parameters):  # asking a GPU would cost a host sync
-            return
-        for parameter, count in zip(parameters, used.tolist(), strict=True):
-            if not count:
-                parameter.grad = None
+
+
+def _drop_unused(parameters: Sequence[Tensor], used: Sequence[float]) -> None:
+    """Takes the zeros of parameters away that have a gradient on no rank."""
+    for parameter, count in zip(parameters, used, strict=True):
+        if not count:
+            parameter.grad = None
 
 
 class _Used:

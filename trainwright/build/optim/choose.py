@@ -152,9 +152,9 @@ def with_momentum_buffers(optimizer: Optimizer) -> Optimizer:
     divide, whose checkpoints are those of one process.
     """
     if isinstance(optimizer, torch.optim.SGD):
+        stands_for_fused = any(is_divided(group["params"][0]) for group in optimizer.param_groups)
         for group in optimizer.param_groups:
-            stands_for_fused = group["fused"] or is_divided(group["params"][0])
-            if stands_for_fused and group["momentum"] and not group["dampening"]:
+            if (group["fused"] or stands_for_fused) and group["momentum"] and not group["dampening"]:
                 for parameter in group["params"]:
                     optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
     return optimizer
