@@ -16,16 +16,18 @@ from trainwright.build.assemble import Parts
 from trainwright.build.data import unwrap
 from trainwright.cli import app
 from trainwright.engine.losses import language_model
+from trainwright.errors import UsageError
 from trainwright.forecast.blueprint import make_blueprint
 from trainwright.forecast.layouts import LayoutSurvey
 from trainwright.forecast.local_device import nominal_cpu
 from trainwright.forecast.many_ranks import rank_model
+from trainwright.forecast.resolve import is_for, left_open, resolve, resolved_before
 from trainwright.models.gpt import gpt
 from trainwright.plan.devices import find_device, known_devices
 from trainwright.plan.grow import grown_layout
 from trainwright.plan.links import ClusterNode
 from trainwright.plan.machine import read_machine
-from trainwright.plan.parallel import Degrees
+from trainwright.plan.parallel import Degrees, solve_layout
 from trainwright.plan.traffic import StepTraffic
 from trainwright.recipe import Loaded, from_mapping, load
 
@@ -159,3 +161,27 @@ def test_ranks_without_samples_and_too_many_ranks_are_said() -> None:
     assert "56 ranks have none" in done.output
     refused = CliRunner().invoke(app, [*words, "--ranks", "3", "--set", "parallel.replicate=2"])
     assert refused.exit_code == 2 and "the number of ranks, 3" in refused.stderr
+
+
+@pytest.mark.slow
+def test_auto_divides_weights_where_copies_do_not_fit_and_is_kept() -> None:
+    loaded = deep(4, "parallel=auto", "batch.micro=auto", "model.activation_checkpointing=auto", "loss.chunked=false")
+    roomy, tight = (find_device("a100-40gb", known_devices()).with_memory(size << 20) for size in (2048, 639))
+    whole, parts = resolve(loaded, roomy, ranks=4), resolve(loaded, tight, ranks=4)
+    assert whole.degrees == {"replicate": 4, "shard": 1}
+    assert parts.degrees is not None and parts.degrees["shard"] > 1
+    assert solve_layout(parts.loaded.recipe, 4).shard == parts.degrees["shard"]
+    assert isinstance(parts.loaded.recipe.batch.micro, int) and not left_open(parts.loaded.recipe, 4)
+    stored = json.loads(json.dumps(parts.to_json()))
+    assert is_for(stored, loaded.recipe, 4) and not is_for(stored, loaded.recipe, 8)
+    assert resolved_before(loaded, stored).loaded.recipe == parts.loaded.recipe
+    assert {note.topic for note in parts.notes} == {"parallel", "micro-batch", "checkpointing"}
+    with pytest.raises(UsageError, match="no layout of 2 ranks fits"):
+        resolve(loaded, tight.with_memory(633 << 20), ranks=2)
+
+
+def test_auto_in_a_recipe() -> None:
+    ask = deep(2, "parallel=auto").recipe
+    assert (ask.parallel.replicate, ask.parallel.shard) == ("auto", "auto")
+    assert not left_open(ask) and left_open(ask, 2)  # one process has nothing to decide
+    assert solve_layout(deep(2, "parallel.shard=auto", "parallel.replicate=2").recipe, 8) == Degrees(2, 4)

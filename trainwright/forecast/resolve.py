@@ -6,6 +6,7 @@ the same decision. A run stores it (``Resolved.to_json``), and a resumed run rea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,7 @@ from trainwright.errors import RecipeError, UsageError
 from trainwright.forecast.blueprint import Blueprint, make_blueprint
 from trainwright.forecast.layouts import POLICIES, LayoutSurvey
 from trainwright.forecast.run_forecast import can_offload, planner_for, precision_on, with_budget, with_offload
+from trainwright.forecast.spread import spread
 from trainwright.plan.batch import solve_batch
 from trainwright.plan.checkpointing import Checkpointing, describe
 from trainwright.plan.devices import Device
@@ -27,25 +29,35 @@ from trainwright.recipe.byte_size import parse_bytes
 
 @dataclass(frozen=True)
 class Resolved:
-    """The recipe without ``auto`` in ``batch.micro`` and ``optimizer.offload``.
+    """The recipe without ``auto`` in ``batch.micro``, ``optimizer.offload`` and ``parallel``.
 
     ``planned`` is the activation checkpointing for ``build_parts``, None where the recipe names a fixed policy.
+    ``degrees`` are the axes of several ranks, None where they were not decided here.
     """
 
     loaded: Loaded
     planned: Checkpointing | None = None
     notes: tuple[Note, ...] = ()
+    degrees: Mapping[str, int] | None = None
 
     def to_json(self) -> dict[str, object]:
         """For plan.json, so that a resumed run does the same. Its key ``recompute`` is activation checkpointing."""
         blocks = None if self.planned is None else [None if k is None else list(k) for k in self.planned.blocks]
         recipe = self.loaded.recipe
-        return {"micro": recipe.batch.micro, "recompute": blocks, "offload": recipe.optimizer.offload}
+        settled: dict[str, object] = {
+            "micro": recipe.batch.micro,
+            "recompute": blocks,
+            "offload": recipe.optimizer.offload,
+        }
+        if self.degrees is None:
+            return settled
+        return {**settled, "layout": self.degrees, "policy": recipe.model.activation_checkpointing}
 
 
-def left_open(recipe: Recipe) -> bool:
+def left_open(recipe: Recipe, ranks: int = 1) -> bool:
     """Whether the recipe leaves anything to the plan that must be decided before the model is built."""
-    return "auto" in (recipe.batch.micro, recipe.optimizer.offload) or _is_checkpointing_planned(recipe)
+    layout = ranks > 1 and recipe.parallel.shard == "auto"
+    return layout or "auto" in (recipe.batch.micro, recipe.optimizer.offload) or _is_checkpointing_planned(recipe)
 
 
 def _is_checkpointing_planned(recipe: Recipe) -> bool:
@@ -55,11 +67,15 @@ def _is_checkpointing_planned(recipe: Recipe) -> bool:
 def resolve(loaded: Loaded, device: Device, *, parts: Parts | None = None, ranks: int = 1) -> Resolved:
     """Decides what the recipe leaves open, for the free memory of ``device``. Costs nothing where nothing is open.
 
+    Of several ``ranks`` that may divide the weights, each has such a device.
+
     Raises RecipeError for what cannot be built, UsageError when no choice fits the memory.
     """
     recipe = loaded.recipe
-    if not left_open(recipe):
+    if not left_open(recipe, ranks):
         return Resolved(loaded)
+    if ranks > 1 and recipe.parallel.shard != 1:
+        return _spread(loaded, device, ranks, parts)
     on_cpu = "cpu" in (device.kind, recipe.device)
     if on_cpu and recipe.batch.micro != "auto" and not _is_checkpointing_planned(recipe):
         why = "the device's memory is the host's"
@@ -84,6 +100,31 @@ def resolve(loaded: Loaded, device: Device, *, parts: Parts | None = None, ranks
     return Resolved(_decided(loaded, micro=best.micro, offload=offload), planned, tuple(notes))
 
 
+def _spread(loaded: Loaded, device: Device, ranks: int, parts: Parts | None) -> Resolved:
+    """Layout, micro-batch and activation checkpointing together."""
+    recipe, setting = loaded.recipe, loaded.recipe.model.activation_checkpointing
+    budget = device if setting in (*POLICIES, "auto") else with_budget(device, parse_bytes(setting))
+    best, notes = spread(loaded, budget, ranks, parts=parts)
+    degrees = {"replicate": best.degrees.replicate, "shard": best.degrees.shard}
+    micro = best.micro if recipe.batch.micro == "auto" else None
+    offload = False if recipe.optimizer.offload == "auto" else None
+    changed = _decided(_laid_out(loaded, degrees, best.policy), micro=micro, offload=offload)
+    return Resolved(changed, None, notes, degrees)
+
+
+def _laid_out(loaded: Loaded, degrees: Mapping[str, int], policy: str) -> Loaded:
+    recipe = loaded.recipe
+    parallel = recipe.parallel.model_copy(update=dict(degrees))
+    model = recipe.model.model_copy(update={"activation_checkpointing": policy})
+    return replace(loaded, recipe=recipe.model_copy(update={"parallel": parallel, "model": model}))
+
+
+def is_for(stored: Mapping[str, Any], recipe: Recipe, ranks: int) -> bool:
+    """Whether a decision that was stored is one for so many ranks; one without a layout is for any number."""
+    layout, ask = stored.get("layout"), recipe.parallel
+    return layout is None or math.prod(layout.values()) * ask.tensor * ask.pipeline * ask.context == ranks
+
+
 def _notes(recipe: Recipe, notes: Sequence[Note]) -> list[Note]:
     """The notes of a choice on what the recipe leaves open."""
     topics = {"micro-batch": recipe.batch.micro, "optimizer offload": recipe.optimizer.offload}
@@ -96,6 +137,9 @@ def resolved_before(loaded: Loaded, stored: Mapping[str, Any]) -> Resolved:
     planned = None if blocks is None else Checkpointing(tuple(None if keep is None else tuple(keep) for keep in blocks))
     micro = stored["micro"] if loaded.recipe.batch.micro == "auto" else None
     offload = stored.get("offload", False) if loaded.recipe.optimizer.offload == "auto" else None
+    if layout := stored.get("layout"):
+        changed = _decided(_laid_out(loaded, layout, stored["policy"]), micro=micro, offload=offload)
+        return Resolved(changed, None, degrees=layout)
     return Resolved(_decided(loaded, micro=micro, offload=offload), planned)
 
 

@@ -62,6 +62,11 @@ class Device:
         fastest = max(self.flops.values())
         return next(name for name in ("bf16", "fp16", "fp32") if self.flops.get(name, 0.0) >= fastest or name == "fp32")
 
+    def of_ranks(self, count: int) -> Device:
+        """Returns what each of so many processes has of a CPU that they share: its part of the memory."""
+        node = ClusterNode(max(self.node.ranks, count), self.node.link, self.node.network)
+        return replace(self, memory_bytes=self.memory_bytes // count, node=node)
+
     def with_memory(self, memory_bytes: int) -> Device:
         """Returns the same device with another memory."""
         return replace(self, memory_bytes=memory_bytes)

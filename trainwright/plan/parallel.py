@@ -58,8 +58,13 @@ def place_of(degrees: Degrees, rank: int) -> Degrees:
 
 
 def solve_degrees(ask: Parallel, ranks: int) -> Degrees:
-    """Fills in what is ``auto``. Raises RecipeError where the product cannot be ``ranks``."""
-    fixed = Degrees(shard=ask.shard, tensor=ask.tensor, pipeline=ask.pipeline, context=ask.context)
+    """Fills in what is ``auto``. Raises RecipeError where the product cannot be ``ranks``.
+
+    A ``shard`` of ``auto`` that the plan has not resolved is what the others leave: 1, where copies are ``auto``, too.
+    """
+    fixed = Degrees(tensor=ask.tensor, pipeline=ask.pipeline, context=ask.context)
+    left = 1 if ask.replicate == "auto" else max(1, ranks // (fixed.ranks * ask.replicate))
+    fixed = replace(fixed, shard=left if ask.shard == "auto" else ask.shard)
     copies = max(1, ranks // fixed.ranks) if ask.replicate == "auto" else ask.replicate
     found = replace(fixed, replicate=copies)
     if found.ranks == ranks:

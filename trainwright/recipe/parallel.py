@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, GetJsonSchemaHandler, field_validator, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from trainwright.recipe.duration import Duration
 from trainwright.recipe.section import Count, Section, on_the_clock
@@ -15,16 +17,20 @@ TensorStyle = Literal["column", "row", "column_gathered", "input", "per_head", "
 
 
 class Parallel(Section):
-    """How a run is spread over the processes that torchrun starts. The product of all degrees is their number."""
+    """How a run is spread over the processes that torchrun starts. The product of all degrees is their number.
+
+    The bare word ``auto`` leaves all degrees to the plan.
+    """
 
     replicate: Literal["auto"] | Count = Field(
         default="auto",
         description="Copies of the model, each trained on its share of every batch; auto: what the ranks give.",
         examples=[4],
     )
-    shard: Count = Field(
+    shard: Literal["auto"] | Count = Field(
         default=1,
-        description="Ranks that divide weights, gradients and optimizer state among them (FSDP).",
+        description="Ranks that divide weights, gradients and optimizer state among them (FSDP); auto: the plan "
+        "chooses it by memory, exchanges and links.",
         examples=[8],
     )
     zero: Literal[1, 2, 3] = Field(
@@ -60,6 +66,16 @@ class Parallel(Section):
     timeout: Duration = Field(
         default=Duration(10 * 60, "s"), description="How long a rank waits for the others before the run ends."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_auto(cls, value: object) -> object:
+        return {"shard": "auto"} if value == "auto" else value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        mapping = handler.resolve_ref_schema(handler(core_schema))
+        return {"anyOf": [{"const": "auto", "type": "string"}, mapping], "description": mapping.get("description", "")}
 
     @field_validator("timeout")
     @classmethod

@@ -36,7 +36,7 @@ from trainwright.engine.until import ByTheClock, Until, for_seconds, for_steps
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import DataError, UsageError
 from trainwright.forecast.local_device import local_device, nominal_cpu
-from trainwright.forecast.resolve import Resolved, left_open, resolve, resolved_before
+from trainwright.forecast.resolve import Resolved, is_for, left_open, resolve, resolved_before
 from trainwright.plan.devices import Device
 from trainwright.plan.machine import Machine, read_machine
 from trainwright.plan.make import Kept, Note, Plan, RunFacts, candidates, choose_precision, make_plan, with_dry_run
@@ -168,8 +168,8 @@ def prepare(
     with at_recipe(loaded, "device"):
         device = choose_device(loaded.recipe.device, launch.local_rank)
     set_deterministic(loaded.recipe.deterministic)
-    resolved = _resolved(loaded, parts, earlier, nominal_cpu(machine) if device.type == "cpu" else None)
-    resolved = first_of(world, resolved)
+    share = nominal_cpu(machine).of_ranks(world.size) if device.type == "cpu" else None
+    resolved = first_of(world, _resolved(loaded, parts, earlier, share, world.size))
     loaded, recipe = resolved.loaded, resolved.loaded.recipe
     if parts is None:
         parts = build_parts(loaded, device, resolved.planned)
@@ -233,14 +233,14 @@ def _of_slow_data(provenance: Mapping[str, Any]) -> Iterator[Note]:
             yield Note("fingerprint", f"data.{name}, {how}", "a resume may not see that other items have changed")
 
 
-def _resolved(loaded: Loaded, parts: Parts | None, earlier: Earlier | None, cpu: Device | None) -> Resolved:
+def _resolved(loaded: Loaded, parts: Parts | None, earlier: Earlier | None, cpu: Device | None, ranks: int) -> Resolved:
     """The recipe with what it leaves to the plan decided: as it was for an earlier part of the run."""
-    if not left_open(loaded.recipe):
+    if not left_open(loaded.recipe, ranks):
         return Resolved(loaded)
-    if earlier and (kept := earlier.resolved):
+    if earlier and (kept := earlier.resolved) and is_for(kept, loaded.recipe, ranks):
         return resolved_before(loaded, kept)
     with at_recipe(loaded, "model"):
-        return resolve(loaded, cpu or local_device(probe=False), parts=parts)
+        return resolve(loaded, cpu or local_device(probe=False), parts=parts, ranks=ranks)
 
 
 def until_of(plan: Plan) -> Until:

@@ -9,7 +9,7 @@ from pathlib import Path
 from trainwright.errors import UsageError
 from trainwright.forecast.local_device import named_device
 from trainwright.forecast.many_ranks import survey_ranks
-from trainwright.plan.batch import solve_batch
+from trainwright.forecast.spread import options_of
 from trainwright.plan.devices import Device, known_devices, load_devices
 from trainwright.plan.explain import human_seconds
 from trainwright.plan.layout import AS_FAST
@@ -24,7 +24,7 @@ from trainwright.plan.many_ranks import (
     layouts_of,
     runners_up,
 )
-from trainwright.plan.parallel import AXES, Degrees, solve_layout
+from trainwright.plan.parallel import AXES, solve_layout
 from trainwright.recipe import Loaded
 from trainwright.recipe.byte_size import parse_bytes
 from trainwright.report.forecast import usable_line
@@ -159,10 +159,10 @@ def plan_ranks(
     if not 1 <= ranks <= MOST_RANKS:
         raise UsageError(f"--ranks {ranks} is out of range", remedy=f"give 1 to {MOST_RANKS:,}")
     start = time.perf_counter()
-    degrees = solve_layout(loaded.recipe, ranks)
+    solve_layout(loaded.recipe, ranks)  # before anything is traced
     many = on_ranks(loaded, device, memory=memory, devices=devices)
     options = runnable(many, loaded, ranks)
-    best, written = best_of(options), _written(many, loaded, degrees)
+    best, written = best_of(options), best_of(options_of(many, loaded.recipe, ranks))
     best = written if _alike(written, best) else best
     beyond = _faster(many, ranks, best)
     return RanksPlan(
@@ -200,17 +200,6 @@ def _faster(many: ManyRanks, ranks: int, best: Placement) -> Placement | None:
     found = best_of(many.all([each for each in layouts_of(ranks, many, AXES) if each.pipeline > 1] or [best.degrees]))
     better = found.fits and (not best.fits or found.step_s < (1 - AS_FAST) * best.step_s)
     return found if better and "pipeline" not in BUILT else None
-
-
-def _written(many: ManyRanks, loaded: Loaded, degrees: Degrees) -> Placement:
-    """The recipe as it stands; what it leaves to the plan is the best for its degrees."""
-    recipe, setting = loaded.recipe, loaded.recipe.model.activation_checkpointing
-    policies = [setting] if setting in many.policies(degrees) else many.policies(degrees)
-    options = [each for each in many.all([degrees], (recipe.parallel.zero,)) if each.policy in policies]
-    if recipe.batch.micro != "auto":
-        batch = solve_batch(many.size, recipe.batch.micro, recipe.batch.accumulation, ranks=degrees.data)
-        options = [many.place(degrees, recipe.parallel.zero, policy, batch.micro) for policy in policies]
-    return best_of(options)
 
 
 def _alike(one: Placement, other: Placement) -> bool:

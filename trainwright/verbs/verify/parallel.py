@@ -174,8 +174,8 @@ class _Layouts:
 
     def prove(self) -> LayoutProof:
         exact = draws_numbers(in_one_process(self.loaded))
-        ask = self.loaded.recipe.parallel
-        if exact and max(ask.shard, ask.tensor, ask.pipeline, ask.context) > 1:
+        degrees = solve_layout(self.loaded.recipe, self.ranks)
+        if exact and degrees.ranks > degrees.replicate:
             raise UsageError(
                 "the model draws random numbers (dropout), and ranks that divide the work in this way draw others than "
                 "one process does: there is nothing to compare with",
