@@ -101,6 +101,10 @@ print(json.dumps({name: second[name] - first.get(name, 0) for name in second}))
 """
 
 
+EVEN = {**GPT, "vocab_size": 62, "heads": 4, "d_model": 24}
+"""Sizes that tensor parallelism can divide."""
+
+
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -109,19 +113,21 @@ print(json.dumps({name: second[name] - first.get(name, 0) for name in second}))
         (Degrees(replicate=2), 2, "none"),
         (Degrees(shard=2), 1, "none"),
         (Degrees(replicate=2, shard=2), 2, "block"),
+        (Degrees(shard=2, tensor=2), 2, "block"),
     ],
     ids=str,
 )
 def test_the_bytes_of_a_plan_are_those_that_ranks_exchange(
     tmp_path: Path, degrees: Degrees, accumulation: int, policy: str
 ) -> None:
-    settings = {f"parallel.{axis}": getattr(degrees, axis) for axis in ("replicate", "shard")}
+    options = GPT if degrees.tensor == 1 else EVEN
+    settings = {f"parallel.{axis}": getattr(degrees, axis) for axis in ("replicate", "shard", "tensor")}
     settings |= {"batch.micro": 16 // degrees.data // accumulation, "batch.accumulation": accumulation}
     settings["model.activation_checkpointing"] = policy
-    done = ranks.run(COUNT, degrees.ranks, json.dumps(settings), json.dumps(GPT), cwd=tmp_path)
+    done = ranks.run(COUNT, degrees.ranks, json.dumps(settings), json.dumps(options), cwd=tmp_path)
     assert [each.returncode for each in done] == [0] * degrees.ranks, done[0].stderr
     counted = json.loads(done[0].stdout.splitlines()[-1])
-    model = rank_model(survey_of(gpt(**GPT)), [policy])
+    model = rank_model(survey_of(gpt(**options)), [policy], tensor=degrees.tensor)
     activations, micro = model.activations[policy], settings["batch.micro"]
     step = StepTraffic(degrees, 3, model.weights, activations, micro, accumulation)
     planned = Counter[str]()

@@ -1,12 +1,14 @@
 """What one rank computes of a model, traced: the weights, layers and activations that a layout leaves to it.
 
-A model with equal blocks is traced with two of them, and ``plan.grow`` adds the others.
+A model with equal blocks is traced with two of them, and ``plan.grow`` adds the others. For tensor parallelism the
+layers are made as small as a rank has them, so a trace shows what that rank holds; what ranks exchange is counted from
+the layers that they divide.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -15,32 +17,88 @@ from torch import Tensor, nn
 from trainwright.build.assemble import Parts
 from trainwright.build.checkpointing import find_blocks
 from trainwright.build.sharding import units_of
+from trainwright.build.split_plan import SplitPlan, model_shape, split_plan
 from trainwright.errors import UsageError
-from trainwright.forecast.blueprint import make_blueprint
+from trainwright.forecast.blueprint import Blueprint, make_blueprint
 from trainwright.forecast.fake_tensors import fake_tensors
 from trainwright.forecast.layouts import POLICIES, LayoutSurvey
 from trainwright.forecast.run_forecast import precision_on
 from trainwright.plan.batch import solve_batch
 from trainwright.plan.devices import Device
 from trainwright.plan.grow import Blocks
-from trainwright.plan.many_ranks import ManyRanks, RankModel
+from trainwright.plan.many_ranks import DIVIDED_POLICIES, ManyRanks, RankModel
+from trainwright.plan.splits import ModelShape
 from trainwright.plan.traffic import Activations
 from trainwright.plan.units import Unit, Weight, Weights
 from trainwright.recipe import Loaded
+from trainwright.recipe.parallel import TensorStyle
 
 TRACED_BLOCKS = 2
 
 
-def survey_ranks(loaded: Loaded, device: Device, *, parts: Parts | None = None) -> ManyRanks:
-    """Traces what ranks compute of a recipe, once for all layouts on ``device``."""
+Sizes = dict[str, list[int]]
+
+
+@dataclass
+class Exchanged:
+    """Bytes that one step of the traced model exchanges for divided layers: of each call, by the module.
+
+    ``stream`` are those that blocks make. A second call is that of activation checkpointing.
+    """
+
+    forward: Sizes = field(default_factory=dict)
+    backward: Sizes = field(default_factory=dict)
+    gathered: Sizes = field(default_factory=dict)
+    stream: Sizes = field(default_factory=dict)
+
+    def clear(self) -> None:
+        """Begins anew, for another trace."""
+        for each in (self.forward, self.backward, self.gathered, self.stream):
+            each.clear()
+
+    def activations(self, samples: int, paths: Sequence[str]) -> Activations:
+        """For one sample: of the second block at ``paths``, and of what is in no block."""
+        second, blocks = (f"{paths[1]}.",), tuple(f"{path}." for path in paths)
+
+        def within(sizes: Sizes, call: int) -> tuple[int, ...]:
+            return tuple(
+                calls[call] // samples for name, calls in sizes.items() if name.startswith(second) and len(calls) > call
+            )
+
+        def outside(sizes: Sizes) -> tuple[int, ...]:
+            return tuple(calls[0] // samples for name, calls in sizes.items() if not name.startswith(blocks))
+
+        return Activations(
+            stream=max((calls[0] for calls in self.stream.values()), default=0) // samples,
+            tensor_forward=within(self.forward, 0),
+            tensor_again=within(self.forward, 1),
+            tensor_backward=within(self.backward, 0),
+            once_forward=outside(self.forward),
+            once_backward=outside(self.backward),
+            once_gathered=outside(self.gathered),
+        )
+
+
+def survey_ranks(
+    loaded: Loaded, device: Device, *, parts: Parts | None = None, tensor: Sequence[int] | None = None
+) -> ManyRanks:
+    """Traces what ranks compute of a recipe, once for all layouts on ``device``.
+
+    ``tensor`` are the degrees of tensor parallelism to trace; None: all powers of two that fit model and machine.
+    """
     recipe, blueprint = loaded.recipe, make_blueprint(loaded, parts)
     size = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation).size
     survey = LayoutSurvey(blueprint, device, precision_on(recipe, device))
     plain = replace(survey, blueprint=replace(blueprint, loaded=_without_chunks(loaded)))
+    shape = shape_of(blueprint)
     copies = rank_model(survey, POLICIES)
     in_chunks = any(layout.chunked for layout in copies.layouts.values())
     models = {1: rank_model(plain, POLICIES) if in_chunks else copies}
-    return ManyRanks(copies, models, device, size, survey.precision)
+    powers = [2**power for power in range(1, device.node.ranks.bit_length())]
+    for each in sorted({*powers, recipe.parallel.tensor}) if tensor is None else tensor:
+        if each > 1 and shape.cuts and models[1].blocks and all(cut.size % each == 0 for cut in shape.cuts):
+            models[each] = rank_model(plain, DIVIDED_POLICIES, tensor=each)
+    return ManyRanks(copies, models, device, size, survey.precision, shape)
 
 
 def _without_chunks(loaded: Loaded) -> Loaded:
@@ -49,24 +107,36 @@ def _without_chunks(loaded: Loaded) -> Loaded:
     return replace(loaded, recipe=loaded.recipe.model_copy(update={"loss": loss}))
 
 
-def rank_model(survey: LayoutSurvey, policies: Sequence[str]) -> RankModel:
-    """The model of a survey as a rank has it before sharding. Costs two traces for each policy."""
-    blueprint, made = survey.blueprint, dict[str, int]()
+def shape_of(blueprint: Blueprint) -> ModelShape:
+    """What of a model limits its layouts; without ``cuts`` it has no plan for tensor parallelism."""
     with fake_tensors():
         model = blueprint.model(torch.device("cpu"))
+        try:
+            return model_shape(model, split_plan(model, blueprint.loaded.recipe.parallel.plan))
+        except UsageError:
+            return replace(model_shape(model, {}), cuts=())
+
+
+def rank_model(survey: LayoutSurvey, policies: Sequence[str], *, tensor: int = 1) -> RankModel:
+    """The model of a survey as each of ``tensor`` ranks has it before sharding. Costs two traces for each policy."""
+    blueprint, exchanged = survey.blueprint, Exchanged()
+    divided = partial(_divided, tensor=tensor, asked=blueprint.loaded.recipe.parallel.plan, exchanged=exchanged)
+    with fake_tensors():
+        model = blueprint.model(torch.device("cpu"))
+        divided(model)
         paths, weights = _equal_blocks(model), weights_of(model)
         short = blueprint.bare_model(torch.device("cpu"))
         is_long = len(paths) > TRACED_BLOCKS and _shorten(short)
     if not is_long:
         layouts = {each.checkpointing: each for each in survey.layouts(policies)}
         return RankModel(weights, dict.fromkeys(layouts, Activations()), layouts, None)
-    shorter = replace(survey, blueprint=replace(blueprint, live=short, part=partial(_noting, made)))
+    shorter = replace(survey, blueprint=replace(blueprint, live=short, part=divided))
     chunked = shorter.blueprint.chunked(shorter.blueprint.sizes(chunked=False)[0])
     samples = shorter.blueprint.sizes(chunked=chunked)[1]
     layouts, activations = {}, {}
     for policy in policies:
         layouts[policy] = shorter.layout(policy, chunked=chunked)
-        activations[policy] = Activations(stream=max(made.values(), default=0) // samples)
+        activations[policy] = exchanged.activations(samples, paths)
     trained = weights.blocks.whole_bytes(trained=True)
     share = trained / max(1, weights.with_blocks(TRACED_BLOCKS).whole_bytes(trained=True))
     averages = trained if blueprint.loaded.recipe.model.ema is not None else 0
@@ -113,14 +183,60 @@ def _shorten(model: nn.Module) -> bool:
     return True
 
 
-def _noting(made: dict[str, int], model: nn.Module) -> None:
-    """Notes the bytes that each block makes."""
+def _divided(model: nn.Module, *, tensor: int, asked: Mapping[str, TensorStyle], exchanged: Exchanged) -> None:
+    """Leaves of the layers what one of ``tensor`` ranks has, and notes what ranks exchange in a new trace."""
+    exchanged.clear()
     for path in _equal_blocks(model):
-        model.get_submodule(path).register_forward_hook(partial(_note_output, path, made))
+        model.get_submodule(path).register_forward_hook(partial(_note_output, path, exchanged.stream))
+    if tensor > 1:
+        _divide(model, split_plan(model, asked), tensor, exchanged)
 
 
-def _note_output(name: str, sizes: dict[str, int], module: nn.Module, inputs: object, output: object) -> None:
-    sizes[name] = next((each.nbytes for each in _tensors(output)), 0)
+def _divide(model: nn.Module, plan: SplitPlan, ranks: int, exchanged: Exchanged) -> None:
+    smaller: dict[int, nn.Parameter] = {}
+    for name, style in plan.items():
+        module = model.get_submodule(name)
+        if style == "input":
+            module.register_forward_pre_hook(partial(_note_input, name, exchanged.backward))
+        if style not in ("column", "column_gathered", "row") or not isinstance(module, nn.Linear | nn.Embedding):
+            continue
+        rows = (style == "row") == isinstance(module, nn.Embedding)
+        for key, weight in list(module.named_parameters(recurse=False)):
+            if id(weight) not in smaller and (rows or weight.dim() > 1):
+                smaller[id(weight)] = _smaller(weight, 0 if rows else 1, ranks)
+            setattr(module, key, smaller.get(id(weight), weight))
+        if style == "row":
+            module.register_forward_hook(partial(_note_output, name, exchanged.forward))
+        elif not any(plan.get(above) == "input" for above in _above(name)):
+            module.register_forward_pre_hook(partial(_note_input, name, exchanged.backward))
+        if style == "column_gathered":
+            module.register_forward_hook(partial(_gather, name, exchanged.gathered, ranks))
+
+
+def _smaller(weight: nn.Parameter, dim: int, ranks: int) -> nn.Parameter:
+    shape = list(weight.shape)
+    shape[dim] = -(-shape[dim] // ranks)
+    return nn.Parameter(weight.detach().new_empty(shape), requires_grad=weight.requires_grad)
+
+
+def _above(name: str) -> Iterable[str]:
+    while name := name.rpartition(".")[0]:
+        yield name
+
+
+def _note_output(name: str, sizes: Sizes, module: nn.Module, inputs: object, output: object) -> None:
+    sizes.setdefault(name, []).append(next((each.nbytes for each in _tensors(output)), 0))
+
+
+def _note_input(name: str, sizes: Sizes, module: nn.Module, inputs: object) -> None:
+    """Its gradient has the same size."""
+    sizes.setdefault(name, []).append(next((each.nbytes for each in _tensors(inputs)), 0))
+
+
+def _gather(name: str, sizes: Sizes, ranks: int, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    whole = torch.cat([output] * ranks, -1)
+    sizes.setdefault(name, []).append(whole.nbytes)
+    return whole
 
 
 def _tensors(value: object) -> Iterable[Tensor]:

@@ -19,6 +19,7 @@ from trainwright.plan.many_ranks import (
     layouts_of,
 )
 from trainwright.plan.parallel import Degrees, solve_layout
+from trainwright.plan.splits import require_fitting
 from trainwright.recipe import Loaded, Recipe
 
 
@@ -29,7 +30,7 @@ def spread(
 
     Raises UsageError when no layout fits the memory.
     """
-    many = survey_ranks(loaded, device, parts=parts)
+    many = survey_ranks(loaded, device, parts=parts, tensor=(loaded.recipe.parallel.tensor,))
     options = options_of(many, loaded.recipe, ranks)
     best = best_of(options)
     if not best.fits:
@@ -58,11 +59,13 @@ def options_of(many: ManyRanks, recipe: Recipe, ranks: int) -> list[Placement]:
 def _degrees(many: ManyRanks, recipe: Recipe, ranks: int) -> list[Degrees]:
     ask = recipe.parallel
     if ask.shard != "auto":
-        return [solve_layout(recipe, ranks)]
+        degrees = solve_layout(recipe, ranks)
+        require_fitting(recipe, degrees, many.shape)
+        return [degrees]
     fixed = ("tensor", "pipeline", "context")
     asked = [
         each
         for each in layouts_of(ranks, many, BUILT)
         if ask.replicate in ("auto", each.replicate) and all(getattr(each, a) == getattr(ask, a) for a in fixed)
     ]
-    return [each for each in asked if is_trainable(recipe, each)] or [solve_layout(recipe, ranks)]
+    return [each for each in asked if is_trainable(recipe, each, many.shape)] or [solve_layout(recipe, ranks)]

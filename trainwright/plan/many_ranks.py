@@ -17,6 +17,7 @@ from trainwright.plan.make import Note
 from trainwright.plan.parallel import AXES, Degrees, solve_layout
 from trainwright.plan.roofline import StepTime, scaled_time
 from trainwright.plan.scale import Scaled
+from trainwright.plan.splits import ModelShape, require_fitting
 from trainwright.plan.trace import Kind
 from trainwright.plan.traffic import Activations, StepTraffic, Traffic
 from trainwright.plan.units import Weights, Zero, sharded_layout
@@ -24,6 +25,9 @@ from trainwright.recipe import Recipe
 from trainwright.recipe.parallel import Parallel
 
 MOST_MICRO_SIZES = 8
+MOST_STAGES = 16
+DIVIDED_POLICIES = ("none", "block")
+"""Activation checkpointing that goes with tensor and pipeline parallelism."""
 BUILT = tuple(axis for axis in AXES if axis in Parallel.model_fields)
 """The axes that the engine of this version has."""
 
@@ -109,7 +113,7 @@ class ManyRanks:
     """Weighs layouts of ``size`` samples a step on one device.
 
     ``copies`` is the model where every rank has all of it, ``models`` are those by tensor degree where weights are
-    divided: then no loss is computed in chunks.
+    divided: then no loss is computed in chunks. ``shape`` is what of the model limits its layouts.
     """
 
     copies: RankModel
@@ -117,6 +121,7 @@ class ManyRanks:
     device: Device
     size: int
     precision: str
+    shape: ModelShape
     _grown: dict[tuple[int, int, str], Scaled] = field(default_factory=dict)
     _sharded: dict[tuple[int, int, int, int, str], Scaled] = field(default_factory=dict)
 
@@ -156,7 +161,7 @@ class ManyRanks:
             self.place(each, zero, policy, micro)
             for each in degrees
             for zero in (zeros if each.shard > 1 else zeros[-1:])
-            for policy in self._model(each).layouts
+            for policy in self.policies(each)
             for micro in _few(micro_sizes(self._share(each)))
         ]
 
@@ -165,7 +170,8 @@ class ManyRanks:
 
     def policies(self, degrees: Degrees) -> list[str]:
         """The activation checkpointing that these degrees can have."""
-        return list(self._model(degrees).layouts)
+        shares_samples = degrees.ranks > degrees.data
+        return [each for each in self._model(degrees).layouts if not shares_samples or each in DIVIDED_POLICIES]
 
     def _model(self, degrees: Degrees) -> RankModel:
         return self.copies if degrees.ranks == degrees.replicate else self.models[degrees.tensor]
@@ -213,13 +219,14 @@ def layouts_of(ranks: int, many: ManyRanks, axes: Sequence[str]) -> list[Degrees
     return [each for each in found if each.data <= many.size] or found
 
 
-def is_trainable(recipe: Recipe, degrees: Degrees) -> bool:
+def is_trainable(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> bool:
     """Whether the engine of this version can train a recipe in a layout, whatever layout the recipe asks for."""
     ask = recipe.parallel.model_copy(update={axis: getattr(degrees, axis) for axis in BUILT})
     model = recipe.model.model_copy(update={"activation_checkpointing": "none"})
     asked = recipe.model_copy(update={"parallel": ask, "model": model})
     try:
         solve_layout(asked, degrees.ranks)
+        require_fitting(asked, degrees, shape)
     except RecipeError:
         return False
     return all(getattr(degrees, axis) == 1 for axis in AXES if axis not in BUILT)
@@ -230,10 +237,11 @@ def _degrees(ranks: int, models: Mapping[int, RankModel], axes: Sequence[str]) -
         if tensor > 1 and "tensor" not in axes:
             continue
         for pipeline in _divisors(model.layers or 1) if "pipeline" in axes else [1]:
-            if ranks % (tensor * pipeline) or (model.layers and model.layers // pipeline < 2):
+            if ranks % (tensor * pipeline) or pipeline > MOST_STAGES or (pipeline > 1 and model.layers < 2 * pipeline):
                 continue
             data = ranks // (tensor * pipeline)
-            for shard in _divisors(data) if "shard" in axes else [1]:
+            shards = _divisors(data) if pipeline == 1 else sorted({1, data})
+            for shard in shards if "shard" in axes else [1]:
                 yield Degrees(replicate=data // shard, shard=shard, tensor=tensor, pipeline=pipeline)
 
 

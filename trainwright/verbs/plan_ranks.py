@@ -12,7 +12,6 @@ from trainwright.forecast.many_ranks import survey_ranks
 from trainwright.forecast.spread import options_of
 from trainwright.plan.devices import Device, known_devices, load_devices
 from trainwright.plan.explain import human_seconds
-from trainwright.plan.layout import AS_FAST
 from trainwright.plan.make import Note
 from trainwright.plan.many_ranks import (
     BUILT,
@@ -41,10 +40,7 @@ MOST_RANKS = 1 << 16
 
 @dataclass(frozen=True)
 class RanksPlan:
-    """``written`` is the layout of the recipe as it stands, ``best`` the chosen one of those that the engine runs.
-
-    ``beyond`` is a faster one on axes that this version does not have; None where there is none.
-    """
+    """``written`` is the layout of the recipe as it stands, ``best`` the chosen one of those that the engine runs."""
 
     name: str
     recipe: str
@@ -55,7 +51,6 @@ class RanksPlan:
     written: Placement
     best: Placement
     others: tuple[Placement, ...]
-    beyond: Placement | None
     notes: tuple[Note, ...]
     planned_s: float
 
@@ -114,7 +109,6 @@ class RanksPlan:
             "written": placement_json(self.written),
             "best": placement_json(self.best),
             "others": [placement_json(each) for each in self.others],
-            "beyond": None if self.beyond is None else placement_json(self.beyond),
             "settings": list(self.settings),
             "notes": [vars(note) for note in self.notes],
             "planned_s": self.planned_s,
@@ -159,12 +153,12 @@ def plan_ranks(
     if not 1 <= ranks <= MOST_RANKS:
         raise UsageError(f"--ranks {ranks} is out of range", remedy=f"give 1 to {MOST_RANKS:,}")
     start = time.perf_counter()
-    solve_layout(loaded.recipe, ranks)  # before anything is traced
+    if solve_layout(loaded.recipe, ranks).context > 1:
+        raise UsageError("a layout with parallel.context is not planned", remedy="plan it with parallel.tensor")
     many = on_ranks(loaded, device, memory=memory, devices=devices)
     options = runnable(many, loaded, ranks)
     best, written = best_of(options), best_of(options_of(many, loaded.recipe, ranks))
     best = written if _alike(written, best) else best
-    beyond = _faster(many, ranks, best)
     return RanksPlan(
         name=loaded.recipe.name,
         recipe=recipe,
@@ -175,8 +169,7 @@ def plan_ranks(
         written=written,
         best=best,
         others=tuple(runners_up(options, best)),
-        beyond=beyond,
-        notes=(*choice_notes(best, options, many.device), *_idle(best, many.size), *_beyond(beyond)),
+        notes=(*choice_notes(best, options, many.device), *_idle(best, many.size)),
         planned_s=time.perf_counter() - start,
     )
 
@@ -191,15 +184,8 @@ def on_ranks(
 
 def runnable(many: ManyRanks, loaded: Loaded, ranks: int) -> list[Placement]:
     """Every layout on so many ranks in which the engine of this version can train the recipe."""
-    degrees = [each for each in layouts_of(ranks, many, BUILT) if is_trainable(loaded.recipe, each)]
+    degrees = [each for each in layouts_of(ranks, many, BUILT) if is_trainable(loaded.recipe, each, many.shape)]
     return many.all(degrees, (loaded.recipe.parallel.zero,))
-
-
-def _faster(many: ManyRanks, ranks: int, best: Placement) -> Placement | None:
-    """The best layout on all axes, where it is better than the best that the engine runs by more than a little."""
-    found = best_of(many.all([each for each in layouts_of(ranks, many, AXES) if each.pipeline > 1] or [best.degrees]))
-    better = found.fits and (not best.fits or found.step_s < (1 - AS_FAST) * best.step_s)
-    return found if better and "pipeline" not in BUILT else None
 
 
 def _alike(one: Placement, other: Placement) -> bool:
@@ -212,10 +198,3 @@ def _idle(best: Placement, size: int) -> list[Note]:
         return []
     why = f"a step has {size:,} samples; give batch.size at least {best.degrees.data:,}"
     return [Note("samples", f"{idle:,} ranks have none", why)]
-
-
-def _beyond(beyond: Placement | None) -> list[Note]:
-    if beyond is None:
-        return []
-    missing = ", ".join(axis for axis in AXES if getattr(beyond.degrees, axis) > 1 and axis not in BUILT)
-    return [Note("not built yet", missing, str(beyond))]
