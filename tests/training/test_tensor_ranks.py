@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from torch import Tensor
 
 import trainwright as tw
 from tests import ranks
-from tests.training.ranked import compare
+from tests.training.ranked import compare, train, wait_for_steps
 from trainwright.engine.losses import language_model
 from trainwright.errors import RecipeError
 from trainwright.models.gpt import gpt
@@ -143,22 +145,51 @@ def test_eight_ranks_divide_stages_weights_and_layers(tmp_path: Path) -> None:
     require_same(tmp_path, "divided")
 
 
-def test_a_resumed_run_drops_what_it_would_have_dropped(tmp_path: Path) -> None:
-    """Ranks draw from the seed, the step and their place: the same bits."""
-    drops = {"model": {"dropout": 0.3}}
-    layouts = {
-        "tensor": {**drops, "parallel.tensor": 2, "parallel.sequence": True},
-        "stages": {**drops, "parallel.pipeline": 2, "batch.micro": 2},
-    }
-    runs: dict[str, dict[str, Any]] = {}
-    for name, settings in layouts.items():
-        runs[name] = settings
-        runs[f"{name}-begun"] = {**settings, "until": "3steps"}
-        runs[f"{name}-again"] = {**settings, "resume": f"{name}-begun/run"}
-    trained(2, tmp_path, runs)
-    for name in layouts:
-        whole = weights(tmp_path / name)
-        assert all(torch.equal(each, whole[key]) for key, each in weights(tmp_path / f"{name}-begun").items())
+MODULE = """
+import time, torch
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        ids = torch.arange(index, index + 9) ** 2 % 11
+        return ids[:-1], ids[1:]
+"""
+RECIPE = """
+until: 24steps
+model: {use: gpt, args: {vocab_size: 11, block_size: 8, layers: 2, heads: 2, d_model: 16, tied: false, dropout: 0.3}}
+data: {train: "slow:Slow"}
+loss: language_model
+batch: {size: 8, micro: 4}
+precision: fp32
+checkpoint: {every: 4steps, at_least_every: null}
+log: {every: 1steps, doctor: false}
+"""
+
+
+@pytest.mark.parametrize(
+    "layout", [("parallel.tensor=2", "parallel.sequence=true", "model.args.layers=1"), ("parallel.pipeline=2",)]
+)
+def test_a_killed_rank_ends_all_and_the_next_attempt_goes_on(tmp_path: Path, layout: tuple[str, ...]) -> None:
+    """With the same bits, dropout and all; on SIGTERM there is one checkpoint, and every rank ends with 75."""
+    (tmp_path / "slow.py").write_text(MODULE)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    settings = [word for each in layout for word in ("--set", each)]
+    log = tmp_path / "killed/run/log.jsonl"
+    started = train(tmp_path, "killed", 0, *settings)
+    wait_for_steps(log, 6, started)
+    os.kill(started[1].pid, signal.SIGKILL)
+    assert started[0].wait() == 1 and "another rank has ended" in started[0].stderr
+    stopped = train(tmp_path, "killed", 1, *settings)
+    wait_for_steps(log, 14, stopped)
+    stopped[1].send_signal(signal.SIGTERM)
+    assert [each.wait() for each in stopped] == [75, 75]
+    assert [each.wait() for each in train(tmp_path, "killed", 2, *settings)] == [0, 0]
+    assert [each.wait() for each in train(tmp_path, "undisturbed", 0, *settings)] == [0, 0]
+    killed, undisturbed = weights(tmp_path / "killed"), weights(tmp_path / "undisturbed")
+    assert all(torch.equal(each, undisturbed[name]) for name, each in killed.items())
 
 
 @pytest.mark.parametrize(

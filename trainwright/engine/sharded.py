@@ -41,19 +41,15 @@ class ShardedPasses:
         self._used = _Used()
 
     def __call__(self, state: TrainState, batch: StepBatch, loss_fn: LossFn, precision: Precision) -> Accumulated:
-        """Raises OutOfMemoryError, which ends the run: the ranks cannot step back together."""
+        """Called by ``without_retry``: the ranks cannot step back together."""
         self._used.watch(state.model)
-        outputs = without_retry(lambda: self._outputs(state, batch, loss_fn, precision), state, batch)
-        return self._combined(state, outputs, len(batch.global_ids))
-
-    def _outputs(self, state: TrainState, batch: StepBatch, loss_fn: LossFn, precision: Precision) -> list[Loss]:
         outputs, number = [], len(batch.global_ids)
         for index, micro in enumerate(batch.micro):
             if len(batch.micro) > 1:
                 self._exchange(state.model, is_last=index == len(batch.micro) - 1)
             what = f"micro-batch {index} of step {state.step + 1}"
             outputs.append(run_divided(state, micro, loss_fn, precision, number, what, self._witness))
-        return outputs
+        return self._combined(state, outputs, number)
 
     def _exchange(self, model: nn.Module, *, is_last: bool) -> None:
         """What is exchanged once a step, and not in each micro-batch."""

@@ -205,14 +205,9 @@ def _gradients(
         loss_fn, precision, world, seed = parts.loss_fn, parts.precision, parts.world, parts.seed
         done = accumulate_exactly(state, batch, loss_fn, precision, world, seed=seed)
         return _finish(state, done, parts), batch, ()
-    if parts.stages is not None:
-        return _finish(state, _through_stages(state, batch, parts, parts.stages), parts), batch, ()
-    if is_sharded(state.model):
-        parts.witness.gradients_are_cleared(state.optimizer)
-        clear_grads(state.optimizer)
-        return _finish(state, parts.sharded(state, batch, parts.loss_fn, parts.precision), parts), batch, ()
-    if parts.divided:
-        return _finish(state, _divided_passes(state, batch, parts), parts), batch, ()
+    if parts.stages is not None or parts.divided or is_sharded(state.model):
+        done = without_retry(lambda: _joint_passes(state, batch, parts), state, batch)
+        return _finish(state, done, parts), batch, ()
     if parts.world.size == 1:
         return recovery(lambda state, batch: _finish(state, _passes(state, batch, parts), parts), state, batch)
     done, batch, reports = recovery(lambda state, batch: _passes(state, batch, parts), state, batch)
@@ -226,28 +221,22 @@ def _passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumulated:
     return accumulate(state, batch, parts.loss_fn, parts.precision, parts.witness)
 
 
-def _divided_passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumulated:
-    """The passes of ranks that compute together: gradients flow between them, so all divide by the same number."""
+def _joint_passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumulated:
+    """Of ranks that compute together: gradients flow between them, so all divide by one number known beforehand."""
+    parts.witness.gradients_are_cleared(state.optimizer)
     clear_grads(state.optimizer)
-    number = len(batch.global_ids)
-
-    def passes() -> list[Loss]:
-        where = f"of step {state.step + 1}"
-        return [
-            run_divided(state, micro, parts.loss_fn, parts.precision, number, f"micro-batch {index} {where}")
-            for index, micro in enumerate(batch.micro)
-        ]
-
-    return divided_before(without_retry(passes, state, batch), number)
-
-
-def _through_stages(state: TrainState, batch: StepBatch, parts: _Parts, stages: StagedPasses) -> Accumulated:
-    """The passes of ranks that have the layers one after the other."""
-    clear_grads(state.optimizer)
-    outputs = without_retry(lambda: stages.train(state, batch, parts.loss_fn, parts.precision), state, batch)
-    done = divided_before(outputs, len(batch.global_ids))
-    is_combined_later = parts.world.size > 1 and not is_sharded(state.model)
-    return done if is_combined_later else combine(done, parts.world, device_of(state.optimizer))
+    number, loss_fn, precision = len(batch.global_ids), parts.loss_fn, parts.precision
+    if parts.stages is not None:
+        done = divided_before(parts.stages.train(state, batch, loss_fn, precision), number)
+        return combine(done, parts.world, device_of(state.optimizer)) if is_sharded(state.model) else done
+    if is_sharded(state.model):
+        return parts.sharded(state, batch, loss_fn, precision)
+    where = f"of step {state.step + 1}"
+    outputs = [
+        run_divided(state, micro, loss_fn, precision, number, f"micro-batch {index} {where}", parts.witness)
+        for index, micro in enumerate(batch.micro)
+    ]
+    return divided_before(outputs, number)
 
 
 def _finish(state: TrainState, done: Accumulated, parts: _Parts) -> _Gradients:

@@ -60,7 +60,7 @@ from trainwright.state.rng import seed_all, set_deterministic
 from trainwright.state.spikes import SpikeDetector
 from trainwright.state.train_state import TrainState
 from trainwright.training.alike import begin_alike, require_same_data
-from trainwright.training.layout import lay_out
+from trainwright.training.layout import lay_out, tensor_share
 from trainwright.training.resume import Earlier
 from trainwright.training.run_metadata import describe_origin
 from trainwright.watching.look_schedule import LAST_LOOK_STEPS, looks_s
@@ -280,6 +280,7 @@ def _after_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str) -> P
     if seen.mean:
         why = "the loss returns a plain mean tensor; tw.Loss(total, weight) would count tokens exactly"
         plan = replace(plan, notes=(*plan.notes, Note("loss", "weighted by batch size", why)))
+    share = tensor_share(job.parts.model, plan.degrees)
     return with_dry_run(
         plan,
         precision=asked,
@@ -290,8 +291,8 @@ def _after_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str) -> P
         memory_bytes=memory_bytes(
             job.recipe.optimizer.use,
             job.recipe.optimizer.args,
-            parameters=facts.parameters,
-            trainable=facts.trainable,
+            parameters=round(facts.parameters * share),
+            trainable=round(facts.trainable * share),
             activations=seen.activation_bytes,
             offloaded=job.recipe.optimizer.offload is True and job.device.type != "cpu",
             shard=plan.degrees.shard,

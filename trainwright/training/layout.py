@@ -18,6 +18,7 @@ from trainwright.plan.make import Note
 from trainwright.plan.parallel import Degrees, solve_layout
 from trainwright.plan.splits import require_fitting
 from trainwright.recipe import Loaded
+from trainwright.state.shards import local
 from trainwright.world import RankMesh
 
 
@@ -104,6 +105,13 @@ def _loss_of_part(loss: Callable[..., Loss | Tensor], model: nn.Module, mesh: Ra
         return loss_fn(model, (*inputs, part.cut(target)))
 
     return of_part
+
+
+def tensor_share(model: nn.Module, degrees: Degrees) -> float:
+    """The share of the weights that a rank has where layers are divided, before what is sharded of it."""
+    parameters = list(model.parameters())
+    held = sum(local(parameter).numel() for parameter in parameters) * degrees.shard
+    return min(1.0, held / sum(parameter.numel() for parameter in parameters)) if degrees.tensor > 1 else 1.0
 
 
 def evaluation_loss(loss: Callable[..., Loss | Tensor], stages: StagedPasses | None) -> Callable[..., Loss | Tensor]:
