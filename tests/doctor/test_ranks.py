@@ -124,6 +124,16 @@ def test_the_rank_that_differs_from_most_is_named() -> None:
     assert findings(compared(on(1, 1, own_s=0.019)))[0].where.rank == 1
 
 
+def test_a_slow_machine_is_named_by_its_ranks() -> None:
+    facts = compared(lambda row: replace(row, own_s=0.019) if row.rank > 1 else row, size=4)
+    hosts = [RankStatus(rank=rank, host=f"node{rank // 2}") for rank in range(4)]
+    [found] = findings(replace(facts, statuses=tuple(hosts)))
+    assert found.code == "perf.straggler" and found.where.rank is None
+    assert "wait for ranks 2, 3 (machine node1)" in found.symptom
+    alone = replace(facts, statuses=tuple(replace(each, host="node0") for each in hosts))
+    assert "machine" not in findings(alone)[0].symptom
+
+
 @each_row(
     "change",
     [

@@ -153,19 +153,22 @@ class Comparison:
         if not self._rows:
             return None
         rows = [rows for rows in self._rows if len(rows) == len(self._rows[-1])]
-        slowest = {_slowest(each) for each in rows}
-        behind = slowest.pop() if len(slowest) == 1 and len(rows) == ROWS else None
+        behind = set.intersection(*map(_slow, rows)) if len(rows) == ROWS else set()
         own = [statistics.median(row.own_s for row in of_rank) for of_rank in zip(*rows)]
         step_s = statistics.median(row.step_s for each in rows for row in each)
-        return PaceFacts(rows=len(rows), own_s=tuple(own), step_s=step_s, behind=behind, since=rows[0][0].step)
+        return PaceFacts(
+            rows=len(rows), own_s=tuple(own), step_s=step_s, behind=tuple(sorted(behind)), since=rows[0][0].step
+        )
 
 
-def _slowest(rows: Sequence[RankStep]) -> int | None:
-    """The rank that the others wait for in this row; None where there is none."""
-    last = max(rows, key=lambda row: row.own_s)
+def _slow(rows: Sequence[RankStep]) -> set[int]:
+    """The ranks that the others wait for in this row."""
     usual = statistics.median_low([row.own_s for row in rows])
-    excess = last.own_s - usual
-    return last.rank if last.own_s > MUCH_SLOWER * usual and excess > max(LEAST_S, SHARE * last.step_s) else None
+    return {
+        row.rank
+        for row in rows
+        if row.own_s > MUCH_SLOWER * usual and row.own_s - usual > max(LEAST_S, SHARE * row.step_s)
+    }
 
 
 def _minority(values: Mapping[int, Hashable]) -> tuple[int, ...]:

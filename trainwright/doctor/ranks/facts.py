@@ -81,12 +81,14 @@ class NonfiniteFacts:
 class RankStatus:
     """Where a rank is. ``step`` updates are done; ``phase`` is what it does since, for ``still_s`` seconds.
 
-    ``collectives`` were begun in all. ``ended`` is "" while the watch goes on, "finished", or what ended it.
-    ``unused`` are the parameters that DistributedDataParallel found without a gradient. ``where`` is the line that its
-    thread has been at when it was found to be stalled. ``silent_s``: as long as nothing was heard of it.
+    ``collectives`` were begun in all. ``ended`` is "" while the watch goes on, "finished", or what ended it. ``host``
+    is the name of its machine. ``unused`` are the parameters that DistributedDataParallel found without a gradient.
+    ``where`` is the line that its thread has been at when it was found to be stalled. ``silent_s``: as long as nothing
+    was heard of it.
     """
 
     rank: int
+    host: str = ""
     step: int = 0
     phase: str = "begin"
     still_s: float = 0.0
@@ -137,13 +139,13 @@ class Coincidence:
 class PaceFacts:
     """Medians of the last ``rows`` rows of each rank: ``own_s`` and ``step_s``, in the order of the ranks.
 
-    ``behind`` is the rank that was the slowest in each of these rows by a wide margin; None where none was.
+    ``behind`` are the ranks that were far slower than the median rank in each of these rows, the first at ``since``.
     """
 
     rows: int
     own_s: tuple[float, ...]
     step_s: float
-    behind: int | None = None
+    behind: tuple[int, ...] = ()
     since: int = 0
 
 

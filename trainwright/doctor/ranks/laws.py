@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
 
 from trainwright.doctor.finding import Finding, finding, listed
@@ -193,25 +194,33 @@ def _last_of(statuses: Sequence[RankStatus]) -> list[RankStatus]:
 def ranks_keep_pace(facts: RanksFacts) -> Iterator[Finding]:
     """No rank makes the others wait for a large part of every step."""
     pace = facts.pace
-    if pace is None or pace.behind is None or pace.behind not in facts.present:
+    own_s = dict(zip(facts.present, pace.own_s)) if pace is not None else {}
+    if pace is None or not pace.behind or not own_s.keys() > set(pace.behind):
         return
-    own = pace.own_s[facts.present.index(pace.behind)]
-    others = sorted(each for rank, each in zip(facts.present, pace.own_s) if rank != pace.behind)
-    usual = others[(len(others) - 1) // 2]
+    own = statistics.median(own_s[rank] for rank in pace.behind)
+    usual = statistics.median(each for rank, each in own_s.items() if rank not in pace.behind)
     yield finding(
         "perf.straggler",
         "warning",
         max(1, facts.newest),
-        symptom=f"all ranks wait for rank {pace.behind}: by itself it takes {1000 * own:.1f} ms a step, others "
-        f"{1000 * usual:.1f} ms",
+        symptom=f"all ranks wait for {in_ranks(pace.behind)}{_machine_of(facts, pace.behind)}: by itself it takes "
+        f"{1000 * own:.1f} ms a step, others {1000 * usual:.1f} ms",
         cause="its machine, its data or its share of the work is slower",
         remedy="compare its machine and its data loading with those of the others; share the work evenly",
         sure=0.85,
         stage="loop",
         since_step=pace.since,
-        where=Where(rank=pace.behind),
+        where=_one(pace.behind),
         evidence=[
             ("seconds a step by itself, by rank", [round(each, 6) for each in pace.own_s]),
             ("share of a step that others wait", round((own - usual) / pace.step_s, 3), 0),
         ],
     )
+
+
+def _machine_of(facts: RanksFacts, ranks: Sequence[int]) -> str:
+    """The machine, where these are all of its ranks, and there are others."""
+    hosts = {each.rank: each.host for each in facts.statuses}
+    theirs = {hosts.get(rank, "") for rank in ranks}
+    others = {host for rank, host in hosts.items() if rank not in ranks}
+    return f" (machine {theirs.pop()})" if len(theirs) == 1 and others and not theirs & (others | {""}) else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import socket
 import sys
 import threading
 import time
@@ -81,7 +82,7 @@ class Exchange:
         self._rows: deque[RankStep] = deque(maxlen=KEPT)
         self._posted: deque[str] = deque()
         self._place, self._moved_s = (0, "begin"), time.monotonic()  # written by the thread that trains
-        self._told = RankStatus(rank=board.rank)  # so is this
+        self._told = RankStatus(rank=board.rank, host=socket.gethostname())  # so is this
         self._stands, self._where = False, ""  # and these by this one
         self._urgent = False
         self._version, self._alarmed = 0, False
