@@ -43,7 +43,9 @@ precision: fp32
 checkpoint: {every: 5steps, at_least_every: null}
 log: {every: 1steps}
 """
-LIMIT_S = 240.0
+REJOINS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Else the agent of a node that comes back waits for the address of a store, which torch's others tell but once."""
+LIMIT_S = 120.0
 
 
 class Node:
@@ -81,7 +83,7 @@ class Node:
         words = [*options.split(), "--rdzv-endpoint", "10.9.0.1:29400", "--local-addr", self.address]
         words += ["--rdzv-conf", f"is_host={'true' if self.number == 0 else 'false'}"]
         train = ["-m", "trainwright", "train", "recipe.yaml", "--set", f"folder={name}"]
-        own = {"GLOO_SOCKET_IFNAME": f"v{self.number}", "OMP_NUM_THREADS": "1", **environ}
+        own = {"GLOO_SOCKET_IFNAME": f"v{self.number}", "OMP_NUM_THREADS": "1", **REJOINS, **environ}
         with (self._cwd / f"{name}-{self.number}.txt").open("a") as output:
             command = self.inside(sys.executable, "-m", "torch.distributed.run", *words, *train)
             return subprocess.Popen(

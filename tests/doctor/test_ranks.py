@@ -144,7 +144,7 @@ def test_a_slow_machine_is_named_by_its_ranks() -> None:
         on(1, 6, samples=(6,)),  # once
         on(1, 5, own_s=0.5),  # a hiccup
         lambda row: on(1, 1, own_s=0.019)(replace(row, steps=1)),  # rows of single steps
-        lambda row: on(1, 1, own_s=0.019, step_s=0.5)(row),  # next to nothing of a step
+        lambda row: on(1, 1, own_s=0.019)(replace(row, step_s=0.5)),  # next to nothing of a step
         lambda row: replace(row, without_gradient=("b.weight",)),  # unused everywhere
     ],
 )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
+from pathlib import Path
 
 import pytest
 
+from tests.forked import Forked
 from trainwright.errors import RankError, UsageError
 from trainwright.world import ALONE, Launch, joined
 
@@ -48,3 +51,19 @@ def test_ranks_that_do_not_come_are_waited_for_in_time() -> None:
     launch = Launch(1, 2, 1, address="127.0.0.1", port=1)
     with pytest.raises(RankError, match="rank 1 could not meet the other 1"), joined(launch, 0.5):
         pass
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_node_that_comes_back_meets_the_others(tmp_path: Path) -> None:
+    """The agent of a new torchrun counts its starts from zero, those of the others have gone on."""
+    code = (
+        "import os; from trainwright.world import Launch, joined\n"
+        "with joined(Launch.read(os.environ), 20.0) as world:\n    print(world.least(world.rank), world.size)"
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    ranks = [{"RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_RESTART_COUNT": str(1 - int(rank))} for rank in "01"]
+    started = [Forked(code, cwd=tmp_path, env={**shared, **rank}) for rank in ranks]
+    assert [(each.wait(60), each.stdout.strip()) for each in started] == [(0, "0 2")] * 2, started[0].stderr

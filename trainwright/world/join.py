@@ -106,9 +106,14 @@ def joined(launch: Launch, timeout_s: float, *, on_gpu: bool = False) -> Iterato
 
 
 def _open(launch: Launch, timeout: timedelta, backend: str) -> None:
-    """With a store of this call's own: in torchrun's the addresses of those before may still lie."""
+    """With a store of this call's own: in torchrun's the addresses of those before may still lie.
+
+    A store that torchrun does not keep is new at each attempt, of which the agent of a node that came back knows no
+    number.
+    """
     try:
-        own = PrefixStore(f"trainwright/{launch.attempt}/{launch.call}", _store(launch, timeout))
+        attempt = launch.attempt if launch.agent_has_store else 0
+        own = PrefixStore(f"trainwright/{attempt}/{launch.call}", _store(launch, timeout))
         distributed.init_process_group(backend, store=own, rank=launch.rank, world_size=launch.size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise RankError(

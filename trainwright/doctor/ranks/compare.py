@@ -153,22 +153,22 @@ class Comparison:
         if not self._rows:
             return None
         rows = [rows for rows in self._rows if len(rows) == len(self._rows[-1])]
-        behind = set.intersection(*map(_slow, rows)) if len(rows) == ROWS else set()
         own = [statistics.median(row.own_s for row in of_rank) for of_rank in zip(*rows)]
         step_s = statistics.median(row.step_s for each in rows for row in each)
-        return PaceFacts(
-            rows=len(rows), own_s=tuple(own), step_s=step_s, behind=tuple(sorted(behind)), since=rows[0][0].step
-        )
+        behind = set.intersection(*(_slow({row.rank: row.own_s for row in each}, step_s) for each in rows))
+        if behind and len(rows) == ROWS:  # one is in every row: others may be as slow, but for a hiccup
+            behind |= _slow({row.rank: own_s for row, own_s in zip(rows[-1], own)}, step_s)
+        else:
+            behind = set()
+        since = rows[0][0].step
+        return PaceFacts(rows=len(rows), own_s=tuple(own), step_s=step_s, behind=tuple(sorted(behind)), since=since)
 
 
-def _slow(rows: Sequence[RankStep]) -> set[int]:
-    """The ranks that the others wait for in this row."""
-    usual = statistics.median_low([row.own_s for row in rows])
-    return {
-        row.rank
-        for row in rows
-        if row.own_s > MUCH_SLOWER * usual and row.own_s - usual > max(LEAST_S, SHARE * row.step_s)
-    }
+def _slow(own_s: Mapping[int, float], step_s: float) -> set[int]:
+    """The ranks that the others wait for, by what each takes by itself."""
+    usual = statistics.median_low(own_s.values())
+    least = max(MUCH_SLOWER * usual, usual + LEAST_S, usual + SHARE * step_s)
+    return {rank for rank, seconds in own_s.items() if seconds > least}
 
 
 def _minority(values: Mapping[int, Hashable]) -> tuple[int, ...]:

@@ -139,7 +139,8 @@ class Coincidence:
 class PaceFacts:
     """Medians of the last ``rows`` rows of each rank: ``own_s`` and ``step_s``, in the order of the ranks.
 
-    ``behind`` are the ranks that were far slower than the median rank in each of these rows, the first at ``since``.
+    ``behind`` are the ranks that are far slower than the median rank, at least one of them in each of these rows, the
+    first of which is of step ``since``.
     """
 
     rows: int
