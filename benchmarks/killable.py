@@ -172,7 +172,7 @@ class Place:
     def __post_init__(self) -> None:
         self.said = self.folder / "said.txt"
 
-    def make(self, *, steps: int, workers: int, step_ms: float, keep: int, parallel: str) -> None:
+    def make(self, *, steps: int, workers: int, step_ms: float, keep: int, parallel: str = "{}") -> None:
         """``step_ms`` makes reading a batch slower; ``parallel`` is that section of the recipe."""
         self.folder.mkdir(parents=True)
         (self.folder / "noisy.py").write_text(DATASET)

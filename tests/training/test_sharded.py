@@ -23,6 +23,7 @@ import json, sys
 import torch
 from torch import nn
 import trainwright as tw
+from trainwright.state.shards import local
 
 class Block(nn.Module):
     def __init__(self, width):
@@ -74,7 +75,9 @@ for given in json.loads(sys.argv[1]):
     inputs[30] *= given.pop("outlier", 1.0)
     result = tw.fit(model, (inputs, y), loss, val=(x_val, y_val), until=until, lr=1e-2, quiet=True, resume=resume,
                     settings={"batch.size": 12, "precision": "fp32", **given})
-    print(json.dumps({"run": str(result.run), "loss": result.loss, "val_loss": result.val_loss}))
+    moments = [value for own in result.state.optimizer.state.values() for value in own.values() if value.dim()]
+    held = sum(local(each).numel() for each in (*model.parameters(), *moments))
+    print(json.dumps({"run": str(result.run), "val_loss": result.val_loss, "held": held}))
 """
 
 CASES: list[dict[str, Any]] = [
@@ -129,8 +132,11 @@ def test_any_layout_is_one_process(
 ) -> None:
     """61 samples in batches of 12: the last step has one sample, and some ranks none. Of 5 rows, rank 4 has none."""
     each_rank = trained(count, tmp_path, [{**case, "parallel.shard": shard} for case in CASES])
-    assert all(one == each_rank[0] for one in each_rank)
     folder, wanted = alone
+    for runs in each_rank:
+        held = [run.pop("held") for run in runs]
+        assert all(mine <= 1.25 * run["held"] / shard for mine, run in zip(held, wanted, strict=True))
+    assert all(one == each_rank[0] for one in each_rank)
     for ours, theirs in zip(each_rank[0], wanted, strict=True):
         assert_same_state(tmp_path / ours["run"], folder / theirs["run"], 6)
         assert ours["val_loss"] == pytest.approx(theirs["val_loss"], rel=1e-6)
@@ -194,6 +200,13 @@ def test_memory_that_runs_out_on_one_rank_ends_all(tmp_path: Path) -> None:
     verify(newest)
     trained = [record["step"] for record in steps_of(tmp_path, "runs/run") if record["kind"] == "step"]
     assert int(newest.name.removeprefix("step-")) == trained[-1]
+
+
+def test_a_weight_that_is_used_without_its_module_is_named(tmp_path: Path) -> None:
+    code = FIT.replace("            hidden = block(hidden)", "            hidden = block.forward(hidden)")
+    done = ranks.run(code, 2, json.dumps([{"loss": "mean", "parallel.shard": 2}]), cwd=tmp_path)
+    assert [each.returncode for each in done] == [1, 1]
+    assert all("computes with a weight that is not gathered" in each.stderr for each in done)
 
 
 MODELS = """

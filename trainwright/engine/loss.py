@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from trainwright.errors import DataError, UsageError
+from trainwright.errors import DataError, UsageError, text_of
 from trainwright.state.cursor import MicroBatch
+from trainwright.state.shards import is_sharded
 
 _NO_METRICS: Mapping[str, Tensor] = MappingProxyType({})
 
@@ -84,6 +85,14 @@ def call_loss(loss_fn: LossFn, model: nn.Module, micro: MicroBatch, where: str) 
         ids = [int(micro.ids[row]) for row in error.sample_ids if row < micro.size]
         message = f"{error.message} ({where}, samples {ids})"
         raise DataError(message, sample_ids=ids, remedy=error.remedy) from None
+    except RuntimeError as error:
+        if is_sharded(model) and "mixed torch.Tensor and DTensor" in str(error):
+            raise UsageError(
+                f"{where} computes with a weight that is not gathered: {text_of(error, lines=1)[:200]}",
+                remedy="call the module that it belongs to, block(x), instead of using block.weight or "
+                "block.forward(x): ranks that divide the weights gather them around the call",
+            ) from None
+        raise
     total = output.total if isinstance(output, Loss) else output
     if not isinstance(total, Tensor) or total.dim() != 0:
         got = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else f"a {type(total).__name__}"
