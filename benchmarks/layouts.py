@@ -58,7 +58,7 @@ def main() -> None:
         many = on_ranks(loaded, "h100-80gb")
         for ranks in RANKS[:1] if options.quick else RANKS:
             show(f"{name}_{ranks}", chosen(many, loaded, ranks))
-        figure("layouts", f"{name}_planned", [time.process_time() - begin_s], unit="s", against="of one core here, all ranks")
+        figure("layouts", f"{name}_planned", [time.process_time() - begin_s], unit="s", against="one core")
     for name, (*shape, size, ranks, flops) in list(PUBLISHED.items())[: 1 if options.quick else None]:
         loaded = recipe(*shape, size, AS_PUBLISHED)
         placed = chosen(on_ranks(loaded, "a100-80gb"), loaded, ranks)
