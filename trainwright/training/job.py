@@ -63,7 +63,7 @@ from trainwright.training.alike import begin_alike, require_same_data
 from trainwright.training.layout import lay_out, tensor_share
 from trainwright.training.resume import Earlier
 from trainwright.training.run_metadata import describe_origin
-from trainwright.watching.look_schedule import LAST_LOOK_STEPS, looks_s
+from trainwright.watching.look_schedule import LAST_LOOK_STEPS, LOOK_STEPS, looks_s
 from trainwright.world import (
     ALONE,
     ONE,
@@ -252,7 +252,10 @@ def until_of_job(job: Job) -> Until:
     """As ``until_of``; where the whole run must be over at some time, its seconds are those of the clock."""
     if job.loaded.end_s is None:
         return until_of(job.plan)
-    return ByTheClock(job.loaded.end_s, job.plan.seconds.get(LAST_EVALUATION, 0.0) + ENDING_S)
+    after_s = job.plan.seconds.get(LAST_EVALUATION, 0.0) + ENDING_S
+    if is_watched(job):  # the longest pause so far, which is kept for the end, was a look
+        after_s += (LAST_LOOK_STEPS - LOOK_STEPS) * (job.plan.step_s or 0.0)
+    return ByTheClock(job.loaded.end_s, after_s)
 
 
 def doubled(until: Duration) -> str:
