@@ -25,6 +25,7 @@ from torch import Tensor, distributed, nn
 
 import trainwright as tw
 from trainwright.engine.loop import run
+from trainwright.engine.rank_layout import RankLayout
 from trainwright.engine.until import for_steps
 from trainwright.errors import TrainwrightError
 from trainwright.state.rng import RngBag
@@ -193,7 +194,7 @@ def main(ask: dict[str, Any]) -> dict[str, Any]:
         limit_memory(ask["limit_mib"])
     error = ""
     try:
-        advance, saving = tw.make_step(loss, world=world), Saving(ask.get("save"))
+        advance, saving = tw.make_step(loss, ranks=RankLayout(world)), Saving(ask.get("save"))
         run(state, data, advance, until=for_steps(steps), observers=[heard], saving=saving, world=world)
     except TrainwrightError as raised:
         error = str(raised)

@@ -14,7 +14,6 @@ from trainwright.engine.accumulate import Accumulated, accumulate, divided_befor
 from trainwright.engine.clip import ClipFn, global_norm, no_clip
 from trainwright.engine.exact import accumulate_exactly
 from trainwright.engine.guard import APPLIED, must_skip
-from trainwright.engine.in_stages import StagedPasses
 from trainwright.engine.loss import Loss, LossFn, as_loss_fn
 from trainwright.engine.over_ranks import (
     Counted,
@@ -27,6 +26,7 @@ from trainwright.engine.over_ranks import (
     share_buffers,
 )
 from trainwright.engine.precision import FP32, Precision
+from trainwright.engine.rank_layout import ALONE, RankLayout
 from trainwright.engine.recover import Recovery
 from trainwright.engine.sharded import ShardedPasses, without_retry
 from trainwright.engine.spikes import NO_SPIKES, SpikeDecision, SpikeHandler
@@ -36,7 +36,6 @@ from trainwright.errors import OomReport, UsageError
 from trainwright.state.cursor import StepBatch
 from trainwright.state.shards import is_sharded, locals_of
 from trainwright.state.train_state import TrainState
-from trainwright.world.group import SOLO, World
 
 
 @dataclass
@@ -83,14 +82,8 @@ def make_step(
     precision: Precision = FP32,
     clip: ClipFn = no_clip,
     probes: Sequence[Probe] = (),
-    world: World = SOLO,
-    samples: World | None = None,
+    ranks: RankLayout = ALONE,
     seed: int = 0,
-    exact: bool = False,
-    zero: int = 3,
-    divided: bool = False,
-    stages: StagedPasses | None = None,
-    stream: int | None = None,
     spikes: SpikeHandler = NO_SPIKES,
     witness: StepWitness = SILENT,
 ) -> StepFn:
@@ -100,16 +93,11 @@ def make_step(
     parameter group is its ``lr`` when the first step is taken (kept in ``initial_lr``, as torch's schedulers
     do).
 
-    Of several ranks of ``world`` each trains on its own share of the batch; gradients, loss and metrics are those of
-    the whole. Their random numbers in a step follow from ``seed``, step and rank. ``exact``: gradients have the same
-    bits on any number of ranks, see ``accumulate_exactly``. ``zero`` is about a model that FSDP has sharded, see
-    ``ShardedPasses``. ``samples`` are the ranks whose samples differ, where those of ``world`` share some and each has
-    a part of them (context parallelism). ``divided``: ranks compute parts of the same layers or sequences, and exchange
-    something in each pass. ``stages``: they compute layers that follow each other (pipeline parallelism). ``stream`` is
-    the number of this rank's random numbers, by default its rank in ``world``.
+    Of several ``ranks`` each has its part in the step; gradients, loss and metrics are those of the whole. Their random
+    numbers in a step follow from ``seed``, step and rank.
 
-    A step that runs out of memory begins again in smaller micro-batches, on all ranks of ``world``; its samples and
-    their weights stay the same. ``spikes`` is a ``SpikeGuard``, or by default does nothing. ``witness`` is internal:
+    A step that runs out of memory begins again in smaller micro-batches, on all ranks; its samples and their weights
+    stay the same. ``spikes`` is a ``SpikeGuard``, or by default does nothing. ``witness`` is internal:
     the recorder of a run.
 
     Raises UsageError for a part that is not made yet, such as ``clip=1.0``. The step raises OutOfMemoryError where
@@ -117,8 +105,9 @@ def make_step(
     """
     _require_made(schedule, precision, clip)
     own = loss if isinstance(loss, nn.Module) else None
-    sharded = ShardedPasses(world, zero, witness)
-    parts = _Parts(as_loss_fn(loss), precision, clip, probes, world, seed, exact, sharded, divided, stages, witness)
+    world, samples, stream = ranks.world, ranks.samples or ranks.world, ranks.stream
+    sharded = ShardedPasses(world, ranks.zero, witness)
+    parts = _Parts(as_loss_fn(loss), precision, clip, probes, ranks, seed, sharded, witness)
     recovery = Recovery(lambda state: clear_grads(state.optimizer), world, witness)
     update = Update(recovery, witness)
 
@@ -130,7 +119,7 @@ def make_step(
         lr = set_lr(state.optimizer, schedule(state.step, state.fraction))
         spikes.before_step(state)
         recovery.buffers.keep(state.model, own if state.loss is None else state.loss)
-        counted = count(batch, batch.tokens, world if samples is None else samples)
+        counted = count(batch, batch.tokens, samples)
         (done, grad_norm, probed), batch, reports = _gradients(state, batch, parts, recovery)
         skipped = must_skip(grad_norm, done.weight)
         decision = spikes.decide(state, grad_norm, skipped)
@@ -176,12 +165,9 @@ class _Parts(NamedTuple):
     precision: Precision
     clip: ClipFn
     probes: Sequence[Probe]
-    world: World
+    ranks: RankLayout
     seed: int
-    exact: bool
     sharded: ShardedPasses
-    divided: bool
-    stages: StagedPasses | None
     witness: StepWitness
 
 
@@ -201,14 +187,14 @@ def _gradients(
     Of several ranks only up to where they exchange something: each must know first that all have come so far. So not
     at all where they divide the weights. Exact slices are never cut smaller.
     """
-    if parts.exact:
-        loss_fn, precision, world, seed = parts.loss_fn, parts.precision, parts.world, parts.seed
-        done = accumulate_exactly(state, batch, loss_fn, precision, world, seed=seed)
+    ranks = parts.ranks
+    if ranks.exact:
+        done = accumulate_exactly(state, batch, parts.loss_fn, parts.precision, ranks.world, seed=parts.seed)
         return _finish(state, done, parts), batch, ()
-    if parts.stages is not None or parts.divided or is_sharded(state.model):
+    if ranks.stages is not None or ranks.divided or is_sharded(state.model):
         done = without_retry(lambda: _joint_passes(state, batch, parts), state, batch)
         return _finish(state, done, parts), batch, ()
-    if parts.world.size == 1:
+    if ranks.world.size == 1:
         return recovery(lambda state, batch: _finish(state, _passes(state, batch, parts), parts), state, batch)
     done, batch, reports = recovery(lambda state, batch: _passes(state, batch, parts), state, batch)
     return _finish(state, done, parts), batch, reports
@@ -226,9 +212,9 @@ def _joint_passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumul
     parts.witness.gradients_are_cleared(state.optimizer)
     clear_grads(state.optimizer)
     number, loss_fn, precision = len(batch.global_ids), parts.loss_fn, parts.precision
-    if parts.stages is not None:
-        done = divided_before(parts.stages.train(state, batch, loss_fn, precision), number)
-        return combine(done, parts.world, device_of(state.optimizer)) if is_sharded(state.model) else done
+    if parts.ranks.stages is not None:
+        done = divided_before(parts.ranks.stages.train(state, batch, loss_fn, precision), number)
+        return combine(done, parts.ranks.world, device_of(state.optimizer)) if is_sharded(state.model) else done
     if is_sharded(state.model):
         return parts.sharded(state, batch, loss_fn, precision)
     where = f"of step {state.step + 1}"
@@ -241,9 +227,10 @@ def _joint_passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumul
 
 def _finish(state: TrainState, done: Accumulated, parts: _Parts) -> _Gradients:
     """The gradients as they will be applied, the same on every rank."""
-    clip, world, witness = parts.clip, parts.world, parts.witness
-    is_to_sum = world.size > 1 and not parts.exact and not is_sharded(state.model)
-    if parts.divided:
+    clip, ranks, witness = parts.clip, parts.ranks, parts.witness
+    world = ranks.world
+    is_to_sum = world.size > 1 and not ranks.exact and not is_sharded(state.model)
+    if ranks.divided:
         settle_parts(state.optimizer)
     if is_to_sum:
         fill_missing(state.optimizer, world)
@@ -255,8 +242,8 @@ def _finish(state: TrainState, done: Accumulated, parts: _Parts) -> _Gradients:
         world.sum_(locals_of(grads))
     probed = {name: value for probe in parts.probes for name, value in probe(state).items()}
     grad_norm = global_norm(grads) if grads else _zero_norm(state.optimizer)
-    if parts.stages is not None:
-        grad_norm = parts.stages.norm_of_all(grad_norm)
+    if ranks.stages is not None:
+        grad_norm = ranks.stages.norm_of_all(grad_norm)
     if grads and clip is not no_clip:
         witness.gradients_are_clipped(clip, parameters, grad_norm)
         clip(parameters, grad_norm)

@@ -82,7 +82,7 @@ def follow(start: Start, signals: Signals) -> Followed:
     outcome = run(
         job.state,
         job.batches,
-        make_advance(job, job.mesh.sums, doctor.witness if doctor else SILENT, spike_handler(job.loaded)),
+        make_advance(job, doctor.witness if doctor else SILENT, spike_handler(job.loaded)),
         until=until_of(job.plan),
         observers=(*([doctor] if doctor else []), signals),
         evaluation=evaluation or NEVER,

@@ -30,6 +30,7 @@ from trainwright.engine.clip import make_clip
 from trainwright.engine.dry_run import Mode, dry_run, time_evaluation
 from trainwright.engine.in_stages import PipelineStages, StagedPasses
 from trainwright.engine.precision import Precision
+from trainwright.engine.rank_layout import RankLayout
 from trainwright.engine.spikes import NO_SPIKES, SpikeGuard, SpikeHandler
 from trainwright.engine.step import ScheduleFn, StepFn, make_step
 from trainwright.engine.until import ByTheClock, Until, for_seconds, for_steps
@@ -370,9 +371,7 @@ def first_of(world: World, mine: T) -> T:
     return agreed
 
 
-def make_advance(
-    job: Job, world: World = SOLO, witness: StepWitness = SILENT, spikes: SpikeHandler = NO_SPIKES
-) -> StepFn:
+def make_advance(job: Job, witness: StepWitness = SILENT, spikes: SpikeHandler = NO_SPIKES) -> StepFn:
     """The step function of a job; sets the process-wide matmul mode and threads that its plan asks for."""
     clip = job.recipe.optimizer.clip
     job.precision.set_matmul_mode()
@@ -382,14 +381,21 @@ def make_advance(
         schedule=job.schedule,
         precision=job.precision,
         clip=make_clip(clip.by, clip.at),
-        world=world,
+        ranks=_rank_layout(job),
         seed=job.recipe.seed,
-        exact=job.recipe.parallel.exact,
-        zero=job.recipe.parallel.zero,
-        samples=job.mesh.data,
-        divided=max(job.plan.degrees.tensor, job.plan.degrees.context) > 1,
-        stages=job.staged(job.plan.batch.micro),
-        stream=job.mesh.stream(divides_sequence=job.recipe.parallel.sequence),
         spikes=spikes,
         witness=witness,
+    )
+
+
+def _rank_layout(job: Job) -> RankLayout:
+    ask = job.recipe.parallel
+    return RankLayout(
+        job.mesh.sums,
+        samples=job.mesh.data,
+        exact=ask.exact,
+        zero=ask.zero,
+        divided=max(job.plan.degrees.tensor, job.plan.degrees.context) > 1,
+        stages=job.staged(job.plan.batch.micro),
+        stream=job.mesh.stream(divides_sequence=ask.sequence),
     )

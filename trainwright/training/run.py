@@ -266,7 +266,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         )
         extra = [*([doctor] if doctor else []), *(make(job, folder, progress) for make in extras)]
         witness = doctor.witness if doctor else SILENT
-        advance = make_advance(job, job.mesh.sums, witness, spike_handler(job.loaded))
+        advance = make_advance(job, witness, spike_handler(job.loaded))
         batches = signals.batches(job.batches) if alone else job.batches  # others would wait for one that stops there
         saver = SavingTogether(stage.world, saving) if job.divides_weights else saving
         with _noting_the_checkpoint(job, folder, saving):

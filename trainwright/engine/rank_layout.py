@@ -1,0 +1,33 @@
+"""How the ranks of a run divide a step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from trainwright.engine.in_stages import StagedPasses
+from trainwright.world.group import SOLO, World
+
+
+class RankLayout(NamedTuple):
+    """How the ranks of a run divide its steps; by default there is one rank.
+
+    ``world`` are those whose gradients and losses add up: each trains on its own share of the batch, and all make the
+    same update. ``samples`` are those whose samples differ, where ranks of ``world`` share some and each has a part of
+    them (context parallelism). ``exact``: gradients have the same bits on any number of ranks, see
+    ``accumulate_exactly``. ``zero`` is about a model that FSDP has sharded, see ``ShardedPasses``. ``divided``: ranks
+    compute parts of the same layers or sequences, and exchange something in each pass. ``stages``: they compute layers
+    that follow each other (pipeline parallelism). ``stream`` is the number of this rank's random numbers, by default
+    its rank in ``world``.
+    """
+
+    world: World = SOLO
+    samples: World | None = None
+    exact: bool = False
+    zero: int = 3
+    divided: bool = False
+    stages: StagedPasses | None = None
+    stream: int | None = None
+
+
+ALONE = RankLayout()
+"""One process."""
