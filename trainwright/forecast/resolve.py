@@ -23,6 +23,7 @@ from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes
 from trainwright.plan.layout import Choice, Option, choose, offloaded
 from trainwright.plan.make import Note
+from trainwright.plan.parallel import solve_layout
 from trainwright.recipe import Loaded, Recipe
 from trainwright.recipe.byte_size import parse_bytes
 
@@ -82,14 +83,15 @@ def resolve(loaded: Loaded, device: Device, *, parts: Parts | None = None, ranks
         return Resolved(_decided(loaded, offload=False), None, (Note("optimizer offload", "no", why),))
     blueprint, setting = make_blueprint(loaded, parts), recipe.model.activation_checkpointing
     may_offload = can_offload(loaded, device) and not on_cpu
-    batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation, ranks=ranks)
+    shares = solve_layout(recipe, ranks).data if ranks > 1 else 1
+    batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation, ranks=shares)
     budget = device if setting in (*POLICIES, "auto") else with_budget(device, parse_bytes(setting))
     survey = LayoutSurvey(blueprint, device, precision_on(recipe, device))
     layouts = survey.layouts((setting,) if setting in POLICIES else POLICIES)
     moved = offloaded(layouts, device) if may_offload else []
     layouts = with_offload(recipe, layouts, moved, by_default=False)
     fixed = None if recipe.batch.micro == "auto" else batch.micro
-    choice = choose(layouts, budget, -(-batch.size // ranks), micro=fixed)
+    choice = choose(layouts, budget, -(-batch.size // shares), micro=fixed)
     if not choice.fits:
         raise _too_large(choice, budget)
     best, planned, notes = choice.best, None, _notes(recipe, choice.notes)
