@@ -53,7 +53,8 @@ for name, settings in json.loads(sys.argv[1]).items():
     given = {"log.every": "1steps", "evaluation.every": "3steps", "optimizer.clip.at": 0.5, "folder": name,
              "schedule.use": "constant", "optimizer.args": {"eps": 1e-3}, **settings}
     result = tw.fit(model, (ids[:, :-1], target), language_model, val=(ids[:7, :-1], target[:7]), lr=1e-2, batch=8,
-                    until=given.pop("until", "5steps"), precision="fp32", quiet=True, resume=given.pop("resume", None),
+                    until=given.pop("until", "5steps"), precision=given.pop("precision", "fp32"),
+                    quiet=True, resume=given.pop("resume", None),
                     settings=given)
     print(json.dumps({"loss": result.loss, "val_loss": result.val_loss}))
 """
@@ -92,23 +93,29 @@ PLAN = {"embed": "row", "up": "column", "down": "row", "out": "column_gathered"}
 TWO: dict[str, dict[str, Any]] = {
     "tensor": {"parallel.tensor": 2, "batch.micro": 3},
     "sequence": {"parallel.tensor": 2, "parallel.sequence": True, "model.activation_checkpointing": "block"},
-    "context": {"parallel.context": 2, "batch.micro": 3, "model.ema": 0.9},
+    "context": {"parallel.context": 2, "batch.micro": 3, "model.ema": 0.9, "model.activation_checkpointing": "block"},
     "gpipe": {"parallel.pipeline": 2, "parallel.schedule": "gpipe"},
     "1f1b": {"parallel.pipeline": 2, "batch.micro": 3, "model.ema": 0.9},
-    "interleaved": {"parallel.pipeline": 2, "parallel.schedule": "interleaved", "batch.micro": 3},
+    "interleaved": {
+        "parallel.pipeline": 2,
+        "parallel.schedule": "interleaved",
+        "batch.micro": 3,
+        "model.activation_checkpointing": "block",
+    },
 }
 
 
 def test_two_ranks_divide_layers_stages_and_sequences(tmp_path: Path) -> None:
     """23 samples in batches of 8: the last step of an epoch is short. With one and with several micro-batches."""
-    own = {"model": "own"}
-    alone = {"whole": {}, "ema": {"model.ema": 0.9}, "modern": {"model": MODERN}, "own": own}
+    own, half = {"model": "own"}, {"precision": "fp16"}
+    alone = {"whole": {}, "ema": {"model.ema": 0.9}, "modern": {"model": MODERN}, "own": own, "half": half}
     trained(1, tmp_path, {**alone, "begun": {"until": "3steps"}, "begun-too": {"until": "3steps"}})
     divided = {
         **TWO,
         "modern-tensor": {"parallel.tensor": 2, "model": MODERN},
         "modern-context": {"parallel.context": 2, "model": MODERN},
         "own-tensor": {**own, "parallel.tensor": 2, "parallel.plan": PLAN},
+        "half-stages": {**half, "parallel.pipeline": 2, "batch.micro": 3},
         "into-tensor": {"resume": "begun/run", "parallel.tensor": 2},
         "into-stages": {"resume": "begun-too/run", "parallel.pipeline": 2, "batch.micro": 2},
     }
@@ -118,6 +125,9 @@ def test_two_ranks_divide_layers_stages_and_sequences(tmp_path: Path) -> None:
     require_same(tmp_path, "modern-tensor", "modern")
     require_same(tmp_path, "modern-context", "modern")
     require_same(tmp_path, "own-tensor", "own")
+    for one, other in zip(logged(tmp_path / "half-stages", "step"), logged(tmp_path / "half", "step"), strict=True):
+        assert one["skipped"] == other["skipped"] == 0
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-3)
     for name in ("begun", "begun-too"):
         require_same(tmp_path, name, resumed=True)
 

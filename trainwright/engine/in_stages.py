@@ -46,8 +46,8 @@ class PipelineStages(Protocol):
 class StagedPasses:
     """Runs micro-batches through all stages. ``world`` has the ranks of the stages, in order.
 
-    Each total is divided by the number of samples of the step, which all ranks know beforehand. Every micro-batch is
-    filled up to ``rows`` samples, and their number to one that the schedule takes; what is added weighs nothing.
+    Every micro-batch is filled up to ``rows`` samples, and their number to one that the schedule takes; what is added
+    weighs nothing.
     """
 
     def __init__(self, stages: PipelineStages, world: World, rows: int) -> None:
@@ -55,9 +55,14 @@ class StagedPasses:
         self._schedules: dict[int, StageSchedule] = {}
         self._work = _NO_WORK
 
-    def train(self, state: TrainState, batch: StepBatch, loss_fn: LossFn, precision: Precision) -> list[Loss]:
-        """Leaves the gradients of these samples in ``.grad``. Returns what each micro-batch gave, on every stage."""
-        work = _Work(loss_fn, batch.micro, len(batch.global_ids), f"step {state.step + 1}", state.scaler.scaled, {})
+    def train(
+        self, state: TrainState, batch: StepBatch, loss_fn: LossFn, precision: Precision, divisor: int
+    ) -> list[Loss]:
+        """Leaves the gradients of these samples in ``.grad``, of totals divided by ``divisor``.
+
+        Returns what each micro-batch gave, on every stage.
+        """
+        work = _Work(loss_fn, batch.micro, divisor, f"step {state.step + 1}", state.scaler.scaled, {})
         return self._run(work, precision, trains=True)
 
     def evaluate(self, batch: Batch, loss_fn: LossFn) -> Loss:

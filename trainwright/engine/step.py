@@ -208,12 +208,17 @@ def _passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumulated:
 
 
 def _joint_passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumulated:
-    """Of ranks that compute together: gradients flow between them, so all divide by one number known beforehand."""
+    """Of ranks that compute together: gradients flow between them, so all divide by one number known beforehand.
+
+    Those that share their samples know how many tokens these have, too: that keeps fp16 gradients in range.
+    """
     parts.witness.gradients_are_cleared(state.optimizer)
     clear_grads(state.optimizer)
     number, loss_fn, precision = len(batch.global_ids), parts.loss_fn, parts.precision
+    if not is_sharded(state.model):
+        number *= max(1, batch.tokens // max(1, batch.size))
     if parts.ranks.stages is not None:
-        done = divided_before(parts.ranks.stages.train(state, batch, loss_fn, precision), number)
+        done = divided_before(parts.ranks.stages.train(state, batch, loss_fn, precision, number), number)
         return combine(done, parts.ranks.world, device_of(state.optimizer)) if is_sharded(state.model) else done
     if is_sharded(state.model):
         return parts.sharded(state, batch, loss_fn, precision)
