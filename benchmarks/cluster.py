@@ -172,12 +172,9 @@ def kill(nodes: list[Node], place: Path, wanted: str) -> dict[str, Any]:
     seconds = round(time.monotonic() - begin_s, 1)
     weights = last_weights(place / "kill/run")
     part = {"case": "kill", "ok": codes == [0, 0] and weights == wanted != "", "killed_at": at, "codes": codes}
+    part |= {"same_bits": weights == wanted != "", "seconds_to_the_end": seconds}
     said = "".join((place / f"kill-{node.number}.txt").read_text()[-2500:] for node in nodes)
-    return part | {
-        "same_bits": weights == wanted != "",
-        "seconds_to_the_end": seconds,
-        "said": "" if part["ok"] else said,
-    }
+    return part if part["ok"] else {**part, "said": said}
 
 
 def slow(nodes: list[Node], place: Path) -> dict[str, Any]:

@@ -347,3 +347,34 @@ def short_last_batches(watch: Watch, seed: int, rank: int) -> None:
             loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
             for _, x, y in loader:
                 update(optimizer, F.cross_entropy(model(x), y))
+
+
+@healthy_ranks("HX9")
+def state_of_the_optimizer_in_parts(watch: Watch, seed: int, rank: int) -> None:
+    """ZeRO: each rank updates some of the parameters, and tells the others."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns when it is imported
+
+    model = wrapped(seed, rank, 0.1)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+    data = batches(seed, rank)
+    with watch(model, optimizer, loader=data):
+        for _, x, y in data:
+            update(optimizer, F.cross_entropy(model(x), y))
+
+
+@healthy_ranks("HX10")
+def two_models_take_turns(watch: Watch, seed: int, rank: int) -> None:
+    """A small GAN on ranks."""
+    torch.manual_seed(seed)
+    G = DistributedDataParallel(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 20)))
+    D = DistributedDataParallel(nn.Sequential(nn.Linear(20, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1)))
+    torch.manual_seed(1000 * seed + rank)
+    makes, judges = (torch.optim.Adam(each.parameters(), lr=1e-3) for each in (G, D))
+    data = batches(seed, rank)
+    with watch([G, D], [makes, judges], loader=data):
+        for _, x, _ in data:
+            fake = G(torch.randn(len(x), 8))
+            both = D(torch.cat([x, fake.detach()]))
+            target = torch.cat([torch.ones(len(x), 1), torch.zeros(len(x), 1)])
+            update(judges, F.binary_cross_entropy_with_logits(both, target))
+            update(makes, F.binary_cross_entropy_with_logits(D(fake), torch.ones(len(x), 1)))

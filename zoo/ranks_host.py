@@ -84,7 +84,7 @@ def run(entry: RankEntry, seed: int, rank: int, folder: Path, *, watched: bool =
     models: list[nn.Module] = []
 
     def watch(*args: Any, **more: Any) -> Any:
-        models.append(args[0])
+        models.extend(args[0] if isinstance(args[0], list) else [args[0]])
         if not watched:
             return nullcontext()
         watches.append(tw.watch(*args, out=folder / f"{entry.id}-{seed}-{rank}", quiet=True, patience_s=3.0, **more))

@@ -49,7 +49,7 @@ class StepListener(Probe):
     name = RanksFacts.experiment
 
     def __init__(self, watched: WatchedObjects) -> None:
-        self._parameters = watched.subject.parameters
+        self._parameters, self._optimizers = watched.subject.parameters, watched.subject.optimizers
         self._replica = Replica(watched.subject)
         self._exchange: Exchange | None = None
         self._steps, self._depth = 0, 0
@@ -124,6 +124,8 @@ class StepListener(Probe):
         self._sums.used()
 
     def on_step(self, optimizer: Optimizer, args: Args) -> None:
+        if optimizer not in self._optimizers:
+            return  # one within another, which updates a part (ZeRO)
         self._at("update")
         self._replica.before_update()
         if is_due(self._steps + 1) and not self._replica.is_split:
