@@ -61,7 +61,7 @@ from trainwright.state.rng import seed_all, set_deterministic
 from trainwright.state.spikes import SpikeDetector
 from trainwright.state.train_state import TrainState
 from trainwright.training.alike import begin_alike, require_same_data
-from trainwright.training.layout import lay_out, tensor_share
+from trainwright.training.layout import NOT_TRIED, lay_out, tensor_share
 from trainwright.training.resume import Earlier
 from trainwright.training.run_metadata import describe_origin
 from trainwright.watching.look_schedule import LAST_LOOK_STEPS, LOOK_STEPS, looks_s
@@ -84,8 +84,6 @@ T = TypeVar("T")
 
 ENDING_S = 0.5
 """What the last save and the end of the process take, about."""
-
-NOT_TRIED = Note("dry run", "none", "the stages of a pipeline are not tried beforehand: no times, no first loss")
 
 AMPLE = 16
 """Times what the plan says of the memory: where a limit leaves more, no heap in pieces will exceed it."""

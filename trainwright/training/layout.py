@@ -21,6 +21,8 @@ from trainwright.recipe import Loaded
 from trainwright.state.shards import local
 from trainwright.world import RankMesh
 
+NOT_TRIED = Note("dry run", "none", "the stages of a pipeline are not tried beforehand: no times, no first loss")
+
 
 def require_layout(loaded: Loaded, parts: Parts | None, ranks: int) -> None:
     """Raises RecipeError where the model cannot be laid out over so many ranks as the recipe says.
