@@ -34,7 +34,8 @@ def become_torchrun(options: Sequence[str], loaded: Loaded) -> NoReturn:
     command = sys.argv[1 : sys.argv.index("--")]
     meet = [] if _says_where_to_meet(options) else ["--standalone"]
     passed_on = [] if _value(options, "signals-to-handle") else [f"--signals-to-handle={SIGNALS}"]
-    arguments = ["-m", "trainwright.cli.torchrun", *meet, *passed_on, *options, "-m", "trainwright", *command]
+    torchrun = "from trainwright.cli.torchrun import main; main()"  # -m would warn: the package imports it as well
+    arguments = ["-c", torchrun, *meet, *passed_on, *options, "-m", "trainwright", *command]
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does, and says so in four lines
     if not meet:  # else the agent of a node that comes back waits for an address that the others tell but once
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")

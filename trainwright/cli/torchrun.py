@@ -1,7 +1,7 @@
 """torchrun that ends with the exit code of the ranks; by itself it ends with 1, whatever theirs were.
 
-``python -m trainwright.cli.torchrun`` takes what ``python -m torch.distributed.run`` takes. Schedulers go by the code:
-75 says that the run was stopped and is saved, so that the job may be started again.
+Takes the options of ``python -m torch.distributed.run``. Schedulers go by the code: 75 says that the run was stopped
+and is saved, so that the job may be started again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,3 @@ def main() -> None:
             sys.exit(code if code > 0 else 1)
         except SignalException:
             sys.exit(common_exit_code(Path(folder)))
-
-
-if __name__ == "__main__":
-    main()
