@@ -64,6 +64,18 @@ def test_the_peak_with_activation_checkpointing_is_that_of_a_real_step(keep: tup
     assert any(moment.phase == "checkpointing" for moment in trace.moments)
 
 
+def test_without_autocast_s_cache_no_block_keeps_its_copies_of_weights() -> None:
+    """Where blocks are computed again: ranks that hold parts of the weights must not hold copies of the whole."""
+
+    def most_in_forward(caches: bool) -> int:
+        every = Checkpointing.every(3)
+        trace = trace_step(make_gpt, device="cpu", precision="bf16", checkpointing=every, caches=caches)
+        return max(moment.total for moment in trace.moments if not moment.held["gradients"])
+
+    one_block = 12 * 128 * 128 * 2
+    assert most_in_forward(True) - most_in_forward(False) > 1.9 * one_block
+
+
 def test_bytes_by_kind_are_those_of_arithmetic() -> None:
     trace = trace_step(make_linear, device="cpu")
     weights = 4 * (32 * 64 + 64 * 8)

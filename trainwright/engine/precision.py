@@ -19,11 +19,13 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Precision:
     """fp32 and tf32 compute as they are; bf16 and fp16 run the forward pass and the loss under autocast.
 
-    Weights, gradients and optimizer state stay in fp32 in every mode.
+    Weights, gradients and optimizer state stay in fp32 in every mode. ``caches``: autocast keeps its copy of a weight
+    to the end of a forward pass, for it may be used twice. Where ranks hold parts of weights, the copies are whole.
     """
 
     name: PrecisionName
     device_type: str = "cpu"
+    caches: bool = True
 
     def __post_init__(self) -> None:
         require_choice("the precision", self.name, get_args(PrecisionName))
@@ -31,7 +33,7 @@ class Precision:
     def autocast(self) -> AbstractContextManager[object]:
         """A context for one forward pass and its loss; never for a whole loop, whose cache would go stale."""
         dtype = _AUTOCAST.get(self.name)
-        return nullcontext() if dtype is None else torch.autocast(self.device_type, dtype)
+        return nullcontext() if dtype is None else torch.autocast(self.device_type, dtype, cache_enabled=self.caches)
 
     def scaler(self, device: torch.device) -> LossScaler | NoScaler:
         """fp16 needs a loss scale; bf16 has fp32's range and needs none."""

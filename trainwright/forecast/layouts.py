@@ -25,11 +25,15 @@ POLICIES = ("none", "selective", "block")
 
 @dataclass(frozen=True)
 class LayoutSurvey:
-    """Traces a blueprint as if on ``device``. ``chunked`` is decided once, for the smallest micro-batch traced."""
+    """Traces a blueprint as if on ``device``. ``chunked`` is decided once, for the smallest micro-batch traced.
+
+    ``caches`` is that of ``Precision``.
+    """
 
     blueprint: Blueprint
     device: Device
     precision: PrecisionName
+    caches: bool = True
 
     @cached_property
     def blocks(self) -> int:
@@ -68,6 +72,7 @@ class LayoutSurvey:
             accumulation=accumulation,
             checkpointing=checkpointing,
             clip=recipe.optimizer.clip.by != "none",
+            caches=self.caches,
         )
         if not any(moment.held.get("gradients") for moment in trace.moments):
             raise UsageError("no parameter got a gradient: the loss does not depend on the model", remedy=NO_GRADIENT)

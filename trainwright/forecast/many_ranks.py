@@ -89,11 +89,11 @@ def survey_ranks(
     recipe, blueprint = loaded.recipe, make_blueprint(loaded, parts)
     size = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation).size
     survey = LayoutSurvey(blueprint, device, precision_on(recipe, device))
-    plain = replace(survey, blueprint=replace(blueprint, loaded=_without_chunks(loaded)))
+    plain = replace(survey, blueprint=replace(blueprint, loaded=_without_chunks(loaded)), caches=False)
     shape = shape_of(blueprint)
     copies = rank_model(survey, POLICIES)
-    in_chunks = any(layout.chunked for layout in copies.layouts.values())
-    models = {1: rank_model(plain, POLICIES) if in_chunks else copies}
+    is_same = survey.precision in ("fp32", "tf32") and not any(each.chunked for each in copies.layouts.values())
+    models = {1: copies if is_same else rank_model(plain, POLICIES)}
     powers = [2**power for power in range(1, device.node.ranks.bit_length())]
     for each in sorted({*powers, recipe.parallel.tensor}) if tensor is None else tensor:
         if each > 1 and shape.cuts and models[1].blocks and all(cut.size % each == 0 for cut in shape.cuts):

@@ -59,12 +59,14 @@ def trace_step(
     accumulation: int = 1,
     checkpointing: Checkpointing | None = None,
     clip: bool = True,
+    caches: bool = True,
 ) -> Trace:
     """What one step in the steady state holds and computes on ``device``, which need not be present.
 
     ``make`` is called under fake tensors, so it may build a model of any size, on the device that it gets. One step is
-    taken; the optimizer's state that it makes counts as held before. The state of the process (random numbers, default
-    dtype, autocast) is restored, except for the simulated CUDA device, which stays registered: see ``simulated_cuda``.
+    taken; the optimizer's state that it makes counts as held before. ``caches`` is that of ``Precision``. The state of
+    the process (random numbers, default dtype, autocast) is restored, except for the simulated CUDA device, which stays
+    registered: see ``simulated_cuda``.
 
     Raises UsageError for a step that cannot be simulated, such as one whose shapes depend on values, and whatever
     ``make`` raises.
@@ -79,7 +81,7 @@ def trace_step(
         if device == "cuda":
             use_foreach(optimizer)
         tracker = Tracker(objects.model, device)
-        numbers = Precision(precision, place.type)
+        numbers = Precision(precision, place.type, caches)
         loss_module = objects.loss if isinstance(objects.loss, nn.Module) else None
         state = TrainState(objects.model, optimizer, scaler=numbers.scaler(place), loss=loss_module)
         batch = _batch(objects.micro, accumulation)

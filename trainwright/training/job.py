@@ -29,8 +29,7 @@ from trainwright.build.resolve import find, sink_factories
 from trainwright.engine.clip import make_clip
 from trainwright.engine.dry_run import Mode, dry_run, time_evaluation
 from trainwright.engine.in_stages import PipelineStages, StagedPasses
-from trainwright.engine.precision import Precision
-from trainwright.engine.rank_layout import RankLayout
+from trainwright.engine.precision import Precision, PrecisionName
 from trainwright.engine.spikes import NO_SPIKES, SpikeGuard, SpikeHandler
 from trainwright.engine.step import ScheduleFn, StepFn, make_step
 from trainwright.engine.until import ByTheClock, Until, for_seconds, for_steps
@@ -61,7 +60,7 @@ from trainwright.state.rng import seed_all, set_deterministic
 from trainwright.state.spikes import SpikeDetector
 from trainwright.state.train_state import TrainState
 from trainwright.training.alike import begin_alike, require_same_data
-from trainwright.training.layout import NOT_TRIED, lay_out, tensor_share
+from trainwright.training.layout import NOT_TRIED, lay_out, rank_layout, tensor_share
 from trainwright.training.resume import Earlier
 from trainwright.training.run_metadata import describe_origin
 from trainwright.watching.look_schedule import LAST_LOOK_STEPS, LOOK_STEPS, looks_s
@@ -136,7 +135,11 @@ class Job:
 
     @property
     def precision(self) -> Precision:
-        return Precision(self.plan.precision, self.device.type)
+        return self.precision_of(self.plan.precision)
+
+    def precision_of(self, name: PrecisionName) -> Precision:
+        """Computes in that precision on the device of this rank."""
+        return Precision(name, self.device.type, caches=not self.divides_weights)
 
     @property
     def marks(self) -> dict[str, float]:
@@ -274,8 +277,8 @@ def _after_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str) -> P
     one = replace(first, micro=(copy.deepcopy(first.micro[0]),))  # a model may write into its input
     names = candidates(asked, job.device.type, facts.low_precision)
     most, *fewer = facts.threads
-    modes = [Mode(Precision(names[0], job.device.type), threads) for threads in (most, *fewer)]
-    modes += [Mode(Precision(name, job.device.type), most) for name in names[1:]]
+    modes = [Mode(job.precision_of(names[0]), threads) for threads in (most, *fewer)]
+    modes += [Mode(job.precision_of(name), most) for name in names[1:]]
     together = job.world if job.divides_weights else SOLO
     seen = dry_run(job.state, one, job.parts.loss, modes=first_of(together, modes), world=together)
     plan = job.plan
@@ -328,7 +331,7 @@ def _evaluation_cost(plan: Plan, job: Job) -> EvaluationCost | None:
     batches = validation_batches(job.parts, job.recipe, loading)
     if batches is None or (batches.count is None and evaluations(plan) <= 1):  # a stream may be readable only once
         return None
-    mode = Mode(Precision(plan.precision, job.device.type), plan.threads)
+    mode = Mode(job.precision_of(plan.precision), plan.threads)
     together = job.world if job.divides_weights else SOLO
     batch_s = time_evaluation(job.state, batches, job.parts.loss, mode, together) or 0.0
     return EvaluationCost(batch_s * (2 if isinstance(job.state.ema, Ema) else 1), batches.count)
@@ -379,21 +382,8 @@ def make_advance(job: Job, witness: StepWitness = SILENT, spikes: SpikeHandler =
         schedule=job.schedule,
         precision=job.precision,
         clip=make_clip(clip.by, clip.at),
-        ranks=_rank_layout(job),
+        ranks=rank_layout(job.mesh, job.recipe.parallel, job.staged(job.plan.batch.micro)),
         seed=job.recipe.seed,
         spikes=spikes,
         witness=witness,
-    )
-
-
-def _rank_layout(job: Job) -> RankLayout:
-    ask = job.recipe.parallel
-    return RankLayout(
-        job.mesh.sums,
-        samples=job.mesh.data,
-        exact=ask.exact,
-        zero=ask.zero,
-        divided=max(job.plan.degrees.tensor, job.plan.degrees.context) > 1,
-        stages=job.staged(job.plan.batch.micro),
-        stream=job.mesh.stream(divides_sequence=ask.sequence),
     )

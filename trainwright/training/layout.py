@@ -13,11 +13,13 @@ from trainwright.build.assemble import LIVE, Parts, at_recipe, build_dataset, bu
 from trainwright.build.split_plan import SplitPlan, model_shape, split_plan
 from trainwright.engine.in_stages import PipelineStages, StagedPasses
 from trainwright.engine.loss import Batch, Loss, as_loss_fn
+from trainwright.engine.rank_layout import RankLayout
 from trainwright.errors import TrainwrightError
 from trainwright.plan.make import Note
 from trainwright.plan.parallel import Degrees, solve_layout
 from trainwright.plan.splits import require_fitting
 from trainwright.recipe import Loaded
+from trainwright.recipe.parallel import Parallel
 from trainwright.state.shards import local
 from trainwright.world import RankMesh
 
@@ -114,6 +116,19 @@ def tensor_share(model: nn.Module, degrees: Degrees) -> float:
     parameters = list(model.parameters())
     held = sum(local(parameter).numel() for parameter in parameters) * degrees.shard
     return min(1.0, held / sum(parameter.numel() for parameter in parameters)) if degrees.tensor > 1 else 1.0
+
+
+def rank_layout(mesh: RankMesh, ask: Parallel, stages: StagedPasses | None) -> RankLayout:
+    """How the ranks of the mesh divide each step."""
+    return RankLayout(
+        mesh.sums,
+        samples=mesh.data,
+        exact=ask.exact,
+        zero=ask.zero,
+        divided=max(mesh.degrees.tensor, mesh.degrees.context) > 1,
+        stages=stages,
+        stream=mesh.stream(divides_sequence=ask.sequence),
+    )
 
 
 def evaluation_loss(loss: Callable[..., Loss | Tensor], stages: StagedPasses | None) -> Callable[..., Loss | Tensor]:
