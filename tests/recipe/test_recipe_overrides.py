@@ -48,6 +48,12 @@ def test_file_then_environment_then_set(path: Path) -> None:
     assert lr(load(path, environ={}, overrides=["optimizer.lr=1", "optimizer.lr=4e-3"]))[0] == 4e-3
 
 
+def test_a_key_of_the_ranks_that_were_left_to_the_plan(path: Path) -> None:
+    path.write_text(TEXT + "parallel: auto\n")
+    ask = load(path, environ={}, overrides=["parallel.tensor=2"]).recipe.parallel
+    assert (ask.replicate, ask.shard, ask.tensor) == ("auto", "auto", 2)
+
+
 def test_the_environment_is_read_unless_one_is_given(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINWRIGHT_SEED", "5")
     assert load(path).recipe.seed == 5

@@ -73,7 +73,7 @@ def test_the_layout_is_that_of_the_recipe(tmp_path: Path, monkeypatch: pytest.Mo
     sharded = ("loss", "parallel.shard=2")
     proof = proved(tmp_path, monkeypatch, "plain", *sharded)
     assert proof.equal and not proof.exact
-    with pytest.raises(UsageError, match="ranks that divide its weights draw others"):
+    with pytest.raises(UsageError, match="ranks that divide the work in this way draw others"):
         proved(tmp_path, monkeypatch, "drawing", *sharded)
     with pytest.raises(UsageError, match="muon computes with whole matrices"):
         proved(tmp_path, monkeypatch, "plain", *sharded, "optimizer.use=muon")

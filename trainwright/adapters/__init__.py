@@ -24,6 +24,7 @@ class WatchChoices(TypedDict, total=False):
     skip: str | Path | Iterable[Iterable[int]]
     keep: int
     memory_bytes: int | None
+    patience_s: float
     quiet: bool
 
 
