@@ -63,6 +63,9 @@ for options in json.loads(sys.argv[1]):
     divided = copy.deepcopy(model)
     plan = split_plan(divided, {})
     apply_tensor_parallelism(divided, mesh, plan, sequence=sequence)
+    frozen = copy.deepcopy(model).requires_grad_(False)
+    apply_tensor_parallelism(frozen, mesh, plan, sequence=sequence)
+    assert not [name for name, p in frozen.named_parameters() if p.requires_grad]
     count = sum(isinstance(p, DTensor) for p in divided.parameters())
     assert len(list(divided.parameters())) == len(list(model.parameters()))
     ids = torch.randint(11, (3, 8), generator=torch.Generator().manual_seed(1))

@@ -27,7 +27,7 @@ def apply_tensor_parallelism(model: nn.Module, mesh: DeviceMesh, plan: SplitPlan
     The weights of the first rank of the mesh are divided. With ``sequence`` activations between attention and
     feed-forward layers are divided as well, along the sequence.
     """
-    ties = ties_of(model)
+    ties, frozen = ties_of(model), {name for name, each in model.named_parameters() if not each.requires_grad}
     for name, style in plan.items():
         for each in _styles(style, model.get_submodule(name), mesh, sequence=sequence):
             parallelize_module(model.get_submodule(name), mesh, each)
@@ -35,6 +35,8 @@ def apply_tensor_parallelism(model: nn.Module, mesh: DeviceMesh, plan: SplitPlan
         first, *_ = (getattr(model.get_submodule(owner), name) for owner, name in places)
         for owner, name in places:
             setattr(model.get_submodule(owner), name, first)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)  # not every style of torch keeps that
 
 
 def _styles(style: TensorStyle, module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Iterator[ParallelStyle]:

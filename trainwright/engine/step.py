@@ -113,7 +113,7 @@ def make_step(
 
     def advance(state: TrainState, batch: StepBatch) -> StepResult:
         witness.step_begins(state, batch)
-        if world.size > 1 or stream is not None:
+        if world.size > 1 or stream is not None or ranks.divided:
             seed_step(seed, state.step, world.rank if stream is None else stream)
             share_buffers(state, world)
         lr = set_lr(state.optimizer, schedule(state.step, state.fraction))

@@ -262,8 +262,10 @@ def choose_precision(
             return "bf16", Note("precision", "bf16", "the GPU has bf16 tensor cores; no loss scale is needed")
         return "fp16", Note("precision", "fp16", "the GPU has no bf16; fp16 with dynamic loss scaling")
     if "bf16" not in seconds:
-        short = "memory is too short to try bf16" if "bf16" in low_precision and seconds else ""
-        return "fp32", Note("precision", "fp32", short or "this CPU computes no bf16 in hardware")
+        why = "this CPU computes no bf16 in hardware"
+        if "bf16" in low_precision:
+            why = "memory is too short to try bf16" if seconds else "bf16 was not timed"
+        return "fp32", Note("precision", "fp32", why)
     gain = seconds["fp32"] / seconds["bf16"]
     timed = f"one step takes {seconds['fp32'] * 1e3:.3g} ms in fp32 and {seconds['bf16'] * 1e3:.3g} ms in bf16"
     chosen: PrecisionName = "bf16" if gain > BF16_PAYS_ABOVE else "fp32"

@@ -25,7 +25,7 @@ def periodic_evaluation(job: Job, listeners: Sequence[EvaluationListener] = ()) 
     part = whole.part(count) if count and not job.recipe.evaluation.batches else whole
     return PeriodicEvaluation(
         ValidationSet(part, whole if job.plan.evaluates_whole else part, count),
-        evaluation_loss(job.parts.loss, job.staged(rows)),
+        evaluation_loss(job.parts.loss, job.mesh, job.staged(rows)),
         every(job.plan.evaluate_every, job.state),
         precision=job.precision,
         listeners=listeners,

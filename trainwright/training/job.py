@@ -203,6 +203,7 @@ def prepare(
         precision = chosen = earlier.precision(recipe.precision, facts)
         state.scaler = Precision(chosen, device.type).scaler(device)
         accepted = earlier.load(state, recipe, precision, provenance)
+    accepted = first_of(world, accepted)
     _require_something_left(recipe, plan, state)
     if earlier:
         earlier.lock.beat(state.step + 1)  # reading its batch and the dry run belong to the step
@@ -308,9 +309,12 @@ def _after_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str) -> P
 
 def _tried(job: Job, facts: RunFacts, first: StepBatch, read_s: float, asked: str, kept: Kept) -> Plan:
     if job.stages is not None:
-        chosen, note = choose_precision(asked, facts.device, (), {})
+        chosen, note = choose_precision(asked, facts.device, facts.low_precision, {})
         return replace(job.plan, precision=chosen, notes=(*job.plan.notes, note, NOT_TRIED))
-    plan = _after_dry_run(job, facts, first, asked)
+    together = job.world if job.divides_weights else SOLO
+    plan = first_of(
+        together, _after_dry_run(job, facts, first, asked)
+    )  # ranks that compute together may time otherwise
     return _with_times(replace(plan, step_s=(plan.step_s or 0.0) + read_s), job, kept)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 from trainwright.build.assemble import LIVE, Parts, at_recipe, build_dataset, build_model
 from trainwright.build.split_plan import SplitPlan, model_shape, split_plan
 from trainwright.engine.in_stages import PipelineStages, StagedPasses
-from trainwright.engine.loss import Batch, Loss, as_loss_fn
+from trainwright.engine.loss import Batch, Loss, LossFn, as_loss_fn
+from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.rank_layout import RankLayout
-from trainwright.errors import TrainwrightError
+from trainwright.errors import OutOfMemoryError, TrainwrightError, UsageError
 from trainwright.plan.make import Note
 from trainwright.plan.parallel import Degrees, solve_layout
 from trainwright.plan.splits import require_fitting
@@ -86,6 +88,11 @@ def _shard(model: nn.Module, loaded: Loaded, mesh: RankMesh) -> tuple[Note, ...]
     from trainwright.build.sharding import shard_model
 
     degrees, zero = mesh.degrees, loaded.recipe.parallel.zero
+    if degrees.pipeline > 1 and (single := [name for name, each in model.named_parameters() if each.dim() == 0]):
+        raise UsageError(
+            f"{single[0]} has no dimension, so it cannot be divided, and stages do not sum what is not",
+            remedy="make it a weight of one dimension, torch.ones(1), or leave parallel.shard or parallel.pipeline out",
+        )
     axes = ("replicate", "shard") if degrees.replicate > 1 else ("shard",)
     with at_recipe(loaded, "parallel.shard"):
         count = shard_model(model, mesh.along(*axes), zero=zero)
@@ -106,7 +113,13 @@ def _loss_of_part(loss: Callable[..., Loss | Tensor], model: nn.Module, mesh: Ra
 
     def of_part(model: nn.Module, batch: Batch) -> Loss | Tensor:
         *inputs, target = batch
-        return loss_fn(model, (*inputs, part.cut(target)))
+        made = loss_fn(model, (*inputs, part.cut(target)))
+        if isinstance(made, Tensor):
+            raise UsageError(
+                "parallel.context: the loss returns a mean, and how many of its positions count is known to it alone",
+                remedy="return tw.Loss(total, weight), with the number of positions that count",
+            )
+        return made
 
     return of_part
 
@@ -131,16 +144,36 @@ def rank_layout(mesh: RankMesh, ask: Parallel, stages: StagedPasses | None) -> R
     )
 
 
-def evaluation_loss(loss: Callable[..., Loss | Tensor], stages: StagedPasses | None) -> Callable[..., Loss | Tensor]:
-    """The loss that an evaluation calls: where the layers lie on several ranks, one that runs them all."""
+def evaluation_loss(
+    loss: Callable[..., Loss | Tensor], mesh: RankMesh, stages: StagedPasses | None
+) -> Callable[..., Loss | Tensor]:
+    """The loss that an evaluation calls: where the layers lie on several ranks, one that runs them all.
+
+    Ranks that have parts of the same sequences do not begin again alone with fewer samples.
+    """
+    loss_fn = as_loss_fn(loss)
+    if mesh.degrees.context > 1:
+        return partial(_together, loss_fn)
     if stages is None:
         return loss
-    loss_fn = as_loss_fn(loss)
 
     def through_stages(model: nn.Module, batch: Batch) -> Loss:
         return stages.evaluate(batch, loss_fn)
 
     return through_stages
+
+
+def _together(loss_fn: LossFn, model: nn.Module, batch: Batch) -> Loss | Tensor:
+    try:
+        return loss_fn(model, batch)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    raise OutOfMemoryError(
+        "out of memory in the evaluation, and ranks that divide sequences cannot begin again alone",
+        whole=False,
+        remedy="evaluate fewer samples at a time (evaluation.batch), or on devices with more memory",
+    )
 
 
 def _drawn(loaded: Loaded) -> nn.Module | None:

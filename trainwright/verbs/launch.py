@@ -143,8 +143,9 @@ srun --kill-on-bad-exit=0 {program} -- \\
     --nnodes {nodes} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint {meeting} &
 step=$!
 
-code=138 # `wait` ends with 128 + 10 when USR1 comes, and is then called again
-while [ "$code" -eq 138 ]; do
+wait "$step"
+code=$?
+while kill -0 "$step" 2>/dev/null; do # `wait` ends when USR1 comes, and is then called again
     wait "$step"
     code=$?
 done

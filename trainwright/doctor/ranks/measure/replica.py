@@ -91,7 +91,7 @@ class Replica:
             weights = self._weights()
             self._cost_s = time.perf_counter() - begin_s
             self._since = (step, weights) if keeps else None
-        return weights, self._buffers() if is_due(step) else no_checksums
+        return weights, self._buffers() if is_due(step) and not self.is_split else no_checksums
 
     def before_update(self) -> None:
         """Compares the weights with those after the last update, where these were kept."""
