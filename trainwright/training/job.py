@@ -202,8 +202,7 @@ def prepare(
     if earlier:
         precision = chosen = earlier.precision(recipe.precision, facts)
         state.scaler = Precision(chosen, device.type).scaler(device)
-        accepted = earlier.load(state, recipe, precision, provenance)
-    accepted = first_of(world, accepted)
+        accepted = first_of(world, earlier.load(state, recipe, precision, provenance))
     _require_something_left(recipe, plan, state)
     if earlier:
         earlier.lock.beat(state.step + 1)  # reading its batch and the dry run belong to the step
