@@ -125,10 +125,14 @@ class Saving:
         self._saved_step, self._saved_s = state.step, self._clock()
         try:
             snapshot = self._captured(state)
-            self._before()
         except Exception as error:
             if state.is_divided:  # the other ranks cannot know that this one did not take part to the end
                 raise
+            self._not_saved(state.step, error)
+            return
+        try:
+            self._before()
+        except Exception as error:
             self._not_saved(state.step, error)
             return
         future = self._thread.submit(self._write, snapshot, self._best.at(state.step))

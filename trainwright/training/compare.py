@@ -9,6 +9,9 @@ from trainwright.runlog.records import Record
 from trainwright.training.job import Job
 from trainwright.watching.ranks_observer import RanksObserver
 
+OF_TIMEOUT = 0.8
+"""After this share of the time that ranks wait for each other one is said to hang: just before they give up."""
+
 
 def compares_ranks(job: Job) -> bool:
     """Whether the doctor compares the ranks."""
@@ -30,6 +33,7 @@ def make_ranks_observer(
         folder,
         are_copies=degrees.replicate == degrees.ranks,
         has_own_samples=job.mesh.data.size == job.world.size,
+        patience_s=OF_TIMEOUT * job.recipe.parallel.timeout.value,
         write=write,
         say=say,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,7 @@ from trainwright.recipe.load import box
 from trainwright.runlog.folder import RunFolder
 from trainwright.training.job import Job
 from trainwright.training.run import Result, train
+from trainwright.world import Launch
 
 TASKS = {"text": "demo.yaml", "digits": "demo-digits.yaml"}
 PROMPT = "The "
@@ -40,6 +42,9 @@ def demo(
     """
     if task not in TASKS:
         raise UsageError(f"there is no demo {task!r}", remedy=f"choose one of: {', '.join(TASKS)}")
+    if Launch.read(os.environ).size > 1:
+        remedy = "train a recipe on several: trainwright train RECIPE -- --nproc-per-node 2"
+        raise UsageError("the demo trains in one process, and torchrun has started several", remedy=remedy)
     begin_s = time.perf_counter() if begin_s is None else begin_s
     loaded = load(box() / TASKS[task], overrides=[f"until={budget}", *settings])
     if loaded.recipe.until.unit == "s":

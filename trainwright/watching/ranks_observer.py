@@ -21,14 +21,12 @@ from trainwright.runlog.records import Found, Record
 from trainwright.state.snapshot import LiveObjects
 from trainwright.state.train_state import TrainState
 
-PATIENCE_S = 60.0
-"""A rank that makes no progress for so long is reported, with where it stands."""
-
 
 class RanksObserver:
     """An Observer of one rank. The first one logs and prints what was found; ``write`` and ``say`` are its.
 
-    ``are_copies``: every rank holds the whole model. ``has_own_samples``: ranks share no samples.
+    ``are_copies``: every rank holds the whole model. ``has_own_samples``: ranks share no samples. A rank that makes no
+    progress for ``patience_s`` is reported; an evaluation and a save are no progress.
     """
 
     def __init__(
@@ -38,6 +36,7 @@ class RanksObserver:
         *,
         are_copies: bool,
         has_own_samples: bool,
+        patience_s: float,
         write: Callable[[Record], None] = lambda record: None,
         say: Callable[[str], None] = lambda line: None,
         name: str = "run",
@@ -50,7 +49,7 @@ class RanksObserver:
         replica = Replica(LiveObjects(roots, [state.optimizer], parameters), is_split=not are_copies)
         meeting = Meeting(replica.folded_names)
         site = Site(self._folder, lambda facts: raise_alarm(facts, write, say))
-        self._exchange = Exchange(name, meeting, site, number=0, patience_s=PATIENCE_S)
+        self._exchange = Exchange(name, meeting, site, number=0, patience_s=patience_s)
         self._rows = EngineRows(state, replica, self._exchange, has_own_samples=has_own_samples)
         self._facts: RanksFacts | None = None
         self._found: dict[str, Found] = {}
