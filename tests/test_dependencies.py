@@ -23,7 +23,7 @@ IMPORTERS = {"import_module", "find_spec", "required", "importorskip"}
 TOOLS = {
     "mypy": ("scripts/check", "bin/mypy"),
     "ruff": ("scripts/check", "bin/ruff"),
-    "pytest-xdist": ("scripts/test", "-n auto"),
+    "pytest-xdist": ("scripts/test", "--dist worksteal"),
     "pytest-timeout": ("pyproject.toml", "\ntimeout ="),
     "types-pyyaml": ("trainwright/recipe/yaml_core.py", "yaml"),
     "types-psutil": ("trainwright/plan/machine.py", "psutil"),
