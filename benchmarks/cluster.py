@@ -43,8 +43,6 @@ precision: fp32
 checkpoint: {every: 5steps, at_least_every: null}
 log: {every: 1steps}
 """
-REJOINS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Else the agent of a node that comes back waits for the address of a store, which torch's others tell but once."""
 LIMIT_S = 120.0
 
 
@@ -78,14 +76,14 @@ class Node:
             subprocess.run(self.inside(*words.split()), check=True)
 
     def train(self, name: str, **environ: str) -> subprocess.Popen[bytes]:
-        """Starts torchrun with this node's two ranks of the run ``name``."""
+        """Starts this node's two ranks of the run ``name``, as a user does."""
         options = f"--nnodes 2 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d --rdzv-id {name}"
         words = [*options.split(), "--rdzv-endpoint", "10.9.0.1:29400", "--local-addr", self.address]
         words += ["--rdzv-conf", f"is_host={'true' if self.number == 0 else 'false'}"]
-        train = ["-m", "trainwright", "train", "recipe.yaml", "--set", f"folder={name}"]
-        own = {"GLOO_SOCKET_IFNAME": f"v{self.number}", "OMP_NUM_THREADS": "1", **REJOINS, **environ}
+        train = [sys.executable, "-m", "trainwright", "train", "recipe.yaml", "--set", f"folder={name}", "--"]
+        own = {"GLOO_SOCKET_IFNAME": f"v{self.number}", **environ}
         with (self._cwd / f"{name}-{self.number}.txt").open("a") as output:
-            command = self.inside(sys.executable, "-m", "torch.distributed.run", *words, *train)
+            command = self.inside(*train, *words)
             return subprocess.Popen(
                 command, cwd=self._cwd, env={**os.environ, **own}, stdout=output, stderr=output, start_new_session=True
             )

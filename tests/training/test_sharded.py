@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import ranks
-from tests.training.ranked import compare, last_weights, make_project, train, wait_for_steps
+from tests.training.ranked import compare, killed_and_stopped, last_weights, make_project, train
 from trainwright.state.manifest import verify
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -166,21 +164,7 @@ def test_a_killed_rank_ends_all_and_the_next_attempt_goes_on(tmp_path: Path) -> 
     """The same bits as without the kill; on SIGTERM one checkpoint, and every rank ends with 75."""
     project = make_project(tmp_path)
     assert [each.wait() for each in train(project, "undisturbed", 0, *SHARDED)] == [0, 0]
-    log = project / "killed/run/log.jsonl"
-    started = train(project, "killed", 0, *SHARDED)
-    wait_for_steps(log, 15, started)
-    os.kill(started[1].pid, signal.SIGKILL)
-    assert started[0].wait() == 1 and "another rank has ended" in started[0].stderr
-    stopped = train(project, "killed", 1, *SHARDED)
-    wait_for_steps(log, 30, stopped)
-    stopped[1].send_signal(signal.SIGTERM)
-    assert [each.wait() for each in stopped] == [75, 75]
-    ended = json.loads(log.read_text().splitlines()[-1])
-    newest = sorted(path.name for path in (project / "killed/run/checkpoints").glob("step-*"))[-1]
-    assert (ended["ending"], ended["reason"]) == ("stopped", "SIGTERM") and newest == f"step-{ended['step']:08d}"
-    last = train(project, "killed", 2, *SHARDED)
-    assert [each.wait() for each in last] == [0, 0]
-    assert last_weights(project / "killed/run") == last_weights(project / "undisturbed/run")
+    assert last_weights(killed_and_stopped(project, 15, *SHARDED)) == last_weights(project / "undisturbed/run")
 
 
 def test_memory_that_runs_out_on_one_rank_ends_all(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from torch import Tensor
 
 import trainwright as tw
 from tests import ranks
-from tests.training.ranked import compare, train, wait_for_steps
+from tests.training.ranked import compare, killed_and_stopped, train
 from trainwright.engine.losses import language_model
 from trainwright.errors import RecipeError
 from trainwright.models.gpt import gpt
@@ -181,16 +179,7 @@ def test_a_killed_rank_ends_all_and_the_next_attempt_goes_on(tmp_path: Path) -> 
     (tmp_path / "slow.py").write_text(MODULE)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     settings = ["--set", "parallel.pipeline=2"]
-    log = tmp_path / "killed/run/log.jsonl"
-    started = train(tmp_path, "killed", 0, *settings)
-    wait_for_steps(log, 6, started)
-    os.kill(started[1].pid, signal.SIGKILL)
-    assert started[0].wait() == 1 and "another rank has ended" in started[0].stderr
-    stopped = train(tmp_path, "killed", 1, *settings)
-    wait_for_steps(log, 14, stopped)
-    stopped[1].send_signal(signal.SIGTERM)
-    assert [each.wait() for each in stopped] == [75, 75]
-    assert [each.wait() for each in train(tmp_path, "killed", 2, *settings)] == [0, 0]
+    killed_and_stopped(tmp_path, 7, *settings)
     assert [each.wait() for each in train(tmp_path, "undisturbed", 0, *settings)] == [0, 0]
     killed, undisturbed = weights(tmp_path / "killed"), weights(tmp_path / "undisturbed")
     assert all(torch.equal(each, undisturbed[name]) for name, each in killed.items())

@@ -14,19 +14,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from tests.training.ranked import MODULE
 from trainwright.cli import app
 
-MODULE = """
-import time, torch
-
-class Slow(torch.utils.data.Dataset):
-    def __len__(self):
-        return 40
-
-    def __getitem__(self, index):
-        time.sleep(0.002)
-        return torch.randn(8) + index % 3, index % 3
-"""
 RECIPE = """
 until: 200steps
 device: cpu

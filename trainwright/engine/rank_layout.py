@@ -11,17 +11,16 @@ from trainwright.world.group import SOLO, World
 class RankLayout(NamedTuple):
     """How the ranks of a run divide its steps; by default there is one rank.
 
-    ``world`` are those whose gradients and losses add up: each trains on its own share of the batch, and all make the
-    same update. ``samples`` are those whose samples differ, where ranks of ``world`` share some and each has a part of
-    them (context parallelism). ``exact``: gradients have the same bits on any number of ranks, see
-    ``accumulate_exactly``. ``zero`` is about a model that FSDP has sharded, see ``ShardedPasses``. ``divided``: ranks
-    compute parts of the same layers or sequences, and exchange something in each pass. ``stages``: they compute layers
-    that follow each other (pipeline parallelism). ``stream`` is the number of this rank's random numbers, by default
-    its rank in ``world``.
+    ``sums`` are those whose gradients and losses add up. ``data`` are those whose samples differ, where some of
+    ``sums`` share theirs and each has a part of them (context parallelism); None: the same. ``exact``: gradients have
+    the same bits on any number of ranks, see ``accumulate_exactly``. ``zero`` is about a model that FSDP has sharded,
+    see ``ShardedPasses``. ``divided``: ranks compute parts of the same layers or sequences, and exchange something in
+    each pass. ``stages``: they compute layers that follow each other (pipeline parallelism). ``stream`` is the number
+    of this rank's random numbers, by default its rank in ``sums``.
     """
 
-    world: World = SOLO
-    samples: World | None = None
+    sums: World = SOLO
+    data: World | None = None
     exact: bool = False
     zero: int = 3
     divided: bool = False

@@ -105,7 +105,7 @@ def make_step(
     """
     _require_made(schedule, precision, clip)
     own = loss if isinstance(loss, nn.Module) else None
-    world, samples, stream = ranks.world, ranks.samples or ranks.world, ranks.stream
+    world, data, stream = ranks.sums, ranks.data or ranks.sums, ranks.stream
     sharded = ShardedPasses(world, ranks.zero, witness)
     parts = _Parts(as_loss_fn(loss), precision, clip, probes, ranks, seed, sharded, witness)
     recovery = Recovery(lambda state: clear_grads(state.optimizer), world, witness)
@@ -119,7 +119,7 @@ def make_step(
         lr = set_lr(state.optimizer, schedule(state.step, state.fraction))
         spikes.before_step(state)
         recovery.buffers.keep(state.model, own if state.loss is None else state.loss)
-        counted = count(batch, batch.tokens, samples)
+        counted = count(batch, batch.tokens, data)
         (done, grad_norm, probed), batch, reports = _gradients(state, batch, parts, recovery)
         skipped = must_skip(grad_norm, done.weight)
         decision = spikes.decide(state, grad_norm, skipped)
@@ -189,12 +189,12 @@ def _gradients(
     """
     ranks = parts.ranks
     if ranks.exact:
-        done = accumulate_exactly(state, batch, parts.loss_fn, parts.precision, ranks.world, seed=parts.seed)
+        done = accumulate_exactly(state, batch, parts.loss_fn, parts.precision, ranks.sums, seed=parts.seed)
         return _finish(state, done, parts), batch, ()
     if ranks.stages is not None or ranks.divided or is_sharded(state.model):
         done = without_retry(lambda: _joint_passes(state, batch, parts), state, batch)
         return _finish(state, done, parts), batch, ()
-    if ranks.world.size == 1:
+    if ranks.sums.size == 1:
         return recovery(lambda state, batch: _finish(state, _passes(state, batch, parts), parts), state, batch)
     done, batch, reports = recovery(lambda state, batch: _passes(state, batch, parts), state, batch)
     return _finish(state, done, parts), batch, reports
@@ -219,7 +219,7 @@ def _joint_passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumul
         number *= max(1, batch.tokens // max(1, batch.size))
     if parts.ranks.stages is not None:
         done = divided_before(parts.ranks.stages.train(state, batch, loss_fn, precision, number), number)
-        return combine(done, parts.ranks.world, device_of(state.optimizer)) if is_sharded(state.model) else done
+        return combine(done, parts.ranks.sums, device_of(state.optimizer)) if is_sharded(state.model) else done
     if is_sharded(state.model):
         return parts.sharded(state, batch, loss_fn, precision)
     where = f"of step {state.step + 1}"
@@ -233,7 +233,7 @@ def _joint_passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumul
 def _finish(state: TrainState, done: Accumulated, parts: _Parts) -> _Gradients:
     """The gradients as they will be applied, the same on every rank."""
     clip, ranks, witness = parts.clip, parts.ranks, parts.witness
-    world = ranks.world
+    world = ranks.sums
     is_to_sum = world.size > 1 and not ranks.exact and not is_sharded(state.model)
     if ranks.divided:
         settle_parts(state.optimizer)

@@ -79,9 +79,21 @@ def _divide_layers(model: nn.Module, loaded: Loaded, mesh: RankMesh, device: tor
     from trainwright.build.tensor_parallel import apply_tensor_parallelism
 
     plan = _require_shape(model, loaded, degrees)
+    if degrees.pipeline > 1:
+        _require_no_statistics(model)
     if degrees.tensor > 1:
         apply_tensor_parallelism(model, mesh.along("tensor"), plan, sequence=ask.sequence)
     return Stages(model, mesh.along("pipeline").get_group(), ask.schedule, device) if degrees.pipeline > 1 else None
+
+
+def _require_no_statistics(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if getattr(module, "track_running_stats", False):
+            raise UsageError(
+                f"parallel.pipeline: {name} is a {type(module).__name__}, and torch finds the shapes between stages by "
+                "a pass over memory without values, which its running statistics would take in",
+                remedy="use GroupNorm or LayerNorm, or leave parallel.pipeline out",
+            )
 
 
 def _shard(model: nn.Module, loaded: Loaded, mesh: RankMesh) -> tuple[Note, ...]:
@@ -135,7 +147,7 @@ def rank_layout(mesh: RankMesh, ask: Parallel, stages: StagedPasses | None) -> R
     """How the ranks of the mesh divide each step."""
     return RankLayout(
         mesh.sums,
-        samples=mesh.data,
+        data=mesh.data,
         exact=ask.exact,
         zero=ask.zero,
         divided=max(mesh.degrees.tensor, mesh.degrees.context) > 1,

@@ -134,6 +134,11 @@ class Coincidence:
     since: int
     ranks: tuple[int, ...]
 
+    @property
+    def is_no_chance(self) -> bool:
+        """In half of all steps, and in two: one may be the last, short batch."""
+        return self.same >= 2 and 2 * self.same >= self.compared
+
 
 @dataclass(frozen=True, kw_only=True)
 class PaceFacts:

@@ -9,9 +9,6 @@ from trainwright.doctor.finding import Finding, finding, listed
 from trainwright.doctor.ranks.facts import Disagreement, RanksFacts, RankStatus
 from trainwright.runlog.records import Where
 
-TWICE = 2
-"""What should differ between ranks must have been the same so often: once may be the last, short batch."""
-
 
 def in_ranks(numbers: Sequence[int]) -> str:
     """``rank 1``, or ``ranks 1, 2 and 5 more``."""
@@ -87,7 +84,7 @@ def gradients_agree(facts: RanksFacts) -> Iterator[Finding]:
 def data_are_disjoint(facts: RanksFacts) -> Iterator[Finding]:
     """In a step every rank trains on samples of its own."""
     alike = facts.coincidence("samples")
-    if alike is None or alike.same < TWICE or 2 * alike.same < alike.compared:
+    if alike is None or not alike.is_no_chance:
         return
     yield finding(
         "dist.identical_batches",
@@ -107,7 +104,7 @@ def data_are_disjoint(facts: RanksFacts) -> Iterator[Finding]:
 def random_numbers_differ(facts: RanksFacts) -> Iterator[Finding]:
     """Where the model draws random numbers, every rank draws others."""
     alike = facts.coincidence("random numbers")
-    if alike is None or alike.same < TWICE or 2 * alike.same < alike.compared:
+    if alike is None or not alike.is_no_chance:
         return
     yield finding(
         "dist.same_rng",

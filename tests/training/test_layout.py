@@ -1,0 +1,119 @@
+"""What ranks that divide a model do instead of what would be wrong, as far as one process can show it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.data import TensorDataset
+
+import trainwright as tw
+from trainwright.build.assemble import Parts
+from trainwright.build.data import Unwrapped
+from trainwright.engine.evaluate import evaluate
+from trainwright.engine.loss import Loss, LossFn
+from trainwright.engine.losses import language_model
+from trainwright.engine.rank_layout import RankLayout
+from trainwright.errors import OutOfMemoryError, UsageError
+from trainwright.models.gpt import gpt
+from trainwright.plan.parallel import AXES, Degrees
+from trainwright.recipe import from_mapping
+from trainwright.state.cursor import MicroBatch, StepBatch
+from trainwright.training.layout import evaluation_loss, lay_out
+from trainwright.verbs.demo import demo
+from trainwright.world import SOLO, RankMesh
+
+IDS = torch.arange(32).view(4, 8) % 11
+SMALL: dict[str, Any] = {"vocab_size": 11, "block_size": 8, "layers": 2, "heads": 2, "d_model": 16, "tied": False}
+
+
+def mesh_of(degrees: Degrees) -> RankMesh:
+    """The first of so many ranks; nobody answers it."""
+    torch.distributed.init_process_group("fake", rank=0, world_size=degrees.ranks, store=FakeStore())
+    return RankMesh(degrees, SOLO, SOLO, SOLO, devices=init_device_mesh("cpu", degrees.shape, mesh_dim_names=AXES))
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> Iterator[None]:
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def loss_of_first(model: nn.Module, degrees: Degrees, loss: LossFn = language_model) -> Callable[..., Loss | Tensor]:
+    """What the first of so many ranks trains on, with its part of the model."""
+    parallel = {name: getattr(degrees, name) for name in AXES}
+    loaded = from_mapping({"model": "gpt", "data": {"train": "digits"}, "parallel": parallel})
+    parts = Parts(model, Unwrapped(TensorDataset(IDS, IDS)), None, loss)
+    return lay_out(parts, loaded, mesh_of(degrees), torch.device("cpu")).parts.loss
+
+
+def mean(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    ids, target = batch
+    return nn.functional.cross_entropy(model(ids).flatten(0, 1), target.flatten())
+
+
+def test_a_mean_over_a_part_of_a_sequence_is_refused() -> None:
+    """How many of its positions count is not known, so the parts cannot be weighed."""
+    model = gpt(**SMALL)
+    loss = loss_of_first(model, Degrees(context=2), mean)
+    with pytest.raises(UsageError, match=r"parallel\.context: the loss returns a mean"):
+        loss(model, (IDS, IDS))
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "degrees", "error"),
+    [
+        ("scale", nn.Parameter(torch.tensor(1.0)), Degrees(pipeline=2, shard=2), "scale has no dimension"),
+        ("norm", nn.BatchNorm1d(4), Degrees(pipeline=2), "norm is a BatchNorm1d"),
+    ],
+)
+def test_what_stages_would_get_wrong_is_refused(name: str, part: object, degrees: Degrees, error: str) -> None:
+    model = gpt(**SMALL)
+    setattr(model, name, part)
+    with pytest.raises(UsageError, match=error):
+        loss_of_first(model, degrees)
+
+
+def test_ranks_that_divide_sequences_do_not_evaluate_less_alone() -> None:
+    tried: list[int] = []
+
+    def too_large(model: nn.Module, batch: Tensor) -> Loss:
+        tried.append(len(batch))
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1048576 bytes")
+
+    loss = evaluation_loss(too_large, RankMesh(Degrees(context=2), SOLO, SOLO, SOLO), None)
+    with pytest.raises(OutOfMemoryError, match="cannot begin again alone") as raised:
+        evaluate(nn.Linear(2, 2), loss, [MicroBatch(torch.zeros(4, 2), np.arange(4))])
+    assert tried == [4] and not raised.value.whole
+
+
+def test_ranks_that_divide_layers_draw_the_same_whatever_one_of_them_has_drawn() -> None:
+    """An observer or a sink, which the first rank alone has, may draw."""
+
+    def loss_after(drawn: int, ranks: RankLayout) -> float:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5))
+        advance = tw.make_step(lambda model, x: tw.Loss(model(x).square().sum(), float(len(x))), ranks=ranks)
+        state = tw.TrainState(model, torch.optim.SGD(model.parameters(), 0.1))
+        torch.manual_seed(drawn)
+        return float(advance(state, StepBatch((MicroBatch(torch.ones(8, 4), np.arange(8)),))).loss)
+
+    divided = RankLayout(divided=True)
+    assert loss_after(1, divided) == loss_after(2, divided)
+    assert loss_after(1, RankLayout()) != loss_after(2, RankLayout())
+
+
+def test_the_demo_trains_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its length is that of the clock of the first rank."""
+    ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="the demo trains in one process"):
+        demo("text", budget="1s", settings=[])
