@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
-import pytest
-
 from tests.rows import each_row
-from trainwright.doctor import FAMILIES
 from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import diagnose
 from trainwright.doctor.ranks.compare import Comparison
@@ -214,13 +210,3 @@ def test_a_flipped_bit_is_named_with_its_rank_and_parameter() -> None:
     assert (found.code, found.where.rank, found.where.module, found.since_step) == ("hw.silent_corruption", 1, "b", 4)
     both = replace(facts, statuses=tuple(RankStatus(rank=rank, changes=(change,)) for rank in (0, 1)))
     assert findings(both)[0].where.rank is None
-
-
-def sections(name: str, folder: int = 0) -> Sequence[str]:
-    return re.findall(r"^## (\S+)$", (FAMILIES[folder].folder / name).read_text(), flags=re.MULTILINE)
-
-
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_every_law_is_written_down(family: object) -> None:
-    index = list(FAMILIES).index(family)  # type: ignore[arg-type]
-    assert list(sections("laws.md", index)) == [law.__name__ for law in FAMILIES[index].laws]

@@ -53,8 +53,19 @@ class Case:
         """The newest outcome of an experiment, or the newest facts of a kind; None if there are none."""
         if isinstance(experiment, str):
             return self.outcomes(experiment)[-1] if self.outcomes(experiment) else None
-        outcomes = self.outcomes(experiment.experiment)
-        return construct(experiment, outcomes[-1].values) if outcomes else None
+        return next((construct(experiment, each.values) for each in reversed(self._seen(experiment))), None)
+
+    def every(self, kind: type[F]) -> list[tuple[int, F]]:
+        """All facts of a kind with the step that each is about, oldest first."""
+        return [(each.step, construct(kind, each.values)) for each in self._seen(kind)]
+
+    def blind(self, kind: type[FactsOfFamily]) -> str | None:
+        """Why facts of a kind could not be measured, where there are none and it was tried."""
+        outcomes = self.outcomes(kind.experiment)
+        return None if not outcomes or self._seen(kind) else str(outcomes[-1].values["blind"])
+
+    def _seen(self, kind: type[FactsOfFamily]) -> list[Examined]:
+        return [each for each in self.outcomes(kind.experiment) if "blind" not in each.values]
 
     def facts(self, experiment: str) -> Facts:
         """The values of the newest outcome; empty if the experiment was never run."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from trainwright.doctor import FAMILIES
@@ -12,45 +12,76 @@ from trainwright.doctor import checks as _all_checks  # noqa: F401  registers th
 from trainwright.doctor.call_lines import calls_at, line_for
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import CHECKS, STAGES, Check, ExperimentRequest, Finding, finding
+from trainwright.doctor.law import OF_LAWS, Holds, Judge, Law, LawState, NotApplicable, Verdict
 from trainwright.errors import text_of
 
 _SEVERITIES = ("critical", "warning", "info")
 
 
+LAWS: tuple[Law, ...] = tuple(law for family in FAMILIES for law in family.laws)
+"""Of every family."""
+
+
 class Diagnosis(NamedTuple):
-    """Findings, the first cause first, and the experiments that would tell more."""
+    """Findings, the first cause first; the experiments that would tell more; and what became of each law."""
 
     findings: tuple[Finding, ...]
     requests: tuple[ExperimentRequest, ...]
+    laws: tuple[LawState, ...]
 
 
-def diagnose(case: Case) -> Diagnosis:
-    """Runs every check. A finding that explains others takes them in as its consequences.
+def diagnose(case: Case, laws: Sequence[Law] = LAWS) -> Diagnosis:
+    """Judges by the laws, and runs every check. A finding that explains others takes them in as its consequences.
 
     Of several findings with the same code the surest stays.
     """
     findings: dict[str, Finding] = {}
     requests: dict[ExperimentRequest, None] = {}
-    for check in (*CHECKS, *(each for family in FAMILIES for each in family.checks)):
-        for result in _results(check, case):
+
+    def sort(results: Sequence[Verdict]) -> None:
+        for result in results:
             if isinstance(result, ExperimentRequest):
                 requests[result] = None
-            elif (known := findings.get(result.found.code)) is None or result.found.sure > known.found.sure:
+            elif isinstance(result, Finding) and _is_surer(result, findings.get(result.found.code)):
                 findings[result.found.code] = result
+
+    states = []
+    for law in laws:
+        verdicts = _results(law.judge, law.name, case)
+        sort([replace(each, named_by=law.named_by) if isinstance(each, Finding) else each for each in verdicts])
+        states.append(_state(law.name, verdicts))
+    for check in (*CHECKS, *(name for family in FAMILIES for name in family.names)):
+        sort(_results(check, check.__name__, case))
     ordered = sorted(_folded(findings.values()), key=_rank)
-    return Diagnosis(tuple(_with_line(case, each) for each in ordered), tuple(requests))
+    return Diagnosis(tuple(_with_line(case, each) for each in ordered), tuple(requests), tuple(states))
 
 
-def _results(check: Check, case: Case) -> Sequence[Finding | ExperimentRequest]:
-    """What a check yields. An exception of its own becomes an info finding: it must not end anybody's training."""
+def _is_surer(result: Finding, known: Finding | None) -> bool:
+    return known is None or result.found.sure > known.found.sure
+
+
+def _state(name: str, verdicts: Sequence[Verdict]) -> LawState:
+    for each in verdicts:
+        if isinstance(each, Finding) and each.found.code != "doctor.failed":
+            return LawState(name, "broken", each.found.symptom)
+    for each in verdicts:
+        if isinstance(each, Holds):
+            return LawState(name, "held", each.checked)
+        if isinstance(each, NotApplicable):
+            return LawState(name, "not applicable", each.why)
+    return LawState(name, "not looked at", "nothing was measured for it")
+
+
+def _results(judge: Judge | Check, name: str, case: Case) -> Sequence[Verdict]:
+    """What a law or a check yields. An exception of its own becomes an info finding: it must not end any training."""
     try:
-        return list(check(case))
+        return list(judge(case))
     except Exception as error:
         failed = finding(
             "doctor.failed",
             "info",
             case.last_step,
-            symptom=f"the check {check.__name__} failed: {text_of(error)}",
+            symptom=f"the check {name} failed: {text_of(error)}",
             cause="a mistake in Trainwright: what this check looks for was not looked for",
             remedy="report it, with the run folder",
             sure=1.0,
@@ -67,19 +98,30 @@ def _folded(findings: Iterable[Finding]) -> list[Finding]:
         taken = [other for other in left if other is not cause and _explains(cause, other)]
         if taken:
             consequences = (*cause.found.consequences, *(f"{each.found.code}: {each.found.symptom}" for each in taken))
-            whole = dataclasses.replace(cause, found=dataclasses.replace(cause.found, consequences=consequences))
+            severity = min((each.found.severity for each in (cause, *_named(cause, taken))), key=_SEVERITIES.index)
+            whole = replace(cause, found=replace(cause.found, consequences=consequences, severity=severity))
             left = [whole if each is cause else each for each in left if each not in taken]
     return left
 
 
 def _explains(cause: Finding, other: Finding) -> bool:
-    return any(fnmatch.fnmatchcase(other.found.code, pattern) for pattern in cause.explains)
+    return _is_among(other.found.code, cause.explains) or _is_among(cause.found.code, other.named_by)
 
 
-def _rank(finding: Finding) -> tuple[int, float, int]:
-    """Severity first, then how sure it is in steps of a tenth, then where in a step it lies."""
+def _named(cause: Finding, others: Iterable[Finding]) -> list[Finding]:
+    """Breaks of laws that ``cause`` is the name of: what they cost, it costs."""
+    return [each for each in others if _is_among(cause.found.code, each.named_by)]
+
+
+def _is_among(code: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(code, pattern) for pattern in patterns)
+
+
+def _rank(finding: Finding) -> tuple[int, bool, float, int]:
+    """Severity first, then what has a name, then how sure it is in steps of a tenth, then where in a step it lies."""
     found = finding.found
-    return (_SEVERITIES.index(found.severity), -round(found.sure, 1), STAGES.index(finding.stage))
+    has_no_name = found.code.startswith(OF_LAWS)
+    return (_SEVERITIES.index(found.severity), has_no_name, -round(found.sure, 1), STAGES.index(finding.stage))
 
 
 def _with_line(case: Case, finding: Finding) -> Finding:
@@ -88,5 +130,5 @@ def _with_line(case: Case, finding: Finding) -> Finding:
     line = line_for(found.code, calls_at(case, found.step)) if found.where.source is None else None
     if line is None:
         return finding
-    where = dataclasses.replace(found.where, source=line)
-    return dataclasses.replace(finding, found=dataclasses.replace(found, where=where))
+    where = replace(found.where, source=line)
+    return replace(finding, found=replace(found, where=where))

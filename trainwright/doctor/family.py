@@ -6,24 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.doctor.finding import Check
+from trainwright.doctor.law import Law
 
 
 @dataclass(frozen=True)
 class Family:
-    """One folder of the doctor. ``laws`` find what is broken, ``names`` why; both are pure functions of a Case.
+    """One folder of the doctor. ``laws`` find what is broken, ``names`` why; all judge a Case and nothing else.
 
     In its folder lie ``laws.md`` (what every correct step obeys, one section for each law), ``facts.py`` (what is
     measured), ``measure.py`` (how), ``remedy.py`` (what a replay can try), and ``page.md`` (one section for each code).
     """
 
     name: str
-    laws: tuple[Check, ...]
+    laws: tuple[Law, ...]
     names: tuple[Check, ...]
-
-    @property
-    def checks(self) -> tuple[Check, ...]:
-        """All of them, the laws first."""
-        return (*self.laws, *self.names)
 
     @property
     def folder(self) -> Path:

@@ -31,13 +31,15 @@ class RemedyTrial:
 class Finding:
     """A record to be written, and what is needed to order it, to fold others into it and to try its remedy.
 
-    ``explains`` are patterns (as of ``fnmatch``) of the codes of its consequences.
+    ``explains`` are patterns (as of ``fnmatch``) of the codes of its consequences. ``named_by`` are patterns of the
+    codes that name the cause of a broken law.
     """
 
     found: Found
     stage: Stage = "loop"
     trial: RemedyTrial | None = None
     explains: tuple[str, ...] = ()
+    named_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

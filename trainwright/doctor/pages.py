@@ -1,12 +1,13 @@
 """The pages of ``trainwright explain CODE``: what a finding means, its look-alikes, its remedies, where it was seen.
 
-They lie in the ``page.md`` of a family, or in ``pages/<group>.md``, one ``## code`` each. Nothing is imported to read
-them.
+They lie in the ``page.md`` of a family, or in ``pages/<group>.md``, one ``## code`` each; those of laws in the
+``laws.md`` of their family, one ``## law`` each. Nothing is imported to read them.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -16,11 +17,18 @@ from trainwright.errors import UsageError, suggest
 FOLDER = Path(__file__).parent / "pages"
 SECTIONS = ("What", "Why it matters", "Look-alikes", "Remedies", "Sources")
 """In the order of a page; ``Sources`` is left out where there is none to name."""
+LAW_SECTIONS = ("Statement", "Tolerance", "Exceptions", "Delay", "When it is broken", "Source")
+"""In the order of the page of a law."""
 
 
 def codes() -> tuple[str, ...]:
-    """Every code that has a page, sorted."""
+    """Every code of a known cause, sorted: each has a page."""
     return tuple(_pages())
+
+
+def law_codes() -> tuple[str, ...]:
+    """``law.<family>.<law>`` for every law, sorted: each has a page too."""
+    return tuple(_pages_of_laws())
 
 
 def page(code: str) -> str:
@@ -28,9 +36,9 @@ def page(code: str) -> str:
 
     Raises UsageError for a code that has no page, with the nearest ones that have.
     """
-    if code in _pages():
-        return _pages()[code]
-    group = [each for each in codes() if not code or each.startswith(f"{code.removesuffix('.')}.")]
+    if text := _pages().get(code) or _pages_of_laws().get(code):
+        return text
+    group = [each for each in (*codes(), *law_codes()) if not code or each.startswith(f"{code.removesuffix('.')}.")]
     if not group:
         raise UsageError(f"there is no page for {code!r}", remedy=_nearest(code))
     width = max(map(len, group))
@@ -39,10 +47,12 @@ def page(code: str) -> str:
 
 def title(code: str) -> str:
     """What the code means, in one line: the first sentence of its page."""
-    if code not in _pages():
+    text = _pages().get(code) or _pages_of_laws().get(code)
+    if text is None:
         raise UsageError(f"there is no page for {code!r}", remedy=_nearest(code))
-    words = " ".join(_pages()[code].split())
-    return re.split(r"(?<=\.) ", words.partition("**What.** ")[2], maxsplit=1)[0]
+    first = SECTIONS[0] if code in _pages() else LAW_SECTIONS[0]
+    words = " ".join(text.split())
+    return re.split(r"(?<=\.) ", words.partition(f"**{first}.** ")[2], maxsplit=1)[0]
 
 
 def files() -> list[Path]:
@@ -52,9 +62,22 @@ def files() -> list[Path]:
 
 @cache
 def _pages() -> dict[str, str]:
-    texts = [path.read_text(encoding="utf-8") for path in files()]
-    pages = [f"## {each.strip()}" for text in texts for each in re.split(r"^## ", text, flags=re.MULTILINE)[1:]]
-    return dict(sorted((each.splitlines()[0].removeprefix("## "), each) for each in pages))
+    pages = [(title, f"## {title}\n{text}") for path in files() for title, text in _sections(path)]
+    return dict(sorted(pages))
+
+
+@cache
+def _pages_of_laws() -> dict[str, str]:
+    paths = FOLDER.parent.glob("*/laws.md")
+    named = [(f"law.{path.parent.name}.{title}", text) for path in paths for title, text in _sections(path)]
+    return {code: f"## {code}\n{text}" for code, text in sorted(named)}
+
+
+def _sections(path: Path) -> Iterator[tuple[str, str]]:
+    """The title and the text of each ``##`` section of a file."""
+    for section in re.split(r"^## ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+        title, _, text = section.strip().partition("\n")
+        yield title, text
 
 
 def _nearest(code: str) -> str:

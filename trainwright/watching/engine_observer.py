@@ -31,6 +31,7 @@ from trainwright.runlog.records import Found, Record
 from trainwright.runlog.writer import LogWriter
 from trainwright.state.train_state import TrainState
 from trainwright.watching.experiments import ExperimentRunner
+from trainwright.watching.families import probes_of_families
 from trainwright.watching.findings import FindingsLog, failures_of, limits_of
 from trainwright.watching.incidents import Incidents
 from trainwright.watching.look_schedule import CHECKUPS, LookSchedule, SnapshotSchedule
@@ -85,8 +86,9 @@ class EngineSession:
         self.witness = self._inputs = InputRecorder(device, self.let_go)
         self.ring = InputRing(keep=KEEP, budget_bytes=enough_bytes(objects.roots), record=self._bench.record)
         self.runner = ExperimentRunner(objects, self.ring)
-        made = make_probes(objects, LoopObjects(accumulation=accumulation))
-        self._probes: list[Probe] = [each for each in made if each.name not in NEEDS_A_LIVE_LOOP]
+        loop = LoopObjects(accumulation=accumulation)
+        made = [each for each in make_probes(objects, loop) if each.name not in NEEDS_A_LIVE_LOOP]
+        self._probes: list[Probe] = [*made, *probes_of_families(objects, loop, live=False)]
         self._bench.probes = self._probes
         self.log = FindingsLog(self.runner, self._probes, write, complete=self.ring.name_samples)
         self._incidents = Incidents(bundles, self.runner, write)

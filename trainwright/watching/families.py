@@ -1,18 +1,30 @@
-"""What the families of the doctor measure in a live loop."""
+"""What the families of the doctor measure. Their experiments and trials are registered when this is imported."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from trainwright.doctor.ranks import measure as ranks
 from trainwright.recorder.probes import LoopObjects, Probe, WatchedObjects
 from trainwright.state.snapshot import LiveObjects
 
-MEASURES: tuple[Callable[[WatchedObjects], list[Probe]], ...] = (ranks.probes,)
-"""Of each family in the order of ``doctor.FAMILIES``: makes the probes that it needs in this loop."""
+
+class Measures(NamedTuple):
+    """What a family listens with. ``probes`` makes the listeners that it needs in this loop.
+
+    ``needs_live_loop``: it can tell nothing from steps of our own engine that are run again.
+    """
+
+    probes: Callable[[WatchedObjects], list[Probe]]
+    needs_live_loop: bool
 
 
-def probes_of_families(subject: LiveObjects, loop: LoopObjects) -> list[Probe]:
-    """Returns new probes of every family."""
+MEASURES: tuple[Measures, ...] = (Measures(ranks.probes, needs_live_loop=True),)
+"""In the order of ``doctor.FAMILIES``, for those that listen."""
+
+
+def probes_of_families(subject: LiveObjects, loop: LoopObjects, *, live: bool) -> list[Probe]:
+    """Returns new probes of every family. ``live``: they hear a loop, and not steps of our engine that run again."""
     watched = WatchedObjects(subject=subject, **vars(loop))
-    return [probe for make in MEASURES for probe in make(watched)]
+    return [probe for each in MEASURES if live or not each.needs_live_loop for probe in each.probes(watched)]

@@ -89,7 +89,7 @@ class WatchSession:
         self.ring = Ring(keep=options.keep, budget_bytes=options.budget_bytes)
         self._objects = LiveObjects(roots, optimizers, parameters)
         self.runner = runner = ExperimentRunner(self._objects, self.ring)
-        self._probes = [*make_probes(self._objects, objects), *probes_of_families(self._objects, objects)]
+        self._probes = [*make_probes(self._objects, objects), *probes_of_families(self._objects, objects, live=True)]
         self._listeners = {"recording": self.recording, **{probe.name: probe for probe in self._probes}}
         self.findings_log = FindingsLog(runner, self._probes, write, point_at)
         self._incidents = Incidents(options.bundles, runner, write)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import Check, ExperimentRequest, Finding, finding, listed
+from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
 from trainwright.doctor.ranks import laws
 from trainwright.doctor.ranks.facts import RanksFacts
 from trainwright.doctor.ranks.laws import in_ranks, since
@@ -199,14 +200,28 @@ def _over_facts(rule: Callable[[RanksFacts], Iterator[Finding]]) -> Check:
     return check
 
 
-LAWS: tuple[Check, ...] = (
-    _over_facts(laws.replicas_agree),
-    _over_facts(laws.gradients_agree),
-    _over_facts(laws.data_are_disjoint),
-    _over_facts(laws.random_numbers_differ),
-    _over_facts(laws.losses_are_finite_on_every_rank),
-    _over_facts(laws.every_rank_arrives),
-    _over_facts(laws.ranks_keep_pace),
+def _law(rule: Callable[[RanksFacts], Iterator[Finding]]) -> Law:
+    """Makes a law of a rule about the newest facts, which yields what breaks it."""
+
+    def judge(case: Case) -> Iterator[Verdict]:
+        facts = case.newest(RanksFacts)
+        if facts is None:
+            yield NotApplicable("one process")
+            return
+        broken: list[Verdict] = [*rule(facts)]
+        yield from broken or [Holds(f"{len(facts.present)} ranks, up to step {max(0, facts.newest)}")]
+
+    return Law(f"ranks.{rule.__name__}", judge)
+
+
+LAWS: tuple[Law, ...] = (
+    _law(laws.replicas_agree),
+    _law(laws.gradients_agree),
+    _law(laws.data_are_disjoint),
+    _law(laws.random_numbers_differ),
+    _law(laws.losses_are_finite_on_every_rank),
+    _law(laws.every_rank_arrives),
+    _law(laws.ranks_keep_pace),
 )
 NAMES: tuple[Check, ...] = (
     _over_facts(bypassed),
