@@ -266,7 +266,7 @@ class Campaign:
         while process.poll() is None and (left_s := end_s - time.perf_counter()) > 0:
             time.sleep(min(left_s, 0.05))
         if process.poll() is None:
-            os.kill(process.pid, signal.SIGKILL)
+            process.kill()
         return "start" if _steps(log) == before else "training"
 
     def _killed(self, run: Path, phase: str, unfinished: int) -> None:
@@ -320,7 +320,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="trainings side by side")
     parser.add_argument("--step-ms", type=float, default=0.0, help="makes reading a batch slower")
     parser.add_argument("--fork", action="store_true", help="start trainings by fork")
-    parser.add_argument("--ranks", type=int, default=1, help="of each training; one of them is killed (forks)")
+    parser.add_argument("--ranks", type=int, default=1, help="of each training; half of them are killed (forks)")
     parser.add_argument("--parallel", default="{}", help="their layout, as in a recipe: '{shard: 2}'")
     parser.add_argument("--verbose", action="store_true", help="a line on stderr for each kill and each end")
     parser.add_argument("--keep", action="store_true", help="do not delete the folder")

@@ -59,10 +59,9 @@ log: {{every: 1steps}}
 
 
 class Running(Protocol):
-    """A training in a process of its own, or in several: ``pid`` is of the one to kill."""
+    """A training in a process of its own, or in several."""
 
-    pid: int
-
+    def kill(self) -> None: ...
     def poll(self) -> int | None: ...
     def wait(self) -> int: ...
 
@@ -76,6 +75,10 @@ class Forked:
         if self.pid == 0:
             os.environ.update(environ)
             _become_trainwright(arguments, folder, said)
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
 
     def poll(self) -> int | None:
         return self._waited(os.WNOHANG)
@@ -93,7 +96,7 @@ class Forked:
 
 
 class Ranks:
-    """Several forked ranks of one training, one of which, drawn at random, is the one to kill."""
+    """Several forked ranks of one training. ``kill`` kills half of them, drawn at random, all at once."""
 
     def __init__(self, arguments: list[str], folder: Path, said: Path, ranks: int) -> None:
         with socket.socket() as free:
@@ -109,7 +112,10 @@ class Ranks:
             )
             for rank in range(ranks)
         ]
-        self.pid = random.choice(self._ranks).pid
+
+    def kill(self) -> None:
+        for each in random.sample(self._ranks, len(self._ranks) // 2):
+            each.kill()
 
     def poll(self) -> int | None:
         codes = [each.poll() for each in self._ranks]
@@ -130,7 +136,7 @@ class Ranks:
             time.sleep(0.05)
         for each in self._ranks:
             if each.poll() is None:
-                os.kill(each.pid, signal.SIGKILL)
+                each.kill()
 
 
 def _together(codes: list[int]) -> int:
@@ -206,7 +212,7 @@ def watched(process: Running) -> Iterator[Running]:
         yield process
     finally:
         if process.poll() is None:
-            os.kill(process.pid, signal.SIGKILL)
+            process.kill()
             process.wait()
 
 

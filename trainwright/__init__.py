@@ -19,6 +19,7 @@ _HOME = {
     "Precision": "trainwright.engine.precision",
     "Probe": "trainwright.engine.step",
     "Recipe": "trainwright.recipe",
+    "ReplaySession": "trainwright.replay.session",
     "Result": "trainwright.training.run",
     "StepBatch": "trainwright.state.cursor",
     "StepBatches": "trainwright.build.data",
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from trainwright.errors import TrainwrightError as TrainwrightError
     from trainwright.recipe import Recipe as Recipe
     from trainwright.recipe.load import load as load
+    from trainwright.replay.session import ReplaySession as ReplaySession
     from trainwright.state.checkpoint import load_checkpoint as load_checkpoint
     from trainwright.state.checkpoint import save_checkpoint as save_checkpoint
     from trainwright.state.cursor import Cursor as Cursor

@@ -26,6 +26,21 @@ def diagnose(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run fold
 
 
 @verb()
+def laws(
+    run: Annotated[
+        Path | None, typer.Argument(metavar="RUN", help="A run folder; without one, what the laws say.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List the laws of training; of a run, which of them held, which are broken, and which say nothing there."""
+    from trainwright.report.diagnosis import diagnosis_of
+    from trainwright.report.laws import LawList
+    from trainwright.runlog.folder import RunFolder
+
+    answer(LawList(None if run is None else diagnosis_of(RunFolder.open(run)).laws), as_json)
+
+
+@verb()
 def runs(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the run folders lie.")] = Path("runs"),
     as_json: Json = False,

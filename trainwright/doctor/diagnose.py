@@ -13,13 +13,34 @@ from trainwright.doctor.call_lines import calls_at, line_for
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import CHECKS, STAGES, Check, ExperimentRequest, Finding, finding
 from trainwright.doctor.law import OF_LAWS, Holds, Judge, Law, LawState, NotApplicable, Verdict
-from trainwright.errors import text_of
+from trainwright.doctor.own_laws import own_laws
+from trainwright.errors import UsageError, suggest, text_of
 
 _SEVERITIES = ("critical", "warning", "info")
 
 
 LAWS: tuple[Law, ...] = tuple(law for family in FAMILIES for law in family.laws)
 """Of every family."""
+
+
+def choose_laws(names: Sequence[str]) -> tuple[Law, ...]:
+    """The laws that ``names`` choose: ``all``, ``cheap``, a family, or a law by its name.
+
+    Raises UsageError for a name of none, with the nearest.
+    """
+    chosen: dict[str, Law] = {}
+    for name in names:
+        some = [law for law in LAWS if _is_chosen(law, name)]
+        if not some:
+            known = ["all", "cheap", *(family.name for family in FAMILIES), *(law.name for law in LAWS)]
+            raise UsageError(f"laws: there is no law {name!r}", remedy=suggest(name, known))
+        chosen |= {law.name: law for law in some}
+    return tuple(chosen.values())
+
+
+def _is_chosen(law: Law, name: str) -> bool:
+    family, _, _ = law.name.partition(".")
+    return name in ("all", law.name, family) or (name == "cheap" and law.effort == "cheap")
 
 
 class Diagnosis(NamedTuple):
@@ -46,7 +67,7 @@ def diagnose(case: Case, laws: Sequence[Law] = LAWS) -> Diagnosis:
                 findings[result.found.code] = result
 
     states = []
-    for law in laws:
+    for law in (*laws, *own_laws(case)):
         verdicts = _results(law.judge, law.name, case)
         sort([replace(each, named_by=law.named_by) if isinstance(each, Finding) else each for each in verdicts])
         states.append(_state(law.name, verdicts))

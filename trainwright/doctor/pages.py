@@ -36,6 +36,8 @@ def page(code: str) -> str:
 
     Raises UsageError for a code that has no page, with the nearest ones that have.
     """
+    if code.startswith("law.own."):
+        raise UsageError(f"{code} has no page: it is a law of your own", remedy="see the docstring of its function")
     if text := _pages().get(code) or _pages_of_laws().get(code):
         return text
     group = [each for each in (*codes(), *law_codes()) if not code or each.startswith(f"{code.removesuffix('.')}.")]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import diagnose
+from trainwright.doctor.law import LawState
 from trainwright.report.findings import LookedAt, exit_code, lines_of
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.json_values import JsonValue, strict
@@ -21,9 +22,9 @@ from trainwright.version import __version__
 class Report:
     """Findings of one run, the first cause first. ``experiments`` are those that would tell more.
 
-    ``can_be_trained_again``: from its recipe alone, so that any of its steps can be replayed. ``unreadable`` counts the
-    lines of the log that hold no record, ``unknown`` the records of a kind that this version does not know;
-    ``format_version`` is that of the run folder.
+    ``laws`` say what became of each law. ``can_be_trained_again``: from its recipe alone, so that any of its steps can
+    be replayed. ``unreadable`` counts the lines of the log that hold no record, ``unknown`` the records of a kind that
+    this version does not know; ``format_version`` is that of the run folder.
     """
 
     run: Path
@@ -33,6 +34,7 @@ class Report:
     step: int
     ended: str | None
     can_be_trained_again: bool
+    laws: tuple[LawState, ...] = ()
     unreadable: int = 0
     unknown: int = 0
     format_version: int = FORMAT_VERSION
@@ -82,6 +84,7 @@ class Report:
             "format": self.format_version,
             "findings": [strict(found) for found in self.findings],
             "experiments": list(self.experiments),
+            "laws": {each.name: {"state": each.state, "why": each.why} for each in self.laws},
         }
 
 
@@ -104,6 +107,7 @@ def diagnosis_of(folder: RunFolder) -> Report:
         max(steps, default=0),
         f"{ends[-1].ending} {ends[-1].reason}".strip() if ends else None,
         _can_be_trained_again(folder),
+        diagnosis.laws,
         log.broken_lines,
         log.unknown,
         max((record.format_version for record in records if isinstance(record, Started)), default=FORMAT_VERSION),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from torch import Tensor
 
 from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
+from trainwright.doctor.own_laws import OWN, OwnLawFacts
 from trainwright.errors import text_of
 from trainwright.recorder.program import Backward, Constant, RecordedStep, mapped
 from trainwright.recorder.ranks import own_part
@@ -24,14 +27,20 @@ from trainwright.runlog.records import Tried
 from trainwright.state.names import named_parameters
 from trainwright.state.snapshot import LiveObjects
 
+OwnLaw: TypeAlias = Callable[[ReplaySession], str | None]
+"""A law of the user's own: returns in words how a step breaks it, None where it holds. Its docstring states it."""
+
 
 class ExperimentRunner:
-    """Runs experiments on the steps that a ring holds, each once per step."""
+    """Runs experiments on the steps that a ring holds, each once per step.
 
-    def __init__(self, subject: LiveObjects, ring: Ring) -> None:
+    ``own`` are laws of the user's own, looked at in every checkup. ``replays``: whether any step is run again.
+    """
+
+    def __init__(self, subject: LiveObjects, ring: Ring, own: Sequence[OwnLaw] = (), *, replays: bool = True) -> None:
         experiments.load_all()
         trials.load_all()
-        self._ring = ring
+        self._ring, self._own, self._replays = ring, own, replays
         self.replayer = Replayer(subject, names_of(subject))
         self._done: set[tuple[str, int]] = set()
         self._first = True
@@ -49,15 +58,30 @@ class ExperimentRunner:
 
     def look(self, step: int, why: str) -> Facts:
         """Runs the experiments that are due for the reason ``why``; returns their facts by name."""
+        if not self._replays:
+            return {}
         due: tuple[str, ...] = ("incident",) if why == "incident" else ("checkup",)
         if self._first and why != "incident":
             due, self._first = (*due, "first"), False
-        return self._run([e.name for e in EXPERIMENTS.values() if e.when in due], step)
+        facts = self._run([e.name for e in EXPERIMENTS.values() if e.when in due], step)
+        return facts | (self._look_at_own(step) if "checkup" in due else {})
+
+    def _look_at_own(self, step: int) -> Facts:
+        """What the laws of the user's own say of a step."""
+        facts: Facts = {}
+        for law in self._own if step else ():
+            try:
+                broken = law(self._session_of(step))
+                own = OwnLawFacts(statement=inspect.getdoc(law) or "", broken=None if broken is None else str(broken))
+                facts[OWN + name_of_law(law)] = {**vars(own), "step": step}
+            except Exception as error:
+                facts[OWN + name_of_law(law)] = {"blind": text_of(error)[:200], "step": step}
+        return facts
 
     def run_requested(self, step: int, requests: Iterable[ExperimentRequest]) -> Facts:
         """Runs what the doctor requests, unless it was run on that step before; returns the facts by name."""
         facts: Facts = {}
-        for request in requests:
+        for request in requests if self._replays else ():
             facts |= self._run([request.experiment], request.step or step)
         return facts
 
@@ -115,6 +139,11 @@ class ExperimentRunner:
         recorded.losses.append(loss.detach())
         self._ring.add(recorded)
         return self._run(["trace"], recorded.step)
+
+
+def name_of_law(law: OwnLaw) -> str:
+    """The name of its function."""
+    return str(getattr(law, "__name__", type(law).__name__))
 
 
 def _described(value: object) -> object:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from trainwright.doctor.call_lines import calls_at, line_of_op
 from trainwright.doctor.case import Case
-from trainwright.doctor.diagnose import Diagnosis, diagnose
+from trainwright.doctor.diagnose import LAWS, Diagnosis, diagnose
+from trainwright.doctor.law import Law
 from trainwright.errors import text_of
 from trainwright.recorder.hooks import Listener, muted
 from trainwright.recorder.numbers import Numbers, as_record
@@ -36,6 +37,7 @@ class FindingsLog:
 
     ``write`` takes every record that is to be kept. ``point_at`` gives the line of the user's source that a code is
     about. ``known`` are the records of an earlier process. ``complete`` is called before a step becomes a record.
+    ``laws`` are those that the run is judged by.
     """
 
     def __init__(
@@ -47,7 +49,9 @@ class FindingsLog:
         *,
         known: Iterable[Record] = (),
         complete: Callable[[RecordedStep], None] = lambda step: None,
+        laws: Sequence[Law] = LAWS,
     ) -> None:
+        self._laws = laws
         self._runner, self._probes, self._write, self._point_at = runner, probes, write, point_at
         self._records, self._complete = list(known), complete
         self._unrecorded: deque[tuple[RecordedStep, Numbers]] = deque()
@@ -81,7 +85,7 @@ class FindingsLog:
             for reason in reasons:
                 self.examined(step, self._runner.look(step, reason))
             for _ in range(ROUNDS):
-                diagnosis = diagnose(Case(self._records, finished=finished))
+                diagnosis = diagnose(Case(self._records, finished=finished), self._laws)
                 facts = self._runner.run_requested(step, diagnosis.requests)
                 if not facts:
                     break

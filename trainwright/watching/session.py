@@ -14,6 +14,8 @@ from pathlib import Path
 from torch import nn
 from torch.optim import Optimizer
 
+from trainwright.doctor.diagnose import LAWS
+from trainwright.doctor.law import Law
 from trainwright.engine.spikes import OnSpike
 from trainwright.errors import TrainwrightError
 from trainwright.recorder.calls import parts_of
@@ -31,7 +33,7 @@ from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Found, Record
 from trainwright.state.snapshot import LiveObjects, put_back
 from trainwright.state.spikes import SpikeDetector
-from trainwright.watching.experiments import ExperimentRunner
+from trainwright.watching.experiments import ExperimentRunner, OwnLaw
 from trainwright.watching.families import probes_of_families
 from trainwright.watching.findings import FindingsLog, failures_of, limits_of
 from trainwright.watching.incidents import Incidents
@@ -42,7 +44,8 @@ from trainwright.watching.look_schedule import LookSchedule, SnapshotSchedule
 class WatchOptions:
     """What a watch may do to a loop, what its recorder holds, and where bundles of incidents go (None: nowhere).
 
-    ``skip`` are the samples of steps whose update is left out.
+    ``skip`` are the samples of steps whose update is left out. ``laws`` and ``own_laws`` are those that the loop is
+    judged by; ``replays``: whether any step is run again for them.
     """
 
     on_nonfinite: OnNonfinite = "skip"
@@ -51,6 +54,9 @@ class WatchOptions:
     budget_bytes: int = LEAST_BYTES
     bundles: Path | None = None
     skip: frozenset[frozenset[int]] = frozenset()
+    laws: tuple[Law, ...] = LAWS
+    own_laws: tuple[OwnLaw, ...] = ()
+    replays: bool = True
 
 
 class WatchSession:
@@ -88,10 +94,10 @@ class WatchSession:
         self._detector = SpikeDetector()  # of a watch that only warns: it reads the numbers late
         self.ring = Ring(keep=options.keep, budget_bytes=options.budget_bytes)
         self._objects = LiveObjects(roots, optimizers, parameters)
-        self.runner = runner = ExperimentRunner(self._objects, self.ring)
+        self.runner = runner = ExperimentRunner(self._objects, self.ring, options.own_laws, replays=options.replays)
         self._probes = [*make_probes(self._objects, objects), *probes_of_families(self._objects, objects, live=True)]
         self._listeners = {"recording": self.recording, **{probe.name: probe for probe in self._probes}}
-        self.findings_log = FindingsLog(runner, self._probes, write, point_at)
+        self.findings_log = FindingsLog(runner, self._probes, write, point_at, laws=options.laws)
         self._incidents = Incidents(options.bundles, runner, write)
         self._looks, self._snapshots = LookSchedule(0), SnapshotSchedule(options.keep)
         self._begin_s, self._went_back, self._pid, self._listens_to_children = 0.0, -1, os.getpid(), False

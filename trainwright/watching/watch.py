@@ -17,6 +17,8 @@ from rich.console import Console
 from torch import nn
 from torch.optim import Optimizer
 
+from trainwright.doctor.diagnose import choose_laws
+from trainwright.doctor.law import Law
 from trainwright.doctor.source import point_at
 from trainwright.engine.spikes import OnSpike, require_policy
 from trainwright.errors import UsageError, require_choice, text_of
@@ -32,6 +34,7 @@ from trainwright.runlog.records import Found, Record
 from trainwright.runlog.writer import LogWriter
 from trainwright.state.weights import require_python
 from trainwright.version import __version__
+from trainwright.watching.experiments import OwnLaw
 from trainwright.watching.session import WatchOptions, WatchSession
 
 
@@ -167,6 +170,7 @@ def watch(
     keep: int = KEEP,
     memory_bytes: int | None = None,
     patience_s: float = 60.0,
+    laws: str | OwnLaw | Sequence[str | OwnLaw] = "all",
     quiet: bool = False,
 ) -> Watch:
     """Watches a loop that somebody else owns: ``with tw.watch(model, optimizer, loader=loader):`` around it.
@@ -193,6 +197,9 @@ def watch(
         memory_bytes: What the flight recorder may hold. Default: three states of the model with its optimizer, at most
             a quarter of what is free on its device.
         patience_s: Of several processes: one that makes no progress for so long is reported, with where it stands.
+        laws: What the loop is judged by: ``"all"``, ``"cheap"`` (no step is run again), or a list of families and laws
+            by name (``trainwright laws`` lists them). A function of your own is a law too: it is called at every
+            checkup with a ``ReplaySession`` of the step, and returns how the step breaks it, or None.
         quiet: Print nothing.
 
     Raises:
@@ -205,6 +212,7 @@ def watch(
         require_python(root)
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         roots.append(loss)
+    judged_by = _judged_by(laws)
     folder = None if out is None else RunFolder.create(Path(out).parent, Path(out).name)
     options = WatchOptions(
         on_nonfinite,
@@ -213,6 +221,7 @@ def watch(
         memory_bytes or enough_bytes(roots),
         folder.bundles if folder else None,
         _to_skip(skip),
+        *judged_by,
     )
     return Watch(
         roots,
@@ -249,6 +258,16 @@ def _to_skip(value: str | Path | Iterable[Iterable[int]]) -> frozenset[frozenset
         log = read(RunFolder.open(value).log).records
         value = [each.sample_ids for each in log if isinstance(each, records.Skipped)]
     return frozenset(frozenset(ids) for ids in value if ids)
+
+
+def _judged_by(laws: str | OwnLaw | Sequence[str | OwnLaw]) -> tuple[tuple[Law, ...], tuple[OwnLaw, ...], bool]:
+    """Laws, those of the user's own, and whether steps are run again for them."""
+    asked = list(laws) if isinstance(laws, list | tuple) else [laws]
+    names = [each for each in asked if isinstance(each, str)]
+    own = tuple(each for each in asked if callable(each))
+    if len(names) + len(own) < len(asked):
+        raise UsageError("laws: some are neither names nor functions", remedy="give names, or functions of a session")
+    return choose_laws(names), own, bool(own) or names != ["cheap"]
 
 
 def _listed(value: object) -> tuple[object, ...]:
