@@ -8,7 +8,8 @@ import io
 import pickle
 import threading
 import weakref
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -270,6 +271,43 @@ def test_gradients_without_any_loss_that_is_heard() -> None:
         return weights(model)
 
     assert "no loss was seen" in said(both(loop, on_nonfinite="stop"))
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_an_update_where_autograd_is_off(off: Callable[[], AbstractContextManager[object]]) -> None:
+    def loop(watching: Watching) -> list[Tensor]:
+        model = net()
+        optimizer = sgd(model)
+        with watching(model, optimizer):
+            for _ in range(10):
+                F.cross_entropy(model(X), Y).backward()
+                with off():
+                    optimizer.step()
+                optimizer.zero_grad()
+        return weights(model)
+
+    watch = both(loop)
+    assert said(watch) == ""
+    assert replays(watch)
+
+
+def test_a_part_of_the_loss_where_autograd_is_off() -> None:
+    def loop(watching: Watching) -> list[Tensor]:
+        model = net()
+        optimizer = sgd(model)
+        with watching(model, optimizer):
+            for _ in range(10):
+                optimizer.zero_grad()
+                logits = model(X)
+                with torch.no_grad():
+                    weight = logits.softmax(1).amax(1)
+                (weight * F.cross_entropy(logits, Y, reduction="none")).mean().backward()
+                optimizer.step()
+        return weights(model)
+
+    watch = both(loop)
+    assert said(watch) == ""
+    assert replays(watch)
 
 
 def test_gradients_are_edited_by_hand() -> None:

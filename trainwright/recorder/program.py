@@ -63,7 +63,7 @@ class Call:
 
 @dataclass(slots=True)
 class Operation:
-    """A torch function between the outputs and the loss."""
+    """A torch function between the outputs and the loss. ``with_grad``: autograd was on."""
 
     name: str
     function: TorchFunction
@@ -72,6 +72,7 @@ class Operation:
     autocast: Autocast
     outputs: list[int]
     in_place: bool = False
+    with_grad: bool = True
 
 
 @dataclass(slots=True)

@@ -47,6 +47,8 @@ class Tape(TorchFunctionMode):
         self.is_careful = False
         self.lines: dict[tuple[str, str], None] = {}  # where operations were called, in careful mode
         self.running = self._pushed = False
+        self._off: list[Operation] = []  # the last operations, where autograd was off
+        self._made_off: dict[int, list[Operation]] = {}  # by the number of the slot: what was made beside it
 
     def __torch_function__(
         self, function: TorchFunction, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
@@ -76,8 +78,14 @@ class Tape(TorchFunctionMode):
             return  # what the loop makes of its data, or draws, is a constant where it is used
         if self.is_careful and (line := caller()) is not None:
             self.lines[name, line] = None
-        autocast = autocast_now(self._device_type)
-        self.operations.append(Operation(name, function, *known, autocast, self.slots(made), in_place))
+        autocast, with_grad = autocast_now(self._device_type), torch.is_grad_enabled()
+        operation = Operation(name, function, *known, autocast, self.slots(made), in_place, with_grad)
+        self.operations.append(operation)
+        if with_grad:
+            self._off = []
+        else:
+            self._off.append(operation)
+            self._made_off.update(dict.fromkeys(operation.outputs, self._off))
 
     def write(self, value: object) -> Any:
         """``value`` with its tensors as Slots or Constants."""
@@ -130,7 +138,12 @@ class Tape(TorchFunctionMode):
 
     def slot_of(self, tensor: Tensor) -> int | None:
         made, number = self._slots.get(id(tensor), (None, None))
-        return number if made is not None and made() is tensor else None  # else an id that is used again
+        if number is None or made is None or made() is not tensor:  # an id that is used again
+            return None
+        if tensor.requires_grad and number in self._made_off:  # it was made inside of an autograd Function
+            for operation in self._made_off.pop(number):
+                operation.with_grad = True
+        return number
 
     def start(self) -> None:
         self.running = True
@@ -153,6 +166,7 @@ class Tape(TorchFunctionMode):
     def forget(self) -> None:
         """Drops all tensors."""
         self._slots.clear()
+        self._off, self._made_off = [], {}
         self._copies.forget()
         self.leaves = False
         self.operations, self.lines = [], {}

@@ -195,7 +195,7 @@ class _Run:
 
     def _operation(self, operation: Operation) -> None:
         args, kwargs = self._read(operation.args, True), self._read(operation.kwargs, True)
-        with self._autocast(operation.autocast), self._ops():
+        with self._autocast(operation.autocast), self._ops(), torch.set_grad_enabled(operation.with_grad):
             result = operation.function(*args, **kwargs)
         made = [result] if isinstance(result, Tensor) else [r for r in result if isinstance(r, Tensor)]
         self.slots.update(zip(operation.outputs, made))

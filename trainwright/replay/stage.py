@@ -37,11 +37,18 @@ def staged(subject: LiveObjects, snapshot: Snapshot) -> Iterator[None]:
     Parameters refer to copies of their data meanwhile, so no live tensor is written to.
     """
     _require_same(subject, snapshot)
-    with muted(), preserved_rng(), not_compiled(), ExitStack() as undo:
+    with muted(), preserved_rng(), not_compiled(), with_autograd(), ExitStack() as undo:
         _set_aside(subject, undo)
         _load(subject, snapshot)
         if has_others():
             undo.enter_context(_Alone())  # type: ignore[no-untyped-call]
+        yield
+
+
+@contextmanager
+def with_autograd() -> Iterator[None]:
+    """Inside, autograd is on, though the loop may be inside of no_grad or inference_mode now."""
+    with torch.inference_mode(mode=False), torch.enable_grad():
         yield
 
 
