@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from trainwright.doctor.family import Family
+from trainwright.doctor.program import FAMILY as PROGRAM
 from trainwright.doctor.ranks import FAMILY as RANKS
 
-FAMILIES: tuple[Family, ...] = (RANKS,)
+FAMILIES: tuple[Family, ...] = (PROGRAM, RANKS)

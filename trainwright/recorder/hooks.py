@@ -31,6 +31,7 @@ from trainwright.recorder.listener import (
     sort_listeners,
 )
 from trainwright.recorder.listener import muted as muted
+from trainwright.recorder.object_hooks import OBJECT_WRAPPERS
 from trainwright.recorder.rank_hooks import RANK_WRAPPERS
 from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
@@ -394,4 +395,5 @@ _WRAPPERS: tuple[tuple[object, str, Callable[[TorchFunction], TorchFunction]], .
     (_MultiIter, "_reset", _wrap_reset),
     *RANK_WRAPPERS,
     (warnings, "showwarning", at_the_caller),
+    *OBJECT_WRAPPERS,
 )

@@ -69,6 +69,22 @@ class Listener:
     def on_reduced(self, tensor: Tensor, seconds: float) -> None:
         """``all_reduce`` has returned; if asynchronous, the result is not there."""
 
+    def on_mode(self, module: nn.Module, training: bool) -> None:
+        """The loop calls ``train`` or ``eval`` of a module, one of the watched or not."""
+
+    def on_state_dict(self, module: nn.Module, state: object) -> None:
+        """The loop has got ``state`` from ``state_dict`` of a module."""
+
+    def on_loaded(self, module: nn.Module, state: object) -> None: ...
+    def on_saved(self, value: object) -> None:
+        """The loop has called ``torch.save``."""
+
+    def on_copied(self, tensor: Tensor) -> None:
+        """A tensor is deep-copied."""
+
+    def on_warning(self, kind: str, text: str, source: str) -> None:
+        """A warning is shown; ``source`` is the line of the user's code that it came from."""
+
     def on_forked(self) -> None:
         """In a process that was forked: there nothing is heard any more."""
 
@@ -157,9 +173,11 @@ def unmuted() -> Iterator[None]:
 
 
 class CallDepth(threading.local):
-    """How many calls of backward, of autograd.grad and of a scheduler's step this thread is in: they may be nested."""
+    """How many calls of backward, of autograd.grad, of a scheduler's step and of those in ``object_hooks`` this thread
+    is in: they may be nested.
+    """
 
-    backward = grad = schedule = 0
+    backward = grad = schedule = objects = 0
 
     def enter(self, name: str) -> None:
         setattr(self, name, getattr(self, name) + 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from trainwright.doctor.program import measure as program
 from trainwright.doctor.ranks import measure as ranks
 from trainwright.recorder.probes import LoopObjects, Probe, WatchedObjects
 from trainwright.state.snapshot import LiveObjects
@@ -20,7 +21,10 @@ class Measures(NamedTuple):
     needs_live_loop: bool
 
 
-MEASURES: tuple[Measures, ...] = (Measures(ranks.probes, needs_live_loop=True),)
+MEASURES: tuple[Measures, ...] = (
+    Measures(program.probes, needs_live_loop=True),
+    Measures(ranks.probes, needs_live_loop=True),
+)
 """In the order of ``doctor.FAMILIES``, for those that listen."""
 
 

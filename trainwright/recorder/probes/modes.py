@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
+from trainwright.recorder.callers import caller
 from trainwright.recorder.probes import Probe, WatchedObjects, probe
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs
@@ -35,12 +36,18 @@ class Modes(Probe):
         self._depth = self._steps = 0
         self._feeding: int | None = None  # the iterator whose batches are trained on
         self._fetched: int | None = None  # the one that gave a batch since the last step
+        self._lines: dict[int, str | None] = {}  # where each module was last put into eval mode
         self._gap: set[bool] = set()
         self._gaps: dict[bool, list[int]] = {True: [], False: []}
         self._num_gaps = 0
 
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
         self._fetched = id(iterator)
+
+    def on_mode(self, module: nn.Module, training: bool) -> None:
+        if not training:
+            line = caller()
+            self._lines.update({id(each): line for each in module.modules()})
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         self._depth += 1
@@ -105,6 +112,7 @@ class Modes(Probe):
             "norm": isinstance(module, _NormBase),
             "container": any(True for _ in module.children()),
             "trained": trained,
+            "source": self._lines.get(id(module)),
         }
 
     def _owner(self, n: int) -> nn.Module:

@@ -1,0 +1,14 @@
+"""Measures which objects of a loop belong together, what it keeps, sets and is warned of, and which rates it uses."""
+
+from __future__ import annotations
+
+from trainwright.doctor.program.measure.names import NamesProbe
+from trainwright.doctor.program.measure.objects import ObjectsProbe
+from trainwright.doctor.program.measure.rates import RatesProbe
+from trainwright.doctor.program.measure.states import KeptProbe, WarningsProbe
+from trainwright.recorder.probes import Probe, WatchedObjects
+
+
+def probes(watched: WatchedObjects) -> list[Probe]:
+    """The listeners of the family."""
+    return [ObjectsProbe(watched), KeptProbe(watched), NamesProbe(watched), WarningsProbe(), RatesProbe()]

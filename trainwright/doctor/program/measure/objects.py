@@ -1,0 +1,172 @@
+"""Which scheduler, scaler and evaluated model a loop uses with which optimizer and model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from trainwright.doctor.program.facts import EvaluatedCopy, ObjectsFacts, StrayScheduler
+from trainwright.recorder.calls import Hook
+from trainwright.recorder.gradients import owned_by
+from trainwright.recorder.probes import Probe, WatchedObjects
+from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.user_types import Args, Kwargs
+from trainwright.runlog.json_values import Facts, strict
+
+PATIENCE = 20
+"""Steps after which a scheduler's optimizer that never stepped is not one that steps seldom."""
+
+
+@dataclass
+class _Schedule:
+    """A scheduler that is stepped, and the optimizer that it was made with."""
+
+    kind: str
+    optimizer: Optimizer
+    since: int
+    calls: int = 0
+
+
+@dataclass
+class _Copy:
+    """A module of the shapes of a root that the loop evaluates. ``versions`` of its weights at each evaluation."""
+
+    module: nn.Module
+    versions: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+
+    def called(self, step: int) -> None:
+        if not torch.is_grad_enabled() and step not in self.steps[-1:]:
+            self.steps.append(step)
+            self.versions.append(sum(p._version for p in self.module.parameters()))
+
+
+class ObjectsProbe(Probe):
+    """Hears what is scaled, unscaled, stepped, scheduled and put into eval mode."""
+
+    name = ObjectsFacts.experiment
+
+    def __init__(self, watched: WatchedObjects) -> None:
+        self._roots = watched.subject.roots
+        self._steps = 0
+        self._stepped: set[int] = set()
+        self._schedules: dict[int, _Schedule] = {}
+        self._scaled_by: GradScaler | None = None  # of the losses whose gradients the next update uses
+        self._unscaled: set[int] = set()
+        self._is_raw = False
+        self._counts: Counter[str] = Counter()
+        self._scaled_since = 0
+        self._copies: dict[int, _Copy] = {}
+        self._handles: list[RemovableHandle] = []
+        self._evaluated: set[int] = set()
+
+    # the scaler
+
+    def on_scaled(self, scaler: object, loss: object, scaled: object) -> None:
+        if isinstance(scaler, GradScaler) and scaled is not loss:
+            self._scaled_by = scaler
+
+    def on_unscale(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+        self._unscaled.add(id(optimizer))
+        self._counts["other"] += self._scaled_by is not None and scaler is not self._scaled_by
+
+    def on_step(self, optimizer: Optimizer, args: Args) -> None:
+        self._stepped.add(id(optimizer))
+        is_raw = self._scaled_by is not None and id(optimizer) not in self._unscaled
+        self._is_raw |= is_raw and getattr(optimizer, "grad_scale", None) is None
+
+    def on_scaler_step(self, scaler: GradScaler, optimizer: Optimizer, stepped: bool) -> None:
+        self._counts["steps"] += scaler.is_enabled()
+        self._stepped.add(id(optimizer))
+        self._unscaled.discard(id(optimizer))
+
+    def on_scaler_update(self, scaler: GradScaler) -> None:
+        self._counts["updates"] += 1
+        self._scaled_by = None
+
+    # the scheduler
+
+    def on_schedule(self, scheduler: object) -> None:
+        optimizer = getattr(scheduler, "optimizer", None)
+        if isinstance(optimizer, Optimizer):
+            known = _Schedule(type(scheduler).__name__, optimizer, self._steps + 1)
+            self._schedules.setdefault(id(scheduler), known).calls += 1
+
+    # what is evaluated
+
+    def on_mode(self, module: nn.Module, training: bool) -> None:
+        if training or id(module) in self._copies or not self._is_a_copy(module):
+            return
+        copy = self._copies[id(module)] = _Copy(module)
+        hook = Hook(module, lambda *called: copy.called(self._steps))
+        self._handles.append(module.register_forward_pre_hook(hook))
+
+    def _is_a_copy(self, module: nn.Module) -> bool:
+        """Whether it has the shapes of a root, and none of the parameters of any."""
+        ours = {id(p) for root in self._roots for p in root.parameters()}
+        theirs = list(module.parameters())
+        shapes = [[p.shape for p in root.parameters()] for root in self._roots]
+        return bool(theirs) and not any(id(p) in ours for p in theirs) and [p.shape for p in theirs] in shapes
+
+    def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        if not torch.is_grad_enabled():
+            self._evaluated.add(self._steps)
+
+    def on_closed(self, step: RecordedStep) -> None:
+        self._steps = step.step
+        if self._is_raw and "edited" not in step.values and "vetoed" not in step.values:
+            self._counts["raw"] += 1
+            self._scaled_since = self._scaled_since or step.step
+        self._is_raw = False
+        if not self._counts["updates"]:
+            self._scaled_by = None
+        self._unscaled.clear()
+
+    def end(self, error: BaseException | None) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    # the facts
+
+    def values(self) -> Facts | None:
+        if not self._steps:
+            return None
+        facts = ObjectsFacts(
+            steps=self._steps,
+            stray_schedulers=tuple(each for key in self._schedules if (each := self._stray(key)) is not None),
+            scaled_updates=self._counts["raw"],
+            scaled_since=self._scaled_since,
+            scaler_steps=self._counts["steps"],
+            scaler_updates=self._counts["updates"],
+            other_scaler=self._counts["other"],
+            copies=tuple(self._copy(each) for each in self._copies.values() if each.steps),
+            evaluations=len(self._evaluated),
+        )
+        return dict(strict(vars(facts)))
+
+    def _stray(self, key: int) -> StrayScheduler | None:
+        schedule = self._schedules[key]
+        if id(schedule.optimizer) in self._stepped:
+            return None
+        trained = {id(p) for root in self._roots for p in root.parameters()}
+        shares = any(id(p) in trained for p in owned_by(schedule.optimizer))
+        if self._steps < (2 if shares else PATIENCE) or schedule.calls < 2:
+            return None
+        return StrayScheduler(schedule.kind, schedule.calls, schedule.since, shares)
+
+    def _copy(self, copy: _Copy) -> EvaluatedCopy:
+        """One that is called in most steps is a teacher, whose weights may stand."""
+        is_rare = len(copy.steps) <= max(2, self._steps // 2)
+        return EvaluatedCopy(
+            kind=type(copy.module).__name__,
+            evaluations=len(copy.steps) if is_rare else 0,
+            first=copy.steps[0],
+            last=copy.steps[-1],
+            moved=len(set(copy.versions)) > 1,
+        )

@@ -1,0 +1,125 @@
+"""The states that a loop keeps, and the warnings that are shown while it runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from trainwright.doctor.program.facts import KeptFacts, KeptState, ShownWarning, WarningsFacts
+from trainwright.recorder.callers import caller
+from trainwright.recorder.probes import Probe, WatchedObjects
+from trainwright.recorder.program import RecordedStep
+from trainwright.runlog.json_values import Facts, strict
+
+REMEMBERED = 64
+"""Dictionaries and warnings that are remembered."""
+COMPARED = 4
+"""Tensors of a dictionary that are compared: an update changes all of them."""
+PATIENCE = 20
+"""Steps that a dictionary that is only kept must be old, where it is the only one: else it is a variable left over."""
+
+
+@dataclass
+class _Taken:
+    """A dictionary of live tensors. ``is_copied``: what it held then was copied or saved."""
+
+    state: weakref.ref[dict[str, object]]
+    tensors: tuple[Tensor, ...]
+    versions: int
+    step: int
+    source: str | None
+    is_copied: bool = False
+
+    @property
+    def has_changed(self) -> bool:
+        return sum(each._version for each in self.tensors) != self.versions
+
+
+class KeptProbe(Probe):
+    """Remembers the dictionaries that ``state_dict`` of a watched model returned, and hears what becomes of them."""
+
+    name = KeptFacts.experiment
+
+    def __init__(self, watched: WatchedObjects) -> None:
+        self._roots = watched.subject.roots
+        self._steps = self._num_taken = 0
+        self._taken: list[_Taken] = []
+        self._changed: list[KeptState] = []
+
+    def on_closed(self, step: RecordedStep) -> None:
+        self._steps = step.step
+
+    def on_state_dict(self, module: nn.Module, state: object) -> None:
+        if not isinstance(state, dict) or type(state) is dict or not any(module is root for root in self._roots):
+            return
+        live = {p.data_ptr() for p in module.parameters()}
+        held = tuple(each for each in state.values() if isinstance(each, Tensor) and each.data_ptr() in live)[:COMPARED]
+        if held:
+            self._num_taken += 1
+            self._taken = [each for each in self._taken if each.state() is not None][-REMEMBERED:]
+            versions = sum(each._version for each in held)
+            self._taken.append(_Taken(weakref.ref(state), held, versions, self._steps, caller()))
+
+    def on_copied(self, tensor: Tensor) -> None:
+        for each in self._taken:
+            each.is_copied |= any(tensor is one for one in each.tensors) and not each.has_changed
+
+    def on_saved(self, value: object) -> None:
+        self._is_used(value, "save")
+
+    def on_loaded(self, module: nn.Module, state: object) -> None:
+        self._is_used(state, "load")
+
+    def _is_used(self, value: object, how: str, depth: int = 3) -> None:
+        for each in self._taken:
+            if each.state() is value:
+                if each.has_changed and not each.is_copied:
+                    self._note(each, how)
+                each.is_copied = True
+                return
+        inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+        for one in list(inner)[:REMEMBERED] if depth else ():
+            self._is_used(one, how, depth - 1)
+
+    def _note(self, taken: _Taken, how: str) -> None:
+        self._changed.append(KeptState(taken.step, self._steps, how, taken.source))
+        self.urgent = True
+
+    def end(self, error: BaseException | None) -> None:
+        """What is still there now was kept for what comes after the loop."""
+        steps = [each.step for each in self._taken]
+        usual = (steps[-1] - steps[0]) / (len(steps) - 1) if len(steps) > 1 else PATIENCE / 1.5
+        for each in self._taken:
+            is_old = self._steps - each.step > 1.5 * max(usual, 1)
+            if each.state() is not None and each.has_changed and not each.is_copied and is_old:
+                self._note(each, "")
+        self._taken = []
+
+    def values(self) -> Facts | None:
+        self.urgent = False
+        return dict(strict(vars(KeptFacts(self._num_taken, tuple(self._changed[:8]))))) if self._steps else None
+
+
+class WarningsProbe(Probe):
+    """Collects the warnings that are shown."""
+
+    name = WarningsFacts.experiment
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._shown: dict[tuple[str, str], ShownWarning] = {}
+
+    def on_closed(self, step: RecordedStep) -> None:
+        self._steps = step.step
+
+    def on_warning(self, kind: str, text: str, source: str) -> None:
+        first = ShownWarning(kind, text.strip()[:400], 0, self._steps + 1, source)
+        known = self._shown.get((first.text, source), first)
+        if known is not first or len(self._shown) < REMEMBERED:
+            self._shown[first.text, source] = replace(known, count=known.count + 1)
+
+    def values(self) -> Facts | None:
+        return dict(strict(vars(WarningsFacts(tuple(self._shown.values())))))

@@ -1,0 +1,89 @@
+"""Wrappers of the calls that set modes and that take, keep and give back states: each calls the listeners."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.recorder.callers import calling_frame
+from trainwright.recorder.listener import has_listeners, inside, methods_for
+from trainwright.recorder.user_types import TorchFunction
+
+
+def _outermost(event: str, tell: Callable[..., tuple[object, ...]]) -> Callable[[TorchFunction], TorchFunction]:
+    """Makes a wrapper that calls ``event`` with what ``tell`` makes of the result and the arguments.
+
+    Only for the call of the loop: a module calls the same method of its children.
+    """
+
+    def wrap(original: TorchFunction) -> TorchFunction:
+        def call(*args: object, **kwargs: object) -> object:
+            if torch.compiler.is_compiling() or inside.objects or not has_listeners():
+                return original(*args, **kwargs)
+            inside.enter("objects")
+            try:
+                result = original(*args, **kwargs)
+            finally:
+                inside.leave("objects")
+            for method in methods_for(event):
+                method(*tell(result, *args, **kwargs))
+            return result
+
+        return call
+
+    return wrap
+
+
+def _mode(result: object, module: nn.Module, mode: bool = True) -> tuple[object, ...]:
+    return module, mode
+
+
+def _state(result: object, module: nn.Module, *args: object, **kwargs: object) -> tuple[object, ...]:
+    return module, result
+
+
+def _loaded(
+    result: object, module: nn.Module, state_dict: object, *args: object, **kwargs: object
+) -> tuple[object, ...]:
+    return module, state_dict
+
+
+def _saved(result: object, obj: object, *args: object, **kwargs: object) -> tuple[object, ...]:
+    return (obj,)
+
+
+def _wrap_deepcopy(original: TorchFunction) -> TorchFunction:
+    def deepcopy(self: Tensor, memo: object) -> object:
+        for method in methods_for("on_copied"):
+            method(self)
+        return original(self, memo)
+
+    return deepcopy
+
+
+def _wrap_showwarning(original: TorchFunction) -> TorchFunction:
+    @functools.wraps(original)
+    def showwarning(message: object, category: type[Warning], filename: str, lineno: int, *rest: object) -> None:
+        frame = calling_frame()
+        place = (filename, lineno) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+        for method in methods_for("on_warning"):
+            method(category.__name__, str(message), f"{Path(place[0]).name}:{place[1]}")
+        original(message, category, filename, lineno, *rest)
+
+    return showwarning
+
+
+OBJECT_WRAPPERS: tuple[tuple[object, str, Callable[[TorchFunction], TorchFunction]], ...] = (
+    (nn.Module, "train", _outermost("on_mode", _mode)),
+    (nn.Module, "state_dict", _outermost("on_state_dict", _state)),
+    (nn.Module, "load_state_dict", _outermost("on_loaded", _loaded)),
+    (torch, "save", _outermost("on_saved", _saved)),
+    (Tensor, "__deepcopy__", _wrap_deepcopy),
+    (warnings, "showwarning", _wrap_showwarning),
+)
+"""What is replaced, as in ``hooks``."""
