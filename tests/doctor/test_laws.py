@@ -17,9 +17,7 @@ from trainwright.doctor.pages import LAW_SECTIONS, law_codes, page, title
 
 
 def test_every_law_has_its_page_in_the_order_of_its_family() -> None:
-    assert [law.code for family in FAMILIES for law in sorted(family.laws, key=lambda law: law.name)] == sorted(
-        law_codes()
-    )
+    assert sorted(law.code for law in LAWS) == sorted(law_codes())
     for family in FAMILIES:
         written = re.findall(r"^## (\S+)$", (family.folder / "laws.md").read_text(), flags=re.MULTILINE)
         assert [f"{family.name}.{each}" for each in written] == [law.name for law in family.laws]

@@ -8,5 +8,10 @@ from __future__ import annotations
 from trainwright.doctor.family import Family
 from trainwright.doctor.program import FAMILY as PROGRAM
 from trainwright.doctor.ranks import FAMILY as RANKS
+from trainwright.doctor.resume import FAMILY as RESUME
 
-FAMILIES: tuple[Family, ...] = (PROGRAM, RANKS)
+FAMILIES: tuple[Family, ...] = (
+    PROGRAM,
+    RESUME,
+    RANKS,
+)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from trainwright.doctor.program import measure as program
 from trainwright.doctor.ranks import measure as ranks
+from trainwright.doctor.resume import measure as resume
 from trainwright.recorder.probes import LoopObjects, Probe, WatchedObjects
 from trainwright.state.snapshot import LiveObjects
 
@@ -23,6 +24,7 @@ class Measures(NamedTuple):
 
 MEASURES: tuple[Measures, ...] = (
     Measures(program.probes, needs_live_loop=True),
+    Measures(resume.probes, needs_live_loop=True),
     Measures(ranks.probes, needs_live_loop=True),
 )
 """In the order of ``doctor.FAMILIES``, for those that listen."""

@@ -1,0 +1,165 @@
+"""Listens to what is loaded, and looks at the state of the optimizers before their next update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from trainwright.doctor.resume.facts import LoadFacts, MomentsFacts, ResumeFacts, ScheduleFacts
+from trainwright.recorder.calls import Hook
+from trainwright.recorder.gradients import owned_by
+from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
+from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.ranks import own_part
+from trainwright.recorder.user_types import Args
+from trainwright.runlog.json_values import Facts, strict
+from trainwright.state.names import named_parameters
+
+
+def probes(watched: WatchedObjects) -> list[Probe]:
+    """One for the loop."""
+    return [ResumeProbe(watched)]
+
+
+class ResumeProbe(Probe):
+    """Costs a look-up an update, but for the first update after a state was loaded."""
+
+    name = ResumeFacts.experiment
+
+    def __init__(self, watched: WatchedObjects) -> None:
+        self._names = {id(p): name for name, p in named_parameters(watched.subject.roots)}
+        self._unseen = {id(each) for each in watched.subject.optimizers}  # since the begin, or since it was loaded
+        self._optimizers: dict[int, MomentsFacts] = {}
+        self._schedules = [_Schedule(each) for each in watched.schedulers]
+        self._loads: list[LoadFacts] = []
+        self._updates = 0
+        self._changed = False
+        self._watched = watched.subject
+        self._handles: list[RemovableHandle] = []
+
+    def begin(self, site: WatchSite) -> None:
+        self._handles = [
+            root.register_load_state_dict_post_hook(Hook(root, self._on_loaded))  # type: ignore[no-untyped-call]
+            for root in self._watched.roots
+        ] + [each.register_load_state_dict_post_hook(self._on_moments_loaded) for each in self._watched.optimizers]
+
+    def end(self, error: BaseException | None) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _on_loaded(self, module: nn.Module, keys: Any) -> None:
+        missing, unexpected = tuple(keys.missing_keys), tuple(keys.unexpected_keys)
+        tensors = sum(1 for _ in module.parameters()) + sum(1 for _ in module.buffers())
+        prefix = _prefix_between(missing, unexpected)
+        found = LoadFacts(step=self._updates, tensors=tensors, missing=missing, unexpected=unexpected, prefix=prefix)
+        self._loads, self._changed = [*self._loads[-7:], found], True
+
+    def _on_moments_loaded(self, optimizer: Optimizer) -> None:
+        self._unseen.add(id(optimizer))
+
+    def on_step(self, optimizer: Optimizer, args: Args) -> None:
+        if id(optimizer) in self._unseen:
+            self._unseen.discard(id(optimizer))
+            self._optimizers[id(optimizer)] = self._moments_of(optimizer)
+            self._changed = True
+            for each in self._schedules:  # a state was loaded, or the watch began
+                each.begin()
+
+    def on_schedule(self, scheduler: object) -> None:
+        known = next((each for each in self._schedules if each.scheduler is scheduler), None)
+        if known is None:
+            known = _Schedule(scheduler)
+            known.before -= 1
+            self._schedules.append(known)
+        known.calls += 1
+
+    def on_closed(self, step: RecordedStep) -> None:
+        self._updates += 1
+        for each in self._schedules:
+            each.updates += 1
+        self._changed |= self._updates == 16  # by now it is known what a schedule counts
+
+    def _moments_of(self, optimizer: Optimizer) -> MomentsFacts:
+        trained = [p for p in owned_by(optimizer) if p.grad is not None]
+        states = {id(p): optimizer.state[p] for p in trained if optimizer.state.get(p)}
+        steps = [_number(each.get("step")) for each in states.values()]
+        counts = [each for each in steps if each is not None]
+        known = [(p, states[id(p)]) for p in trained if id(p) in states]
+        return MomentsFacts(
+            kind=type(optimizer).__name__,
+            parameters=len(trained),
+            with_state=len(states),
+            least_steps=min(counts, default=0),
+            most_steps=max(counts, default=0),
+            misshapen=tuple(self._names.get(id(p), "a parameter") for p, state in known if _is_misshapen(p, state)),
+            fits=tuple(fit for p, state in known if (fit := _fit(p, state, _beta2(optimizer, p))) is not None),
+        )
+
+    def values(self) -> Facts | None:
+        if not self._changed:
+            return None
+        self._changed = False
+        schedules = tuple(each.facts() for each in self._schedules if each.counts)
+        optimizers, loads = tuple(self._optimizers.values()), tuple(self._loads)
+        found: Facts = strict(vars(ResumeFacts(optimizers=optimizers, schedules=schedules, loads=loads)))
+        return found
+
+
+class _Schedule:
+    """How often a scheduler was stepped before the first update that counts, and since."""
+
+    def __init__(self, scheduler: object) -> None:
+        self.scheduler, self.counts = scheduler, isinstance(getattr(scheduler, "last_epoch", None), int)
+        self.begin()
+
+    def begin(self) -> None:
+        self.before = int(getattr(self.scheduler, "last_epoch", 0) or 0)
+        self.calls = self.updates = 0
+
+    def facts(self) -> ScheduleFacts:
+        return ScheduleFacts(before=self.before, calls=self.calls, updates=self.updates)
+
+
+def _prefix_between(missing: tuple[str, ...], unexpected: tuple[str, ...]) -> str | None:
+    """What the names of one have before those of the other, where that is all they differ by."""
+    for longer, shorter in ((missing, unexpected), (unexpected, missing)):
+        if not longer or len(longer) != len(shorter):
+            continue
+        first = next((name for name in longer if name.endswith(f".{shorter[0]}")), None)
+        prefix = "" if first is None else first.removesuffix(shorter[0])
+        if prefix and {prefix + name for name in shorter} == set(longer):
+            return prefix
+    return None
+
+
+def _number(value: object) -> int | None:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return int(value)
+    return int(value) if isinstance(value, int | float) else None
+
+
+def _is_misshapen(parameter: Tensor, state: Mapping[str, object]) -> bool:
+    moments = (state.get(name) for name in ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg"))
+    return any(isinstance(each, Tensor) and each.shape != parameter.shape for each in moments)
+
+
+def _beta2(optimizer: Optimizer, parameter: Tensor) -> float:
+    for group in optimizer.param_groups:
+        if any(each is parameter for each in group["params"]):
+            betas = group.get("betas")
+            return float(betas[1]) if isinstance(betas, tuple | list) and len(betas) > 1 else 0.0
+    return 0.0
+
+
+def _fit(parameter: Tensor, state: Mapping[str, object], beta2: float) -> float | None:
+    moment, steps = state.get("exp_avg_sq"), _number(state.get("step"))
+    if not isinstance(moment, Tensor) or not steps or parameter.grad is None or parameter.grad.is_sparse:
+        return None
+    squared = float(own_part(parameter.grad).detach().float().square().mean())
+    average = float(own_part(moment).detach().float().mean()) / max(1e-12, 1 - beta2**steps)
+    return round(math.log10(squared / average), 2) if squared > 0 and average > 0 else None
