@@ -81,6 +81,22 @@ def test_what_stages_would_get_wrong_is_refused(name: str, part: object, degrees
         loss_of_first(model, degrees)
 
 
+class Learned(nn.Module):
+    """A loss with a temperature that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(1))
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy((logits / self.temperature).flatten(0, 1), target.flatten())
+
+
+def test_a_loss_with_weights_is_refused_where_one_stage_computes_it() -> None:
+    with pytest.raises(UsageError, match="the loss is a Learned with weights of its own"):
+        loss_of_first(gpt(**SMALL), Degrees(pipeline=2), Learned())  # type: ignore[arg-type]
+
+
 def test_ranks_that_divide_sequences_do_not_evaluate_less_alone() -> None:
     tried: list[int] = []
 

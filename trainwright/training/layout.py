@@ -65,6 +65,8 @@ def lay_out(parts: Parts, loaded: Loaded, mesh: RankMesh, device: torch.device) 
     """
     if mesh.degrees.ranks == mesh.degrees.replicate:
         return LaidOut(parts)
+    if mesh.degrees.pipeline > 1:
+        _require_no_weights(parts.loss)
     stages = _divide_layers(parts.model, loaded, mesh, device)
     parts = replace(parts, loss=_loss_of_part(parts.loss, parts.model, mesh))
     notes = _shard(parts.model, loaded, mesh) if mesh.degrees.shard > 1 else ()
@@ -84,6 +86,15 @@ def _divide_layers(model: nn.Module, loaded: Loaded, mesh: RankMesh, device: tor
     if degrees.tensor > 1:
         apply_tensor_parallelism(model, mesh.along("tensor"), plan, sequence=ask.sequence)
     return Stages(model, mesh.along("pipeline").get_group(), ask.schedule, device) if degrees.pipeline > 1 else None
+
+
+def _require_no_weights(loss: object) -> None:
+    if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
+        raise UsageError(
+            f"parallel.pipeline: the loss is a {type(loss).__name__} with weights of its own, and only the last stage "
+            "computes it, so the others would never train theirs",
+            remedy="make them weights of the model's last layers, or leave parallel.pipeline out",
+        )
 
 
 def _require_no_statistics(model: nn.Module) -> None:
