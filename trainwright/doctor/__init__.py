@@ -9,9 +9,6 @@ from trainwright.doctor.family import Family
 from trainwright.doctor.program import FAMILY as PROGRAM
 from trainwright.doctor.ranks import FAMILY as RANKS
 from trainwright.doctor.resume import FAMILY as RESUME
+from trainwright.doctor.vitals import FAMILY as VITALS
 
-FAMILIES: tuple[Family, ...] = (
-    PROGRAM,
-    RESUME,
-    RANKS,
-)
+FAMILIES: tuple[Family, ...] = (PROGRAM, RANKS, RESUME, VITALS)

@@ -1,0 +1,100 @@
+"""What is measured of the vital signs: which tensors move, and how far; the noise; what is written to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+MOST_NAMES = 32
+"""Tensors that are listed of each kind; of more, only the number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drift:
+    """The root mean square of a weight over the last looks: at ``since`` and now. ``usual`` is that of a fresh one."""
+
+    name: str
+    since: int
+    before: float
+    now: float
+    usual: float
+    steady: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class VitalsFacts:
+    """The weights at a look, compared with those at the begin.
+
+    ``updates`` were made at a rate above 0, of ``steps``. ``tensors`` can be trained and belong to an optimizer with
+    such a rate, ``moved`` of them have changed, ``only_decayed`` of these without any gradient but 0 at a look;
+    ``still`` are names of those that did not move, or only so. ``has_gradient``: some tensor had another gradient than
+    0. ``stands_since`` is the last step after which anything had changed. ``frozen_moved`` cannot be trained,
+    belong to an optimizer and changed all the same, of ``frozen``.
+    """
+
+    experiment: ClassVar[str] = "vitals"
+    steps: int
+    updates: int
+    tensors: int = 0
+    moved: int = 0
+    only_decayed: int = 0
+    still: tuple[str, ...] = ()
+    num_still: int = 0
+    has_gradient: bool = False
+    stands_since: int = 0
+    frozen: int = 0
+    frozen_moved: tuple[str, ...] = ()
+    drifts: tuple[Drift, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SteadyFacts:
+    """What only the loop itself shows, over ``steps``.
+
+    ``draws``: random numbers are drawn while a step runs. ``repeats`` of the steps began in a random state in which an
+    earlier one began, the first in step ``since_repeat`` (that of ``repeats_step``). ``written`` steps changed what
+    the model was given, in place: ``written_views`` of these a part of a larger tensor. ``changed`` of the parts of a
+    tensor that came again had other values, the first in step ``since_changed``. ``came_again`` is how many did.
+    """
+
+    experiment: ClassVar[str] = "steadiness"
+    steps: int
+    draws: bool = False
+    repeats: int = 0
+    since_repeat: int = 0
+    repeats_step: int = 0
+    written: int = 0
+    written_views: int = 0
+    since_written: int = 0
+    came_again: int = 0
+    changed: int = 0
+    since_changed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StillTensor:
+    """A trainable tensor that got no gradient but 0 in a step. ``effect``: how far the loss changes where it changes,
+    relative to the loss; 0: the loss does not depend on it. ``reached``: it got a gradient, of 0.
+    """
+
+    name: str
+    effect: float
+    reached: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class StillnessFacts:
+    """Whether the loss of a step depends on what gets no gradient in it."""
+
+    experiment: ClassVar[str] = "stillness"
+    tensors: tuple[StillTensor, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherRatesFacts:
+    """Losses of updates on one batch alone, by a factor of the learning rate."""
+
+    experiment: ClassVar[str] = "other_rates"
+    factors: tuple[float, ...]
+    losses: tuple[tuple[float, ...], ...]
+    lr: float

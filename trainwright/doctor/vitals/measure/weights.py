@@ -1,0 +1,162 @@
+"""Compares the weights at each look with those at the begin and at the look before: by the bits, and by their size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from trainwright.doctor.vitals.facts import MOST_NAMES, Drift, VitalsFacts
+from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
+from trainwright.recorder.program import OptimizerStep, RecordedStep
+from trainwright.recorder.ranks import own_part
+from trainwright.runlog.json_values import Facts, strict
+from trainwright.state.checksums import start_checksums
+from trainwright.state.names import named_parameters
+
+FEW = 16
+"""A tensor with fewer elements than this has no size that means anything."""
+FACTOR = 30.0
+"""By so much a weight must have grown or shrunk to be told of: about the range in which initialisations differ."""
+
+WINDOW = 48
+"""Steps over which a weight is compared at the least."""
+
+
+class MovingWeights(Probe):
+    """Reads all weights at a look: one pass over their memory. Between looks it only counts updates."""
+
+    name = VitalsFacts.experiment
+
+    def __init__(self, watched: WatchedObjects) -> None:
+        subject = watched.subject
+        names = {id(p): name for name, p in named_parameters(subject.roots)}
+        self._optimizers = subject.optimizers
+        self._parameters = [
+            p for p in subject.parameters if p.is_floating_point() and p.layout is torch.strided and not p.is_meta
+        ]
+        self._names = [names.get(id(p), "a parameter outside of the model") for p in self._parameters]
+        self._begin: list[int] = []
+        self._last: list[int] = []
+        self._moved: set[int] = set()
+        self._frozen_moved: set[int] = set()
+        self._was_frozen: set[int] = set()
+        self._with_gradient: set[int] = set()
+        self._sizes: list[tuple[int, list[float]]] = []
+        self._steps = self._updates = self._stands_since = 0
+
+    def begin(self, site: WatchSite) -> None:
+        self._begin = self._last = self._checksums()
+        self._sizes = [(0, self._rms())]
+        self._was_frozen = self._frozen()
+
+    def on_closed(self, step: RecordedStep) -> None:
+        self._steps = step.step
+        if "vetoed" in step.values or any(kind == "scaler_skipped" for kind, _ in step.events):
+            return
+        updates = [each for each in step.program if isinstance(each, OptimizerStep)]
+        self._updates += any(_rate(group) > 0.0 for each in updates for group in each.groups)
+
+    def values(self) -> Facts | None:
+        if not self._begin:
+            return None
+        now = self._checksums()
+        changed = {n for n, (was, one) in enumerate(zip(self._last, now)) if was != one}
+        frozen, held = self._frozen(), self._held()
+        self._frozen_moved |= changed & frozen & self._was_frozen & held
+        self._last, self._was_frozen = now, frozen
+        if changed:
+            self._stands_since = self._steps
+        self._moved |= changed
+        with_zeros = self._note_gradients()
+        trainable = held - frozen
+        still = sorted(trainable - self._moved | trainable & with_zeros)
+        facts = VitalsFacts(
+            steps=self._steps,
+            updates=self._updates,
+            tensors=len(trainable),
+            moved=len(trainable & self._moved),
+            only_decayed=len(trainable & with_zeros & self._moved),
+            still=self._named(still),
+            num_still=len(still),
+            has_gradient=bool(self._with_gradient & trainable),
+            stands_since=self._stands_since,
+            frozen=len(frozen & held),
+            frozen_moved=self._named(sorted(self._frozen_moved)),
+            drifts=tuple(self._drifts()),
+        )
+        return dict(strict(vars(facts)))
+
+    def _note_gradients(self) -> set[int]:
+        """What has a gradient of zeros now and never had another at a look: if it changes, then by decay."""
+        unknown = [n for n, p in enumerate(self._parameters) if n not in self._with_gradient and p.grad is not None]
+        grads = [own_part(grad) for n in unknown if (grad := self._parameters[n].grad) is not None]
+        is_any = torch.stack([grad.detach().abs().sum() > 0 for grad in grads]).tolist() if grads else []
+        self._with_gradient |= {n for n, found in zip(unknown, is_any) if found}
+        return set(unknown) - self._with_gradient
+
+    def _named(self, numbers: Sequence[int]) -> tuple[str, ...]:
+        return tuple(self._names[n] for n in numbers[:MOST_NAMES])
+
+    def _held(self) -> set[int]:
+        """What belongs to an optimizer in a group whose rate is above 0."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups if _rate(group) > 0.0]
+        held = {id(p) for group in groups for p in group["params"]}
+        return {n for n, p in enumerate(self._parameters) if id(p) in held}
+
+    def _frozen(self) -> set[int]:
+        return {n for n, p in enumerate(self._parameters) if not p.requires_grad}
+
+    def _checksums(self) -> list[int]:
+        return start_checksums([own_part(p.detach()) for p in self._parameters])()
+
+    @torch.no_grad()
+    def _rms(self) -> list[float]:
+        parts = [own_part(p.detach()) for p in self._parameters]
+        norms: list[Tensor] = [part.norm(dtype=torch.float32) for part in parts]
+        sizes = torch.stack(norms).tolist() if norms else []
+        return [size / math.sqrt(max(1, part.numel())) for size, part in zip(sizes, parts)]
+
+    def _drifts(self) -> list[Drift]:
+        """Compares with the newest look at half as many steps or less, so that slow growth over a long run is none.
+
+        Until WINDOW steps, with the begin.
+        """
+        now = self._rms()
+        older = [each for each in self._sizes if 2 * each[0] <= self._steps and each[0] <= max(0, self._steps - WINDOW)]
+        found = []
+        for n, size in enumerate(now):
+            step, before = older[-1][0], older[-1][1][n]
+            usual = _usual(self._parameters[n])
+            if self._parameters[n].numel() < FEW or not before or not _is_far(before, size, usual):
+                continue
+            course = [sizes[n] for at, sizes in self._sizes if at >= step] + [size]
+            rises = size > before
+            steady = len(course) > 2 and all(b >= a if rises else b <= a for a, b in pairwise(course))
+            found.append(Drift(name=self._names[n], since=step, before=before, now=size, usual=usual, steady=steady))
+        self._sizes.append((self._steps, now))
+        if len(self._sizes) > 64:
+            del self._sizes[1::2]
+        return found[:MOST_NAMES]
+
+
+def _is_far(before: float, now: float, usual: float) -> bool:
+    if not math.isfinite(now):
+        return False  # that has a name
+    return now > FACTOR * max(before, usual) or now * FACTOR < min(before, usual)
+
+
+def _usual(parameter: Tensor) -> float:
+    """The deviation that torch gives a weight of this shape; of a vector, 1."""
+    if parameter.dim() < 2:
+        return 1.0
+    return 1.0 / math.sqrt(max(1, parameter.numel() // parameter.shape[0]))
+
+
+def _rate(group: Facts) -> float:
+    """1 for an optimizer without a learning rate."""
+    rate = group.get("lr", 1.0)
+    return float(rate) if isinstance(rate, int | float | Tensor) else 1.0
