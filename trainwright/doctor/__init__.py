@@ -9,6 +9,13 @@ from trainwright.doctor.family import Family
 from trainwright.doctor.program import FAMILY as PROGRAM
 from trainwright.doctor.ranks import FAMILY as RANKS
 from trainwright.doctor.resume import FAMILY as RESUME
+from trainwright.doctor.update import FAMILY as UPDATE
 from trainwright.doctor.vitals import FAMILY as VITALS
 
-FAMILIES: tuple[Family, ...] = (PROGRAM, RANKS, RESUME, VITALS)
+FAMILIES: tuple[Family, ...] = (
+    PROGRAM,
+    RANKS,
+    RESUME,
+    UPDATE,
+    VITALS,
+)

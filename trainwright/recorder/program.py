@@ -119,12 +119,18 @@ class ClipGradients:
 
 @dataclass(slots=True)
 class OptimizerStep:
-    """The update. ``groups`` are the hyperparameters that may change between two steps."""
+    """The update. ``groups`` are the hyperparameters that may change between two steps.
+
+    Of a step that is looked at: the sums of all weights and all gradients as it found them, and of what it left.
+    """
 
     optimizer: int
     groups: list[Kwargs]
     grad_scale: Tensor | None = None
     closure: bool = False
+    weights: Tensor | None = None
+    gradients: Tensor | None = None
+    left: Tensor | None = None
 
 
 Instruction = Call | Operation | Backward | ZeroGrad | Multiply | ClipGradients | OptimizerStep

@@ -15,6 +15,7 @@ from trainwright.recorder.call_state import CallState
 from trainwright.recorder.fetched import FetchedBatches
 from trainwright.recorder.gradients import GradientRecorder, owned_by
 from trainwright.recorder.listener import inside
+from trainwright.recorder.live_sums import sums_of
 from trainwright.recorder.program import Call, OptimizerStep, RecordedStep
 from trainwright.recorder.ranks import num_collectives
 from trainwright.recorder.tape import autocast_now
@@ -126,6 +127,8 @@ class LoopRecorder(GradientRecorder):
         self._happened("step", {"optimizer": index, "autocast": torch.is_autocast_enabled(self.device.type)})
         if inside.backward:
             self.current.blind = "the optimizer steps inside of backward"
+        if self.careful:
+            step.weights, step.gradients = sums_of(self.parameters), sums_of([p.grad for p in self.parameters])
         self._before_update(self.current, optimizer)
         self.current.program.append(step)
 
@@ -136,6 +139,9 @@ class LoopRecorder(GradientRecorder):
     def on_stepped(self, optimizer: Optimizer) -> None:
         if optimizer in self.optimizers:
             self._after_update(self.current, optimizer)
+            last = self.current.program[-1] if self.current.program else None
+            if self.careful and isinstance(last, OptimizerStep):
+                last.left = sums_of(self.parameters)
             self._one_stepped(optimizer)
 
     def on_scaler_step(self, scaler: GradScaler, optimizer: Optimizer, stepped: bool) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from trainwright.doctor.program import measure as program
 from trainwright.doctor.ranks import measure as ranks
 from trainwright.doctor.resume import measure as resume
+from trainwright.doctor.update import measure as update
 from trainwright.doctor.vitals import measure as vitals
 from trainwright.recorder.probes import LoopObjects, Probe, WatchedObjects
 from trainwright.state.snapshot import LiveObjects
@@ -27,6 +28,7 @@ MEASURES: tuple[Measures, ...] = (
     Measures(program.probes, needs_live_loop=True),
     Measures(ranks.probes, needs_live_loop=True),
     Measures(resume.probes, needs_live_loop=True),
+    Measures(update.probes, needs_live_loop=True),
     Measures(vitals.probes, needs_live_loop=False),
     Measures(vitals.probes_of_loop, needs_live_loop=True),
 )

@@ -1,0 +1,250 @@
+"""The laws of the update hold on healthy loops of every optimizer, and break, with the right place, where due."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import trainwright as tw
+from tests.rows import each_row
+from trainwright.doctor.case import Case
+from trainwright.doctor.diagnose import diagnose
+from trainwright.runlog.records import Found
+
+Making = Callable[[Iterable[Tensor]], Optimizer]
+Act = Callable[[int, nn.Sequential, Optimizer], object]
+
+
+def adamw(parameters: Iterable[Tensor]) -> Optimizer:
+    return torch.optim.AdamW(parameters, 1e-2)
+
+
+def nothing(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
+    """A healthy loop does no more."""
+
+
+def watched(
+    make: Making = adamw,
+    *,
+    before: Act = nothing,
+    after: Act = nothing,
+    steps: int = 8,
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    """A small loop; ``before`` comes between backward and step, ``after`` behind it."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 6)
+    y = (x @ torch.randn(6, 3)).argmax(1)
+    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Dropout(0.1), nn.Linear(12, 3)).to(dtype)
+    optimizer = make(model.parameters())
+    with tw.watch(model, optimizer, out=None, quiet=True) as watch:
+        for step in range(steps):
+            rows = torch.randperm(64)[:16]
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[rows].to(dtype)).float(), y[rows]).backward()
+            before(step, model, optimizer)
+            optimizer.step()
+            after(step, model, optimizer)
+    assert watch.session.failures == []
+    return watch
+
+
+def states(watch: Any) -> dict[str, str]:
+    laws = diagnose(Case(watch.records, finished=True)).laws
+    return {each.name.removeprefix("update."): each.state for each in laws if each.name.startswith("update.")}
+
+
+def found(watch: Any) -> dict[str, Found]:
+    return {each.code: each for each in watch.findings() if each.code != "loop.unseen"}
+
+
+HEALTHY: tuple[Making, ...] = (
+    adamw,
+    lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=1e-3),
+    lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, dampening=0.5),
+    lambda p: torch.optim.Adam(p, 1e-2, amsgrad=True, weight_decay=0.1),
+    lambda p: torch.optim.RMSprop(p, 1e-2, centered=True, momentum=0.5),
+    lambda p: torch.optim.Adagrad(p, 0.1),
+    lambda p: torch.optim.NAdam(p, 1e-2),
+)
+
+
+@pytest.mark.parametrize(
+    "make", HEALTHY, ids=["adamw", "nesterov", "dampened", "amsgrad", "rmsprop", "adagrad", "nadam"]
+)
+def test_every_law_holds_on_a_healthy_loop(make: Making) -> None:
+    watch = watched(make)
+    assert set(states(watch).values()) == {"held"}
+    assert found(watch) == {}
+
+
+def test_the_laws_hold_in_16_bits() -> None:
+    assert set(states(watched(dtype=torch.bfloat16)).values()) == {"held"}
+
+
+def negate(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad.neg_()
+
+
+def drop_first(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
+    for p in model[0].parameters():
+        assert p.grad is not None
+        p.grad.data.zero_()
+
+
+def halve(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad.data.mul_(0.5)
+
+
+@each_row(
+    ("act", "severity", "module", "words"),
+    [
+        (negate, "warning", None, "-1 times"),
+        (drop_first, "warning", "0", "gone"),
+        (halve, "info", None, "0.5 times"),
+    ],
+)
+def test_gradients_that_are_changed_by_hand(act: Act, severity: str, module: str | None, words: str) -> None:
+    broken = found(watched(before=act))["law.update.gradients_are_those_made"]
+    assert (broken.severity, broken.where.module, broken.since_step) == (severity, module, 1)
+    assert words in broken.symptom
+
+
+class Earlier:
+    """Puts weights of long ago back, as an evaluation does that forgets to restore what it has put in."""
+
+    def __init__(self, *at: int) -> None:
+        self.at = at
+        self.kept: dict[str, Tensor] = {}
+
+    def __call__(self, step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
+        if step == 0:
+            self.kept = {name: value.clone() for name, value in model.state_dict().items()}
+        if step in self.at:
+            model.load_state_dict(self.kept)
+
+
+def clamp(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
+    for p in model.parameters():
+        p.data.clamp_(-0.1, 0.1)
+
+
+def scale_last(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
+    if step in (4, 6):
+        with torch.no_grad():
+            model[3].bias.mul_(-30).add_(2)
+
+
+@each_row(
+    ("act", "severity", "since", "module"),
+    [
+        (Earlier(6, 9), "warning", 8, None),
+        (clamp, "info", 2, None),
+        (scale_last, "warning", 6, "3"),
+    ],
+)
+def test_weights_that_somebody_else_writes_to(act: Act, severity: str, since: int, module: str | None) -> None:
+    watch = watched(lambda p: torch.optim.AdamW(p, 0.1), after=act, steps=12)
+    broken = found(watch)["law.update.nothing_else_writes"]
+    assert (broken.severity, broken.since_step) == (severity, since)
+    assert broken.where.module == module
+
+
+def test_weights_that_are_put_back_were_not_written_to() -> None:
+    def evaluate(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
+        kept = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict({name: value * 0.5 for name, value in kept.items()})
+        with torch.no_grad():
+            model(torch.zeros(2, 6))
+        model.load_state_dict(kept)
+
+    assert states(watched(after=evaluate))["nothing_else_writes"] == "held"
+
+
+def hooked(parameters: Iterable[Tensor]) -> Optimizer:
+    """A function of the user's shrinks a weight after each update."""
+    optimizer = adamw(parameters)
+
+    def shrink(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        with torch.no_grad():
+            optimizer.param_groups[0]["params"][0].mul_(0.99)
+
+    optimizer.register_step_post_hook(shrink)
+    return optimizer
+
+
+def test_an_update_that_is_not_what_its_rule_says() -> None:
+    broken = found(watched(hooked))["law.update.follows_its_rule"]
+    assert (broken.severity, broken.where.module, broken.since_step) == ("info", "0", 1)
+
+
+@each_row(
+    ("scale", "state"),
+    [(1.0, "held"), (1.001, "held"), (1.1, "held"), (1.5, "broken"), (-1.0, "broken"), (2.0, "broken")],
+)
+def test_a_kernel_that_computes_another_update(scale: float, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1.1 is within 16 roundings of a bfloat16 weight."""
+    module = importlib.import_module("torch.optim.sgd")
+    kernel = module._single_tensor_sgd
+
+    def wrong(*args: Any, lr: float, **kwargs: Any) -> None:
+        is_reference = args[0][0].dtype == torch.float64
+        kernel(*args, lr=lr if is_reference else lr * scale, **kwargs)
+
+    monkeypatch.setattr(module, "_single_tensor_sgd", wrong)
+    watch = watched(lambda p: torch.optim.SGD(p, 0.1), dtype=torch.bfloat16)
+    assert states(watch)["follows_its_rule"] == state
+
+
+@each_row(
+    ("make", "dtype"),
+    [
+        (lambda p: torch.optim.SGD(p, 1e-5), torch.bfloat16),
+        (lambda p: torch.optim.AdamW(p, 1e-6), torch.bfloat16),
+        (lambda p: torch.optim.SGD(p, 1e-8), torch.float32),
+    ],
+)
+def test_updates_that_the_weights_do_not_take_on(make: Making, dtype: torch.dtype) -> None:
+    assert states(watched(make, dtype=dtype))["is_kept"] == "broken"
+
+
+class Uphill(torch.optim.Optimizer):
+    """A rule of the user's own that adds where it should subtract."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=group["lr"])
+
+
+def backwards(parameters: Iterable[Tensor]) -> Optimizer:
+    """A schedule that has gone below 0."""
+    optimizer = torch.optim.SGD(parameters, 0.1)
+    optimizer.param_groups[0]["lr"] = -0.1
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, 0.1, maximize=True), Uphill, backwards])
+def test_updates_that_go_uphill(make: Making) -> None:
+    assert found(watched(make))["law.update.descends"].severity == "critical"
+
+
+def test_a_step_that_is_made_twice_has_its_name() -> None:
+    watch = watched(after=lambda step, model, optimizer: optimizer.step())
+    assert states(watch)["once_for_each"] == "broken"
+    assert "law.update.once_for_each" not in found(watch)

@@ -1,0 +1,274 @@
+"""Laws of the update, as pure functions of a Case."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from trainwright.doctor.case import Case
+from trainwright.doctor.finding import Check, Finding, Severity, finding, listed
+from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
+from trainwright.doctor.update.facts import Differing, UpdateFacts, WritesFacts
+from trainwright.runlog.records import Where
+
+Looks = Sequence[tuple[int, UpdateFacts]]
+RISES = 0.01
+"""A cosine above it is no rounding: between gradient and update those of real loops are below -0.1, or above 0.1."""
+NEAR_ITS_TOP = 0.5
+"""Of the highest rate so far. Where a schedule has brought the rate down, an update may well be lost in rounding."""
+
+USUAL = 3
+"""So many times as far as the loss usually moves from a step to the next is no chance."""
+
+
+def _looks(case: Case) -> Looks:
+    return case.every(UpdateFacts)
+
+
+def _unseen(case: Case) -> Iterator[Verdict]:
+    if (why := case.blind(UpdateFacts)) is not None:
+        yield NotApplicable(why)
+
+
+def _where(names: Sequence[str]) -> Where:
+    """The module that all of these parameters are in, where they are in one."""
+    modules = {name.rpartition(".")[0] for name in names}
+    return Where(module=modules.pop() if len(modules) == 1 else None)
+
+
+def nothing_else_writes(case: Case) -> Iterator[Verdict]:
+    """Between the end of an update and the begin of the next nothing writes to the weights that it trains."""
+    looks = [(step, facts) for step, facts in _looks(case) if step > 1]  # before the first anything may be loaded
+    heard = case.newest(WritesFacts)
+    seen = {step: facts for step, facts in looks if facts.is_compared and facts.written}
+    steps = sorted({*seen, *(heard.steps if heard else ())})
+    if not steps:
+        compared = len([facts for _, facts in looks if facts.is_compared])
+        whole = f"all weights at {compared} steps, " if compared else ""
+        yield Holds(f"{whole}a sample of them at {heard.compared}") if heard else NotApplicable("no live loop")
+        return
+    newest = max((step for step in seen), default=steps[-1])
+    names = [each.name for each in seen[newest].written] if seen else []
+    effects = {step: facts.loss - facts.replayed_loss for step, facts in looks if step in steps}
+    worst = max(effects, key=lambda step: effects[step], default=None)
+    compared = max(heard.compared if heard else 0, len(looks))
+    harms = worst is not None and effects[worst] > _spread(case) and 2 * len(steps) <= compared
+    losses = next(((f.loss, f.replayed_loss) for step, f in looks if step == worst), None)
+    yield finding(
+        "law.update.nothing_else_writes",
+        "warning" if harms else "info",
+        newest,
+        symptom=f"before step {newest} the weights were not what the update before had left"
+        + (f": {listed(names)}" if names else "")
+        + (f"; the loss of a batch is {losses[0]:.4g} for it, and {losses[1]:.4g} without" if harms and losses else ""),
+        cause="something else writes to them: weights of an average or a checkpoint that stay in the model, a clamp, "
+        "a second optimizer that the watch was not given, a tie that is made by copies",
+        remedy="look at what comes between step() and the next forward pass: whatever puts other weights in for an "
+        "evaluation must put these back",
+        sure=0.9 if harms else 0.7,
+        stage="update",
+        since_step=steps[0],
+        where=_where(names),
+        evidence=[
+            ("steps that began with other weights", f"{len(steps)} of {compared} that were compared", 0),
+            ("loss of the batch with the written weights, and without", list(losses) if losses else None),
+        ],
+        explains=("hw.not_reproducible",),
+    )
+
+
+def _spread(case: Case) -> float:
+    """How far the loss usually moves from a step to the next."""
+    losses = [each.loss for each in case.watched if math.isfinite(each.loss)][-64:]
+    moves = [abs(b - a) for a, b in pairwise(losses)]
+    return USUAL * statistics.median(moves) if moves else math.inf
+
+
+def gradients_are_those_made(case: Case) -> Iterator[Verdict]:
+    """The update uses the gradients that the recorded backward passes and the calls after them make."""
+    looks = [(step, f) for step, f in _looks(case) if f.is_compared and f.has_same_loss and not f.written]
+    if not looks:
+        yield from _unseen(case)
+        return
+    other = [(step, facts) for step, facts in looks if facts.regraded]
+    if not other:
+        yield Holds(f"{looks[-1][1].tensors} tensors at {len(looks)} steps")
+        return
+    step, facts = other[-1]
+    names = [each.name for each in facts.regraded]
+    first = facts.regraded[0]
+    how, severity = _changed(facts.regraded)
+    yield finding(
+        "law.update.gradients_are_those_made",
+        severity,
+        step,
+        symptom=f"{len(names)} gradients at the update are not those of the backward passes: they are {how}",
+        cause="the loop changes them by hand" if facts.edited else "something that is no recorded call changes them",
+        remedy="look at what comes between backward() and step(): .grad is written to, replaced or added to",
+        sure=0.9,
+        stage="backward",
+        since_step=other[0][0],
+        where=_where(names),
+        evidence=[
+            ("steps with other gradients", f"{len(other)} of {len(looks)} that were compared", 0),
+            (f"norm of the gradient of {names[0]}", first.live_norm, first.replayed_norm),
+        ],
+    )
+
+
+def _changed(tensors: Sequence[Differing]) -> tuple[str, Severity]:
+    """In what way gradients were changed, in words."""
+    ratios = [each.ratio for each in tensors]
+    known = [ratio for ratio in ratios if ratio is not None]
+    if not known or max(known) == 0.0:
+        return "gone" if not any(each.live_norm > 0 for each in tensors) else "there where none was made", "warning"
+    if max(known) - min(known) > 1e-3 * max(known):
+        return f"other by factors from {min(known):.3g} to {max(known):.3g}", "info"
+    turned = all(each.live_sum * each.replayed_sum < 0 for each in tensors)
+    return f"{'-' if turned else ''}{known[0]:.4g} times as large", "warning" if turned else "info"
+
+
+def follows_its_rule(case: Case) -> Iterator[Verdict]:
+    """What an update adds to the weights is what the class of the optimizer adds in float64."""
+    rules = [(step, facts, rule) for step, facts in _looks(case) for rule in facts.rules]
+    if not rules:
+        names = sorted({name for _, facts in _looks(case) for name in facts.optimizers})
+        yield from [NotApplicable(f"the rule of {listed(names)} is not known")] if names else _unseen(case)
+        return
+    off = [(step, rule) for step, _, rule in rules if rule.off]
+    if not off:
+        yield Holds(f"{rules[-1][2].tensors} tensors of {rules[-1][2].optimizer} at {len(rules)} updates")
+        return
+    step, rule = off[-1]
+    worst = max(rule.off, key=lambda name: rule.off[name])
+    yield finding(
+        "law.update.follows_its_rule",
+        "info" if rule.is_hooked else "warning",
+        step,
+        symptom=f"the update of {len(rule.off)} tensors is not what {rule.optimizer} makes of their gradients: that of "
+        f"{worst} is {rule.off[worst]:.1%} off",
+        cause="a hook of the optimizer writes to them"
+        if rule.is_hooked
+        else "its state is too coarse, or its kernel computes wrongly",
+        remedy="compare with foreach=False and fused=False, without hooks on the optimizer, and in float32",
+        sure=0.85,
+        stage="update",
+        since_step=off[0][0],
+        where=_where([worst]),
+        evidence=[("distance from the update in float64", rule.off[worst], f"rounding of {rule.dtype}")],
+    )
+
+
+def is_kept(case: Case) -> Iterator[Verdict]:
+    """The weights take on the update: it is not lost in their rounding."""
+    rates = {each.step: each.lr for each in case.watched}
+    top = max(rates.values(), default=0.0)
+    rules = [(step, r) for step, f in _looks(case) for r in f.rules if rates.get(step, top) >= NEAR_ITS_TOP * top]
+    if not rules:
+        yield from _unseen(case)
+        return
+    lost = [(step, rule) for step, rule in rules if rule.kept < 0.5]
+    if len(lost) < min(3, len(rules)) or not lost:
+        yield Holds(f"{rules[-1][1].kept:.3f} of the update at {len(rules)} updates")
+        return
+    step, rule = lost[-1]
+    yield finding(
+        "law.update.is_kept",
+        "warning",
+        step,
+        symptom=f"the weights take on {rule.kept:.0%} of the update",
+        cause=f"it is smaller than the last digit of {rule.dtype}",
+        remedy="keep the weights in float32, round stochastically, or raise the learning rate",
+        sure=0.9,
+        stage="update",
+        since_step=lost[0][0],
+        where=Where(module=_where(rule.lost_in).module, dtype=rule.dtype),
+        evidence=[("share of the update along itself that the weights took on", rule.kept, 1.0)],
+    )
+
+
+def descends(case: Case) -> Iterator[Verdict]:
+    """To first order the loss of the batch falls along the update."""
+    looks = [(step, f) for step, f in _looks(case) if f.slopes and all(map(math.isfinite, f.slopes))]
+    if not looks:
+        yield from _unseen(case)
+        return
+    rising = [(step, facts) for step, facts in looks if min(facts.slopes) > RISES]
+    if looks[-1][1].maximises and not _wants_to_fall(case):
+        yield NotApplicable("the optimizer is told to maximise")
+        return
+    if len(looks) < 3 or len(rising) < len(looks):
+        yield Holds(f"cosine to the gradient {max(looks[-1][1].slopes):.2f} at {len(looks)} steps")
+        return
+    step, facts = rising[-1]
+    yield finding(
+        "law.update.descends",
+        "critical",
+        step,
+        symptom=f"every update goes along the gradient, uphill: cosine {min(facts.slopes):.2f}",
+        cause="a sign is turned between the loss and the weights: maximize=True, a gradient that is negated, a rule "
+        "that adds where it should subtract",
+        remedy="look at maximize, at hooks and at what is done with .grad",
+        sure=0.95,
+        stage="update",
+        since_step=rising[0][0],
+        evidence=[("cosine between the gradient and the update", min(facts.slopes), "below 0")],
+        explains=("opt.lr_too_high", "opt.lr_too_low", "sched.no_warmup"),
+    )
+
+
+def _wants_to_fall(case: Case) -> bool:
+    """Whether the argument of backward is a loss that is bounded below and not above."""
+    given = [each for exam in case.outcomes("loss") for each in exam.values.get("given", ())]
+    wants = {each["wants"] for each in given if each.get("wants")}
+    return wants == {1}
+
+
+def once_for_each(case: Case) -> Iterator[Verdict]:
+    """A step updates every parameter that has a gradient, once."""
+    exam = case.newest("contract")
+    if exam is None or not case.watched:
+        return
+    doubles, again, missing = exam.values["doubles"], exam.values["again"], exam.values["missing"]
+    twice = max(doubles, again)
+    if twice < 2 and not missing:
+        yield Holds(f"{len(exam.values['optimizers'])} optimizers up to step {exam.step}")
+        return
+    yield _not_once(exam.step, twice, missing)
+
+
+def _not_once(step: int, twice: int, missing: Sequence[str]) -> Finding:
+    return finding(
+        "law.update.once_for_each",
+        "warning",
+        step,
+        symptom=f"{twice} updates were made with gradients that had been applied before"
+        if twice >= 2
+        else f"{len(missing)} parameters with a gradient are in no update: {listed(missing)}",
+        cause="step() is called twice, or two optimizers hold the same parameters"
+        if twice >= 2
+        else "no optimizer holds them",
+        remedy="give every parameter to one optimizer, and call its step() once for each backward pass",
+        sure=0.9,
+        stage="update",
+        where=_where(missing),
+        evidence=[("updates with the same gradients", twice, 0), ("parameters without an update", len(missing), 0)],
+    )
+
+
+LAWS: tuple[Law, ...] = (
+    Law("update.once_for_each", once_for_each, named_by=("opt.*", "prec.autocast_stale_cache")),
+    Law("update.nothing_else_writes", nothing_else_writes, "replay", named_by=("ckpt.*", "prec.autocast_stale_cache")),
+    Law(
+        "update.gradients_are_those_made",
+        gradients_are_those_made,
+        "replay",
+        named_by=("opt.missing_zero_grad", "grad.*", "prec.autocast_stale_cache"),
+    ),
+    Law("update.follows_its_rule", follows_its_rule, "replay", named_by=("prec.*", "num.*")),
+    Law("update.is_kept", is_kept, "replay", named_by=("prec.*", "opt.lr_too_low")),
+    Law("update.descends", descends, "replay", named_by=("loss.wrong_sign", "opt.weight_decay_too_high")),
+)
+NAMES: tuple[Check, ...] = ()

@@ -1,0 +1,79 @@
+"""What is measured of an update. Norms and sums are of one tensor each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True)
+class Differing:
+    """A tensor whose sums were others in the loop than in the replay of the same step."""
+
+    name: str
+    live_norm: float
+    replayed_norm: float
+    live_sum: float
+    replayed_sum: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Live over replayed norm; None where there is nothing to divide by, or only one of both has a value."""
+        if not self.replayed_norm > 0.0 or self.live_norm != self.live_norm:
+            return None
+        return self.live_norm / self.replayed_norm
+
+
+@dataclass(frozen=True)
+class RuleFacts:
+    """The update of an optimizer beside that of its own class in float64, from the same weights, gradients and state.
+
+    ``off`` are tensors further away than rounding puts them, with the distance as a share of the update. ``kept`` is
+    the share of the update, along itself, that the weights have taken on; ``least_kept`` that of the worst tensor.
+    ``is_hooked``: functions of the user's are called after each update.
+    """
+
+    optimizer: str
+    tensors: int
+    off: dict[str, float]
+    kept: float
+    least_kept: float
+    lost_in: tuple[str, ...]
+    dtype: str
+    is_hooked: bool
+
+
+@dataclass(frozen=True)
+class UpdateFacts:
+    """One step as the loop made it and as its replay makes it. ``slopes``: of each update the cosine to the gradient.
+
+    ``is_compared``: the step has live sums. ``has_same_loss``: nothing that the loss depends on was another in the
+    replay; where weights were, ``loss`` and ``replayed_loss`` tell what they have changed.
+    """
+
+    experiment: ClassVar[str] = "update_made"
+    is_compared: bool
+    edited: bool
+    tensors: int
+    written: tuple[Differing, ...]
+    regraded: tuple[Differing, ...]
+    left: tuple[Differing, ...]
+    has_same_loss: bool
+    loss: float
+    replayed_loss: float
+    rules: tuple[RuleFacts, ...]
+    slopes: tuple[float, ...]
+    optimizers: tuple[str, ...]
+    maximises: bool
+
+
+@dataclass(frozen=True)
+class WritesFacts:
+    """Begins of steps at which a sample of the weights was compared with what the update before left.
+
+    ``steps`` are the last 32 at which it was another.
+    """
+
+    experiment: ClassVar[str] = "weights_between_steps"
+    compared: int
+    steps: tuple[int, ...]

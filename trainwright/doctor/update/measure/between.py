@@ -1,0 +1,76 @@
+"""Listens whether the weights are the same at the begin of a step as at the end of the one before."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.doctor.update.facts import WritesFacts
+from trainwright.recorder.gradients import owned_by
+from trainwright.recorder.probes import Probe, WatchedObjects
+from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.user_types import Args, Kwargs, Loader
+from trainwright.runlog.json_values import Facts, strict
+
+SAMPLED, MOST_ELEMENTS = 4, 4096
+"""Weights that are compared: the smallest, for they are copied whole at every step."""
+FIRST_STEPS = 16
+"""Are all compared; later ones only where an evaluation or an epoch lies between them."""
+URGENT = 3
+"""So many writes are looked at at once: one that comes with every step is meant."""
+
+
+class WritesProbe(Probe):
+    """Compares the smallest weights of the optimizers. ``urgent``: somebody else has written to them."""
+
+    name = WritesFacts.experiment
+
+    def __init__(self, watched: WatchedObjects) -> None:
+        owned = {id(p): p for o in watched.subject.optimizers for p in owned_by(o) if p.requires_grad}
+        small = sorted((p for p in owned.values() if 1 < p.numel() <= MOST_ELEMENTS), key=Tensor.numel)
+        device = small[0].device if small else None
+        self._weights = [p for p in small if p.device == device and type(p) is nn.Parameter][:SAMPLED]
+        self._after: Tensor | None = None
+        self._step = self._compared = 0
+        self._is_due = True
+        self._written: list[int] = []
+        self._said: WritesFacts | None = None
+
+    def on_epoch(self, loader: Loader, iterator: object) -> None:
+        self._is_due = True
+
+    def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        if self._after is None:
+            return
+        if not torch.is_grad_enabled():
+            self._is_due = True
+            return
+        before, self._after = self._after, None
+        if self._is_due:
+            self._is_due = self._step < FIRST_STEPS
+            self._compare(before)
+
+    def _compare(self, before: Tensor) -> None:
+        self._compared += 1
+        if torch.equal(before, self._now()):
+            return
+        self._written = [*self._written[-31:], self._step + 1]
+        self.urgent = self.urgent or len(self._written) <= URGENT
+
+    def on_closed(self, step: RecordedStep) -> None:
+        self._step = step.step
+        if self._weights:
+            self._after = self._now()
+
+    @torch.no_grad()
+    def _now(self) -> Tensor:
+        return torch.cat([p.view(-1) for p in self._weights])
+
+    def values(self) -> Facts | None:
+        self.urgent = False
+        facts = WritesFacts(compared=self._compared, steps=tuple(self._written))
+        if facts == self._said or not self._compared:
+            return None
+        self._said = facts
+        told: Facts = strict(vars(facts))
+        return told

@@ -1,0 +1,32 @@
+"""What an update that is looked at found and left, as sums: a replay that differs shows that something was not seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trainwright.recorder.ranks import own_part
+
+
+@torch.no_grad()
+def sums_of(tensors: Sequence[Tensor | None]) -> Tensor:
+    """The norm and a weighted sum of each tensor, shape (n, 2), float64 on the device of the first; of None NaN.
+
+    The weights rise from 0 to 1: a change of sign or of order gives other sums, also of gradients that add up to 0.
+    """
+    there = [own_part(t.detach()) for t in tensors if t is not None]
+    dense = [t.to_dense() if t.layout != torch.strided else t for t in there]
+    device = dense[0].device if dense else torch.device("cpu")
+    sums = torch.full((len(tensors), 2), torch.nan, dtype=torch.float64, device=device)
+    if dense:
+        at = torch.tensor([n for n, t in enumerate(tensors) if t is not None], device=device)
+        norms = torch.stack([each.to(device).double() for each in torch._foreach_norm(dense)])
+        sums[at] = torch.stack([norms, torch.stack([_weighted(t).to(device) for t in dense])], dim=1)
+    return sums
+
+
+def _weighted(tensor: Tensor) -> Tensor:
+    ramp = torch.linspace(0, 1, tensor.numel(), device=tensor.device, dtype=torch.float32)
+    return (tensor.reshape(-1) * ramp).sum(dtype=torch.float64)
