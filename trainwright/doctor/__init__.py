@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from trainwright.doctor.family import Family
+from trainwright.doctor.function import FAMILY as FUNCTION
 from trainwright.doctor.program import FAMILY as PROGRAM
 from trainwright.doctor.ranks import FAMILY as RANKS
 from trainwright.doctor.resume import FAMILY as RESUME
@@ -13,6 +14,7 @@ from trainwright.doctor.update import FAMILY as UPDATE
 from trainwright.doctor.vitals import FAMILY as VITALS
 
 FAMILIES: tuple[Family, ...] = (
+    FUNCTION,
     PROGRAM,
     RANKS,
     RESUME,

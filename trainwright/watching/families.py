@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from trainwright.doctor.function import measure as function
 from trainwright.doctor.program import measure as program
 from trainwright.doctor.ranks import measure as ranks
 from trainwright.doctor.resume import measure as resume
@@ -25,6 +26,7 @@ class Measures(NamedTuple):
 
 
 MEASURES: tuple[Measures, ...] = (
+    Measures(function.probes, needs_live_loop=False),
     Measures(program.probes, needs_live_loop=True),
     Measures(ranks.probes, needs_live_loop=True),
     Measures(resume.probes, needs_live_loop=True),

@@ -1,0 +1,119 @@
+"""Measures the function of the models in eval mode, on a replay; and which weights modules share, in the live loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from trainwright.doctor.function.facts import Deviation, FunctionFacts, GapFacts, InputsFacts
+from trainwright.doctor.function.measure import inputs, samples, sequences
+from trainwright.doctor.function.measure.passes import EvalPasses
+from trainwright.doctor.function.measure.ties import TiesProbe
+from trainwright.recorder.probes import Probe, WatchedObjects
+from trainwright.recorder.program import tensors_of
+from trainwright.replay.experiments import experiment
+from trainwright.replay.replayer import Intervention
+from trainwright.replay.session import ReplaySession
+from trainwright.runlog.json_values import Facts, strict
+
+MAX_TRIED = 8
+"""Modules that are tried one by one."""
+
+
+def probes(watched: WatchedObjects) -> list[Probe]:
+    """The listeners of the family."""
+    return [TiesProbe(watched)]
+
+
+@experiment(FunctionFacts.experiment, when="first")
+def function(session: ReplaySession) -> Facts:
+    """The forward pass in eval mode with other random numbers, other neighbours, less padding, another future."""
+    passes = EvalPasses(session)
+    noise = passes.deviation(passes.run(Intervention(fresh_rng=True, model=_other_numbers)))
+    carried, written = _again(passes)
+    repeats = not noise.is_real and not carried.is_real
+    related = samples.why_related(passes) if session.inputs else "no input"
+    padding, pad = sequences.padding(passes) if repeats else (None, "")
+    facts = FunctionFacts(
+        size=session.size or 0,
+        noise=noise,
+        carried=carried,
+        written=written,
+        neighbours=samples.neighbours(passes) if repeats and not related else None,
+        related=related,
+        alone=samples.alone(passes) if repeats and not related else None,
+        padding=padding,
+        pad=pad,
+        future=sequences.future(passes) if repeats else None,
+    )
+    return dict(strict(vars(facts)))
+
+
+@contextmanager
+def _other_numbers() -> Iterator[None]:
+    """Within ``stage``, which restores the generators: what is drawn next was not drawn before."""
+    torch.manual_seed(0x5EED)
+    yield
+
+
+def _again(passes: EvalPasses) -> tuple[Deviation, tuple[str, ...]]:
+    """How far a second call is from the first, and the buffers that the calls have written to."""
+    session, change = passes.session, Intervention(mode="eval")
+    with session.live():
+        before = {name: buffer.clone() for name, buffer in _buffers(session).items()}
+        session.replayer.run(session.recorded_step, change, upto="forward")
+        result = session.replayer.run(session.recorded_step, change, upto="forward")
+        written = [name for name, now in _buffers(session).items() if not _are_equal(before.get(name), now)]
+    outputs = [t for t in tensors_of(result.outputs) if t.is_floating_point()]
+    return passes.deviation(outputs), tuple(written[:8])
+
+
+def _buffers(session: ReplaySession) -> dict[str, Tensor]:
+    named = ((f"{path}.{name}".lstrip("."), b) for path, m in session.modules.items() for name, b in m._buffers.items())
+    return {name: buffer for name, buffer in named if buffer is not None}
+
+
+def _are_equal(one: Tensor | None, other: Tensor) -> bool:
+    return one is not None and one.shape == other.shape and bool(((one == other) | (one != one)).all())
+
+
+@experiment(InputsFacts.experiment, when="requested")
+def idle_inputs(session: ReplaySession) -> Facts:
+    """Which inputs have no effect."""
+    return dict(strict(vars(inputs.idle_inputs(EvalPasses(session)))))
+
+
+@experiment(GapFacts.experiment, when="requested")
+def evaluated(session: ReplaySession) -> Facts:
+    """The loss of the step in both modes; where they are far apart, with one module after the other in train mode."""
+    train, in_eval = (session.run(Intervention(mode=mode), upto="forward").loss for mode in ("train", "eval"))
+    module, without = None, None
+    if in_eval > 1.1 * train:
+        tried = {path: _with_one_in_train(session, m) for path, m in _candidates(session)}
+        module = min(tried, key=lambda path: tried[path], default=None)
+        without = None if module is None else tried[module]
+    return dict(strict(vars(GapFacts(train, in_eval, module, without))))
+
+
+def _candidates(session: ReplaySession) -> list[tuple[str, nn.Module]]:
+    found: list[tuple[str, nn.Module]] = []
+    found += [(path, m) for path, m in session.modules.items() if isinstance(m, _NormBase | nn.Dropout)]
+    return found[:MAX_TRIED]
+
+
+def _with_one_in_train(session: ReplaySession, module: nn.Module) -> float:
+    """The loss in eval mode with one module in train mode."""
+
+    @contextmanager
+    def in_train() -> Iterator[None]:
+        handle = module.register_forward_pre_hook(lambda module, args: module.train() and None)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    return session.run(Intervention(mode="eval", model=in_train), upto="forward").loss

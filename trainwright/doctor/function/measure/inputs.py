@@ -1,0 +1,82 @@
+"""Which inputs, and which of their columns, have an effect on the outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trainwright.doctor.function.facts import InputsFacts
+from trainwright.doctor.function.measure.passes import EvalPasses, apart, in_place_of
+from trainwright.recorder.program import tensors_of
+from trainwright.replay.replayer import Intervention
+
+COLUMNS_OF = {2: 1, 4: 1}
+"""By the number of dimensions of an input: which one holds columns or channels, and not places."""
+
+
+def idle_inputs(passes: EvalPasses) -> InputsFacts:
+    """The inputs, and the columns of the first one, that all samples can have of the first one without any effect."""
+    size = passes.session.size
+    inputs = [x for x in passes.session.inputs if x.dim() and x.shape[0] == size and _varies(x)]
+    idle = [n for n, x in enumerate(inputs) if not _has_effect(passes, x, _of_first(x))]
+    if not inputs or idle:
+        return InputsFacts(len(inputs), idle=tuple(idle))
+    first = inputs[0]
+    dim = COLUMNS_OF.get(first.dim())
+    if dim is None or not first.is_floating_point():
+        return InputsFacts(len(inputs))
+    columns = [n for n in range(int(first.shape[dim])) if _varies(first.select(dim, n))]
+    suspects = [n for n in columns if n in _without_gradient(passes, first, dim)]
+    if not suspects or len(suspects) == len(columns):
+        return InputsFacts(len(inputs), len(columns))
+    changed = first.clone()
+    at = torch.tensor(suspects, device=first.device)
+    changed.index_copy_(dim, at, _of_first(first.index_select(dim, at)))
+    idle_columns = () if _has_effect(passes, first, changed) else tuple(suspects)
+    return InputsFacts(len(inputs), len(columns), idle_columns=idle_columns)
+
+
+def _varies(x: Tensor) -> bool:
+    return bool((x != x[:1]).any())
+
+
+def _of_first(x: Tensor) -> Tensor:
+    """The first sample in place of each; another order of the samples would leave their mean as it is."""
+    return x[:1].expand_as(x).clone()
+
+
+def _has_effect(passes: EvalPasses, x: Tensor, other: Tensor) -> bool:
+    """Whether any output, of whatever shape, is another one."""
+    now = passes.run(Intervention(inputs=in_place_of(x, other)))
+    if len(now) != len(passes.base) or any(a.shape != b.shape for a, b in zip(passes.base, now)):
+        return True
+    return apart(passes.base, now) > 0.0
+
+
+def _without_gradient(passes: EvalPasses, x: Tensor, dim: int) -> set[int]:
+    """Columns to which no output has a gradient other than 0, for any sample."""
+    session = passes.session
+    leaf = x.detach().clone().requires_grad_()
+    outputs: list[Tensor] = []
+    with session.live():
+        hooks = [
+            root.register_forward_hook(lambda module, args, output: outputs.extend(tensors_of(output)))
+            for root in session.roots
+        ]
+        try:
+            change = Intervention(inputs=in_place_of(x, leaf), mode="eval")
+            session.replayer.run(session.recorded_step, change, upto="forward")
+        finally:
+            for hook in hooks:
+                hook.remove()
+        made = [each for each in outputs if each.requires_grad and each.is_floating_point()]
+        if not made:
+            return set()
+        weights = [torch.randn_like(each) for each in made]
+        grads: Sequence[Tensor | None] = torch.autograd.grad(made, [leaf], weights, allow_unused=True)
+    if (grad := grads[0]) is None:
+        return set()
+    others = [n for n in range(grad.dim()) if n != dim]
+    return set((grad.abs().amax(others) == 0).nonzero().flatten().tolist())

@@ -1,0 +1,116 @@
+"""Whether the outputs for a sample depend on the samples beside it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from trainwright.doctor.function.facts import Deviation
+from trainwright.doctor.function.measure.passes import EvalPasses, apart, at_rows
+from trainwright.recorder.program import Operation, constants_of
+from trainwright.recorder.user_types import Args, Kwargs
+from trainwright.replay.functions import InputHandler
+from trainwright.replay.replayer import Intervention
+
+SEQUENTIAL = (nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoder, nn.Conv1d)
+"""Layers that relate the rows of an input on purpose, where it is one sequence."""
+
+
+def why_related(passes: EvalPasses) -> str:
+    """Why the rows of the input may depend on each other on purpose; "" where each is a sample."""
+    session, size = passes.session, passes.session.size or 0
+    inputs, modules = session.inputs, session.modules.values()
+    if any(isinstance(m, _BatchNorm) and m.running_mean is None for m in modules):
+        return "a normalisation uses the statistics of the batch in eval mode too"
+    held = [t for m in modules for t in (*vars(m).values(), *m._buffers.values()) if isinstance(t, Tensor)]
+    if any(list(x.shape).count(size) > 1 or x.is_sparse for x in (*inputs, *held)):
+        return "a matrix relates each sample to each"
+    if any(not x.is_floating_point() and x.dim() == 2 and x.shape[0] == 2 != size for x in (*inputs, *held)):
+        return "a list of edges relates samples"
+    if any(ids is not None and len(ids) == size for ids in session.ids):
+        return ""  # the loader says what a sample is
+    if inputs[0].dim() == 2 and inputs[0].is_floating_point() and any(isinstance(m, SEQUENTIAL) for m in modules):
+        return "the input may be one sequence"
+    operations = [each for each in session.recorded_step.program if isinstance(each, Operation)]
+    targets = [c.tensor for each in operations for c in constants_of((each.args, each.kwargs))]
+    first = inputs[0]
+    places = first.shape[0] * first.shape[1] if first.dim() > 1 else 0  # a target for each position, flattened
+    lengths = {size, places, places - size}
+    if not any(t.dim() and not t.requires_grad and int(t.shape[0]) in lengths for t in targets):
+        return "no target says what a sample is"
+    return ""
+
+
+def other_in_place(size: int, changed: int, dim: int = 0) -> InputHandler:
+    """For ``Intervention.inputs``: what stands at ``changed`` of a dimension becomes a copy of what is next to it."""
+
+    def change(leaf: object) -> object:
+        if not isinstance(leaf, Tensor) or leaf.dim() <= dim or leaf.shape[dim] != size:
+            return leaf
+        order = torch.arange(size, device=leaf.device)
+        order[changed] = (changed + 1) % size
+        return leaf.index_select(dim, order)
+
+    def handler(number: int, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        return tuple(change(x) for x in args), {name: change(x) for name, x in kwargs.items()}
+
+    return handler
+
+
+def neighbours(passes: EvalPasses) -> Deviation | None:
+    """How far the outputs of the other samples move when one of them is another; None where that cannot be told."""
+    size = passes.session.size
+    if size is None or size < 3:
+        return None
+    for changed in (size // 2, 0):
+        found = _along(passes, size, changed, 0)
+        if found is not None:
+            return found if not found.is_real or not _is_free_along_second(passes) else None
+    return None
+
+
+def _along(passes: EvalPasses, size: int, changed: int, dim: int) -> Deviation | None:
+    """None where the change has no effect, or no output has this dimension."""
+    change = Intervention(inputs=other_in_place(size, changed, dim))
+    outputs = passes.run(change)
+    own = at_rows(lambda n: torch.arange(n) == changed, size, dim)
+    others = at_rows(lambda n: torch.arange(n) != changed, size, dim)
+    kept = [n for n, each in enumerate(passes.base) if each.dim() > dim and list(each.shape).count(size) == 1]
+    base, now = [passes.base[n] for n in kept], [outputs[n] for n in kept]
+    if not kept or apart(base, now, own) <= passes.limit:
+        return None
+    return passes.located(Deviation(apart(base, now, others), passes.limit), change, others)
+
+
+def _is_free_along_second(passes: EvalPasses) -> bool:
+    """Whether the samples lie along the second dimension: (T, B, ...), and no loader says otherwise."""
+    session = passes.session
+    first = session.inputs[0]
+    if first.dim() < 2 or any(ids is not None and len(ids) == session.size for ids in session.ids):
+        return False
+    size = int(first.shape[1])
+    found = _along(passes, size, size // 2, 1) if size >= 3 and size != session.size else None
+    return found is not None and not found.is_real
+
+
+def alone(passes: EvalPasses) -> Deviation | None:
+    """How far the outputs of two samples are from those that they have in the whole batch."""
+    size = passes.session.size
+    if size is None or size < 4:
+        return None
+    try:
+        outputs = passes.run(Intervention(rows=[0, 1]))
+    except Exception:
+        return None  # the model is made for batches of this size
+    pairs = [
+        (one[:2], other)
+        for one, other in zip(passes.base, outputs)
+        if one.dim() and one.shape[0] == size and other.shape[:1] == (2,) and one.shape[1:] == other.shape[1:]
+    ]
+    if not pairs:
+        return None
+    whole = [one for one, _ in pairs]
+    return replace(passes.deviation(()), amount=apart(whole, [other for _, other in pairs]))
