@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from trainwright.doctor.data import FAMILY as DATA
 from trainwright.doctor.family import Family
 from trainwright.doctor.function import FAMILY as FUNCTION
 from trainwright.doctor.program import FAMILY as PROGRAM
@@ -13,11 +14,4 @@ from trainwright.doctor.resume import FAMILY as RESUME
 from trainwright.doctor.update import FAMILY as UPDATE
 from trainwright.doctor.vitals import FAMILY as VITALS
 
-FAMILIES: tuple[Family, ...] = (
-    FUNCTION,
-    PROGRAM,
-    RANKS,
-    RESUME,
-    UPDATE,
-    VITALS,
-)
+FAMILIES: tuple[Family, ...] = (DATA, FUNCTION, PROGRAM, RANKS, RESUME, UPDATE, VITALS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from trainwright.doctor.data import measure as data
 from trainwright.doctor.function import measure as function
 from trainwright.doctor.program import measure as program
 from trainwright.doctor.ranks import measure as ranks
@@ -26,6 +27,7 @@ class Measures(NamedTuple):
 
 
 MEASURES: tuple[Measures, ...] = (
+    Measures(data.probes, needs_live_loop=True),
     Measures(function.probes, needs_live_loop=False),
     Measures(program.probes, needs_live_loop=True),
     Measures(ranks.probes, needs_live_loop=True),

@@ -1,0 +1,243 @@
+"""The laws of the data: they hold on healthy loops, and every violation breaks the right one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Sampler, SubsetRandomSampler, TensorDataset
+
+import trainwright as tw
+from tests.doctor.law_loops import BATCH, CLASSES, WIDTH, Change, Loop, broken, found, net, states, watched
+from trainwright.doctor.data.measure.digests import row_digests
+
+TRAINED = 96
+"""Rows of the 128 that healthy loops here train on; the others are evaluated."""
+
+
+def train_on_first(loop: Loop) -> None:
+    loop.batch = lambda step: torch.arange(step * BATCH, (step + 1) * BATCH) % TRAINED
+
+
+def evaluating(first: int, last: int, *, size: int = 128, shuffled: bool = False) -> Change:
+    """Trains on the first rows, and evaluates those from ``first`` to ``last`` now and then."""
+    order = torch.randperm(last - first, generator=torch.Generator().manual_seed(1)) + first
+
+    def change(loop: Loop) -> None:
+        train_on_first(loop)
+
+        def end(step: int) -> None:
+            if (step + 1) % 6:
+                return
+            loop.model.eval()
+            with torch.no_grad():
+                for part in (order if shuffled else torch.arange(first, last)).split(size):
+                    loop.model(loop.x[part])
+            loop.model.train()
+
+        loop.end = end
+
+    return change
+
+
+def evaluating_others_each_time(loop: Loop) -> None:
+    train_on_first(loop)
+
+    def end(step: int) -> None:
+        with torch.no_grad():
+            loop.model(loop.x[TRAINED + step :]) if step in (5, 11, 17) else None
+
+    loop.end = end
+
+
+def one_view(loop: Loop) -> None:
+    """Always the first part of a larger tensor."""
+    loop.batch = lambda step: slice(0, BATCH)  # type: ignore[assignment, return-value]
+
+
+def one_batch_of_what_is_evaluated(loop: Loop) -> None:
+    evaluating(0, 128)(loop)
+    loop.batch = lambda step: torch.arange(BATCH)
+
+
+def the_same_micro_batch(loop: Loop) -> None:
+    """Four backward passes of the same rows in each step."""
+    train_on_first(loop)
+
+    def before(step: int) -> None:
+        rows = loop.batch(step)
+        for _ in range(3):
+            F.cross_entropy(loop.model(loop.x[rows]), loop.y[rows]).backward()
+
+    loop.before_update = before
+
+
+def micro_batches(loop: Loop) -> None:
+    def before(step: int) -> None:
+        for part in range(1, 4):
+            rows = (loop.batch(step) + part * BATCH) % 128
+            F.cross_entropy(loop.model(loop.x[rows]), loop.y[rows]).backward()
+
+    loop.before_update = before
+
+
+def overlapping(loop: Loop) -> None:
+    loop.batch = lambda step: torch.arange(step * 12, step * 12 + BATCH) % 128
+
+
+def with_replacement(loop: Loop) -> None:
+    loop.batch = lambda step: torch.randint(0, 128, (BATCH,))
+
+
+def each_batch_twice(loop: Loop) -> None:
+    loop.batch = lambda step: torch.arange(step // 2 * BATCH, (step // 2 + 1) * BATCH) % 128
+
+
+def whole(loop: Loop) -> None:
+    """The whole set is one batch."""
+    loop.batch = lambda step: torch.arange(128)
+
+
+def one_large_feature(loop: Loop) -> None:
+    loop.x[:, 3] *= 1e4
+
+
+def one_small_feature(loop: Loop) -> None:
+    loop.x[:, 3] *= 1e-4
+
+
+def growing(loop: Loop) -> None:
+    def begin(step: int) -> None:
+        loop.x *= 1.5
+
+    loop.begin = begin
+
+
+def shrinking(loop: Loop) -> None:
+    """A running normalisation that divides by what it has divided before."""
+    scale = [1.0]
+
+    def begin(step: int) -> None:
+        scale[0] *= 1.5
+        loop.forward = lambda x: loop.model(x / scale[0])
+
+    loop.begin = begin
+
+
+def blanked(loop: Loop) -> None:
+    def begin(step: int) -> None:
+        loop.x = torch.ones_like(loop.x) if step == 8 else loop.x
+
+    loop.begin = begin
+
+
+HEALTHY: dict[str, Change] = {
+    "evaluation": evaluating(TRAINED, 128),
+    "evaluation of both": evaluating(0, 128, size=16),
+    "evaluation of the training data": evaluating(0, TRAINED),
+    "with replacement": with_replacement,
+    "each batch twice": each_batch_twice,
+    "the whole set": whole,
+    "micro-batches": micro_batches,
+    "a small feature": one_small_feature,
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_the_laws_hold_on_a_healthy_loop(name: str) -> None:
+    assert broken(watched(HEALTHY[name], steps=26), "data") == set()
+
+
+@pytest.mark.parametrize(
+    ("change", "law"),
+    [
+        (one_view, "batches_vary"),
+        (one_batch_of_what_is_evaluated, "batches_vary"),
+        (the_same_micro_batch, "batches_vary"),
+        (overlapping, "batches_are_disjoint"),
+        (evaluating(64, 128), "evaluation_is_apart"),
+        (evaluating(48, 112, size=16, shuffled=True), "evaluation_is_apart"),
+        (evaluating(90, 128), "evaluation_is_apart"),
+        (evaluating_others_each_time, "evaluation_is_the_same"),
+        (one_large_feature, "features_share_a_scale"),
+        (growing, "inputs_keep_their_scale"),
+        (shrinking, "inputs_keep_their_scale"),
+        (blanked, "inputs_keep_their_scale"),
+    ],
+)
+def test_a_violation_breaks_its_law(change: Change, law: str) -> None:
+    assert law in broken(watched(change, steps=27), "data")
+
+
+def test_what_was_looked_at_is_told() -> None:
+    state = states(watched(evaluating(TRAINED, 128), steps=26), "data")
+    assert state["batches_vary"].why == "96 rows in 26 steps"
+    assert state["evaluation_is_apart"].why == "32 evaluated rows, 0 of them trained on"
+    assert state["evaluation_is_the_same"].why == "4 evaluations of 32 rows"
+    assert state["samples_are_drawn"].state == "not looked at"
+
+
+class Doubling(Sampler[int]):
+    """Draws each of the first half of the samples twice."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([i // 2 for i in range(128)])
+
+    def __len__(self) -> int:
+        return 128
+
+
+def from_loader(loader: DataLoader[tuple[Tensor, ...]], epochs: int, batches: int) -> tw.Watch:
+    """Trains on so many batches of each epoch."""
+    torch.manual_seed(0)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with tw.watch(model, optimizer, loader=loader, out=None, quiet=True) as watch:
+        for _ in range(epochs):
+            for number, (x, y) in enumerate(loader):
+                if number == batches:
+                    break
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+    return watch
+
+
+def rows() -> TensorDataset:
+    x = torch.randn(128, WIDTH, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, x[:, :CLASSES].argmax(1))
+
+
+@pytest.mark.parametrize(
+    ("make", "batches", "state"),
+    [
+        (lambda: DataLoader(rows(), BATCH, shuffle=True), 8, "held"),
+        (lambda: DataLoader(rows(), BATCH, shuffle=True), 2, "held"),
+        (lambda: DataLoader(rows(), BATCH, sampler=SubsetRandomSampler(range(64))), 8, "not applicable"),
+        (lambda: DataLoader(rows(), BATCH), 3, "broken"),
+        (lambda: DataLoader(rows(), BATCH, sampler=Doubling()), 4, "broken"),
+    ],
+)
+def test_what_a_loader_draws(make: Callable[[], DataLoader[tuple[Tensor, ...]]], batches: int, state: str) -> None:
+    assert states(from_loader(make(), 3, batches), "data")["samples_are_drawn"].state == state
+
+
+def test_the_first_batch_of_a_loader_again_and_again() -> None:
+    watch = from_loader(DataLoader(rows(), BATCH), 12, 1)
+    assert "of 128" in found(watch, "law.data.batches_vary").symptom
+
+
+def test_equal_rows_have_equal_digests() -> None:
+    x = torch.randn(6, 200)
+    tokens = torch.arange(6) % 3
+    one, other = row_digests([x, tokens]), row_digests([x.flip(0), tokens.flip(0)])
+    assert one is not None and other is not None
+    assert one.tolist() == other.tolist()[::-1]
+    assert len(set(one.tolist())) == 6
+    changed = row_digests([x, tokens + 1])
+    assert changed is not None and not set(changed.tolist()) & set(one.tolist())
+    assert row_digests([torch.tensor(3.0)]) is None
+    assert isinstance(net(), nn.Module)

@@ -1,0 +1,273 @@
+"""Laws of the data: which samples are drawn and evaluated, and whether their values keep a sensible form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.case import Case
+from trainwright.doctor.data.facts import DrawsFacts, EvaluatedRows, FeaturesFacts, LoaderEpochs, RowsFacts
+from trainwright.doctor.finding import Check, ExperimentRequest, Finding, RemedyTrial, finding
+from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
+
+SAME = 8
+"""Steps in a row on the same batch that are no chance, and no few updates on each batch."""
+COMPARED = 16
+"""Pairs of steps that are compared before anything is said."""
+MICRO = 3
+"""Equal micro-batches in a step: two are a second look at the same batch (SAM, two views)."""
+SHARE = 0.05
+"""Of samples or rows: less is an incomplete batch, padding of a sampler, or a few samples that are there twice."""
+FACTOR = 100.0
+"""By which the scale of all inputs may change: a switch of data within a task is less."""
+STANDARDISED = "standardised"
+
+
+def batches_vary(case: Case) -> Iterator[Verdict]:
+    """Steps in a row do not all train on the same rows, where the set has more; nor do all micro-batches of a step."""
+    facts = case.newest(RowsFacts)
+    if facts is None or facts.steps < SAME:
+        return
+    same, micro = facts.same >= SAME - 1, facts.repeated_micro_steps >= SAME // 2 and facts.repeated_micro >= MICRO
+    if same and facts.whole > facts.batch:
+        yield _same_batch(facts)
+    elif micro:
+        yield _same_micro_batches(facts)
+    elif same:
+        yield Holds(f"every step has the same {facts.batch} rows, and no larger set is known")
+    else:
+        yield Holds(f"{facts.distinct} rows in {facts.steps} steps")
+
+
+def _same_batch(facts: RowsFacts) -> Finding:
+    return finding(
+        "law.data.batches_vary",
+        "warning",
+        facts.steps,
+        symptom=f"the last {facts.same + 1} steps all trained on the same {facts.batch} rows, of {facts.whole}",
+        cause="the batch is taken once and not again: next(iter(loader)), a name that is not assigned anew, an index "
+        "that stands still",
+        remedy="iterate over the loader, or over the indices, and use what each iteration gives",
+        sure=0.9,
+        stage="input",
+        since_step=max(1, facts.steps - facts.same),
+        evidence=[("rows that were trained on", facts.distinct, facts.whole)],
+    )
+
+
+def _same_micro_batches(facts: RowsFacts) -> Finding:
+    return finding(
+        "law.data.batches_vary",
+        "warning",
+        facts.steps,
+        symptom=f"the {facts.repeated_micro} micro-batches of a step are the same rows, in "
+        f"{facts.repeated_micro_steps} of {facts.steps} steps",
+        cause="each micro-batch reads the same part of the batch: an index or a name that stands still",
+        remedy="take a part of its own for each backward pass",
+        sure=0.8,
+        stage="input",
+        evidence=[("equal micro-batches in a step", facts.repeated_micro, 1)],
+    )
+
+
+def batches_are_disjoint(case: Case) -> Iterator[Verdict]:
+    """Steps that follow each other share no more rows than steps that are further apart."""
+    facts = case.newest(RowsFacts)
+    if facts is None or facts.compared < COMPARED:
+        return
+    excess = facts.shared_next - facts.shared_far
+    share = excess / max(1, facts.batch)
+    if facts.partly < 0.8 * facts.compared or facts.shared_next < 3 * facts.shared_far + 0.5:
+        yield Holds(f"{facts.compared} pairs of steps share {facts.shared_next:.3g} rows of {facts.batch}")
+        return
+    yield finding(
+        "law.data.batches_are_disjoint",
+        "warning" if share >= SHARE else "info",
+        facts.steps,
+        symptom=f"each step reads {facts.shared_next:.3g} of its {facts.batch} rows from the step before again",
+        cause="the batches are cut so that they overlap: a stride that is less than the size of a batch",
+        remedy="move on by as many rows as a batch has",
+        sure=0.8,
+        stage="input",
+        since_step=1,
+        evidence=[
+            ("rows that steps in a row share, on the mean", round(facts.shared_next, 2), round(facts.shared_far, 2)),
+            ("pairs of steps that share some", facts.partly, 0),
+        ],
+    )
+
+
+def samples_are_drawn(case: Case) -> Iterator[Verdict]:
+    """Over two epochs a loader draws every sample, and in one epoch each once."""
+    facts = case.newest(DrawsFacts)
+    if facts is None:
+        return
+    plain = [each for each in facts.epochs if not each.chosen]
+    if not plain:
+        yield NotApplicable("the samplers are made for a part of the data, or draw some samples several times")
+        return
+    never = [each for each in plain if each.never - each.tail > SHARE * each.samples and each.same_set]
+    twice = [each for each in plain if each.drawn - each.distinct > SHARE * each.drawn]
+    if never:
+        yield _never(case, never[0])
+    elif twice:
+        yield finding(
+            "law.data.samples_are_drawn",
+            "info",
+            case.last_step,
+            symptom=f"{twice[0].drawn - twice[0].distinct} of {twice[0].drawn} draws of an epoch were of samples that "
+            "had come before",
+            cause=f"{twice[0].sampler} draws some samples several times; fine if that is intended",
+            remedy="a sampler that draws each sample once",
+            sure=0.5,
+            stage="input",
+            evidence=[("samples of the epoch that differ", twice[0].distinct, twice[0].drawn)],
+        )
+    else:
+        yield Holds(f"two epochs of {max(each.samples for each in plain)} samples")
+
+
+def _never(case: Case, epochs: LoaderEpochs) -> Finding:
+    return finding(
+        "law.data.samples_are_drawn",
+        "warning",
+        case.last_step,
+        symptom=f"{epochs.never} of {epochs.samples} samples were not drawn in two epochs, and these drew the same "
+        "others",
+        cause="the loop leaves each epoch early, or the sampler leaves out a part of the data",
+        remedy="go through the whole epoch, or shuffle, so that each epoch has another part",
+        sure=0.8,
+        stage="input",
+        evidence=[
+            ("samples drawn in an epoch", epochs.distinct, epochs.samples),
+            ("first that never came", list(epochs.first_never), []),
+        ],
+    )
+
+
+def evaluation_is_apart(case: Case) -> Iterator[Verdict]:
+    """An evaluation does not mix rows that are trained on with rows that are not."""
+    facts = case.newest(RowsFacts)
+    if facts is None or not facts.evaluations:
+        return
+    if facts.new_lately > SHARE or not facts.is_continuous:
+        yield NotApplicable(
+            "training still meets new rows" if facts.is_continuous else "rows of whole numbers may be equal by chance"
+        )
+        return
+    last = facts.evaluations[-1]
+    share = last.shared / max(1, last.rows)
+    if last.mixed and SHARE < share < 1 - SHARE and not _is_of_both(last):
+        yield finding(
+            "law.data.evaluation_is_apart",
+            "warning",
+            facts.steps,
+            symptom=f"{last.shared} of {last.rows} rows of the evaluation are also trained on, by their content",
+            cause="the parts of the data for training and for evaluation overlap",
+            remedy="cut the data once, before anything else, and check that no row is in both parts",
+            sure=0.85,
+            stage="input",
+            evidence=[("share of evaluated rows that are trained on", round(share, 3), 0.0)],
+        )
+    else:
+        yield Holds(f"{last.rows} evaluated rows, {last.shared} of them trained on")
+
+
+def _is_of_both(evaluated: EvaluatedRows) -> bool:
+    """Whether most calls read either rows that are trained on, or others: the loss of both is measured."""
+    return evaluated.calls >= 4 and evaluated.mixed <= 2
+
+
+def evaluation_is_the_same(case: Case) -> Iterator[Verdict]:
+    """Every evaluation reads the same rows."""
+    facts = case.newest(RowsFacts)
+    if facts is None or len(facts.evaluations) < 2:
+        return
+    before, last = facts.evaluations[-2:]
+    if before.digest == last.digest:
+        yield Holds(f"{len(facts.evaluations)} evaluations of {last.rows} rows")
+        return
+    yield finding(
+        "law.data.evaluation_is_the_same",
+        "info",
+        facts.steps,
+        symptom=f"evaluations read other rows each time: {before.rows} after step {before.step}, {last.rows} after "
+        f"step {last.step}",
+        cause="the evaluation takes a random part of the data, or its data change; fine if that is intended",
+        remedy="evaluate the same rows each time, so that the numbers can be compared",
+        sure=0.5,
+        stage="input",
+        evidence=[("rows of the last evaluations", [each.rows for each in facts.evaluations])],
+    )
+
+
+def features_share_a_scale(case: Case) -> Iterator[Verdict]:
+    """No feature varies a thousand times as much as the others, if the model learns better where all vary alike."""
+    first = next((facts for _, facts in case.every(FeaturesFacts) if facts.features > 1), None)
+    if first is None:
+        return
+    if not first.large:
+        yield Holds(f"{first.features} features")
+        return
+    step = next(step for step, facts in case.every(FeaturesFacts) if facts is not None and facts.large)
+    trial = case.newest(STANDARDISED)
+    if trial is None:
+        yield ExperimentRequest(STANDARDISED, step)
+        return
+    worst = max(first.large, key=lambda feature: feature.std)
+    was, now = trial.values.get("as_it_was") or [0.0], trial.values.get("standardised") or [0.0]
+    gain = (was[-1] - now[-1]) / max(abs(was[0]), 1e-12) if "blind" not in trial.values else 0.0
+    yield finding(
+        "law.data.features_share_a_scale",
+        "warning" if gain > SHARE or not was[-1] < was[0] else "info",
+        trial.step,
+        symptom=f"feature {worst.number} has a deviation of {worst.std:.3g}, {worst.std / first.usual:.2g} times the "
+        "usual one",
+        cause="it is not normalised, or is in other units than the rest",
+        remedy="standardise each feature, with the mean and deviation of the training data",
+        sure=0.8,
+        stage="input",
+        evidence=[
+            ("its deviation, and the usual one", worst.std, first.usual),
+            ("loss after the same updates, as it was and standardised", was[-1], now[-1]),
+        ],
+        trial=RemedyTrial("standardised_inputs"),
+    )
+
+
+def inputs_keep_their_scale(case: Case) -> Iterator[Verdict]:
+    """The scale of all inputs together does not change by orders of magnitude, and what varied goes on to vary."""
+    known = [(step, facts) for step, facts in case.every(FeaturesFacts) if facts.rows > 1]
+    if len(known) < 2:
+        return
+    (begin, first), (step, last) = known[0], known[-1]
+    ratio = last.rms / first.rms if first.rms else 1.0
+    stands = bool(first.usual and not last.usual)
+    if 1 / FACTOR < ratio < FACTOR and not stands:
+        yield Holds(f"root mean square {first.rms:.3g} at step {begin}, {last.rms:.3g} at step {step}")
+        return
+    yield finding(
+        "law.data.inputs_keep_their_scale",
+        "warning",
+        step,
+        symptom="no feature of the inputs varies any more"
+        if stands
+        else f"the inputs {'grow' if ratio > 1 else 'shrink'}: root mean square {first.rms:.3g} at step {begin}, "
+        f"{last.rms:.3g} at step {step}",
+        cause="the data are changed in place again and again, or a state of the preprocessing runs away",
+        remedy="print mean and deviation of the inputs of some steps; look for *=, .mul_, .sub_ on the data",
+        sure=0.8,
+        stage="input",
+        evidence=[("root mean square of the inputs", last.rms, first.rms)],
+    )
+
+
+LAWS: tuple[Law, ...] = (
+    Law("data.batches_vary", batches_vary),
+    Law("data.batches_are_disjoint", batches_are_disjoint),
+    Law("data.samples_are_drawn", samples_are_drawn),
+    Law("data.evaluation_is_apart", evaluation_is_apart, named_by=("data.train_val_overlap",)),
+    Law("data.evaluation_is_the_same", evaluation_is_the_same),
+    Law("data.features_share_a_scale", features_share_a_scale, effort="replay", named_by=("data.unnormalised_input",)),
+    Law("data.inputs_keep_their_scale", inputs_keep_their_scale, effort="replay", named_by=("data.*",)),
+)
+NAMES: tuple[Check, ...] = ()

@@ -1,0 +1,106 @@
+"""What is measured of the data: rows by their content, samples by their number, features by their scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatedRows:
+    """An evaluation: after which step, how many rows, and how many of them had been trained on by now.
+
+    ``mixed`` of its ``calls`` read some rows that had been trained on and some that had not, a tenth of each at least.
+    """
+
+    step: int
+    calls: int
+    rows: int
+    shared: int
+    mixed: int
+    digest: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsFacts:
+    """The rows of the inputs of training, recognised by their content.
+
+    Of ``rows`` that were read in ``steps``, ``distinct`` differ; ``new_lately`` is the share of new ones in the last
+    steps. In the last ``same`` steps in a row all were the same as in the step before; a step has ``batch`` of them.
+    The set that they come from holds ``whole`` rows, as far as is known (0: not). ``repeated_micro``: the most
+    micro-batches of a step that were all the same, in ``repeated_micro_steps`` steps.
+
+    ``compared`` pairs of steps that follow each other share ``shared_next`` rows, pairs that are further apart
+    ``shared_far``, on the mean; ``partly`` of the pairs share some rows, and not all. ``is_continuous``: two samples
+    are never equal by chance.
+    """
+
+    experiment: ClassVar[str] = "rows"
+    steps: int
+    rows: int = 0
+    distinct: int = 0
+    new_lately: float = 1.0
+    batch: int = 0
+    same: int = 0
+    whole: int = 0
+    repeated_micro: int = 0
+    repeated_micro_steps: int = 0
+    compared: int = 0
+    shared_next: float = 0.0
+    shared_far: float = 0.0
+    partly: int = 0
+    is_continuous: bool = True
+    evaluations: tuple[EvaluatedRows, ...] = ()
+    num_evaluations: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderEpochs:
+    """The last two epochs of a loader over a data set of ``samples``: how many were drawn in the newer one, how many
+    of these differ, and how many were drawn in neither. ``tail``: what an incomplete batch may leave out.
+    ``chosen``: the sampler is made for a part of the data, or draws some of them several times.
+    """
+
+    samples: int
+    drawn: int
+    distinct: int
+    never: int
+    first_never: tuple[int, ...]
+    same_set: bool
+    tail: int
+    chosen: bool
+    sampler: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawsFacts:
+    """What the loaders that were trained on have drawn."""
+
+    experiment: ClassVar[str] = "draws"
+    epochs: tuple[LoaderEpochs, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """A column, channel or feature of the inputs: its mean and deviation."""
+
+    number: int
+    mean: float
+    std: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeaturesFacts:
+    """The features of the floating-point inputs of the last steps, over ``rows``. ``rms`` is that of all together.
+
+    ``usual`` is the median of the deviations of those ``features`` that vary; ``large`` and ``small`` are far from it.
+    """
+
+    experiment: ClassVar[str] = "features"
+    rows: int = 0
+    features: int = 0
+    constant: int = 0
+    rms: float = 0.0
+    usual: float = 0.0
+    large: tuple[Feature, ...] = ()
+    small: tuple[Feature, ...] = ()

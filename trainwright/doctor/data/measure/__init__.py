@@ -1,0 +1,13 @@
+"""What is measured of the data: rows by their content, draws of the loaders, and the scale of each feature."""
+
+from __future__ import annotations
+
+from trainwright.doctor.data.measure import features as features
+from trainwright.doctor.data.measure.draws import Draws
+from trainwright.doctor.data.measure.rows import InputRows
+from trainwright.recorder.probes import Probe, WatchedObjects
+
+
+def probes(watched: WatchedObjects) -> list[Probe]:
+    """Both need a live loop."""
+    return [InputRows(), Draws()]

@@ -1,0 +1,103 @@
+"""Counts which samples the loaders that are trained on draw in an epoch, by the numbers that their samplers give."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from trainwright.doctor.data.facts import DrawsFacts, LoaderEpochs
+from trainwright.recorder.datasets import length_of
+from trainwright.recorder.probes import Probe
+from trainwright.recorder.user_types import Loader
+from trainwright.runlog.json_values import Facts, strict
+
+MOST_SAMPLES = 1 << 17
+"""Of a larger data set nothing is counted."""
+LISTED = 16
+
+
+@dataclass
+class _Epoch:
+    """What one iterator drew. ``trained``: batches that came in a mode with gradients."""
+
+    drawn: int = 0
+    trained: int = 0
+    ids: set[int] = field(default_factory=set)
+
+
+@dataclass
+class _Source:
+    """A loader that is alive, its last two epochs that are over, and the one that runs."""
+
+    samples: int
+    over: list[_Epoch] = field(default_factory=list)
+    running: _Epoch = field(default_factory=_Epoch)
+
+
+class Draws(Probe):
+    """A set of integers for each epoch."""
+
+    name = DrawsFacts.experiment
+
+    def __init__(self) -> None:
+        self._sources: weakref.WeakKeyDictionary[Loader, _Source] = weakref.WeakKeyDictionary()
+        self._iterators: weakref.WeakKeyDictionary[object, _Source] = weakref.WeakKeyDictionary()
+
+    def on_epoch(self, loader: Loader, iterator: object) -> None:
+        size = length_of(getattr(loader, "dataset", None)) or 0
+        if not 0 < size <= MOST_SAMPLES:
+            return
+        source = self._sources.setdefault(loader, _Source(size))
+        if source.running.drawn:
+            source.over = [*source.over[-1:], source.running]
+            source.running = _Epoch()
+        self._iterators[iterator] = source
+
+    def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
+        source = self._iterators.get(iterator)
+        if source is not None and isinstance(ids, list) and ids and type(ids[0]) is int:
+            source.running.drawn += len(ids)
+            source.running.trained += torch.is_grad_enabled()
+            source.running.ids.update(ids)
+
+    def values(self) -> Facts | None:
+        rows = [_facts(loader, each) for loader, each in self._sources.items() if len(each.over) == 2]
+        return dict(strict(vars(DrawsFacts(epochs=tuple(rows))))) if rows else None
+
+
+def _facts(loader: Loader, source: _Source) -> LoaderEpochs:
+    before, last = source.over
+    never = sorted(set(range(source.samples)) - before.ids - last.ids)
+    batch, drops = getattr(loader, "batch_size", None) or 1, bool(getattr(loader, "drop_last", False))
+    sampler = _sampler(loader)
+    return LoaderEpochs(
+        samples=source.samples,
+        drawn=last.drawn,
+        distinct=len(last.ids),
+        never=len(never),
+        first_never=tuple(never[:LISTED]),
+        same_set=before.ids == last.ids,
+        tail=batch - 1 if drops else 0,
+        chosen=_chooses(sampler),
+        sampler=type(sampler).__name__,
+    )
+
+
+def _sampler(loader: Loader) -> object:
+    own: object = getattr(loader, "batch_sampler", None)
+    return own if own is not None and type(own) is not BatchSampler else getattr(loader, "sampler", None)
+
+
+def _chooses(sampler: object) -> bool:
+    """Whether it is made to leave out samples, or to draw some again."""
+    is_part = isinstance(sampler, SubsetRandomSampler | WeightedRandomSampler | DistributedSampler)
+    return is_part or (isinstance(sampler, RandomSampler) and (sampler.replacement or sampler._num_samples is not None))

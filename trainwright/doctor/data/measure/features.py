@@ -1,0 +1,66 @@
+"""The mean and the deviation of each feature of the inputs, over the steps that are held."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainwright.doctor.data.facts import Feature, FeaturesFacts
+from trainwright.recorder.program import RecordedStep
+from trainwright.replay.experiments import experiment
+from trainwright.replay.samples import inputs_of
+from trainwright.replay.session import ReplaySession
+from trainwright.runlog.json_values import Facts, strict
+
+MOST_ROWS, MOST_FEATURES = 512, 1024
+FACTOR = 1000.0
+"""Between the deviation of a feature and the usual one: three orders of magnitude."""
+LISTED = 8
+
+
+@experiment(FeaturesFacts.experiment, when="checkup")
+def features(session: ReplaySession) -> Facts:
+    """Of the first floating-point input: columns of tables, channels of images, features of sequences."""
+    parts: list[Tensor] = []
+    for recorded in reversed(session.recorded_steps[-16:]):
+        x = _first_floats(recorded)
+        if x is None or (parts and x.shape[1] != parts[0].shape[1]):
+            continue
+        parts.append(x)
+        if sum(map(len, parts)) >= MOST_ROWS:
+            break
+    if not parts:
+        return dict(strict(vars(FeaturesFacts())))
+    return dict(strict(vars(_facts(torch.cat(parts)[:MOST_ROWS].double()))))
+
+
+def _first_floats(recorded: RecordedStep) -> Tensor | None:
+    """Shape (rows, features). Pixels and positions are rows as well: some of each sample."""
+    x = next((each.detach() for each in inputs_of(recorded) if each.is_floating_point() and each.dim() > 1), None)
+    if x is None or not x.numel():
+        return None
+    if x.dim() == 4 or x.dim() == 5:
+        x = x.flatten(2)[:, :, :: max(1, x[0, 0].numel() // 16)].transpose(1, 2).flatten(0, 1)
+    elif x.dim() == 3:
+        x = x[:, :: max(1, x.shape[1] // 16)].flatten(0, 1)
+    return x[:, :MOST_FEATURES] if x.dim() == 2 else None
+
+
+def _facts(x: Tensor) -> FeaturesFacts:
+    mean, std = x.mean(0), x.std(0, correction=0)
+    varies = std > 1e-6 * x.abs().amax(0).clamp(min=1e-300)
+    usual = float(std[varies].median()) if bool(varies.any()) else 0.0
+    return FeaturesFacts(
+        rows=len(x),
+        features=x.shape[1],
+        constant=int((~varies).sum()),
+        rms=float(x.square().mean().sqrt()),
+        usual=usual,
+        large=_listed(mean, std, varies & (std > FACTOR * usual)),
+        small=_listed(mean, std, varies & (std * FACTOR < usual)),
+    )
+
+
+def _listed(mean: Tensor, std: Tensor, which: Tensor) -> tuple[Feature, ...]:
+    numbers: list[int] = which.nonzero().flatten().tolist()[:LISTED]
+    return tuple(Feature(number=n, mean=float(mean[n]), std=float(std[n])) for n in numbers)
