@@ -1,0 +1,108 @@
+"""The bed of mutants and the healthy programs: what they are made of. What the doctor says of them is measured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zoo import mutant_bed, programs
+from zoo.mutant_runs import Outcome, harm, host_outcomes, run_plainly, silent_watch, verdict
+from zoo.mutate import HOSTS, by_name, drawn, is_kept_out, program, sites
+from zoo.mutation_operators import OPERATORS
+
+BEST = {"lora": 0.9, "contrast": 0.9, "policy": -0.8, "diffusion": 0.55, "gan": 0.06, "multitask": 1.1}
+"""The loss that a host stays below; at chance it is 1.39, 4.16, -0.2, 1, 0.4 and 3."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", BEST)
+def test_a_host_learns(host: str) -> None:
+    """Those that take less than half a second; the others have their verdicts."""
+    outcome = run_plainly(host, program(host).source, 0)
+    assert outcome.error is None and outcome.steps >= 60
+    assert next(iter(outcome.quality.values())) < BEST[host]
+    assert set(outcome.gaps) == set(outcome.shown), "what a host shows can be compared with what is true"
+
+
+def test_sites_are_the_same_each_time() -> None:
+    for name in ("drop", "wrong_object", "stale"):
+        assert sites.__wrapped__("lora", name) == sites("lora", name)
+
+
+def test_every_operator_changes_some_host() -> None:
+    for name in OPERATORS:
+        mutants = sites("multitask", name) or sites("pictures", name)
+        assert mutants, name
+        assert all(each.source != program(each.host).source for each in mutants)
+        assert len({each.source for each in mutants}) == len(mutants)
+
+
+def test_a_mutant_keeps_its_name_and_says_what_it_changed() -> None:
+    mutant = drawn("gan", "drop")[0]
+    assert by_name(mutant.name).source == mutant.source
+    assert mutant.diff.startswith(f"gan.py:{mutant.line}: ") and "->" in mutant.diff
+
+
+def test_neither_the_watch_nor_the_report_is_changed() -> None:
+    for mutant in (each for name in OPERATORS for each in sites("lora", name)):
+        kept = [line for line in mutant.source.splitlines() if "with watch(" in line or "return Report(" in line]
+        assert [line.strip() for line in kept] == [
+            "with watch(model, optimizer, loader=train_batches, scheduler=scheduler):",
+            'return Report(model, {"loss": val_loss, "accuracy": accuracy}, losses)',
+        ], mutant.diff
+
+
+def test_a_third_of_the_pairs_is_kept_out() -> None:
+    pairs = [is_kept_out(operator, host) for operator in OPERATORS for host in HOSTS]
+    assert 0.25 < sum(pairs) / len(pairs) < 0.42  # two standard deviations of a third of 310
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after", "kind"),
+    [
+        ("optimizer.zero_grad()", "optimizer.zero_grad(); optimizer.zero_grad()", "equivalent"),
+        ("loss.backward()", "loss.backwards()", "raises"),
+        ("if val_loss < best:", "if val_loss < best and best / 0 > 1:", "raises late"),
+        ("optimizer.step()", "pass", "harmful"),
+        ("dropout=0.05", "dropout=0.06", "harmless"),
+    ],
+)
+def test_a_planted_change_is_judged(before: str, after: str, kind: str) -> None:
+    source = program("lora").source
+    assert before in source
+    assert verdict("lora", source.replace(before, after, 1)).kind == kind
+
+
+@pytest.mark.slow
+def test_what_is_shown_wrongly_is_harm() -> None:
+    healthy = host_outcomes("lora")[0]
+    assert harm("lora", healthy) == ""
+    shown = {**healthy.shown, "accuracy": 1.0}
+    assert harm("lora", Outcome(healthy.steps, None, "", healthy.quality, shown)).startswith("shows accuracy")
+
+
+def test_the_place_of_a_finding_is_compared_with_the_change() -> None:
+    mutant = next(each for each in sites("gan", "drop") if "optimizer_g.step()" in each.diff)
+    assert mutant_bed.touched(mutant) == {"optimizer"}
+    assert mutant_bed.fits_family("opt.step_never_called", mutant)
+    assert not mutant_bed.fits_family("data.label_noise", mutant)
+
+
+def test_the_programs_are_in_number_and_a_dozen_is_kept_out() -> None:
+    names, unseen = programs.programs(kept_out=False), programs.programs(kept_out=True)
+    assert len(set(names)) == len(names) >= 200
+    assert len(unseen) == 12 and not set(unseen) & set(names)
+
+
+@pytest.mark.parametrize("name", ["table:sign_through", "rebuild:spectral", "regress:sharpness_aware"])
+def test_a_program_learns(name: str) -> None:
+    training = programs.program(name, 0)
+    training.epochs = 2
+    training.run(silent_watch)
+    assert sum(training.losses[-8:]) < 0.97 * sum(training.losses[:8])

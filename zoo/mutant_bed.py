@@ -1,0 +1,200 @@
+"""The bed: which mutants count, as they were judged, and how a watch does on them.
+
+``mutants.json`` holds the verdicts. They are measured by ``python -m benchmarks.mutants --judge``, and stale as soon as
+a host, what judges it or an operator changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from trainwright.runlog.records import Found
+from zoo.mutant_runs import Verdict, Watched, verdict, watched_mutant
+from zoo.mutate import FOLDER, HOSTS, Mutant, by_name, drawn, is_kept_out, program
+from zoo.mutation_operators import OPERATORS
+
+VERDICTS = Path(__file__).parent / "mutants.json"
+DRAWN, TRIED = 1, 4
+"""Of each operator and host so many mutants that do harm, found among so many sites."""
+SHARED = ("worlds.py", "corridor.py", "quality.py", "report.py")
+
+FAMILIES = {
+    "mode": "program function",
+    "opt": "update program vital",
+    "prec": "precision",
+    "num": "precision vital",
+    "sched": "program vital",
+    "init": "vital function",
+    "loop": "program vital",
+    "model": "function vital",
+    "grad": "gradient vital",
+    "mem": "resources",
+    "perf": "resources",
+    "accum": "gradient",
+    "ckpt": "resume",
+    "average": "averages",
+    "metric": "averages",
+}
+"""The families that a code belongs to, by its first part; one that is not listed is a family itself."""
+ACCEPTED = {
+    "model": "function gradient vital precision",
+    "data": "data vital loss",
+    "loss": "loss gradient vital precision resources",
+    "backward": "gradient program",
+    "optimizer": "update program vital",
+    "schedule": "program vital update",
+    "clip": "gradient update program vital",
+    "precision": "precision gradient program",
+    "average": "averages program update",
+    "evaluation": "function data averages program loss",
+    "mode": "function program",
+    "resume": "resume program update",
+}
+"""Which families explain a change of what was touched."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """How a watch did on a mutant. ``new`` are its alarms that the host with the same seed does not have."""
+
+    name: str
+    seed: int
+    diff: str
+    harm: str
+    kept_out: bool
+    detected: bool = False
+    family: bool = False
+    line: bool = False
+    right: bool = False
+    new: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    error: str | None = None
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+    @property
+    def host(self) -> str:
+        return self.name.split(":")[0]
+
+    @property
+    def operator(self) -> str:
+        return self.name.split(":")[1]
+
+
+def judged() -> dict[str, Verdict]:
+    """The verdicts that are stored, by the name of the mutant."""
+    if not VERDICTS.exists():
+        return {}
+    return {name: Verdict(*each) for name, each in json.loads(VERDICTS.read_text())["verdicts"].items()}
+
+
+def bed(*, kept_out: bool) -> list[str]:
+    """Names of the mutants that do harm, of one part."""
+    names = [name for name, each in judged().items() if each.kind == "harmful"]
+    return [name for name in names if is_kept_out(name.split(":")[1], name.split(":")[0]) == kept_out]
+
+
+@cache
+def state_of(host: str) -> str:
+    """A hash of what the verdicts on a host depend on."""
+    texts = [(FOLDER / name).read_text() for name in (f"{host}.py", *SHARED)]
+    texts += [mutant.source for operator in OPERATORS for mutant in drawn(host, operator)[:TRIED]]
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+def is_stale(host: str) -> bool:
+    return bool(json.loads(VERDICTS.read_text())["hosts"].get(host) != state_of(host))
+
+
+def judge(host: str, operators: Sequence[str]) -> dict[str, list[str]]:
+    """Verdicts on mutants of a host: by each operator in the order drawn, until enough of them do harm."""
+    torch.set_num_threads(1)
+    found: dict[str, list[str]] = {}
+    for operator in operators:
+        harmful = 0
+        for mutant in drawn(host, operator)[:TRIED]:
+            one = verdict(host, mutant.source)
+            found[mutant.name] = [one.kind, one.why]
+            harmful += one.kind == "harmful"
+            if harmful == DRAWN:
+                break
+    return found
+
+
+def store(verdicts: Mapping[str, Sequence[str]], fresh: Sequence[str]) -> None:
+    """Writes the verdicts; ``fresh`` are the hosts that were judged with every operator."""
+    order = {host: i for i, host in enumerate(HOSTS)}
+    names = sorted(verdicts, key=lambda each: (order[each.split(":")[0]], each))
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(list(verdicts[name]))}" for name in names)
+    known = json.loads(VERDICTS.read_text())["hosts"] if VERDICTS.exists() else {}
+    hosts = json.dumps({**known, **{host: state_of(host) for host in fresh}}, indent=1)
+    VERDICTS.write_text(f'{{"hosts": {hosts},\n "verdicts": {{\n{lines}\n}}}}\n')
+
+
+@cache
+def twin(host: str, seed: int) -> Watched:
+    """The host unchanged under the watch."""
+    return watched_mutant(None, host, seed)
+
+
+def score(name: str, seed: int) -> Score:
+    """One mutant under the watch against its host; for a process of a pool."""
+    torch.set_num_threads(1)
+    mutant = by_name(name)
+    healthy, seen = twin(mutant.host, seed), watched_mutant(mutant, mutant.host, seed)
+    known = {each.code for each in healthy.alarms}
+    new = [each for each in seen.alarms if each.code not in known]
+    families = [fits_family(each.code, mutant) for each in new]
+    lines = [fits_line(each, mutant) for each in new]
+    right = [line or (family and fits_module(each, mutant, seen)) for each, family, line in zip(new, families, lines)]
+    return Score(
+        name, seed, mutant.diff, judged().get(name, Verdict("")).why, mutant.kept_out,
+        bool(new), any(families), any(lines), any(right),
+        [f"{each.code}@{each.step}" for each in new], [f"{each.code}@{each.step}" for each in seen.found],
+        seen.seconds, seen.error or "; ".join(seen.failures) or None,
+    )  # fmt: skip
+
+
+def touched(mutant: Mutant) -> set[str]:
+    """What the changed lines are about."""
+    return {program(mutant.host).touched(line) for line in mutant.lines}
+
+
+def fits_family(code: str, mutant: Mutant) -> bool:
+    prefix = code.split(".")[0]
+    accepted = {family for kind in touched(mutant) for family in ACCEPTED[kind].split()}
+    return bool(accepted & set(FAMILIES.get(prefix, prefix).split()))
+
+
+def fits_line(found: Found, mutant: Mutant) -> bool:
+    """Whether a finding points at most two lines beside a line that was changed."""
+    file, _, line = (found.where.source or "").rpartition(":")
+    return file == f"{mutant.host}.py" and any(abs(int(line) - each) <= 2 for each in mutant.lines)
+
+
+def fits_module(found: Found, mutant: Mutant, seen: Watched) -> bool:
+    """Of what was changed in the model: a module of the class that was changed, one within it, or one that it names."""
+    base = program(mutant.host)
+    changed = [
+        each for each in base.tree.body
+        if any(each.lineno <= line <= (each.end_lineno or 0) for line in mutant.lines) and "model" in touched(mutant)
+    ]  # fmt: skip
+    classes = {name for each in changed if (name := getattr(each, "name", None))}
+    if not classes:
+        return True
+    path = found.where.module
+    if path is None:
+        return False
+    named = set(re.findall(r"self\.(\w+)", " ".join(base.lines[line - 1] for line in mutant.lines)))
+    above = [".".join(path.split(".")[:i]) for i in range(len(path.split(".")) + 1)]
+    return bool(named & set(path.split("."))) or any(seen.modules.get(each) in classes for each in above if each)

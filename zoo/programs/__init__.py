@@ -1,0 +1,134 @@
+"""Healthy programs in number: tasks times legal techniques. No alarm may come of them.
+
+A program is named ``task:technique``; those of ``KEPT_OUT`` are for the end of a piece of work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from zoo.mutant_runs import Watched, run_watched
+from zoo.programs import kept_out as k
+from zoo.programs import loops as p
+from zoo.programs import losses as l
+from zoo.programs import models as m
+from zoo.programs.training import Training, training
+
+Technique = Callable[[Training], None]
+ALL = "table regress image text series rebuild"
+NUMBERS = "table regress image series rebuild"
+CLASSES = "table image series"
+TABLE: dict[Technique, str] = {
+    m.sign_through: "table regress image rebuild",
+    m.round_through: "table regress image rebuild",
+    m.fake_quantised: "table regress image rebuild text",
+    m.gradient_reversal: "table regress image rebuild",
+    m.spectral: "table regress image rebuild",
+    m.weight_normed: "table regress image rebuild text",
+    m.orthogonal_weights: "table regress text",
+    m.experts: "table regress text",
+    m.tied: "table regress text",
+    m.frozen_first: "table regress image rebuild text",
+    m.unfrozen_later: "table regress image rebuild",
+    m.frozen_statistics: "image",
+    m.dropout_half: "table image",
+    m.stochastic_depth: "table regress text",
+    m.checkpointed: "table regress text",
+    m.zero_residual: "table regress text",
+    m.scaled_gradient: "table regress image",
+    m.hidden_noise: "table regress image",
+    m.layer_normed: "table regress",
+    m.double_precision: "table regress image text series",
+    l.label_smoothing: CLASSES,
+    l.mixup: CLASSES,
+    l.cutmix: "image",
+    l.rare_class: CLASSES,
+    l.balanced_sampler: CLASSES,
+    l.focal: CLASSES,
+    l.hinge: "table series",
+    l.summed: "table regress",
+    l.huber: "regress rebuild",
+    l.negative_likelihood: "regress rebuild",
+    l.sparsity: "table regress rebuild text",
+    l.auxiliary: "table regress series",
+    l.distilled: "table regress image",
+    l.mean_teacher: "table regress image text",
+    l.stopped_targets: "table regress image series",
+    l.entropy_bonus: CLASSES,
+    l.masked_input: "table image",
+    l.noisy_input: NUMBERS,
+    l.flat_columns: "table regress",
+    l.one_batch: "table regress image text",
+    l.curriculum: "image series",
+    l.other_domain: "table regress image",
+    l.tiny_batches: "table regress text",
+    l.large_batches: "table regress rebuild",
+    l.endless_stream: "table regress image series",
+    l.varied_batches: "table regress image",
+    p.accumulated: "table regress rebuild text",
+    p.several_groups: ALL,
+    p.warm_restarts: "table regress image",
+    p.warmed_up: "table regress text",
+    p.one_cycle: "table image text series",
+    p.cosine: "table regress series",
+    p.decayed: "image rebuild",
+    p.momentum: "table image regress rebuild",
+    p.root_mean_square: "table regress text",
+    p.adagrad: "table image",
+    p.amsgrad: "table text",
+    p.two_optimizers: "table regress image text",
+    p.clipped: ALL,
+    p.clipped_by_value: "table regress",
+    p.gradient_noise: "table regress image text",
+    p.centred_gradients: "table image",
+    p.averaged_weights: "table regress image text",
+    p.moving_average: "table regress image",
+    p.lookahead: "table regress image text",
+    p.lbfgs: "table regress",
+    p.closure: "table regress image",
+    p.sharpness_aware: "table regress image",
+    p.by_hand: "table regress image",
+    p.stepped_without_grad: ALL,
+    p.functional_gradient: "table regress image",
+    p.bfloat16: "table regress image text",
+    p.float16_scaled: "table regress text",
+    p.gradient_penalty: "table regress",
+    p.adversarial: "table regress image",
+    p.evaluated: ALL,
+    p.truncated: "series",
+}
+"""The techniques, and the tasks that each fits."""
+KEPT_OUT: dict[Technique, str] = {
+    k.binary_weights: "table image",
+    k.ternary_weights: "regress",
+    k.spiking: "table",
+    k.clamped_gradient: "regress image",
+    k.codebook: "rebuild",
+    k.hard_choice: "table",
+    k.unit_gates: "table",
+    k.adversarial_domain: "table",
+    k.stopped_branch: "table",
+    k.rounded_activations: "image",
+}
+
+
+def programs(*, kept_out: bool) -> list[str]:
+    """Names of the programs of one part."""
+    table = KEPT_OUT if kept_out else TABLE
+    return [f"{task}:{technique.__name__}" for technique, tasks in table.items() for task in tasks.split()]
+
+
+def program(name: str, seed: int) -> Training:
+    """The training of a program, ready to run."""
+    task, _, technique = name.partition(":")
+    made = training(task, seed)
+    next(each for each in (*TABLE, *KEPT_OUT) if each.__name__ == technique)(made)
+    return made
+
+
+def watched(name: str, seed: int) -> Watched:
+    """A program under the watch; for a process of a pool."""
+    torch.set_num_threads(1)
+    return run_watched(lambda watch, number: program(name, number).run(watch), seed)
