@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
 from trainwright.errors import UsageError
+from trainwright.recorder.veto import ALWAYS
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Skipped
 from trainwright.state.spikes import Spike
@@ -58,6 +59,27 @@ def test_what_clipping_has_seen_is_not_what_is_trusted(tmp_path: Path, how: str)
             model.weight.grad[0, 0] = math.nan
         optimizer.step()
     assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("how", ["written after clipping", "clipping of a part", "by another norm"])
+def test_what_a_clip_has_left_is_taken_for_the_norm_only_where_it_was_found_so(how: str) -> None:
+    torch.manual_seed(0)
+    model, norms = nn.Linear(4, 3), list[float]()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    clipped = [model.bias] if how == "clipping of a part" else list(model.parameters())
+    with tw.watch(model, optimizer, out=None, quiet=True) as watch:
+        for step in range(1, ALWAYS + 10):
+            before = model.weight.detach().clone()
+            optimizer.zero_grad()
+            F.cross_entropy(model(torch.randn(8, 4)), torch.randint(3, (8,))).backward()
+            nn.utils.clip_grad_norm_(clipped, 0.05, norm_type=math.inf if how == "by another norm" else 2.0)
+            if step == ALWAYS + 9 and how == "written after clipping":
+                model.weight.grad[0, 0] = math.nan
+            norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])))
+            optimizer.step()
+    assert torch.equal(model.weight, before) == (how == "written after clipping")
+    recorded = [step.grad_norm for step in watch.session.ring.steps]
+    assert all(math.isclose(*pair, rel_tol=1e-5) for pair in zip(recorded[:-1], norms[-len(recorded) : -1]))
 
 
 def test_stop_ends_the_loop_and_names_the_step(tmp_path: Path) -> None:

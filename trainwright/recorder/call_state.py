@@ -15,7 +15,7 @@ class CallState:
         self._modules, self._parameters, self._device = modules, parameters, device
         self._last_modes: tuple[bool, ...] = ()
         self._last_wanted: tuple[bool, ...] = ()
-        self._last_rng: Tensor | None = None
+        self._last_rng, self._last_bytes = torch.empty(0), b""
 
     def modes(self) -> tuple[bool, ...]:
         """``training`` of every module."""
@@ -34,6 +34,6 @@ class CallState:
     def rng(self) -> tuple[Tensor, Tensor | None]:
         """The states of the CPU's default generator and of the GPU's, None without a GPU."""
         now = torch.default_generator.get_state()
-        if self._last_rng is None or not torch.equal(now, self._last_rng):
-            self._last_rng = now
+        if (in_bytes := now.numpy().tobytes()) != self._last_bytes:  # a fifth of the time of torch.equal
+            self._last_rng, self._last_bytes = now, in_bytes
         return self._last_rng, torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None

@@ -13,7 +13,7 @@ from trainwright.recorder.callers import caller
 from trainwright.recorder.graph import leaves_of
 from trainwright.recorder.listener import Listener
 from trainwright.recorder.program import Backward, ClipGradients, Multiply, RecordedStep, ZeroGrad
-from trainwright.recorder.ranks import COMMUNICATES, num_collectives
+from trainwright.recorder.ranks import COMMUNICATES, has_others, num_collectives
 from trainwright.recorder.tape import Tape
 from trainwright.recorder.user_types import Kwargs, TorchFunction
 
@@ -45,7 +45,7 @@ class GradientRecorder(Listener):
     """Writes all that makes or changes gradients into ``current``, the RecordedStep that is being made.
 
     ``parameters`` are those of the roots first, then those that only an optimizer has. ``careful`` turns on what costs
-    time: whether the loop changes gradients by hand, and which line of the user's source makes each call.
+    time: which line of the user's source makes each call.
     """
 
     def __init__(self, roots: Sequence[nn.Module], optimizers: Sequence[Optimizer], first_step: int) -> None:
@@ -60,6 +60,7 @@ class GradientRecorder(Listener):
         self._scaled_losses = ScaledLosses()
         self._versions: list[tuple[int, int] | None] | None = None
         self._is_foreign = self._retains = False
+        self._has_others = has_others()
         self._num_collectives = num_collectives()  # before the first forward call of the step
 
     @property
@@ -73,7 +74,7 @@ class GradientRecorder(Listener):
     def _happened(self, kind: str, value: object) -> None:
         """Adds an event; in careful mode also the line of the user's source that caused it."""
         self.current.events.append((kind, value))
-        if self.careful and (line := caller()) is not None:
+        if self._is_careful and (line := caller()) is not None:
             self.current.values.setdefault("lines", []).append([kind, line])
 
     def on_scaled(self, scaler: object, loss: object, scaled: object) -> None:
@@ -84,7 +85,7 @@ class GradientRecorder(Listener):
 
     def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
         self.tape.stop()
-        self._is_foreign = not any(self._is_ours(loss) for loss in losses)
+        self._is_foreign = not any(map(self._is_ours, losses))
         if self._is_foreign:
             return
         self._retains = bool(options.get("retain_graph"))
@@ -133,7 +134,7 @@ class GradientRecorder(Listener):
         self.current.blind = "the gradients are made by torch.autograd.grad, and what becomes of them is not seen"
 
     def _has_backward(self) -> bool:
-        return any(isinstance(each, Backward) for each in self.current.program)
+        return any(type(each) is Backward for each in self.current.program)
 
     def on_gradients(self) -> None:
         if self._is_foreign or self._retains:
@@ -142,7 +143,7 @@ class GradientRecorder(Listener):
             return
         self.on_gradients_changed()
         self._scaled_losses.clear()
-        if num_collectives() != self._num_collectives:
+        if self._has_others and num_collectives() != self._num_collectives:
             self.current.blind = COMMUNICATES
         if self.tape.grafted:
             self.current.values["grafted"] = True
@@ -150,7 +151,7 @@ class GradientRecorder(Listener):
 
     def on_gradients_changed(self) -> None:
         """Remembers the versions of the gradients: other ones at the update mean that the loop has changed them."""
-        self._versions = _versions(self.parameters) if self.careful else None
+        self._versions = _versions(self.parameters)
 
     def _are_edited(self) -> bool:
         """Whether the loop itself has written to a gradient, or replaced one, since the last call that is recorded."""
@@ -185,9 +186,18 @@ class GradientRecorder(Listener):
         found = None if norm is None else norm.detach()
         self._happened("clip", {"by": by, "at": at, "norm": found, "parameters": len(parameters)})
 
+    def _norm_left_by_clip(self) -> float | None:
+        """The norm of the gradients after a clip that nothing has followed; None where the host does not know it."""
+        kind, clip = self.current.events[-1] if self.current.events else ("", {})
+        if kind != "clip" or clip["by"] != "norm" or clip["norm"] is None or clip["norm"].device.type != "cpu":
+            return None
+        norm, at = float(clip["norm"]), float(clip["at"])
+        return norm * min(1.0, at / (norm + 1e-6))  # as torch clips
+
     def _numbers_of(self, parameters: Iterable[Tensor]) -> list[int]:
         """The numbers of those parameters that are ours."""
-        return [self._numbers[id(p)] for p in parameters if id(p) in self._numbers]
+        numbers = self._numbers
+        return [numbers[id(p)] for p in parameters if id(p) in numbers]
 
 
 def owned_by(optimizer: Optimizer) -> list[Tensor]:
@@ -202,8 +212,7 @@ def _unique(*groups: list[Tensor]) -> list[Tensor]:
 
 def _versions(parameters: Sequence[Tensor]) -> list[tuple[int, int] | None]:
     """Identity and version of each gradient: they change when it is replaced or written to."""
-    grads = [p.grad for p in parameters]
-    return [None if grad is None else (id(grad), grad._version) for grad in grads]
+    return [None if (grad := p.grad) is None else (id(grad), grad._version) for p in parameters]
 
 
 def _copies_of_gradients(parameters: Sequence[Tensor]) -> list[Tensor | None]:

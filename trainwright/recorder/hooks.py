@@ -22,13 +22,13 @@ from torch.utils.data import dataloader
 from trainwright.recorder.calls import call_hooks
 from trainwright.recorder.listener import Listener as Listener
 from trainwright.recorder.listener import (
-    careful,
+    call_each,
     has_listeners,
     inside,
     listeners,
-    listens_to,
-    methods_for,
+    methods_of,
     sort_listeners,
+    tell,
 )
 from trainwright.recorder.listener import muted as muted
 from trainwright.recorder.object_hooks import OBJECT_WRAPPERS
@@ -70,19 +70,15 @@ def listening_to_calls(group: Sequence[Listener], modules: Sequence[nn.Module]) 
     Calls inside of backward are left out: there activation checkpointing calls the model, not the loop.
     """
     thread = threading.get_ident()
-    begins, ends = (
-        [careful(each, method) for each in group if listens_to(each, method)] for method in ("on_forward", "on_output")
-    )
+    begins, ends = methods_of(group, "on_forward"), methods_of(group, "on_output")
 
     def before(root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if thread == threading.get_ident() and has_listeners() and not inside.backward:
-            for call in begins:
-                call(root, args, kwargs)
+            call_each(begins, root, args, kwargs)
 
     def after(root: nn.Module, args: Args, output: object) -> None:
         if thread == threading.get_ident() and has_listeners() and not inside.backward:
-            for call in ends:
-                call(root, output)
+            call_each(ends, root, output)
 
     with ExitStack() as undo:
         for module in modules:
@@ -136,10 +132,9 @@ def _forget_in_forks() -> None:
 
 def _on_step(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
     values = (*args[1:], *kwargs.values())
-    closure = next((each for each in values if callable(each)), None)
+    closure = next(filter(callable, values), None)
     if closure is None or not has_listeners():
-        for call in methods_for("on_step"):
-            call(optimizer, values)
+        tell("on_step", optimizer, values)
         return None
     calls = 0
 
@@ -148,10 +143,10 @@ def _on_step(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kw
         nonlocal calls
         result = closure()
         calls += 1
-        for call in methods_for("on_step") if calls == 1 else ():
-            call(optimizer, values)
-        for call in methods_for("on_closure_again") if calls > 1 else ():
-            call(optimizer)
+        if calls == 1:
+            tell("on_step", optimizer, values)
+        else:
+            tell("on_closure_again", optimizer)
         return result
 
     return tuple(counted if a is closure else a for a in args), {
@@ -160,13 +155,11 @@ def _on_step(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kw
 
 
 def _on_stepped(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
-    for call in methods_for("on_stepped"):
-        call(optimizer)
+    tell("on_stepped", optimizer)
 
 
 def _call_gradients_changed() -> None:
-    for call in methods_for("on_gradients_changed"):
-        call()
+    tell("on_gradients_changed")
 
 
 def _wrap_backward(original: TorchFunction) -> TorchFunction:
@@ -176,15 +169,13 @@ def _wrap_backward(original: TorchFunction) -> TorchFunction:
         losses = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         names = ("grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
         options = dict(zip(names, args)) | kwargs
-        for call in methods_for("on_backward"):
-            call(losses, options)
+        tell("on_backward", losses, options)
         inside.enter("backward")
         try:
             result = original(tensors, *args, **kwargs)
         finally:
             inside.leave("backward")
-        for call in methods_for("on_gradients"):
-            call()
+        tell("on_gradients")
         return result
 
     return backward
@@ -194,8 +185,7 @@ def _wrap_tensor_backward(original: TorchFunction) -> TorchFunction:
     """Tensor.backward is a torch function: the tape must stop before the call reaches it."""
 
     def backward(self: Tensor, *args: object, **kwargs: object) -> object:
-        for call in methods_for("on_backward_called"):
-            call()
+        tell("on_backward_called")
         return original(self, *args, **kwargs)
 
     return backward
@@ -206,8 +196,8 @@ def _wrap_grad(original: TorchFunction) -> TorchFunction:
 
     def grad(outputs: object, inputs: object, *args: object, **kwargs: object) -> object:
         names = ("grad_outputs", "retain_graph", "create_graph")
-        for call in () if inside.grad or inside.backward else methods_for("on_autograd_grad"):
-            call(outputs, inputs, dict(zip(names, args)) | kwargs)
+        if not inside.grad and not inside.backward:
+            tell("on_autograd_grad", outputs, inputs, dict(zip(names, args)) | kwargs)
         inside.enter("grad")
         try:
             return original(outputs, inputs, *args, **kwargs)
@@ -219,8 +209,7 @@ def _wrap_grad(original: TorchFunction) -> TorchFunction:
 
 def _wrap_zero_grad(original: TorchFunction) -> TorchFunction:
     def zero_grad(self: object, *args: object, **kwargs: object) -> object:
-        for call in methods_for("on_zero_grad"):
-            call(self)
+        tell("on_zero_grad", self)
         return original(self, *args, **kwargs)
 
     return zero_grad
@@ -229,8 +218,7 @@ def _wrap_zero_grad(original: TorchFunction) -> TorchFunction:
 def _wrap_scale(original: TorchFunction) -> TorchFunction:
     def scale(self: object, outputs: object) -> object:
         scaled = original(self, outputs)
-        for call in methods_for("on_scaled"):
-            call(self, outputs, scaled)
+        tell("on_scaled", self, outputs, scaled)
         return scaled
 
     return scale
@@ -238,8 +226,7 @@ def _wrap_scale(original: TorchFunction) -> TorchFunction:
 
 def _wrap_unscale(original: TorchFunction) -> TorchFunction:
     def unscale_(self: GradScaler, optimizer: Optimizer) -> object:
-        for call in methods_for("on_unscale"):
-            call(self, optimizer)
+        tell("on_unscale", self, optimizer)
         result = original(self, optimizer)
         _call_gradients_changed()
         return result
@@ -257,8 +244,7 @@ def _wrap_scaler_step(original: TorchFunction) -> TorchFunction:
             result = original(self, optimizer, *args, **kwargs)
         finally:
             handle.remove()
-        for call in methods_for("on_scaler_step"):
-            call(self, optimizer, bool(seen))
+        tell("on_scaler_step", self, optimizer, bool(seen))
         return result
 
     return step
@@ -267,8 +253,7 @@ def _wrap_scaler_step(original: TorchFunction) -> TorchFunction:
 def _wrap_update(original: TorchFunction) -> TorchFunction:
     def update(self: GradScaler, *args: object, **kwargs: object) -> object:
         result = original(self, *args, **kwargs)
-        for call in methods_for("on_scaler_update"):
-            call(self)
+        tell("on_scaler_update", self)
         return result
 
     return update
@@ -281,8 +266,7 @@ def _wrap_clip_norm(original: TorchFunction) -> TorchFunction:
         if not has_listeners():
             return original(parameters, max_norm, total_norm, *args, **kwargs)
         clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        for call in methods_for("on_clip"):
-            call("norm", float(max_norm), clipped, own_part(total_norm))
+        tell("on_clip", "norm", float(max_norm), clipped, own_part(total_norm))
         result = original(clipped, max_norm, total_norm, *args, **kwargs)
         _call_gradients_changed()
         return result
@@ -297,8 +281,7 @@ def _wrap_clip_value(original: TorchFunction) -> TorchFunction:
         if not has_listeners():
             return original(parameters, clip_value, *args, **kwargs)
         clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        for call in methods_for("on_clip"):
-            call("value", float(clip_value), clipped, None)
+        tell("on_clip", "value", float(clip_value), clipped, None)
         result = original(clipped, clip_value, *args, **kwargs)
         _call_gradients_changed()
         return result
@@ -314,10 +297,9 @@ def _wrap_schedule(original: TorchFunction) -> TorchFunction:
         finally:
             inside.leave("schedule")
         if not inside.schedule:
-            for call in methods_for("on_metric") if args or kwargs else ():
-                call(self, (*args, *kwargs.values())[0])
-            for call in methods_for("on_schedule"):
-                call(self)
+            if args or kwargs:
+                tell("on_metric", self, (*args, *kwargs.values())[0])
+            tell("on_schedule", self)
         return result
 
     return step
@@ -327,8 +309,7 @@ def _wrap_iter_init(original: TorchFunction) -> TorchFunction:
     def init(self: _LoaderIterator, loader: object, *args: object, **kwargs: object) -> None:
         self._trainwright_ids = []  # from the sampler, of batches that were not returned yet
         original(self, loader, *args, **kwargs)
-        for call in methods_for("on_epoch"):
-            call(loader, self)
+        tell("on_epoch", loader, self)
 
     return init
 
@@ -340,8 +321,7 @@ def _wrap_reset(original: TorchFunction) -> TorchFunction:
         self._trainwright_ids = []
         original(self, loader, first_iter)
         if not first_iter:
-            for call in methods_for("on_epoch"):
-                call(loader, self)
+            tell("on_epoch", loader, self)
 
     return reset
 
@@ -362,8 +342,7 @@ def _wrap_next(original: TorchFunction) -> TorchFunction:
         batch = original(self)
         waiting = getattr(self, "_trainwright_ids", None)
         ids = waiting.pop(0) if waiting else None
-        for call in methods_for("on_batch"):
-            call(self, ids, batch, time.perf_counter() - begin_s)
+        tell("on_batch", self, ids, batch, time.perf_counter() - begin_s)
         return batch
 
     return next_batch

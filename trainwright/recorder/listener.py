@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeAlias
 
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -89,17 +90,36 @@ class Listener:
         """In a process that was forked: there nothing is heard any more."""
 
 
+Methods: TypeAlias = list[tuple[Listener, Callable[..., None]]]
+"""Methods to call, each with the listener that it belongs to."""
 listeners: list[tuple[Listener, int]] = []
 """Each with the thread whose events it receives."""
-_methods: dict[tuple[int, str], list[Callable[..., None]]] = {}
-"""By thread and event: the methods to call. With "" for the event: an entry for each thread that has listeners."""
+_methods: dict[tuple[int, str], Methods] = {}
+"""By thread and event: what to call. With "" for the event: an entry for each thread that has listeners."""
 _muted: set[int] = set()
 
 
-def methods_for(method: str) -> Sequence[Callable[..., None]]:
-    """Returns the methods to call in this thread at the event ``method``."""
+def tell(event: str, *arguments: object) -> None:
+    """Calls the methods of this thread's listeners that hear ``event``."""
     thread = threading.get_ident()
-    return () if thread in _muted else _methods.get((thread, method), ())
+    methods = _methods.get((thread, event))
+    if methods is not None and thread not in _muted:
+        call_each(methods, *arguments)
+
+
+def call_each(methods: Methods, *arguments: object) -> None:
+    """Calls methods of listeners: an exception in one calls ``fail`` of its listener and does not reach the loop.
+
+    A TrainwrightError is raised on purpose and passes.
+    """
+    for listener, call in methods:
+        if listener.failed is None:
+            try:
+                call(*arguments)
+            except TrainwrightError:
+                raise
+            except Exception as error:
+                listener.fail(error)
 
 
 def has_listeners() -> bool:
@@ -111,37 +131,17 @@ def has_listeners() -> bool:
 def sort_listeners() -> None:
     """Builds the table of methods anew. Must be called after each change to ``listeners``."""
     global _methods  # replaced at once: other threads may be reading it
-    table: dict[tuple[int, str], list[Callable[..., None]]] = {}
+    table: dict[tuple[int, str], Methods] = {}
     for listener, thread in listeners:
         table[thread, ""] = []
         for method in (name for name in vars(Listener) if name.startswith("on_")):
-            if listens_to(listener, method):
-                table.setdefault((thread, method), []).append(careful(listener, method))
-    _methods = table
+            table.setdefault((thread, method), []).extend(methods_of([listener], method))
+    _methods = {key: methods for key, methods in table.items() if methods or not key[1]}
 
 
-def listens_to(listener: Listener, method: str) -> bool:
-    """Whether the listener overrides the method."""
-    return getattr(type(listener), method) is not getattr(Listener, method)
-
-
-def careful(listener: Listener, method: str) -> Callable[..., None]:
-    """Wraps a method of a listener: an exception in it calls ``fail`` and does not reach the loop.
-
-    A TrainwrightError is raised on purpose and passes.
-    """
-    call = getattr(listener, method)
-
-    def call_carefully(*args: object) -> None:
-        if listener.failed is None:
-            try:
-                call(*args)
-            except TrainwrightError:
-                raise
-            except Exception as error:
-                listener.fail(error)
-
-    return call_carefully
+def methods_of(group: Iterable[Listener], name: str, base: type[Listener] = Listener) -> Methods:
+    """Returns the method ``name`` of each listener that does not leave it as ``base`` has it."""
+    return [(each, getattr(each, name)) for each in group if getattr(type(each), name) is not getattr(base, name)]
 
 
 @contextmanager

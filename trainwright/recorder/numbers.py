@@ -57,11 +57,11 @@ def begin_reading(step: RecordedStep) -> Callable[[], Numbers]:
 
 def late(values: Sequence[Tensor | float]) -> Callable[[], list[float]]:
     """Starts to copy 0-d tensors to the host; on the CPU they are read at once, for the loop may write to them."""
-    devices = [v.device for v in values if isinstance(v, Tensor) and v.is_cuda]
-    if not devices:
+    tensors = [v for v in values if isinstance(v, Tensor)]
+    if not any(t.is_cuda for t in tensors):
         known = [float(own_part(v.detach())) if isinstance(v, Tensor) else v for v in values]
         return lambda: known
-    device = devices[0]
+    device = next(t.device for t in tensors if t.is_cuda)
     with torch.no_grad():
         parts = [own_part(v) if isinstance(v, Tensor) else v for v in values]
         there = [torch.as_tensor(v, device=device).detach().double().reshape(()) for v in parts]

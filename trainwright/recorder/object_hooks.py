@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.recorder.callers import calling_frame
-from trainwright.recorder.listener import has_listeners, inside, methods_for
+from trainwright.recorder.listener import has_listeners, inside, tell
 from trainwright.recorder.user_types import TorchFunction
 
 
-def _outermost(event: str, tell: Callable[..., tuple[object, ...]]) -> Callable[[TorchFunction], TorchFunction]:
-    """Makes a wrapper that calls ``event`` with what ``tell`` makes of the result and the arguments.
+def _outermost(event: str, arguments: Callable[..., tuple[object, ...]]) -> Callable[[TorchFunction], TorchFunction]:
+    """Makes a wrapper that calls ``event`` with what ``arguments`` makes of the result and the arguments.
 
     Only for the call of the loop: a module calls the same method of its children.
     """
@@ -30,8 +30,7 @@ def _outermost(event: str, tell: Callable[..., tuple[object, ...]]) -> Callable[
                 result = original(*args, **kwargs)
             finally:
                 inside.leave("objects")
-            for method in methods_for(event):
-                method(*tell(result, *args, **kwargs))
+            tell(event, *arguments(result, *args, **kwargs))
             return result
 
         return call
@@ -59,8 +58,7 @@ def _saved(result: object, obj: object, *args: object, **kwargs: object) -> tupl
 
 def _wrap_deepcopy(original: TorchFunction) -> TorchFunction:
     def deepcopy(self: Tensor, memo: object) -> object:
-        for method in methods_for("on_copied"):
-            method(self)
+        tell("on_copied", self)
         return original(self, memo)
 
     return deepcopy
@@ -71,8 +69,7 @@ def _wrap_showwarning(original: TorchFunction) -> TorchFunction:
     def showwarning(message: object, category: type[Warning], filename: str, lineno: int, *rest: object) -> None:
         frame = calling_frame()
         place = (filename, lineno) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-        for method in methods_for("on_warning"):
-            method(category.__name__, str(message), f"{Path(place[0]).name}:{place[1]}")
+        tell("on_warning", category.__name__, str(message), f"{Path(place[0]).name}:{place[1]}")
         original(message, category, filename, lineno, *rest)
 
     return showwarning

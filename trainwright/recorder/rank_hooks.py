@@ -9,15 +9,14 @@ import torch
 from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from trainwright.recorder.listener import has_listeners, methods_for
+from trainwright.recorder.listener import has_listeners, tell
 from trainwright.recorder.user_types import TorchFunction
 
 
 def _wrap_wrapped_call(original: TorchFunction) -> TorchFunction:
     def forward(self: DistributedDataParallel, *args: object, **kwargs: object) -> object:
         if not torch.compiler.is_compiling():
-            for call in methods_for("on_wrapped_call"):
-                call(self, self.require_backward_grad_sync)
+            tell("on_wrapped_call", self, self.require_backward_grad_sync)
         return original(self, *args, **kwargs)
 
     return forward
@@ -31,8 +30,7 @@ def _wrap_pre_forward(original: TorchFunction) -> TorchFunction:
             return original(self, *args, **kwargs)
         begin_s = time.perf_counter()
         result = original(self, *args, **kwargs)
-        for call in methods_for("on_waited"):
-            call(time.perf_counter() - begin_s)
+        tell("on_waited", time.perf_counter() - begin_s)
         return result
 
     return pre_forward
@@ -42,12 +40,10 @@ def _wrap_all_reduce(original: TorchFunction) -> TorchFunction:
     def all_reduce(tensor: Tensor, *args: object, **kwargs: object) -> object:
         if torch.compiler.is_compiling() or not has_listeners():
             return original(tensor, *args, **kwargs)
-        for call in methods_for("on_reduce"):
-            call(tensor, args[0] if args else kwargs.get("op", distributed.ReduceOp.SUM))
+        tell("on_reduce", tensor, args[0] if args else kwargs.get("op", distributed.ReduceOp.SUM))
         begin_s = time.perf_counter()
         result = original(tensor, *args, **kwargs)
-        for call in methods_for("on_reduced"):
-            call(tensor, time.perf_counter() - begin_s)
+        tell("on_reduced", tensor, time.perf_counter() - begin_s)
         return result
 
     return all_reduce

@@ -28,6 +28,8 @@ _LONGEST = 4096
 class LoopRecorder(GradientRecorder):
     """Makes one RecordedStep of each optimizer step. ``closed`` is called with each when it is over.
 
+    ``before_update`` also gets the norm of the gradients, where a clip has just measured it.
+
     A step of several optimizers that take turns (a GAN) is over when each of them has stepped. A step whose update is
     skipped ends without an optimizer: there the caller must call ``close``.
     """
@@ -38,7 +40,7 @@ class LoopRecorder(GradientRecorder):
         optimizers: Sequence[Optimizer],
         closed: Callable[[RecordedStep], None],
         *,
-        before_update: Callable[[RecordedStep, Optimizer], None],
+        before_update: Callable[[RecordedStep, Optimizer, float | None], None],
         after_update: Callable[[RecordedStep, Optimizer], None],
         first_step: int = 1,
     ) -> None:
@@ -50,7 +52,7 @@ class LoopRecorder(GradientRecorder):
         self._paths |= {id(root): "" for root in roots}
         self._root_of |= {id(root): number for number, root in enumerate(roots)}
         modules = list({id(m): m for root in roots for m in root.modules()}.values())
-        self._state = CallState(modules, self.parameters, self.device)
+        self._state, self._kind = CallState(modules, self.parameters, self.device), self.device.type
         self._fetched = FetchedBatches()
         self._depth = 0
         self._call: Call | None = None
@@ -75,18 +77,18 @@ class LoopRecorder(GradientRecorder):
             return
         self.tape.stop()  # what the model does is not the loop's doing, and a mode on the stack would be compiled in
         self._shorten()
+        step, state = self.current, self._state
         if self._fetched:
-            self.current.ids.append(self._fetched.take((args, kwargs)))
-        if not self.current.calls:
+            step.ids.append(self._fetched.take((args, kwargs)))
+        if self._has_others and not step.calls:
             self._num_collectives = num_collectives()
-        written = self.tape.write((args, kwargs))
-        now, state = autocast_now(self.device.type), self._state
-        self._call = Call(index, written[0], written[1], state.rng(), state.modes(), now)
-        self._call.part = self._paths[id(root)]
-        self._call.batch, self._call.wanted = len(self.current.ids) - 1, state.wanted()
-        self.current.program += self.tape.operations
+        self._call = call = Call(
+            index, self.tape.write(args), self.tape.write(kwargs), state.rng(), state.modes(), autocast_now(self._kind)
+        )
+        call.part, call.batch, call.wanted = self._paths[id(root)], len(step.ids) - 1, state.wanted()
+        step.program += self.tape.operations
         self.tape.operations = []
-        self.current.program.append(self._call)
+        step.program.append(call)
 
     def _shorten(self) -> None:
         """A loop that calls the model again and again and never makes an update would fill the memory."""
@@ -119,17 +121,18 @@ class LoopRecorder(GradientRecorder):
             return
         index = self.optimizers.index(optimizer)
         self._edits = self._edits or self._are_edited()
-        if self._edits:  # seen once: from then on in every step, looked at or not
+        if self._edits:  # seen once: from then on in every step
             self.current.values["edited"] = True
+        norm = None if self._edits else self._norm_left_by_clip()
         groups = [_hyperparameters(group) for group in optimizer.param_groups]
         step = OptimizerStep(index, groups, getattr(optimizer, "grad_scale", None))
         self.current.lr = float(groups[0].get("lr", 0.0)) if index == 0 else self.current.lr
-        self._happened("step", {"optimizer": index, "autocast": torch.is_autocast_enabled(self.device.type)})
+        self._happened("step", {"optimizer": index, "autocast": torch.is_autocast_enabled(self._kind)})
         if inside.backward:
             self.current.blind = "the optimizer steps inside of backward"
         if self.careful:
             step.weights, step.gradients = sums_of(self.parameters), sums_of([p.grad for p in self.parameters])
-        self._before_update(self.current, optimizer)
+        self._before_update(self.current, optimizer, norm)
         self.current.program.append(step)
 
     def on_closure_again(self, optimizer: Optimizer) -> None:
@@ -147,7 +150,7 @@ class LoopRecorder(GradientRecorder):
     def on_scaler_step(self, scaler: GradScaler, optimizer: Optimizer, stepped: bool) -> None:
         if optimizer in self.optimizers and not stepped:
             self._happened("scaler_skipped", self.optimizers.index(optimizer))
-            self._before_update(self.current, optimizer)
+            self._before_update(self.current, optimizer, None)
             self._one_stepped(optimizer)
 
     def on_scaler_update(self, scaler: GradScaler) -> None:

@@ -90,15 +90,16 @@ class Tape(TorchFunctionMode):
     def write(self, value: object) -> Any:
         """``value`` with its tensors as Slots or Constants."""
         if type(value) is tuple:  # by far the most frequent: cheaper without the walk
-            return tuple([self._one(each) for each in value])
-        if type(value) is dict and not any(type(each) not in _SIMPLE for each in value.values()):
+            written: list[object] = []
+            for each in value:
+                if type(each) in _SIMPLE:
+                    written.append(each)
+                else:
+                    written.append(self._written(each) if isinstance(each, Tensor) else mapped(each, self._written))
+            return tuple(written)
+        if type(value) is dict and _SIMPLE.issuperset(map(type, value.values())):
             return value
-        return mapped(value, self._written) if value else value
-
-    def _one(self, value: object) -> object:
-        if isinstance(value, Tensor):
-            return self._written(value)
-        return value if type(value) in _SIMPLE else mapped(value, self._written)
+        return mapped(value, self._written)
 
     def _written(self, leaf: object) -> object:
         if not isinstance(leaf, Tensor):
@@ -154,8 +155,10 @@ class Tape(TorchFunctionMode):
     def stop(self) -> None:
         """Removes this mode from torch's stack of modes, wherever it is in it."""
         self.running = False
-        if not self._pushed or self not in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
-            return  # or it is around the function that this is called from: the next stop will find it
+        if not self._pushed:
+            return
+        if self not in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+            return  # it is around the function that this is called from: the next stop will find it
         above = []
         while (top := _pop_mode()) is not self:  # type: ignore[no-untyped-call]
             above.append(top)

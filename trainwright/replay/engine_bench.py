@@ -17,7 +17,7 @@ from trainwright.engine.step import StepFn
 from trainwright.engine.witness import StepWitness
 from trainwright.recorder.hooks import Listener, listening
 from trainwright.recorder.inputs import StepInputs
-from trainwright.recorder.listener import methods_for, unmuted
+from trainwright.recorder.listener import tell, unmuted
 from trainwright.recorder.program import Backward, Call, RecordedStep
 from trainwright.recorder.recording import LoopRecorder
 from trainwright.recorder.tape import Tape
@@ -45,7 +45,7 @@ class EngineBench:
             roots,
             [state.optimizer],
             lambda step: self._taken.append(step),
-            before_update=lambda step, optimizer: self._veto.before_update(step, optimizer),
+            before_update=lambda *arguments: self._veto.before_update(*arguments),
             after_update=lambda step, optimizer: self._veto.after_update(step, optimizer),
         )
         self._veto = Veto(roots, self._recorder.parameters, "observe")
@@ -167,19 +167,15 @@ class _BenchWitness:
         self._tries += 1
         if self._tries > 1:  # memory ran out here
             self._recorder.begin_again()
-        for call in methods_for("on_zero_grad"):
-            call(optimizer)
+        tell("on_zero_grad", optimizer)
 
     def loss_is_scaled(self, loss: Tensor, scaled: Tensor) -> None:
         assert self._state is not None
-        for call in methods_for("on_scaled"):
-            call(self._state.scaler, loss, scaled)
+        tell("on_scaled", self._state.scaler, loss, scaled)
 
     def gradients_are_multiplied(self, factor: Tensor | float) -> None:
-        for call in methods_for("on_multiplied"):
-            call(factor)
+        tell("on_multiplied", factor)
 
     def gradients_are_clipped(self, clip: ClipFn, parameters: Sequence[Tensor], total_norm: Tensor) -> None:
         by, at = (clip.by, clip.at) if isinstance(clip, GradientClip) else ("custom", float("nan"))
-        for call in methods_for("on_clip"):
-            call(by, at, list(parameters), total_norm, clip if by == "custom" else None)
+        tell("on_clip", by, at, list(parameters), total_norm, clip if by == "custom" else None)

@@ -20,7 +20,7 @@ from trainwright.engine.spikes import OnSpike
 from trainwright.errors import TrainwrightError
 from trainwright.recorder.calls import parts_of
 from trainwright.recorder.hooks import listening, listening_to_calls
-from trainwright.recorder.listener import careful
+from trainwright.recorder.listener import call_each, methods_of
 from trainwright.recorder.numbers import Numbers, begin_reading, lateness
 from trainwright.recorder.probes import LoopObjects, Probe, WatchSite, begin_all, end_all, make_probes
 from trainwright.recorder.program import RecordedStep
@@ -85,7 +85,7 @@ class WatchSession:
             roots,
             optimizers,
             self._closed,
-            before_update=lambda step, optimizer: self._veto.before_update(step, optimizer),
+            before_update=lambda *arguments: self._veto.before_update(*arguments),
             after_update=lambda step, optimizer: self._veto.after_update(step, optimizer),
         )
         self.recording.budget_bytes = options.budget_bytes
@@ -103,10 +103,8 @@ class WatchSession:
         self._begin_s, self._went_back, self._pid, self._listens_to_children = 0.0, -1, os.getpid(), False
         self._unread: deque[tuple[RecordedStep, Callable[[], Numbers]]] = deque()
         self._late = lateness(self.recording.device)
-        self._methods_on_closed = [
-            careful(p, "on_closed") for p in self._probes if type(p).on_closed is not Probe.on_closed
-        ]
-        self._methods_on_read = [careful(p, "on_read") for p in self._probes if type(p).on_read is not Probe.on_read]
+        self._methods_on_closed = methods_of(self._probes, "on_closed", Probe)
+        self._methods_on_read = methods_of(self._probes, "on_read", Probe)
         self._blind = what_is_shared(roots, parameters) or self._objects.is_closed  # why no step can be run again
 
     def begin(self) -> None:
@@ -165,8 +163,7 @@ class WatchSession:
         self.step = step.step
         step.blind = self._blind or step.blind
         self.ring.add(step)
-        for tell in self._methods_on_closed:
-            tell(step)
+        call_each(self._methods_on_closed, step)
         self._unread.append((step, begin_reading(step)))
         at_once = "vetoed" in step.values  # the host knows: it has waited for it
         bad = False
@@ -188,15 +185,15 @@ class WatchSession:
         numbers = read()
         if self._veto.was_vetoed_on_device(step, numbers.norm):
             self._note_veto(step)
-        for tell in self._methods_on_read:
-            tell(step, numbers)
-        vetoed = step.values.get("vetoed", "skip list") != "skip list"
-        bad = not numbers.are_finite or vetoed or "nonfinite" in step.values
+        call_each(self._methods_on_read, step, numbers)
+        values = step.values
+        vetoed = values.get("vetoed", "skip list") != "skip list"
+        bad = not numbers.are_finite or vetoed or "nonfinite" in values
         if self._options.on_spike == "warn" and not bad:
             self._warn_of_spike(step, numbers)
         self.findings_log.note(step, numbers)
         urgent = any(probe.urgent for probe in self._probes)
-        if self._looks.wants(step.step, numbers.loss, bad=bad, urgent=urgent, spiked="spike" in step.values):
+        if self._looks.wants(step.step, numbers.loss, bad=bad, urgent=urgent, spiked="spike" in values):
             begin_s = time.thread_time()  # of the processor: on a busy machine the looks are the same
             self.findings_log.look(step.step, "incident" if bad else "checkup", limits=self._limits())
             self._looks.paid(time.thread_time() - begin_s, time.perf_counter())

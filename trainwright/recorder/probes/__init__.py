@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.recorder.hooks import Listener
-from trainwright.recorder.listener import careful
+from trainwright.recorder.listener import call_each
 from trainwright.recorder.numbers import Numbers
 from trainwright.recorder.program import RecordedStep
 from trainwright.runlog.json_values import Facts
@@ -95,11 +95,9 @@ def make_probes(subject: LiveObjects, loop: LoopObjects) -> list[Probe]:
 
 def begin_all(probes: Sequence[Probe], site: WatchSite) -> None:
     """Tells the probes that the watch begins; one that raises is stopped."""
-    for each in probes:
-        careful(each, "begin")(site)
+    call_each([(each, each.begin) for each in probes], site)
 
 
 def end_all(probes: Sequence[Probe], error: BaseException | None) -> None:
     """Tells the probes that the loop is over."""
-    for each in probes:
-        careful(each, "end")(error)
+    call_each([(each, each.end) for each in probes], error)

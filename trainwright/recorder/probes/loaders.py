@@ -58,6 +58,8 @@ class Loaders(Probe):
         self._pending.append(PendingBatch(epoch, leaves, ids, evaluating))
 
     def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
+        if not self._pending:
+            return
         used = [each for each in self._pending if not each.evaluating] or self._pending[-1:]
         last = {
             id(each.epoch): each for each in used
@@ -68,6 +70,8 @@ class Loaders(Probe):
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps += 1
+        if self._epoch is None:  # no loader was ever used
+            return
         pending, self._pending = self._pending, []
         self._labels.add(step, pending, self._steps)
         self.urgent = bool(self._news() - self._reported)

@@ -79,8 +79,10 @@ class NonFinite(Probe):
         return facts
 
     def _has_loose_forward(self, step: RecordedStep) -> bool:
-        trained = sum(kind == "forward" and value[1] for kind, value in step.events)
-        return bool(self._statistics) and trained > sum(kind == "backward" for kind, _ in step.events)
+        if not self._statistics:
+            return False
+        trained = sum([kind == "forward" and value[1] for kind, value in step.events])
+        return bool(trained > sum([kind == "backward" for kind, _ in step.events]))
 
     def _newly_poisoned(self) -> list[str]:
         """Paths of modules whose running statistics are non-finite and were not reported yet."""
