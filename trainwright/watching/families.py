@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from trainwright.doctor.data import measure as data
 from trainwright.doctor.function import measure as function
+from trainwright.doctor.gradient import measure as _gradient  # noqa: F401  registers its experiments
 from trainwright.doctor.program import measure as program
 from trainwright.doctor.ranks import measure as ranks
 from trainwright.doctor.resume import measure as resume

@@ -23,6 +23,8 @@ from trainwright.runlog.json_values import Facts
 _MOVES = {"view", "reshape", "flatten", "unflatten", "contiguous", "permute", "transpose", "squeeze", "unsqueeze"}
 _MOVES |= {"dropout", "to", "float", "clone", "movedim", "expand", "rearrange"}
 """Functions after which a linear map is still linear."""
+_INTEGERS = {"int", "long", "short", "byte", "char", "to", "type"}
+"""Functions that make whole numbers of others, which have no graph."""
 _QUERIES = {"size", "dim", "__get__", "numel", "stride", "is_contiguous", "element_size", "is_floating_point"}
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, getattr(nn, "RMSNorm", nn.LayerNorm))
 EXACT_POSITIONS = 256
@@ -98,8 +100,10 @@ class _Wiring(StepInspector):
             self._tag(result, name)
 
     def _note_cut(self, name: str, inputs: list[Tensor], result: object) -> None:
-        """A floating-point tensor without a graph, computed from tensors with one."""
-        if not isinstance(result, Tensor) or result.requires_grad or not result.is_floating_point():
+        """A tensor without a graph, computed from tensors with one; a choice of an index is none."""
+        if not isinstance(result, Tensor) or result.requires_grad:
+            return
+        if not result.is_floating_point() and name not in _INTEGERS:
             return
         sources = [t for t in inputs if t.requires_grad]
         if sources and len(self._cuts) < 256:

@@ -1,0 +1,189 @@
+"""The laws of the gradient hold on healthy loops, and break, with the right place, where the backward pass is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import trainwright as tw
+from tests.rows import each_row
+from trainwright.doctor.case import Case
+from trainwright.doctor.diagnose import diagnose
+from trainwright.runlog.records import Found
+
+Between = Callable[["Net", Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """A residual block; ``between`` is what lies on its branch."""
+
+    def __init__(self, between: Between) -> None:
+        super().__init__()
+        self.first, self.branch, self.head = nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+        self.norm, self.dropout, self.between = nn.BatchNorm1d(16), nn.Dropout(0.1), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.first(x))
+        out: Tensor = self.head(self.dropout(self.norm(h + self.between(self, h))))
+        return out
+
+
+def plain(net: Net, h: Tensor) -> Tensor:
+    return torch.tanh(net.branch(h))
+
+
+def watched(
+    between: Between = plain, *, micro: int = 1, divide: float = 1.0, dtype: torch.dtype = torch.float32
+) -> Any:
+    torch.manual_seed(0)
+    x = torch.randn(128, 6)
+    y = (x @ torch.randn(6, 3)).argmax(1)
+    model = Net(between).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    with tw.watch(model, optimizer, out=None, quiet=True) as watch:
+        for _ in range(6):
+            optimizer.zero_grad()
+            for _ in range(micro):
+                rows = torch.randperm(128)[:16]
+                (F.cross_entropy(model(x[rows].to(dtype)).float(), y[rows]) / divide).backward()
+            optimizer.step()
+    assert watch.session.failures == []
+    return watch
+
+
+def states(watch: Any) -> dict[str, str]:
+    laws = diagnose(Case(watch.records, finished=True)).laws
+    return {each.name.removeprefix("gradient."): each.state for each in laws if each.name.startswith("gradient.")}
+
+
+def alarms(watch: Any) -> dict[str, Found]:
+    return {each.code: each for each in watch.findings() if each.severity != "info"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_laws_hold_on_a_healthy_loop(dtype: torch.dtype) -> None:
+    watch = watched(dtype=dtype, micro=2, divide=2)
+    assert states(watch) == {"reaches_all": "held", "is_the_derivative": "held", "adds_up": "held"}
+    assert alarms(watch) == {}
+
+
+def detached(net: Net, h: Tensor) -> Tensor:
+    return torch.tanh(net.branch(h)).detach()
+
+
+def without_graph(net: Net, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.tanh(net.branch(h))
+
+
+def rebuilt(net: Net, h: Tensor) -> Tensor:
+    return torch.tensor(net.branch(h).tolist(), dtype=h.dtype)
+
+
+def whole_numbers(net: Net, h: Tensor) -> Tensor:
+    return (9 * net.branch(h)).int().to(h.dtype)
+
+
+def detached_weight(net: Net, h: Tensor) -> Tensor:
+    return torch.tanh(F.linear(h, net.branch.weight.detach(), net.branch.bias.detach()))
+
+
+@pytest.mark.parametrize("between", [detached, without_graph, rebuilt, whole_numbers, detached_weight])
+def test_weights_that_no_gradient_reaches(between: Between) -> None:
+    watch = watched(between)
+    assert states(watch)["reaches_all"] == "broken"
+    [(code, found)] = alarms(watch).items()
+    assert code in ("law.gradient.reaches_all", "grad.graph_cut")
+    assert found.where.module == "branch" or code == "grad.graph_cut"
+
+
+class Reversed(torch.autograd.Function):
+    """Gradient reversal."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return -0.5 * grad
+
+
+def quantised(net: Net, h: Tensor) -> Tensor:
+    w = net.branch.weight
+    return torch.tanh(F.linear(h, w + (torch.round(20 * w) / 20 - w).detach(), net.branch.bias))
+
+
+def reversed_gradient(net: Net, h: Tensor) -> Tensor:
+    y: Tensor = Reversed.apply(torch.tanh(net.branch(h)))
+    return y
+
+
+def hooked(net: Net, h: Tensor) -> Tensor:
+    y = torch.tanh(net.branch(h))
+    if y.requires_grad:
+        y.register_hook(lambda grad: 0.1 * grad)
+    return y
+
+
+def gated(net: Net, h: Tensor) -> Tensor:
+    y = torch.tanh(net.branch(h))
+    return y * y.detach().sigmoid()
+
+
+@pytest.mark.parametrize("between", [quantised, reversed_gradient, hooked, gated])
+def test_what_the_author_put_into_the_backward_pass_is_no_alarm(between: Between) -> None:
+    assert alarms(watched(between)) == {}
+
+
+class Halved(torch.autograd.Function):
+    """A square whose backward pass forgets the factor of two."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return grad * x
+
+
+def wrong_function(net: Net, h: Tensor) -> Tensor:
+    y: Tensor = Halved.apply(net.branch(h))
+    return y
+
+
+def written_to(net: Net, h: Tensor) -> Tensor:
+    y = torch.sigmoid(net.branch(h))
+    y.data.mul_(0.5)
+    return y
+
+
+def drawn_again(net: Net, h: Tensor) -> Tensor:
+    def block(h: Tensor) -> Tensor:
+        return F.dropout(torch.tanh(net.branch(h)), 0.5, net.training)
+
+    out: Tensor = torch.utils.checkpoint.checkpoint(block, h, use_reentrant=False, preserve_rng_state=False)
+    return out
+
+
+@pytest.mark.parametrize("between", [wrong_function, written_to, drawn_again])
+def test_a_backward_pass_that_does_not_fit_its_forward_pass(between: Between) -> None:
+    watch = watched(between)
+    assert states(watch)["is_the_derivative"] == "broken"
+    names = {"grad.wrong_backward", "grad.saved_tensor_modified", "law.gradient.is_the_derivative"}
+    assert len(alarms(watch).keys() & names) == 1
+
+
+@each_row(("divide", "code"), [(3.0, "law.gradient.adds_up"), (1.0, "accum.not_normalised")])
+def test_micro_batches_that_do_not_add_up(divide: float, code: str) -> None:
+    watch = watched(micro=4, divide=divide)
+    assert states(watch)["adds_up"] == "broken"
+    assert set(alarms(watch)) == {code}
