@@ -11,17 +11,9 @@ from trainwright.doctor.function import FAMILY as FUNCTION
 from trainwright.doctor.gradient import FAMILY as GRADIENT
 from trainwright.doctor.program import FAMILY as PROGRAM
 from trainwright.doctor.ranks import FAMILY as RANKS
+from trainwright.doctor.resources import FAMILY as RESOURCES
 from trainwright.doctor.resume import FAMILY as RESUME
 from trainwright.doctor.update import FAMILY as UPDATE
 from trainwright.doctor.vitals import FAMILY as VITALS
 
-FAMILIES: tuple[Family, ...] = (
-    DATA,
-    FUNCTION,
-    GRADIENT,
-    PROGRAM,
-    RANKS,
-    RESUME,
-    UPDATE,
-    VITALS,
-)
+FAMILIES: tuple[Family, ...] = (DATA, FUNCTION, GRADIENT, PROGRAM, RANKS, RESOURCES, RESUME, UPDATE, VITALS)

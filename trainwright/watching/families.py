@@ -10,6 +10,7 @@ from trainwright.doctor.function import measure as function
 from trainwright.doctor.gradient import measure as _gradient  # noqa: F401  registers its experiments
 from trainwright.doctor.program import measure as program
 from trainwright.doctor.ranks import measure as ranks
+from trainwright.doctor.resources import measure as resources
 from trainwright.doctor.resume import measure as resume
 from trainwright.doctor.update import measure as update
 from trainwright.doctor.vitals import measure as vitals
@@ -32,6 +33,7 @@ MEASURES: tuple[Measures, ...] = (
     Measures(function.probes, needs_live_loop=False),
     Measures(program.probes, needs_live_loop=True),
     Measures(ranks.probes, needs_live_loop=True),
+    Measures(resources.probes, needs_live_loop=True),
     Measures(resume.probes, needs_live_loop=True),
     Measures(update.probes, needs_live_loop=True),
     Measures(vitals.probes, needs_live_loop=False),

@@ -46,6 +46,7 @@ class Memory(Probe):
         self._nodes: list[list[int]] = []
         self._counted_at = 0
         self._copies: list[list[int]] = []
+        self._with_graph: list[list[int]] = []
         self._next_scan, self._next_scan_s = SCAN_EVERY, 0.0
         self._loader: Loader | None = None
         self._iterator: Callable[[], object] = lambda: None
@@ -98,26 +99,30 @@ class Memory(Probe):
             "output_bytes": sum(each.nbytes for each in with_graph),
             "nodes": [list(row) for row in self._nodes],
             "copies": [list(row) for row in self._copies],
+            "with_graph": [list(row) for row in self._with_graph],
             "private": [list(row) for row in self._private],
             "held": self._held,
         }
 
     def _scan(self) -> None:
-        """Counts other modules of the roots' classes and shapes. Takes at most SCAN_SHARE of the time after the start.
+        """Counts tensors with a graph, and other modules of the roots' classes and shapes.
 
-        An object refers to its class, so the referrers of the classes hold all modules: in half the time that a list of
-        all objects takes.
+        Takes at most SCAN_SHARE of the time after the start. An object refers to its class, so the referrers of the
+        classes hold all modules and tensors: in half the time that a list of all objects takes.
         """
         begin_s = time.perf_counter()
         if self._steps < self._next_scan or begin_s < self._next_scan_s:
             return
         kinds = {type(root): _shapes(root) for root in self._roots}
         own = {id(root) for root in self._roots}
-        whole = [each for each in gc.get_referrers(*kinds) if type(each) in kinds and id(each) not in own]
+        found = gc.get_referrers(*kinds, Tensor)
+        self._with_graph.append([self._steps, sum(type(each) is Tensor and each.grad_fn is not None for each in found)])
+        whole = [each for each in found if type(each) in kinds and id(each) not in own]
+        del found
         alike = [each for each in whole if "_parameters" in vars(each)]  # else it is being made
         copies = sum(_shapes(each) == kinds[type(each)] for each in alike)
         self._copies.append([self._steps, copies, sum(p.nbytes for p in self._roots[0].parameters())])
-        del self._copies[:-32]
+        del self._copies[:-32], self._with_graph[:-32]
         now_s, self._next_scan = time.perf_counter(), self._steps + SCAN_EVERY
         self._next_scan_s = now_s + (now_s - begin_s) / SCAN_SHARE if self._steps > 64 else 0.0
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainwright.doctor.function.facts import Deviation
-from trainwright.doctor.function.measure.locate import Compare, CallTrace
+from trainwright.doctor.function.measure.locate import CallTrace, Compare
 from trainwright.recorder.program import tensors_of
 from trainwright.replay.functions import InputHandler, change_leaves
 from trainwright.replay.replayer import AS_IT_WAS, Intervention
