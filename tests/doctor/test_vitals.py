@@ -58,6 +58,11 @@ def state_set_back(loop: Loop) -> None:
     loop.end = lambda step: torch.set_rng_state(state)
 
 
+def evaluated_for_good(loop: Loop) -> None:
+    """From some step on nothing is drawn any more: the random state stands still."""
+    loop.begin = lambda step: loop.model.eval() if step == 5 else None
+
+
 def by_slices(loop: Loop) -> None:
     """The batches are views of the data. The third epoch begins in step 8."""
     rows = 32
@@ -137,6 +142,7 @@ HEALTHY: dict[str, Callable[[], set[str]]] = {
     "bfloat16": lambda: broken(watched(dtype=torch.bfloat16), "vitals"),
     "momentum": lambda: broken(watched(optimizer=torch.optim.SGD, lr=0.1), "vitals"),
     "views": lambda: broken(watched(by_slices), "vitals"),
+    "eval mode": lambda: broken(watched(evaluated_for_good), "vitals"),
     "frozen": lambda: broken(watched(frozen_and_held), "vitals"),
 }
 

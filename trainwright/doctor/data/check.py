@@ -262,7 +262,7 @@ def inputs_keep_their_scale(case: Case) -> Iterator[Verdict]:
 
 
 LAWS: tuple[Law, ...] = (
-    Law("data.batches_vary", batches_vary),
+    Law("data.batches_vary", batches_vary, named_by=("data.constant_input",)),
     Law("data.batches_are_disjoint", batches_are_disjoint),
     Law("data.samples_are_drawn", samples_are_drawn),
     Law("data.evaluation_is_apart", evaluation_is_apart, named_by=("data.train_val_overlap",)),

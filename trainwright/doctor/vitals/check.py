@@ -328,9 +328,10 @@ _STANDING = (
     "opt.step_never_called", "opt.zero_lr_group", "opt.nothing_trainable", "opt.lr_too_low", "sched.never_stepped",
     "sched.unit_mismatch", "grad.graph_cut", "grad.graph_cut_at_loss", "grad.vanishing", "grad.clip_always_active",
     "prec.lost_updates", "prec.fp16_underflow", "prec.scaler_collapse", "prec.autocast_stale_cache",
-    "model.dead_relu", "model.router_collapse", "loss.no_valid_target", "mode.*", "num.*",
+    "model.dead_relu", "model.router_collapse", "loss.no_valid_target", "data.constant_input",
+    "mode.*", "num.*",
 )  # fmt: skip
-_SLOW = (*_STANDING, "opt.weight_decay_too_high", "data.double_normalised", "data.constant_input", "init.symmetric")
+_SLOW = (*_STANDING, "opt.weight_decay_too_high", "data.double_normalised", "init.symmetric")
 _RUNAWAY = (
     "opt.lr_too_high", "opt.weight_decay_too_high", "opt.missing_zero_grad", "opt.double_owned", "loss.wrong_sign",
     "loss.term_dominates", "loss.nll_on_probs", "grad.exploding", "grad.wrong_backward", "sched.no_warmup", "init.*",

@@ -51,15 +51,15 @@ class Steadiness(Probe):
                 self._note_part(each.tensor, each.tensor._base)
 
     def _note_state(self, step: RecordedStep) -> None:
-        """Of the generator of the CPU, and of that of the device where there is one."""
-        before, before_device = step.calls[0].rng
-        if step.step <= 4 or not self._draws:
-            self._draws = self._draws or not torch.equal(before, torch.default_generator.get_state())
-        if not self._draws:
-            return
+        """Of the generator of the CPU, and of that of the device where there is one, if the step has drawn numbers."""
+        before, on_device = step.calls[0].rng
+        drew = not torch.equal(before, torch.default_generator.get_state())
+        if not drew and (on_device is None or torch.equal(on_device, torch.cuda.get_rng_state())):
+            return  # the next step may begin in the same state
+        self._draws = True
         state = zlib.crc32(before.numpy().data)
-        if before_device is not None:
-            state = state << 32 | zlib.crc32(before_device.numpy().data)
+        if on_device is not None:
+            state = state << 32 | zlib.crc32(on_device.numpy().data)
         first = self._states.setdefault(state, step.step)
         if first != step.step:
             self._num_repeats += 1
