@@ -141,7 +141,7 @@ class _Losses(StepInspector):
         if name in CLASSES or name.endswith("softmax"):
             facts["simplex"] = is_simplex(x, class_dim(name, x, args, kwargs))
         if name == "binary_cross_entropy_with_logits":
-            facts["squashed"] = bool(_made_by(x, ("SigmoidBackward0", "SoftmaxBackward0")))
+            facts["squashed"] = bool(made_by(x, ("SigmoidBackward0", "SoftmaxBackward0")))
         if facts.get("simplex") or facts.get("squashed"):
             made_in = self._probabilities.get(id(x))
             facts["made_in"] = self._through_views(x) if made_in is None else made_in
@@ -158,7 +158,7 @@ class _Losses(StepInspector):
 
     def _through_views(self, x: Tensor) -> str | None:
         """The module that computed the probabilities that ``x`` is a view of."""
-        wanted = _made_by(x, ("SigmoidBackward0", "SoftmaxBackward0"))
+        wanted = made_by(x, ("SigmoidBackward0", "SoftmaxBackward0"))
         matching = (each for each in self._kept if each.grad_fn is not None and each.grad_fn is wanted)
         return next((self._probabilities.get(id(each)) for each in matching), None)
 
@@ -213,7 +213,7 @@ _MOVES = (
 )  # fmt: skip
 
 
-def _made_by(x: Tensor, names: tuple[str, ...]) -> Node | None:
+def made_by(x: Tensor, names: tuple[str, ...]) -> Node | None:
     """The node of the graph that computed ``x``, looking through views and copies, if it has one of these names."""
     node = x.grad_fn
     for _ in range(8):

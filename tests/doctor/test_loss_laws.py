@@ -1,0 +1,226 @@
+"""The laws of the loss hold for usual losses, and each is broken by several mistakes in how one is computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import trainwright as tw
+from tests.rows import each_row
+from trainwright.doctor.case import Case
+from trainwright.doctor.diagnose import LAWS
+from trainwright.doctor.finding import ExperimentRequest, Finding
+from trainwright.doctor.law import Holds, NotApplicable, Verdict
+from trainwright.doctor.loss.facts import CutFacts, Learned, LearnedFacts, TermRatio
+from trainwright.doctor.loss.measure.comparing import compared
+from trainwright.runlog.json_values import strict
+from trainwright.runlog.records import Examined, Watched
+
+X = torch.randn(64, 6, generator=torch.Generator().manual_seed(0))
+Y, R = X[:, :3].argmax(1), X[:, :3] * 0.5
+JUDGES = {law.name.removeprefix("loss."): law.judge for law in LAWS if law.name.startswith("loss.")}
+Loss = Callable[[Tensor], Tensor]
+
+
+def case_of(loss_of: Loss, dtype: torch.dtype = torch.float32, steps: int = 1) -> Case:
+    """The records of a run with this loss of the outputs (16, 3)."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with tw.watch(model, optimizer, out=None, quiet=True, laws="loss") as watch:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+                loss = loss_of(model(X[:16]))
+            loss.backward()
+            optimizer.step()
+    assert watch.session.failures == []
+    return Case(watch.records)
+
+
+def verdicts(case: Case, law: str) -> list[Verdict]:
+    return [*JUDGES[law](case)]
+
+
+def broken(case: Case, law: str) -> list[Finding]:
+    return [each for each in verdicts(case, law) if isinstance(each, Finding) and each.found.severity != "info"]
+
+
+Y16, R16 = Y[:16], R[:16]
+HEALTHY: tuple[Loss, ...] = (
+    lambda out: F.cross_entropy(out, Y16),
+    lambda out: F.cross_entropy(out, Y16, label_smoothing=0.1),
+    lambda out: F.nll_loss(out.log_softmax(1), Y16),
+    lambda out: F.cross_entropy(out, F.one_hot(Y16, 3).float()),
+    lambda out: F.binary_cross_entropy_with_logits(out, (R16 > 0).float()),
+    lambda out: F.mse_loss(out, R16),
+    lambda out: ((out - R16) ** 2).mean(),
+    lambda out: F.mse_loss(out, R16, reduction="sum") / 16 + 1e-3 * out.pow(2).sum() / 16,
+    lambda out: F.cross_entropy(out, Y16) + 0.5 * F.mse_loss(out, R16),
+    lambda out: F.l1_loss(out, R16) + 0.1 * F.smooth_l1_loss(out, R16),
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_laws_hold_for_usual_losses(dtype: torch.dtype) -> None:
+    for number, loss in enumerate(HEALTHY if dtype == torch.float32 else HEALTHY[:3]):
+        case = case_of(loss, dtype)
+        for law in (
+            "starts_at_chance",
+            "targets_are_the_minimum",
+            "like_is_compared_with_like",
+            "batch_is_cut_anywhere",
+        ):
+            [verdict] = verdicts(case, law)
+            assert isinstance(verdict, Holds), (number, law, verdict)
+
+
+@each_row(
+    ("law", "loss"),
+    [
+        ("starts_at_chance", lambda out: F.cross_entropy(50 * out, Y16)),
+        ("starts_at_chance", lambda out: F.mse_loss(100 * out, R16)),
+        ("starts_at_chance", lambda out: ((out + 9 - R16) ** 2).mean()),
+        ("targets_are_the_minimum", lambda out: -F.mse_loss(out, R16)),
+        ("targets_are_the_minimum", lambda out: 1 - F.cross_entropy(out, Y16)),
+        ("targets_are_the_minimum", lambda out: 0 * F.mse_loss(out, R16) + out.pow(2).mean()),
+        ("like_is_compared_with_like", lambda out: F.mse_loss(out.relu(), R16)),
+        ("like_is_compared_with_like", lambda out: F.mse_loss(out.sigmoid(), 9 * R16)),
+        ("like_is_compared_with_like", lambda out: F.binary_cross_entropy_with_logits((R16 > 0).float(), out)),
+        ("like_is_compared_with_like", lambda out: F.mse_loss(out, out.detach())),
+        ("batch_is_cut_anywhere", lambda out: F.mse_loss(out, R16) + 1e-3 * out.pow(2).sum()),
+        ("batch_is_cut_anywhere", lambda out: F.cross_entropy(out, Y16, reduction="sum") + out.abs().mean()),
+        ("batch_is_cut_anywhere", lambda out: F.l1_loss(out, R16, reduction="sum") + F.cross_entropy(out, Y16)),
+    ],
+    ids=str,
+)
+def test_a_loss_that_is_computed_wrongly_is_found(law: str, loss: Loss) -> None:
+    assert broken(case_of(loss), law)
+
+
+@each_row(
+    ("loss", "name"),
+    [
+        (lambda out: F.cross_entropy(out, Y16) + 0.1 * F.mse_loss(out, R16).detach(), "detach"),
+        (lambda out: F.mse_loss(out.detach(), R16) + 0.01 * out.pow(2).mean(), "mse_loss"),
+        (lambda out: F.cross_entropy(out, Y16) + 0.1 * F.mse_loss(out, R16), None),
+    ],
+    ids=str,
+)
+def test_a_term_that_is_not_learned_is_found(loss: Loss, name: str | None) -> None:
+    found = broken(case_of(loss, steps=2), "every_term_matters")
+    assert [each.found.where.op for each in found] == ([] if name is None else [name])
+
+
+def test_a_sum_over_the_batch_is_told() -> None:
+    [found] = verdicts(case_of(lambda out: F.cross_entropy(out, Y16, reduction="sum")), "batch_is_cut_anywhere")
+    assert isinstance(found, Finding)
+    assert found.found.severity == "info"
+
+
+def test_a_loss_between_samples_is_not_cut() -> None:
+    [verdict] = verdicts(case_of(lambda out: F.cross_entropy(out @ out.T, torch.arange(16))), "batch_is_cut_anywhere")
+    assert isinstance(verdict, NotApplicable)
+
+
+@each_row(
+    ("terms", "divides", "count"),
+    [
+        ((1.0, 2.0), False, 1),
+        ((1.0, 2.0), True, 0),
+        ((2.0, 2.0), False, 0),
+        ((1.0, 1.7), False, 0),
+    ],
+)
+def test_terms_are_mixed_where_one_is_a_sum_and_one_a_mean(terms: tuple[float, ...], divides: bool, count: int) -> None:
+    facts = CutFacts(1.5, tuple(TermRatio(f"term {n}", 1.0, ratio) for n, ratio in enumerate(terms)), divides)
+    case = Case([Examined(time_s=0.0, step=1, experiment="batch_twice", values=strict(vars(facts)))])
+    assert len(broken(case, "batch_is_cut_anywhere")) == count
+
+
+def call(gained: float, told: float, error: float = 0.01) -> Learned:
+    return Learned("cross_entropy", None, 1.0 - gained, 1.0, 1.0 - gained + told, gained, told, error)
+
+
+@each_row(
+    ("facts", "count"),
+    [
+        (LearnedFacts(8, (call(0.0, 0.0),)), 1),
+        (LearnedFacts(8, (call(-0.5, 0.0),)), 1),
+        (LearnedFacts(8, (call(0.3, 0.5), call(0.0, 0.01))), 1),
+        (LearnedFacts(8, (call(0.3, 0.5),)), 0),
+        (LearnedFacts(8, (call(-0.2, 0.3),)), 0),
+        (LearnedFacts(8, (call(0.0, 0.0, 0.1),)), 0),
+        (LearnedFacts(8, (call(0.0, 0.0),), drawn=True), 0),
+        (LearnedFacts(8), 0),
+    ],
+    ids=str,
+)
+def test_what_was_learned_is_judged_by_its_error(facts: LearnedFacts, count: int) -> None:
+    case = Case([Examined(time_s=0.0, step=64, experiment="learned", values=strict(vars(facts)))])
+    assert len(broken(case, "knows_more_than_nothing")) == count
+
+
+@each_row(("steps", "finished", "asks"), [(64, True, True), (64, False, False), (30, True, False)])
+def test_what_was_learned_is_asked_for_at_the_end(steps: int, finished: bool, asks: bool) -> None:
+    step = Watched(time_s=0.0, step=steps, loss=1.0, grad_norm=1.0, lr=0.1)
+    asked = [*JUDGES["knows_more_than_nothing"](Case([step], finished=finished))]
+    assert asked == ([ExperimentRequest("learned")] if asks else [])
+
+
+@each_row(
+    ("order", "learns"),
+    [(torch.arange(64), True), (torch.randperm(64, generator=torch.Generator().manual_seed(1)), False)],
+    ids=lambda value: "",
+)
+def test_what_was_learned_is_measured(order: Tensor, learns: bool) -> None:
+    torch.manual_seed(0)
+    model, targets = nn.Linear(6, 3), Y[order]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5 if learns else 1e-3)
+    with tw.watch(model, optimizer, out=None, quiet=True, laws="loss") as watch:
+        for n in range(8):
+            optimizer.zero_grad()
+            rows = slice(8 * n, 8 * n + 8)
+            F.cross_entropy(model(X[rows]), targets[rows]).backward()
+            optimizer.step()
+        facts: Any = watch.session.runner.run_requested(8, [ExperimentRequest("learned")])["learned"]
+    [found] = facts["calls"]
+    assert facts["steps"] >= 3
+    assert (found["told"] > 0.1) == learns
+
+
+def test_the_best_constant_is_that_of_theory() -> None:
+    out = torch.zeros(1000, 4)
+    classes, values = torch.arange(1000) % 4, torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    entropy = compared(F.cross_entropy, (out, classes), {}, outside=True)
+    assert entropy is not None
+    assert entropy.of_constant() == pytest.approx(math.log(4), abs=2e-3)
+    assert entropy.value(entropy.blank(), classes) == pytest.approx(math.log(4))
+    squares = compared(F.mse_loss, (out[:, 0], values), {}, outside=True)
+    assert squares is not None
+    assert squares.of_constant() == pytest.approx(float(values.var()), rel=1e-6)
+
+
+@each_row(
+    ("function", "args"),
+    [
+        (F.cross_entropy, (torch.randn(8, 3), torch.arange(8) % 3)),
+        (F.nll_loss, (torch.randn(8, 3).log_softmax(1), torch.arange(8) % 3)),
+        (F.cross_entropy, (torch.randn(8, 3), torch.rand(8, 3).softmax(1))),
+        (F.cross_entropy, (torch.randn(4, 3, 5), torch.arange(20).reshape(4, 5) % 3)),
+        (F.binary_cross_entropy_with_logits, (torch.randn(8), torch.ones(8))),
+        (F.binary_cross_entropy, (torch.rand(8), torch.ones(8))),
+        (F.huber_loss, (torch.randn(8, 2), torch.randn(8, 2))),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_step_towards_the_target_makes_every_loss_smaller(function: Any, args: tuple[Tensor, Tensor]) -> None:
+    each = compared(function, args, {}, outside=True)
+    assert each is not None
+    assert each.value(each.nearer(0.01), args[1]) < each.value(*args)

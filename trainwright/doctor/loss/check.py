@@ -1,0 +1,38 @@
+"""The laws of ``laws.md``, with the known causes that break them. The family has no names of its own."""
+
+from __future__ import annotations
+
+from trainwright.doctor.finding import Check
+from trainwright.doctor.law import Law
+from trainwright.doctor.loss import laws
+
+_NOTHING_LEARNED = (
+    *("data.label_*", "data.unshuffled", "data.constant_*", "data.double_*", "data.unnormalised_*"),
+    *("loss.*", "opt.*", "init.*", "grad.*", "model.*", "sched.*", "prec.*", "mode.*", "num.*", "accum.*", "ckpt.*"),
+    *("law.vitals.*", "law.update.*", "law.gradient.*", "law.function.*"),
+)
+"""Whatever keeps a model from learning."""
+LAWS: tuple[Law, ...] = (
+    Law(
+        "loss.starts_at_chance",
+        laws.starts_at_chance,
+        effort="replay",
+        named_by=("init.*", "data.*", "num.*", "loss.*", "model.attention_logit_growth"),
+    ),
+    Law("loss.knows_more_than_nothing", laws.knows_more_than_nothing, effort="replay", named_by=_NOTHING_LEARNED),
+    Law(
+        "loss.targets_are_the_minimum",
+        laws.targets_are_the_minimum,
+        effort="replay",
+        named_by=("loss.*", "grad.graph_cut*"),
+    ),
+    Law(
+        "loss.like_is_compared_with_like",
+        laws.like_is_compared_with_like,
+        effort="replay",
+        named_by=("loss.*", "data.*"),
+    ),
+    Law("loss.batch_is_cut_anywhere", laws.batch_is_cut_anywhere, effort="replay", named_by=("accum.*", "loss.*")),
+    Law("loss.every_term_matters", laws.every_term_matters, effort="replay", named_by=("loss.*", "grad.graph_cut*")),
+)
+NAMES: tuple[Check, ...] = ()

@@ -1,0 +1,269 @@
+"""Judges of the laws of ``laws.md``: pure functions of a Case."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from trainwright.doctor.case import Case
+from trainwright.doctor.finding import ExperimentRequest, finding
+from trainwright.doctor.law import Holds, NotApplicable, Verdict
+from trainwright.doctor.loss.facts import ComparedFacts, ComparisonsFacts, CutFacts, Learned, LearnedFacts, TowardsFacts
+from trainwright.runlog.records import Where
+
+NAMES = {"sub": "squared error", "rsub": "squared error", "__sub__": "squared error", "__rsub__": "squared error"}
+LEARNED = 60
+"""Steps after which something must have been learned."""
+LEAST, CERTAIN = 0.02, 0.04
+"""The share of a loss that was gained where anything was learned, and the standard error at which that can be told."""
+
+
+def starts_at_chance(case: Case) -> Iterator[Verdict]:
+    """The first loss is not far above that of outputs of 0, which know nothing."""
+    first = next((facts for step, facts in case.every(ComparisonsFacts) if step == 1), None)
+    if first is None:
+        return
+    calls = [each for each in first.calls if each.blank > 0 and math.isfinite(each.value)]
+    if not calls:
+        yield NotApplicable("no loss function that compares with targets")
+        return
+    bad = [each for each in calls if _is_far_above(each)]
+    if not bad:
+        yield Holds(", ".join(f"{_named(each)} {each.value:.3g} against {each.blank:.3g}" for each in calls[:3]))
+        return
+    worst = max(bad, key=lambda each: each.value / each.blank)
+    yield finding(
+        "law.loss.starts_at_chance",
+        "warning",
+        1,
+        symptom=f"the first {_named(worst)} is {worst.value:.4g}; outputs of 0 have {worst.blank:.4g}",
+        cause="the outputs are much too large before anything was learned: the scale of inputs, weights or outputs",
+        remedy="standardise the inputs, use the usual initialisation, and look for a factor before the loss",
+        sure=0.85,
+        stage="forward",
+        since_step=1,
+        where=_where(worst),
+        evidence=[(f"first {_named(worst)}", worst.value, worst.blank), ("targets", worst.targets)],
+    )
+
+
+def _is_far_above(call: ComparedFacts) -> bool:
+    """For classes as far as ``init.too_large`` asks for; a squared error of outputs twice the size of the targets."""
+    if "entropy" in call.op or call.op == "nll_loss":
+        return call.value > 1.5 * call.blank + 0.5
+    return call.value > 5 * max(call.blank, call.constant)
+
+
+def _named(call: ComparedFacts | Learned) -> str:
+    return NAMES.get(call.op, call.op)
+
+
+def _where(call: ComparedFacts | Learned) -> Where:
+    return Where(op=None if call.op in NAMES else call.op, module=call.module)
+
+
+def knows_more_than_nothing(case: Case) -> Iterator[Verdict]:
+    """In the end the loss is below that of the best constant prediction, and below that of shuffled targets."""
+    facts = case.newest(LearnedFacts)
+    if facts is None:
+        if (why := case.blind(LearnedFacts)) is not None:
+            yield NotApplicable(why)
+        elif case.finished and case.last_step >= LEARNED:
+            yield ExperimentRequest(LearnedFacts.experiment)
+        return
+    if facts.drawn or not facts.calls:
+        yield NotApplicable("the model learns from samples of its own" if facts.drawn else "no targets that vary")
+        return
+    bad = [each for each in facts.calls if each.error < CERTAIN and max(each.gained, each.told) < LEAST + each.error]
+    if not bad:
+        first = facts.calls[0]
+        yield Holds(f"{_named(first)} {first.value:.3g}, a constant prediction {first.constant:.3g}")
+        return
+    last = bad[0]
+    yield finding(
+        "law.loss.knows_more_than_nothing",
+        "warning",
+        case.last_step,
+        symptom=f"after {case.last_step} steps {_named(last)} is {last.value:.4g}; a prediction without inputs has "
+        f"{last.constant:.4g}, and with the targets shuffled it is {last.shuffled:.4g}",
+        cause="nothing was learned that tells one sample from another: targets that do not belong to the inputs, "
+        "updates that do not work, or outputs that do not depend on the inputs",
+        remedy="look at inputs and targets of one batch side by side as they go into model and loss; then train on "
+        "one batch alone",
+        sure=0.7,
+        stage="label",
+        where=_where(last),
+        evidence=[
+            ("share of the loss of a constant prediction that was gained", round(last.gained, 4), f">= {LEAST}"),
+            ("rise of the loss with shuffled targets, as a share of that", round(last.told, 4), f">= {LEAST}"),
+            ("standard error of these", round(last.error, 4)),
+        ],
+    )
+
+
+def targets_are_the_minimum(case: Case) -> Iterator[Verdict]:
+    """The loss that backward is called on falls when predictions move towards their targets."""
+    facts = case.newest(TowardsFacts)
+    if facts is None:
+        if (why := case.blind(TowardsFacts)) is not None:
+            yield NotApplicable(why)
+        return
+    if not facts.ops or not math.isfinite(facts.before):
+        yield NotApplicable("no loss function that compares with targets")
+        return
+    if facts.rivals:
+        yield NotApplicable("one model may want the loss of the other to rise")
+        return
+    rounding = 1e-6 * abs(facts.before)
+    if facts.after < facts.before - rounding or facts.before == 0:
+        yield Holds(f"{', '.join(facts.ops)}: {facts.before:.6g} to {facts.after:.6g}")
+        return
+    rises = facts.after > facts.before + rounding
+    yield finding(
+        "law.loss.targets_are_the_minimum",
+        "warning",
+        case.last_step,
+        symptom=f"the loss {'rises' if rises else 'stays'} when all predictions move towards their targets: "
+        f"{facts.before:.6g} to {facts.after:.6g}",
+        cause=f"the sign of {facts.ops[0]} is turned, or another term grows faster"
+        if rises
+        else f"{facts.ops[0]} has no part in the value that backward() is called on: detached, or times zero",
+        remedy="write the loss as a sum of what is to become small, each with a factor above 0",
+        sure=0.85,
+        stage="loss",
+        where=Where(op=None if facts.ops[0] in NAMES else facts.ops[0]),
+        evidence=[("loss with predictions nearer to their targets", facts.after, f"< {facts.before:.6g}")],
+    )
+
+
+def like_is_compared_with_like(case: Case) -> Iterator[Verdict]:
+    """The prediction comes first and can reach its targets, and it is not compared with itself."""
+    every = case.every(ComparisonsFacts)
+    if not every:
+        return
+    calls = every[-1][1].calls
+    if not calls:
+        yield NotApplicable("no loss function that compares with targets")
+        return
+    for call in calls:
+        words = _unlike(call)
+        if words is not None:
+            symptom, cause, remedy = words
+            yield finding(
+                "law.loss.like_is_compared_with_like",
+                "warning",
+                every[-1][0],
+                symptom=symptom,
+                cause=cause,
+                remedy=remedy,
+                sure=0.85,
+                stage="loss",
+                where=_where(call),
+                evidence=[
+                    ("share of targets out of reach", round(call.outside, 4), 0.0),
+                    ("target has the graph", call.swapped, False),
+                ],
+            )
+            return
+    yield Holds(f"{len(calls)} calls: {', '.join(_named(each) for each in calls)}")
+
+
+def _unlike(call: ComparedFacts) -> tuple[str, str, str] | None:
+    """What is wrong with the arguments of a call: symptom, cause and remedy; None where nothing is."""
+    if call.swapped:
+        return (
+            f"the second argument of {call.op} has a graph and the first has none",
+            "prediction and target are swapped: the loss takes the prediction first",
+            f"{call.op}(prediction, target)",
+        )
+    if call.itself and call.value == 0:
+        return (
+            f"prediction and target of {_named(call)} have the same values, and the loss is 0",
+            "the loss compares a thing with itself: one name stands for both, or the target was made of the output",
+            "pass the targets of the batch",
+        )
+    if call.outside > 0.02:
+        return (
+            f"{call.outside:.0%} of the targets of {_named(call)} lie beyond what {call.bound} can give",
+            f"the prediction ends in {call.bound}, and targets have another range",
+            f"leave out the {call.bound}, or bring the targets into its range",
+        )
+    return None
+
+
+def batch_is_cut_anywhere(case: Case) -> Iterator[Verdict]:
+    """A batch twice has the same loss as once, or every term of it twice as much."""
+    facts = case.newest(CutFacts)
+    if facts is None:
+        if (why := case.blind(CutFacts)) is not None:
+            yield NotApplicable(why)
+        elif case.newest(ComparisonsFacts) is not None:
+            yield ExperimentRequest(CutFacts.experiment)
+        return
+    kinds = {each.name: _kind(each.ratio) for each in facts.terms if abs(each.weight) > 0}
+    mixed = set(kinds.values()) == {"mean", "sum"} and not facts.divides
+    if mixed:
+        summed = [each for each in facts.terms if _kind(each.ratio) == "sum"]
+        yield finding(
+            "law.loss.batch_is_cut_anywhere",
+            "warning",
+            case.last_step,
+            symptom=f"{summed[0].name} is a sum over the samples and the rest of the loss is a mean over them",
+            cause="the terms are reduced in two ways, so their balance depends on the size of the batch",
+            remedy='give all terms the same reduction: "mean", or a sum divided by the number of samples',
+            sure=0.75,
+            stage="loss",
+            where=Where(op=summed[0].name),
+            evidence=[(f"{each.name} of the batch twice, over once", round(each.ratio, 3)) for each in facts.terms],
+        )
+    elif _kind(facts.ratio) == "sum" and not facts.divides:
+        yield finding(
+            "law.loss.batch_is_cut_anywhere",
+            "info",
+            case.last_step,
+            symptom="the loss is a sum over the samples of a batch",
+            cause='reduction="sum", or .sum(): the size of an update depends on that of the batch',
+            remedy="divide by the number of samples, or choose the learning rate for this size",
+            sure=0.8,
+            stage="loss",
+            evidence=[("loss of the batch twice, over once", round(facts.ratio, 4), 1.0)],
+        )
+    elif _kind(facts.ratio) == "mean" or (_kind(facts.ratio) == "sum" and facts.divides):
+        yield Holds(f"the loss of the batch twice is {facts.ratio:.4g} of that once")
+    else:
+        yield NotApplicable(f"the loss relates samples to each other: of the batch twice it is {facts.ratio:.4g} times")
+
+
+def _kind(ratio: float) -> str:
+    return "mean" if abs(ratio - 1) < 1e-3 else "sum" if abs(ratio - 2) < 1e-3 else "neither"
+
+
+def every_term_matters(case: Case) -> Iterator[Verdict]:
+    """Each term of the loss that has a weight has a gradient."""
+    every = [each for each in case.outcomes("terms") if "terms" in each.values]
+    if not every:
+        return
+    terms = every[-1].values["terms"]
+    idle = [
+        term["name"]
+        for n, term in enumerate(terms)
+        if term["weight"] and all(len(e.values["terms"]) > n and e.values["terms"][n]["norm"] == 0 for e in every)
+    ]
+    if not idle or len(idle) == len(terms):
+        yield Holds(f"{len(terms)} terms: {', '.join(str(term['name']) for term in terms)}")
+        return
+    if len(every) < 2:
+        return
+    yield finding(
+        "law.loss.every_term_matters",
+        "warning",
+        every[-1].step,
+        symptom=f"the term {idle[0]} of the loss has no gradient",
+        cause="it was detached, made under no_grad, or is constant: it is in the number that is printed, and nothing "
+        "is learned from it",
+        remedy="keep the graph of what the term is made of, or leave it out of the loss",
+        sure=0.85,
+        stage="loss",
+        where=Where(op=idle[0]),
+        evidence=[(f"gradient norm of {term['name']}", term["norm"]) for term in terms[:6]],
+    )

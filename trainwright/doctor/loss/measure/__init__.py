@@ -1,0 +1,217 @@
+"""Measures what a loss compares, on a replay: with other predictions and targets in place of those of the step."""
+
+from __future__ import annotations
+
+import math
+from statistics import fmean, stdev
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from trainwright.doctor.loss.facts import (
+    ComparedFacts,
+    ComparisonsFacts,
+    CutFacts,
+    Learned,
+    LearnedFacts,
+    TermRatio,
+    TowardsFacts,
+)
+from trainwright.doctor.loss.measure.comparing import CLASSES, DISTANCES, RESIDUALS, ComparedLoss, compared
+from trainwright.recorder.probes import Probe, WatchedObjects
+from trainwright.recorder.program import Operation, RecordedStep
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
+from trainwright.replay.experiments import experiment
+from trainwright.replay.experiments.loss import SAMPLES, alone, made_by
+from trainwright.replay.functions import change_leaves, function_name
+from trainwright.replay.modules import ModuleStack
+from trainwright.replay.replayer import Intervention, NotReplayable
+from trainwright.replay.session import ReplaySession
+from trainwright.replay.terms import terms_of
+from trainwright.runlog.json_values import Facts, strict
+
+MAX_CALLS = 4
+"""Calls of loss functions in a step that are looked at."""
+MAX_STEPS, MIN_STEPS = 8, 3
+"""Recorded steps in which the newest weights are tried, and the fewest that tell."""
+Mode: TypeAlias = Literal["train", "eval"] | None
+MAX_ELEMENTS = 2**22
+"""Of a prediction that is looked at."""
+NUDGE = 0.01
+"""The share of the way to its target that a prediction is moved."""
+BOUNDS = {
+    "SigmoidBackward0": ("sigmoid", 0.0, 1.0),
+    "SoftmaxBackward0": ("softmax", 0.0, 1.0),
+    "TanhBackward0": ("tanh", -1.0, 1.0),
+    "ReluBackward0": ("relu", 0.0, math.inf),
+    "SoftplusBackward0": ("softplus", 0.0, math.inf),
+}
+"""Functions with bounded values, by the name of their node in the graph."""
+ORDERED = CLASSES | {"binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"}
+"""Losses whose arguments cannot be swapped."""
+
+
+def probes(watched: WatchedObjects) -> list[Probe]:
+    """None: a replay shows all that the laws need."""
+    return []
+
+
+@experiment(ComparisonsFacts.experiment, when="first")
+def comparisons(session: ReplaySession) -> Facts:
+    """Each call of a loss function: its value, and its values of predictions that tell nothing."""
+    found = [_looked_at(call, module) for call, module in _calls(session, session.recorded_step)]
+    return dict(strict(vars(ComparisonsFacts(tuple(found)))))
+
+
+def _calls(
+    session: ReplaySession, recorded: RecordedStep, names: set[str] | None = None, mode: Mode = None
+) -> list[tuple[ComparedLoss, str | None]]:
+    """The calls in a step, each with the module that makes it. ``names`` gets those of all functions."""
+    modules = ModuleStack(session.modules)
+    found: list[tuple[ComparedLoss, str | None]] = []
+
+    def collect(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+        if names is not None:
+            names.add(function_name(function))
+        if len(found) < MAX_CALLS:
+            call = compared(function, args, kwargs, outside=modules.innermost is None)
+            if call is not None and call.x.numel() <= MAX_ELEMENTS:
+                found.append((call, modules.innermost))
+        return function(*args, **kwargs)
+
+    with session.live():
+        change = Intervention(ops=collect, model=modules.following, mode=mode)
+        session.replayer.run(recorded, change, upto="forward")
+    return found
+
+
+@torch.no_grad()
+def _looked_at(call: ComparedLoss, module: str | None) -> ComparedFacts:
+    x, target = call.x.detach(), call.target.detach()
+    bound, outside = _out_of_reach(call)
+    return ComparedFacts(
+        op=call.name,
+        module=module,
+        value=call.value(x, target),
+        blank=call.value(call.blank(), target),
+        constant=call.of_constant(),
+        targets=len(call.valid()),
+        bound=bound,
+        outside=outside,
+        swapped=call.name in ORDERED and call.target.requires_grad and not call.x.requires_grad,
+        itself=x.shape == target.shape and x.numel() > 1 and torch.equal(x.double(), target.double()),
+    )
+
+
+@experiment(LearnedFacts.experiment, when="requested")
+def learned(session: ReplaySession) -> Facts:
+    """The losses of the last recorded steps, with the weights before the newest, against what tells nothing."""
+    names: set[str] = set()
+    rows: dict[tuple[int, str, str | None], list[tuple[float, float, float]]] = {}
+    chosen = [each for each in session.recorded_steps if each.blind is None][-MAX_STEPS:]
+    for recorded in chosen:
+        for number, (call, module) in enumerate(_calls(session, recorded, names, "eval")):
+            if call.varies and not (call.target.requires_grad and not call.x.requires_grad):
+                row = call.value(call.x.detach(), call.target.detach()), call.of_constant(), call.of_shuffled()
+                rows.setdefault((number, call.name, module), []).append(row)
+    calls = [_learned(op, module, of_steps) for (_, op, module), of_steps in rows.items() if len(of_steps) >= MIN_STEPS]
+    facts = LearnedFacts(len(chosen), tuple(each for each in calls if each is not None), not SAMPLES.isdisjoint(names))
+    return dict(strict(vars(facts)))
+
+
+def _learned(op: str, module: str | None, rows: list[tuple[float, float, float]]) -> Learned | None:
+    if not all(map(math.isfinite, (number for row in rows for number in row))):
+        return None
+    value, constant, shuffled = (fmean(column) for column in zip(*rows))
+    if constant <= 1e-12:
+        return None
+    gained = [(best - own) / constant for own, best, _ in rows]
+    told = [(other - own) / constant for own, _, other in rows]
+    error = max(stdev(gained), stdev(told)) / math.sqrt(len(rows))
+    return Learned(op, module, value, constant, shuffled, fmean(gained), fmean(told), error)
+
+
+def _out_of_reach(call: ComparedLoss) -> tuple[str, float]:
+    """The function that bounds the prediction, and the share of targets beyond its bounds by more than 1 %."""
+    made = made_by(call.x, tuple(BOUNDS))
+    if made is None or call.name not in DISTANCES | RESIDUALS:
+        return "", 0.0
+    name, low, high = BOUNDS[type(made).__name__]
+    target = call.target.detach().double()
+    room = 0.01 * (high - low if math.isfinite(high) else float(target.abs().max()))
+    return name, float(((target < low - room) | (target > high + room)).double().mean())
+
+
+@experiment(TowardsFacts.experiment, when="first")
+def towards_targets(session: ReplaySession) -> Facts:
+    """The loss, and the loss when each prediction is moved a little towards the target that it is compared with."""
+    modules = ModuleStack(session.modules)
+    ops: list[str] = []
+
+    def moved(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+        call = compared(function, args, kwargs, outside=modules.innermost is None)
+        if call is None or not call.x.requires_grad or call.x.numel() > MAX_ELEMENTS:
+            return function(*args, **kwargs)
+        ops.append(call.name)
+        change = change_leaves(lambda leaf: call.nearer(NUDGE) if leaf is call.x else leaf)
+        args, kwargs = change(0, args, kwargs)
+        return function(*args, **kwargs)
+
+    before = session.run(upto="forward")
+    after = session.run(Intervention(ops=moved, model=modules.following), upto="forward")
+    if after.error is not None:
+        raise after.error
+    rivals = len(session.roots) > 1 or len(session.optimizers) > 1
+    return dict(strict(vars(TowardsFacts(before.loss, after.loss, tuple(dict.fromkeys(ops)), rivals))))
+
+
+@experiment(CutFacts.experiment, when="requested")
+def batch_twice(session: ReplaySession) -> Facts:
+    """The loss of the batch twice over that of the batch, and the same of each of its terms."""
+    size, recorded = session.size, session.recorded_step
+    if size is None or len(recorded.losses) != 1:
+        raise NotReplayable("the step has no batch, or several losses")
+    terms = terms_of(recorded)
+    ratios = [
+        TermRatio(term.name, term.weight, _ratio(session, alone(recorded, term), size))
+        for term in (terms if 1 < len(terms) <= 4 else [])
+    ]
+    facts = CutFacts(_ratio(session, recorded, size), tuple(ratios), _divides(recorded, size))
+    return dict(strict(vars(facts)))
+
+
+def _ratio(session: ReplaySession, recorded: RecordedStep, size: int) -> float:
+    """The loss of a step with its batch twice over its loss with it once."""
+
+    def double(leaf: object) -> object:
+        return torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) and _is_of_batch(leaf, size) else leaf
+
+    def twice(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor, tensor]) if _is_of_batch(tensor, size) else tensor
+
+    losses = []
+    for change in (Intervention(mode="eval"), Intervention(mode="eval", inputs=change_leaves(double), constants=twice)):
+        with session.live():
+            result = session.replayer.run(recorded, change, upto="forward")
+        if result.error is not None:
+            raise result.error
+        losses.append(result.loss)
+    return losses[1] / losses[0] if losses[0] else math.nan
+
+
+def _is_of_batch(tensor: Tensor, size: int) -> bool:
+    """Whether a tensor has a row for each sample, or several."""
+    return bool(tensor.dim()) and tensor.shape[0] >= size and int(tensor.shape[0]) % size == 0
+
+
+def _divides(recorded: RecordedStep, size: int) -> bool:
+    """Whether the loss is divided by a number that may be that of the samples."""
+    numbers = [
+        abs(each)
+        for op in recorded.program
+        if isinstance(op, Operation) and op.name.strip("_") in ("div", "divide", "truediv", "mul", "rmul")
+        for each in op.args
+        if isinstance(each, int | float)
+    ]
+    return any(each and (each % size == 0 or (1 / each) % size < 1e-6) for each in numbers if each != 1)
