@@ -93,7 +93,7 @@ class GradientRecorder(Listener):
         self.tape.operations = []
         gradients = options.get("grad_tensors") or [None] * len(losses)
         gradients = [gradients] if isinstance(gradients, Tensor) else list(gradients)
-        carried = not self._has_backward() and any(p.grad is not None for p in self.parameters)
+        carried = not self._has_backward() and _have_gradients(self.parameters)
         for loss, gradient in zip(losses, gradients):
             self._note_backward(loss, gradient, options)
         if carried:
@@ -134,7 +134,7 @@ class GradientRecorder(Listener):
         self.current.blind = "the gradients are made by torch.autograd.grad, and what becomes of them is not seen"
 
     def _has_backward(self) -> bool:
-        return any(type(each) is Backward for each in self.current.program)
+        return Backward in map(type, self.current.program)
 
     def on_gradients(self) -> None:
         if self._is_foreign or self._retains:
@@ -213,6 +213,13 @@ def _unique(*groups: list[Tensor]) -> list[Tensor]:
 def _versions(parameters: Sequence[Tensor]) -> list[tuple[int, int] | None]:
     """Identity and version of each gradient: they change when it is replaced or written to."""
     return [None if (grad := p.grad) is None else (id(grad), grad._version) for p in parameters]
+
+
+def _have_gradients(parameters: Sequence[Tensor]) -> bool:
+    for parameter in parameters:  # noqa: SIM110  it is asked in every step, and any() takes twice the time
+        if parameter.grad is not None:
+            return True
+    return False
 
 
 def _copies_of_gradients(parameters: Sequence[Tensor]) -> list[Tensor | None]:

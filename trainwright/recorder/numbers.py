@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from trainwright.recorder.ranks import own_part
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Watched
 
+_IS_CUDA = operator.attrgetter("is_cuda")
 LATE = 2
 """Steps after which a GPU has usually computed the numbers of a step, so that reading them does not wait."""
 
@@ -58,7 +60,7 @@ def begin_reading(step: RecordedStep) -> Callable[[], Numbers]:
 def late(values: Sequence[Tensor | float]) -> Callable[[], list[float]]:
     """Starts to copy 0-d tensors to the host; on the CPU they are read at once, for the loop may write to them."""
     tensors = [v for v in values if isinstance(v, Tensor)]
-    if not any(t.is_cuda for t in tensors):
+    if not any(map(_IS_CUDA, tensors)):
         known = [float(own_part(v.detach())) if isinstance(v, Tensor) else v for v in values]
         return lambda: known
     device = next(t.device for t in tensors if t.is_cuda)

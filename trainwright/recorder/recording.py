@@ -130,7 +130,7 @@ class LoopRecorder(GradientRecorder):
         self._happened("step", {"optimizer": index, "autocast": torch.is_autocast_enabled(self._kind)})
         if inside.backward:
             self.current.blind = "the optimizer steps inside of backward"
-        if self.careful:
+        if self._is_careful:
             step.weights, step.gradients = sums_of(self.parameters), sums_of([p.grad for p in self.parameters])
         self._before_update(self.current, optimizer, norm)
         self.current.program.append(step)
@@ -143,7 +143,7 @@ class LoopRecorder(GradientRecorder):
         if optimizer in self.optimizers:
             self._after_update(self.current, optimizer)
             last = self.current.program[-1] if self.current.program else None
-            if self.careful and isinstance(last, OptimizerStep):
+            if self._is_careful and isinstance(last, OptimizerStep):
                 last.left = sums_of(self.parameters)
             self._one_stepped(optimizer)
 

@@ -12,10 +12,12 @@ MUCH_LARGER = 4
 
 def is_of_worker(tensor: Tensor) -> bool:
     """Whether a plain tensor has a shared storage of about its own size."""
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+    if not tensor.is_cpu or tensor.layout != torch.strided:
         return False
     storage = tensor.untyped_storage()
-    return storage.is_shared() and storage.nbytes() <= MUCH_LARGER * tensor.nbytes
+    if not storage.is_shared() or tensor.is_conj() or tensor.is_neg():
+        return False
+    return storage.nbytes() <= MUCH_LARGER * tensor.nbytes
 
 
 class PrivateCopies:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -17,6 +18,7 @@ from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 
 _SIMPLE = frozenset({int, float, bool, str, type(None), torch.dtype})
 _LIKE = frozenset({"rand_like", "randn_like", "randint_like", "zeros_like", "ones_like", "full_like", "empty_like"})
+_WANTS_GRADIENT = operator.attrgetter("requires_grad")
 SMALL = 16  # elements: a copy of so little is cheaper than a check whether it was written to
 
 
@@ -70,11 +72,11 @@ class Tape(TorchFunctionMode):
 
     def _note(self, function: TorchFunction, args: Args, kwargs: Kwargs, made: list[Tensor]) -> None:
         name = getattr(function, "__name__", "?")
-        in_place = bool(args) and any(each is args[0] for each in made)
+        in_place = bool(args) and id(args[0]) in map(id, made)
         before = self._reads
         known = self.write(args), self.write(kwargs)
         is_free = self._reads == before or name in _LIKE
-        if is_free and not any(each.requires_grad for each in made):
+        if is_free and not any(map(_WANTS_GRADIENT, made)):
             return  # what the loop makes of its data, or draws, is a constant where it is used
         if self.is_careful and (line := caller()) is not None:
             self.lines[name, line] = None
@@ -156,6 +158,11 @@ class Tape(TorchFunctionMode):
         """Removes this mode from torch's stack of modes, wherever it is in it."""
         self.running = False
         if not self._pushed:
+            return
+        num_modes = torch._C._len_torch_function_stack()
+        if num_modes and torch._C._get_function_stack_at(num_modes - 1) is self:  # nearly always
+            _pop_mode()  # type: ignore[no-untyped-call]
+            self._pushed = False
             return
         if self not in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             return  # it is around the function that this is called from: the next stop will find it

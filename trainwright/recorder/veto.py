@@ -71,7 +71,7 @@ class Veto:
         is_skipped = bool(step.events) and step.events[-1][0] == "scaler_skipped"  # no update will come
         if self.how == "observe" or self._is_partial or is_skipped or getattr(optimizer, "found_inf", None) is not None:
             return
-        if isinstance(norm, Tensor) and self._takes_it_on_device(norm, optimizer):
+        if self.device_type != "cpu" and isinstance(norm, Tensor) and self._takes_it_on_device(norm, optimizer):
             self._flag = ~torch.isfinite(norm)
             optimizer.found_inf, optimizer.grad_scale = self._flag.float(), None  # type: ignore[attr-defined]
             step.values["on_device"] = True
@@ -114,7 +114,7 @@ class Veto:
     def _takes_it_on_device(self, norm: Tensor, optimizer: Optimizer) -> bool:
         is_alone = not self._low and self._on_spike == "warn"
         can = getattr(optimizer, "_step_supports_amp_scaling", False) and not hasattr(optimizer, "grad_scale")
-        return self.device_type != "cpu" and norm.device.type == self.device_type and is_alone and bool(can)
+        return norm.device.type == self.device_type and is_alone and bool(can)
 
     def was_vetoed_on_device(self, step: RecordedStep, norm: float) -> bool:
         """Whether the device has skipped the update, now that its norm is known; if so, marks the step as vetoed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import time
 from collections import deque
@@ -38,6 +39,8 @@ from trainwright.watching.families import probes_of_families
 from trainwright.watching.findings import FindingsLog, failures_of, limits_of
 from trainwright.watching.incidents import Incidents
 from trainwright.watching.look_schedule import LookSchedule, SnapshotSchedule
+
+_IS_URGENT = operator.attrgetter("urgent")
 
 
 @dataclass(frozen=True)
@@ -192,7 +195,7 @@ class WatchSession:
         if self._options.on_spike == "warn" and not bad:
             self._warn_of_spike(step, numbers)
         self.findings_log.note(step, numbers)
-        urgent = any(probe.urgent for probe in self._probes)
+        urgent = any(map(_IS_URGENT, self._probes))
         if self._looks.wants(step.step, numbers.loss, bad=bad, urgent=urgent, spiked="spike" in values):
             begin_s = time.thread_time()  # of the processor: on a busy machine the looks are the same
             self.findings_log.look(step.step, "incident" if bad else "checkup", limits=self._limits())

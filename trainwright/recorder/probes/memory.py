@@ -62,7 +62,7 @@ class Memory(Probe):
         self._depth += 1
 
     def on_output(self, root: nn.Module, output: object) -> None:
-        self._depth = max(0, self._depth - 1)
+        self._depth -= self._depth > 0
         if self._depth == 0 and not self._rests:
             for tensor in tensors_of(output)[:4]:
                 if tensor.grad_fn is not None and tensor.numel() > 1:

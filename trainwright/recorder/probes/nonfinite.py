@@ -44,8 +44,9 @@ class NonFinite(Probe):
     def on_clip(
         self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None, function: TorchFunction | None = None
     ) -> None:
-        on_cpu = norm is not None and norm.device.type == "cpu"  # a GPU would be waited for
-        if self._before_clip is None and on_cpu and norm is not None and not math.isfinite(norm):
+        if norm is None or not norm.is_cpu:  # a GPU would be waited for
+            return
+        if self._before_clip is None and not math.isfinite(norm):
             self._before_clip = self._bad_gradients()
 
     def on_closed(self, step: RecordedStep) -> None:

@@ -98,7 +98,7 @@ class Contract(Probe):
             self._sharing = None
         if self._backwards and self._stepped_at.get(id(optimizer)) == self._backwards:
             self._again += 1
-        for other, shared in self._shared_with(optimizer):
+        for other, shared in self._shared_with(optimizer) if len(self._owners) > 1 else ():
             same = self._backwards and self._stepped_at.get(other) == self._backwards
             self._doubles += bool(same and any(p.grad is not None for p in shared))
         self._stepped_at[id(optimizer)] = self._backwards

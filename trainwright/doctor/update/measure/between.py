@@ -62,9 +62,8 @@ class WritesProbe(Probe):
         if self._weights:
             self._after = self._now()
 
-    @torch.no_grad()
     def _now(self) -> Tensor:
-        return torch.cat([p.view(-1) for p in self._weights])
+        return torch.cat([p.detach().view(-1) for p in self._weights])
 
     def values(self) -> Facts | None:
         self.urgent = False

@@ -55,10 +55,10 @@ class MovingWeights(Probe):
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps = step.step
-        if "vetoed" in step.values or any(kind == "scaler_skipped" for kind, _ in step.events):
+        if "vetoed" in step.values or "scaler_skipped" in [kind for kind, _ in step.events]:
             return
-        updates = [each for each in step.program if isinstance(each, OptimizerStep)]
-        self._updates += any(_rate(group) > 0.0 for each in updates for group in each.groups)
+        rates = [_rate(group) for each in step.program if isinstance(each, OptimizerStep) for group in each.groups]
+        self._updates += max(rates, default=0.0) > 0.0
 
     def values(self) -> Facts | None:
         if not self._begin:
