@@ -116,7 +116,8 @@ class MovingWeights(Probe):
     @torch.no_grad()
     def _rms(self) -> list[float]:
         parts = [own_part(p.detach()) for p in self._parameters]
-        norms: list[Tensor] = [part.norm(dtype=torch.float32) for part in parts]
+        wide = torch.float32  # of half precision; of double its own
+        norms: list[Tensor] = [part.norm(dtype=torch.promote_types(part.dtype, wide)).to(wide) for part in parts]
         sizes = torch.stack(norms).tolist() if norms else []
         return [size / math.sqrt(max(1, part.numel())) for size, part in zip(sizes, parts)]
 
