@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from trainwright.doctor.averages import FAMILY as AVERAGES
 from trainwright.doctor.data import FAMILY as DATA
 from trainwright.doctor.family import Family
 from trainwright.doctor.function import FAMILY as FUNCTION
@@ -17,4 +18,16 @@ from trainwright.doctor.resume import FAMILY as RESUME
 from trainwright.doctor.update import FAMILY as UPDATE
 from trainwright.doctor.vitals import FAMILY as VITALS
 
-FAMILIES: tuple[Family, ...] = (DATA, FUNCTION, GRADIENT, LOSS, PROGRAM, RANKS, RESOURCES, RESUME, UPDATE, VITALS)
+FAMILIES: tuple[Family, ...] = (
+    AVERAGES,
+    DATA,
+    FUNCTION,
+    GRADIENT,
+    LOSS,
+    PROGRAM,
+    RANKS,
+    RESOURCES,
+    RESUME,
+    UPDATE,
+    VITALS,
+)

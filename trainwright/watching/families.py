@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from trainwright.doctor.averages import measure as averages
 from trainwright.doctor.data import measure as data
 from trainwright.doctor.function import measure as function
 from trainwright.doctor.gradient import measure as _gradient  # noqa: F401  registers its experiments
@@ -30,6 +31,7 @@ class Measures(NamedTuple):
 
 
 MEASURES: tuple[Measures, ...] = (
+    Measures(averages.probes, needs_live_loop=True),
     Measures(data.probes, needs_live_loop=True),
     Measures(function.probes, needs_live_loop=False),
     Measures(loss.probes, needs_live_loop=False),

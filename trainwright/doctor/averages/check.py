@@ -1,0 +1,128 @@
+"""Laws of averages, as pure functions of a Case."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from trainwright.doctor.averages.facts import CopiesFacts, CopyFacts, Move
+from trainwright.doctor.case import Case
+from trainwright.doctor.finding import Check, Finding, Severity, finding, listed
+from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
+
+EXPLAINED = 0.05
+"""Of a move: what is left to the rounding of a float32 copy, a few digits of a small difference."""
+MOVES = 3
+"""So many moves tell an average from a copy that is made now and then."""
+
+
+def _copies(case: Case) -> tuple[int, Sequence[CopyFacts]]:
+    facts = case.newest(CopiesFacts)
+    return (facts.steps, facts.copies) if facts else (0, ())
+
+
+def _averages(copies: Sequence[CopyFacts]) -> list[CopyFacts]:
+    """Those that follow the weights in steps that are no whole copies."""
+    return [each for each in copies if len(each.moves) >= MOVES and not any(_is_copy(move) for move in each.moves)]
+
+
+def _is_copy(move: Move) -> bool:
+    return abs(move.share - 1) < 1e-3 and move.rest_alone < EXPLAINED
+
+
+def weights_follow(case: Case) -> Iterator[Verdict]:
+    """What follows the weights is an average of them: of each step it takes a share between 0 and 1, and no more."""
+    steps, copies = _copies(case)
+    averages = [each for each in _averages(copies) if all(move.rest < EXPLAINED for move in each.moves)]
+    if not averages:
+        if steps:
+            yield NotApplicable(f"none of {len(copies)} copies of the weights follows them")
+        return
+    for each in averages:
+        yield _judged(case, steps, each)
+
+
+def _judged(case: Case, steps: int, copy: CopyFacts) -> Verdict:
+    last = copy.moves[-1]
+    shares = [move.share for move in copy.moves]
+    if all(move.rest_alone > 0.3 and abs(move.growth) > 1e-4 for move in copy.moves):
+        what = f"are multiplied by {1 + last.growth:.4g} at each step beside what they take of the weights"
+        return _broken(
+            case, copy, "warning", what, "the two factors of the average do not add up to 1", last.growth, 0.0
+        )
+    if any(move.rest_alone > EXPLAINED for move in copy.moves):
+        return NotApplicable(f"a {copy.kind} moves with the weights of {copy.of}, and is no average of them")
+    if min(shares) < 0 or max(shares) > 1:
+        what = f"take {last.share:.4g} of the way to the weights at each step"
+        return _broken(case, copy, "warning", what, "its decay is not between 0 and 1", last.share, "0..1")
+    if min(shares) > 0.5 and not shares[-1] < 0.95 * shares[0]:
+        what = f"take {last.share:.0%} of the way to the weights at each step, so it averages fewer than two steps"
+        return _broken(
+            case, copy, "warning", what, "its decay is the share of the new weights, or far too low", last.share, "<0.5"
+        )
+    return Holds(f"a {copy.kind} takes {last.share:.4g} of {copy.of} at {len(copy.moves)} of {steps} steps")
+
+
+def _broken(
+    case: Case, copy: CopyFacts, severity: Severity, what: str, cause: str, seen: float, expected: float | str
+) -> Finding:
+    return finding(
+        "law.averages.weights_follow",
+        severity,
+        case.last_step,
+        symptom=f"the averages of the weights of {copy.of} (a {copy.kind}) {what}",
+        cause=cause,
+        remedy="average = decay * average + (1 - decay) * weights, with a decay such as 0.99",
+        sure=0.9,
+        stage="update",
+        since_step=copy.moves[0].step,
+        evidence=[
+            ("share of the way to the weights", [move.share for move in copy.moves[-4:]]),
+            ("found", seen, expected),
+        ],
+    )
+
+
+def parts_go_along(case: Case) -> Iterator[Verdict]:
+    """Where some parts of an average move, all do: every weight by the same share, and the buffers too."""
+    _, copies = _copies(case)
+    averages = [a for a in _averages(copies) if all(max(move.rests) < EXPLAINED for move in a.moves)]
+    if not averages:
+        if copies:
+            yield NotApplicable("there is no average of the weights")
+        return
+    for each in averages:
+        uneven = [n for n, name in enumerate(each.names) if all(_is_uneven(move, n) for move in each.moves)]
+        left = [*each.still, *(each.names[n] for n in uneven if each.names[n] not in each.still)]
+        if not left and not each.still_buffers:
+            yield Holds(f"{len(each.names)} tensors of a {each.kind}")
+            continue
+        yield _left_behind(case, each, left or each.still_buffers, "weights" if left else "buffers")
+
+
+def _is_uneven(move: Move, tensor: int) -> bool:
+    usual = sorted(move.shares)[len(move.shares) // 2]
+    return abs(move.shares[tensor] - usual) > 0.1 * abs(usual)
+
+
+def _left_behind(case: Case, copy: CopyFacts, names: Sequence[str], what: str) -> Finding:
+    return finding(
+        "law.averages.parts_go_along",
+        "warning",
+        case.last_step,
+        symptom=f"some {what} of an average of {copy.of} (a {copy.kind}) do not go along: {listed(names)}",
+        cause="the loop that updates the average leaves them out"
+        if what == "weights"
+        else "parameters() has no running statistics: those of the average are from its begin",
+        remedy="go over state_dict() of both, or copy the buffers beside the average of the weights",
+        sure=0.85,
+        stage="update",
+        since_step=copy.moves[0].step,
+        evidence=[("tensors that do not move while their originals do", list(names), [])],
+    )
+
+
+LAWS: tuple[Law, ...] = (
+    Law("averages.weights_follow", weights_follow),
+    Law("averages.parts_go_along", parts_go_along),
+)
+NAMES: tuple[Check, ...] = ()

@@ -1,0 +1,257 @@
+"""Finds tensors that follow the weights (modules, dicts and lists of the same shapes), and how they do."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.doctor.averages.facts import CopiesFacts, CopyFacts, Move
+from trainwright.recorder.gradients import owned_by
+from trainwright.recorder.probes import Probe, WatchedObjects
+from trainwright.recorder.program import RecordedStep
+from trainwright.runlog.json_values import Facts, strict
+from trainwright.state.snapshot import LiveObjects, Snapshot
+
+SEARCHED_AT, FOLLOWED = 24, 16
+"""After which step copies are searched for, once: it takes 0.1 s. For so many steps they are followed."""
+MOST_COPIES, TENSORS, ELEMENTS = 8, 4, 64
+"""Copies that are followed, tensors of each, and elements of each tensor."""
+DEPTH = 2
+"""Modules within modules that may have a copy of their own."""
+
+
+def probes(watched: WatchedObjects) -> list[Probe]:
+    """The listener for copies of the weights."""
+    return [CopiesProbe(watched)]
+
+
+@dataclass(frozen=True)
+class _Original:
+    """A module that is trained, in whole or in part."""
+
+    path: str
+    module: nn.Module
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return dict(self.module.named_parameters())
+
+
+@dataclass
+class _Pair:
+    """A tensor of a copy and its original. Both are looked up at every step: they may be replaced."""
+
+    name: str
+    copy: Callable[[], Tensor | None]
+    original: Callable[[], Tensor]
+    first: Tensor | None = None
+    first_original: Tensor | None = None
+    has_moved: bool = False
+    original_moved: bool = False
+
+    def sample(self) -> tuple[Tensor, Tensor] | None:
+        copy, original = self.copy(), self.original()
+        if copy is None or copy.shape != original.shape:
+            return None
+        one, other = _sampled(copy), _sampled(original)
+        if self.first is None or self.first_original is None:
+            self.first, self.first_original = one, other
+        self.has_moved |= not torch.equal(one, self.first)
+        self.original_moved |= not torch.equal(other, self.first_original)
+        return one, other
+
+
+@dataclass
+class _Copy:
+    """A copy that is followed; ``before`` are the samples of the step before."""
+
+    kind: str
+    of: str
+    weights: list[_Pair]
+    buffers: list[_Pair]
+    before: list[tuple[Tensor, Tensor]] | None = None
+    moves: list[Move] = field(default_factory=list)
+
+    def follow(self, step: int) -> None:
+        now = [pair.sample() for pair in self.weights]
+        for pair in self.buffers:
+            pair.sample()
+        known = [each for each in now if each is not None]
+        if len(known) == len(now) and self.before is not None:
+            made = _move(step, self.before, known)
+            self.moves += [] if made is None else [made]
+        self.before = known if len(known) == len(now) else None
+
+    def facts(self) -> CopyFacts:
+        return CopyFacts(
+            kind=self.kind,
+            of=self.of,
+            names=tuple(pair.name for pair in self.weights),
+            moves=tuple(self.moves),
+            still=tuple(p.name for p in self.weights if p.original_moved and not p.has_moved),
+            still_buffers=tuple(p.name for p in self.buffers if p.original_moved and not p.has_moved),
+        )
+
+
+class CopiesProbe(Probe):
+    """Searches once, and follows what it has found for some steps."""
+
+    name = CopiesFacts.experiment
+
+    def __init__(self, watched: WatchedObjects) -> None:
+        self._subject = watched.subject
+        self._copies: list[_Copy] = []
+        self._begun: int | None = None
+        self._last = 0
+        self._said = 0
+
+    def on_closed(self, step: RecordedStep) -> None:
+        if self._begun is None and step.step >= SEARCHED_AT:
+            self._begun = step.step
+            self._copies = list(_copies_of(self._subject))
+        if self._begun is None or step.step > self._begun + FOLLOWED:
+            return
+        for copy in self._copies:
+            copy.follow(step.step)
+        self._last = step.step
+        self.urgent = step.step == self._begun + FOLLOWED and any(copy.moves for copy in self._copies)
+
+    def values(self) -> Facts | None:
+        self.urgent = False
+        if self._begun is None or self._last in (self._begun, self._said):
+            return None
+        self._said = self._last
+        facts = CopiesFacts(self._last - self._begun, tuple(copy.facts() for copy in self._copies))
+        if self._last == self._begun + FOLLOWED:
+            self._copies = []  # nothing of the user's is kept alive
+        told: Facts = strict(vars(facts))
+        return told
+
+
+def _sampled(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // ELEMENTS)][:ELEMENTS].to("cpu", torch.float64, copy=True)
+
+
+def _move(step: int, before: Sequence[tuple[Tensor, Tensor]], now: Sequence[tuple[Tensor, Tensor]]) -> Move | None:
+    """How a copy moved between two steps; None where it did not."""
+    copy, weights = (torch.cat([pair[n] for pair in before]) for n in (0, 1))
+    moved = torch.cat([pair[0] for pair in now]) - copy
+    size, way = float(moved.norm()), weights - copy
+    if not size > 0.0 or not bool(torch.isfinite(moved).all()):
+        return None
+    alone = _share(moved, way)
+    both = torch.linalg.lstsq(torch.stack([way, copy], dim=1), moved[:, None]).solution[:, 0]
+    rest = moved - both[0] * way - both[1] * copy
+    single = [(after[0] - one[0], one[1] - one[0]) for one, after in zip(before, now)]
+    shares = [_share(*each) for each in single]
+    return Move(
+        step=step,
+        share=alone,
+        growth=float(both[1]),
+        rest=float(rest.norm()) / size,
+        rest_alone=_rest(moved, alone * way),
+        shares=tuple(shares),
+        rests=tuple(_rest(own, share * to) for (own, to), share in zip(single, shares)),
+    )
+
+
+def _share(moved: Tensor, way: Tensor) -> float:
+    return float(moved @ way) / max(float(way @ way), 1e-300)
+
+
+def _rest(moved: Tensor, explained: Tensor) -> float:
+    """The part of a move that is not explained; 0 where nothing moved."""
+    return float((moved - explained).norm()) / max(float(moved.norm()), 1e-300)
+
+
+def _copies_of(subject: LiveObjects) -> Iterator[_Copy]:
+    """The copies of trained modules, the largest first, none twice."""
+    owned = {id(p) for optimizer in subject.optimizers for p in owned_by(optimizer)}
+    originals = [each for each in _originals(subject) if any(id(p) in owned for p in each.weights.values())]
+    by_shapes: dict[tuple[torch.Size, ...], _Original] = {}
+    for each in originals:
+        shapes = tuple(p.shape for p in each.weights.values())
+        if sum(map(len, shapes)) and len(shapes) > 1:
+            by_shapes.setdefault(shapes, each)
+    covered = set(owned)
+    found = 0
+    for holder, kind, tensors in sorted(_holders(by_shapes), key=_rank):
+        ids = {id(t) for t in tensors}
+        if ids & covered or found == MOST_COPIES:
+            continue
+        covered |= ids
+        found += 1
+        yield _paired(holder, kind, by_shapes[tuple(t.shape for t in tensors)])
+
+
+def _rank(holder: tuple[object, str, list[Tensor]]) -> tuple[int, bool]:
+    """The largest first, and a module before a list of its tensors."""
+    return -len(holder[2]), not isinstance(holder[0], nn.Module)
+
+
+def _originals(subject: LiveObjects) -> list[_Original]:
+    named = [(path, m) for root in subject.roots for path, m in root.named_modules() if path.count(".") < DEPTH]
+    return [_Original(path, module) for path, module in named]
+
+
+def _holders(
+    by_shapes: dict[tuple[torch.Size, ...], _Original],
+) -> Iterator[tuple[object, str, list[Tensor]]]:
+    """Modules, dicts and lists with tensors of the shapes of an original, in its order."""
+    lengths = {len(shapes) for shapes in by_shapes}
+    every = gc.get_objects()
+    ours = {id(each.parameters) for each in every if type(each) is Snapshot}
+    for each in every:
+        kind = type(each)
+        if kind is dict:
+            tensors = [*each.values()] if len(each) in lengths else []
+        elif kind is list:
+            tensors = each if len(each) in lengths and id(each) not in ours else []
+        elif issubclass(kind, nn.Module) and "_parameters" in vars(each):
+            tensors = list(each.parameters())
+        else:
+            continue
+        is_whole = bool(tensors) and all(isinstance(t, Tensor) and t.grad_fn is None for t in tensors)
+        if is_whole and tuple(t.shape for t in tensors) in by_shapes and not _is_parts(each, kind):
+            yield each, kind.__name__, list(tensors)
+
+
+def _is_parts(holder: object, kind: type) -> bool:
+    """Whether a dict holds the parameters of one module: the module stands for it."""
+    return kind is dict and isinstance(holder, dict) and all(isinstance(t, nn.Parameter) for t in holder.values())
+
+
+def _paired(holder: object, kind: str, original: _Original) -> _Copy:
+    weights = original.weights
+    names = list(weights)
+    chosen = sorted({round(n * (len(names) - 1) / (TENSORS - 1)) for n in range(TENSORS)})
+    pairs = [_Pair(names[n], _looked_up(holder, n), _live(original.module, names[n])) for n in chosen]
+    buffers: list[_Pair] = []
+    if isinstance(holder, nn.Module):
+        theirs = dict(holder.named_buffers())
+        for name, buffer in original.module.named_buffers():
+            if buffer.is_floating_point() and name in theirs and len(buffers) < TENSORS:
+                buffers.append(_Pair(name, _live(holder, name), _live(original.module, name)))
+    return _Copy(kind, original.path or type(original.module).__name__, pairs, buffers)
+
+
+def _looked_up(holder: object, place: int) -> Callable[[], Tensor | None]:
+    def tensor() -> Tensor | None:
+        if isinstance(holder, nn.Module):
+            tensors: list[object] = list(holder.parameters())
+        else:
+            tensors = list(holder.values()) if isinstance(holder, dict) else list(holder)  # type: ignore[call-overload]
+        found = tensors[place] if place < len(tensors) else None
+        return found if isinstance(found, Tensor) else None
+
+    return tensor
+
+
+def _live(module: nn.Module, name: str) -> Callable[[], Tensor]:
+    path, _, own = name.rpartition(".")
+    return lambda: getattr(module.get_submodule(path), own)
