@@ -21,6 +21,7 @@ from trainwright.replay.engine_bench import EngineBench
 from trainwright.replay.replayer import Replayer
 from trainwright.replay.session import ReplaySession
 from trainwright.state.cursor import MicroBatch, StepBatch
+from trainwright.state.rng import TorchGenerators
 from trainwright.state.snapshot import entries_of
 from trainwright.watching.experiments import names_of
 
@@ -82,7 +83,7 @@ class Run:
 
         self.bench = EngineBench(self.state, make)
         self.ring = InputRing(keep=32, budget_bytes=math.inf, record=self.bench.record)
-        recorder = InputRecorder(torch.device("cpu"))
+        recorder = InputRecorder()
         advance = make(recorder)
         self.ring.add_snapshot(self.bench.objects.snapshot(1))
         for step in range(1, STEPS + 1):
@@ -212,10 +213,10 @@ def test_a_tensor_that_a_forward_pass_writes_to_is_restored_and_is_the_live_one_
 
 def test_no_batch_is_held_that_the_budget_has_no_room_for() -> None:
     ring = InputRing(keep=32, budget_bytes=1000, record=lambda snapshot, steps: None)
-    recorder = InputRecorder(torch.device("cpu"))
+    recorder = InputRecorder()
     state = tw.TrainState(model := nn.Linear(6, 3), torch.optim.SGD(model.parameters(), 0.1))
     for step in range(1, 41):
-        recorder.step_begins(state, batch(step, micro=4))
+        recorder.step_begins(state, batch(step, micro=4), TorchGenerators.read(torch.device("cpu")))
         assert recorder.newest is not None and recorder.newest.num_bytes > 1000
         ring.add_with_inputs(RecordedStep(step), recorder.newest)
     with pytest.raises(KeyError):

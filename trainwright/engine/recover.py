@@ -14,7 +14,6 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from trainwright.engine.cut import cut
 from trainwright.engine.guard import BufferGuard
@@ -22,6 +21,7 @@ from trainwright.engine.oom_report import OomSnapshot, is_out_of_memory, oom_rep
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import OomReport, OutOfMemoryError, TrainwrightError, UsageError
 from trainwright.state.cursor import StepBatch
+from trainwright.state.rng import TorchGenerators
 from trainwright.state.train_state import TrainState
 from trainwright.world.group import SOLO, World
 from trainwright.world.memory import give_back, keep_no_blocks
@@ -55,9 +55,11 @@ class Recovery:
         self._generators = _Generators()
 
     def __call__(
-        self, passes: Passes[T], state: TrainState, batch: StepBatch
+        self, passes: Passes[T], state: TrainState, batch: StepBatch, generators: TorchGenerators
     ) -> tuple[T, StepBatch, tuple[OomReport, ...]]:
         """Returns the result of ``passes``, the micro-batches that it ran on, and a report of each try that failed.
+
+        ``generators`` are torch's as they are now.
 
         Raises OutOfMemoryError when a micro-batch of one sample does not fit or cannot be cut; the state is then that
         of the last good step.
@@ -65,7 +67,7 @@ class Recovery:
         reports: list[OomReport] = []
         limit_before = state.micro_limit
         device = state.optimizer.param_groups[0]["params"][0].device
-        self._generators.keep(device)
+        self._generators.keep(device, generators)
         versions = batch.versions
         while True:
             pieces = cut(batch, state.micro_limit)
@@ -198,16 +200,13 @@ class _Generators:
     """
 
     def __init__(self) -> None:
-        self._torch: Tensor = torch.empty(0)
-        self._cuda: tuple[torch.device, Tensor] | None = None
+        self._torch: tuple[torch.device, TorchGenerators] | None = None
         self._slow: _SlowStates | None = None
         self._moving = False
         self._steps = 0
 
-    def keep(self, device: torch.device) -> None:
-        self._torch = torch.default_generator.get_state()
-        if device.type == "cuda":
-            self._cuda = device, torch.cuda.get_rng_state(device)
+    def keep(self, device: torch.device, torchs: TorchGenerators) -> None:
+        self._torch = device, torchs
         if self._moving or self._steps < 2 or self._steps % LOOK_EVERY == 0:
             before, self._slow = self._slow, _slow_generators()
             self._moving = self._moving or (before is not None and _moved(before, self._slow))
@@ -216,10 +215,9 @@ class _Generators:
 
     def restore(self) -> bool:
         """False when Python's or NumPy's moved since they were read last, and it cannot be told where they stood."""
-        torch.default_generator.set_state(self._torch)
-        if self._cuda:
-            torch.cuda.set_rng_state(self._cuda[1], self._cuda[0])
-        assert self._slow is not None
+        assert self._torch is not None and self._slow is not None
+        device, torchs = self._torch
+        torchs.restore(device)
         if self._looked_at != self._steps - 1:
             self._moving = _moved(self._slow, _slow_generators())
             return not self._moving

@@ -34,6 +34,7 @@ from trainwright.engine.update import Update, tell_torn
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import OomReport, UsageError
 from trainwright.state.cursor import StepBatch
+from trainwright.state.rng import TorchGenerators
 from trainwright.state.shards import is_sharded, locals_of
 from trainwright.state.train_state import TrainState
 
@@ -112,15 +113,18 @@ def make_step(
     update = Update(recovery, witness)
 
     def advance(state: TrainState, batch: StepBatch) -> StepResult:
-        witness.step_begins(state, batch)
+        device = device_of(state.optimizer)
+        generators = TorchGenerators.read(device)
+        witness.step_begins(state, batch, generators)
         if world.size > 1 or stream is not None or ranks.divided:
             seed_step(seed, state.step, world.rank if stream is None else stream)
             share_buffers(state, world)
+            generators = TorchGenerators.read(device)
         lr = set_lr(state.optimizer, schedule(state.step, state.fraction))
         spikes.before_step(state)
         recovery.buffers.keep(state.model, own if state.loss is None else state.loss)
         counted = count(batch, batch.tokens, data)
-        (done, grad_norm, probed), batch, reports = _gradients(state, batch, parts, recovery)
+        (done, grad_norm, probed), batch, reports = _gradients(state, batch, generators, parts, recovery)
         skipped = must_skip(grad_norm, done.weight)
         decision = spikes.decide(state, grad_norm, skipped)
         if decision is not None and decision.reason:
@@ -180,7 +184,7 @@ class _Gradients(NamedTuple):
 
 
 def _gradients(
-    state: TrainState, batch: StepBatch, parts: _Parts, recovery: Recovery
+    state: TrainState, batch: StepBatch, generators: TorchGenerators, parts: _Parts, recovery: Recovery
 ) -> tuple[_Gradients, StepBatch, tuple[OomReport, ...]]:
     """The part of a step that can begin again: it changes nothing but gradients, buffers and generators.
 
@@ -195,8 +199,10 @@ def _gradients(
         done = without_retry(lambda: _joint_passes(state, batch, parts), state, batch)
         return _finish(state, done, parts), batch, ()
     if ranks.sums.size == 1:
-        return recovery(lambda state, batch: _finish(state, _passes(state, batch, parts), parts), state, batch)
-    done, batch, reports = recovery(lambda state, batch: _passes(state, batch, parts), state, batch)
+        return recovery(
+            lambda state, batch: _finish(state, _passes(state, batch, parts), parts), state, batch, generators
+        )
+    done, batch, reports = recovery(lambda state, batch: _passes(state, batch, parts), state, batch, generators)
     return _finish(state, done, parts), batch, reports
 
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from trainwright.engine.clip import ClipFn
 from trainwright.state.cursor import StepBatch
+from trainwright.state.rng import TorchGenerators
 from trainwright.state.train_state import TrainState
 
 
@@ -23,7 +24,7 @@ class StepWitness(Protocol):
     def memory_ran_out(self) -> bool:
         """A try of the step ran out of memory. Frees what the witness can do without; False: it held nothing."""
 
-    def step_begins(self, state: TrainState, batch: StepBatch) -> None:
+    def step_begins(self, state: TrainState, batch: StepBatch, generators: TorchGenerators) -> None:
         """The step begins. ``batch`` is as it came from the data, before any split."""
 
     def gradients_are_cleared(self, optimizer: Optimizer) -> None:
@@ -45,7 +46,7 @@ class _Silent:
     def memory_ran_out(self) -> bool:
         return False
 
-    def step_begins(self, state: TrainState, batch: StepBatch) -> None: ...
+    def step_begins(self, state: TrainState, batch: StepBatch, generators: TorchGenerators) -> None: ...
     def gradients_are_cleared(self, optimizer: Optimizer) -> None: ...
     def loss_is_scaled(self, loss: Tensor, scaled: Tensor) -> None: ...
     def gradients_are_multiplied(self, factor: Tensor | float) -> None: ...

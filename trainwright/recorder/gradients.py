@@ -60,6 +60,7 @@ class GradientRecorder(Listener):
         self._scaled_losses = ScaledLosses()
         self._versions: list[tuple[int, int] | None] | None = None
         self._is_foreign = self._retains = False
+        self._edits = False  # the loop changes gradients by hand
         self._has_others = has_others()
         self._num_collectives = num_collectives()  # before the first forward call of the step
 
@@ -176,18 +177,22 @@ class GradientRecorder(Listener):
             self._happened("unscale", self.optimizers.index(optimizer))
 
     def on_multiplied(self, factor: Tensor | float) -> None:
+        self._versions = None  # they are about to change
         self.current.program.append(Multiply(None, factor.detach().clone() if isinstance(factor, Tensor) else factor))
         self._happened("multiply", None)
 
     def on_clip(
         self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None, function: TorchFunction | None = None
     ) -> None:
+        self._versions = None
         self.current.program.append(ClipGradients(by, at, self._numbers_of(parameters), function))
         found = None if norm is None else norm.detach()
         self._happened("clip", {"by": by, "at": at, "norm": found, "parameters": len(parameters)})
 
     def _norm_left_by_clip(self) -> float | None:
         """The norm of the gradients after a clip that nothing has followed; None where the host does not know it."""
+        if self._edits or self._versions is None:
+            return None
         kind, clip = self.current.events[-1] if self.current.events else ("", {})
         if kind != "clip" or clip["by"] != "norm" or clip["norm"] is None or clip["norm"].device.type != "cpu":
             return None

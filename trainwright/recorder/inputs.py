@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -15,6 +14,7 @@ from trainwright.recorder.program import Ids, RecordedStep
 from trainwright.recorder.ring import Ring
 from trainwright.recorder.shared_memory import PrivateCopies, is_of_worker
 from trainwright.state.cursor import StepBatch
+from trainwright.state.rng import TorchGenerators
 from trainwright.state.scaler import LossScaler
 from trainwright.state.snapshot import Snapshot
 from trainwright.state.train_state import TrainState
@@ -36,8 +36,7 @@ class StepInputs:
     batch: StepBatch
     tensors: list[Tensor]
     versions: list[int]
-    rng: Tensor
-    rng_cuda: Tensor | None
+    generators: TorchGenerators
     fraction: float
     micro_limit: int | None
     scale: tuple[Tensor, Tensor] | None
@@ -59,24 +58,23 @@ class StepInputs:
 
 
 class InputRecorder:
-    """The witness of a live run: it records the inputs of each step. About 5 us a step.
+    """The witness of a live run: it records the inputs of each step.
 
     ``let_go`` frees what the doctor holds, and returns whether that was anything.
     """
 
-    def __init__(self, device: torch.device, let_go: Callable[[], bool] = lambda: False) -> None:
-        self._device, self.memory_ran_out = device, let_go
+    def __init__(self, let_go: Callable[[], bool] = lambda: False) -> None:
+        self.memory_ran_out = let_go
         self.newest: StepInputs | None = None
 
-    def step_begins(self, state: TrainState, batch: StepBatch) -> None:
+    def step_begins(self, state: TrainState, batch: StepBatch, generators: TorchGenerators) -> None:
         scaler = state.scaler
         self.newest = StepInputs(
             state.step + 1,
             batch,
             batch.tensors,
             batch.versions,
-            torch.default_generator.get_state(),
-            torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None,
+            generators,
             state.fraction,
             state.micro_limit,
             (scaler.scale, scaler.clean_steps) if isinstance(scaler, LossScaler) else None,

@@ -57,7 +57,6 @@ class LoopRecorder(GradientRecorder):
         self._depth = 0
         self._call: Call | None = None
         self._stepped: set[int] = set()
-        self._edits = False  # the loop changes gradients by hand
         self._last_lines: list[list[str]] | None = None
         self._ended_s = time.perf_counter()
 
@@ -123,7 +122,7 @@ class LoopRecorder(GradientRecorder):
         self._edits = self._edits or self._are_edited()
         if self._edits:  # seen once: from then on in every step
             self.current.values["edited"] = True
-        norm = None if self._edits else self._norm_left_by_clip()
+        norm = self._norm_left_by_clip()
         groups = [_hyperparameters(group) for group in optimizer.param_groups]
         step = OptimizerStep(index, groups, getattr(optimizer, "grad_scale", None))
         self.current.lr = float(groups[0].get("lr", 0.0)) if index == 0 else self.current.lr

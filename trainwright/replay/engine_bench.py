@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from copy import copy
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -24,6 +23,7 @@ from trainwright.recorder.tape import Tape
 from trainwright.recorder.veto import Veto
 from trainwright.replay.stage import staged
 from trainwright.state.cursor import StepBatch
+from trainwright.state.rng import TorchGenerators
 from trainwright.state.scaler import LossScaler
 from trainwright.state.snapshot import LiveObjects, Snapshot
 from trainwright.state.spikes import Spike
@@ -45,7 +45,7 @@ class EngineBench:
             roots,
             [state.optimizer],
             lambda step: self._taken.append(step),
-            before_update=lambda *arguments: self._veto.before_update(*arguments),
+            before_update=lambda step, optimizer, norm: self._veto.before_update(step, optimizer),
             after_update=lambda step, optimizer: self._veto.after_update(step, optimizer),
         )
         self._veto = Veto(roots, self._recorder.parameters, "observe")
@@ -101,9 +101,7 @@ class EngineBench:
 
     def _state_at(self, inputs: StepInputs) -> TrainState:
         """Returns a new TrainState of the live model and optimizer, which must be in the state before the step."""
-        torch.default_generator.set_state(inputs.rng)
-        if inputs.rng_cuda is not None:
-            torch.cuda.set_rng_state(inputs.rng_cuda, self._recorder.device)
+        inputs.generators.restore(self._recorder.device)
         self._spikes.left_out = inputs.left_out
         state = TrainState(self._state.model, self._state.optimizer, loss=self._state.loss)
         state.step, state.fraction, state.micro_limit = inputs.step - 1, inputs.fraction, inputs.micro_limit
@@ -157,7 +155,7 @@ class _BenchWitness:
         self._state: TrainState | None = None
         self._tries = 0
 
-    def step_begins(self, state: TrainState, batch: StepBatch) -> None:
+    def step_begins(self, state: TrainState, batch: StepBatch, generators: TorchGenerators) -> None:
         self._state, self._tries = state, 0
 
     def memory_ran_out(self) -> bool:

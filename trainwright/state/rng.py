@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +36,25 @@ def reseed(seed: int) -> None:
 def seed_of(text: str) -> int:
     """Returns a seed that follows from ``text`` alone, on any machine: 63 bits, for torch takes a signed number."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+class TorchGenerators(NamedTuple):
+    """The states of torch's default generators, of the CPU and of a GPU (None: there is none)."""
+
+    cpu: Tensor
+    cuda: Tensor | None
+
+    @classmethod
+    def read(cls, device: torch.device) -> TorchGenerators:
+        """Copies the states: 2 us, and more of a GPU."""
+        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(torch.default_generator.get_state(), cuda)
+
+    def restore(self, device: torch.device) -> None:
+        """Puts both generators back."""
+        torch.default_generator.set_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, device)
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class EngineSession:
         objects = self._bench.objects
         device = objects.parameters[0].device
         self.witness: StepWitness
-        self.witness = self._inputs = InputRecorder(device, self.let_go)
+        self.witness = self._inputs = InputRecorder(self.let_go)
         self.ring = InputRing(keep=KEEP, budget_bytes=enough_bytes(objects.roots), record=self._bench.record)
         self.runner = ExperimentRunner(objects, self.ring)
         loop = LoopObjects(accumulation=accumulation)

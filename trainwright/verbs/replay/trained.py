@@ -198,7 +198,7 @@ class _Live:
         self.objects = self.bench.objects
         self.ring = InputRing(keep=HISTORY + 1, budget_bytes=UNBOUNDED, record=self.bench.record)
         self.runner = ExperimentRunner(self.objects, self.ring)
-        self._inputs = InputRecorder(job.device)
+        self._inputs = InputRecorder()
         self.results: dict[int, StepResult] = {}
         self.error: str | None = None
         self.unfinished: Facts | None = None

@@ -19,6 +19,7 @@ from trainwright.engine.step import StepResult
 from trainwright.recorder.numbers import late, lateness
 from trainwright.state.checksums import no_checksums
 from trainwright.state.cursor import StepBatch
+from trainwright.state.rng import TorchGenerators
 from trainwright.state.train_state import TrainState
 from trainwright.world.group import exchanged_s
 
@@ -46,7 +47,7 @@ class EngineRows:
     def memory_ran_out(self) -> bool:
         return False
 
-    def step_begins(self, state: TrainState, batch: StepBatch) -> None:
+    def step_begins(self, state: TrainState, batch: StepBatch, generators: TorchGenerators) -> None:
         self._batch = batch
         self._exchange.at(state.step, "forward")
         if not self._losses:  # the exact mode tells of no loss: what its passes do to the weights is not seen
