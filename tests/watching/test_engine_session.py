@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import trainwright as tw
+from trainwright.doctor.case import Case
+from trainwright.doctor.diagnose import diagnose
 from trainwright.engine.spikes import SpikeHandler
 from trainwright.engine.step import StepFn
 from trainwright.engine.witness import StepWitness
@@ -161,3 +163,21 @@ def test_an_observer_that_is_closed_twice_prints_its_findings_once(tmp_path: Pat
     observer.close()
     assert any("data.nonfinite" in line for line in once)
     assert said == once and (tmp_path / "run" / "log.jsonl").read_text() == log
+
+
+def test_laws_are_judged_by_steps_of_the_engine_that_run_again() -> None:
+    """The loss module is no second model: what is said of a loop with one model is said of this run."""
+    torch.manual_seed(0)
+    model, loss = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), nn.CrossEntropyLoss()
+    state = tw.TrainState(model, torch.optim.Adam(model.parameters(), 0.01), loss=loss)
+    written: list[Record] = []
+    watched = EngineSession(state, make, write=written.append, planned_s=100.0)
+    train(watched, state, 30)
+    watched.end(None)
+    states = {law.name: law.state for law in diagnose(Case(written, finished=True)).laws}
+    looked_at = ("vitals.weights_move", "update.follows_its_rule", "gradient.is_the_derivative")
+    of_one_model = ("function.inputs_matter", "loss.targets_are_the_minimum", "loss.batch_is_cut_anywhere")
+    assert {name: states[name] for name in (*looked_at, *of_one_model)} == dict.fromkeys(
+        (*looked_at, *of_one_model), "held"
+    )
+    assert not [name for name, found in states.items() if found == "broken"]

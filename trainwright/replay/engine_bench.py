@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from copy import copy
+from itertools import chain
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.engine.accumulate import Accumulated
@@ -33,6 +34,11 @@ MakeStep = Callable[[StepWitness, SpikeHandler], StepFn]
 """Makes the step function of the run, with these two instead of its own. It must not communicate with other ranks."""
 
 
+def has_state(module: nn.Module) -> bool:
+    """Whether it has parameters or buffers; a loss without any is a function as any other."""
+    return any(True for _ in chain(module.parameters(), module.buffers()))
+
+
 class EngineBench:
     """Runs steps again from their inputs, on the live objects, whose state is restored afterwards.
 
@@ -40,7 +46,7 @@ class EngineBench:
     """
 
     def __init__(self, state: TrainState, make_step: MakeStep) -> None:
-        roots = [state.model, *([state.loss] if state.loss is not None else [])]
+        roots = [state.model, *([state.loss] if state.loss is not None and has_state(state.loss) else [])]
         self._recorder = LoopRecorder(
             roots,
             [state.optimizer],

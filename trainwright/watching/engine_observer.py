@@ -20,7 +20,7 @@ from trainwright.errors import OutOfMemoryError, TrainwrightError, text_of
 from trainwright.observe.journal import Journal
 from trainwright.recorder.inputs import InputRecorder, InputRing, StepInputs
 from trainwright.recorder.numbers import Numbers, late, lateness
-from trainwright.recorder.probes import LoopObjects, Probe, make_probes
+from trainwright.recorder.probes import LoopObjects, Probe, WatchSite, begin_all, make_probes
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ring import KEEP, enough_bytes
 from trainwright.replay.engine_bench import EngineBench, MakeStep
@@ -90,6 +90,7 @@ class EngineSession:
         made = [each for each in make_probes(objects, loop) if each.name not in NEEDS_A_LIVE_LOOP]
         self._probes: list[Probe] = [*made, *probes_of_families(objects, loop, live=False)]
         self._bench.probes = self._probes
+        begin_all(self._probes, WatchSite(bundles.parent if bundles else None, write, lambda line: None))
         self.log = FindingsLog(self.runner, self._probes, write, complete=self.ring.name_samples)
         self._incidents = Incidents(bundles, self.runner, write)
         self._looks, self._snapshots = LookSchedule(self.step, planned_s), SnapshotSchedule(KEEP)
