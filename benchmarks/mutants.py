@@ -65,9 +65,16 @@ def _arguments() -> argparse.Namespace:
 def _mutants(pool: ProcessPoolExecutor, options: argparse.Namespace) -> None:
     names = [name for name in mutant_bed.bed(kept_out=options.kept_out) if fnmatch.fnmatch(name, options.only)]
     names = [name for name in names if _share(name) < options.part]
+    if not names:
+        sys.exit("no mutant has such a name")
     jobs = [(name, seed) for name in names for seed in range(options.seeds)]
+    hosts = sorted({(name.split(":")[0], seed) for name, seed in jobs})
+    known = {
+        one: {each.code for each in seen.alarms} for one, seen in zip(hosts, pool.map(mutant_bed.twin, *zip(*hosts)))
+    }
     scores = []
-    for score in pool.map(mutant_bed.score, *zip(*jobs)) if jobs else ():
+    running = [pool.submit(mutant_bed.score, name, seed, known[name.split(":")[0], seed]) for name, seed in jobs]
+    for score in (each.result() for each in running):
         scores.append(score)
         if options.json:
             print(json.dumps(score.to_json()), flush=True)

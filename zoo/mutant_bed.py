@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -28,14 +28,14 @@ SHARED = ("worlds.py", "corridor.py", "quality.py", "report.py")
 
 FAMILIES = {
     "mode": "program function",
-    "opt": "update program vital",
+    "opt": "update program vitals",
     "prec": "precision",
-    "num": "precision vital",
-    "sched": "program vital",
-    "init": "vital function",
-    "loop": "program vital",
-    "model": "function vital",
-    "grad": "gradient vital",
+    "num": "precision vitals",
+    "sched": "program vitals",
+    "init": "vitals function",
+    "loop": "program vitals",
+    "model": "function vitals",
+    "grad": "gradient vitals",
     "mem": "resources",
     "perf": "resources",
     "accum": "gradient",
@@ -43,15 +43,16 @@ FAMILIES = {
     "average": "averages",
     "metric": "averages",
 }
-"""The families that a code belongs to, by its first part; one that is not listed is a family itself."""
+"""The families that a code belongs to, by its first part; one that is not listed is a family itself. A broken law
+without a name is ``law.<family>.<law>``."""
 ACCEPTED = {
-    "model": "function gradient vital precision",
-    "data": "data vital loss",
-    "loss": "loss gradient vital precision resources",
+    "model": "function gradient vitals precision",
+    "data": "data vitals loss",
+    "loss": "loss gradient vitals precision resources",
     "backward": "gradient program",
-    "optimizer": "update program vital",
-    "schedule": "program vital update",
-    "clip": "gradient update program vital",
+    "optimizer": "update program vitals",
+    "schedule": "program vitals update",
+    "clip": "gradient update program vitals",
     "precision": "precision gradient program",
     "average": "averages program update",
     "evaluation": "function data averages program loss",
@@ -141,18 +142,17 @@ def store(verdicts: Mapping[str, Sequence[str]], fresh: Sequence[str]) -> None:
     VERDICTS.write_text(f'{{"hosts": {hosts},\n "verdicts": {{\n{lines}\n}}}}\n')
 
 
-@cache
 def twin(host: str, seed: int) -> Watched:
-    """The host unchanged under the watch."""
+    """The host unchanged under the watch; for a process of a pool."""
+    torch.set_num_threads(1)
     return watched_mutant(None, host, seed)
 
 
-def score(name: str, seed: int) -> Score:
-    """One mutant under the watch against its host; for a process of a pool."""
+def score(name: str, seed: int, known: Set[str]) -> Score:
+    """One mutant under the watch; ``known`` are the alarms of its host. For a process of a pool."""
     torch.set_num_threads(1)
     mutant = by_name(name)
-    healthy, seen = twin(mutant.host, seed), watched_mutant(mutant, mutant.host, seed)
-    known = {each.code for each in healthy.alarms}
+    seen = watched_mutant(mutant, mutant.host, seed)
     new = [each for each in seen.alarms if each.code not in known]
     families = [fits_family(each.code, mutant) for each in new]
     lines = [fits_line(each, mutant) for each in new]
@@ -171,7 +171,7 @@ def touched(mutant: Mutant) -> set[str]:
 
 
 def fits_family(code: str, mutant: Mutant) -> bool:
-    prefix = code.split(".")[0]
+    prefix = code.removeprefix("law.").split(".")[0]
     accepted = {family for kind in touched(mutant) for family in ACCEPTED[kind].split()}
     return bool(accepted & set(FAMILIES.get(prefix, prefix).split()))
 

@@ -28,8 +28,8 @@ from zoo.hosts.report import Report, Watch
 from zoo.mutate import Mutant, program
 
 Train = Callable[[Watch, int], object]
-PLAIN_S, WATCHED_S = 30, 150
-"""After so many seconds a run is given up: some changes make a program endless."""
+PLAIN_S, WATCHED_S = 6, 60
+"""After so many seconds of the processor a run is given up: some changes make a program endless."""
 AT_ONCE = 2
 """A program that raises within so many steps is not silent."""
 HOST_SEEDS, MUTANT_SEEDS = 8, 3
@@ -45,7 +45,10 @@ class TooSlow(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """A plain run. ``bits`` is a hash of its losses, weights and what it shows; ``steps`` how far it came."""
+    """A plain run. ``bits`` is a hash of its losses, weights and what it shows; ``steps`` how far it came.
+
+    There is no quality where the judge could not use the model.
+    """
 
     steps: int
     error: str | None = None
@@ -92,13 +95,13 @@ def limit(seconds: int) -> Iterator[None]:
     def stop(number: int, frame: object) -> None:
         raise TooSlow
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 @contextmanager
@@ -137,6 +140,8 @@ def run_plainly(host: str, source: str, seed: int) -> Outcome:
             warnings.simplefilter("ignore")
             with loaded(host, source) as train:
                 report = train(silent_watch, seed)
+        shown = {name: float(value) for name, value in report.shown.items()}
+        bits, holds = _bits(report), any(isinstance(each, Tensor) and each.grad_fn for each in report.losses)
     except TooSlow:
         return Outcome(steps, "TooSlow")
     except Exception as raised:
@@ -144,12 +149,10 @@ def run_plainly(host: str, source: str, seed: int) -> Outcome:
     finally:
         counted.remove()
         torch.set_grad_enabled(True)
-    bits, holds = _bits(report), any(isinstance(each, Tensor) and each.grad_fn for each in report.losses)
     try:
-        quality = dict(quality_of(host, report))
-    except Exception as raised:
-        return Outcome(steps, None, bits, {"unusable": float("inf")}, {"error": hash(type(raised).__name__)}, holds)
-    return Outcome(steps, None, bits, quality, {k: float(v) for k, v in report.shown.items()}, holds)
+        return Outcome(steps, None, bits, quality_of(host, report), shown, holds)
+    except Exception:
+        return Outcome(steps, None, bits, {}, shown, holds)
 
 
 def _bits(report: Report) -> str:
@@ -196,7 +199,7 @@ def harm(host: str, seen: Outcome) -> str:
         return "graphs are kept"
     healthy = host_outcomes(host)
     name = next(iter(healthy[0].quality))
-    if "unusable" in seen.quality:
+    if not seen.quality:
         return "the model cannot be used"
     spread = Spread.of([each.quality[name] for each in healthy])
     if spread.off(seen.quality[name]) > WORSE:
