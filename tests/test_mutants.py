@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -60,6 +62,18 @@ def test_neither_the_watch_nor_the_report_is_changed() -> None:
 def test_a_third_of_the_pairs_is_kept_out() -> None:
     pairs = [is_kept_out(operator, host) for operator in OPERATORS for host in HOSTS]
     assert 0.25 < sum(pairs) / len(pairs) < 0.42  # two standard deviations of a third of 310
+
+
+def test_the_verdicts_are_fresh() -> None:
+    stale = [host for host in HOSTS if mutant_bed.is_stale(host)]
+    assert stale == [], "run python -m benchmarks.mutants --judge"
+
+
+def test_each_part_of_the_bed_has_every_host() -> None:
+    for kept_out in (False, True):
+        hosts = Counter(name.split(":")[0] for name in mutant_bed.bed(kept_out=kept_out))
+        assert set(hosts) == set(HOSTS)
+    assert not set(mutant_bed.bed(kept_out=False)) & set(mutant_bed.bed(kept_out=True))
 
 
 @pytest.mark.slow

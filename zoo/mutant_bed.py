@@ -6,12 +6,12 @@ a host, what judges it or an operator changes.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -19,12 +19,12 @@ import torch
 from trainwright.runlog.records import Found
 from zoo.mutant_runs import Verdict, Watched, verdict, watched_mutant
 from zoo.mutate import FOLDER, HOSTS, Mutant, by_name, drawn, is_kept_out, program
-from zoo.mutation_operators import OPERATORS
 
 VERDICTS = Path(__file__).parent / "mutants.json"
 DRAWN, TRIED = 1, 4
 """Of each operator and host so many mutants that do harm, found among so many sites."""
 SHARED = ("worlds.py", "corridor.py", "quality.py", "report.py")
+OPERATED = ("program.py", "mutation_operators.py")
 
 FAMILIES = {
     "mode": "program function",
@@ -105,11 +105,10 @@ def bed(*, kept_out: bool) -> list[str]:
     return [name for name in names if is_kept_out(name.split(":")[1], name.split(":")[0]) == kept_out]
 
 
-@cache
 def state_of(host: str) -> str:
-    """A hash of what the verdicts on a host depend on."""
-    texts = [(FOLDER / name).read_text() for name in (f"{host}.py", *SHARED)]
-    texts += [mutant.source for operator in OPERATORS for mutant in drawn(host, operator)[:TRIED]]
+    """A hash of what the verdicts on a host depend on, comments left out."""
+    files = [FOLDER / name for name in (f"{host}.py", *SHARED)] + [FOLDER.parent / name for name in OPERATED]
+    texts = [ast.unparse(ast.parse(path.read_text())) for path in files]
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 

@@ -152,6 +152,7 @@ def negate(p: Program) -> Iterator[Change]:
 
 @operator
 def arithmetic(p: Program) -> Iterator[Change]:
+    """Another sign; brackets around a side are lost with it."""
     signs = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.MatMult: "*"}
     for each in p.of(ast.BinOp):
         if sign := signs.get(type(each.op)):
