@@ -10,6 +10,7 @@ from trainwright.doctor.data import measure as data
 from trainwright.doctor.function import measure as function
 from trainwright.doctor.gradient import measure as _gradient  # noqa: F401  registers its experiments
 from trainwright.doctor.loss import measure as loss
+from trainwright.doctor.precision import measure as precision
 from trainwright.doctor.program import measure as program
 from trainwright.doctor.ranks import measure as ranks
 from trainwright.doctor.resources import measure as resources
@@ -35,6 +36,7 @@ MEASURES: tuple[Measures, ...] = (
     Measures(data.probes, needs_live_loop=True),
     Measures(function.probes, needs_live_loop=False),
     Measures(loss.probes, needs_live_loop=False),
+    Measures(precision.probes, needs_live_loop=True),
     Measures(program.probes, needs_live_loop=True),
     Measures(ranks.probes, needs_live_loop=True),
     Measures(resources.probes, needs_live_loop=True),

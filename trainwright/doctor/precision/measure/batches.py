@@ -1,0 +1,75 @@
+"""Compares the tensors that a step uses with those that its loader has returned: whether a cast has cost digits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from trainwright.doctor.precision.facts import BatchesFacts, Narrowed
+from trainwright.recorder.probes import Probe
+from trainwright.recorder.program import Call, Operation, RecordedStep, constants_of, tensors_of
+from trainwright.runlog.json_values import Facts, strict
+
+COMPARED = 4
+"""The first steps, of which batches are compared."""
+MOST_ELEMENTS = 1 << 20
+NARROW = (torch.int64, torch.uint8, torch.float16, torch.bfloat16)
+"""The coarsest first: what is whole in int64 may well be kept by the others."""
+
+
+class BatchesProbe(Probe):
+    """Keeps the batches of the first steps until these are over."""
+
+    name = BatchesFacts.experiment
+
+    def __init__(self) -> None:
+        self._fetched: list[Tensor] = []
+        self._compared = self._since = 0
+        self._narrowed: list[Narrowed] = []
+        self._is_new = False
+
+    def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
+        if self._compared < COMPARED:
+            self._fetched = [t for t in [*self._fetched, *tensors_of(batch)] if t.is_floating_point()][-8:]
+
+    def on_closed(self, step: RecordedStep) -> None:
+        fetched, self._fetched = self._fetched, []
+        if not fetched or self._compared >= COMPARED:
+            return
+        self._compared += 1
+        self._is_new = True
+        found = [n for place, used in _used(step) for t in fetched if (n := _narrowed(place, t, used)) is not None]
+        self._since = self._since or (step.step if found else 0)
+        self._narrowed = found or self._narrowed
+
+    def values(self) -> Facts | None:
+        if not self._is_new:
+            return None
+        self._is_new = False
+        told: Facts = strict(vars(BatchesFacts(self._compared, self._since, tuple(self._narrowed[:4]))))
+        return told
+
+
+def _used(step: RecordedStep) -> Iterator[tuple[str, Tensor]]:
+    for each in step.program:
+        if isinstance(each, Call | Operation):
+            place = "model" if isinstance(each, Call) else "loss"
+            yield from ((place, c.tensor) for c in constants_of((each.args, each.kwargs)) if c.is_unchanged)
+
+
+@torch.no_grad()
+def _narrowed(place: str, fetched: Tensor, used: Tensor) -> Narrowed | None:
+    """What ``used`` has lost of ``fetched``, where it is the same but for a cast; else None."""
+    if used.shape != fetched.shape or not 1 < used.numel() <= MOST_ELEMENTS or used.is_complex():
+        return None
+    now, then = used.detach().to("cpu", torch.float64), fetched.detach().to("cpu", torch.float64)
+    if torch.equal(now, then) or not bool(torch.isfinite(then).all()):
+        return None
+    for dtype in NARROW:
+        if torch.equal(fetched.detach().cpu().to(dtype).to(torch.float64), now):
+            spread = float(then.std())
+            lost = float((now - then).nan_to_num(posinf=spread).square().mean().sqrt()) / max(spread, 1e-300)
+            return Narrowed(place, str(dtype).removeprefix("torch."), lost, int(torch.unique(now).numel()))
+    return None
