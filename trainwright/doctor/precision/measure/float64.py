@@ -108,7 +108,7 @@ def _nudged(session: ReplaySession, dtype: torch.dtype) -> InputHandler:
 
 
 def _distance(one: Grads, other: Grads) -> float:
-    """The relative distance of all gradients taken together; infinite where one is not finite."""
+    """The relative distance of all gradients taken together. Raises NotReplayable where one is not finite."""
     error = size = 0.0
     for name, true in other.items():
         grad = one.get(name)
@@ -116,7 +116,9 @@ def _distance(one: Grads, other: Grads) -> float:
             exact, found = true.to_dense().double(), grad.to_dense().double()
             error += float((found - exact).square().sum())
             size += float(exact.square().sum())
-    return math.sqrt(error / size) if size > 0 and math.isfinite(error) else (math.inf if size > 0 else 0.0)
+    if not math.isfinite(error + size):
+        raise NotReplayable("a gradient of the step is not finite")
+    return math.sqrt(error / size) if size > 0 else 0.0
 
 
 class _Functions:

@@ -24,8 +24,12 @@ from trainwright.replay.replayer import NotReplayable
 from trainwright.replay.session import ReplaySession
 from trainwright.runlog.json_values import Facts, strict
 
-MOST_ELEMENTS = 1 << 22
-"""Of the weights whose update is computed again in float64: the smallest tensors first."""
+ELEMENTS = 4096
+"""Of each tensor that are updated again in float64."""
+BY_ELEMENT = frozenset(
+    ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"]
+)
+"""Optimizers of torch whose update of an element depends on nothing but its own gradient and state."""
 MOST_NAMES = 16
 """Tensors that are named in the facts."""
 ROUNDINGS = 16
@@ -51,6 +55,7 @@ class _Updates:
     session: ReplaySession
     made: list[_Made] = field(default_factory=list)
     _before: dict[str, Tensor] = field(default_factory=dict)
+    _grads: dict[str, Tensor] = field(default_factory=dict)
     _states: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @contextmanager
@@ -65,9 +70,10 @@ class _Updates:
         def before(optimizer: Optimizer, args: object, kwargs: object) -> None:
             parameters = self.session.replayer.subject.parameters
             self.made.append(_Made(number, sums_of(parameters), sums_of([p.grad for p in parameters])))
-            chosen = self._chosen(optimizer)
-            self._before = {name: p.detach().clone() for name, p in chosen.items()}
-            self._states = {name: _copies(optimizer.state.get(p, {})) for name, p in chosen.items()}
+            owned = self._owned_by(optimizer)
+            self._before = {name: _sampled(p) for name, p in owned.items()}
+            self._grads = {name: _sampled(p.grad) for name, p in owned.items() if p.grad is not None}
+            self._states = {name: _state_of(optimizer, p) for name, p in owned.items()}
 
         return before
 
@@ -75,47 +81,39 @@ class _Updates:
         def after(optimizer: Optimizer, args: object, kwargs: object) -> None:
             made = self.made[-1]
             made.left = sums_of(self.session.replayer.subject.parameters)
-            chosen = self._chosen(optimizer)
-            changes = {name: p.detach() - self._before[name] for name, p in chosen.items()}
-            made.slope = _cosine([(p.grad, changes[name]) for name, p in chosen.items() if p.grad is not None])
-            if type(optimizer).__module__.startswith("torch.optim"):
-                made.rule = self._compared(optimizer, chosen)
+            owned = self._owned_by(optimizer)
+            changes = {name: _sampled(p).double() - self._before[name].double() for name, p in owned.items()}
+            made.slope = _cosine([(self._grads[name], change) for name, change in changes.items()])
+            if type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in BY_ELEMENT:
+                made.rule = self._compared(optimizer, owned, changes)
 
         return after
 
-    def _chosen(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        """The owned tensors that have a dense gradient, the smallest first, as many as the bound allows."""
-        owned = {id(p) for p in owned_by(optimizer)}
-        named = {name: p for name, p in self.session.parameters.items() if id(p) in owned and p.grad is not None}
-        chosen: dict[str, Tensor] = {}
-        room = MOST_ELEMENTS
-        for name, p in sorted(named.items(), key=lambda each: each[1].numel()):
-            room -= p.numel()
-            if p.grad is not None and not p.grad.is_sparse and (room >= 0 or not chosen):
-                chosen[name] = p
-        return chosen
+    def _owned_by(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """The tensors of an optimizer that have a dense gradient."""
+        ids = {id(p) for p in owned_by(optimizer)}
+        named = {name: p for name, p in self.session.parameters.items() if id(p) in ids}
+        return {name: p for name, p in named.items() if p.grad is not None and not p.grad.is_sparse and p.numel()}
 
-    @torch.no_grad()
-    def _compared(self, optimizer: Optimizer, chosen: dict[str, Tensor]) -> RuleFacts | None:
-        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    def _compared(self, optimizer: Optimizer, owned: dict[str, Tensor], changes: dict[str, Tensor]) -> RuleFacts | None:
+        due = self._due(optimizer, owned)
+        if due is None:
+            return None
         off: dict[str, float] = {}
         kept: dict[str, float] = {}
         whole = along = 0.0
-        for name, p in chosen.items():
-            due = _due(optimizer, groups[id(p)], self._before[name], p.grad, self._states[name])
-            if due is None:
-                return None
-            size, made = float(due.norm()), p.detach().double() - self._before[name].double()
+        for name, made in changes.items():
+            size = float(due[name].norm())
             if not math.isfinite(size) or size == 0.0:
                 continue
-            error, allowed = float((made - due).norm()), _rounding(p, self._states[name], size)
-            if not error <= allowed:
+            error = float((made - due[name]).norm())
+            if not error <= _rounding(self._before[name], self._states[name], size):
                 off[name] = error / size
-            projected = float((made * due).sum())
+            projected = float(made @ due[name])
             kept[name] = projected / size**2
             whole, along = whole + size**2, along + projected
         lost = [name for name, share in kept.items() if share < 0.5]
-        dtypes = {str(p.dtype).removeprefix("torch.") for p in chosen.values()}
+        dtypes = {str(p.dtype).removeprefix("torch.") for p in owned.values()}
         return RuleFacts(
             optimizer=type(optimizer).__name__,
             tensors=len(kept),
@@ -127,46 +125,62 @@ class _Updates:
             is_hooked=len(optimizer._optimizer_step_post_hooks) > 1,
         )
 
+    def _due(self, optimizer: Optimizer, owned: dict[str, Tensor]) -> dict[str, Tensor] | None:
+        """What the class of the optimizer adds to each sample in float64; None where it cannot."""
+        wide = {name: self._before[name].double() for name in owned}
+        names = {id(p): name for name, p in owned.items()}
+        one = copy(optimizer)
+        one.state = defaultdict(dict)
+        for name, weight in wide.items():
+            weight.grad = self._grads[name].double()
+            if self._states[name]:
+                one.state[weight] = {key: _wide(key, value) for key, value in self._states[name].items()}
+        one.param_groups = [
+            {**_in_python(group), "params": [wide[names[id(p)]] for p in group["params"] if id(p) in names]}
+            for group in optimizer.param_groups
+        ]
+        try:
+            type(optimizer).step(one)
+        except (RuntimeError, TypeError):
+            return None
+        return {name: weight.detach() - self._before[name].double() for name, weight in wide.items()}
 
-def _copies(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+
+def _sampled(tensor: Tensor) -> Tensor:
+    """A copy of elements from all over a tensor."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // ELEMENTS)][:ELEMENTS].clone()
+
+
+def _state_of(optimizer: Optimizer, p: Tensor) -> dict[str, Any]:
+    """Copies of the state of a parameter, of the same elements as its sample."""
+    found: dict[str, Any] = {}
+    for key, value in optimizer.state.get(p, {}).items():
+        is_like = isinstance(value, Tensor) and value.shape == p.shape and p.dim() > 0
+        found[key] = _sampled(value) if is_like else value.clone() if isinstance(value, Tensor) else value
+    return found
+
+
+def _in_python(group: dict[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a group for the single-tensor form."""
+    off: dict[str, Any] = {key: False for key in ("foreach", "fused", "capturable") if key in group}
+    return {**group, **off, "lr": float(group["lr"])}
 
 
 def _cosine(pairs: list[tuple[Tensor, Tensor]]) -> float:
-    dots, grads, changes = (
-        sum(float(torch.dot(a.detach().double().flatten(), b.double().flatten())) for a, b in rows)
-        for rows in (pairs, [(g, g.detach()) for g, _ in pairs], [(c, c) for _, c in pairs])
-    )
-    return dots / math.sqrt(grads * changes) if grads > 0 and changes > 0 else math.nan
+    """Of two samples of all tensors, the first of gradients."""
+    if not pairs:
+        return math.nan
+    grads, changes = (torch.cat([pair[n].double().cpu() for pair in pairs]) for n in (0, 1))
+    sizes = float(grads.norm() * changes.norm())
+    return float(grads @ changes) / sizes if sizes > 0 else math.nan
 
 
-def _rounding(p: Tensor, state: dict[str, Any], size: float) -> float:
+def _rounding(before: Tensor, state: dict[str, Any], size: float) -> float:
     """How far rounding may put an update of this size: of the weights once, of the update in each operation."""
     kinds = [v.dtype for k, v in state.items() if isinstance(v, Tensor) and v.is_floating_point() and k != "step"]
-    coarsest = max(torch.finfo(kind).eps for kind in (p.dtype, *kinds))
-    return torch.finfo(p.dtype).eps * float(p.detach().double().norm()) + ROUNDINGS * coarsest * size
-
-
-def _due(
-    optimizer: Optimizer, group: dict[str, Any], before: Tensor, grad: Tensor | None, state: dict[str, Any]
-) -> Tensor | None:
-    """What the class of the optimizer adds to one tensor in float64; None where it cannot."""
-    if grad is None:
-        return None
-    weight = before.double()
-    weight.grad = grad.detach().double()
-    one = copy(optimizer)
-    plain: dict[str, Any] = {key: float(group[key]) for key in ("lr",) if isinstance(group.get(key), Tensor)}
-    off: dict[str, Any] = {key: False for key in ("foreach", "fused", "capturable") if key in group}
-    one.param_groups = [{**group, **plain, **off, "params": [weight]}]
-    one.state = defaultdict(dict)
-    if state:
-        one.state[weight] = {key: _wide(key, value) for key, value in state.items()}
-    try:
-        type(optimizer).step(one)
-    except (RuntimeError, TypeError):
-        return None
-    return weight.detach() - before.double()
+    coarsest = max(torch.finfo(kind).eps for kind in (before.dtype, *kinds))
+    return torch.finfo(before.dtype).eps * (float(before.double().norm()) + size) + ROUNDINGS * coarsest * size
 
 
 def _wide(key: str, value: object) -> object:
