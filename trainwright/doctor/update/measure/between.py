@@ -15,7 +15,8 @@ from trainwright.runlog.json_values import Facts, strict
 SAMPLED, MOST_ELEMENTS = 4, 4096
 """Weights that are compared: the smallest, for they are copied whole at every step."""
 FIRST_STEPS = 16
-"""Are all compared; later ones only where an evaluation or an epoch lies between them."""
+"""Are all compared; later ones only where an evaluation or an epoch lies between them, and then the smallest weight:
+what puts averages or older weights in the place of the weights writes to all of them."""
 URGENT = 3
 """So many writes are looked at at once: one that comes with every step is meant."""
 
@@ -63,6 +64,8 @@ class WritesProbe(Probe):
             self._after = self._now()
 
     def _now(self) -> Tensor:
+        if self._step > FIRST_STEPS:  # a fifth of the time
+            return self._weights[0].detach().clone()
         return torch.cat([p.detach().view(-1) for p in self._weights])
 
     def values(self) -> Facts | None:
