@@ -53,6 +53,12 @@ def evaluating_others_each_time(loop: Loop) -> None:
     loop.end = end
 
 
+def evaluating_once(loop: Loop) -> None:
+    evaluating(TRAINED, 128)(loop)
+    each_time = loop.end
+    loop.end = lambda step: each_time(step) if step < 10 else None
+
+
 def one_view(loop: Loop) -> None:
     """Always the first part of a larger tensor."""
     loop.batch = lambda step: slice(0, BATCH)  # type: ignore[assignment, return-value]
@@ -161,6 +167,7 @@ def test_the_laws_hold_on_a_healthy_loop(name: str) -> None:
         (evaluating(64, 128), "evaluation_is_apart"),
         (evaluating(48, 112, size=16, shuffled=True), "evaluation_is_apart"),
         (evaluating(90, 128), "evaluation_is_apart"),
+        (evaluating_once, "evaluation_goes_on"),
         (evaluating_others_each_time, "evaluation_is_the_same"),
         (one_large_feature, "features_share_a_scale"),
         (growing, "inputs_keep_their_scale"),
@@ -169,7 +176,7 @@ def test_the_laws_hold_on_a_healthy_loop(name: str) -> None:
     ],
 )
 def test_a_violation_breaks_its_law(change: Change, law: str) -> None:
-    assert law in broken(watched(change, steps=27), "data")
+    assert law in broken(watched(change, steps=33), "data")
 
 
 def test_what_was_looked_at_is_told() -> None:
@@ -223,6 +230,19 @@ def rows() -> TensorDataset:
 )
 def test_what_a_loader_draws(make: Callable[[], DataLoader[tuple[Tensor, ...]]], batches: int, state: str) -> None:
     assert states(from_loader(make(), 3, batches), "data")["samples_are_drawn"].state == state
+
+
+def test_a_loader_that_was_given_and_is_not_read() -> None:
+    given, other = DataLoader(rows(), BATCH, shuffle=True), DataLoader(rows(), BATCH, shuffle=True)
+    torch.manual_seed(0)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with tw.watch(model, optimizer, loader=given, out=None, quiet=True) as watch:
+        for x, y in [*other, *other]:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    assert "given_loader_is_read" in broken(watch, "data")
 
 
 def test_the_first_batch_of_a_loader_again_and_again() -> None:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.data.facts import DrawsFacts, EvaluatedRows, FeaturesFacts, LoaderEpochs, RowsFacts
+from trainwright.doctor.data.facts import (
+    DrawsFacts,
+    EvaluatedRows,
+    Feature,
+    FeaturesFacts,
+    LoaderEpochs,
+    RowsFacts,
+    StandardisedFacts,
+)
 from trainwright.doctor.finding import Check, ExperimentRequest, Finding, RemedyTrial, finding
 from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
 
@@ -19,7 +27,8 @@ SHARE = 0.05
 """Of samples or rows: less is an incomplete batch, padding of a sampler, or a few samples that are there twice."""
 FACTOR = 100.0
 """By which the scale of all inputs may change: a switch of data within a task is less."""
-STANDARDISED = "standardised"
+UNEVEN, GAIN, LEARNED = 10.0, 0.05, 24
+"""Between the deviations of two features; share of the loss that must be gained; steps after which that shows."""
 
 
 def batches_vary(case: Case) -> Iterator[Verdict]:
@@ -43,13 +52,14 @@ def _same_batch(facts: RowsFacts) -> Finding:
         "law.data.batches_vary",
         "warning",
         facts.steps,
-        symptom=f"the last {facts.same + 1} steps all trained on the same {facts.batch} rows, of {facts.whole}",
+        symptom=f"{facts.same + 1} steps in a row, up to step {facts.same_to}, trained on the same {facts.batch} rows "
+        f"of {facts.whole}",
         cause="the batch is taken once and not again: next(iter(loader)), a name that is not assigned anew, an index "
         "that stands still",
         remedy="iterate over the loader, or over the indices, and use what each iteration gives",
         sure=0.9,
         stage="input",
-        since_step=max(1, facts.steps - facts.same),
+        since_step=max(1, facts.same_to - facts.same),
         evidence=[("rows that were trained on", facts.distinct, facts.whole)],
     )
 
@@ -99,7 +109,7 @@ def batches_are_disjoint(case: Case) -> Iterator[Verdict]:
 def samples_are_drawn(case: Case) -> Iterator[Verdict]:
     """Over two epochs a loader draws every sample, and in one epoch each once."""
     facts = case.newest(DrawsFacts)
-    if facts is None:
+    if facts is None or not facts.epochs:
         return
     plain = [each for each in facts.epochs if not each.chosen]
     if not plain:
@@ -142,6 +152,30 @@ def _never(case: Case, epochs: LoaderEpochs) -> Finding:
             ("first that never came", list(epochs.first_never), []),
         ],
     )
+
+
+def given_loader_is_read(case: Case) -> Iterator[Verdict]:
+    """Of the loaders that the watch was given, one at least is trained on, where any loader is."""
+    facts = case.newest(DrawsFacts)
+    if facts is None:
+        return
+    if not facts.given:
+        yield NotApplicable("no loader was given")
+    elif facts.given_read or facts.others_trained < SAME:
+        yield Holds(f"{facts.given_read} of {facts.given} loaders are read")
+    else:
+        yield finding(
+            "law.data.given_loader_is_read",
+            "warning",
+            case.last_step,
+            symptom=f"the loader that the watch was given is not read, and {facts.others_trained} batches of another "
+            "one are trained on",
+            cause="the loop goes over another loader: that of the evaluation, or one that was made anew",
+            remedy="train on the training loader, or give the watch the one that is meant",
+            sure=0.8,
+            stage="input",
+            evidence=[("given loaders that are read", 0, facts.given)],
+        )
 
 
 def evaluation_is_apart(case: Case) -> Iterator[Verdict]:
@@ -200,38 +234,76 @@ def evaluation_is_the_same(case: Case) -> Iterator[Verdict]:
     )
 
 
-def features_share_a_scale(case: Case) -> Iterator[Verdict]:
-    """No feature varies a thousand times as much as the others, if the model learns better where all vary alike."""
-    first = next((facts for _, facts in case.every(FeaturesFacts) if facts.features > 1), None)
-    if first is None:
+def evaluation_goes_on(case: Case) -> Iterator[Verdict]:
+    """A run that evaluates on its way goes on to do so."""
+    facts = case.newest(RowsFacts)
+    if facts is None or not facts.num_evaluations or not case.finished:
         return
-    if not first.large:
-        yield Holds(f"{first.features} features")
+    if facts.evaluated_at > facts.steps / 3 or facts.evaluated_at < SAME // 2 or facts.steps < 4 * SAME:
+        yield Holds(f"{facts.num_evaluations} evaluations, the last after step {facts.evaluated_at}")
         return
-    step = next(step for step, facts in case.every(FeaturesFacts) if facts is not None and facts.large)
-    trial = case.newest(STANDARDISED)
-    if trial is None:
-        yield ExperimentRequest(STANDARDISED, step)
-        return
-    worst = max(first.large, key=lambda feature: feature.std)
-    was, now = trial.values.get("as_it_was") or [0.0], trial.values.get("standardised") or [0.0]
-    gain = (was[-1] - now[-1]) / max(abs(was[0]), 1e-12) if "blind" not in trial.values else 0.0
     yield finding(
+        "law.data.evaluation_goes_on",
+        "warning",
+        facts.steps,
+        symptom=f"the model was evaluated {facts.num_evaluations} times up to step {facts.evaluated_at}, and not "
+        f"since, in {facts.steps} steps",
+        cause="the evaluation is skipped from then on, or its data are used up: an iterator or generator is empty",
+        remedy="evaluate after each epoch, with a loader in place of an iterator",
+        sure=0.7,
+        since_step=facts.evaluated_at,
+        evidence=[("step of the last evaluation", facts.evaluated_at, facts.steps)],
+    )
+
+
+def features_share_a_scale(case: Case) -> Iterator[Verdict]:
+    """Where features vary unequally, the same steps do not learn far more with inputs that are standardised."""
+    known = next(((step, each) for step, each in reversed(case.every(FeaturesFacts)) if each.features > 1), None)
+    if known is None or known[1].largest is None or known[1].smallest is None:
+        return
+    step, facts = known
+    largest, smallest = known[1].largest, known[1].smallest
+    if largest.std < UNEVEN * smallest.std:
+        yield Holds(f"{facts.features} features, of deviations {smallest.std:.3g} to {largest.std:.3g}")
+        return
+    trial = case.newest(StandardisedFacts)
+    if trial is not None:
+        yield _judged(step, largest, smallest, trial)
+    elif (why := case.blind(StandardisedFacts)) is not None:
+        yield NotApplicable(why)
+    elif step >= LEARNED or case.finished:
+        yield ExperimentRequest(StandardisedFacts.experiment)
+
+
+def _judged(step: int, largest: Feature, smallest: Feature, trial: StandardisedFacts) -> Verdict:
+    was, now = trial.as_it_was, trial.standardised
+    if len(was) < LEARNED // 2 or len(now) != len(was):
+        return NotApplicable("too few steps can be run again")
+    first, (end, other) = was[0], map(_last_quarter, (was, now))
+    if not first - other > max(1.2 * (first - end), first - end + GAIN * abs(first)):
+        return Holds(f"the loss comes to {end:.3g} in {len(was)} steps, and with standardised inputs to {other:.3g}")
+    return finding(
         "law.data.features_share_a_scale",
-        "warning" if gain > SHARE or not was[-1] < was[0] else "info",
-        trial.step,
-        symptom=f"feature {worst.number} has a deviation of {worst.std:.3g}, {worst.std / first.usual:.2g} times the "
-        "usual one",
-        cause="it is not normalised, or is in other units than the rest",
-        remedy="standardise each feature, with the mean and deviation of the training data",
+        "warning",
+        step,
+        symptom=f"feature {largest.number} varies {largest.std / smallest.std:.2g} times as much as feature "
+        f"{smallest.number}; {len(was)} steps take the loss from {first:.3g} to {end:.3g}, with standardised inputs to "
+        f"{other:.3g}",
+        cause="features are not normalised each by itself: by the deviation of all together, by something else, or not",
+        remedy="standardise each feature, with its own mean and deviation over the training data",
         sure=0.8,
         stage="input",
         evidence=[
-            ("its deviation, and the usual one", worst.std, first.usual),
-            ("loss after the same updates, as it was and standardised", was[-1], now[-1]),
+            ("deviations of the two", [largest.std, smallest.std]),
+            (f"loss after {len(was)} steps, as it was and standardised", end, other),
         ],
         trial=RemedyTrial("standardised_inputs"),
     )
+
+
+def _last_quarter(losses: Sequence[float]) -> float:
+    last = losses[-max(1, len(losses) // 4) :]
+    return sum(last) / len(last)
 
 
 def inputs_keep_their_scale(case: Case) -> Iterator[Verdict]:
@@ -261,13 +333,17 @@ def inputs_keep_their_scale(case: Case) -> Iterator[Verdict]:
     )
 
 
+_SCALE = ("data.unnormalised_input", "data.double_normalised", "data.constant_input", "data.nonfinite_input")
+
 LAWS: tuple[Law, ...] = (
     Law("data.batches_vary", batches_vary, named_by=("data.constant_input",)),
     Law("data.batches_are_disjoint", batches_are_disjoint),
     Law("data.samples_are_drawn", samples_are_drawn),
+    Law("data.given_loader_is_read", given_loader_is_read),
     Law("data.evaluation_is_apart", evaluation_is_apart, named_by=("data.train_val_overlap",)),
     Law("data.evaluation_is_the_same", evaluation_is_the_same),
-    Law("data.features_share_a_scale", features_share_a_scale, effort="replay", named_by=("data.unnormalised_input",)),
-    Law("data.inputs_keep_their_scale", inputs_keep_their_scale, effort="replay", named_by=("data.*",)),
+    Law("data.evaluation_goes_on", evaluation_goes_on),
+    Law("data.features_share_a_scale", features_share_a_scale, effort="replay", named_by=_SCALE),
+    Law("data.inputs_keep_their_scale", inputs_keep_their_scale, effort="replay", named_by=_SCALE),
 )
 NAMES: tuple[Check, ...] = ()

@@ -26,13 +26,13 @@ class RowsFacts:
     """The rows of the inputs of training, recognised by their content.
 
     Of ``rows`` that were read in ``steps``, ``distinct`` differ; ``new_lately`` is the share of new ones in the last
-    steps. In the last ``same`` steps in a row all were the same as in the step before; a step has ``batch`` of them.
+    steps. In ``same`` steps in a row, up to step ``same_to``, all were those of the step before; a step has ``batch``.
     The set that they come from holds ``whole`` rows, as far as is known (0: not). ``repeated_micro``: the most
     micro-batches of a step that were all the same, in ``repeated_micro_steps`` steps.
 
     ``compared`` pairs of steps that follow each other share ``shared_next`` rows, pairs that are further apart
     ``shared_far``, on the mean; ``partly`` of the pairs share some rows, and not all. ``is_continuous``: two samples
-    are never equal by chance.
+    are never equal by chance. The last of ``num_evaluations`` came in step ``evaluated_at``.
     """
 
     experiment: ClassVar[str] = "rows"
@@ -42,6 +42,7 @@ class RowsFacts:
     new_lately: float = 1.0
     batch: int = 0
     same: int = 0
+    same_to: int = 0
     whole: int = 0
     repeated_micro: int = 0
     repeated_micro_steps: int = 0
@@ -52,6 +53,7 @@ class RowsFacts:
     is_continuous: bool = True
     evaluations: tuple[EvaluatedRows, ...] = ()
     num_evaluations: int = 0
+    evaluated_at: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +76,17 @@ class LoaderEpochs:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawsFacts:
-    """What the loaders that were trained on have drawn."""
+    """What the loaders that were trained on have drawn.
+
+    Of the ``given`` ones that the watch was called with, ``given_read`` were iterated over; ``others_trained``: batches
+    of other loaders that came in a mode with gradients.
+    """
 
     experiment: ClassVar[str] = "draws"
     epochs: tuple[LoaderEpochs, ...] = ()
+    given: int = 0
+    given_read: int = 0
+    others_trained: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +102,8 @@ class Feature:
 class FeaturesFacts:
     """The features of the floating-point inputs of the last steps, over ``rows``. ``rms`` is that of all together.
 
-    ``usual`` is the median of the deviations of those ``features`` that vary; ``large`` and ``small`` are far from it.
+    ``usual`` is the median of the deviations of those ``features`` that vary; ``largest`` and ``smallest`` vary most
+    and least of them.
     """
 
     experiment: ClassVar[str] = "features"
@@ -102,5 +112,14 @@ class FeaturesFacts:
     constant: int = 0
     rms: float = 0.0
     usual: float = 0.0
-    large: tuple[Feature, ...] = ()
-    small: tuple[Feature, ...] = ()
+    largest: Feature | None = None
+    smallest: Feature | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandardisedFacts:
+    """The losses of the recorded steps, run again from one state: as they were, and with standardised inputs."""
+
+    experiment: ClassVar[str] = "standardised_steps"
+    as_it_was: tuple[float, ...]
+    standardised: tuple[float, ...]

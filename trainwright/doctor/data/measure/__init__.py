@@ -10,4 +10,4 @@ from trainwright.recorder.probes import Probe, WatchedObjects
 
 def probes(watched: WatchedObjects) -> list[Probe]:
     """Both need a live loop."""
-    return [InputRows(), Draws()]
+    return [InputRows(), Draws(watched)]

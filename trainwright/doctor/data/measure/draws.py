@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils.data import (
     BatchSampler,
+    DataLoader,
     DistributedSampler,
     RandomSampler,
     SubsetRandomSampler,
@@ -16,7 +17,7 @@ from torch.utils.data import (
 
 from trainwright.doctor.data.facts import DrawsFacts, LoaderEpochs
 from trainwright.recorder.datasets import length_of
-from trainwright.recorder.probes import Probe
+from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.user_types import Loader
 from trainwright.runlog.json_values import Facts, strict
 
@@ -48,11 +49,17 @@ class Draws(Probe):
 
     name = DrawsFacts.experiment
 
-    def __init__(self) -> None:
+    def __init__(self, watched: WatchedObjects) -> None:
+        self._given = {id(each) for each in watched.loaders if isinstance(each, DataLoader)}
+        self._read: set[int] = set()
+        self._of: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        self._others = 0
         self._sources: weakref.WeakKeyDictionary[Loader, _Source] = weakref.WeakKeyDictionary()
         self._iterators: weakref.WeakKeyDictionary[object, _Source] = weakref.WeakKeyDictionary()
 
     def on_epoch(self, loader: Loader, iterator: object) -> None:
+        self._read.add(id(loader))
+        self._of[iterator] = id(loader)
         size = length_of(getattr(loader, "dataset", None)) or 0
         if not 0 < size <= MOST_SAMPLES:
             return
@@ -63,6 +70,7 @@ class Draws(Probe):
         self._iterators[iterator] = source
 
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
+        self._others += torch.is_grad_enabled() and self._of.get(iterator) not in self._given
         source = self._iterators.get(iterator)
         if source is not None and isinstance(ids, list) and ids and type(ids[0]) is int:
             source.running.drawn += len(ids)
@@ -71,7 +79,11 @@ class Draws(Probe):
 
     def values(self) -> Facts | None:
         rows = [_facts(loader, each) for loader, each in self._sources.items() if len(each.over) == 2]
-        return dict(strict(vars(DrawsFacts(epochs=tuple(rows))))) if rows else None
+        if not rows and not self._given:
+            return None
+        read = len(self._given & self._read)
+        facts = DrawsFacts(epochs=tuple(rows), given=len(self._given), given_read=read, others_trained=self._others)
+        return dict(strict(vars(facts)))
 
 
 def _facts(loader: Loader, source: _Source) -> LoaderEpochs:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainwright.doctor.data.facts import Feature, FeaturesFacts
+from trainwright.doctor.data.facts import Feature, FeaturesFacts, StandardisedFacts
 from trainwright.recorder.program import RecordedStep
 from trainwright.replay.experiments import experiment
-from trainwright.replay.samples import inputs_of
+from trainwright.replay.replayer import Intervention
+from trainwright.replay.samples import inputs_of, standardised
 from trainwright.replay.session import ReplaySession
 from trainwright.runlog.json_values import Facts, strict
 
 MOST_ROWS, MOST_FEATURES = 512, 1024
-FACTOR = 1000.0
-"""Between the deviation of a feature and the usual one: three orders of magnitude."""
-LISTED = 8
+STEPS = 32
+"""That are run again with standardised inputs."""
 
 
 @experiment(FeaturesFacts.experiment, when="checkup")
@@ -56,11 +56,17 @@ def _facts(x: Tensor) -> FeaturesFacts:
         constant=int((~varies).sum()),
         rms=float(x.square().mean().sqrt()),
         usual=usual,
-        large=_listed(mean, std, varies & (std > FACTOR * usual)),
-        small=_listed(mean, std, varies & (std * FACTOR < usual)),
+        largest=_feature(mean, std, int(std.argmax())) if usual else None,
+        smallest=_feature(mean, std, int(torch.where(varies, std, torch.inf).argmin())) if usual else None,
     )
 
 
-def _listed(mean: Tensor, std: Tensor, which: Tensor) -> tuple[Feature, ...]:
-    numbers: list[int] = which.nonzero().flatten().tolist()[:LISTED]
-    return tuple(Feature(number=n, mean=float(mean[n]), std=float(std[n])) for n in numbers)
+def _feature(mean: Tensor, std: Tensor, number: int) -> Feature:
+    return Feature(number=number, mean=float(mean[number]), std=float(std[number]))
+
+
+@experiment(StandardisedFacts.experiment, when="requested")
+def standardised_steps(session: ReplaySession) -> Facts:
+    """Runs the steps that are held again with inputs that are standardised in each batch."""
+    was, now = session.train(STEPS), session.train(STEPS, Intervention(inputs=standardised))
+    return dict(strict(vars(StandardisedFacts(as_it_was=tuple(was), standardised=tuple(now)))))

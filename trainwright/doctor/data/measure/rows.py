@@ -38,20 +38,20 @@ class InputRows(Probe):
         self._rows = 0
         self._new: deque[float] = deque(maxlen=8)
         self._last: deque[frozenset[int]] = deque(maxlen=WINDOW)
-        self._batch = self._same = self._whole = 0
+        self._batch = self._same = self._whole = self._longest = self._longest_to = 0
         self._micro = self._micro_steps = 0
         self._next: list[float] = []
         self._far: list[float] = []
         self._partly = 0
         self._is_continuous: bool | None = None
-        self._waiting: list[list[list[Tensor]]] = []
+        self._waiting: list[tuple[int, list[list[Tensor]]]] = []
         self._one_of = 0
         self._loaders: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._source = 0
         self._gap: list[Tensor] = []
         self._gap_calls = 0
         self._evaluations: list[EvaluatedRows] = []
-        self._num_evaluations = 0
+        self._num_evaluations = self._evaluated_at = 0
 
     def on_epoch(self, loader: Loader, iterator: object) -> None:
         self._loaders[iterator] = length_of(getattr(loader, "dataset", None)) or 0
@@ -82,7 +82,7 @@ class InputRows(Probe):
         groups = [[each for call in calls for each in _digests_of(call)] for calls in _by_backward(step)]
         if any(groups):
             self._note_source(step.calls[0])
-            self._waiting.append(groups)
+            self._waiting.append((step.step, groups))
 
     def _note_source(self, call: Call) -> None:
         """The rows of a tensor of which the input is a part."""
@@ -95,9 +95,9 @@ class InputRows(Probe):
                 self._whole = max(self._whole, len(base))
 
     def _take_waiting(self) -> None:
-        for groups in self._waiting:
+        for step, groups in self._waiting:
             rows = [[row for digests in group for row in self._read(digests)] for group in groups]
-            self._add([row for group in rows for row in group])
+            self._add(step, [row for group in rows for row in group])
             self._note_micro([sorted(group) for group in rows])
         self._waiting = []
 
@@ -107,7 +107,7 @@ class InputRows(Probe):
         read: list[int] = (digests if self._one_of == 1 else digests[digests % self._one_of == 0]).tolist()
         return read
 
-    def _add(self, rows: list[int]) -> None:
+    def _add(self, step: int, rows: list[int]) -> None:
         now = frozenset(rows)
         fresh = now - self._seen
         self._rows += len(rows)
@@ -116,6 +116,8 @@ class InputRows(Probe):
             self._seen |= fresh
         before = self._last[-1] if self._last else frozenset()
         self._same = self._same + 1 if now == before else 0
+        if self._same > self._longest:
+            self._longest, self._longest_to = self._same, step
         self._batch = len(rows)
         if len(self._last) == WINDOW:
             self._compare(now, before)
@@ -140,6 +142,7 @@ class InputRows(Probe):
         if not calls:
             return
         self._num_evaluations += 1
+        self._evaluated_at = self._steps
         if not gap:
             return
         self._take_waiting()
@@ -169,7 +172,8 @@ class InputRows(Probe):
             distinct=len(self._seen),
             new_lately=sum(self._new) / len(self._new),
             batch=self._batch,
-            same=self._same,
+            same=self._longest,
+            same_to=self._longest_to,
             whole=self._whole,
             repeated_micro=self._micro,
             repeated_micro_steps=self._micro_steps,
@@ -179,7 +183,8 @@ class InputRows(Probe):
             partly=self._partly,
             is_continuous=bool(self._is_continuous),
             evaluations=tuple(every),
-            num_evaluations=self._num_evaluations,
+            num_evaluations=self._num_evaluations if 2 * self._num_evaluations <= max(4, self._steps) else 0,
+            evaluated_at=self._evaluated_at,
         )
         return dict(strict(vars(facts)))
 
