@@ -52,7 +52,7 @@ def broken(case: Case, law: str) -> list[Finding]:
     return [each for each in verdicts(case, law) if isinstance(each, Finding) and each.found.severity != "info"]
 
 
-Y16, R16 = Y[:16], R[:16]
+Y16, R16, COUNTED = Y[:16], R[:16], (R[:16] > 0).float()
 HEALTHY: tuple[Loss, ...] = (
     lambda out: F.cross_entropy(out, Y16),
     lambda out: F.cross_entropy(out, Y16, label_smoothing=0.1),
@@ -64,6 +64,7 @@ HEALTHY: tuple[Loss, ...] = (
     lambda out: F.mse_loss(out, R16, reduction="sum") / 16 + 1e-3 * out.pow(2).sum() / 16,
     lambda out: F.cross_entropy(out, Y16) + 0.5 * F.mse_loss(out, R16),
     lambda out: F.l1_loss(out, R16) + 0.1 * F.smooth_l1_loss(out, R16),
+    lambda out: F.cross_entropy(out, Y16) + ((out - R16).square() * COUNTED).sum() / COUNTED.sum().clamp(min=1),
 )
 
 

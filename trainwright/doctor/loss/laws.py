@@ -200,8 +200,8 @@ def batch_is_cut_anywhere(case: Case) -> Iterator[Verdict]:
         elif case.newest(ComparisonsFacts) is not None:
             yield ExperimentRequest(CutFacts.experiment)
         return
-    kinds = {each.name: _kind(each.ratio) for each in facts.terms if abs(each.weight) > 0}
-    mixed = set(kinds.values()) == {"mean", "sum"} and not facts.divides
+    kinds = {_kind(each.ratio) for each in facts.terms} or {_kind(facts.ratio)}
+    mixed = kinds == {"mean", "sum"} and not facts.divides
     if mixed:
         summed = [each for each in facts.terms if _kind(each.ratio) == "sum"]
         yield finding(
@@ -216,7 +216,7 @@ def batch_is_cut_anywhere(case: Case) -> Iterator[Verdict]:
             where=Where(op=summed[0].name),
             evidence=[(f"{each.name} of the batch twice, over once", round(each.ratio, 3)) for each in facts.terms],
         )
-    elif _kind(facts.ratio) == "sum" and not facts.divides:
+    elif kinds == {"sum"} and not facts.divides:
         yield finding(
             "law.loss.batch_is_cut_anywhere",
             "info",
@@ -228,7 +228,7 @@ def batch_is_cut_anywhere(case: Case) -> Iterator[Verdict]:
             stage="loss",
             evidence=[("loss of the batch twice, over once", round(facts.ratio, 4), 1.0)],
         )
-    elif _kind(facts.ratio) == "mean" or (_kind(facts.ratio) == "sum" and facts.divides):
+    elif "neither" not in kinds:
         yield Holds(f"the loss of the batch twice is {facts.ratio:.4g} of that once")
     else:
         yield NotApplicable(f"the loss relates samples to each other: of the batch twice it is {facts.ratio:.4g} times")

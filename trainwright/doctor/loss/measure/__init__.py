@@ -20,7 +20,7 @@ from trainwright.doctor.loss.facts import (
 )
 from trainwright.doctor.loss.measure.comparing import CLASSES, DISTANCES, RESIDUALS, ComparedLoss, compared
 from trainwright.recorder.probes import Probe, WatchedObjects
-from trainwright.recorder.program import Operation, RecordedStep
+from trainwright.recorder.program import Constant, Operation, RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.experiments import experiment
 from trainwright.replay.experiments.loss import SAMPLES, alone, made_by
@@ -206,12 +206,19 @@ def _is_of_batch(tensor: Tensor, size: int) -> bool:
 
 
 def _divides(recorded: RecordedStep, size: int) -> bool:
-    """Whether the loss is divided by a number that may be that of the samples."""
-    numbers = [
-        abs(each)
+    """Whether the loss is divided by something that may be the number of samples, or of targets that count."""
+    return any(
+        _may_count(each, size)
         for op in recorded.program
         if isinstance(op, Operation) and op.name.strip("_") in ("div", "divide", "truediv", "mul", "rmul")
         for each in op.args
-        if isinstance(each, int | float)
-    ]
-    return any(each and (each % size == 0 or (1 / each) % size < 1e-6) for each in numbers if each != 1)
+    )
+
+
+def _may_count(value: object, size: int) -> bool:
+    """Whether it is the number of samples, of several for each, or one over that; or a count made of the batch."""
+    if isinstance(value, Constant):
+        return value.tensor.numel() == 1 and abs(float(value.tensor)) > 1
+    if not isinstance(value, int | float) or value in (0, 1, -1):
+        return False
+    return abs(value) % size == 0 or abs(1 / value) % size < 1e-6
