@@ -94,7 +94,6 @@ def test_the_laws_hold_for_usual_losses(dtype: torch.dtype) -> None:
         ("like_is_compared_with_like", lambda out: F.mse_loss(out.relu(), R16)),
         ("like_is_compared_with_like", lambda out: F.mse_loss(out.sigmoid(), 9 * R16)),
         ("like_is_compared_with_like", lambda out: F.binary_cross_entropy_with_logits((R16 > 0).float(), out)),
-        ("like_is_compared_with_like", lambda out: F.mse_loss(out, out.detach())),
         ("batch_is_cut_anywhere", lambda out: F.mse_loss(out, R16) + 1e-3 * out.pow(2).sum()),
         ("batch_is_cut_anywhere", lambda out: F.cross_entropy(out, Y16, reduction="sum") + out.abs().mean()),
         ("batch_is_cut_anywhere", lambda out: F.l1_loss(out, R16, reduction="sum") + F.cross_entropy(out, Y16)),
@@ -103,6 +102,15 @@ def test_the_laws_hold_for_usual_losses(dtype: torch.dtype) -> None:
 )
 def test_a_loss_that_is_computed_wrongly_is_found(law: str, loss: Loss) -> None:
     assert broken(case_of(loss), law)
+
+
+def test_a_thing_that_is_compared_with_itself_is_found_once_it_stays_so() -> None:
+    case = case_of(lambda out: F.mse_loss(out, out.detach()))
+    assert verdicts(case, "like_is_compared_with_like") == []
+    [seen] = [each for each in case.records if isinstance(each, Examined) and each.experiment == "comparisons"]
+    later = Examined(time_s=0.0, step=9, experiment="comparisons", values=seen.values)
+    [found] = broken(Case([*case.records, later]), "like_is_compared_with_like")
+    assert "same values" in found.found.symptom
 
 
 @each_row(

@@ -12,6 +12,8 @@ from trainwright.doctor.loss.facts import ComparedFacts, ComparisonsFacts, CutFa
 from trainwright.runlog.records import Where
 
 NAMES = {"sub": "squared error", "rsub": "squared error", "__sub__": "squared error", "__rsub__": "squared error"}
+LATER = 8
+"""Steps after which a model is no longer equal to the one that it is compared with."""
 LEARNED = 60
 """Steps after which something must have been learned."""
 LEAST, CERTAIN = 0.02, 0.04
@@ -48,10 +50,10 @@ def starts_at_chance(case: Case) -> Iterator[Verdict]:
 
 
 def _is_far_above(call: ComparedFacts) -> bool:
-    """For classes as far as ``init.too_large`` asks for; a squared error of outputs twice the size of the targets."""
+    """For classes as far as ``init.too_large`` asks for; else outputs of ten times the size of the targets."""
     if "entropy" in call.op or call.op == "nll_loss":
         return call.value > 1.5 * call.blank + 0.5
-    return call.value > 5 * max(call.blank, call.constant)
+    return call.value > 100 * max(call.blank, call.constant)
 
 
 def _named(call: ComparedFacts | Learned) -> str:
@@ -140,8 +142,16 @@ def like_is_compared_with_like(case: Case) -> Iterator[Verdict]:
     """The prediction comes first and can reach its targets, and it is not compared with itself."""
     every = case.every(ComparisonsFacts)
     if not every:
+        if (why := case.blind(ComparisonsFacts)) is not None:
+            yield NotApplicable(why)
+        elif case.newest("loss") is not None:
+            yield ExperimentRequest(ComparisonsFacts.experiment)
         return
     calls = every[-1][1].calls
+    if len(every) == 1 and any(map(_is_itself, calls)):  # a student that begins as its teacher
+        if case.last_step >= every[0][0] + LATER:
+            yield ExperimentRequest(ComparisonsFacts.experiment)
+        return
     if not calls:
         yield NotApplicable("no loss function that compares with targets")
         return
@@ -168,6 +178,10 @@ def like_is_compared_with_like(case: Case) -> Iterator[Verdict]:
     yield Holds(f"{len(calls)} calls: {', '.join(_named(each) for each in calls)}")
 
 
+def _is_itself(call: ComparedFacts) -> bool:
+    return call.itself and call.value == 0
+
+
 def _unlike(call: ComparedFacts) -> tuple[str, str, str] | None:
     """What is wrong with the arguments of a call: symptom, cause and remedy; None where nothing is."""
     if call.swapped:
@@ -176,7 +190,7 @@ def _unlike(call: ComparedFacts) -> tuple[str, str, str] | None:
             "prediction and target are swapped: the loss takes the prediction first",
             f"{call.op}(prediction, target)",
         )
-    if call.itself and call.value == 0:
+    if _is_itself(call):
         return (
             f"prediction and target of {_named(call)} have the same values, and the loss is 0",
             "the loss compares a thing with itself: one name stands for both, or the target was made of the output",

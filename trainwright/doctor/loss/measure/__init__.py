@@ -57,7 +57,7 @@ def probes(watched: WatchedObjects) -> list[Probe]:
     return []
 
 
-@experiment(ComparisonsFacts.experiment, when="first")
+@experiment(ComparisonsFacts.experiment, when="requested")
 def comparisons(session: ReplaySession) -> Facts:
     """Each call of a loss function: its value, and its values of predictions that tell nothing."""
     found = [_looked_at(call, module) for call, module in _calls(session, session.recorded_step)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trainwright.doctor.program.measure.figures import FiguresProbe
 from trainwright.doctor.program.measure.names import NamesProbe
 from trainwright.doctor.program.measure.objects import ObjectsProbe
 from trainwright.doctor.program.measure.rates import RatesProbe
@@ -11,4 +12,11 @@ from trainwright.recorder.probes import Probe, WatchedObjects
 
 def probes(watched: WatchedObjects) -> list[Probe]:
     """The listeners of the family."""
-    return [ObjectsProbe(watched), KeptProbe(watched), NamesProbe(watched), WarningsProbe(), RatesProbe()]
+    return [
+        ObjectsProbe(watched),
+        KeptProbe(watched),
+        NamesProbe(watched),
+        WarningsProbe(),
+        RatesProbe(),
+        FiguresProbe(),
+    ]
