@@ -44,7 +44,7 @@ def weights_follow(case: Case) -> Iterator[Verdict]:
 def _judged(case: Case, steps: int, copy: CopyFacts) -> Verdict:
     last = copy.moves[-1]
     shares = [move.share for move in copy.moves]
-    if all(move.rest_alone > 0.3 and abs(move.growth) > 1e-4 for move in copy.moves):
+    if all(move.rest_alone > 10 * move.rest + 1e-3 for move in copy.moves):
         what = f"are multiplied by {1 + last.growth:.4g} at each step beside what they take of the weights"
         return _broken(
             case, copy, "warning", what, "the two factors of the average do not add up to 1", last.growth, 0.0

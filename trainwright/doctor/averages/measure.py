@@ -18,8 +18,10 @@ from trainwright.state.snapshot import LiveObjects, Snapshot
 
 SEARCHED_AT, FOLLOWED = 24, 16
 """After which step copies are searched for, once: it takes 0.1 s. For so many steps they are followed."""
-MOST_COPIES, TENSORS, ELEMENTS = 8, 4, 64
+MOST_COPIES, TENSORS, ELEMENTS = 32, 4, 64
 """Copies that are followed, tensors of each, and elements of each tensor."""
+STILL = 8
+"""Steps after which a copy that has not moved is let go: a process may hold many, of other runs."""
 DEPTH = 2
 """Modules within modules that may have a copy of their own."""
 
@@ -117,6 +119,8 @@ class CopiesProbe(Probe):
             return
         for copy in self._copies:
             copy.follow(step.step)
+        if step.step == self._begun + STILL:
+            self._copies = [copy for copy in self._copies if copy.moves]
         self._last = step.step
         self.urgent = step.step == self._begun + FOLLOWED and any(copy.moves for copy in self._copies)
 

@@ -273,7 +273,7 @@ def _decays(values: Facts) -> bool:
 @check
 def clip_always_active(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """Every clip makes the gradients over a hundred times smaller, and without it the loss falls."""
-    clips = [(r.step, c["norm"] / c["at"]) for r in case.watched for _, c in kinds(r, "clip") if c["norm"] and c["at"]]
+    clips = [(r.step, c["norm"] / max(c["at"], 1e-30)) for r in case.watched for _, c in kinds(r, "clip") if c["norm"]]
     if len(clips) < 4 or not all(math.isfinite(ratio) and ratio > 100 for _, ratio in clips):
         return
     exams = [e for e in single(case) if e.step >= 4]

@@ -15,6 +15,9 @@ AGAIN = 5
 STAIRS = 0.01
 """Below this share of the gradient's slope the loss has none: what the gradient is of is not the loss, and is meant."""
 
+UNDONE = 0.1
+"""Of a deviation: what is left where a stop-gradient explains it."""
+
 
 def _requests(case: Case) -> Iterator[Verdict]:
     looks = case.outcomes(DerivativeFacts.experiment)
@@ -84,10 +87,11 @@ def is_the_derivative(case: Case) -> Iterator[Verdict]:
     if not looks:
         yield from _unseen(case)
         return
-    off = [(step, facts, rows) for step, facts in looks if (rows := _meant_otherwise(facts.deviating))]
+    off = [(step, facts, rows) for step, facts in looks if (rows := _meant_otherwise(facts))]
     if len(off) < min(2, len(looks)):
         facts = looks[-1][1]
-        yield Holds(f"{facts.tensors} tensors at {len(looks)} steps, in {facts.dtype}: {_by(facts.whole)}")
+        stops = " but for a stop-gradient" if facts.deviating and facts.cuts else ""
+        yield Holds(f"{facts.tensors} tensors at {len(looks)} steps, in {facts.dtype}{stops}: {_by(facts.whole)}")
         return
     step, facts, rows = off[-1]
     yield _not_the_derivative(step, off[0][0], facts, rows)
@@ -95,12 +99,17 @@ def is_the_derivative(case: Case) -> Iterator[Verdict]:
 
 def _is_cut(looks: Sequence[tuple[int, DerivativeFacts]]) -> bool:
     """Whether what ends the graph, and nothing else, explains that gradients deviate: then others have none."""
-    return bool(looks) and all(f.unreached and (f.left_without_cuts or 0.0) < 0.1 for _, f in looks)
+    return bool(looks) and all(f.unreached and (f.left_without_cuts or 0.0) < UNDONE for _, f in looks)
 
 
-def _meant_otherwise(rows: Sequence[Slopes]) -> list[Slopes]:
-    """Without those where the loss itself has no slope: what is rounded has a gradient that somebody gives it."""
-    return [each for each in rows if abs(each.of_loss) > STAIRS * abs(each.of_gradient)]
+def _meant_otherwise(facts: DerivativeFacts) -> list[Slopes]:
+    """Without those where the loss itself has no slope: what is rounded has a gradient that somebody gives it.
+
+    None where all is explained by what ends the graph, and leaves another way: with it undone the slopes agree.
+    """
+    if facts.left_without_cuts is not None and facts.left_without_cuts < UNDONE:
+        return []
+    return [each for each in facts.deviating if abs(each.of_loss) > STAIRS * abs(each.of_gradient)]
 
 
 def _by(rows: Sequence[Slopes]) -> str:

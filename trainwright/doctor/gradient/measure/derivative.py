@@ -14,6 +14,7 @@ from trainwright.doctor.gradient.measure.slopes import (
     direction_of,
     halves,
     losses_of,
+    padding_rows,
 )
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.program import tensors_of
@@ -62,6 +63,7 @@ class _Comparison:
         if not self._losses:
             raise NotReplayable("no loss is made of what the watched model returned")
         self._tests = MOST_TESTS
+        self._still = padding_rows(session)
 
     def facts(self) -> DerivativeFacts:
         for loss in self._losses:
@@ -70,7 +72,7 @@ class _Comparison:
         reached = {n for loss in self._losses for n, g in loss.grads.items() if bool(g.abs().max() > 0)}
         whole, deviating = [], []
         for loss in self._losses:
-            direction = direction_of(self._with_gradient(loss), loss.grads, self._session.step)
+            direction = direction_of(self._with_gradient(loss), loss.grads, self._session.step, self._still)
             if direction:
                 whole.append(loss.slopes(direction, coarse=True))
                 deviating += self._off(loss, direction, whole[-1])
@@ -138,7 +140,7 @@ class _Comparison:
         for loss in self._losses if without else ():
             sizes = [float(g.norm() * self._session.parameters[n].detach().norm()) for n, g in loss.grads.items()]
             least = NO_SLOPE * max(sizes, default=abs(loss.loss))
-            for each in self._sloping(loss, direction_of(without, {}, self._session.step), least):
+            for each in self._sloping(loss, direction_of(without, {}, self._session.step, self._still), least):
                 found.setdefault(each.names[0], each)
         return list(found.values())
 
@@ -163,7 +165,7 @@ class _Comparison:
                 grads = loss.differentiate(_kept)
             except (RuntimeError, TypeError, NotImplementedError):
                 return None
-            direction = direction_of(self._with_gradient(loss), loss.grads, self._session.step)
+            direction = direction_of(self._with_gradient(loss), loss.grads, self._session.step, self._still)
             for each in deviating:
                 if set(each.names) <= set(direction):
                     after += abs(along(grads, {n: direction[n] for n in each.names}) - each.of_loss)

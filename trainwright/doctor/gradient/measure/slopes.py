@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainwright.doctor.gradient.facts import Slopes
 from trainwright.recorder.program import Backward, Call, Instruction, Operation, RecordedStep, Slot, mapped
@@ -135,10 +135,19 @@ def along(grads: dict[str, Tensor], direction: Direction) -> float:
     return sum(float((grads[n] * d.to(grads[n])).sum()) for n, d in direction.items() if n in grads)
 
 
-def direction_of(tensors: dict[str, Tensor], grads: dict[str, Tensor], seed: int) -> Direction:
+def padding_rows(session: ReplaySession) -> dict[str, int]:
+    """Of each embedding that has one, the row for padding: it gets no gradient on purpose."""
+    names = {id(p): name for name, p in session.parameters.items()}
+    found = [m for m in session.modules.values() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    return {names[id(m.weight)]: m.padding_idx for m in found if m.padding_idx is not None and id(m.weight) in names}
+
+
+def direction_of(
+    tensors: dict[str, Tensor], grads: dict[str, Tensor], seed: int, still: Mapping[str, int]
+) -> Direction:
     """A random direction, in units of each tensor's own size, along which no slope of the gradient is negative.
 
-    Tensors with a small part in the slope move further.
+    Tensors with a small part in the slope move further; ``still`` are rows that do not move.
     """
     generator = torch.Generator().manual_seed(seed)
     direction: Direction = {}
@@ -146,6 +155,8 @@ def direction_of(tensors: dict[str, Tensor], grads: dict[str, Tensor], seed: int
     for name, tensor in tensors.items():
         size = float(tensor.detach().double().square().mean().sqrt()) or 0.01
         drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.device) * size
+        if name in still:
+            drawn[still[name]] = 0.0
         grad = grads.get(name)
         part = float((grad.double() * drawn).sum()) if grad is not None else 0.0
         direction[name], parts[name] = (-drawn, -part) if part < 0 else (drawn, part)

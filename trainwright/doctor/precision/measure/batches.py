@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -15,6 +16,10 @@ from trainwright.runlog.json_values import Facts, strict
 COMPARED = 4
 """The first steps, of which batches are compared."""
 MOST_ELEMENTS = 1 << 20
+FOLLOWS = 0.5
+"""A correlation above it, over a whole batch, is no chance."""
+TWO = 2
+"""Different values: those of a mask, a sign, a comparison."""
 NARROW = (torch.int64, torch.uint8, torch.float16, torch.bfloat16)
 """The coarsest first: what is whole in int64 may well be kept by the others."""
 
@@ -32,7 +37,7 @@ class BatchesProbe(Probe):
 
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
         if self._compared < COMPARED:
-            self._fetched = [t for t in [*self._fetched, *tensors_of(batch)] if t.is_floating_point()][-8:]
+            self._fetched = [*self._fetched, *tensors_of(batch)][-16:]
 
     def on_closed(self, step: RecordedStep) -> None:
         fetched, self._fetched = self._fetched, []
@@ -40,7 +45,9 @@ class BatchesProbe(Probe):
             return
         self._compared += 1
         self._is_new = True
-        found = [n for place, used in _used(step) for t in fetched if (n := _narrowed(place, t, used)) is not None]
+        used = [(place, t) for place, t in _used(step) if not any(_is_same(t, each) for each in fetched)]
+        known = [t for t in fetched if t.is_floating_point()]
+        found = [n for place, t in used for each in known if (n := _narrowed(place, each, t)) is not None]
         self._since = self._since or (step.step if found else 0)
         self._narrowed = found or self._narrowed
 
@@ -59,6 +66,10 @@ def _used(step: RecordedStep) -> Iterator[tuple[str, Tensor]]:
             yield from ((place, c.tensor) for c in constants_of((each.args, each.kwargs)) if c.is_unchanged)
 
 
+def _is_same(used: Tensor, fetched: Tensor) -> bool:
+    return used.shape == fetched.shape and torch.equal(used.detach().cpu().double(), fetched.detach().cpu().double())
+
+
 @torch.no_grad()
 def _narrowed(place: str, fetched: Tensor, used: Tensor) -> Narrowed | None:
     """What ``used`` has lost of ``fetched``, where it is the same but for a cast; else None."""
@@ -72,4 +83,16 @@ def _narrowed(place: str, fetched: Tensor, used: Tensor) -> Narrowed | None:
             spread = float(then.std())
             lost = float((now - then).nan_to_num(posinf=spread).square().mean().sqrt()) / max(spread, 1e-300)
             return Narrowed(place, str(dtype).removeprefix("torch."), lost, int(torch.unique(now).numel()))
-    return None
+    return _made_whole(place, then, now)
+
+
+def _made_whole(place: str, then: Tensor, now: Tensor) -> Narrowed | None:
+    """A tensor of whole numbers that follows one with fractions was cut to integers, after whatever else was done."""
+    values = int(torch.unique(now).numel())
+    if values <= TWO or not bool((now == now.round()).all()) or bool((then == then.round()).all()):
+        return None
+    both = torch.stack([then.flatten(), now.flatten()])
+    follows = float(torch.corrcoef(both)[0, 1])
+    if not follows > FOLLOWS:
+        return None
+    return Narrowed(place, "int64", math.sqrt(max(0.0, 1 - follows**2)), values)
