@@ -108,7 +108,11 @@ HEALTHY: dict[str, Average] = {
 @pytest.mark.parametrize("name", HEALTHY)
 def test_the_laws_hold_for_averages_as_people_write_them(name: str) -> None:
     watch = watched(HEALTHY[name])
-    assert states(watch) == {"weights_follow": "held", "parts_go_along": "held"}
+    assert states(watch) == {
+        "evaluated_copies_move": "not applicable",
+        "weights_follow": "held",
+        "parts_go_along": "held",
+    }
     assert watch.findings() == []
 
 
@@ -132,3 +136,35 @@ def test_an_average_that_is_none(name: str) -> None:
     watch = watched(make)
     assert states(watch)[law] == "broken"
     assert [(each.code, each.severity) for each in watch.findings()] == [(f"law.averages.{law}", "warning")]
+
+
+def evaluated(copied: bool, moves: bool, every: int) -> Average:
+    """A copy, or the model, is evaluated now and then."""
+
+    def make(model: nn.Module) -> Callable[[int], Any]:
+        other = copy.deepcopy(model)
+
+        @torch.no_grad()
+        def follow(step: int) -> None:
+            for mean, new in zip(other.parameters(), model.parameters()) if moves else ():
+                mean.lerp_(new, 0.1)
+            if step % every == 0:
+                (other if copied else model)(torch.zeros(4, 6))
+
+        return follow
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make", "state"),
+    [
+        (evaluated(copied=True, moves=False, every=6), "broken"),
+        (evaluated(copied=True, moves=True, every=6), "held"),
+        (evaluated(copied=True, moves=False, every=1), "held"),
+        (evaluated(copied=False, moves=False, every=6), "not applicable"),
+    ],
+    ids=["stale", "average", "teacher", "model"],
+)
+def test_a_copy_that_is_evaluated_moves(make: Average, state: str) -> None:
+    assert states(watched(make))["evaluated_copies_move"] == state

@@ -14,6 +14,9 @@ EXPLAINED = 0.05
 MOVES = 3
 """So many moves tell an average from a copy that is made now and then."""
 
+TWICE, SELDOM = 2, 4
+"""An evaluation comes twice at least; a teacher is called at more than every fourth step."""
+
 
 def _copies(case: Case) -> tuple[int, Sequence[CopyFacts]]:
     facts = case.newest(CopiesFacts)
@@ -84,10 +87,10 @@ def _broken(
 
 def parts_go_along(case: Case) -> Iterator[Verdict]:
     """Where some parts of an average move, all do: every weight by the same share, and the buffers too."""
-    _, copies = _copies(case)
+    steps, copies = _copies(case)
     averages = [a for a in _averages(copies) if all(max(move.rests) < EXPLAINED for move in a.moves)]
     if not averages:
-        if copies:
+        if steps:
             yield NotApplicable("there is no average of the weights")
         return
     for each in averages:
@@ -121,7 +124,36 @@ def _left_behind(case: Case, copy: CopyFacts, names: Sequence[str], what: str) -
     )
 
 
+def evaluated_copies_move(case: Case) -> Iterator[Verdict]:
+    """A copy of the weights that is evaluated in place of the model moves with it."""
+    facts = case.newest(CopiesFacts)
+    if facts is None:
+        return
+    called = [each for each in facts.copies if each.evaluations >= TWICE]
+    stale = [each for each in called if not each.has_moved and SELDOM * each.evaluations <= facts.since]
+    if not called:
+        yield NotApplicable("no copy of the weights is evaluated")
+        return
+    if not stale or facts.own_evaluations or any(each.has_moved for each in called):
+        yield Holds(f"{len(called)} copies of the weights")
+        return
+    copy = stale[0]
+    yield finding(
+        "law.averages.evaluated_copies_move",
+        "warning",
+        case.last_step,
+        symptom=f"a {copy.kind} with the shapes of {copy.of} was evaluated {copy.evaluations} times, and its weights "
+        f"did not change in {facts.since} steps",
+        cause="the average that is evaluated is never updated, or is a copy from before the training",
+        remedy="update the average after every step, from the weights of the model into those of the average",
+        sure=0.9,
+        stage="update",
+        evidence=[("evaluations of the model itself", facts.own_evaluations, copy.evaluations)],
+    )
+
+
 LAWS: tuple[Law, ...] = (
+    Law("averages.evaluated_copies_move", evaluated_copies_move),
     Law("averages.weights_follow", weights_follow),
     Law("averages.parts_go_along", parts_go_along),
 )

@@ -28,6 +28,7 @@ class CopyFacts:
     """Tensors of the shapes of a trained module, that no optimizer holds. ``kind`` is what holds them.
 
     ``still`` are names of tensors that never moved while their originals did; ``still_buffers`` of buffers.
+    ``evaluations`` are the steps before which it was called without gradients, ``has_moved`` whether any of it did.
     """
 
     kind: str
@@ -36,12 +37,20 @@ class CopyFacts:
     moves: tuple[Move, ...]
     still: tuple[str, ...]
     still_buffers: tuple[str, ...]
+    evaluations: int
+    has_moved: bool
 
 
 @dataclass(frozen=True)
 class CopiesFacts:
-    """The copies of the weights that were found, and what they did in ``steps`` steps."""
+    """The copies of the weights that were found, and what they did in ``steps`` steps.
+
+    ``since`` are the steps since they were found, ``own_evaluations`` those before which the model itself was called
+    without gradients.
+    """
 
     experiment: ClassVar[str] = "copies_of_weights"
     steps: int
+    since: int
+    own_evaluations: int
     copies: tuple[CopyFacts, ...]

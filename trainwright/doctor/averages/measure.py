@@ -8,11 +8,15 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from trainwright.doctor.averages.facts import CopiesFacts, CopyFacts, Move
+from trainwright.recorder.calls import Hook
 from trainwright.recorder.gradients import owned_by
+from trainwright.recorder.listener import has_listeners
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.runlog.json_values import Facts, strict
 from trainwright.state.snapshot import LiveObjects, Snapshot
 
@@ -77,6 +81,15 @@ class _Copy:
     buffers: list[_Pair]
     before: list[tuple[Tensor, Tensor]] | None = None
     moves: list[Move] = field(default_factory=list)
+    module: nn.Module | None = None
+    evaluations: set[int] = field(default_factory=set)
+
+    def called(self, step: int) -> None:
+        """It is evaluated, or teaches."""
+        if has_listeners() and not torch.is_grad_enabled() and step not in self.evaluations:
+            self.evaluations.add(step)
+            for pair in self.weights:
+                pair.sample()
 
     def follow(self, step: int) -> None:
         now = [pair.sample() for pair in self.weights]
@@ -96,6 +109,8 @@ class _Copy:
             moves=tuple(self.moves),
             still=tuple(p.name for p in self.weights if p.original_moved and not p.has_moved),
             still_buffers=tuple(p.name for p in self.buffers if p.original_moved and not p.has_moved),
+            evaluations=len(self.evaluations),
+            has_moved=any(pair.has_moved for pair in self.weights),
         )
 
 
@@ -108,30 +123,53 @@ class CopiesProbe(Probe):
         self._subject = watched.subject
         self._copies: list[_Copy] = []
         self._begun: int | None = None
-        self._last = 0
-        self._said = 0
+        self._last = self._step = 0
+        self._said: CopiesFacts | None = None
+        self._evaluated: set[int] = set()
+        self._handles: list[RemovableHandle] = []
+
+    def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        if not torch.is_grad_enabled():
+            self._evaluated.add(self._step)
 
     def on_closed(self, step: RecordedStep) -> None:
+        self._step = step.step
         if self._begun is None and step.step >= SEARCHED_AT:
             self._begun = step.step
             self._copies = list(_copies_of(self._subject))
+            self._listen()
         if self._begun is None or step.step > self._begun + FOLLOWED:
             return
         for copy in self._copies:
             copy.follow(step.step)
         if step.step == self._begun + STILL:
-            self._copies = [copy for copy in self._copies if copy.moves]
+            self._copies = [copy for copy in self._copies if copy.moves or copy.module is not None]
         self._last = step.step
         self.urgent = step.step == self._begun + FOLLOWED and any(copy.moves for copy in self._copies)
 
+    def _listen(self) -> None:
+        for copy in self._copies:
+            if copy.module is not None:
+                hook = Hook(copy.module, lambda *called, copy=copy: copy.called(self._step))
+                self._handles.append(copy.module.register_forward_pre_hook(hook))
+
+    def end(self, error: BaseException | None) -> None:
+        for handle in self._handles:
+            handle.remove()
+
     def values(self) -> Facts | None:
         self.urgent = False
-        if self._begun is None or self._last in (self._begun, self._said):
+        if self._begun is None or self._last == self._begun:
             return None
-        self._said = self._last
-        facts = CopiesFacts(self._last - self._begun, tuple(copy.facts() for copy in self._copies))
-        if self._last == self._begun + FOLLOWED:
-            self._copies = []  # nothing of the user's is kept alive
+        facts = CopiesFacts(
+            self._last - self._begun,
+            self._step - self._begun,
+            len(self._evaluated),
+            tuple(copy.facts() for copy in self._copies),
+        )
+        if facts == self._said:
+            return None
+        self._said = facts
         told: Facts = strict(vars(facts))
         return told
 
@@ -241,7 +279,8 @@ def _paired(holder: object, kind: str, original: _Original) -> _Copy:
         for name, buffer in original.module.named_buffers():
             if buffer.is_floating_point() and name in theirs and len(buffers) < TENSORS:
                 buffers.append(_Pair(name, _live(holder, name), _live(original.module, name)))
-    return _Copy(kind, original.path or type(original.module).__name__, pairs, buffers)
+    module = holder if isinstance(holder, nn.Module) else None
+    return _Copy(kind, original.path or type(original.module).__name__, pairs, buffers, module=module)
 
 
 def _looked_up(holder: object, place: int) -> Callable[[], Tensor | None]:
