@@ -48,7 +48,7 @@ without a name is ``law.<family>.<law>``."""
 ACCEPTED = {
     "model": "function gradient vitals precision",
     "data": "data vitals loss",
-    "loss": "loss gradient vitals precision resources",
+    "loss": "loss data gradient vitals precision resources",
     "backward": "gradient program",
     "optimizer": "update program vitals",
     "schedule": "program vitals update",
