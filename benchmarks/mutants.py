@@ -34,7 +34,7 @@ from zoo.mutation_operators import OPERATORS
 
 
 def main() -> None:
-    """Prints a line for the part, for each host and for each operator."""
+    """Prints a line for the part, for each effect, for each host and for each operator."""
     options = _arguments()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("spawn")
@@ -81,8 +81,8 @@ def _mutants(pool: ProcessPoolExecutor, options: argparse.Namespace) -> None:
         elif options.missed and not score.detected:
             print(_line(score), flush=True)
     print(_table("kept out" if options.kept_out else "open", scores))
-    for title, of in (("host", lambda each: each.host), ("operator", lambda each: each.operator)):
-        for row in _rows(title, scores, of):
+    for of in (lambda each: each.effect, lambda each: f"host {each.host}", lambda each: f"operator {each.operator}"):
+        for row in _rows(scores, of):
             print(row)
     failed = [f"{each.name}: {each.error}" for each in scores if each.error]
     print("\n".join(["failed or raised under the watch:", *failed]) if failed else "nothing failed")
@@ -106,11 +106,11 @@ def _table(title: str, scores: Sequence[Score]) -> str:
     return f"{title:22} runs {len(scores):4}  " + "  ".join(f"{what} {value}" for what, value in shares.items())
 
 
-def _rows(title: str, scores: Sequence[Score], of: Callable[[Score], str]) -> Iterator[str]:
+def _rows(scores: Sequence[Score], of: Callable[[Score], str]) -> Iterator[str]:
     groups = defaultdict(list)
     for score in scores:
         groups[of(score)].append(score)
-    return (_table(f"{title} {name}", group) for name, group in sorted(groups.items()))
+    return (_table(name, group) for name, group in sorted(groups.items()))
 
 
 def _healthy(pool: ProcessPoolExecutor, options: argparse.Namespace) -> None:

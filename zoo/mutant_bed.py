@@ -84,6 +84,13 @@ class Score:
         return asdict(self)
 
     @property
+    def effect(self) -> str:
+        """What suffers: the numbers that are shown, the memory, or the model."""
+        if self.harm.startswith("shows"):
+            return "what is shown is wrong"
+        return self.harm if self.harm == "graphs are kept" else "the model is worse"
+
+    @property
     def host(self) -> str:
         return self.name.split(":")[0]
 
