@@ -261,3 +261,38 @@ def test_equal_rows_have_equal_digests() -> None:
     assert changed is not None and not set(changed.tolist()) & set(one.tolist())
     assert row_digests([torch.tensor(3.0)]) is None
     assert isinstance(net(), nn.Module)
+
+
+@pytest.mark.parametrize(
+    ("told", "state"),
+    [
+        (lambda loss, share: (3.0 * loss, share), "held"),
+        (lambda loss, share: (loss, 100.0 * share), "held"),
+        (lambda loss, share: (-loss, share), "broken"),
+        (lambda loss, share: (300.0 * loss, share), "broken"),
+        (lambda loss, share: (loss / 320.0, share), "broken"),
+        (lambda loss, share: (loss, share + 100.0), "broken"),
+        (lambda loss, share: (loss, share / 20.0), "broken"),
+        (lambda loss, share: (loss, share + 1.0), "broken"),
+    ],
+)
+def test_what_the_loop_tells_of_an_evaluation(told: Callable[[float, float], tuple[float, float]], state: str) -> None:
+    torch.manual_seed(0)
+    x, y = rows().tensors
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-2)
+    with tw.watch(model, optimizer, out=None, quiet=True) as watch:
+        for step in range(18):
+            part = torch.arange(step * BATCH, (step + 1) * BATCH) % TRAINED
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x[part]), y[part])
+            loss.backward()
+            train_loss = loss.item()
+            optimizer.step()
+            if step % 6 == 5:
+                with torch.no_grad():
+                    out, truth = model(x[TRAINED:]), y[TRAINED:]
+                    share = (out.argmax(1) == truth).float().mean().item()
+                    val_loss, accuracy = told(F.cross_entropy(out, truth).item(), share)
+    assert states(watch, "data")["evaluation_is_possible"].state == state
+    assert train_loss > 0.0 and val_loss != 0.0 and accuracy > 0.0

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Self, TypeVar
@@ -56,7 +57,13 @@ class Watch:
         self._log: Journal | None = None
         self._source = CallerSource()
         self.session = WatchSession(
-            roots, optimizers, objects, options, write=self._write, point_at=self._source.line_of, say=self._say
+            roots,
+            optimizers,
+            replace(objects, numbers=self._source.numbers),
+            options,
+            write=self._write,
+            point_at=self._source.line_of,
+            say=self._say,
         )
 
     def __enter__(self) -> Self:
@@ -70,6 +77,7 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._open.callback(self._source.forget)
         with self._open:
             if self.session.is_forked:
                 self.session.leave()
@@ -125,15 +133,25 @@ class Watch:
 
 
 class CallerSource:
-    """The source of the function or script that holds the loop, read only when a finding asks for a line."""
+    """The function or script that holds the loop: its source, read when a finding asks for a line; its numbers."""
 
     def __init__(self) -> None:
         self._code: CodeType | None = None
+        self._frame: FrameType | None = None
         self._globals: dict[str, object] = {}
 
     def look_at(self, frame: FrameType) -> None:
         """``frame`` is where the ``with`` stands."""
-        self._code, self._globals = frame.f_code, frame.f_globals
+        self._code, self._globals, self._frame = frame.f_code, frame.f_globals, frame
+
+    def numbers(self) -> dict[str, float]:
+        """The floats among its local names, as long as the loop runs."""
+        names = self._frame.f_locals if self._frame is not None else {}
+        return {name: value for name, value in names.items() if type(value) is float}
+
+    def forget(self) -> None:
+        """The loop is over: its function may go."""
+        self._frame = None
 
     def line_of(self, code: str) -> str | None:
         """``file.py:42``; None where the source does not show it, or is not there."""

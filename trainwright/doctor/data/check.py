@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.data.facts import (
-    DrawsFacts,
-    EvaluatedRows,
-    Feature,
-    FeaturesFacts,
-    LoaderEpochs,
-    RowsFacts,
-    StandardisedFacts,
-)
+from trainwright.doctor.data import evaluation
+from trainwright.doctor.data.facts import DrawsFacts, Feature, FeaturesFacts, LoaderEpochs, RowsFacts, StandardisedFacts
 from trainwright.doctor.finding import Check, ExperimentRequest, Finding, RemedyTrial, finding
 from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
 
@@ -166,94 +159,16 @@ def given_loader_is_read(case: Case) -> Iterator[Verdict]:
     else:
         yield finding(
             "law.data.given_loader_is_read",
-            "warning",
+            "warning" if facts.others_evaluated else "info",
             case.last_step,
             symptom=f"the loader that the watch was given is not read, and {facts.others_trained} batches of another "
-            "one are trained on",
+            "one are trained on" + (", which is evaluated as well" if facts.others_evaluated else ""),
             cause="the loop goes over another loader: that of the evaluation, or one that was made anew",
             remedy="train on the training loader, or give the watch the one that is meant",
             sure=0.8,
             stage="input",
             evidence=[("given loaders that are read", 0, facts.given)],
         )
-
-
-def evaluation_is_apart(case: Case) -> Iterator[Verdict]:
-    """An evaluation does not mix rows that are trained on with rows that are not."""
-    facts = case.newest(RowsFacts)
-    if facts is None or not facts.evaluations:
-        return
-    if facts.new_lately > SHARE or not facts.is_continuous:
-        yield NotApplicable(
-            "training still meets new rows" if facts.is_continuous else "rows of whole numbers may be equal by chance"
-        )
-        return
-    last = facts.evaluations[-1]
-    share = last.shared / max(1, last.rows)
-    if last.mixed and SHARE < share < 1 - SHARE and not _is_of_both(last):
-        yield finding(
-            "law.data.evaluation_is_apart",
-            "warning",
-            facts.steps,
-            symptom=f"{last.shared} of {last.rows} rows of the evaluation are also trained on, by their content",
-            cause="the parts of the data for training and for evaluation overlap",
-            remedy="cut the data once, before anything else, and check that no row is in both parts",
-            sure=0.85,
-            stage="input",
-            evidence=[("share of evaluated rows that are trained on", round(share, 3), 0.0)],
-        )
-    else:
-        yield Holds(f"{last.rows} evaluated rows, {last.shared} of them trained on")
-
-
-def _is_of_both(evaluated: EvaluatedRows) -> bool:
-    """Whether most calls read either rows that are trained on, or others: the loss of both is measured."""
-    return evaluated.calls >= 4 and evaluated.mixed <= 2
-
-
-def evaluation_is_the_same(case: Case) -> Iterator[Verdict]:
-    """Every evaluation reads the same rows."""
-    facts = case.newest(RowsFacts)
-    if facts is None or len(facts.evaluations) < 2:
-        return
-    before, last = facts.evaluations[-2:]
-    if before.digest == last.digest:
-        yield Holds(f"{len(facts.evaluations)} evaluations of {last.rows} rows")
-        return
-    yield finding(
-        "law.data.evaluation_is_the_same",
-        "info",
-        facts.steps,
-        symptom=f"evaluations read other rows each time: {before.rows} after step {before.step}, {last.rows} after "
-        f"step {last.step}",
-        cause="the evaluation takes a random part of the data, or its data change; fine if that is intended",
-        remedy="evaluate the same rows each time, so that the numbers can be compared",
-        sure=0.5,
-        stage="input",
-        evidence=[("rows of the last evaluations", [each.rows for each in facts.evaluations])],
-    )
-
-
-def evaluation_goes_on(case: Case) -> Iterator[Verdict]:
-    """A run that evaluates on its way goes on to do so."""
-    facts = case.newest(RowsFacts)
-    if facts is None or not facts.num_evaluations or not case.finished:
-        return
-    if facts.evaluated_at > facts.steps / 3 or facts.evaluated_at < SAME // 2 or facts.steps < 4 * SAME:
-        yield Holds(f"{facts.num_evaluations} evaluations, the last after step {facts.evaluated_at}")
-        return
-    yield finding(
-        "law.data.evaluation_goes_on",
-        "warning",
-        facts.steps,
-        symptom=f"the model was evaluated {facts.num_evaluations} times up to step {facts.evaluated_at}, and not "
-        f"since, in {facts.steps} steps",
-        cause="the evaluation is skipped from then on, or its data are used up: an iterator or generator is empty",
-        remedy="evaluate after each epoch, with a loader in place of an iterator",
-        sure=0.7,
-        since_step=facts.evaluated_at,
-        evidence=[("step of the last evaluation", facts.evaluated_at, facts.steps)],
-    )
 
 
 def features_share_a_scale(case: Case) -> Iterator[Verdict]:
@@ -340,9 +255,10 @@ LAWS: tuple[Law, ...] = (
     Law("data.batches_are_disjoint", batches_are_disjoint),
     Law("data.samples_are_drawn", samples_are_drawn),
     Law("data.given_loader_is_read", given_loader_is_read),
-    Law("data.evaluation_is_apart", evaluation_is_apart, named_by=("data.train_val_overlap",)),
-    Law("data.evaluation_is_the_same", evaluation_is_the_same),
-    Law("data.evaluation_goes_on", evaluation_goes_on),
+    Law("data.evaluation_is_apart", evaluation.evaluation_is_apart, named_by=("data.train_val_overlap",)),
+    Law("data.evaluation_is_the_same", evaluation.evaluation_is_the_same),
+    Law("data.evaluation_goes_on", evaluation.evaluation_goes_on),
+    Law("data.evaluation_is_possible", evaluation.evaluation_is_possible),
     Law("data.features_share_a_scale", features_share_a_scale, effort="replay", named_by=_SCALE),
     Law("data.inputs_keep_their_scale", inputs_keep_their_scale, effort="replay", named_by=_SCALE),
 )

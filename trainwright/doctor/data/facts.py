@@ -79,7 +79,7 @@ class DrawsFacts:
     """What the loaders that were trained on have drawn.
 
     Of the ``given`` ones that the watch was called with, ``given_read`` were iterated over; ``others_trained``: batches
-    of other loaders that came in a mode with gradients.
+    of other loaders that came in a mode with gradients; ``others_evaluated``: one of these gave batches without, too.
     """
 
     experiment: ClassVar[str] = "draws"
@@ -87,6 +87,7 @@ class DrawsFacts:
     given: int = 0
     given_read: int = 0
     others_trained: int = 0
+    others_evaluated: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,3 +124,16 @@ class StandardisedFacts:
     experiment: ClassVar[str] = "standardised_steps"
     as_it_was: tuple[float, ...]
     standardised: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToldFacts:
+    """Numbers that the loop keeps under a local name, and that change with its evaluations and at no other step.
+
+    ``names`` and ``values`` belong together: the last value of each. ``changes`` is how often it changed.
+    """
+
+    experiment: ClassVar[str] = "told"
+    names: tuple[str, ...] = ()
+    values: tuple[float, ...] = ()
+    changes: tuple[int, ...] = ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,8 @@ from trainwright.state.snapshot import LiveObjects
 class LoopObjects:
     """The objects of a loop that the watch was called with, and the micro-batches of a step (None: not declared).
 
-    ``patience_s``: a rank that makes no progress for so long is reported to the others.
+    ``patience_s``: a rank that makes no progress for so long is reported to the others. ``numbers`` returns the floats
+    among the local names of the function that holds the loop.
     """
 
     loaders: tuple[object, ...] = ()
@@ -29,6 +30,7 @@ class LoopObjects:
     schedulers: tuple[object, ...] = ()
     accumulation: int | None = None
     patience_s: float = 60.0
+    numbers: Callable[[], Mapping[str, float]] = dict
 
 
 @dataclass(frozen=True)

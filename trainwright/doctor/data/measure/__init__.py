@@ -5,9 +5,10 @@ from __future__ import annotations
 from trainwright.doctor.data.measure import features as features
 from trainwright.doctor.data.measure.draws import Draws
 from trainwright.doctor.data.measure.rows import InputRows
+from trainwright.doctor.data.measure.told import Told
 from trainwright.recorder.probes import Probe, WatchedObjects
 
 
 def probes(watched: WatchedObjects) -> list[Probe]:
-    """Both need a live loop."""
-    return [InputRows(), Draws(watched)]
+    """All need a live loop."""
+    return [InputRows(), Draws(watched), Told(watched)]

@@ -54,6 +54,8 @@ class Draws(Probe):
         self._read: set[int] = set()
         self._of: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._others = 0
+        self._trained: set[int] = set()
+        self._evaluated: set[int] = set()
         self._sources: weakref.WeakKeyDictionary[Loader, _Source] = weakref.WeakKeyDictionary()
         self._iterators: weakref.WeakKeyDictionary[object, _Source] = weakref.WeakKeyDictionary()
 
@@ -70,7 +72,9 @@ class Draws(Probe):
         self._iterators[iterator] = source
 
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
-        self._others += torch.is_grad_enabled() and self._of.get(iterator) not in self._given
+        if (loader := self._of.get(iterator)) is not None and loader not in self._given:
+            self._others += torch.is_grad_enabled()
+            (self._trained if torch.is_grad_enabled() else self._evaluated).add(loader)
         source = self._iterators.get(iterator)
         if source is not None and isinstance(ids, list) and ids and type(ids[0]) is int:
             source.running.drawn += len(ids)
@@ -81,8 +85,13 @@ class Draws(Probe):
         rows = [_facts(loader, each) for loader, each in self._sources.items() if len(each.over) == 2]
         if not rows and not self._given:
             return None
-        read = len(self._given & self._read)
-        facts = DrawsFacts(epochs=tuple(rows), given=len(self._given), given_read=read, others_trained=self._others)
+        facts = DrawsFacts(
+            epochs=tuple(rows),
+            given=len(self._given),
+            given_read=len(self._given & self._read),
+            others_trained=self._others,
+            others_evaluated=bool(self._trained & self._evaluated),
+        )
         return dict(strict(vars(facts)))
 
 

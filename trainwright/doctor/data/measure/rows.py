@@ -190,7 +190,13 @@ class InputRows(Probe):
 
 
 def _by_backward(step: RecordedStep) -> Iterator[list[Call]]:
-    """The calls before each backward pass, after the one before it; those after the last one too."""
+    """The calls before each backward pass, after the one before it; those after the last one too.
+
+    Of a step that cannot be run again, all: its optimizer may have called a closure several times.
+    """
+    if step.blind is not None:
+        yield step.calls
+        return
     calls: list[Call] = []
     for each in step.program:
         if isinstance(each, Call):

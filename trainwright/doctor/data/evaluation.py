@@ -1,0 +1,166 @@
+"""Laws of the evaluation: it reads the same rows each time, none that are trained on, and tells what can be true."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from trainwright.doctor.case import Case
+from trainwright.doctor.data.facts import EvaluatedRows, RowsFacts, ToldFacts
+from trainwright.doctor.finding import finding
+from trainwright.doctor.law import Holds, NotApplicable, Verdict
+
+SHARE = 0.05
+"""Of rows: less is a few that are there twice."""
+EARLY, LONG = 4, 32
+"""Steps before which an evaluation is a test of itself; steps of a run that is long enough to evaluate again."""
+KNOWS = 0.8
+"""Of the loss at chance: a model with less knows something of the classes."""
+ENOUGH = 16
+"""Losses of training to compare with."""
+TOO_LARGE, TOO_SMALL = 20.0, 0.02
+"""Times the losses of training: a model that is sure and wrong comes to several times chance; dropout, smoothing and
+augmentation make training losses several times as large as those of an evaluation."""
+
+
+def evaluation_is_apart(case: Case) -> Iterator[Verdict]:
+    """An evaluation does not mix rows that are trained on with rows that are not."""
+    facts = case.newest(RowsFacts)
+    if facts is None or not facts.evaluations:
+        return
+    if facts.new_lately > SHARE or not facts.is_continuous:
+        yield NotApplicable(
+            "training still meets new rows" if facts.is_continuous else "rows of whole numbers may be equal by chance"
+        )
+        return
+    last = facts.evaluations[-1]
+    share = last.shared / max(1, last.rows)
+    if last.mixed and SHARE < share < 1 - SHARE and not _is_of_both(last):
+        yield finding(
+            "law.data.evaluation_is_apart",
+            "warning",
+            facts.steps,
+            symptom=f"{last.shared} of {last.rows} rows of the evaluation are also trained on, by their content",
+            cause="the parts of the data for training and for evaluation overlap",
+            remedy="cut the data once, before anything else, and check that no row is in both parts",
+            sure=0.85,
+            stage="input",
+            evidence=[("share of evaluated rows that are trained on", round(share, 3), 0.0)],
+        )
+    else:
+        yield Holds(f"{last.rows} evaluated rows, {last.shared} of them trained on")
+
+
+def _is_of_both(evaluated: EvaluatedRows) -> bool:
+    """Whether most calls read either rows that are trained on, or others: the loss of both is measured."""
+    return evaluated.calls >= 4 and evaluated.mixed <= 2
+
+
+def evaluation_is_the_same(case: Case) -> Iterator[Verdict]:
+    """Every evaluation reads the same rows."""
+    facts = case.newest(RowsFacts)
+    if facts is None or len(facts.evaluations) < 2:
+        return
+    before, last = facts.evaluations[-2:]
+    if before.digest == last.digest:
+        yield Holds(f"{len(facts.evaluations)} evaluations of {last.rows} rows")
+        return
+    yield finding(
+        "law.data.evaluation_is_the_same",
+        "info",
+        facts.steps,
+        symptom=f"evaluations read other rows each time: {before.rows} after step {before.step}, {last.rows} after "
+        f"step {last.step}",
+        cause="the evaluation takes a random part of the data, or its data change; fine if that is intended",
+        remedy="evaluate the same rows each time, so that the numbers can be compared",
+        sure=0.5,
+        stage="input",
+        evidence=[("rows of the last evaluations", [each.rows for each in facts.evaluations])],
+    )
+
+
+def evaluation_goes_on(case: Case) -> Iterator[Verdict]:
+    """A run that evaluates on its way goes on to do so."""
+    facts = case.newest(RowsFacts)
+    if facts is None or not facts.num_evaluations or not case.finished:
+        return
+    if facts.evaluated_at > facts.steps / 3 or facts.evaluated_at < EARLY or facts.steps < LONG:
+        yield Holds(f"{facts.num_evaluations} evaluations, the last after step {facts.evaluated_at}")
+        return
+    yield finding(
+        "law.data.evaluation_goes_on",
+        "warning",
+        facts.steps,
+        symptom=f"the model was evaluated {facts.num_evaluations} times up to step {facts.evaluated_at}, and not "
+        f"since, in {facts.steps} steps",
+        cause="the evaluation is skipped from then on, or its data are used up: an iterator or generator is empty",
+        remedy="evaluate after each epoch, with a loader in place of an iterator",
+        sure=0.7,
+        since_step=facts.evaluated_at,
+        evidence=[("step of the last evaluation", facts.evaluated_at, facts.steps)],
+    )
+
+
+def evaluation_is_possible(case: Case) -> Iterator[Verdict]:
+    """What a loop calls a loss or an accuracy, and changes with its evaluations only, can be true beside the losses of
+    training.
+    """
+    facts = case.newest(ToldFacts)
+    losses = [each.loss for each in case.watched if math.isfinite(each.loss)]
+    if facts is None or len(losses) < ENOUGH:
+        return
+    told = [(n, v) for n, v in zip(facts.names, facts.values) if math.isfinite(v)]
+    of_losses = [each for each in told if _is_of_a_loss(each[0])] if min(losses) > 0.0 else []
+    of_accuracies = [each for each in told if "acc" in each[0].lower()]
+    first, now = sum(losses[:4]) / 4, sum(losses[-16:]) / len(losses[-16:])
+    wrong = [(n, v, why) for n, v in of_losses if (why := _wrong_loss(v, first, now))]
+    wrong += [(n, v, why) for n, v in of_accuracies if (why := _wrong_accuracy(v, now, _classes(case)))]
+    if not wrong and not of_losses and not of_accuracies:
+        yield NotApplicable("no local name of the loop holds a loss or an accuracy that changes with its evaluations")
+    elif not wrong:
+        yield Holds(", ".join(f"{name} {value:.4g}" for name, value in (*of_losses, *of_accuracies)[:4]))
+    for name, value, why in wrong[:1]:
+        yield finding(
+            "law.data.evaluation_is_possible",
+            "warning",
+            case.last_step,
+            symptom=f"{name} is {value:.4g} after an evaluation, which is {why} beside the losses of training: "
+            f"{first:.4g} at first, {now:.4g} now",
+            cause="the evaluation adds up or divides wrongly: a sum for a mean, a count twice or not at all, a sign",
+            remedy="add up losses times their number of rows, and divide by the number of all rows once",
+            sure=0.75,
+            stage="loop",
+            evidence=[(name, value, [round(first, 4), round(now, 4)])],
+        )
+
+
+def _wrong_loss(value: float, first: float, now: float) -> str:
+    """What is wrong with a loss of an evaluation; "" for nothing."""
+    if value < 0.0:
+        return "negative"
+    return (
+        "too large"
+        if value > TOO_LARGE * max(first, now)
+        else "too small"
+        if value < TOO_SMALL * min(first, now)
+        else ""
+    )
+
+
+def _wrong_accuracy(value: float, loss: float, classes: int) -> str:
+    """A model that is surer than chance is right more often than by chance. Above 1 an accuracy is one in percent."""
+    if not 0.0 <= value <= 100.0:
+        return "no share"
+    share = value if value <= 1.0 else value / 100.0
+    knows = classes > 1 and loss < KNOWS * math.log(classes)
+    return f"less than half of chance, {1 / classes:.3g}," if knows and share < 0.5 / classes else ""
+
+
+def _classes(case: Case) -> int:
+    """The number of classes of the loss; 0 where there is no such number."""
+    return next((int(each.values["classes"]) for each in case.outcomes("batch") if each.values.get("classes")), 0)
+
+
+def _is_of_a_loss(name: str) -> bool:
+    words = name.lower()
+    return "loss" in words and not any(other in words for other in ("scale", "weight", "coef", "total", "sum", "best"))

@@ -1,0 +1,58 @@
+"""Reads the numbers that the loop keeps of its evaluations: the floats among the local names of its function."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from trainwright.doctor.data.facts import ToldFacts
+from trainwright.recorder.probes import Probe, WatchedObjects
+from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.user_types import Args, Kwargs
+from trainwright.runlog.json_values import Facts, strict
+
+QUIET = 2
+"""Steps after an evaluation at which the names are read again: what changes there is no number of an evaluation."""
+
+
+class Told(Probe):
+    """Nothing is read but in the steps around an evaluation, and at a look."""
+
+    name = ToldFacts.experiment
+
+    def __init__(self, watched: WatchedObjects) -> None:
+        self._numbers = watched.numbers
+        self._evaluated, self._quiet = False, QUIET
+        self._known: dict[str, float] = {}
+        self._moving: set[str] = set()
+        self._changes: dict[str, int] = {}
+
+    def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        self._evaluated = self._evaluated or not torch.is_grad_enabled()
+
+    def on_closed(self, step: RecordedStep) -> None:
+        if self._evaluated:
+            self._read(evaluated=True)
+            self._evaluated, self._quiet = False, QUIET
+        elif self._quiet:
+            self._quiet -= 1
+            self._read(evaluated=False)
+
+    def _read(self, *, evaluated: bool) -> None:
+        for name, value in self._numbers().items():
+            if name in self._known and value != self._known[name]:
+                if evaluated:
+                    self._changes[name] = self._changes.get(name, 0) + 1
+                else:
+                    self._moving.add(name)
+            elif evaluated and name not in self._known:
+                self._changes[name] = 1
+            self._known[name] = value
+
+    def values(self) -> Facts | None:
+        if self._evaluated:
+            self._read(evaluated=True)  # of an evaluation that no step has followed
+        names = [name for name in self._changes if name not in self._moving]
+        values, changes = [self._known[name] for name in names], [self._changes[name] for name in names]
+        facts = ToldFacts(names=tuple(names), values=tuple(values), changes=tuple(changes))
+        return dict(strict(vars(facts))) if names else None
