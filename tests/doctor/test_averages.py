@@ -25,7 +25,7 @@ def watched(make: Average) -> Any:
     model = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Linear(12, 3))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     follow = make(model)
-    with tw.watch(model, optimizer, out=None, quiet=True, laws=["averages"]) as watch:
+    with tw.watch(model, optimizer, out=None, quiet=True, laws="cheap") as watch:
         for step in range(42):
             rows = torch.randperm(64)[:16]
             optimizer.zero_grad()
@@ -113,7 +113,7 @@ def test_the_laws_hold_for_averages_as_people_write_them(name: str) -> None:
         "weights_follow": "held",
         "parts_go_along": "held",
     }
-    assert watch.findings() == []
+    assert [each.code for each in watch.findings() if each.code.startswith("law.averages.")] == []
 
 
 @pytest.mark.parametrize("make", [kept, of_module(lambda step: 1.0, every=5)], ids=["kept", "target"])
@@ -135,7 +135,8 @@ def test_an_average_that_is_none(name: str) -> None:
     make, law = BROKEN[name]
     watch = watched(make)
     assert states(watch)[law] == "broken"
-    assert [(each.code, each.severity) for each in watch.findings()] == [(f"law.averages.{law}", "warning")]
+    broken = [(each.code, each.severity) for each in watch.findings() if each.code.startswith("law.averages.")]
+    assert broken == [(f"law.averages.{law}", "warning")]
 
 
 def evaluated(copied: bool, moves: bool, every: int) -> Average:
