@@ -42,11 +42,13 @@ def saved(loop: Loop) -> list[dict[str, Any]]:
     return [deepcopy(each.state_dict()) for each in loop]
 
 
-def broken(loop: Loop, load: Callable[[], object] = lambda: None, **how: Any) -> dict[str, str]:
+def broken(
+    loop: Loop, load: Callable[[], object] = lambda: None, steps: int = 17, laws: str = "cheap", **how: Any
+) -> dict[str, str]:
     """The laws of the family that break while ``loop`` is watched, with their severity."""
-    with tw.watch(*loop[:2], scheduler=loop[2], out=None, quiet=True) as watch:
+    with tw.watch(*loop[:2], scheduler=loop[2], laws=laws, out=None, quiet=True) as watch:
         load()
-        go_on(loop, 20, **how)
+        go_on(loop, steps, **how)
     assert watch.session.failures == []
     return {
         f.code.removeprefix("law.resume."): f.severity for f in watch.findings() if f.code.startswith("law.resume.")
@@ -129,7 +131,7 @@ def test_moments_of_another_shape_are_told_beside_the_error_of_torch() -> None:
 def test_a_loss_of_another_scale_is_told(scale: float, told: bool) -> None:
     loop = fresh()
     go_on(loop, 60)
-    found = broken(loop, scale=scale)
+    found = broken(loop, scale=scale, steps=2)
     assert found == ({"moments_belong_to_weights": "warning"} if told else {})
 
 
@@ -153,7 +155,7 @@ def test_weights_without_a_place_are_told(
 ) -> None:
     loop = fresh()
     state = change(dict(fresh(seed=2)[0].state_dict()))
-    found = broken(loop, lambda: loop[0].load_state_dict(state, strict=False))
+    found = broken(loop, lambda: loop[0].load_state_dict(state, strict=False), steps=2)
     assert found.get("what_is_loaded_has_a_place") == severity
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Literal, TypedDict
@@ -11,6 +11,7 @@ from typing import Literal, TypedDict
 from torch.optim import Optimizer
 
 from trainwright.errors import MissingExtra
+from trainwright.watching.experiments import OwnLaw
 
 
 class WatchChoices(TypedDict, total=False):
@@ -25,6 +26,7 @@ class WatchChoices(TypedDict, total=False):
     keep: int
     memory_bytes: int | None
     patience_s: float
+    laws: str | OwnLaw | Sequence[str | OwnLaw]
     quiet: bool
 
 
