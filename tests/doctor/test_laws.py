@@ -14,6 +14,7 @@ from trainwright.doctor.diagnose import LAWS, diagnose
 from trainwright.doctor.finding import Finding, finding
 from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
 from trainwright.doctor.pages import LAW_SECTIONS, law_codes, page, title
+from trainwright.runlog.records import Where
 
 
 def test_every_law_has_its_page_in_the_order_of_its_family() -> None:
@@ -44,6 +45,7 @@ def broken(severity: str = "warning") -> Finding:
         cause="something",
         remedy="another thing",
         sure=0.9,
+        where=Where(module="inner"),
     )
 
 
@@ -85,6 +87,7 @@ def test_a_name_takes_in_the_break_of_its_law_and_is_as_severe(severity: str, mo
     monkeypatch.setattr("trainwright.doctor.diagnose.CHECKS", [name])
     [found] = diagnose(Case([]), [verdicts(broken(severity), named_by=("opt.*",))]).findings
     assert (found.found.code, found.found.severity) == ("opt.known", severity)
+    assert found.found.where.module == "inner", "the law knows where"
     assert found.found.consequences == ("law.test.it_holds: 3 is not 2",)
     alone = diagnose(Case([]), [verdicts(broken("warning"))]).findings
     assert [each.found.code for each in alone] == ["opt.known", "law.test.it_holds"], "what has a name comes first"

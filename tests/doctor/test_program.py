@@ -417,12 +417,24 @@ def test_a_figure_that_cannot_be_is_found(figures: Any, name: str | None) -> Non
     assert (None if found is None else found.symptom.split(" is ")[0].removeprefix("self_")) == name
 
 
-@each_row(("value", "is_found"), [(0.7, False), (70.0, False), (6.3, True), (-0.1, True), (101.0, True)])
-def test_a_share_may_be_a_percentage_above_that_of_guessing(value: float, is_found: bool) -> None:
+@each_row(
+    ("value", "loss", "is_found"),
+    [
+        (0.7, 0.5, False),
+        (70.0, 0.5, False),
+        (6.3, 0.5, True),
+        (-0.1, 0.5, True),
+        (101.0, 0.5, True),
+        (0.01, 0.5, True),
+        (0.01, 1.6, False),
+    ],
+)
+def test_a_share_is_that_of_guessing_at_least(value: float, loss: float, is_found: bool) -> None:
     figure = Figure("accuracy", "share", value, value, value, 8)
     records = [
         Examined(time_s=0.0, step=8, experiment="figures", values=dict(strict(vars(FiguresFacts((figure,)))))),
         Examined(time_s=0.0, step=8, experiment="loss", values={"given": [{"op": "cross_entropy", "shape": [16, 5]}]}),
     ]
     [law] = [law for law in LAWS if law.name == "program.figures_are_possible"]
-    assert [isinstance(each, Finding) for each in law.judge(Case(records))] == [is_found]
+    steps = [Watched(time_s=0.0, step=n, loss=loss, grad_norm=1.0, lr=0.1) for n in range(1, 9)]
+    assert [isinstance(each, Finding) for each in law.judge(Case([*steps, *records], finished=True))] == [is_found]

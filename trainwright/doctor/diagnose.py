@@ -15,6 +15,7 @@ from trainwright.doctor.finding import CHECKS, STAGES, Check, ExperimentRequest,
 from trainwright.doctor.law import OF_LAWS, Holds, Judge, Law, LawState, NotApplicable, Verdict
 from trainwright.doctor.own_laws import own_laws
 from trainwright.errors import UsageError, suggest, text_of
+from trainwright.runlog.records import Where
 
 _SEVERITIES = ("critical", "warning", "info")
 
@@ -119,8 +120,11 @@ def _folded(findings: Iterable[Finding]) -> list[Finding]:
         taken = [other for other in left if other is not cause and _explains(cause, other)]
         if taken:
             consequences = (*cause.found.consequences, *(f"{each.found.code}: {each.found.symptom}" for each in taken))
-            severity = min((each.found.severity for each in (cause, *_named(cause, taken))), key=_SEVERITIES.index)
-            whole = replace(cause, found=replace(cause.found, consequences=consequences, severity=severity))
+            every = [cause.found, *(each.found for each in _named(cause, taken))]
+            severity = min((each.severity for each in every), key=_SEVERITIES.index)
+            where = next((each.where for each in every if each.where != Where()), Where())
+            found = replace(cause.found, consequences=consequences, severity=severity, where=where)
+            whole = replace(cause, found=found)
             left = [whole if each is cause else each for each in left if each not in taken]
     return left
 

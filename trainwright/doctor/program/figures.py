@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from statistics import median
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import finding
@@ -11,6 +12,8 @@ from trainwright.doctor.law import Holds, NotApplicable, Verdict
 from trainwright.doctor.program.facts import Figure, FiguresFacts
 from trainwright.runlog.json_values import Facts
 
+LAST = 8
+"""Steps whose losses tell whether something was learned."""
 FAR = 20.0
 """How many times smaller than all losses of training no loss of an evaluation is. A sum of many is larger."""
 
@@ -25,7 +28,11 @@ def figures_are_possible(case: Case) -> Iterator[Verdict]:
         return
     losses = [each.loss for each in case.watched if each.loss == each.loss and abs(each.loss) != math.inf]
     for figure in facts.figures:
-        why = _impossible_share(case, figure) if figure.kind == "share" else _impossible_loss(case, figure, losses)
+        why = (
+            _impossible_share(case, figure, losses)
+            if figure.kind == "share"
+            else _impossible_loss(case, figure, losses)
+        )
         if why is not None:
             yield finding(
                 "law.program.figures_are_possible",
@@ -47,13 +54,16 @@ def figures_are_possible(case: Case) -> Iterator[Verdict]:
     yield Holds(", ".join(f"{each.name} {each.last:.4g}" for each in facts.figures[:4]))
 
 
-def _impossible_share(case: Case, figure: Figure) -> str | None:
+def _impossible_share(case: Case, figure: Figure, losses: Sequence[float]) -> str | None:
     """Percentages are shares too, but for those below half of what guessing gets of several classes."""
     if figure.low < 0 or figure.high > 100:
         return "which is not between 0 and 1"
     classes = max((each["shape"][1] for each in case.facts("loss").get("given", ()) if _is_of_classes(each)), default=0)
     if classes >= 2 and figure.last > 1 and figure.high < 50 / classes:
         return f"more than 1, and as a percentage less than guessing gets of {classes} classes"
+    has_learned = case.finished and len(losses) >= LAST and median(losses[-LAST:]) < 0.7 * math.log(max(2, classes))
+    if classes >= 2 and "acc" in figure.name and figure.last < 0.5 / classes and has_learned:
+        return f"less than guessing gets of {classes} classes, while the loss is below that of guessing"
     return None
 
 
