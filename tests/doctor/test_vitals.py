@@ -114,6 +114,10 @@ def frozen_and_held(loop: Loop) -> None:
     first.grad = None
 
 
+def uphill(loop: Loop) -> None:
+    loop.before_update = lambda step: loop.optimizer.param_groups[0].update(lr=1e-2 * (5 - step))
+
+
 def of_constants(loop: Loop) -> None:
     """The loss has a graph to the weights, and no value from them."""
     model = loop.model
@@ -174,6 +178,7 @@ def test_what_was_looked_at_is_told() -> None:
         (masked_by_the_loop, "data_stay", None),
         (frozen_with_its_gradient, "frozen_stays", "0"),
         (frozen_with_decay, "frozen_stays", "0"),
+        (uphill, "rates_are_positive", None),
         (of_constants, "loss_moves", None),
         (clamped, "loss_moves", None),
     ],

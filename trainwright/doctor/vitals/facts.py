@@ -29,7 +29,8 @@ class VitalsFacts:
     such a rate, ``moved`` of them have changed, ``only_decayed`` of these without any gradient but 0 at a look;
     ``still`` are names of those that did not move, or only so. ``has_gradient``: some tensor had another gradient than
     0. ``stands_since`` is the last step after which anything had changed. ``frozen_moved`` cannot be trained,
-    belong to an optimizer and changed all the same, of ``frozen``.
+    belong to an optimizer and changed all the same, of ``frozen``. ``lowest_rate`` is below 0 where an update was made
+    at such a learning rate, the lowest in step ``lowest_at``.
     """
 
     experiment: ClassVar[str] = "vitals"
@@ -45,6 +46,8 @@ class VitalsFacts:
     frozen: int = 0
     frozen_moved: tuple[str, ...] = ()
     drifts: tuple[Drift, ...] = ()
+    lowest_rate: float = 0.0
+    lowest_at: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

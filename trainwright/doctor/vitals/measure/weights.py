@@ -46,7 +46,8 @@ class MovingWeights(Probe):
         self._was_frozen: set[int] = set()
         self._with_gradient: set[int] = set()
         self._sizes: list[tuple[int, list[float]]] = []
-        self._steps = self._updates = self._stands_since = 0
+        self._steps = self._updates = self._stands_since = self._lowest_at = 0
+        self._lowest = 0.0
 
     def begin(self, site: WatchSite) -> None:
         self._begin = self._last = self._checksums()
@@ -59,6 +60,8 @@ class MovingWeights(Probe):
             return
         rates = [_rate(group) for each in step.program if isinstance(each, OptimizerStep) for group in each.groups]
         self._updates += max(rates, default=0.0) > 0.0
+        if min(rates, default=0.0) < self._lowest:
+            self._lowest, self._lowest_at = min(rates), self._steps
 
     def values(self) -> Facts | None:
         if not self._begin:
@@ -87,6 +90,8 @@ class MovingWeights(Probe):
             frozen=len(frozen & held),
             frozen_moved=self._named(sorted(self._frozen_moved)),
             drifts=tuple(self._drifts()),
+            lowest_rate=self._lowest,
+            lowest_at=self._lowest_at,
         )
         return dict(strict(vars(facts)))
 
