@@ -137,7 +137,11 @@ def test_what_waits_to_be_judged_is_let_go_too() -> None:
     train(watched, state, 90)
     assert watched.let_go() and not watched.ring.steps
     watched.end(None)
-    assert [each.step for each in written if isinstance(each, Watched)][-1] == 90
+    recorded = [each for each in written if isinstance(each, Watched)]
+    assert recorded[-1].step == 90
+    assert {
+        each.step: each.values["ids"] for each in recorded if each.values["ids"] != [8]
+    } == {}  # samples of each batch
 
 
 def test_a_step_is_held_with_its_samples() -> None:

@@ -101,6 +101,8 @@ class InputRing(Ring):
     def let_go(self) -> bool:
         """Drops all steps and snapshots, and keeps half as much from now on. Returns whether it held any."""
         held = bool(self.snapshots or self.steps)
+        for step in self.steps:  # some may not be in the log yet
+            self.name_samples(step)
         self.clear()
         self._inputs.clear()
         self.budget_bytes /= 2

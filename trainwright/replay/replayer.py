@@ -9,8 +9,10 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainwright.engine.clip import make_clip
 from trainwright.recorder.graph import leaves_of
@@ -368,7 +370,8 @@ def _cast(subject: LiveObjects, name: Literal["fp32", "fp64"]) -> Iterator[None]
         if buffer is not None and buffer.is_floating_point():
             module._buffers[key] = buffer.to(dtype)
     try:
-        yield
+        with _MaskOfSameDtype():  # type: ignore[no-untyped-call]
+            yield
     finally:
         for p, data, grad in zip(subject.parameters, before, grads):
             p.grad = None
@@ -376,6 +379,19 @@ def _cast(subject: LiveObjects, name: Literal["fp32", "fp64"]) -> Iterator[None]
             p.grad = grad
         for module, key, buffer in buffers:
             module._buffers[key] = buffer
+
+
+class _MaskOfSameDtype(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives attention a mask in the dtype of its other arguments: torch 2.13 reads one of another dtype as garbage."""
+
+    def __torch_dispatch__(
+        self, function: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        kwargs = dict(kwargs or {})
+        mask = kwargs.get("attn_mask")
+        if isinstance(mask, Tensor) and mask.is_floating_point():
+            kwargs["attn_mask"] = mask.to(args[0].dtype)
+        return function(*args, **kwargs)
 
 
 def _weights(replayer: Replayer) -> dict[str, Tensor]:

@@ -107,7 +107,9 @@ class EngineSession:
         has_session, has_unjudged = self.runner.forget(), bool(self._unjudged)
         while self._unjudged:
             each = self._unjudged.popleft()
-            self.log.note(self._recorded(each), each.numbers())
+            step = self._recorded(each)
+            step.ids = each.inputs.ids
+            self.log.note(step, each.numbers())
         return self.ring.let_go() or has_session or has_unjudged
 
     def note(self, result: StepResult) -> None:
