@@ -220,7 +220,8 @@ def trained(*gaps: tuple[int, GapFacts], loss: float = 1.0) -> Case:
     ("gaps", "count"),
     [
         ([(48, GapFacts(1.0, 1.1))], 0),
-        ([(48, GapFacts(1.0, 1.9, "norm", 1.0))], 1),
+        ([(48, GapFacts(1.0, 1.9, "norm", 1.0))], 0),
+        ([(48, GapFacts(1.0, 1.9, "norm", 1.0)), (90, GapFacts(0.9, 1.9, "norm", 1.0))], 1),
         ([(48, GapFacts(1.0, 1.9)), (64, GapFacts(0.8, 0.9))], 0),
         ([(48, GapFacts(1.98, 5.0))], 0),
         ([(48, GapFacts(1.0, math.inf, "norm", 1.0))], 1),
