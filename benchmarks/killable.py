@@ -54,7 +54,7 @@ optimizer: {{use: adamw, lr: 1e-3, weight_decay: 0.1}}
 evaluation: {{every: 10steps}}
 checkpoint: {{every: 1steps, at_least_every: null, keep: {keep}}}
 parallel: {parallel}
-log: {{every: 1steps}}
+log: {{every: 1steps, doctor: false}}
 """
 
 
