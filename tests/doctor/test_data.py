@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Sampler, SubsetRandomSampler, TensorDat
 
 import trainwright as tw
 from tests.doctor.law_loops import BATCH, CLASSES, WIDTH, Change, Loop, broken, found, net, states, watched
+from tests.rows import each_row
 from trainwright.doctor.data.measure.digests import row_digests
 
 TRAINED = 96
@@ -296,3 +297,31 @@ def test_what_the_loop_tells_of_an_evaluation(told: Callable[[float, float], tup
                     val_loss, accuracy = told(F.cross_entropy(out, truth).item(), share)
     assert states(watch, "data")["evaluation_is_possible"].state == state
     assert train_loss > 0.0 and val_loss != 0.0 and accuracy > 0.0
+
+
+@each_row("inside", ["a dictionary", "self"])
+def test_what_a_loop_keeps_inside_is_read_too(inside: str) -> None:
+    class Trainer:
+        val_loss = 0.0
+
+        def train(self) -> tw.Watch:
+            torch.manual_seed(0)
+            x, y = rows().tensors
+            model, history = net(), {"val_loss": 0.0}
+            optimizer = torch.optim.AdamW(model.parameters(), lr=5e-2)
+            with tw.watch(model, optimizer, out=None, quiet=True, laws="data") as watch:
+                for step in range(18):
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(x[:TRAINED]), y[:TRAINED]).backward()
+                    optimizer.step()
+                    if step % 6 == 5:
+                        with torch.no_grad():
+                            wrong = -F.cross_entropy(model(x[TRAINED:]), y[TRAINED:]).item()
+                        if inside == "self":
+                            self.val_loss = wrong
+                        else:
+                            history["val_loss"] = wrong
+            return watch
+
+    [found] = [each for each in Trainer().train().findings() if each.code == "law.data.evaluation_is_possible"]
+    assert found.symptom.startswith("self.val_loss is -" if inside == "self" else "history.val_loss is -")

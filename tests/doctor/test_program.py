@@ -20,11 +20,9 @@ from tests.rows import each_row
 from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import LAWS, diagnose
 from trainwright.doctor.finding import Finding
-from trainwright.doctor.program.facts import Figure, FiguresFacts
 from trainwright.doctor.program.grammar import RULES, spelled
 from trainwright.doctor.program.measure.names import nearly
-from trainwright.runlog.json_values import strict
-from trainwright.runlog.records import Examined, Found, Watched
+from trainwright.runlog.records import Found, Watched
 
 X = torch.randn(64, 6, generator=torch.Generator().manual_seed(0))
 Y = X[:, :3].argmax(1)
@@ -101,7 +99,6 @@ def test_the_laws_hold_in_a_healthy_loop(dtype: torch.dtype) -> None:
     assert [found for found in watch.findings() if "program" in found.code] == []
     states = {law.name: law.state for law in diagnose(Case(watch.records, finished=True)).laws}
     of_family = {law.name: states[law.name] for law in LAWS if law.name.startswith("program.")}
-    assert of_family.pop("program.figures_are_possible") == "not applicable"
     assert set(of_family.values()) == {"held"}, of_family
 
 
@@ -385,56 +382,3 @@ def words(*letters: str) -> list[Finding]:
 def test_the_order_of_calls_is_judged_by_words(letters: tuple[str, ...], since: int | None) -> None:
     found = words(*letters)
     assert [each.found.since_step for each in found] == ([] if since is None else [since])
-
-
-class Counting(Loop):
-    """Keeps a loss and an accuracy of its evaluations."""
-
-    def evaluate(self) -> None:
-        super().evaluate()
-        with torch.no_grad():
-            logits = self.evaluated(X)
-        self.val_loss, self.accuracy = self.figures(F.cross_entropy(logits, Y).item(), (logits.argmax(1) == Y).float())
-
-    def figures(self, loss: float, right: Tensor) -> tuple[float, float]:
-        return loss, right.mean().item()
-
-
-@each_row(
-    ("figures", "name"),
-    [
-        (lambda self, loss, right: (loss, right.mean().item()), None),
-        (lambda self, loss, right: (loss * 64, 100 * right.mean().item()), None),
-        (lambda self, loss, right: (loss / 64, right.mean().item()), "val_loss"),
-        (lambda self, loss, right: (-loss, right.mean().item()), "val_loss"),
-        (lambda self, loss, right: (loss, right.sum().item() * 64), "accuracy"),
-        (lambda self, loss, right: (loss, -right.mean().item()), "accuracy"),
-    ],
-    ids=lambda value: str(value),
-)
-def test_a_figure_that_cannot_be_is_found(figures: Any, name: str | None) -> None:
-    found = broken(type("Ill", (Counting,), {"figures": figures})().run(steps=16)).get("figures_are_possible")
-    assert (None if found is None else found.symptom.split(" is ")[0].removeprefix("self_")) == name
-
-
-@each_row(
-    ("value", "loss", "is_found"),
-    [
-        (0.7, 0.5, False),
-        (70.0, 0.5, False),
-        (6.3, 0.5, True),
-        (-0.1, 0.5, True),
-        (101.0, 0.5, True),
-        (0.01, 0.5, True),
-        (0.01, 1.6, False),
-    ],
-)
-def test_a_share_is_that_of_guessing_at_least(value: float, loss: float, is_found: bool) -> None:
-    figure = Figure("accuracy", "share", value, value, value, 8)
-    records = [
-        Examined(time_s=0.0, step=8, experiment="figures", values=dict(strict(vars(FiguresFacts((figure,)))))),
-        Examined(time_s=0.0, step=8, experiment="loss", values={"given": [{"op": "cross_entropy", "shape": [16, 5]}]}),
-    ]
-    [law] = [law for law in LAWS if law.name == "program.figures_are_possible"]
-    steps = [Watched(time_s=0.0, step=n, loss=loss, grad_norm=1.0, lr=0.1) for n in range(1, 9)]
-    assert [isinstance(each, Finding) for each in law.judge(Case([*steps, *records], finished=True))] == [is_found]

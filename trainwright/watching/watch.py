@@ -132,6 +132,10 @@ class Watch:
                 self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
+MOST = 32
+"""Items of a dictionary that are read."""
+
+
 class CallerSource:
     """The function or script that holds the loop: its source, read when a finding asks for a line; its numbers."""
 
@@ -145,9 +149,13 @@ class CallerSource:
         self._code, self._globals, self._frame = frame.f_code, frame.f_globals, frame
 
     def numbers(self) -> dict[str, float]:
-        """The floats among its local names, as long as the loop runs."""
-        names = self._frame.f_locals if self._frame is not None else {}
-        return {name: value for name, value in names.items() if type(value) is float}
+        """The floats in its variables and in their dictionaries, and in the attributes of ``self``, while it runs."""
+        names = dict(self._frame.f_locals) if self._frame is not None else {}
+        numbers = {name: value for name, value in names.items() if type(value) is float}
+        for name, value in names.items():
+            inner = value if type(value) is dict else vars(value) if name == "self" else {}
+            numbers |= {f"{name}.{key}": item for key, item in list(inner.items())[:MOST] if type(item) is float}
+        return numbers
 
     def forget(self) -> None:
         """The loop is over: its function may go."""

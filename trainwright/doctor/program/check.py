@@ -5,7 +5,6 @@ from __future__ import annotations
 from trainwright.doctor.finding import Check
 from trainwright.doctor.law import Law
 from trainwright.doctor.program import laws
-from trainwright.doctor.program.figures import figures_are_possible
 
 LAWS: tuple[Law, ...] = (
     Law(
@@ -30,6 +29,5 @@ LAWS: tuple[Law, ...] = (
         named_by=("loss.broadcast_target", "grad.*", "num.*", "sched.*", "ckpt.*"),
     ),
     Law("program.schedule_is_followed", laws.schedule_is_followed, named_by=("sched.*",)),
-    Law("program.figures_are_possible", figures_are_possible, named_by=("num.*",)),
 )  # fmt: skip
 NAMES: tuple[Check, ...] = ()

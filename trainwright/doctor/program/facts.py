@@ -139,26 +139,3 @@ class RatesFacts:
 
     experiment: ClassVar[str] = "rates"
     schedulers: tuple[RateFacts, ...] = ()
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A number that the loop keeps under a name that says what it is: a ``share`` of what is right, or a ``loss``.
-
-    ``last`` since ``step``; it was between ``low`` and ``high``.
-    """
-
-    name: str
-    kind: str
-    last: float
-    low: float
-    high: float
-    step: int
-
-
-@dataclass(frozen=True)
-class FiguresFacts:
-    """The figures in the variables of the function that holds the loop."""
-
-    experiment: ClassVar[str] = "figures"
-    figures: tuple[Figure, ...] = ()

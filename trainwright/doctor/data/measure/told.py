@@ -1,4 +1,4 @@
-"""Reads the numbers that the loop keeps of its evaluations: the floats among the local names of its function."""
+"""Reads the losses and accuracies that the loop keeps of its evaluations: floats in variables with such names."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from trainwright.runlog.json_values import Facts, strict
 
 QUIET = 2
 """Steps after an evaluation at which the names are read again: what changes there is no number of an evaluation."""
+WORDS = ("loss", "acc")
+"""In the names that are read; others are nobody's business."""
 
 
 class Told(Probe):
@@ -40,6 +42,8 @@ class Told(Probe):
 
     def _read(self, *, evaluated: bool) -> None:
         for name, value in self._numbers().items():
+            if not any(word in name.lower() for word in WORDS):
+                continue
             if name in self._known and value != self._known[name]:
                 if evaluated:
                     self._changes[name] = self._changes.get(name, 0) + 1

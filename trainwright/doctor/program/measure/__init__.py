@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from trainwright.doctor.program.measure.figures import FiguresProbe
 from trainwright.doctor.program.measure.names import NamesProbe
 from trainwright.doctor.program.measure.objects import ObjectsProbe
 from trainwright.doctor.program.measure.rates import RatesProbe
@@ -18,5 +17,4 @@ def probes(watched: WatchedObjects) -> list[Probe]:
         NamesProbe(watched),
         WarningsProbe(),
         RatesProbe(),
-        FiguresProbe(),
     ]
