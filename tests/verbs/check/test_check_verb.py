@@ -77,6 +77,14 @@ def test_a_recipe_that_cannot_be_built_is_wrong_usage(place: Path) -> None:
     assert done.exit_code == 2 and "data.train" in done.stderr and "remedy" in done.stderr
 
 
+def test_a_low_rate_is_no_fault_of_the_model_where_no_range_test_was_made(place: Path) -> None:
+    """The batch is then learned at another rate than that of the recipe, which is too low for 200 steps."""
+    loaded = load("recipe.yaml", overrides=["optimizer.lr=0.0003", "precision=fp32"])
+    found = check(loaded, budget=Budget(read_s=0.3, range_s=0.0, one_batch_s=20.0, smoke_s=0.1, most_samples=64))
+    [verdict] = [each for each in found.verdicts if each.what == "one batch"]
+    assert verdict.word == "ok" and "lr 0.003" in verdict.seen
+
+
 @pytest.mark.slow
 def test_it_leaves_no_file_behind(place: Path) -> None:
     before = sorted(place.rglob("*"))

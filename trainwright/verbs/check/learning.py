@@ -113,8 +113,13 @@ def learning_rate(found: LrRange | None, lr: float, num_steps: float, moved: flo
 
 
 def plausible(found: LrRange | None, lr: float) -> list[float]:
-    """Learning rates for one batch: the recipe's own first, unless the range test contradicts it."""
-    if found is None or found.suggestion is None or (start := falls_from(found)) is None:
+    """Learning rates for one batch: the recipe's own first, unless the range test contradicts it.
+
+    Where there was no time for a range test, tenfold and a tenth are tried after it.
+    """
+    if found is None:
+        return [lr, 10 * lr, lr / 10]
+    if found.suggestion is None or (start := falls_from(found)) is None:
         return [lr]
     middle = math.sqrt(start * 10 * found.suggestion)
     own_is_plausible = start / 30 <= lr <= 3 * (found.stopped_at or math.inf)
