@@ -7,6 +7,8 @@ from collections import Counter
 import pytest
 import torch
 
+from benchmarks import laws
+from trainwright.doctor.diagnose import LAWS
 from zoo import mutant_bed, programs
 from zoo.mutant_runs import Outcome, harm, host_outcomes, run_plainly, silent_watch, verdict
 from zoo.mutate import HOSTS, by_name, drawn, is_kept_out, program, sites
@@ -120,3 +122,11 @@ def test_a_program_learns(name: str) -> None:
     training.epochs = 2
     training.run(silent_watch)
     assert sum(training.losses[-8:]) < 0.97 * sum(training.losses[:8])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_what_became_of_each_law_is_known(dtype: str) -> None:
+    seen = laws.watch("tables", dtype, 0)
+    assert seen.alarms == [] and set(seen.laws) == {law.name for law in LAWS}
+    assert {"held", "not applicable"} <= set(seen.laws.values()) and "broken" not in seen.laws.values()

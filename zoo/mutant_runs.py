@@ -21,6 +21,9 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import trainwright as tw
+from trainwright.doctor.case import Case
+from trainwright.doctor.diagnose import diagnose
+from trainwright.doctor.law import State
 from trainwright.runlog.records import Found
 from trainwright.watching.watch import Watch as WatchOf
 from zoo.hosts.quality import Quality, quality_of
@@ -213,7 +216,10 @@ def harm(host: str, seen: Outcome) -> str:
 
 @dataclass(frozen=True)
 class Watched:
-    """A run under the watch: its findings, and what it took. ``modules`` are the classes of its modules by path."""
+    """A run under the watch: its findings, and what it took. ``modules`` are the classes of its modules by path.
+
+    ``laws`` says what became of each law, by its name; of several watches, of the last.
+    """
 
     found: tuple[Found, ...]
     seconds: float
@@ -221,6 +227,7 @@ class Watched:
     error: str | None = None
     failures: tuple[str, ...] = ()
     modules: Mapping[str, str] = field(default_factory=dict)
+    laws: Mapping[str, State] = field(default_factory=dict)
 
     @property
     def alarms(self) -> list[Found]:
@@ -252,7 +259,8 @@ def run_watched(train: Train, seed: int) -> Watched:
     failures = [str(each) for one in watches for each in one.session.failures]
     failures += [each.symptom for each in found if each.code == "doctor.failed"]
     seconds = round(time.perf_counter() - begin_s, 2)
-    return Watched(found, seconds, sum(one.step for one in watches), error, tuple(failures), modules)
+    laws = {law.name: law.state for one in watches for law in diagnose(Case(one.records, finished=True)).laws}
+    return Watched(found, seconds, sum(one.step for one in watches), error, tuple(failures), modules, laws)
 
 
 def watched_mutant(mutant: Mutant | None, host: str, seed: int) -> Watched:

@@ -82,6 +82,13 @@ def test_the_laws_hold_for_usual_losses(dtype: torch.dtype) -> None:
             assert isinstance(verdict, Holds), (number, law, verdict)
 
 
+@each_row("dtype", [torch.float32, torch.bfloat16])
+def test_a_small_step_towards_the_targets_is_not_lost_in_rounding(dtype: torch.dtype) -> None:
+    """Neighbours of 64 are half apart in bf16."""
+    [verdict] = verdicts(case_of(lambda out: F.cross_entropy(64 + 4 * out, Y16), dtype), "targets_are_the_minimum")
+    assert isinstance(verdict, Holds)
+
+
 @each_row(
     ("law", "loss"),
     [

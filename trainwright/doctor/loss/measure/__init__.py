@@ -146,24 +146,28 @@ def _out_of_reach(call: ComparedLoss) -> tuple[str, float]:
 @experiment(TowardsFacts.experiment, when="first")
 def towards_targets(session: ReplaySession) -> Facts:
     """The loss, and the loss when each prediction is moved a little towards the target that it is compared with."""
-    modules = ModuleStack(session.modules)
     ops: list[str] = []
 
-    def moved(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
-        call = compared(function, args, kwargs, outside=modules.innermost is None)
-        if call is None or not call.x.requires_grad or call.x.numel() > MAX_ELEMENTS:
-            return function(*args, **kwargs)
-        ops.append(call.name)
-        change = change_leaves(lambda leaf: call.nearer(NUDGE) if leaf is call.x else leaf)
-        args, kwargs = change(0, args, kwargs)
-        return function(*args, **kwargs)
+    def loss_after(step: float) -> float:
+        modules = ModuleStack(session.modules)
 
-    before = session.run(upto="forward")
-    after = session.run(Intervention(ops=moved, model=modules.following), upto="forward")
-    if after.error is not None:
-        raise after.error
+        def moved(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+            call = compared(function, args, kwargs, outside=modules.innermost is None)
+            if call is None or not call.x.requires_grad or call.x.numel() > MAX_ELEMENTS:
+                return function(*args, **kwargs)
+            ops.append(call.name)
+            change = change_leaves(lambda leaf: call.nearer(step) if leaf is call.x else leaf)
+            args, kwargs = change(0, args, kwargs)
+            return function(*args, **kwargs)
+
+        result = session.run(Intervention(ops=moved, model=modules.following), upto="forward")
+        if result.error is not None:
+            raise result.error
+        return result.loss
+
+    before, after = loss_after(0.0), loss_after(NUDGE)
     rivals = len(session.roots) > 1 or len(session.optimizers) > 1
-    return dict(strict(vars(TowardsFacts(before.loss, after.loss, tuple(dict.fromkeys(ops)), rivals))))
+    return dict(strict(vars(TowardsFacts(before, after, tuple(dict.fromkeys(ops)), rivals))))
 
 
 @experiment(CutFacts.experiment, when="requested")

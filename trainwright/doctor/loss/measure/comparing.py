@@ -106,8 +106,11 @@ class ComparedLoss:
         return self.target.detach()[order]
 
     def nearer(self, step: float) -> Tensor:
-        """The prediction moved towards the target, so that this loss falls to first order."""
-        x, target = self.x, self.target.detach()
+        """The prediction moved towards the target, so that this loss falls to first order; in float32 at least.
+
+        In bf16 a small step would be lost in rounding.
+        """
+        x, target = self.x.to(torch.promote_types(self.x.dtype, torch.float32)), self.target.detach()
         if self.is_hard:
             at = target.clamp(0, self.classes - 1)
             one_hot = torch.nn.functional.one_hot(at.long(), self.classes).movedim(-1, 1 if x.dim() > 1 else 0)
