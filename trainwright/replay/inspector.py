@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class StepInspector:
     def __init__(self, session: ReplaySession) -> None:
         self.session = session
         self.names = {id(p): n for n, p in session.parameters.items()}
-        self._modules = ModuleStack(session.modules, self._enter, self._leave)
+        self._modules = ModuleStack(session.modules)
         self.stack = self._modules.paths
         self._quiet = False
 
@@ -46,7 +47,8 @@ class StepInspector:
 
     def run(self, upto: Upto = "backward", **changes: Any) -> ReplayResult:
         """Runs the step again; ``changes`` are fields of Intervention. Raises what the user's code raises."""
-        intervention = Intervention(ops=self._call, model=self._modules.following, **changes)
+        following = partial(self._modules.following, self._enter, self._leave)
+        intervention = Intervention(ops=self._call, model=following, **changes)
         result = self.session.replayer.run(self.session.recorded_step, intervention, upto=upto)
         if result.error is not None:
             raise result.error

@@ -15,16 +15,11 @@ Leave: TypeAlias = Callable[[str, nn.Module, object], None]
 
 
 class ModuleStack:
-    """Inside ``following()``, ``paths`` are those of the modules that run, outermost first.
+    """Inside ``following()``, ``paths`` are those of the modules that run, outermost first."""
 
-    ``enter`` is called with a module's arguments once it is on the stack, ``leave`` with its output once it is off.
-    """
-
-    def __init__(
-        self, modules: Mapping[str, nn.Module], enter: Enter | None = None, leave: Leave | None = None
-    ) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self.paths: list[str] = []
-        self._modules, self._enter, self._leave = modules, enter, leave
+        self._modules = modules
 
     @property
     def innermost(self) -> str | None:
@@ -32,33 +27,37 @@ class ModuleStack:
         return self.paths[-1] if self.paths else None
 
     @contextmanager
-    def following(self) -> Iterator[None]:
-        """Keeps hooks on all modules."""
+    def following(self, enter: Enter | None = None, leave: Leave | None = None) -> Iterator[None]:
+        """Keeps hooks on all modules.
+
+        ``enter`` is called with a module's arguments once it is on the stack, ``leave`` with its output once it is off.
+        They are not kept: whose methods they are would be in a cycle of references, and so what it has collected.
+        """
         self.paths.clear()
         handles = []
         for path, module in self._modules.items():
-            handles.append(module.register_forward_pre_hook(self._on_enter(path), with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(self._on_enter(path, enter), with_kwargs=True))
             # Also when an exception leaves the forward pass: early stop in a checkpoint's backward pass is one.
-            handles.append(module.register_forward_hook(self._on_leave(path), always_call=True))
+            handles.append(module.register_forward_hook(self._on_leave(path, leave), always_call=True))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _on_enter(self, path: str) -> Callable[[nn.Module, Args, Kwargs], None]:
+    def _on_enter(self, path: str, enter: Enter | None) -> Callable[[nn.Module, Args, Kwargs], None]:
         def hook(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
             self.paths.append(path)
-            if self._enter is not None:
-                self._enter(path, module, args, kwargs)
+            if enter is not None:
+                enter(path, module, args, kwargs)
 
         return hook
 
-    def _on_leave(self, path: str) -> Callable[[nn.Module, Args, object], None]:
+    def _on_leave(self, path: str, leave: Leave | None) -> Callable[[nn.Module, Args, object], None]:
         def hook(module: nn.Module, args: Args, output: object) -> None:
             while path in self.paths and self.paths.pop() != path:
                 pass
-            if self._leave is not None:
-                self._leave(path, module, output)
+            if leave is not None:
+                leave(path, module, output)
 
         return hook

@@ -9,12 +9,11 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainwright.engine.clip import make_clip
+from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.recorder.graph import leaves_of
 from trainwright.recorder.program import (
     Autocast,
@@ -34,6 +33,7 @@ from trainwright.recorder.program import (
     tensors_of,
 )
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
+from trainwright.replay.dtypes import DTYPES, cast_to
 from trainwright.replay.functions import InputHandler, OpHandler
 from trainwright.replay.stage import NotReplayable as NotReplayable
 from trainwright.replay.stage import fresh, staged
@@ -100,7 +100,9 @@ class Replayer:
 
     def __init__(self, subject: LiveObjects, names: Sequence[str]) -> None:
         self.subject, self.names = subject, list(names)
+        self.rows: Sequence[int] | None = None
         self.known = frozenset(id(p) for p in subject.parameters)
+        self.device = subject.parameters[0].device if subject.parameters else torch.device("cpu")
 
     @contextmanager
     def stage(self, snapshot: Snapshot) -> Iterator[None]:
@@ -108,10 +110,18 @@ class Replayer:
         with self._away_from_autocast(), staged(self.subject, snapshot):
             yield
 
+    @contextmanager
+    def only(self, rows: Sequence[int] | None) -> Iterator[None]:
+        """Inside, an intervention that chooses no samples runs on these; None: on all."""
+        self.rows = rows
+        try:
+            yield
+        finally:
+            self.rows = None
+
     def _away_from_autocast(self) -> AbstractContextManager[object]:
         """Inside of an autocast of the loop: a replay neither reads the weights that it has cached nor adds any."""
-        parameters = self.subject.parameters
-        device = parameters[0].device.type if parameters else "cpu"
+        device = self.device.type
         if not torch.is_autocast_enabled(device):
             return nullcontext()
         return torch.autocast(device, enabled=False, cache_enabled=False)
@@ -145,13 +155,15 @@ class _Run:
             if self.intervention.model is not None:
                 around.enter_context(self.intervention.model())
             if self.intervention.dtype is not None:
-                around.enter_context(_cast(self.replayer.subject, self.intervention.dtype))
+                around.enter_context(cast_to(self.replayer.subject, self.intervention.dtype))
             try:
                 for each in _chosen(recorded.program, self.intervention.micro):
                     self._do(each)
             except NotReplayable:
                 raise
             except Exception as error:
+                if is_out_of_memory(error):  # of the replay, which holds what the loop does not: it says nothing
+                    raise
                 self.result.error = error
             if self.upto == "backward":
                 self._read_grads()
@@ -280,7 +292,8 @@ class _Run:
 
     def _read(self, written: Any, loss: bool = False) -> Any:
         """Arguments with tensors in place of slots and constants."""
-        size = batch_size(self.recorded)
+        size, rows = batch_size(self.recorded), self.intervention.rows
+        rows = self.replayer.rows if rows is None else rows
 
         def tensor_of(leaf: object) -> object:
             if isinstance(leaf, Slot):
@@ -294,10 +307,10 @@ class _Run:
             tensor = leaf.tensor
             if isinstance(tensor, nn.Parameter):
                 return tensor
-            if self.intervention.rows is not None and tensor.dim() and tensor.shape[0] == size:
-                tensor = tensor[list(self.intervention.rows)]
+            if rows is not None and tensor.dim() and tensor.shape[0] == size:
+                tensor = tensor[list(rows)]
             if self.intervention.dtype is not None and tensor.is_floating_point():
-                tensor = tensor.to(_DTYPES[self.intervention.dtype])
+                tensor = tensor.to(DTYPES[self.intervention.dtype])
             if loss and self.intervention.constants is not None:
                 tensor = self.intervention.constants(tensor)
             return tensor
@@ -306,16 +319,12 @@ class _Run:
 
     def _autocast(self, autocast: Autocast) -> AbstractContextManager[object]:
         on, dtype, _ = autocast
-        device = self.replayer.subject.parameters[0].device.type if self.replayer.subject.parameters else "cpu"
         if not on or self.intervention.dtype is not None:
             return nullcontext()
-        return torch.autocast(device, dtype)
+        return torch.autocast(self.replayer.device.type, dtype)
 
     def _ops(self) -> AbstractContextManager[object]:
         return nullcontext() if self.intervention.ops is None else _HandledOps(self.intervention.ops)
-
-
-_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class _HandledOps(TorchFunctionMode):
@@ -354,44 +363,6 @@ def _chosen(program: list[Instruction], micro: Sequence[int] | None) -> list[Ins
     zeros = [each for each in parts[0] if isinstance(each, ZeroGrad)]
     wanted = [each for number in micro for each in parts[number] if not isinstance(each, ZeroGrad)]
     return [*zeros, *wanted, *tail]
-
-
-@contextmanager
-def _cast(subject: LiveObjects, name: Literal["fp32", "fp64"]) -> Iterator[None]:
-    """Inside, all floating-point weights and buffers have another dtype. Within ``stage`` they are copies already."""
-    dtype = _DTYPES[name]
-    before = [p.data for p in subject.parameters]
-    grads = [p.grad for p in subject.parameters]
-    buffers = [(m, n, m._buffers[n]) for m, n in subject.buffers()]
-    for p in subject.parameters:
-        p.grad = None
-        p.data = p.data.to(dtype) if p.is_floating_point() else p.data
-    for module, key, buffer in buffers:
-        if buffer is not None and buffer.is_floating_point():
-            module._buffers[key] = buffer.to(dtype)
-    try:
-        with _MaskOfSameDtype():  # type: ignore[no-untyped-call]
-            yield
-    finally:
-        for p, data, grad in zip(subject.parameters, before, grads):
-            p.grad = None
-            p.data = data
-            p.grad = grad
-        for module, key, buffer in buffers:
-            module._buffers[key] = buffer
-
-
-class _MaskOfSameDtype(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives attention a mask in the dtype of its other arguments: torch 2.13 reads one of another dtype as garbage."""
-
-    def __torch_dispatch__(
-        self, function: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
-    ) -> object:
-        kwargs = dict(kwargs or {})
-        mask = kwargs.get("attn_mask")
-        if isinstance(mask, Tensor) and mask.is_floating_point():
-            kwargs["attn_mask"] = mask.to(args[0].dtype)
-        return function(*args, **kwargs)
 
 
 def _weights(replayer: Replayer) -> dict[str, Tensor]:

@@ -112,7 +112,7 @@ class Tracing(TorchDispatchMode):
         self._roots = roots
         self._suspects = Suspects()
         self._storages = self._suspects.storages
-        self._modules = ModuleStack(dict(self._paths()), self._enter)
+        self._modules = ModuleStack(dict(self._paths()))
         self._hooks = ExitStack()
         self._sequences: list[int] = []
         self._places: list[_Place] = []
@@ -151,7 +151,7 @@ class Tracing(TorchDispatchMode):
             yield "" if len(self._roots) == 1 or not name else f"{name}.", root
 
     def __enter__(self) -> Tracing:
-        self._hooks.enter_context(self._modules.following())
+        self._hooks.enter_context(self._modules.following(self._enter))
         for prefix, root in self._prefixed_roots():
             for path, buffer in root.named_buffers():
                 self._storages.name(buffer, "buffer", plain_name(f"{prefix}{path}"))

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import sys
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ from trainwright.recorder.probes import LoopObjects, Probe, WatchSite, begin_all
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ring import KEEP, enough_bytes
 from trainwright.replay.engine_bench import EngineBench, MakeStep
+from trainwright.replay.memory import free_what_it_holds
 from trainwright.report.findings import LookedAt, lines_of
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.json_values import Facts
@@ -81,7 +81,7 @@ class EngineSession:
         self._state, self.step = state, state.step
         self._bench = EngineBench(state, make_step)
         objects = self._bench.objects
-        device = objects.parameters[0].device
+        self.device = objects.parameters[0].device
         self.witness: StepWitness
         self.witness = self._inputs = InputRecorder(self.let_go)
         self.ring = InputRing(keep=KEEP, budget_bytes=enough_bytes(objects.roots), record=self._bench.record)
@@ -94,7 +94,7 @@ class EngineSession:
         self.log = FindingsLog(self.runner, self._probes, write, complete=self.ring.name_samples)
         self._incidents = Incidents(bundles, self.runner, write)
         self._looks, self._snapshots = LookSchedule(self.step, planned_s), SnapshotSchedule(KEEP)
-        self._late = lateness(device)
+        self._late = lateness(self.device)
         self._unjudged: deque[_Unjudged] = deque()
         self._warns, self._went_back = warns_of_spikes, -1
         self._newest_replayed = 0  # the newest step whose program the probes have received
@@ -169,6 +169,7 @@ class EngineSession:
             self.ring.steps_to(step.step)
         except Exception as error:  # a mistake of ours, or of a stranger's model: the run goes on
             step.blind = text_of(error)[:200]
+            free_what_it_holds(error, self.device)
             return
         for each in self.ring.steps:
             if self._newest_replayed < each.step <= step.step and each.program:
@@ -302,9 +303,8 @@ class EngineObserver:
         except TrainwrightError:
             raise
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # they hold what it was looking at
             self.session.let_go()
-            if not is_out_of_memory(error):
+            if not free_what_it_holds(error, self.session.device):
                 self._failed = error
 
 

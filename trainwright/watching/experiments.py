@@ -18,7 +18,8 @@ from trainwright.recorder.ranks import own_part
 from trainwright.recorder.ring import Ring
 from trainwright.recorder.tape import Tape
 from trainwright.replay import bundle, experiments, trials
-from trainwright.replay.experiments import EXPERIMENTS
+from trainwright.replay.experiments import EXPERIMENTS, Experiment
+from trainwright.replay.memory import NO_ROOM, ReplayMemory, free_what_it_holds
 from trainwright.replay.replayer import NotReplayable, Replayer
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried
@@ -42,6 +43,7 @@ class ExperimentRunner:
         trials.load_all()
         self._ring, self._own, self._replays = ring, own, replays
         self.replayer = Replayer(subject, names_of(subject))
+        self._memory = ReplayMemory()
         self._done: set[tuple[str, int]] = set()
         self._first = True
         self._session: ReplaySession | None = None
@@ -75,7 +77,7 @@ class ExperimentRunner:
                 own = OwnLawFacts(statement=inspect.getdoc(law) or "", broken=None if broken is None else str(broken))
                 facts[OWN + name_of_law(law)] = {**vars(own), "step": step}
             except Exception as error:
-                facts[OWN + name_of_law(law)] = {"blind": text_of(error)[:200], "step": step}
+                facts[OWN + name_of_law(law)] = {"blind": self._without_what_it_held(error), "step": step}
         return facts
 
     def run_requested(self, step: int, requests: Iterable[ExperimentRequest]) -> Facts:
@@ -91,13 +93,24 @@ class ExperimentRunner:
             if step == 0 or (name, step) in self._done or name not in EXPERIMENTS:
                 continue
             self._done.add((name, step))
+            experiment = EXPERIMENTS[name]
             try:
-                facts[name] = {**EXPERIMENTS[name].run(self._session_of(step)), "step": step}
+                facts[name] = {**self._run_within_memory(experiment, self._session_of(step)), "step": step}
             except NotReplayable as error:
                 facts[name] = {"blind": str(error), "step": step}
             except Exception as error:  # an experiment on a stranger's model must never end his run
-                facts[name] = {"blind": text_of(error)[:200], "step": step}
+                facts[name] = {"blind": self._without_what_it_held(error), "step": step}
         return facts
+
+    def _run_within_memory(self, experiment: Experiment, session: ReplaySession) -> Facts:
+        rows = self._memory.rows_for(session, experiment.memory, can_be_fewer=experiment.by_samples)
+        with self.replayer.only(rows):
+            return experiment.run(session)
+
+    def _without_what_it_held(self, error: Exception) -> str:
+        """Frees the tensors of an experiment that raised; returns why it did."""
+        has_run_out = free_what_it_holds(error, self.replayer.device)
+        return f"{NO_ROOM}: {text_of(error)[:160]}" if has_run_out else text_of(error)[:200]
 
     def try_remedy(self, step: int, trial: RemedyTrial | None) -> tuple[Tried, ...]:
         """Tries the remedy of a finding on the replay; returns the result, or nothing if it cannot be tried."""
@@ -108,7 +121,7 @@ class ExperimentRunner:
         except (NotReplayable, NotTried):
             return ()
         except Exception as error:
-            result = f"the trial itself failed: {text_of(error)}"
+            result = f"the trial itself failed: {self._without_what_it_held(error)}"
         return (Tried(remedy=trial.name.replace("_", " "), result=result),)
 
     def keep(self, folder: Path, step: int, about: Mapping[str, object]) -> Path | None:

@@ -101,7 +101,7 @@ def _losses_in_eval(session: ReplaySession, inputs: InputHandler | None = None) 
     return inspector.losses
 
 
-@experiment("tokens", when="requested")
+@experiment("tokens", when="requested", memory=3.0)
 def tokens(session: ReplaySession) -> Facts:
     """For each token input and each cross-entropy: which token of the input is the target, and what gives it away.
 

@@ -281,7 +281,7 @@ def _is_table(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding | nn.EmbeddingBag)
 
 
-@experiment("depth_in_fp32", when="requested")
+@experiment("depth_in_fp32", when="requested", memory=2.5)
 def depth_in_fp32(session: ReplaySession) -> Facts:
     """The gradients over depth once more, with everything in float32."""
     inspector = _Layers(session)

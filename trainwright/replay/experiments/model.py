@@ -331,7 +331,7 @@ def _differ(one: Tensor, other: Tensor) -> Tensor:
     return ((one - other).abs() > 1e-5 * (one.abs() + one[1].abs().sqrt())).any()
 
 
-@experiment("integrity", when="first")
+@experiment("integrity", when="first", memory=2.0)
 def integrity(session: ReplaySession) -> Facts:
     """Whether the backward pass reads the tensors that the forward pass saved, and whether activation checkpointing
     computes the same outputs in both passes.

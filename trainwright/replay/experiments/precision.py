@@ -100,7 +100,7 @@ def _widen(value: object) -> object:
     return value.float() if isinstance(value, Tensor) and value.dtype in HALF_DTYPES else value
 
 
-@experiment("fp32_shadow", when="requested")
+@experiment("fp32_shadow", when="requested", memory=3.0)
 def fp32_shadow(session: ReplaySession) -> Facts:
     """Compares the gradients of the step with those in float32, and with those with only the loss in float32."""
     operations, micro = _Operations(session), _first_micro_batches(session, COMPARED)

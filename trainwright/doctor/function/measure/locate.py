@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -31,8 +32,10 @@ class CallTrace:
     _elements: int = 0
 
     def __post_init__(self) -> None:
-        self._stack = ModuleStack(self.session.modules, self._enter, self._leave)
-        self.following = self._stack.following
+        self._stack = ModuleStack(self.session.modules)
+
+    def following(self) -> AbstractContextManager[None]:
+        return self._stack.following(self._enter, self._leave)
 
     def _enter(self, path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         around = self._stack.paths[-2] if len(self._stack.paths) > 1 else path

@@ -41,7 +41,7 @@ STAIRS = 1e3
 MOST_NAMES = 16
 
 
-@experiment(DerivativeFacts.experiment, when="requested")
+@experiment(DerivativeFacts.experiment, when="requested", memory=6.0, by_samples=True)
 def derivative(session: ReplaySession) -> Facts:
     """Raises NotReplayable where the model is too large, or has no loss that is a number."""
     if sum(p.numel() for p in session.parameters.values()) > MOST_ELEMENTS:

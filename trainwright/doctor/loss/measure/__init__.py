@@ -170,7 +170,7 @@ def towards_targets(session: ReplaySession) -> Facts:
     return dict(strict(vars(TowardsFacts(before, after, tuple(dict.fromkeys(ops)), rivals))))
 
 
-@experiment(CutFacts.experiment, when="requested")
+@experiment(CutFacts.experiment, when="requested", memory=2.0)
 def batch_twice(session: ReplaySession) -> Facts:
     """The loss of the batch twice over that of the batch, and the same of each of its terms."""
     size, recorded = session.size, session.recorded_step

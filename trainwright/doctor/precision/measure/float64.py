@@ -30,7 +30,7 @@ KEPT_BYTES = 256 * 2**20
 Grads = Mapping[str, Tensor | None]
 
 
-@experiment(Float64Facts.experiment, when="requested")
+@experiment(Float64Facts.experiment, when="requested", memory=7.0, by_samples=True)
 def in_float64(session: ReplaySession) -> Facts:
     """Raises NotReplayable where random numbers are drawn in eval mode too, or a part of the model refuses float64."""
     if sum(p.numel() for p in session.parameters.values()) > MOST_ELEMENTS:

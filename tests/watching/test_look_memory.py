@@ -1,0 +1,193 @@
+"""What a look takes of the memory: it leaves nothing behind, and where it runs out of it the run does not notice."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import trainwright as tw
+from tests import forked
+from trainwright.replay.experiments import EXPERIMENTS
+from trainwright.replay.memory import NO_ROOM
+from trainwright.replay.replayer import NotReplayable
+from trainwright.runlog.records import Examined
+
+
+class Mark:
+    """Lives as long as the graph that it is put into."""
+
+
+class Marking(nn.Module):
+    """Puts a mark into the graph of each forward pass. ``is_short`` of memory for tensors of float64."""
+
+    def __init__(self, is_short: bool = False) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
+        self.alive: weakref.WeakSet[Mark] = weakref.WeakSet()
+        self.is_short = is_short
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        if hidden.grad_fn is not None:
+            mark = Mark()
+            cast("dict[str, object]", hidden.grad_fn.metadata)["mark"] = mark
+            self.alive.add(mark)
+        if self.is_short and hidden.dtype == torch.float64:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return cast("Tensor", self.last(hidden))
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def train(model: Marking, steps: int, *, watching: bool = True) -> tuple[tw.Watch, list[int]]:
+    """Returns the watch, and how many graphs are alive after each step."""
+    torch.manual_seed(0)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    x, y = torch.randn(16, 8), torch.randint(3, (16,))
+    alive = []
+    watch = tw.watch(model, optimizer, out=None, quiet=True)
+    if watching:
+        watch.__enter__()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x.clone()), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        alive.append(len(model.alive))
+    if watching:
+        watch.__exit__(None, None, None)
+    return watch, alive
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_look_leaves_no_graph_behind() -> None:
+    watch, alive = train(Marking(), 6)
+    looked_at = {each.step for each in watch.records if isinstance(each, Examined)}
+    assert {1, 2, 3, 4, 6} <= looked_at and alive == [0] * 6
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_look_that_runs_out_of_memory_says_so_and_frees_all() -> None:
+    torch.manual_seed(0)
+    model = Marking(is_short=True)
+    watch, alive = train(model, 4)
+    blind = {each.experiment: each.values.get("blind") for each in watch.records if isinstance(each, Examined)}
+    assert str(blind["in_float64"]).startswith(NO_ROOM) and alive == [0] * 4
+    assert not [found for found in watch.findings() if found.severity == "critical"]
+    assert watch.session.failures == []
+
+    torch.manual_seed(0)
+    alone = Marking(is_short=True)
+    train(alone, 4, watching=False)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), alone.parameters(), strict=True))
+
+
+def test_what_needs_more_than_there_is_does_not_begin() -> None:
+    watch, _ = train(Marking(), 2)
+    runner = watch.session.runner
+    session = runner._session_of(2)
+    assert runner._memory.rows_for(session, 1.0, can_be_fewer=False) is None
+    with pytest.raises(NotReplayable, match=rf"{NO_ROOM}: it takes about [\d,]+ MiB, and [\d,]+ MiB are free"):
+        runner._memory.rows_for(session, 1e12, can_be_fewer=True)
+
+
+PEAKS = """
+import json, sys
+import torch
+from torch import nn
+import torch.nn.functional as F
+import trainwright as tw
+from trainwright.watching import experiments
+from trainwright.world.memory import held_bytes, keep_no_blocks, peak_bytes, start_peak
+
+keep_no_blocks()
+torch.set_num_threads(1)
+cpu = torch.device("cpu")
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 2)
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)[:, :, None].expand(-1, -1, 32768) * 1.5).mean(2))
+
+class Runner(experiments.ExperimentRunner):
+    def _run(self, names, step):
+        facts = {}
+        for name in names:
+            before = held_bytes(cpu)
+            start_peak(cpu)
+            found = super()._run([name], step)
+            if found and "blind" not in found[name]:
+                weights = 3 * sum(p.nbytes for p in model.parameters())
+                step_bytes = weights + self._memory._of_batch(self._session_of(step))
+                foretold = step_bytes * experiments.EXPERIMENTS[name].memory
+                peaks.append([name, peak_bytes(cpu) - before, held_bytes(cpu) - before, foretold])
+            facts |= found
+        return facts
+
+def conv():
+    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 2))
+
+peaks = []
+torch.manual_seed(0)
+for model, x in ((Wide(), torch.randn(8, 8)), (conv(), torch.randn(16, 3, 32, 32))):
+    y = torch.randint(2, (len(x),))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    watch = tw.watch(model, optimizer, out=None, quiet=True)
+    watch.session.runner.__class__ = Runner
+    with watch:
+        for _ in range(1):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x.clone()), y).backward()
+            optimizer.step()
+print(json.dumps(peaks))
+"""
+NOISE_BYTES = 6 * 2**20
+"""What a look keeps when it runs for the first time: code, buffers of kernels of float64, records."""
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
+def test_each_experiment_takes_what_was_foretold_at_most_and_gives_it_back() -> None:
+    done = forked.run(PEAKS)
+    assert done.returncode == 0, done.stderr
+    peaks = json.loads(done.stdout.splitlines()[-1])
+    assert len({name for name, *_ in peaks}) > 20
+    assert [row for row in peaks if row[1] > row[3] + NOISE_BYTES] == []
+    assert [row for row in peaks if row[2] > NOISE_BYTES] == []
+
+
+def test_the_laws_of_derivatives_hold_on_the_samples_that_fit() -> None:
+    """Half of the memory that all 16 would take: both laws are looked at, on fewer, and are not broken."""
+    watch, _ = train(Marking(), 4)
+    runner = watch.session.runner
+    session, memory = runner._session_of(4), runner._memory
+    wide = memory._of_batch(session) * 1000  # as if the batch were most of what the step takes
+    memory._of_size = dict.fromkeys(memory._of_size, wide)
+    for name in ("derivative", "in_float64"):
+        experiment = EXPERIMENTS[name]
+        memory._free = 4, int(experiment.memory * wide / 2)
+        rows = memory.rows_for(session, experiment.memory, can_be_fewer=True)
+        assert rows is not None and 6 <= len(rows) <= 8
+        with runner.replayer.only(rows):
+            assert session.run().outputs[0].shape == (len(rows), 3)  # type: ignore[attr-defined]
+        facts = runner._run_within_memory(experiment, session)
+        assert facts.get("deviating", []) == [] and facts.get("error", 0.0) < 1e-5

@@ -1,0 +1,85 @@
+"""The memory that a replay takes: foretold before it begins, so that a look never takes what the loop needs."""
+
+from __future__ import annotations
+
+import traceback
+
+import torch
+from torch import Tensor
+
+from trainwright.engine.oom_report import is_out_of_memory
+from trainwright.recorder.program import RecordedStep, constants_of
+from trainwright.replay.replayer import NotReplayable
+from trainwright.replay.session import ReplaySession
+from trainwright.world.memory import free_bytes, give_back
+
+NO_ROOM = "not looked at, for want of memory"
+FEWEST = 2
+"""Samples: BatchNorm takes no single one."""
+WIDEST = 3
+"""Of the largest tensor: what lies beside the saved tensors at the peak, its input and the gradients of both."""
+OF_WEIGHTS = 3
+"""A replay works on a copy of the weights, makes gradients beside those of the loop, and its result copies them."""
+
+
+class ReplayMemory:
+    """How much memory the replays of a step take. What is measured holds for all steps with inputs of that size."""
+
+    def __init__(self) -> None:
+        self._of_size: dict[int, int] = {}
+        self._free: tuple[int, int] = (0, 0)  # before the looks at a step: to ask takes a millisecond
+
+    def rows_for(self, session: ReplaySession, times: float, *, can_be_fewer: bool) -> range | None:
+        """The samples of each micro-batch for which ``times`` what the step takes is there; None: all of them.
+
+        Raises NotReplayable where all are needed, or even two do not fit.
+        """
+        if self._free[0] != session.step:
+            self._free = session.step, free_bytes(session.replayer.device)
+        free, size = self._free[1] / times, session.size or 0
+        batch, weights = self._of_batch(session), OF_WEIGHTS * sum(p.nbytes for p in session.parameters.values())
+        if batch + weights <= free:
+            return None
+        fitting = int(size * (free - weights) / batch) if can_be_fewer and batch else 0
+        if fitting < FEWEST:
+            wanted = _mib(times * (batch + weights))
+            raise NotReplayable(f"{NO_ROOM}: it takes about {wanted}, and {_mib(self._free[1])} are free")
+        return range(fitting)
+
+    def _of_batch(self, session: ReplaySession) -> int:
+        """What the step takes beside the weights."""
+        size = _size_of(session.recorded_step)
+        if size not in self._of_size:
+            self._of_size[size] = _measured(session)
+        return self._of_size[size]
+
+
+def free_what_it_holds(error: Exception, device: torch.device) -> bool:
+    """Frees the tensors in the frames that ``error`` came through. Returns whether memory had run out."""
+    traceback.clear_frames(error.__traceback__)
+    has_run_out = is_out_of_memory(error)
+    if has_run_out:
+        give_back(device)
+    return has_run_out
+
+
+def _measured(session: ReplaySession) -> int:
+    """The bytes that a forward pass saves for the backward pass, and what lies beside them at the peak."""
+    seen: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        seen[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()  # the tensor itself, where an operation saves its result, would be a cycle
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        session.run(upto="forward")
+    return sum(seen.values()) + WIDEST * max(seen.values(), default=0)
+
+
+def _size_of(recorded: RecordedStep) -> int:
+    return sum(c.tensor.nbytes for call in recorded.calls for c in constants_of((call.args, call.kwargs)))
+
+
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:,.0f} MiB"
