@@ -20,6 +20,7 @@ import trainwright as tw
 from trainwright.build.optim.choose import make_optimizer
 from trainwright.build.optim.guarded import GuardedOptimizer
 from trainwright.build.resolve import imported
+from trainwright.doctor.precision.measure.formats import NO_MASTER_WEIGHTS
 from trainwright.errors import RecipeError, UsageError
 from trainwright.forecast.run_forecast import forecast
 from trainwright.plan.devices import find_device, known_devices, load_devices
@@ -40,7 +41,6 @@ from trainwright.recipe import (
     json_schema,
     optimizer_row,
 )
-from trainwright.replay.experiments.precision import NO_MASTER_WEIGHTS
 
 ROOT = Path(tw.__file__).parent.parent
 MLP = {"model": {"use": "mlp", "args": {"sizes": [64, 256, 256, 10]}}, "data": {"train": "digits"}}

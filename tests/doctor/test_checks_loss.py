@@ -7,8 +7,9 @@ from typing import Any
 
 from tests.rows import each_row
 from trainwright.doctor.case import Case
-from trainwright.doctor.checks import labels, loss
+from trainwright.doctor.data.names import labels
 from trainwright.doctor.finding import ExperimentRequest, Finding
+from trainwright.doctor.loss.names import scores
 from trainwright.runlog.records import Examined, Watched
 
 Check = Callable[[Case], Iterable[Finding | ExperimentRequest]]
@@ -37,23 +38,23 @@ CE = {"op": "cross_entropy"}
 @each_row(
     ("given", "check", "code"),
     [
-        (CE | {"simplex": True}, loss.softmax_before_ce, "loss.softmax_before_ce"),
-        ({"op": "log_softmax", "simplex": True}, loss.softmax_before_ce, "loss.softmax_before_ce"),
+        (CE | {"simplex": True}, scores.softmax_before_ce, "loss.softmax_before_ce"),
+        ({"op": "log_softmax", "simplex": True}, scores.softmax_before_ce, "loss.softmax_before_ce"),
         (
             {"op": "binary_cross_entropy_with_logits", "squashed": True},
-            loss.softmax_before_ce,
+            scores.softmax_before_ce,
             "loss.softmax_before_ce",
         ),
-        ({"op": "softmax", "simplex": True, "made_in": "moe"}, loss.softmax_twice, "loss.softmax_twice"),
-        ({"op": "nll_loss", "simplex": True, "above_0": 1.0}, loss.nll_on_probs, "loss.nll_on_probs"),
-        ({"op": "nll_loss", "simplex": False, "above_0": 0.5}, loss.nll_on_probs, "loss.nll_on_probs"),
+        ({"op": "softmax", "simplex": True, "made_in": "moe"}, scores.softmax_twice, "loss.softmax_twice"),
+        ({"op": "nll_loss", "simplex": True, "above_0": 1.0}, scores.nll_on_probs, "loss.nll_on_probs"),
+        ({"op": "nll_loss", "simplex": False, "above_0": 0.5}, scores.nll_on_probs, "loss.nll_on_probs"),
     ],
 )
 def test_what_a_loss_is_given(given: dict[str, Any], check: Check, code: str) -> None:
     assert codes(check, about_loss(given)) == [code]
 
 
-@each_row("check", [loss.softmax_before_ce, loss.softmax_twice, loss.nll_on_probs])
+@each_row("check", [scores.softmax_before_ce, scores.softmax_twice, scores.nll_on_probs])
 def test_logits_and_log_probabilities_are_all_right(check: Check) -> None:
     log_probs = {"op": "nll_loss", "simplex": False, "above_0": 0.0}
     assert codes(check, about_loss(CE | {"simplex": False}, log_probs)) == []
@@ -61,8 +62,8 @@ def test_logits_and_log_probabilities_are_all_right(check: Check) -> None:
 
 def test_a_square_of_terms() -> None:
     outer = {"op": "sub", "shapes": [[64, 1], [64]], "terms": 4096, "samples": 64}
-    assert codes(loss.broadcast_target, about_loss(outer=[outer])) == ["loss.broadcast_target"]
-    assert codes(loss.broadcast_target, about_loss()) == []
+    assert codes(scores.broadcast_target, about_loss(outer=[outer])) == ["loss.broadcast_target"]
+    assert codes(scores.broadcast_target, about_loss()) == []
 
 
 RISES = {"as_it_was": [2.3, 2.4], "tenth": [2.3, 2.31], "turned": [2.3, 2.29]}
@@ -70,8 +71,8 @@ RISES = {"as_it_was": [2.3, 2.4], "tenth": [2.3, 2.31], "turned": [2.3, 2.29]}
 
 def test_a_loss_that_is_maximised() -> None:
     uphill = about_loss(CE | {"wants": -1})
-    assert codes(loss.wrong_sign, uphill) == ["sign"]
-    assert codes(loss.wrong_sign, uphill, exam("sign", **RISES)) == ["loss.wrong_sign"]
+    assert codes(scores.wrong_sign, uphill) == ["sign"]
+    assert codes(scores.wrong_sign, uphill, exam("sign", **RISES)) == ["loss.wrong_sign"]
 
 
 @each_row(
@@ -85,12 +86,12 @@ def test_a_loss_that_is_maximised() -> None:
     ],
 )
 def test_a_loss_that_may_be_maximised(records: list[Examined]) -> None:
-    assert codes(loss.wrong_sign, *records, exam("sign", **RISES)) == []
+    assert codes(scores.wrong_sign, *records, exam("sign", **RISES)) == []
 
 
 def test_a_rate_that_is_too_high_is_no_wrong_sign() -> None:
     too_high = {"as_it_was": [2.3, 9.0], "tenth": [2.3, 2.2], "turned": [2.3, 2.4]}
-    assert codes(loss.wrong_sign, about_loss(CE | {"wants": -1}), exam("sign", **too_high)) == []
+    assert codes(scores.wrong_sign, about_loss(CE | {"wants": -1}), exam("sign", **too_high)) == []
 
 
 def step(*events: tuple[str, Any], reached: int = 0, **values: Any) -> Watched:
@@ -103,15 +104,15 @@ BACKWARD = ("backward", {"cut": False})
 
 def test_a_loss_without_a_graph() -> None:
     code = ["grad.graph_cut_at_loss"]
-    assert codes(loss.graph_cut_at_loss, step(("backward", {"cut": True}))) == code
-    assert codes(loss.graph_cut_at_loss, step(BACKWARD), about_loss(CE, reached=0)) == code
+    assert codes(scores.graph_cut_at_loss, step(("backward", {"cut": True}))) == code
+    assert codes(scores.graph_cut_at_loss, step(BACKWARD), about_loss(CE, reached=0)) == code
     blind = "the loss is not made of what the watched model returned"
-    assert codes(loss.graph_cut_at_loss, step(BACKWARD, blind=blind)) == code
+    assert codes(scores.graph_cut_at_loss, step(BACKWARD, blind=blind)) == code
 
 
 def test_gradients_that_are_dropped_or_elsewhere_are_no_cut() -> None:
-    assert codes(loss.graph_cut_at_loss, step(("backward", {"cut": True}), ("zero_grad", 0))) == []
-    assert codes(loss.graph_cut_at_loss, step(BACKWARD), about_loss(CE, reached=6)) == []
+    assert codes(scores.graph_cut_at_loss, step(("backward", {"cut": True}), ("zero_grad", 0))) == []
+    assert codes(scores.graph_cut_at_loss, step(BACKWARD), about_loss(CE, reached=6)) == []
 
 
 def terms(large: float, small: float, own: float = 1.0, at: int = 1) -> Examined:
@@ -124,14 +125,14 @@ def terms(large: float, small: float, own: float = 1.0, at: int = 1) -> Examined
 
 def test_a_term_that_dominates() -> None:
     several = about_loss(CE, terms=2)
-    assert codes(loss.term_dominates, several) == ["terms"]
-    assert codes(loss.term_dominates, several, terms(5e3, 1.0)) == ["terms"]
-    assert codes(loss.term_dominates, several, terms(5e3, 1.0), terms(5e3, 1.0, at=2)) == ["loss.term_dominates"]
+    assert codes(scores.term_dominates, several) == ["terms"]
+    assert codes(scores.term_dominates, several, terms(5e3, 1.0)) == ["terms"]
+    assert codes(scores.term_dominates, several, terms(5e3, 1.0), terms(5e3, 1.0, at=2)) == ["loss.term_dominates"]
 
 
 @each_row("norms", [(500.0, 1.0, 1.0), (5e3, 1.0, 1e-3)])
 def test_a_small_penalty_is_not_dominated(norms: tuple[float, float, float]) -> None:
-    assert codes(loss.term_dominates, about_loss(CE, terms=2), terms(*norms), terms(*norms, at=2)) == []
+    assert codes(scores.term_dominates, about_loss(CE, terms=2), terms(*norms), terms(*norms, at=2)) == []
 
 
 def asked_for(offset: int, sees: float = 0.0, **more: Any) -> Examined:

@@ -12,8 +12,8 @@ import torch
 
 from tests.rows import each_row
 from trainwright.doctor.case import Case
-from trainwright.doctor.checks.shortage import thrashing
 from trainwright.doctor.finding import Finding
+from trainwright.doctor.resources.names.shortage import thrashing
 from trainwright.observe.telemetry import allocator_values
 from trainwright.runlog.records import Telemetry, from_json, to_json
 

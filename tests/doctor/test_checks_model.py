@@ -6,8 +6,8 @@ from typing import Any
 
 from tests.rows import each_row
 from trainwright.doctor.case import Case
-from trainwright.doctor.checks import layers, model
 from trainwright.doctor.finding import Check, ExperimentRequest, Finding
+from trainwright.doctor.function.names import layers, structure
 from trainwright.runlog.records import Examined
 
 
@@ -36,17 +36,17 @@ def look(**values: Any) -> dict[str, Any]:
 )
 def test_two_linear_layers_in_a_row(first: list[int], second: list[int], fires: bool) -> None:
     chain = {"first": "a.weight", "second": "b.weight", "of": [first, second]}
-    assert bool(codes(model.missing_nonlinearity, (1, "structure", {"chains": [chain]}))) == fires
+    assert bool(codes(structure.missing_nonlinearity, (1, "structure", {"chains": [chain]}))) == fires
 
 
 def test_mixed_samples_need_a_view_or_a_batch() -> None:
     moved = {"asked": True, "size": 32, "is_batch": False, "changed": 0, "own": 3.0, "others": 1.0, "samples": 7}
     shuffle = {"module": "", "from": [32, 16, 8], "to": [16, 32, 8]}
-    assert codes(model.mixes_samples, (1, "isolation", moved)) == []  # nodes of a graph, or time steps
-    assert codes(model.mixes_samples, (1, "isolation", moved | {"is_batch": True})) == ["model.mixes_samples"]
+    assert codes(structure.mixes_samples, (1, "isolation", moved)) == []  # nodes of a graph, or time steps
+    assert codes(structure.mixes_samples, (1, "isolation", moved | {"is_batch": True})) == ["model.mixes_samples"]
     seen = (1, "structure", {"shuffles": [shuffle]})
-    assert codes(model.mixes_samples, seen, (1, "isolation", moved)) == ["model.mixes_samples"]
-    assert codes(model.mixes_samples, seen, (1, "isolation", moved | {"others": 0.0})) == []
+    assert codes(structure.mixes_samples, seen, (1, "isolation", moved)) == ["model.mixes_samples"]
+    assert codes(structure.mixes_samples, seen, (1, "isolation", moved | {"others": 0.0})) == []
 
 
 @each_row(
@@ -60,25 +60,25 @@ def test_mixed_samples_need_a_view_or_a_batch() -> None:
     ],
 )
 def test_a_backward_that_is_no_derivative(told: dict[str, Any], fires: bool) -> None:
-    structure = (1, "structure", {"custom": ["Swish"]})
-    assert said(model.wrong_backward, structure) == [ExperimentRequest("custom_functions", 1)]
+    custom = (1, "structure", {"custom": ["Swish"]})
+    assert said(structure.wrong_backward, custom) == [ExperimentRequest("custom_functions", 1)]
     one = {"function": "Swish", "module": "1", "error": 0.5, "factor": 2.0, "unsteady": 0.0}
     one |= {"identity": False, "constant": False} | told
-    found = codes(model.wrong_backward, structure, (1, "custom_functions", {"functions": [one]}))
+    found = codes(structure.wrong_backward, custom, (1, "custom_functions", {"functions": [one]}))
     assert found == (["grad.wrong_backward"] if fires else [])
 
 
 def test_too_large_needs_normal_inputs_and_a_remedy_that_works() -> None:
     told = {"loss": 20.0, "classes": [33], "input_size": 1.0, "large": {"head.weight": 8.0}, "rescaled": 3.6}
-    assert codes(model.too_large, (1, "initial", told)) == ["init.too_large"]
-    assert codes(model.too_large, (1, "initial", told | {"input_size": 255.0})) == []
-    assert codes(model.too_large, (1, "initial", told | {"rescaled": 18.0})) == []
+    assert codes(structure.too_large, (1, "initial", told)) == ["init.too_large"]
+    assert codes(structure.too_large, (1, "initial", told | {"input_size": 255.0})) == []
+    assert codes(structure.too_large, (1, "initial", told | {"rescaled": 18.0})) == []
 
 
 def test_a_new_head_alone_is_a_fine_tune() -> None:
     gone = {"weights": 8, "gone": ["head.weight"], "share": 0.1}
-    assert codes(model.reinitialised, (1, "loaded", gone)) == []
-    assert codes(model.reinitialised, (1, "loaded", gone | {"share": 1.0})) == ["ckpt.reinitialised"]
+    assert codes(structure.reinitialised, (1, "loaded", gone)) == []
+    assert codes(structure.reinitialised, (1, "loaded", gone | {"share": 1.0})) == ["ckpt.reinitialised"]
 
 
 def test_gradients_that_fall_with_the_depth() -> None:

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 import trainwright as tw
 from trainwright.doctor.case import Case
-from trainwright.doctor.checks import mechanisms, nonfinite
 from trainwright.doctor.finding import Check, Finding
 from trainwright.doctor.pages import codes as pages
+from trainwright.doctor.precision.names import mechanisms, nonfinite
 from trainwright.report.findings import place
 from trainwright.runlog.records import Examined, Found, Record, Watched
 from zoo.host import cnn, images, loader, mlp, table

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.checks import accumulation, contract, optim
 from trainwright.doctor.finding import Check, ExperimentRequest, Finding
+from trainwright.doctor.gradient.names import accumulation
+from trainwright.doctor.program.names import contract
+from trainwright.doctor.update.names import rates
 from trainwright.runlog.records import Examined, Watched
 
 BACKWARD = ("backward", {"carried": True, "cut": False, "retain": False})
@@ -120,33 +122,33 @@ def test_a_group_at_zero_is_a_fault_only_when_no_schedule_can_raise_it() -> None
 
 def test_an_update_that_worsens_its_own_batch_needs_a_smaller_one_that_does_not() -> None:
     run = [watched(1, BACKWARD, STEP), updated(1, 2.3, 9.0)]
-    assert said(optim.overshoots, *run) == ["wish smaller_steps"]
+    assert said(rates.overshoots, *run) == ["wish smaller_steps"]
     helps = examined("smaller_steps", 1, as_it_was=[2.3, 9.0, 40.0, 90.0], falls=0.1)
-    assert "opt.lr_too_high" in said(optim.overshoots, *run, helps)
+    assert "opt.lr_too_high" in said(rates.overshoots, *run, helps)
     not_the_rate = examined("smaller_steps", 1, as_it_was=[2.3, 9.0, 40.0, 90.0], falls=None)
-    assert "opt.lr_too_high" not in said(optim.overshoots, *run, not_the_rate)
+    assert "opt.lr_too_high" not in said(rates.overshoots, *run, not_the_rate)
 
 
 def test_a_warm_up_is_missing_only_if_the_whole_rate_is_well_after_it() -> None:
     stuck, falling = [3.7] * 16, [3.7 - 0.1 * n for n in range(16)]
     way = {"first": 1, "length": 16, "as_it_was": stuck, "tenth": falling, "warm_steps": 8}
-    assert said(optim.no_progress, examined("along_the_way", 16, **way, warm=falling)) == ["sched.no_warmup"]
+    assert said(rates.no_progress, examined("along_the_way", 16, **way, warm=falling)) == ["sched.no_warmup"]
     lost_again = [*falling[:8], *[9.0] * 8]
     record = watched(16, loss=3.7)
-    assert said(optim.no_progress, record, examined("along_the_way", 16, **way, warm=lost_again)) == ["opt.lr_too_high"]
+    assert said(rates.no_progress, record, examined("along_the_way", 16, **way, warm=lost_again)) == ["opt.lr_too_high"]
     way["as_it_was"] = falling  # it learns as it is
-    assert said(optim.no_progress, examined("along_the_way", 16, **way, warm=falling)) == []
+    assert said(rates.no_progress, examined("along_the_way", 16, **way, warm=falling)) == []
 
 
 def test_a_rate_is_too_low_only_if_a_larger_one_helps_and_none_is_to_come() -> None:
     tiny = [updated(n, 2.3, 2.3, ratio=1e-7, lr=[1e-8]) for n in (1, 2)]
     steps = [watched(1, BACKWARD, STEP), watched(2, BACKWARD, STEP)]
     larger = examined("larger_lr", 2, as_it_was=[2.3] * 4, larger=[[1e4, [2.3, 2.2, 2.1, 2.0]]])
-    assert said(optim.lr_too_low, *steps, *tiny, larger)[-1] == "opt.lr_too_low"
+    assert said(rates.lr_too_low, *steps, *tiny, larger)[-1] == "opt.lr_too_low"
     flat = examined("larger_lr", 2, as_it_was=[2.3] * 4, larger=[[1e4, [2.3] * 4]])
-    assert said(optim.lr_too_low, *steps, *tiny, flat) == ["wish larger_lr"]
+    assert said(rates.lr_too_low, *steps, *tiny, flat) == ["wish larger_lr"]
     warming = [{"kind": "SGD", "parameters": 6, "stale": 0, "groups": [{"lr": 1e-8, "initial_lr": 0.1}]}]
-    assert said(optim.lr_too_low, *steps, *tiny, larger, seen(2, optimizers=warming)) == []
+    assert said(rates.lr_too_low, *steps, *tiny, larger, seen(2, optimizers=warming)) == []
 
 
 def test_gradients_explode_through_time_only_along_a_chain_that_grows() -> None:
@@ -156,8 +158,8 @@ def test_gradients_explode_through_time_only_along_a_chain_that_grows() -> None:
         told = {"length": 64, "factor": factor, "first": 300.0, "last": 0.01, "fit": -0.99}
         return examined("through_time", 1, chains=[told], grad_norm=1e4, largest="rnn.weight_hh_l0")
 
-    assert said(optim.exploding, large, chain(1.15)) == ["wish through_time", "grad.exploding"]
-    assert said(optim.exploding, large, chain(0.9)) == ["wish through_time"]
+    assert said(rates.exploding, large, chain(1.15)) == ["wish through_time", "grad.exploding"]
+    assert said(rates.exploding, large, chain(0.9)) == ["wish through_time"]
 
 
 def window(step: int, **values: Any) -> Examined:
@@ -203,5 +205,5 @@ def test_a_leftover_window_is_longer_than_the_others() -> None:
 
 
 def test_a_wish_is_for_the_step_that_was_seen() -> None:
-    told = list(optim.overshoots(Case([watched(3, BACKWARD, STEP), updated(3, 2.0, 8.0)])))
+    told = list(rates.overshoots(Case([watched(3, BACKWARD, STEP), updated(3, 2.0, 8.0)])))
     assert told == [ExperimentRequest("smaller_steps", 3)]

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.checks import memory, modes, precision, schedule
 from trainwright.doctor.finding import Check, ExperimentRequest, Finding
+from trainwright.doctor.precision.names import formats
+from trainwright.doctor.program.names import modes, schedules
+from trainwright.doctor.resources.names import held
 from trainwright.runlog.records import Examined, Record, Watched
 
 SHADOW: dict[str, Any] = {
@@ -49,26 +51,26 @@ def codes(check: Check, *records: Record, finished: bool = False) -> list[str]:
 class TestPrecision:
     def test_underflow_is_what_a_loss_scale_brings_back(self) -> None:
         lost = SHADOW | {"lost": 0.9, "gradient_error": 0.7}
-        assert codes(precision.gradients_underflow, exam("formats", **FP16), exam("fp32_shadow", **lost)) == [
+        assert codes(formats.gradients_underflow, exam("formats", **FP16), exam("fp32_shadow", **lost)) == [
             "prec.fp16_underflow"
         ]
         as_lost = lost | {"scaled": {"scale": 65536.0, "gradient_error": 0.7, "lost": 0.9}}
-        assert not codes(precision.gradients_underflow, exam("formats", **FP16), exam("fp32_shadow", **as_lost))
+        assert not codes(formats.gradients_underflow, exam("formats", **FP16), exam("fp32_shadow", **as_lost))
 
     def test_an_operation_that_gives_only_zero_is_named(self) -> None:
         emptied = {"op": "mul", "module": "experts", "dtype": "float16", "largest": 5e-9}
-        found = said(precision.values_underflow, exam("fp32_shadow", **(SHADOW | {"emptied": [emptied]})))
+        found = said(formats.values_underflow, exam("fp32_shadow", **(SHADOW | {"emptied": [emptied]})))
         assert isinstance(found[0], Finding)
         assert (found[0].found.where.module, found[0].found.where.op) == ("experts", "mul")
-        assert not said(precision.values_underflow, exam("fp32_shadow", **SHADOW))
+        assert not said(formats.values_underflow, exam("fp32_shadow", **SHADOW))
 
     @pytest.mark.parametrize(("by_loss", "expected"), [(0.12, ["prec.cancellation"]), (0.01, []), (None, [])])
     def test_cancellation_is_the_share_of_the_loss(self, by_loss: float | None, expected: list[str]) -> None:
         values = SHADOW | {"by_loss": by_loss, "gradient_error": 0.2}
-        assert codes(precision.loss_cancels, exam("fp32_shadow", **values)) == expected
+        assert codes(formats.loss_cancels, exam("fp32_shadow", **values)) == expected
 
     def test_a_blind_experiment_says_nothing(self) -> None:
-        assert not said(precision.loss_cancels, exam("fp32_shadow", blind="gone"))
+        assert not said(formats.loss_cancels, exam("fp32_shadow", blind="gone"))
 
     @pytest.mark.parametrize(
         ("lr", "elsewhere", "expected"),
@@ -77,24 +79,24 @@ class TestPrecision:
     )
     def test_lost_updates(self, lr: float, elsewhere: bool, expected: list[str]) -> None:
         kept = exam("updates_kept", step=2, still=0.95, elements=1000, kept_elsewhere=elsewhere)
-        assert codes(precision.updates_are_lost, update(1), update(2, lr), kept) == expected
+        assert codes(formats.updates_are_lost, update(1), update(2, lr), kept) == expected
 
     @pytest.mark.parametrize(("off", "expected"), [(0.01, ["prec.lost_accumulation"]), (0.003, []), (None, [])])
     def test_lost_accumulation_is_more_than_one_rounding(self, off: float | None, expected: list[str]) -> None:
         sums = exam("summed_in_16_bit", micro_batches=64, off=off, rounded_once=0.0017)
-        assert codes(precision.sums_lose, sums) == expected
+        assert codes(formats.sums_lose, sums) == expected
 
     def test_stale_weights_are_asked_for_and_then_named(self) -> None:
         records = [update(2, autocast=True), exam("again", step=2, same_losses=False)]
-        assert said(precision.autocast_keeps_old_weights, *records) == [ExperimentRequest("stale_weights", 2)]
-        assert not said(precision.autocast_keeps_old_weights, update(2), records[1])
+        assert said(formats.autocast_keeps_old_weights, *records) == [ExperimentRequest("stale_weights", 2)]
+        assert not said(formats.autocast_keeps_old_weights, update(2), records[1])
         stale = exam("stale_weights", step=2, then=[1.0], now=[0.9], weights_of_step=1)
-        assert codes(precision.autocast_keeps_old_weights, *records, stale) == ["prec.autocast_stale_cache"]
+        assert codes(formats.autocast_keeps_old_weights, *records, stale) == ["prec.autocast_stale_cache"]
         other = exam("stale_weights", step=2, then=[1.0], now=[0.9], weights_of_step=None)
-        assert not codes(precision.autocast_keeps_old_weights, *records, other)
+        assert not codes(formats.autocast_keeps_old_weights, *records, other)
 
     def test_float32_runs_pay_nothing(self) -> None:
-        assert not said(precision.what_16_bits_lose, exam("formats", values=[], weights=[], backwards=1))
+        assert not said(formats.what_16_bits_lose, exam("formats", values=[], weights=[], backwards=1))
 
 
 def scheduled(*schedulers: dict[str, Any], **more: Any) -> Examined:
@@ -126,19 +128,19 @@ class TestSchedule:
     @pytest.mark.parametrize(("step_size", "expected"), [(10, CODE_OF_UNITS), (1000, [])])
     def test_a_schedule_that_is_worth_less_than_an_epoch(self, step_size: int, expected: list[str]) -> None:
         record = scheduled(stepped(EACH_STEP, **STEP_LR, step_size=step_size))
-        assert codes(schedule.counted_in_the_wrong_unit, record) == expected
+        assert codes(schedules.counted_in_the_wrong_unit, record) == expected
 
     def test_once_for_each_epoch_is_right(self) -> None:
         once = [[0, 1, 0], [0, 1, 0], [1, 1, 1]]
-        assert not codes(schedule.counted_in_the_wrong_unit, scheduled(stepped(once, **STEP_LR, step_size=10)))
+        assert not codes(schedules.counted_in_the_wrong_unit, scheduled(stepped(once, **STEP_LR, step_size=10)))
 
     def test_micro_batches_and_processes(self) -> None:
         by_micro_batch = scheduled(stepped([[3, 4, 1], [4, 4, 1]], **{"class": "LambdaLR"}))
-        assert codes(schedule.counted_in_the_wrong_unit, by_micro_batch) == CODE_OF_UNITS
-        assert not codes(schedule.stepped_for_each_process, by_micro_batch)
+        assert codes(schedules.counted_in_the_wrong_unit, by_micro_batch) == CODE_OF_UNITS
+        assert not codes(schedules.stepped_for_each_process, by_micro_batch)
         by_process = scheduled(stepped([[0, 1, 0], [4, 1, 4], [4, 1, 4]], **{"class": "LambdaLR"}))
-        assert codes(schedule.stepped_for_each_process, by_process) == ["sched.world_size_scaled"]
-        assert not codes(schedule.counted_in_the_wrong_unit, by_process)
+        assert codes(schedules.stepped_for_each_process, by_process) == ["sched.world_size_scaled"]
+        assert not codes(schedules.counted_in_the_wrong_unit, by_process)
 
     @pytest.mark.parametrize(
         ("name", "expected"), [("CosineAnnealingLR", ["sched.cosine_climbs"]), ("CosineAnnealingWarmRestarts", [])]
@@ -146,14 +148,14 @@ class TestSchedule:
     def test_a_climb_without_a_declared_restart(self, name: str, expected: list[str]) -> None:
         part = {"class": name, "T_max": 64, "last_epoch": 65}
         record = scheduled(stepped(EACH_STEP, **part), lrs=[[64, 1e-5], [65, 0.0], [66, 1e-5]])
-        assert codes(schedule.cosine_climbs, record) == expected
+        assert codes(schedules.cosine_climbs, record) == expected
 
     def test_a_warm_up_from_zero_is_stepped(self) -> None:
         idle = stepped([[0, 1, 0]] * 2, **{"class": "LambdaLR", "base_lrs": [1e-3]})
         at_zero = scheduled(idle, steps=2, zero_steps=2, lrs=[[1, 0.0]], peak=0.0)
-        assert codes(schedule.never_stepped, at_zero) == ["sched.never_stepped"]
+        assert codes(schedules.never_stepped, at_zero) == ["sched.never_stepped"]
         rising = scheduled(stepped(EACH_STEP, **{"class": "LambdaLR"}), steps=2, zero_steps=1)
-        assert not codes(schedule.never_stepped, rising)
+        assert not codes(schedules.never_stepped, rising)
 
     @pytest.mark.parametrize(
         ("mode", "metrics", "expected"),
@@ -168,7 +170,7 @@ class TestSchedule:
         rows = [[8 * n, metric, 2.0 - 0.3 * n, 1e-3] for n, metric in enumerate(metrics)]
         part = {"class": "ReduceLROnPlateau", "mode": mode}
         record = scheduled(stepped(EACH_STEP, **part) | {"metrics": rows}, lrs=[[1, 1e-3], [33, 1e-4]])
-        assert codes(schedule.plateau_the_wrong_way, record) == expected
+        assert codes(schedules.plateau_the_wrong_way, record) == expected
 
 
 def in_eval(module: str, **row: Any) -> dict[str, Any]:
@@ -211,17 +213,17 @@ class TestModes:
 class TestMemory:
     def test_graphs_or_outputs(self) -> None:
         graphs = exam("memory", **(MEMORY | {"graphs_alive": 20}))
-        assert codes(memory.graphs_kept, graphs) == ["mem.graph_retained_by_scalar"]
+        assert codes(held.graphs_kept, graphs) == ["mem.graph_retained_by_scalar"]
         outputs = exam("memory", **(MEMORY | {"outputs_alive": 20, "output_bytes": 1}))
-        assert codes(memory.outputs_kept, outputs) == ["mem.outputs_accumulated"]
-        assert not codes(memory.graphs_kept, exam("memory", **(MEMORY | {"graphs_alive": 2})))
+        assert codes(held.outputs_kept, outputs) == ["mem.outputs_accumulated"]
+        assert not codes(held.graphs_kept, exam("memory", **(MEMORY | {"graphs_alive": 2})))
 
     @pytest.mark.parametrize(
         ("nodes", "expected"), [([10, 15, 20, 25, 30], ["mem.graph_grows"]), ([10, 30, 12, 40, 50], []), ([10] * 5, [])]
     )
     def test_graph_grows_with_every_step(self, nodes: list[int], expected: list[str]) -> None:
         rows = [[step + 1, count, 1] for step, count in enumerate(nodes)]
-        assert codes(memory.graph_grows, exam("memory", nodes=rows)) == expected
+        assert codes(held.graph_grows, exam("memory", nodes=rows)) == expected
 
     @pytest.mark.parametrize(
         ("copies", "expected"),
@@ -229,7 +231,7 @@ class TestMemory:
     )
     def test_model_copies_rise(self, copies: list[int], expected: list[str]) -> None:
         rows = [[8 * n, count, 100] for n, count in enumerate(copies)]
-        assert codes(memory.model_copies, exam("memory", copies=rows)) == expected
+        assert codes(held.model_copies, exam("memory", copies=rows)) == expected
 
     @pytest.mark.parametrize(
         ("objects", "grown", "expected"),
@@ -237,4 +239,4 @@ class TestMemory:
     )
     def test_copy_on_write(self, objects: int, grown: float, expected: list[str]) -> None:
         private = [[1, 2e7], [16, 2e7 + grown]]
-        assert codes(memory.copied_on_write, exam("memory", private=private, held=[objects, 21_000_000])) == expected
+        assert codes(held.copied_on_write, exam("memory", private=private, held=[objects, 21_000_000])) == expected

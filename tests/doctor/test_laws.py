@@ -84,7 +84,7 @@ def test_a_name_takes_in_the_break_of_its_law_and_is_as_severe(severity: str, mo
     def name(case: Case) -> Iterator[Finding]:
         yield finding("opt.known", "warning", 3, symptom="known", cause="this", remedy="that", sure=0.6)
 
-    monkeypatch.setattr("trainwright.doctor.diagnose.CHECKS", [name])
+    monkeypatch.setattr("trainwright.doctor.diagnose.NAMES", [name])
     [found] = diagnose(Case([]), [verdicts(broken(severity), named_by=("opt.*",))]).findings
     assert (found.found.code, found.found.severity) == ("opt.known", severity)
     assert found.found.where.module == "inner", "the law knows where"

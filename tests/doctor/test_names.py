@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from trainwright.doctor.checks import mechanisms
+from trainwright.doctor.precision.names import mechanisms
 from trainwright.recorder import probes
 from trainwright.replay import experiments, trials
+from trainwright.watching import families as _families  # noqa: F401  registers all of them
 
 ROOT = Path(__file__).parents[2] / "trainwright"
 OF_THE_SESSION = {"limits", "unfinished"}
@@ -39,8 +40,6 @@ def named(*callees: str) -> set[str]:
 
 
 def made() -> set[str]:
-    experiments.load_all()
-    probes.load_all()
     names = {probe.name for probe in map(_class_of, probes.PROBES)}
     return {*experiments.EXPERIMENTS, *names, *OF_THE_SESSION}
 
@@ -57,13 +56,11 @@ def test_every_outcome_that_a_check_reads_is_made() -> None:
 
 
 def test_every_experiment_that_a_check_asks_for_exists_and_is_made_only_on_request() -> None:
-    experiments.load_all()
     requested = named("ExperimentRequest")
     assert {name for name in requested if experiments.EXPERIMENTS[name].when != "requested"} == set()
 
 
 def test_every_trial_of_a_remedy_exists_and_some_finding_names_it() -> None:
-    trials.load_all()
     defined = [*mechanisms.WORDS.values(), *vars(mechanisms).values()]
     guards = {each.guard for each in defined if isinstance(each, mechanisms.Mechanism) and each.guard}
     assert named("RemedyTrial") | guards == set(trials.TRIALS)

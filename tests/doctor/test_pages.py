@@ -15,9 +15,9 @@ import pytest
 
 from tests.house import files, tree
 from tests.rows import each_row
-from trainwright.doctor.checks.mechanisms import WORDS
 from trainwright.doctor.pages import FOLDER, SECTIONS, codes, law_codes, page, title
 from trainwright.doctor.pages import files as files_of_pages
+from trainwright.doctor.precision.names.mechanisms import WORDS
 from trainwright.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -92,11 +92,13 @@ def test_every_page_refers_to_pages_that_exist() -> None:
     assert {each[:-2] for code in spans for each in spans[code] if each.endswith(".*")} <= groups
 
 
-def test_a_page_lies_in_the_file_of_its_group() -> None:
-    written = [(path, code) for path in files_of_pages() for code in re.findall(r"^## (.+)$", path.read_text(), re.M)]
-    of_groups = [(path.stem, code) for path, code in written if path.parent == FOLDER]
-    assert [(stem, code) for stem, code in of_groups if code.partition(".")[0] != stem] == []
-    assert sorted(code for _, code in written) == list(codes()), "a code has two pages"
+def test_a_page_lies_in_the_family_that_emits_its_code() -> None:
+    written = {path: re.findall(r"^## (.+)$", path.read_text(), re.M) for path in files_of_pages()}
+    assert sorted(code for of_file in written.values() for code in of_file) == list(codes()), "a code has two pages"
+    for path, of_file in written.items():
+        sources = "".join(each.read_text() for each in path.parent.rglob("*.py"))
+        of_family = [] if path.parent == FOLDER else of_file
+        assert [code for code in of_family if f'"{code}"' not in sources] == [], path
 
 
 def test_every_label_of_the_zoo_has_a_page() -> None:

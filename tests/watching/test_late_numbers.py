@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import trainwright as tw
-from trainwright.recorder.probes.memory import Memory
+from trainwright.doctor.resources.measure.held import Memory
 from trainwright.recorder.veto import Veto
 from trainwright.runlog.records import Watched
 from trainwright.watching import session

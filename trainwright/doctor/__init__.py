@@ -1,6 +1,6 @@
 """The doctor: findings from records alone, without torch; the same for a living run, a dead one and a foreign loop.
 
-``FAMILIES`` lists its families of checks. What is in ``checks/`` and ``pages/`` has not moved into a family yet.
+``FAMILIES`` lists its families of laws and of known causes, a folder each.
 """
 
 from __future__ import annotations

@@ -8,10 +8,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from trainwright.doctor import FAMILIES
-from trainwright.doctor import checks as _all_checks  # noqa: F401  registers them
 from trainwright.doctor.call_lines import calls_at, line_for
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import CHECKS, STAGES, Check, ExperimentRequest, Finding, finding
+from trainwright.doctor.finding import STAGES, Check, ExperimentRequest, Finding, finding
 from trainwright.doctor.law import OF_LAWS, Holds, Judge, Law, LawState, NotApplicable, Verdict
 from trainwright.doctor.own_laws import own_laws
 from trainwright.errors import UsageError, suggest, text_of
@@ -22,6 +21,8 @@ _SEVERITIES = ("critical", "warning", "info")
 
 LAWS: tuple[Law, ...] = tuple(law for family in FAMILIES for law in family.laws)
 """Of every family."""
+NAMES: tuple[Check, ...] = tuple(name for family in FAMILIES for name in family.names)
+"""Of every family: known causes."""
 
 
 def choose_laws(names: Sequence[str]) -> tuple[Law, ...]:
@@ -72,7 +73,7 @@ def diagnose(case: Case, laws: Sequence[Law] = LAWS) -> Diagnosis:
         verdicts = _results(law.judge, law.name, case)
         sort([replace(each, named_by=law.named_by) if isinstance(each, Finding) else each for each in verdicts])
         states.append(_state(law.name, verdicts))
-    for check in (*CHECKS, *(name for family in FAMILIES for name in family.names)):
+    for check in NAMES:
         sort(_results(check, check.__name__, case))
     ordered = sorted(_folded(findings.values()), key=_rank)
     return Diagnosis(tuple(_with_line(case, each) for each in ordered), tuple(requests), tuple(states))

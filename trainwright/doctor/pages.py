@@ -1,7 +1,7 @@
 """The pages of ``trainwright explain CODE``: what a finding means, its look-alikes, its remedies, where it was seen.
 
-They lie in the ``page.md`` of a family, or in ``pages/<group>.md``, one ``## code`` each; those of laws in the
-``laws.md`` of their family, one ``## law`` each. Nothing is imported to read them.
+They lie in the ``page.md`` of a family, one ``## code`` each, and in ``doctor/page.md`` what is of none;
+those of laws in the ``laws.md`` of their family, one ``## law`` each. Nothing is imported to read them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from trainwright.errors import UsageError, suggest
 
-FOLDER = Path(__file__).parent / "pages"
+FOLDER = Path(__file__).parent
 SECTIONS = ("What", "Why it matters", "Look-alikes", "Remedies", "Sources")
 """In the order of a page; ``Sources`` is left out where there is none to name."""
 LAW_SECTIONS = ("Statement", "Tolerance", "Exceptions", "Delay", "When it is broken", "Source")
@@ -59,7 +59,7 @@ def title(code: str) -> str:
 
 def files() -> list[Path]:
     """The files that the pages are in."""
-    return sorted([*FOLDER.glob("*.md"), *FOLDER.parent.glob("*/page.md")])
+    return sorted([FOLDER / "page.md", *FOLDER.glob("*/page.md")])
 
 
 @cache
@@ -70,7 +70,7 @@ def _pages() -> dict[str, str]:
 
 @cache
 def _pages_of_laws() -> dict[str, str]:
-    paths = FOLDER.parent.glob("*/laws.md")
+    paths = FOLDER.glob("*/laws.md")
     named = [(f"law.{path.parent.name}.{title}", text) for path in paths for title, text in _sections(path)]
     return {code: f"## {code}\n{text}" for code, text in sorted(named)}
 

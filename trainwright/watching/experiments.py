@@ -17,7 +17,7 @@ from trainwright.recorder.program import Backward, Constant, RecordedStep, mappe
 from trainwright.recorder.ranks import own_part
 from trainwright.recorder.ring import Ring
 from trainwright.recorder.tape import Tape
-from trainwright.replay import bundle, experiments, trials
+from trainwright.replay import bundle, trials
 from trainwright.replay.experiments import EXPERIMENTS, Experiment
 from trainwright.replay.memory import NO_ROOM, ReplayMemory, free_what_it_holds
 from trainwright.replay.replayer import NotReplayable, Replayer
@@ -27,6 +27,7 @@ from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Tried
 from trainwright.state.names import named_parameters
 from trainwright.state.snapshot import LiveObjects
+from trainwright.watching import families as _families  # noqa: F401  registers experiments and trials
 
 OwnLaw: TypeAlias = Callable[[ReplaySession], str | None]
 """A law of the user's own: returns in words how a step breaks it, None where it holds. Its docstring states it."""
@@ -39,8 +40,6 @@ class ExperimentRunner:
     """
 
     def __init__(self, subject: LiveObjects, ring: Ring, own: Sequence[OwnLaw] = (), *, replays: bool = True) -> None:
-        experiments.load_all()
-        trials.load_all()
         self._ring, self._own, self._replays = ring, own, replays
         self.replayer = Replayer(subject, names_of(subject))
         self._memory = ReplayMemory()

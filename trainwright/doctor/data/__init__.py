@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from trainwright.doctor.data.check import LAWS, NAMES
+from trainwright.doctor.data.check import LAWS
+from trainwright.doctor.data.names import NAMES
 from trainwright.doctor.family import Family
 
 FAMILY = Family("data", LAWS, NAMES)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from trainwright.doctor.case import Case
 from trainwright.doctor.data import evaluation
 from trainwright.doctor.data.facts import DrawsFacts, Feature, FeaturesFacts, LoaderEpochs, RowsFacts, StandardisedFacts
-from trainwright.doctor.finding import Check, ExperimentRequest, Finding, RemedyTrial, finding
+from trainwright.doctor.finding import ExperimentRequest, Finding, RemedyTrial, finding
 from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
 
 SAME = 8
@@ -262,4 +262,3 @@ LAWS: tuple[Law, ...] = (
     Law("data.features_share_a_scale", features_share_a_scale, effort="replay", named_by=_SCALE),
     Law("data.inputs_keep_their_scale", inputs_keep_their_scale, effort="replay", named_by=_SCALE),
 )
-NAMES: tuple[Check, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainwright.doctor.family import Family
-from trainwright.doctor.function.check import LAWS, NAMES
+from trainwright.doctor.function.check import LAWS
+from trainwright.doctor.function.names import NAMES
 
 FAMILY = Family("function", LAWS, NAMES)

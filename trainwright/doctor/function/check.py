@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from trainwright.doctor.finding import Check
 from trainwright.doctor.function import laws
 from trainwright.doctor.law import Law
 
@@ -40,4 +39,3 @@ LAWS: tuple[Law, ...] = (
     ),
     Law("function.ties_hold", laws.ties_hold, named_by=("opt.stale_params",)),
 )
-NAMES: tuple[Check, ...] = ()

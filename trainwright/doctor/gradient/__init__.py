@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainwright.doctor.family import Family
-from trainwright.doctor.gradient.check import LAWS, NAMES
+from trainwright.doctor.gradient.check import LAWS
+from trainwright.doctor.gradient.names import NAMES
 
 FAMILY = Family("gradient", LAWS, NAMES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Check, ExperimentRequest, Finding, finding, listed
+from trainwright.doctor.finding import ExperimentRequest, Finding, finding, listed
 from trainwright.doctor.gradient.facts import DerivativeFacts, Slopes
 from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
 from trainwright.runlog.records import Where
@@ -197,4 +197,3 @@ LAWS: tuple[Law, ...] = (
     ),
     Law("gradient.adds_up", adds_up, "replay", named_by=("accum.*", "loss.*")),
 )
-NAMES: tuple[Check, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainwright.doctor.family import Family
-from trainwright.doctor.loss.check import LAWS, NAMES
+from trainwright.doctor.loss.check import LAWS
+from trainwright.doctor.loss.names import NAMES
 
 FAMILY = Family("loss", LAWS, NAMES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from trainwright.doctor.finding import Check
 from trainwright.doctor.law import Law
 from trainwright.doctor.loss import laws
 
@@ -35,4 +34,3 @@ LAWS: tuple[Law, ...] = (
     Law("loss.batch_is_cut_anywhere", laws.batch_is_cut_anywhere, effort="replay", named_by=("accum.*", "loss.*")),
     Law("loss.every_term_matters", laws.every_term_matters, effort="replay", named_by=("loss.*", "grad.graph_cut*")),
 )
-NAMES: tuple[Check, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainwright.doctor.family import Family
-from trainwright.doctor.precision.check import LAWS, NAMES
+from trainwright.doctor.precision.check import LAWS
+from trainwright.doctor.precision.names import NAMES
 
 FAMILY = Family("precision", LAWS, NAMES)

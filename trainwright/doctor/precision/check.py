@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Check, ExperimentRequest, finding, in_words
+from trainwright.doctor.finding import ExperimentRequest, finding, in_words
 from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
 from trainwright.doctor.precision.facts import BatchesFacts, Float64Facts
 from trainwright.runlog.records import Where
@@ -125,4 +125,3 @@ LAWS: tuple[Law, ...] = (
     Law("precision.stays_in_range", stays_in_range, "replay", named_by=("prec.fp16_overflow", "num.*")),
     Law("precision.batches_keep_digits", batches_keep_digits, named_by=("data.constant_input",)),
 )
-NAMES: tuple[Check, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainwright.doctor.family import Family
-from trainwright.doctor.program.check import LAWS, NAMES
+from trainwright.doctor.program.check import LAWS
+from trainwright.doctor.program.names import NAMES
 
 FAMILY = Family("program", LAWS, NAMES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from trainwright.doctor.finding import Check
 from trainwright.doctor.law import Law
 from trainwright.doctor.program import laws
 
@@ -30,4 +29,3 @@ LAWS: tuple[Law, ...] = (
     ),
     Law("program.schedule_is_followed", laws.schedule_is_followed, named_by=("sched.*",)),
 )  # fmt: skip
-NAMES: tuple[Check, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainwright.doctor.family import Family
-from trainwright.doctor.resources.check import LAWS, NAMES
+from trainwright.doctor.resources.check import LAWS
+from trainwright.doctor.resources.names import NAMES
 
 FAMILY = Family("resources", LAWS, NAMES)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Check, finding
+from trainwright.doctor.finding import finding
 from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
 from trainwright.doctor.resources.facts import GrowthFacts, HeldResources
 from trainwright.runlog.records import Watched, Where
@@ -246,4 +246,3 @@ LAWS: tuple[Law, ...] = (
     Law("resources.steps_keep_their_time", steps_keep_their_time, named_by=("mem.*",)),
     Law("resources.data_are_there_in_time", data_are_there_in_time, named_by=("perf.data_bound",)),
 )
-NAMES: tuple[Check, ...] = ()

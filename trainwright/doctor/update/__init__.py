@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainwright.doctor.family import Family
-from trainwright.doctor.update.check import LAWS, NAMES
+from trainwright.doctor.update.check import LAWS
+from trainwright.doctor.update.names import NAMES
 
 FAMILY = Family("update", LAWS, NAMES)

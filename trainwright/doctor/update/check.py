@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Check, Finding, Severity, finding, listed
+from trainwright.doctor.finding import Finding, Severity, finding, listed
 from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
 from trainwright.doctor.update.facts import Differing, UpdateFacts, WritesFacts
 from trainwright.runlog.records import Where
@@ -271,4 +271,3 @@ LAWS: tuple[Law, ...] = (
     Law("update.is_kept", is_kept, "replay", named_by=("prec.*", "opt.lr_too_low")),
     Law("update.descends", descends, "replay", named_by=("loss.wrong_sign", "opt.weight_decay_too_high")),
 )
-NAMES: tuple[Check, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainwright.doctor.family import Family
-from trainwright.doctor.vitals.check import LAWS, NAMES
+from trainwright.doctor.vitals.check import LAWS
+from trainwright.doctor.vitals.names import NAMES
 
 FAMILY = Family("vitals", LAWS, NAMES)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import Check, ExperimentRequest, Finding, RemedyTrial, finding, listed
+from trainwright.doctor.finding import ExperimentRequest, Finding, RemedyTrial, finding, listed
 from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
 from trainwright.doctor.vitals.facts import Drift, OtherRatesFacts, SteadyFacts, StillnessFacts, VitalsFacts
 from trainwright.runlog.records import Watched, Where
@@ -370,4 +370,3 @@ LAWS: tuple[Law, ...] = (
     Law("vitals.noise_is_new", noise_is_new),
     Law("vitals.data_stay", data_stay, named_by=("grad.saved_tensor_modified",)),
 )
-NAMES: tuple[Check, ...] = ()

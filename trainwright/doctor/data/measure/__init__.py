@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from trainwright.doctor.data.measure import features as features
+from trainwright.doctor.data.measure import inputs as _inputs  # noqa: F401  registers what it measures
+from trainwright.doctor.data.measure import labels as _labels  # noqa: F401  registers what it measures
+from trainwright.doctor.data.measure import loaders as _loaders  # noqa: F401  registers what it measures
 from trainwright.doctor.data.measure.draws import Draws
 from trainwright.doctor.data.measure.rows import InputRows
 from trainwright.doctor.data.measure.told import Told

@@ -19,11 +19,11 @@ from trainwright.doctor.loss.facts import (
     TowardsFacts,
 )
 from trainwright.doctor.loss.measure.comparing import CLASSES, DISTANCES, RESIDUALS, ComparedLoss, compared
+from trainwright.doctor.loss.measure.scores import SAMPLES, alone, made_by
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import Constant, Operation, RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.experiments import experiment
-from trainwright.replay.experiments.loss import SAMPLES, alone, made_by
 from trainwright.replay.functions import change_leaves, function_name
 from trainwright.replay.modules import ModuleStack
 from trainwright.replay.replayer import Intervention, NotReplayable

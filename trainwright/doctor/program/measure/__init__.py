@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from trainwright.doctor.program.measure import modes as _modes  # noqa: F401  registers what it measures
+from trainwright.doctor.program.measure import modes_heard as _modes_heard  # noqa: F401  registers what it measures
+from trainwright.doctor.program.measure import schedules as _schedules  # noqa: F401  registers what it measures
 from trainwright.doctor.program.measure.names import NamesProbe
 from trainwright.doctor.program.measure.objects import ObjectsProbe
 from trainwright.doctor.program.measure.rates import RatesProbe

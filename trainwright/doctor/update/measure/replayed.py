@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.doctor.update.facts import Differing, RuleFacts, UpdateFacts
+from trainwright.doctor.update.measure.again import tolerance_of
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.live_sums import sums_of
 from trainwright.recorder.program import OptimizerStep
 from trainwright.replay.experiments import experiment
-from trainwright.replay.experiments.reproduce import tolerance_of
 from trainwright.replay.replayer import NotReplayable
 from trainwright.replay.session import ReplaySession
 from trainwright.runlog.json_values import Facts, strict

@@ -1,0 +1,12 @@
+"""Known causes, which break the laws of the family; each is a pure function of a Case."""
+
+from __future__ import annotations
+
+from trainwright.doctor.data.names import inputs, labels, loaders
+from trainwright.doctor.finding import Check
+
+NAMES: tuple[Check, ...] = (
+    *inputs.NAMES,
+    *labels.NAMES,
+    *loaders.NAMES,
+)

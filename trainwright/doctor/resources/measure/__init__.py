@@ -1,0 +1,74 @@
+"""Reads now and then what the process holds: memory, files, threads, hooks."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from trainwright.doctor.resources.facts import GrowthFacts, HeldResources
+from trainwright.doctor.resources.measure import held as _held  # noqa: F401  registers what it measures
+from trainwright.recorder.probes import Probe, WatchedObjects
+from trainwright.recorder.program import RecordedStep
+from trainwright.runlog.json_values import Facts, strict
+from trainwright.state.names import named_modules
+
+EVERY, KEPT = 16, 64
+"""Steps between two readings at the least, which double when there are more than KEPT."""
+_FILES = Path("/proc/self/fd")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def probes(watched: WatchedObjects) -> list[Probe]:
+    """Of a live loop: our own engine has none of these to give."""
+    return [Growth(watched)]
+
+
+class Growth(Probe):
+    """A reading costs about 50 us, and 2 us for each module."""
+
+    name = GrowthFacts.experiment
+
+    def __init__(self, watched: WatchedObjects) -> None:
+        self._modules = dict(named_modules(watched.subject.roots))
+        self._parameters = watched.subject.parameters
+        self._process = psutil.Process()
+        self._held: list[HeldResources] = []
+        self._every = EVERY
+
+    def on_closed(self, step: RecordedStep) -> None:
+        if step.step % self._every == 0:
+            self._held.append(self._reading(step.step))
+            if len(self._held) > KEPT:
+                self._held, self._every = self._held[1::2], 2 * self._every
+
+    def values(self) -> Facts | None:
+        if not self._held:
+            return None
+        most = max(self._modules, key=lambda name: _hooks_of(self._modules[name]), default="")
+        return dict(strict(vars(GrowthFacts(held=tuple(self._held), most_hooks=most))))
+
+    def _reading(self, step: int) -> HeldResources:
+        on_device = any(p.is_cuda for p in self._parameters[:1])
+        return HeldResources(
+            step=step,
+            memory_bytes=self._process.memory_info().rss,
+            device_bytes=torch.cuda.memory_allocated() if on_device else 0,
+            files=sum(1 for _ in _FILES.iterdir()) if _FILES.exists() else 0,
+            threads=threading.active_count(),
+            hooks=sum(map(_hooks_of, self._modules.values())) + sum(map(_hooks_of_tensor, self._parameters)),
+        )
+
+
+def _hooks_of(module: nn.Module) -> int:
+    """Without those of a recorder."""
+    tables = [getattr(module, name, None) for name in _HOOKS]
+    return sum(not getattr(hook, "is_recorders", False) for table in tables if table for hook in table.values())
+
+
+def _hooks_of_tensor(parameter: Tensor) -> int:
+    tables = [parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)]
+    return sum(len(table) for table in tables if table)

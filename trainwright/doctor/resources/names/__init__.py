@@ -1,0 +1,11 @@
+"""Known causes, which break the laws of the family; each is a pure function of a Case."""
+
+from __future__ import annotations
+
+from trainwright.doctor.finding import Check
+from trainwright.doctor.resources.names import held, shortage
+
+NAMES: tuple[Check, ...] = (
+    *held.NAMES,
+    *shortage.NAMES,
+)

@@ -1,0 +1,8 @@
+"""Known causes, which break the laws of the family; each is a pure function of a Case."""
+
+from __future__ import annotations
+
+from trainwright.doctor.finding import Check
+from trainwright.doctor.update.names import rates
+
+NAMES: tuple[Check, ...] = (*rates.NAMES,)

@@ -1,0 +1,65 @@
+"""Checks of gradient norms that are far out of line for a step or a few."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+from trainwright.doctor.case import Case
+from trainwright.doctor.finding import Check, Finding, finding
+from trainwright.doctor.program.names.contract import kinds
+from trainwright.runlog.records import Watched
+
+
+def gradient_spike(case: Case) -> Iterator[Finding]:
+    """The gradient norm of a step is many times the usual one, and larger than at the start of the run.
+
+    Where training has converged, the usual norm is small; a batch that is hard is then many times as large and does no
+    harm. So a norm below that of the first steps is no finding. A spike that was clipped, or after which the loss is no
+    higher, has the severity info.
+    """
+    spikes = [record for record in case.watched if _is_large(record)]
+    if not spikes:
+        return
+    record = spikes[0]
+    norm, usual, _, action = record.values["spike"]
+    harmless = action == "warn" and (_is_clipped(record, norm) or _went_on_well(case, record.step))
+    yield finding(
+        "grad.spike",
+        "info" if harmless else "warning",
+        record.step,
+        symptom=f"the gradient norm is {norm:.3g}, {norm / usual:.0f} times the usual one",
+        cause=f"the batch of step {record.step} is unlike the others, or the weights have come to a steep place",
+        remedy="look at the samples of this step. Clip the gradient norm, or leave such updates out: "
+        'on_spike="skip" in tw.watch, spikes.policy: skip in a recipe',
+        sure=0.6,
+        stage="backward",
+        since_step=record.step,
+        evidence=[
+            ("gradient norm before clipping", norm, usual),
+            ("steps like this", len(spikes), 0),
+            ("what was done", _DONE.get(action, action)),
+        ],
+    )
+
+
+_DONE = {"warn": "the update was made", "skip": "the update was left out", "rollback": "the run went back"}
+
+
+def _is_large(record: Watched) -> bool:
+    spike: Sequence[float] = record.values.get("spike") or ()
+    return len(spike) == 4 and spike[0] > spike[2]
+
+
+def _went_on_well(case: Case, step: int) -> bool:
+    """The loss after it is no higher than it was just before, noise included: the update has undone nothing."""
+    before = [each.loss for each in case.watched if step - 16 <= each.step < step]
+    after = [each.loss for each in case.watched if step < each.step <= step + 8]
+    return bool(after and before) and statistics.median(after) <= max(before)
+
+
+def _is_clipped(record: Watched, norm: float) -> bool:
+    return any(clip["at"] < norm for _, clip in kinds(record, "clip"))
+
+
+NAMES: tuple[Check, ...] = (gradient_spike,)

@@ -1,0 +1,96 @@
+"""Probes: listeners that measure what only the live loop shows. They cost next to nothing and report at checkups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainwright.recorder.hooks import Listener
+from trainwright.recorder.listener import call_each
+from trainwright.recorder.numbers import Numbers
+from trainwright.recorder.program import RecordedStep
+from trainwright.runlog.json_values import Facts
+from trainwright.runlog.records import Record
+from trainwright.state.snapshot import LiveObjects
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopObjects:
+    """The objects of a loop that the watch was called with, and the micro-batches of a step (None: not declared).
+
+    ``patience_s``: a rank that makes no progress for so long is reported to the others. ``numbers`` returns the floats
+    among the local names of the function that holds the loop.
+    """
+
+    loaders: tuple[object, ...] = ()
+    scalers: tuple[object, ...] = ()
+    schedulers: tuple[object, ...] = ()
+    accumulation: int | None = None
+    patience_s: float = 60.0
+    numbers: Callable[[], Mapping[str, float]] = dict
+
+
+@dataclass(frozen=True)
+class WatchSite:
+    """The run folder of a watch (None: there is none), and how a probe writes and says something outside of a look."""
+
+    folder: Path | None
+    write: Callable[[Record], None]
+    say: Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchedObjects(LoopObjects):
+    """These, and the live models and optimizers."""
+
+    subject: LiveObjects
+
+
+class Probe(Listener):
+    """A listener that reports facts. ``name`` is the experiment of its Examined records."""
+
+    name = ""
+    urgent = False
+    """Set by a probe whose facts should not wait for the next checkup. Unset by ``values``."""
+
+    def begin(self, site: WatchSite) -> None:
+        """The watch begins."""
+
+    def end(self, error: BaseException | None) -> None:
+        """The loop is over, by ``error`` if there is one; the last look comes after this."""
+
+    def on_closed(self, step: RecordedStep) -> None:
+        """A step is over; on a GPU its numbers may not be there yet."""
+
+    def on_read(self, step: RecordedStep, numbers: Numbers) -> None:
+        """The numbers of a step are known: at once, or some steps later on a GPU."""
+
+    def values(self) -> Facts | None:
+        """The facts so far, as JSON values; None if there is nothing new."""
+        return None
+
+
+PROBES: list[Callable[[WatchedObjects], Probe]] = []
+
+
+def probe(make: Callable[[WatchedObjects], Probe]) -> Callable[[WatchedObjects], Probe]:
+    """Registers a class or function that makes a Probe for the watched objects."""
+    PROBES.append(make)
+    return make
+
+
+def make_probes(subject: LiveObjects, loop: LoopObjects) -> list[Probe]:
+    """Returns a new probe of each kind."""
+    watched = WatchedObjects(subject=subject, **vars(loop))
+    return [make(watched) for make in PROBES]
+
+
+def begin_all(probes: Sequence[Probe], site: WatchSite) -> None:
+    """Tells the probes that the watch begins; one that raises is stopped."""
+    call_each([(each, each.begin) for each in probes], site)
+
+
+def end_all(probes: Sequence[Probe], error: BaseException | None) -> None:
+    """Tells the probes that the loop is over."""
+    call_each([(each, each.end) for each in probes], error)
