@@ -21,8 +21,8 @@ StepBatches StepResult Stop TrainState TrainwrightError __version__ evaluate fit
 load_checkpoint lr_range make_clip make_optimizer make_schedule make_step save_checkpoint steps train watch
 """
 VERBS = """
-batch-size check demo diagnose env explain export graph launch laws lr-range plan replay resume runs schema train
-verify version
+batch-size check compare demo diagnose env explain export graph launch laws lr-range plan replay report resume runs
+schema train verify version
 """
 VERIFY = "checkpoint parallel resume"
 LAUNCH = "kubernetes slurm"

@@ -29,6 +29,7 @@ from trainwright.observe.progress import Progress
 from trainwright.observe.saving import SavePolicy, Saving
 from trainwright.observe.saving_together import SavingTogether
 from trainwright.observe.signals import Signals, grace_s
+from trainwright.pages.report import leave_report
 from trainwright.plan.explain import corrected, preflight
 from trainwright.plan.run_time import training_time_s
 from trainwright.recipe import Loaded
@@ -180,6 +181,7 @@ def _lead(
     if not lock.exclusive:
         lines.append(f"the file system of {folder.path} has no locks: see to it that nobody else trains there")
     (lay_down_again if earlier else lay_down)(folder, job)
+    closing_down.callback(leave_report, folder, progress.say)
     if earlier:
         lines.append(earlier.describe(job.state.step))
     if compares_ranks(job):
