@@ -16,8 +16,9 @@ from torch import nn
 import trainwright as tw
 
 NAMES = """
-Cursor Ema Loading Loss LossScaler MicroBatch Observer Outcome Precision Probe Recipe ReplaySession Result StepBatch
-StepBatches StepResult Stop TrainState TrainwrightError __version__ evaluate fit for_seconds for_steps load
+Cursor EarlyStopping Ema Loading Loss LossScaler MicroBatch Observer Outcome Precision Probe Recipe ReplaySession
+Result StepBatch StepBatches StepResult Stop TrainState TrainwrightError __version__ evaluate fit for_seconds
+for_steps load
 load_checkpoint lr_range make_clip make_optimizer make_schedule make_step save_checkpoint steps train watch
 """
 VERBS = """

@@ -18,7 +18,8 @@ from rich.console import Console
 from trainwright.build.assemble import Parts
 from trainwright.build.resolve import sink_factories
 from trainwright.engine.between import NEVER
-from trainwright.engine.loop import Observer, Outcome, run
+from trainwright.engine.loop import Outcome, run
+from trainwright.engine.observer import Observer
 from trainwright.engine.witness import SILENT
 from trainwright.errors import StorageError, UsageError
 from trainwright.observe.end_time import EndTime
@@ -266,7 +267,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
             if is_watched(job)
             else make_ranks_observer(job, folder, logbook.journal.write, progress.say)
         )
-        extra = [*([doctor] if doctor else []), *(make(job, folder, progress) for make in extras)]
+        extra = [*([doctor] if doctor else []), *job.built.observers, *(make(job, folder, progress) for make in extras)]
         witness = doctor.witness if doctor else SILENT
         advance = make_advance(job, witness, spike_handler(job.loaded))
         batches = signals.batches(job.batches) if alone else job.batches  # others would wait for one that stops there
