@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from trainwright.recorder.callers import caller
+from trainwright.recorder.pausable import PausableMode
 from trainwright.recorder.program import Autocast, Constant, Instruction, Operation, Slot, mapped, tensors_of
 from trainwright.recorder.shared_memory import PrivateCopies, is_of_worker
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
@@ -29,7 +29,7 @@ def autocast_now(device_type: str) -> Autocast:
     return (on, dtype, torch.is_autocast_cache_enabled())
 
 
-class Tape(TorchFunctionMode):
+class Tape(PausableMode):
     """While it runs, every torch function that returns a tensor is added to ``operations``.
 
     Tensors that the program made are known by identity, and are not kept alive: the graph behind them is the loop's.
@@ -48,7 +48,6 @@ class Tape(TorchFunctionMode):
         self.failed: tuple[str, object, str | None] | None = None  # a function that raised, its arguments and its line
         self.is_careful = False
         self.lines: dict[tuple[str, str], None] = {}  # where operations were called, in careful mode
-        self.running = self._pushed = False
         self._off: list[Operation] = []  # the last operations, where autograd was off
         self._made_off: dict[int, list[Operation]] = {}  # by the number of the slot: what was made beside it
 
@@ -147,31 +146,6 @@ class Tape(TorchFunctionMode):
             for operation in self._made_off.pop(number):
                 operation.with_grad = True
         return number
-
-    def start(self) -> None:
-        self.running = True
-        if not self._pushed:
-            _push_mode(self)  # type: ignore[no-untyped-call]
-            self._pushed = True
-
-    def stop(self) -> None:
-        """Removes this mode from torch's stack of modes, wherever it is in it."""
-        self.running = False
-        if not self._pushed:
-            return
-        num_modes = torch._C._len_torch_function_stack()
-        if num_modes and torch._C._get_function_stack_at(num_modes - 1) is self:  # nearly always
-            _pop_mode()  # type: ignore[no-untyped-call]
-            self._pushed = False
-            return
-        if self not in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
-            return  # it is around the function that this is called from: the next stop will find it
-        above = []
-        while (top := _pop_mode()) is not self:  # type: ignore[no-untyped-call]
-            above.append(top)
-        for mode in reversed(above):
-            _push_mode(mode)  # type: ignore[no-untyped-call]
-        self._pushed = False
 
     def forget(self) -> None:
         """Drops all tensors."""

@@ -63,15 +63,14 @@ def _row(folder: RunFolder) -> RunRow:
     return RunRow(
         folder.path,
         began_s,
-        state_of(folder, records),
+        _state(folder, records),
         max((record.step for record in records if isinstance(record, Step | Watched | Ended)), default=0),
         steps[-1].loss if steps else None,
         evaluated[-1].loss if evaluated else None,
     )
 
 
-def state_of(folder: RunFolder, records: Iterable[Record]) -> str:
-    """The ending of the newest process; "running" while it holds the lock, else "no end record"."""
+def _state(folder: RunFolder, records: Iterable[Record]) -> str:
     ended = None
     for record in records:
         if isinstance(record, Ended):

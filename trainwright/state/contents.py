@@ -60,7 +60,6 @@ REST: Rule = {
         "fraction": AMOUNT,
     },
     "micro_limit?": Maybe(NATURAL),
-    "stateful?": {"*": {}},
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.data import evaluation
+from trainwright.doctor.data import evaluation, figures
 from trainwright.doctor.data.facts import DrawsFacts, Feature, FeaturesFacts, LoaderEpochs, RowsFacts, StandardisedFacts
 from trainwright.doctor.finding import ExperimentRequest, Finding, RemedyTrial, finding
 from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
@@ -259,6 +259,7 @@ LAWS: tuple[Law, ...] = (
     Law("data.evaluation_is_the_same", evaluation.evaluation_is_the_same),
     Law("data.evaluation_goes_on", evaluation.evaluation_goes_on),
     Law("data.evaluation_is_possible", evaluation.evaluation_is_possible),
+    Law("data.figures_are_averages", figures.figures_are_averages),
     Law("data.features_share_a_scale", features_share_a_scale, effort="replay", named_by=_SCALE),
     Law("data.inputs_keep_their_scale", inputs_keep_their_scale, effort="replay", named_by=_SCALE),
 )

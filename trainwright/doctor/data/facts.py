@@ -137,3 +137,54 @@ class ToldFacts:
     names: tuple[str, ...] = ()
     values: tuple[float, ...] = ()
     changes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computed:
+    """Averages over a batch, of numbers that left torch at ``line``: what they are of, and the range of their values.
+
+    ``decided``: shares of what is right, and not losses. ``times``: how many there are.
+    """
+
+    of: str
+    line: str | None
+    times: int
+    low: float
+    high: float
+    decided: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptNumber:
+    """A number that the loop has after an evaluation. ``is_new``: it was another before.
+
+    ``relation``: how it was made of those that left torch ("": unknown); ``is_sum``: it is one of them, or the sum of
+    some. ``is_partial``: of one batch alone, and divided by the number of batches.
+    """
+
+    name: str
+    value: float
+    is_new: bool
+    relation: str = ""
+    is_sum: bool = False
+    is_partial: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationFacts:
+    """One evaluation, after step ``after``: its calls of the model, their rows, what was computed of the outputs, and
+    what the loop has now.
+
+    ``arrays``: outputs that left torch as arrays, of which nothing is known. ``mass``: what was given to ``nll_loss``
+    at ``mass_line`` as logarithms of probabilities, by how much their sum differs from 1; -1 where it was not called.
+    """
+
+    experiment: ClassVar[str] = "evaluation"
+    after: int
+    calls: int
+    rows: int
+    arrays: int
+    computed: tuple[Computed, ...]
+    numbers: tuple[KeptNumber, ...]
+    mass: float = -1.0
+    mass_line: str | None = None

@@ -7,6 +7,7 @@ from trainwright.doctor.data.measure import inputs as _inputs  # noqa: F401  reg
 from trainwright.doctor.data.measure import labels as _labels  # noqa: F401  registers what it measures
 from trainwright.doctor.data.measure import loaders as _loaders  # noqa: F401  registers what it measures
 from trainwright.doctor.data.measure.draws import Draws
+from trainwright.doctor.data.measure.evaluations import EvaluationsProbe
 from trainwright.doctor.data.measure.rows import InputRows
 from trainwright.doctor.data.measure.told import Told
 from trainwright.recorder.probes import Probe, WatchedObjects
@@ -14,4 +15,4 @@ from trainwright.recorder.probes import Probe, WatchedObjects
 
 def probes(watched: WatchedObjects) -> list[Probe]:
     """All need a live loop."""
-    return [InputRows(), Draws(watched), Told(watched)]
+    return [InputRows(), Draws(watched), Told(watched), EvaluationsProbe(watched)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -41,9 +43,7 @@ class Told(Probe):
             self._read(evaluated=False)
 
     def _read(self, *, evaluated: bool) -> None:
-        for name, value in self._numbers().items():
-            if not any(word in name.lower() for word in WORDS):
-                continue
+        for name, value in figures_among(self._numbers()).items():
             if name in self._known and value != self._known[name]:
                 if evaluated:
                     self._changes[name] = self._changes.get(name, 0) + 1
@@ -60,3 +60,13 @@ class Told(Probe):
         values, changes = [self._known[name] for name in names], [self._changes[name] for name in names]
         facts = ToldFacts(names=tuple(names), values=tuple(values), changes=tuple(changes))
         return dict(strict(vars(facts))) if names else None
+
+
+def figures_among(numbers: Mapping[str, float]) -> dict[str, float]:
+    """Those that are named as losses or accuracies, and those beside them in a dictionary."""
+    groups = {name.partition(".")[0] for name in numbers if "." in name and _is_figure(name)}
+    return {name: value for name, value in numbers.items() if _is_figure(name) or name.partition(".")[0] in groups}
+
+
+def _is_figure(name: str) -> bool:
+    return any(word in name.lower() for word in WORDS)

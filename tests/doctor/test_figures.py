@@ -1,0 +1,184 @@
+"""The figures that a loop keeps of an evaluation are judged by the numbers that left torch in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import trainwright as tw
+from tests.doctor.law_loops import CLASSES, WIDTH, found, net, states
+from trainwright.recorder.escapes import EscapeTape
+
+Batches = list[tuple[Tensor, Tensor]]
+Figures = dict[str, float]
+
+
+def with_loss_over_rows(model: nn.Module, batches: Batches) -> Figures:
+    loss, right, rows = 0.0, 0, 0
+    for x, y in batches:
+        out = model(x)
+        loss += F.cross_entropy(out, y, reduction="sum").item()
+        right += (out.argmax(1) == y).sum().item()
+        rows += len(y)
+    return {"loss": loss / rows, "accuracy": 100 * right / rows}
+
+
+def mean_of_means(model: nn.Module, batches: Batches) -> Figures:
+    losses = [float(F.cross_entropy(model(x), y)) for x, y in batches]
+    shares = [(model(x).argmax(1) == y).float().mean().item() for x, y in batches]
+    return {"loss": sum(losses) / len(losses), "accuracy": sum(shares) / len(shares)}
+
+
+def all_at_once(model: nn.Module, batches: Batches) -> Figures:
+    out, y = torch.cat([model(x) for x, _ in batches]), torch.cat([y for _, y in batches])
+    return {"loss": F.cross_entropy(out, y).item(), "accuracy": (out.argmax(1) == y).double().mean().item()}
+
+
+def added_up_in_torch(model: nn.Module, batches: Batches) -> Figures:
+    loss, right = torch.zeros(()), torch.zeros(())
+    for x, y in batches:
+        out = model(x)
+        loss = loss + F.cross_entropy(out, y) * len(y)
+        right += (out.argmax(1) == y).sum()
+    rows = sum(len(y) for _, y in batches)
+    return {"loss": loss.item() / rows, "accuracy": right.item() / rows}
+
+
+def masked(model: nn.Module, batches: Batches) -> Figures:
+    loss, right, count = 0.0, 0, 0
+    for x, y in batches:
+        out, real = model(x), x[:, 0] > 0
+        loss += (F.cross_entropy(out, y, reduction="none") * real).sum().item()
+        right += ((out.argmax(1) == y) & real).sum().item()
+        count += real.sum().item()
+    return {"loss": loss / count, "accuracy": right / count}
+
+
+def of_two_losses(model: nn.Module, batches: Batches) -> Figures:
+    class_loss = [F.cross_entropy(model(x), y).item() for x, y in batches]
+    size = [model(x).square().mean().item() for x, y in batches]
+    return {"loss": sum(class_loss) / len(batches) + 3 * sum(size) / len(batches)}
+
+
+def a_sum(model: nn.Module, batches: Batches) -> Figures:
+    return {"loss": sum(F.cross_entropy(model(x), y).item() for x, y in batches)}
+
+
+def as_arrays(model: nn.Module, batches: Batches) -> Figures:
+    classes = [(model(x).argmax(1).tolist(), y.tolist()) for x, y in batches]
+    return {"accuracy": 0.1 * sum(len(a) for a, _ in classes) / len(classes)}
+
+
+def counted_twice(model: nn.Module, batches: Batches) -> Figures:
+    loss, rows = 0.0, 0
+    for x, y in batches:
+        out = model(x)
+        loss += F.cross_entropy(out, y, reduction="sum").item()
+        loss += F.cross_entropy(out, y, reduction="sum").item()
+        rows += len(y)
+    return {"loss": loss / rows}
+
+
+def means_over_rows(model: nn.Module, batches: Batches) -> Figures:
+    return {"loss": sum(F.cross_entropy(model(x), y).item() for x, y in batches) / sum(len(y) for _, y in batches)}
+
+
+def shares_over_other_rows(model: nn.Module, batches: Batches) -> Figures:
+    return {"accuracy": sum((model(x).argmax(1) == y).sum().item() for x, y in batches) / (len(batches) * 64)}
+
+
+def of_the_last_batch(model: nn.Module, batches: Batches) -> Figures:
+    for x, y in batches:
+        totals = {"loss": 0.0, "class": 0.0}
+        out = model(x)
+        totals["class"] += F.cross_entropy(out, y).item()
+        totals["loss"] += (F.cross_entropy(out, y) + out.square().mean()).item()
+    return {name: total / len(batches) for name, total in totals.items()}
+
+
+def evaluated(evaluate: Callable[[nn.Module, Batches], Figures], *, tuned: bool = True) -> tw.Watch:
+    """A loop that evaluates after every third step."""
+    torch.manual_seed(0)
+    x = torch.randn(128, WIDTH)
+    y = (x @ torch.randn(WIDTH, CLASSES)).argmax(1)
+    held_out = list(zip(x[64:].split(20), y[64:].split(20)))
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    shown: Figures = {}
+    with tw.watch(model, optimizer, out=None, quiet=True, laws="cheap") as watch:
+        for step in range(7):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[:64]), y[:64]).backward()
+            optimizer.step()
+            if step % 3 == 2:
+                model.eval()
+                with torch.no_grad():
+                    shown = evaluate(model, held_out)
+                model.train()
+    assert shown and watch.session.failures == []
+    assert not torch._C._len_torch_function_stack()
+    return watch
+
+
+@pytest.mark.parametrize("evaluate", [with_loss_over_rows, mean_of_means, all_at_once, added_up_in_torch, masked])
+def test_averages_are_averages(evaluate: Callable[[nn.Module, Batches], Figures]) -> None:
+    law = states(evaluated(evaluate), "data")["figures_are_averages"]
+    assert law.state == "held"
+    assert "shown.loss" in law.why and "shown.accuracy" in law.why
+
+
+@pytest.mark.parametrize("evaluate", [of_two_losses, a_sum, as_arrays])
+def test_what_cannot_be_told_is_not_judged(evaluate: Callable[[nn.Module, Batches], Figures]) -> None:
+    assert states(evaluated(evaluate), "data")["figures_are_averages"].state == "not applicable"
+
+
+@pytest.mark.parametrize("evaluate", [counted_twice, means_over_rows, shares_over_other_rows, of_the_last_batch])
+def test_what_is_no_average_is_found_at_its_line(evaluate: Callable[[nn.Module, Batches], Figures]) -> None:
+    finding = found(evaluated(evaluate), "law.data.figures_are_averages")
+    assert finding.severity == "warning" and (finding.where.source or "").startswith("test_figures.py:")
+    assert finding.symptom.startswith("shown.class" if evaluate is of_the_last_batch else "shown.")
+
+
+def log_probabilities(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, Batches], Figures]:
+    def evaluate(model: nn.Module, batches: Batches) -> Figures:
+        return {"loss": sum(F.nll_loss(change(model(x)), y).item() for x, y in batches) / len(batches)}
+
+    return evaluate
+
+
+@pytest.mark.parametrize(
+    ("change", "state"),
+    [
+        (lambda out: out.log_softmax(1), "held"),
+        (lambda out: out.bfloat16().log_softmax(1).float(), "held"),
+        (lambda out: (out.softmax(1) + 1e-8).log(), "held"),
+        (lambda out: out.log_softmax(0), "broken"),
+        (lambda out: out.log_softmax(1).round(), "broken"),
+        (lambda out: 2 * out.log_softmax(1), "broken"),
+    ],
+)
+def test_logarithms_of_probabilities(change: Callable[[Tensor], Tensor], state: str) -> None:
+    watch = evaluated(log_probabilities(change))
+    assert states(watch, "loss")["probabilities_add_up"].state == state
+
+
+def test_the_tape_follows_outputs_and_holds_none() -> None:
+    tape = EscapeTape()
+    out = torch.randn(6, 3)
+    tape.called({"logits": out}, 6)
+    tape.start()
+    right = (out.argmax(1) == torch.zeros(6)).float().sum().item()
+    loss = F.mse_loss(out, torch.zeros(6, 3)).item()
+    other = torch.ones(4).sum().item()
+    tape.stop()
+    assert [each.value for each in tape.escapes] == [right, loss, other]
+    ones, twos, threes = (each.origin for each in tape.escapes)
+    assert ones is not None and (ones.reduction, ones.count, ones.decided) == ("sum", 6, True)
+    assert twos is not None and (twos.function, twos.reduction, twos.decided) == ("mse_loss", "mean", False)
+    assert threes is None
+    del out
+    assert all(reference() is None for reference, _ in tape._known.values())

@@ -1,0 +1,162 @@
+"""Records the numbers that leave torch between calls without gradients: what an evaluation is made of."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from trainwright.recorder.callers import caller
+from trainwright.recorder.pausable import PausableMode
+from trainwright.recorder.program import tensors_of
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
+
+LEAVES = frozenset({"item", "__float__", "__int__"})
+ARRAYS = frozenset({"tolist", "numpy", "__array__"})
+LOSSES = frozenset(
+    {
+        "cross_entropy",
+        "nll_loss",
+        "mse_loss",
+        "l1_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "kl_div",
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
+        "gaussian_nll_loss",
+        "poisson_nll_loss",
+        "hinge_embedding_loss",
+        "margin_ranking_loss",
+        "soft_margin_loss",
+    }
+)
+"""Functions with a reduction."""
+DECISIONS = frozenset({"argmax", "argmin", "eq", "ne", "gt", "ge", "lt", "le", "round", "sign", "isclose"})
+"""What comes of these tells right from wrong; it is no loss."""
+MOST = 512
+"""Numbers of one evaluation."""
+Reduction: TypeAlias = Literal["mean", "sum", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class MadeOf:
+    """How a tensor was made of outputs of a model: the last function, and over how many elements it reduces.
+
+    ``decided``: it is made of decisions, such as which of the classes is the largest.
+    """
+
+    function: str
+    reduction: Reduction = "other"
+    count: int = 1
+    decided: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Escape:
+    """A number that left torch. ``call`` counts the calls of the model before it; of no output has no ``origin``."""
+
+    line: str | None
+    origin: MadeOf | None
+    value: float
+    call: int
+
+
+class EscapeTape(PausableMode):
+    """While it runs, it follows what is made of the outputs of a model. Holds no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[int, tuple[weakref.ref[Tensor], MadeOf]] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Begins a new evaluation."""
+        self._known.clear()
+        self.escapes: list[Escape] = []
+        self.rows: list[int] = []
+        self.arrays = 0  # tensors of outputs that left torch as a whole
+        self.mass: list[tuple[float, str | None]] = []  # of what nll_loss was given: its sum of probabilities
+
+    def called(self, output: object, rows: int) -> None:
+        """A model has returned ``output`` for so many rows."""
+        self.rows.append(rows)
+        for tensor in tensors_of(output):
+            self._remember(tensor, MadeOf("output"))
+
+    def __torch_function__(
+        self, function: TorchFunction, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        result = function(*args, **(kwargs or {}))
+        if self.running and not torch.compiler.is_compiling() and len(self.escapes) < MOST:
+            self._note(getattr(function, "__name__", "?"), args, kwargs or {}, result)
+        return result
+
+    def _note(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
+        if name in LEAVES:
+            origin = self._origin(args[0])
+            if isinstance(result, int | float):
+                self.escapes.append(Escape(caller(), origin, float(result), len(self.rows)))
+        elif name in ARRAYS:
+            self.arrays += self._origin(args[0]) is not None
+        elif isinstance(result, Tensor) and (of := self._origins((args, kwargs))):
+            self._remember(result, _made(name, args, kwargs, result, of))
+            if name == "nll_loss":
+                self._weigh(args, kwargs)
+
+    def _weigh(self, args: Args, kwargs: Kwargs) -> None:
+        x = args[0] if args else kwargs.get("input")
+        if isinstance(x, Tensor) and x.dim() > 1 and x.is_floating_point() and x.numel():
+            with torch._C.DisableTorchFunction():
+                mass = x.detach().double().exp().sum(1)
+                self.mass.append((float((mass - 1).abs().median()), caller()))
+
+    def _remember(self, tensor: Tensor, origin: MadeOf) -> None:
+        self._known[id(tensor)] = (weakref.ref(tensor), origin)
+
+    def _origin(self, value: object) -> MadeOf | None:
+        reference, origin = self._known.get(id(value), (None, None))
+        return origin if reference is not None and reference() is value else None
+
+    def _origins(self, value: object, depth: int = 3) -> list[MadeOf]:
+        if isinstance(value, Tensor):
+            origin = self._origin(value)
+            return [] if origin is None else [origin]
+        if isinstance(value, dict):
+            value = tuple(value.values())
+        if depth and isinstance(value, tuple | list):
+            return [each for item in value for each in self._origins(item, depth - 1)]
+        return []
+
+
+def _made(name: str, args: Args, kwargs: Kwargs, result: Tensor, of: list[MadeOf]) -> MadeOf:
+    plain = name.strip("_")
+    decided = plain in DECISIONS or all(each.decided for each in of)
+    elements = args[0].numel() if args and isinstance(args[0], Tensor) else 1
+    over = max(1, elements // max(1, result.numel()))
+    first = of[0]
+    if plain in LOSSES:
+        return _of_loss(plain, args, kwargs, decided)
+    if plain == "mean" and result.numel() < elements:
+        return MadeOf(plain, "mean", over, decided)
+    if plain in ("sum", "count_nonzero") and result.numel() < elements:
+        if first.reduction == "mean":
+            return MadeOf(plain, "other", 1, decided)
+        return MadeOf(plain, "sum", over * first.count, decided)
+    if len(of) == 1 and elements == result.numel() and plain in _SAME:
+        return MadeOf(first.function, first.reduction, first.count, decided)
+    return MadeOf(plain, decided=decided)
+
+
+_SAME = frozenset({"float", "double", "half", "to", "cpu", "cuda", "detach", "clone", "squeeze", "view", "reshape"})
+
+
+def _of_loss(name: str, args: Args, kwargs: Kwargs, decided: bool) -> MadeOf:
+    target = kwargs.get("target", args[1] if len(args) > 1 else None)
+    count = target.numel() if isinstance(target, Tensor) else 1
+    reduction = kwargs.get("reduction", "mean")
+    return MadeOf(name, reduction if reduction in ("mean", "sum") else "other", max(1, count), decided)
