@@ -14,13 +14,14 @@ from trainwright.plan.devices import Device, known_devices
 HEAD = """# What ships in the box
 
 Every name that a recipe may say, from the rows of `trainwright/recipe/catalog.py` and `trainwright/plan/devices.yaml`;
-`scripts/catalog.py` prints this page, and a test holds it equal. Instead of a model, dataset, loss, optimizer or
-schedule of these a recipe may name one of its own as `package.module:callable`.
+`scripts/catalog.py` prints this page, and a test holds it equal. Instead of a model, dataset, loss, optimizer,
+schedule or observer of these a recipe may name one of its own as `package.module:callable`.
 
 To add one: a row, its factory, a test, and this page printed again. The schema of recipes (`trainwright schema`), "did
 you mean", the memory arithmetic of a plan, optimizer offload and the rules of a resume follow from the row.
 """
-STATE = "State per weight counts values in the dtype of the weight. An optimizer of the user's own counts as adamw."
+STATE = "State per weight counts values in the dtype of the weight. An optimizer of the user's own counts as "
+STATE += "adamw in a forecast; before a run the dry run measures it."
 
 
 def table(columns: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
@@ -67,6 +68,7 @@ def page() -> str:
             STATE,
             "## Schedules",
             table(("name", "what it is", "args"), map(schedule, recipe.SCHEDULES.values())),
+            *("## Observers", named(recipe.OBSERVERS)),
             "## Sinks",
             table(("name", "what it is", "installed by"), sinks),
             *("## Models", named(recipe.MODELS), "## Datasets", named(recipe.DATASETS)),

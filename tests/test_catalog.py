@@ -31,6 +31,7 @@ from trainwright.recipe import (
     DATASETS,
     LOSSES,
     MODELS,
+    OBSERVERS,
     OPTIMIZERS,
     SCHEDULES,
     SINKS,
@@ -197,7 +198,7 @@ def test_every_optimizer_can_be_planned_for_a_device_that_is_not_there() -> None
 
 
 def test_every_row_names_a_factory_and_says_what_it_is() -> None:
-    for rows in (MODELS, DATASETS, LOSSES, OPTIMIZERS, SCHEDULES, SINKS):
+    for rows in (MODELS, DATASETS, LOSSES, OPTIMIZERS, SCHEDULES, OBSERVERS, SINKS):
         for name, row in rows.items():
             assert row.name == name
             assert callable(imported(row.factory)), name
@@ -211,7 +212,7 @@ def test_the_page_of_the_catalog_is_as_its_script_prints_it() -> None:
         [sys.executable, str(ROOT / "scripts" / "catalog.py")], capture_output=True, text=True, check=True
     ).stdout
     assert (ROOT / "docs" / "catalog.md").read_text() == printed, "python scripts/catalog.py > docs/catalog.md"
-    for name in (*MODELS, *DATASETS, *LOSSES, *OPTIMIZERS, *SCHEDULES, *SINKS, *known_devices()):
+    for name in (*MODELS, *DATASETS, *LOSSES, *OPTIMIZERS, *SCHEDULES, *OBSERVERS, *SINKS, *known_devices()):
         assert f"| `{name}` |" in printed, name
 
 

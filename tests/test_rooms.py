@@ -30,7 +30,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "doctor": {"recipe", "plan", "runlog"},
     "doctor/*/measure": {"doctor", "recorder", "replay", "engine", "state", "world", "runlog"},
     "report": {"plan", "runlog", "doctor"},
-    "watching": {"recorder", "replay", "doctor", "report", "runlog", "observe", "engine", "state", "doctor/*/measure"},
+    "pages": {"recipe", "plan", "runlog", "doctor", "report"},
+    "watching": {
+        *("recorder", "replay", "doctor", "report", "pages", "runlog", "observe", "engine", "state"),
+        "doctor/*/measure",
+    },
     "adapters": {"watching", "runlog"},
 }
 MAY_IMPORT["training"] = {*MAY_IMPORT}
@@ -38,7 +42,7 @@ MAY_IMPORT["verbs"] = {*MAY_IMPORT}
 MAY_IMPORT["cli"] = {*MAY_IMPORT}
 ROOT = {"__init__", "__main__", "version", "errors"}
 """The files that lie in the root. Every room may import ``errors`` and ``version``."""
-WITHOUT_TORCH = {"errors", "version", "recipe", "runlog", "plan", "doctor", "report", "cli", "__init__"}
+WITHOUT_TORCH = {"errors", "version", "recipe", "runlog", "plan", "doctor", "report", "pages", "cli", "__init__"}
 
 
 def row_of(path: Path, house: Path = HOUSE) -> str:

@@ -16,13 +16,14 @@ from torch import nn
 import trainwright as tw
 
 NAMES = """
-Cursor Ema Loading Loss LossScaler MicroBatch Observer Outcome Precision Probe Recipe ReplaySession Result StepBatch
-StepBatches StepResult Stop TrainState TrainwrightError __version__ evaluate fit for_seconds for_steps load
+Cursor EarlyStopping Ema Loading Loss LossScaler MicroBatch Observer Outcome Precision Probe Recipe ReplaySession
+Result StepBatch StepBatches StepResult Stop TrainState TrainwrightError __version__ evaluate fit for_seconds
+for_steps load
 load_checkpoint lr_range make_clip make_optimizer make_schedule make_step save_checkpoint steps train watch
 """
 VERBS = """
-batch-size check demo diagnose env explain export graph launch laws lr-range plan replay resume runs schema train
-verify version
+batch-size check compare demo diagnose env explain export graph launch laws lr-range plan replay report resume runs
+schema train verify version
 """
 VERIFY = "checkpoint parallel resume"
 LAUNCH = "kubernetes slurm"

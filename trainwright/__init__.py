@@ -9,12 +9,13 @@ from trainwright.version import __version__ as __version__
 
 _HOME = {
     "Cursor": "trainwright.state.cursor",
+    "EarlyStopping": "trainwright.observe.early_stopping",
     "Ema": "trainwright.state.ema",
     "Loading": "trainwright.build.data",
     "Loss": "trainwright.engine.loss",
     "LossScaler": "trainwright.state.scaler",
     "MicroBatch": "trainwright.state.cursor",
-    "Observer": "trainwright.engine.loop",
+    "Observer": "trainwright.engine.observer",
     "Outcome": "trainwright.engine.loop",
     "Precision": "trainwright.engine.precision",
     "Probe": "trainwright.engine.step",
@@ -24,7 +25,7 @@ _HOME = {
     "StepBatch": "trainwright.state.cursor",
     "StepBatches": "trainwright.build.data",
     "StepResult": "trainwright.engine.step",
-    "Stop": "trainwright.engine.loop",
+    "Stop": "trainwright.engine.observer",
     "TrainState": "trainwright.state.train_state",
     "TrainwrightError": "trainwright.errors",
     "evaluate": "trainwright.engine.evaluate",
@@ -53,12 +54,12 @@ if TYPE_CHECKING:
     from trainwright.build.schedule import make_schedule as make_schedule
     from trainwright.engine.clip import make_clip as make_clip
     from trainwright.engine.evaluate import evaluate as evaluate
-    from trainwright.engine.loop import Observer as Observer
     from trainwright.engine.loop import Outcome as Outcome
-    from trainwright.engine.loop import Stop as Stop
     from trainwright.engine.loop import steps as steps
     from trainwright.engine.loss import Loss as Loss
     from trainwright.engine.lr_range import lr_range as lr_range
+    from trainwright.engine.observer import Observer as Observer
+    from trainwright.engine.observer import Stop as Stop
     from trainwright.engine.precision import Precision as Precision
     from trainwright.engine.step import Probe as Probe
     from trainwright.engine.step import StepResult as StepResult
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from trainwright.engine.until import for_seconds as for_seconds
     from trainwright.engine.until import for_steps as for_steps
     from trainwright.errors import TrainwrightError as TrainwrightError
+    from trainwright.observe.early_stopping import EarlyStopping as EarlyStopping
     from trainwright.recipe import Recipe as Recipe
     from trainwright.recipe.load import load as load
     from trainwright.replay.session import ReplaySession as ReplaySession

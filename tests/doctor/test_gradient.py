@@ -182,6 +182,22 @@ def test_a_backward_pass_that_does_not_fit_its_forward_pass(between: Between) ->
     assert len(alarms(watch).keys() & names) == 1
 
 
+def test_a_kink_beside_the_weights_is_no_wrong_gradient() -> None:
+    """The loss is steep only within 1e-6 of where a prediction is, which the usual step of a quotient steps over."""
+    torch.manual_seed(0)
+    x, model = torch.rand(16, 4), nn.Linear(4, 1)
+    middle = model(x)[0].detach()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-12)
+    with tw.watch(model, optimizer, out=None, quiet=True, laws="gradient") as watch:
+        for _ in range(6):
+            optimizer.zero_grad()
+            out = model(x)
+            steep = (out[0] - middle - 1e-6).abs() - (out[0] - middle + 1e-6).abs()
+            (out.mean() - 0.1 * steep.sum()).backward()
+            optimizer.step()
+    assert states(watch)["is_the_derivative"] == "held"
+
+
 @each_row(("divide", "code"), [(3.0, "law.gradient.adds_up"), (1.0, "accum.not_normalised")])
 def test_micro_batches_that_do_not_add_up(divide: float, code: str) -> None:
     watch = watched(micro=4, divide=divide)

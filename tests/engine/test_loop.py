@@ -11,7 +11,8 @@ from torch import nn
 from torch.optim import SGD
 
 from tests.engine.plain import cut
-from trainwright.engine.loop import Outcome, Stop, run, steps
+from trainwright.engine.loop import Outcome, run, steps
+from trainwright.engine.observer import Stop
 from trainwright.engine.step import StepFn, StepResult, make_step
 from trainwright.engine.until import for_seconds, for_steps
 from trainwright.errors import UsageError
@@ -65,6 +66,8 @@ class Watcher:
 
 
 class Every:
+    last = None
+
     def __init__(self, journal: Journal, name: str, interval: int) -> None:
         self.journal, self.name, self.interval = journal, name, interval
 
@@ -323,8 +326,8 @@ def test_an_observer_needs_no_close() -> None:
 
 def test_what_is_no_observer_is_refused_before_the_first_step() -> None:
     journal: Journal = []
-    for wrong in (print, object(), Watcher):
-        with pytest.raises(UsageError, match=r"the observer (print|object|Watcher) is") as caught:
+    for wrong in (7, object(), Watcher):
+        with pytest.raises(UsageError, match=r"the observer (int|object|Watcher) is") as caught:
             go(journal, wrong)  # type: ignore[arg-type]
         assert "object of a class" in caught.value.remedy
     assert not any(what == "advance" for what, _ in journal)

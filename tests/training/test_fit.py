@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
 from trainwright.engine.dry_run import Mode, dry_run
-from trainwright.engine.loop import Stop
+from trainwright.engine.observer import Stop
 from trainwright.engine.precision import FP32
 from trainwright.errors import RecipeError, UsageError
 from trainwright.state.cursor import MicroBatch, StepBatch
@@ -383,8 +383,9 @@ def test_weights_without_values() -> None:
 
 
 def test_what_is_no_observer_leaves_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="the observer print is no object with a method observe"):
-        tw.fit(net(), data(), nn.CrossEntropyLoss(), observers=[print], quiet=True)  # type: ignore[list-item]
+    for wrong, said in ((7, "observer int is no object with"), (Stops, "is a class"), (lambda x: x, "does not take")):
+        with pytest.raises(UsageError, match=said):
+            tw.fit(net(), data(), nn.CrossEntropyLoss(), observers=[wrong], quiet=True)  # type: ignore[list-item]
     assert not (tmp_path / "runs").exists()
 
 

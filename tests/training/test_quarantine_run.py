@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import trainwright as tw
 from trainwright.cli import app
-from trainwright.engine.loop import Stop
+from trainwright.engine.observer import Stop
 from trainwright.engine.step import StepResult
 from trainwright.recipe.load import load
 from trainwright.runlog.folder import RunFolder

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from trainwright.build.checkpointing import checkpointing_as_requested
 from trainwright.build.data import EvaluationBatches, Loading, StepBatches, Unwrapped, length_of, unwrap
@@ -18,13 +19,16 @@ from trainwright.build.first_samples import first_samples
 from trainwright.build.model import count_parameters, freeze, require_ready
 from trainwright.build.optim.choose import make_optimizer
 from trainwright.build.optim.groups import GroupRule
+from trainwright.build.optim.own import as_one, takes_first
 from trainwright.build.resolve import find, make, parameters_of
 from trainwright.build.schedule import make_schedule
+from trainwright.build.stepped_schedule import ScheduleFn, SteppedSchedule, function_of_step, own_schedule
 from trainwright.errors import DataError, Problem, RecipeError, TrainwrightError, UsageError
 from trainwright.models.lora import add_lora
 from trainwright.plan.checkpointing import Checkpointing, describe
+from trainwright.plan.duration import Pace, interval
 from trainwright.plan.make import Note, Plan, RunFacts
-from trainwright.recipe import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES, Loaded, Recipe
+from trainwright.recipe import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES, Duration, Loaded, Recipe
 from trainwright.state.cursor import Cursor, count_tokens
 from trainwright.state.ema import Ema, NoEma
 from trainwright.state.rng import seed_all
@@ -40,7 +44,9 @@ LIVE = "live"
 class Parts:
     """The live objects that a recipe names, or that were passed in Python.
 
-    ``prepared``: ``prepare`` has applied the recipe to the model.
+    ``prepared``: ``prepare`` has applied the recipe to the model. ``optimizer`` is one, several, or what makes them,
+    and ``schedule`` any form that ``own_schedule`` takes; None: what the recipe names. ``observers`` come before those
+    that the recipe names.
     """
 
     model: nn.Module
@@ -49,6 +55,9 @@ class Parts:
     loss: Callable[..., Any]
     notes: tuple[Note, ...] = ()
     prepared: bool = False
+    optimizer: object = None
+    schedule: object = None
+    observers: Sequence[object] = ()
 
 
 @contextmanager
@@ -167,10 +176,20 @@ def gather_facts(
 
 def build_state(parts: Parts, loaded: Loaded, plan: Plan) -> TrainState:
     """Returns the state before the first step."""
-    ask = loaded.recipe.optimizer
-    factory = ask.use if ask.use in OPTIMIZERS else find(ask.use, {}, "optimizer", loaded.source)
+    decay = loaded.recipe.model.ema
+    ema = NoEma() if decay is None else Ema(parts.model, decay)
+    return TrainState(parts.model, build_optimizer(parts, loaded, plan), ema=ema)
+
+
+def build_optimizer(parts: Parts, loaded: Loaded, plan: Plan) -> Optimizer:
+    """Returns the optimizer that was passed in Python, or that the recipe names."""
+    ask, factory = loaded.recipe.optimizer, parts.optimizer
+    if factory is None:
+        factory = ask.use if ask.use in OPTIMIZERS else find(ask.use, {}, "optimizer", loaded.source)
     with at_recipe(loaded, "optimizer"):
-        optimizer = make_optimizer(
+        if not isinstance(factory, str) and not callable(factory):
+            return as_one(factory, parts.model, parts.loss)
+        return make_optimizer(
             factory,
             parts.model,
             lr=plan.lr,
@@ -180,19 +199,31 @@ def build_state(parts: Parts, loaded: Loaded, plan: Plan) -> TrainState:
             args=ask.args,
             offload=ask.offload is True,
         )
-    decay = loaded.recipe.model.ema
-    return TrainState(parts.model, optimizer, ema=NoEma() if decay is None else Ema(parts.model, decay))
 
 
-def build_schedule(loaded: Loaded, plan: Plan) -> Callable[[int, float], float]:
-    """Returns the learning rate schedule; one of the user's own gets ``total``, ``warmup`` and ``floor``, too."""
-    ask = loaded.recipe.schedule
+def build_schedule(parts: Parts, loaded: Loaded, plan: Plan, optimizer: Optimizer) -> ScheduleFn | SteppedSchedule:
+    """Returns the schedule that was passed in Python, or that the recipe names.
+
+    A callable that a recipe names is made with ``optimizer`` where that is its first parameter, is the schedule itself
+    where that is ``step``, and else gets ``total``, ``warmup`` and ``floor``.
+    """
+    ask, source = loaded.recipe.schedule, loaded.source
     shared: dict[str, Any] = {"total": plan.extent.steps, "warmup": plan.warmup, "floor": ask.floor}
-    if ask.use not in SCHEDULES:
-        schedule: Callable[[int, float], float] = make(ask.use, {**shared, **ask.args}, {}, "schedule", loaded.source)
-        return schedule
     with at_recipe(loaded, "schedule"):
-        return make_schedule(ask.use, **shared, args=ask.args)
+        if ask.use in SCHEDULES:
+            return make_schedule(ask.use, **shared, args=ask.args)
+        every = _steps_between(ask.every, plan)
+        if parts.schedule is not None:
+            return own_schedule(parts.schedule, optimizer, every)
+        named = find(ask.use, {}, "schedule", source)
+        if takes_first(named, "optimizer") or takes_first(named, "step"):
+            return own_schedule(partial(named, **ask.args) if ask.args else named, optimizer, every)
+        return function_of_step(make(ask.use, {**shared, **ask.args}, {}, "schedule", source))
+
+
+def _steps_between(every: Duration, plan: Plan) -> int:
+    pace = Pace(plan.batch.size, plan.steps_per_epoch)
+    return interval(every, plan.extent, pace, "schedule.every").steps or 1
 
 
 def build_loading(

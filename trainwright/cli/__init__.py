@@ -7,12 +7,12 @@ import os
 import sys
 from contextlib import suppress
 
-from trainwright.cli import running, before, jobs, after  # isort: skip  (in the order of --help)
+from trainwright.cli import running, before, jobs, after, looking  # isort: skip  (in the order of --help)
 from trainwright.cli.app import app
 from trainwright.cli.torchrun import leave_exit_code
 from trainwright.report.failure import INTERRUPTED
 
-__all__ = ["after", "app", "before", "jobs", "main", "running"]
+__all__ = ["after", "app", "before", "jobs", "looking", "main", "running"]
 
 
 def main() -> None:

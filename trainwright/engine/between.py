@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
+from trainwright.engine.evaluate import EvaluationResult
 from trainwright.errors import OutOfMemoryError
 from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState
@@ -20,6 +21,8 @@ class Periodic(Protocol):
 class Evaluator(Periodic, Protocol):
     """Evaluates in the course of a run, and once more at its end; what is known already costs nothing."""
 
+    @property
+    def last(self) -> EvaluationResult | None: ...
     def finish(self, state: TrainState) -> None: ...
 
 
@@ -34,6 +37,8 @@ class Saver(Periodic, Protocol):
 
 
 class _Never:
+    last: EvaluationResult | None = None
+
     def due(self, state: TrainState) -> bool:
         return False
 

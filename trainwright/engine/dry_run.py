@@ -53,7 +53,8 @@ class DryRun:
     """``loss`` of the untrained model on the first micro-batch, in fp32; ``mean``: the loss returned a plain mean.
 
     ``seconds`` holds the shortest time of forward and backward of the batch, by mode: other work of the machine can
-    only add to it. ``update_s`` is that of the optimizer's update, 0 where it was not measured. ``activation_bytes`` is
+    only add to it. ``update_s`` is that of the optimizer's update, 0 where it was not measured, and
+    ``optimizer_bytes`` what it keeps since. ``activation_bytes`` is
     what autograd saves for the backward pass of one micro-batch, without the weights. ``outputs`` is the last dimension
     of the model's output.
     """
@@ -64,6 +65,7 @@ class DryRun:
     activation_bytes: int
     outputs: int | None
     update_s: float = 0.0
+    optimizer_bytes: int | None = None
 
 
 @contextmanager
@@ -174,8 +176,9 @@ def _timed(
             elapsed_s = time.perf_counter() - begin_s
             if world.least(int(elapsed_s >= budget_s and done >= (3 if elapsed_s < SLOW_S else 2))):
                 break
-        update_s = _update_s(state) if updates and world.size == 1 else 0.0
-    return replace(first, seconds={mode: min(each) for mode, each in times.items()}, update_s=update_s)
+        update_s, kept = _update(state) if updates and world.size == 1 else (0.0, None)
+    seconds = {mode: min(each) for mode, each in times.items()}
+    return replace(first, seconds=seconds, update_s=update_s, optimizer_bytes=kept)
 
 
 def time_evaluation(
@@ -202,11 +205,14 @@ def time_evaluation(
     return statistics.median(times[1:] or times) if times else None
 
 
-def _update_s(state: TrainState) -> float:
-    """Times gradient norm and update on a copy of the weights; 0 where they are large, or cannot be copied."""
+def _update(state: TrainState) -> tuple[float, int | None]:
+    """Times gradient norm and update on a copy of the weights, and weighs what the optimizer keeps then.
+
+    0 and None where the weights are large, or cannot be copied.
+    """
     parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
     if sum(p.nbytes for p in parameters) > COPIED_BYTES:  # beside them, forward and backward take most of the time
-        return 0.0
+        return 0.0, None
     try:
         optimizer = copy.deepcopy(state.optimizer)
         copies = [p for group in optimizer.param_groups for p in group["params"]]
@@ -220,8 +226,9 @@ def _update_s(state: TrainState) -> float:
             float(copies[0].detach().flatten()[0])  # waits for the device
             times.append(time.perf_counter() - started_s)
     except Exception:  # an optimizer of the user's that cannot be copied, or that takes more than gradients
-        return 0.0
-    return min(times)
+        return 0.0, None
+    kept = [each for own in optimizer.state.values() for each in own.values() if isinstance(each, Tensor)]
+    return min(times), sum(each.nbytes for each in kept)
 
 
 def _look_inside(state: TrainState, batch: StepBatch, loss_fn: LossFn) -> DryRun:

@@ -17,7 +17,7 @@ from trainwright.engine.cut import cut_micro
 from trainwright.engine.loss import Loss, LossFn, as_loss_fn, call_loss
 from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.precision import FP32, Precision
-from trainwright.errors import OutOfMemoryError
+from trainwright.errors import OutOfMemoryError, UsageError, suggest
 from trainwright.state.cursor import MicroBatch
 from trainwright.state.rng import preserved_rng
 from trainwright.state.shards import holds_parts, reshard
@@ -37,6 +37,17 @@ class EvaluationResult:
     metrics: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     batches: int = 0
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The loss and the metrics by name."""
+        return {"loss": self.loss, **self.metrics}
+
+    def figure(self, name: str) -> float:
+        """One of ``figures``. Raises UsageError for a name that is none."""
+        if name not in self.figures:
+            raise UsageError(f"the validation has no metric {name!r}", remedy=suggest(name, self.figures))
+        return float(self.figures[name])
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainwright.state.chained import parts_of
 from trainwright.state.shards import is_divided
 
 LARGEST_TABLE = 64 * 2**20
@@ -33,11 +34,12 @@ def update_unless(skipped: Tensor, optimizer: Optimizer) -> None:
     (``found_inf``, the contract of torch's GradScaler); any other costs one host sync a step, and so does one whose
     weights are divided among ranks.
     """
-    takes_flag = getattr(optimizer, "_step_supports_amp_scaling", False)
-    if skipped.device.type != "cpu" and takes_flag and not _is_divided(optimizer):
-        update_on_device(skipped, optimizer)
-    elif not bool(skipped):
-        optimizer.step()
+    for part in parts_of(optimizer):
+        takes_flag = getattr(part, "_step_supports_amp_scaling", False)
+        if skipped.device.type != "cpu" and takes_flag and not _is_divided(part):
+            update_on_device(skipped, part)
+        elif not bool(skipped):
+            part.step()
 
 
 def _is_divided(optimizer: Optimizer) -> bool:

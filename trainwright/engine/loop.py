@@ -6,23 +6,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal
 
 from trainwright.engine.between import NEVER, Evaluator, LastGood, Saver, Whole, each_batch
+from trainwright.engine.observer import Observer, Stop, as_observer, asked
 from trainwright.engine.step import StepFn, StepResult
 from trainwright.engine.until import Until
-from trainwright.errors import UsageError
 from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState
 from trainwright.world.group import SOLO, World
-
-
-class Stop(NamedTuple):
-    """Why an observer ends the run. ``save`` is False when the state is poisoned."""
-
-    reason: str
-    save: bool = True
-    exit_code: int = 0
 
 
 class StopRequest(BaseException):
@@ -31,13 +23,6 @@ class StopRequest(BaseException):
     def __init__(self, stop: Stop) -> None:
         super().__init__(stop.reason)
         self.stop = stop
-
-
-class Observer(Protocol):
-    """Looks at each step after it is done. Reads only. ``close`` is called at the end, where there is one."""
-
-    def observe(self, result: StepResult, state: TrainState) -> Stop | None: ...
-    def close(self) -> None: ...
 
 
 @dataclass
@@ -97,8 +82,8 @@ def run(
     """
     stop, last = None, None
     with ExitStack() as closing:
+        observers = [as_observer(each) for each in observers]
         for observer in observers:
-            require_observer(observer)
             closing.callback(getattr(observer, "close", lambda: None))
         closing.push(saving.__exit__)  # left first: all is on disk before signals are let go
         closing.enter_context(LastGood(state, saving))
@@ -109,33 +94,19 @@ def run(
                     try:
                         if evaluation.due(state):
                             evaluation(state)
+                            last.evaluation = evaluation.last
                     finally:  # the state is saved where it raises, so the step belongs into the log
-                        stops = [found for each in observers if (found := _asked(each, last, state)) is not None]
+                        stops = [found for each in observers if (found := asked(each, last, state)) is not None]
                 stop = world.agree(min(stops, key=lambda found: found.save, default=None))  # a poisoned state first
                 if stop:
                     break
                 if saving.due(state):
                     saving(state)
-        except StopRequest as asked:
-            stop = asked.stop
+        except StopRequest as request:
+            stop = request.stop
         if not stop or stop.save:
             saving(state)  # before the evaluation, which may take longer than a signal leaves
         if not stop:
             evaluation.finish(state)
         done = until(state) >= 1.0
         return Outcome("stopped" if stop else "finished" if done else "data_exhausted", state.step, last, stop)
-
-
-def require_observer(observer: object) -> None:
-    """Raises UsageError for what cannot be called after a step: a function, a class, an object without ``observe``."""
-    if isinstance(observer, type) or not callable(getattr(observer, "observe", None)):
-        name = getattr(observer, "__name__", type(observer).__name__)
-        what = "a class" if isinstance(observer, type) else "no object with a method observe(result, state)"
-        raise UsageError(f"the observer {name} is {what}", remedy="give an object of a class that has this method")
-
-
-def _asked(observer: Observer, result: StepResult, state: TrainState) -> Stop | None:
-    found: object = observer.observe(result, state)
-    if found is None or isinstance(found, Stop):
-        return found
-    raise UsageError(f"{type(observer).__name__}.observe returned {found!r}", remedy="return None or a tw.Stop(why)")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trainwright.engine.accumulate import Accumulated
 from trainwright.errors import UsageError, require_choice
+from trainwright.state.chained import parts_of
 from trainwright.state.cursor import StepBatch
 from trainwright.state.ledger import SkippedStep
 from trainwright.state.snapshot import LiveObjects, Snapshot, put_back
@@ -156,7 +157,7 @@ class _KeptState:
         roots = [state.model, *([state.loss] if state.loss is not None else [])]
         trained = [p for group in state.optimizer.param_groups for p in group["params"]]
         parameters = {id(p): p for p in [*trained, *(p for root in roots for p in root.parameters())]}
-        objects = LiveObjects(roots, [state.optimizer], list(parameters.values()))
+        objects = LiveObjects(roots, parts_of(state.optimizer), list(parameters.values()))
         shadow = state.ema.state_dict().get("shadow", {})
         average = {name: each.clone() for name, each in shadow.items()}
         return cls(state.step, objects, objects.snapshot(state.step + 1), average)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from trainwright.engine.accumulate import Accumulated, accumulate, divided_before, run_divided
 from trainwright.engine.clip import ClipFn, global_norm, no_clip
+from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.exact import accumulate_exactly
 from trainwright.engine.guard import APPLIED, must_skip
 from trainwright.engine.loss import Loss, LossFn, as_loss_fn
@@ -46,7 +47,7 @@ class StepResult:
     ``step`` is the number of this step, 1-based: ``state.step`` after it. ``wait_s`` is how long the loop waited for
     the batch. ``skipped`` is true when the update was not applied. ``batch`` has the micro-batches that were trained
     on; ``oom_reports`` has one report for each try before that ran out of memory. ``spike`` is the decision of a
-    SpikeGuard, None without a spike.
+    SpikeGuard, None without a spike. ``evaluation`` is that of the validation set where one followed on the step.
     """
 
     step: int
@@ -62,13 +63,14 @@ class StepResult:
     step_s: float = 0.0
     oom_reports: Sequence[OomReport] = ()
     spike: SpikeDecision | None = None
+    evaluation: EvaluationResult | None = None
 
 
 StepFn = Callable[[TrainState, StepBatch], StepResult]
 Probe = Callable[[TrainState], Mapping[str, Tensor]]
 """Reads the state inside the step: after backward and unscale, before clipping and the update."""
-ScheduleFn = Callable[[int, float], float]
-"""(completed steps, share of the run used) -> factor on every base learning rate."""
+ScheduleFn = Callable[[int, float], float | None]
+"""(completed steps, share of the run used) -> factor on every base learning rate; None: it has set the rates itself."""
 
 
 def constant_lr(step: int, fraction: float) -> float:
@@ -272,11 +274,12 @@ def _require_made(schedule: object, precision: object, clip: object) -> None:
             raise UsageError(f"make_step: {name} is {part!r}, which is not made yet", remedy=f"give {example}")
 
 
-def set_lr(optimizer: Optimizer, factor: float) -> float:
-    """Sets every group to its base learning rate times ``factor``; returns the first group's."""
-    for group in optimizer.param_groups:
+def set_lr(optimizer: Optimizer, factor: float | None) -> float:
+    """Sets every group to its base learning rate times ``factor``, if there is one; returns the first group's."""
+    groups = optimizer.param_groups
+    for group in groups if factor is not None else ():
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
-    return float(optimizer.param_groups[0]["lr"])
+    return float(groups[0]["lr"])
 
 
 def clear_grads(optimizer: Optimizer) -> None:

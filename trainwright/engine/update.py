@@ -14,6 +14,7 @@ from trainwright.engine.oom_report import is_out_of_memory, oom_snapshot
 from trainwright.engine.recover import Recovery, make_room
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import OomReport, OutOfMemoryError
+from trainwright.state.chained import parts_of
 from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState
 
@@ -72,39 +73,44 @@ def make_moments(optimizer: Optimizer) -> None:
 
     A group whose moments do not fit would leave the groups before it updated.
     """
-    make = getattr(optimizer, "_init_group", None)
-    if make is None:
-        return
-    lists = len(inspect.signature(make).parameters) - 1  # it fills them with parameters, gradients, moments
-    for group in optimizer.param_groups:
-        make(group, *([] for _ in range(lists)))
+    for part in parts_of(optimizer):
+        make = getattr(part, "_init_group", None)
+        if make is None:
+            continue
+        lists = len(inspect.signature(make).parameters) - 1  # it fills them with parameters, gradients, moments
+        for group in part.param_groups:
+            make(group, *([] for _ in range(lists)))
 
 
 class _Written:
     """What an optimizer has written to weights and state since: of tensors the number of writes, numbers themselves."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        package = type(optimizer).__module__.partition(".")[0]
-        self._is_counted = package in COUNTED and hasattr(optimizer, "_init_group")
+        self._optimizer, self._parts = optimizer, parts_of(optimizer)
+        self._is_counted = all(_writes_counted(part) for part in self._parts)
         if self._is_counted:
-            states = optimizer.state.values()
+            states = [own for part in self._parts for own in part.state.values()]
             self._versions = [p._version for group in optimizer.param_groups for p in group["params"]]
             self._values = [v._version if isinstance(v, Tensor) else v for own in states for v in own.values()]
-            self._sizes = [len(own) for own in states]
+            self._sizes = [{parameter: len(own) for parameter, own in part.state.items()} for part in self._parts]
 
     def is_undone(self) -> bool:
         """Drops what was added to the state, which may be made in part. False: there was, or may be, more."""
         if not self._is_counted:
             return False
-        state = self._optimizer.state
-        for parameter in list(state)[len(self._sizes) :]:  # what was added comes last
-            del state[parameter]
-        for own, size in zip(state.values(), self._sizes, strict=False):
-            for name in list(own)[size:]:
-                del own[name]
+        for part, sizes in zip(self._parts, self._sizes, strict=True):
+            for parameter in [each for each in part.state if each not in sizes]:
+                del part.state[parameter]
+            for parameter, size in sizes.items():
+                own = part.state[parameter]
+                for name in list(own)[size:]:  # what was added comes last
+                    del own[name]
         now = _Written(self._optimizer)
         return (now._versions, now._values, now._sizes) == (self._versions, self._values, self._sizes)
+
+
+def _writes_counted(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.partition(".")[0] in COUNTED and hasattr(optimizer, "_init_group")
 
 
 def _does_not_fit(state: TrainState, reports: tuple[OomReport, ...]) -> OutOfMemoryError:

@@ -30,7 +30,7 @@ class BestSoFar:
         """The validation after ``step``, if it is the best so far: worth a checkpoint."""
         if self._metric is None or seen.batches != self._batches:
             return None
-        values = {"loss": seen.loss, **seen.metrics}
+        values = seen.figures
         if self._metric not in values:
             remedy = suggest(self._metric, values)
             self._warn(f"checkpoint.best: the validation has no metric {self._metric!r}: {remedy}")

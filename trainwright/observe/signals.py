@@ -13,7 +13,8 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
 
-from trainwright.engine.loop import Stop, StopRequest
+from trainwright.engine.loop import StopRequest
+from trainwright.engine.observer import Stop
 from trainwright.engine.step import StepResult
 from trainwright.errors import UsageError
 from trainwright.state.cursor import StepBatch

@@ -97,6 +97,7 @@ _UPDATE: Verdict = "maths", "from here on the weights are updated otherwise"
 _ORDER = "the rest of this epoch comes in another order: some samples twice, some not at all"
 _READING: Verdict = "safe", "how samples are read, not which"
 _FOLDER: Verdict = "safe", "the run stays in its folder"
+_OBSERVERS: Verdict = ("safe", "observers only read, and may end the run; those in the same place go on counting")
 _KERNELS = "other kernels: last bits"
 
 # A whole section has one rule only where all keys that it may ever get have the same class; a test requires a rule for
@@ -151,6 +152,9 @@ RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     "optimizer.clip": _UPDATE,
     "optimizer.lr_rule": _UPDATE,
     "optimizer.offload": ("safe", "the same update elsewhere: last bits"),
+    "observers": _OBSERVERS,
+    "observers.use": _OBSERVERS,
+    "observers.args": _OBSERVERS,
     "schedule": ("maths", "the learning rate follows another curve"),
     "spikes.policy": _spikes,
     "spikes.factor": _spikes,

@@ -170,6 +170,14 @@ SCHEDULES = _by_name(
     Row("wsd", "trainwright.build.schedule:WSD", "Warm-up, the peak for most of the run, a decay at its end."),
 )
 
+OBSERVERS = _by_name(
+    Row(
+        "early_stopping",
+        "trainwright.observe.early_stopping:EarlyStopping",
+        "Ends the run when the validation no longer improves.",
+    ),
+)
+
 SINKS = _by_name(
     SinkRow(
         "tensorboard",

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from trainwright.errors import Problem, RecipeError, UsageError
-from trainwright.recipe.catalog import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES, SINKS, SPIKE_POLICIES
+from trainwright.recipe.catalog import DATASETS, LOSSES, MODELS, OBSERVERS, OPTIMIZERS, SCHEDULES, SINKS, SPIKE_POLICIES
 from trainwright.recipe.checkpointing import ActivationCheckpointing
 from trainwright.recipe.duration import Duration
 from trainwright.recipe.micro_size import MicroSize
@@ -236,6 +236,18 @@ class Schedule(Part):
     )
     warmup: Warmup = Field(default=Duration(0, "steps"), description="Linear rise to the peak; 0steps: none.")
     floor: float = Field(default=0.0, ge=0, le=1, description="Share of the peak learning rate at the end.")
+    every: Duration = Field(
+        default=Duration(1, "steps"),
+        description="How often a scheduler of torch is stepped: 1steps, or 1ep as in loops that step it each epoch.",
+        examples=["1ep"],
+    )
+
+    @field_validator("every")
+    @classmethod
+    def _counted(cls, every: Duration) -> Duration:
+        if every.unit not in ("steps", "ep"):
+            raise UsageError("must be steps or epochs", remedy="write for example 1steps or 1ep")
+        return every
 
 
 class SpikeHandling(Section):
@@ -260,6 +272,15 @@ class Evaluation(Section):
         default=None, description="Batches per evaluation; null: the whole set.", examples=[50]
     )
     batch: Count | None = Field(default=None, description="Samples per batch; null: as in training.", examples=[64])
+
+
+class Watcher(Part):
+    """What looks at each step after it is done, and may end the run."""
+
+    use: Annotated[str, ShortName("observer", OBSERVERS)] = Field(
+        description="An observer in the box, or package.module:callable: a class, or a function of (result, state).",
+        examples=["early_stopping"],
+    )
 
 
 class Checkpoint(Section):
@@ -351,6 +372,9 @@ class Recipe(Section):
     spikes: SpikeHandling = Field(default_factory=SpikeHandling, description="What happens at a spike of the gradient.")
     evaluation: Evaluation = Field(default_factory=Evaluation, description="Validation during the run.")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="Saving during the run.")
+    observers: Annotated[tuple[Watcher, ...], Field(strict=False)] = Field(
+        default=(), description="What looks at each step after it is done, and may end the run."
+    )
     log: Log = Field(default_factory=Log, description="The log of the run.")
     folder: Annotated[str, AfterValidator(_folder_path)] = Field(
         default="runs", description="Where run folders are made."

@@ -23,6 +23,7 @@ from trainwright.recorder.recording import LoopRecorder
 from trainwright.recorder.tape import Tape
 from trainwright.recorder.veto import Veto
 from trainwright.replay.stage import staged
+from trainwright.state.chained import parts_of
 from trainwright.state.cursor import StepBatch
 from trainwright.state.rng import TorchGenerators
 from trainwright.state.scaler import LossScaler
@@ -49,13 +50,13 @@ class EngineBench:
         roots = [state.model, *([state.loss] if state.loss is not None and has_state(state.loss) else [])]
         self._recorder = LoopRecorder(
             roots,
-            [state.optimizer],
+            parts_of(state.optimizer),
             lambda step: self._taken.append(step),
-            before_update=lambda step, optimizer, norm: self._veto.before_update(step, optimizer),
-            after_update=lambda step, optimizer: self._veto.after_update(step, optimizer),
+            before_update=lambda step, part, norm: self._veto.before_update(step, state.optimizer),  # norm of all parts
+            after_update=lambda step, part: self._veto.after_update(step, state.optimizer),
         )
         self._veto = Veto(roots, self._recorder.parameters, "observe")
-        self.objects = LiveObjects(roots, [state.optimizer], self._recorder.parameters)
+        self.objects = LiveObjects(roots, parts_of(state.optimizer), self._recorder.parameters)
         self.probes: Sequence[Listener] = ()
         self._state, self._spikes = state, _AsItWas()
         self._advance = make_step(_BenchWitness(self._recorder), self._spikes)
@@ -171,7 +172,8 @@ class _BenchWitness:
         self._tries += 1
         if self._tries > 1:  # memory ran out here
             self._recorder.begin_again()
-        tell("on_zero_grad", optimizer)
+        for part in parts_of(optimizer):
+            tell("on_zero_grad", part)
 
     def loss_is_scaled(self, loss: Tensor, scaled: Tensor) -> None:
         assert self._state is not None

@@ -63,14 +63,15 @@ def _row(folder: RunFolder) -> RunRow:
     return RunRow(
         folder.path,
         began_s,
-        _state(folder, records),
+        state_of(folder, records),
         max((record.step for record in records if isinstance(record, Step | Watched | Ended)), default=0),
         steps[-1].loss if steps else None,
         evaluated[-1].loss if evaluated else None,
     )
 
 
-def _state(folder: RunFolder, records: Iterable[Record]) -> str:
+def state_of(folder: RunFolder, records: Iterable[Record]) -> str:
+    """The ending of the newest process; "running" while it holds the lock, else "no end record"."""
     ended = None
     for record in records:
         if isinstance(record, Ended):

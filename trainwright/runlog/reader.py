@@ -35,10 +35,11 @@ class LogContents:
 def read(path: Path | str) -> LogContents:
     """Reads every record. Raises UsageError when there is no such log."""
     with _open(Path(path)) as file:
-        return _decoded(file)
+        return decoded(file)
 
 
-def _decoded(lines: Iterable[bytes]) -> LogContents:
+def decoded(lines: Iterable[bytes]) -> LogContents:
+    """The records of lines of a log, each with its newline."""
     records: list[Record] = []
     broken_lines, torn = 0, False
     for line in lines:
@@ -70,12 +71,12 @@ def read_newest(path: Path | str, kinds: tuple[type[Record], ...]) -> LogContent
             if line.startswith(wanted):
                 lines.append(line)
             elif not (line.startswith(others) and line.endswith(b"}\n")):
-                odd = _decoded([line])
+                odd = decoded([line])
                 lines += [line] if any(isinstance(each, kinds) for each in odd.records) else []
                 broken_lines, torn, unknown = broken_lines + odd.broken_lines, odd.torn, unknown + odd.unknown
             if len(lines) > MOST:
                 lines = _without_half(lines, lambda each: each.startswith(_beginning(Watched)))
-    found = _decoded(lines)
+    found = decoded(lines)
     return LogContents(found.records, broken_lines + found.broken_lines, torn or found.torn, unknown)
 
 
@@ -86,7 +87,7 @@ def read_end(path: Path | str) -> tuple[Record, ...]:
         begin = max(0, file.tell() - END_BYTES)
         file.seek(begin)
         lines = file.readlines()
-    return _decoded(lines[1:] if begin else lines).records  # the first may be cut off
+    return decoded(lines[1:] if begin else lines).records  # the first may be cut off
 
 
 def _beginning(kind: type[Record]) -> bytes:

@@ -130,6 +130,7 @@ def _rest(state: TrainState) -> StateDict:
         "data": asdict(state.data),
         "counters": {name: getattr(state, name) for name in _COUNTERS},
         "micro_limit": state.micro_limit,
+        "stateful": {name: each.state_dict() for name, each in state.stateful.items()},
     }
 
 
@@ -196,6 +197,9 @@ def load_checkpoint(state: TrainState, path: Path | str, *, verified: bool = Fal
         if state.loss is not None and rest["loss"]:
             state.loss.load_state_dict(rest["loss"])
         _load_transient(state.model, rest["transient"])
+        for name, saved in rest.get("stateful", {}).items():
+            if name in state.stateful:
+                state.stateful[name].load_state_dict(saved)
     except NOT_WHAT_WE_WRITE as error:
         raise CheckpointError(
             f"{path} does not fit the model or optimizer built from the recipe: {_brief(error)}",

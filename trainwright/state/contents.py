@@ -60,6 +60,7 @@ REST: Rule = {
         "fraction": AMOUNT,
     },
     "micro_limit?": Maybe(NATURAL),
+    "stateful?": {"*": {}},
 }
 
 

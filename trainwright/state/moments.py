@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainwright.state.chained import ChainedOptimizer
 from trainwright.state.codec import StateDict, Tree
 from trainwright.state.names import plain_name
 from trainwright.state.shards import divided_like
@@ -19,8 +20,11 @@ _SET_BY_RECIPE = ("lr", "weight_decay", "betas", "momentum", "eps", "nesterov", 
 def moments(model: nn.Module, optimizer: Optimizer) -> StateDict:
     """Returns the optimizer's ``state`` and ``param_groups`` by parameter name, its class and its defaults.
 
-    A parameter that does not belong to the model is named by its position: ``#3``.
+    A parameter that does not belong to the model is named by its position: ``#3``. Of several optimizers classes,
+    defaults and state of their own are kept in the order of the parts.
     """
+    if isinstance(optimizer, ChainedOptimizer):
+        return _joined([moments(model, part) for part in optimizer.parts])
     saved, names = optimizer.state_dict(), parameter_names(model, optimizer)
     groups = [{**group, "params": [names[i] for i in group["params"]]} for group in saved["param_groups"]]
     state = {names[i]: each for i, each in saved["state"].items() if isinstance(i, int)}
@@ -36,6 +40,10 @@ def load_moments(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Tre
     dropped. The base learning rate is the group's ``lr``; the schedule continues from the current step. Raises
     ValueError for the state of an optimizer of another class.
     """
+    if isinstance(optimizer, ChainedOptimizer):
+        for part, its in zip(optimizer.parts, _parted(saved), strict=True):
+            load_moments(model, part, its)
+        return
     if saved["class"] != type(optimizer).__name__:
         raise ValueError(f"it holds the state of {saved['class']}, not of {type(optimizer).__name__}")
     names, fresh = parameter_names(model, optimizer), optimizer.state_dict()
@@ -55,6 +63,19 @@ def load_moments(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Tre
             optimizer.state[parameter] = _as_saved(optimizer.state[parameter], by_name[name], parameter)
         elif parameter in before:
             optimizer.state[parameter] = before[parameter]
+
+
+def _joined(parts: Sequence[StateDict]) -> StateDict:
+    state = {name: own for part in parts for name, own in part["state"].items()}
+    groups = [group for part in parts for group in part["param_groups"]]
+    built, own = ({str(number): part[key] for number, part in enumerate(parts)} for key in ("built", "own"))
+    names = " + ".join(part["class"] for part in parts)
+    return {"class": names, "built": built, "state": state, "own": own, "param_groups": groups}
+
+
+def _parted(saved: Mapping[str, Tree]) -> Iterator[StateDict]:
+    for number, name in enumerate(saved["class"].split(" + ")):
+        yield {**saved, "class": name, "built": saved["built"][str(number)], "own": saved["own"][str(number)]}
 
 
 def _divided(saved: Tree, parameter: Tensor) -> Tree:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import nn
 from torch.optim import Optimizer
 
+from trainwright.state.codec import StateDict
 from trainwright.state.cursor import Cursor
 from trainwright.state.ema import Ema, NoEma
 from trainwright.state.ledger import SkipLedger
@@ -14,6 +16,13 @@ from trainwright.state.scaler import LossScaler, NoScaler
 from trainwright.state.shards import holds_parts
 from trainwright.state.spikes import SpikeDetector
 from trainwright.world.group import SOLO, World
+
+
+class Stateful(Protocol):
+    """Keeps a state of tensors, numbers, texts and containers of them. What it loads comes from a file."""
+
+    def state_dict(self) -> StateDict: ...
+    def load_state_dict(self, saved: StateDict, /) -> object: ...
 
 
 @dataclass
@@ -28,7 +37,8 @@ class TrainState:
     samples that are not trained on. ``loss`` is the loss where that is a module, which may keep state of its own.
     ``spikes`` remembers the gradient norms by which a spike is recognised. ``micro_limit`` is how many samples a
     forward pass takes at most since memory ran out; None: as they come. ``stages`` are the ranks that have the other
-    stages of the model, where this one has a part of its layers.
+    stages of the model, where this one has a part of its layers. ``stateful`` are further objects, by name, whose state
+    belongs to the run: schedulers of torch, observers that count.
     """
 
     model: nn.Module
@@ -46,6 +56,7 @@ class TrainState:
     elapsed_s: float = 0.0
     fraction: float = 0.0
     micro_limit: int | None = None
+    stateful: dict[str, Stateful] = field(default_factory=dict)
     stages: World = SOLO
 
     @property

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from trainwright.build.assemble import build_loading, validation_batches
+from trainwright.build.stepped_schedule import SteppedSchedule
+from trainwright.engine.evaluate import EvaluationResult
 from trainwright.observe.cadence import Every
 from trainwright.observe.evaluation import EvaluationListener, PeriodicEvaluation, ValidationSet
 from trainwright.plan.duration import Interval
@@ -28,9 +31,26 @@ def periodic_evaluation(job: Job, listeners: Sequence[EvaluationListener] = ()) 
         evaluation_loss(job.parts.loss, job.mesh, job.staged(rows)),
         every(job.plan.evaluate_every, job.state),
         precision=job.precision,
-        listeners=listeners,
+        listeners=[*listeners, *_schedules(job)],
         world=job.mesh.sums,
     )
+
+
+def _schedules(job: Job) -> Iterator[EvaluationListener]:
+    if isinstance(job.built.schedule, SteppedSchedule) and job.built.schedule.needs_evaluation:
+        yield _ByMetric(job.built.schedule, job.recipe.checkpoint.best or "loss", job.plan.evaluate_batches)
+
+
+class _ByMetric(NamedTuple):
+    """Tells a schedule each value of a metric, as it is in the course of the run: of so many batches."""
+
+    schedule: SteppedSchedule
+    metric: str
+    batches: int
+
+    def evaluated(self, step: int, seen: EvaluationResult) -> None:
+        if seen.batches == self.batches:
+            self.schedule.evaluated(step, seen.figure(self.metric))
 
 
 def every(interval: Interval, since: TrainState) -> Every:

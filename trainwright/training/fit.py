@@ -4,24 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from trainwright.build.assemble import LIVE, Parts
+from trainwright.build.assemble import Parts
 from trainwright.build.data import Unwrapped, unwrap
 from trainwright.build.model import require_ready
-from trainwright.engine.loop import require_observer
 from trainwright.engine.loss import require_callable
+from trainwright.engine.observer import as_observer
 from trainwright.errors import UsageError
 from trainwright.plan.make import Note
 from trainwright.recipe import from_mapping
 from trainwright.runlog.folder import RunFolder
+from trainwright.training.passed import Passed, live_name, passed
 from trainwright.training.run import Result, train
 
 if TYPE_CHECKING:
-    from trainwright.engine.loop import Observer
+    from trainwright.engine.observer import Observer, Stop
+    from trainwright.engine.step import StepResult
+    from trainwright.state.train_state import TrainState
 
+OptimizerLike: TypeAlias = Optimizer | Sequence[Optimizer] | Callable[..., Optimizer | Sequence[Optimizer]]
+ScheduleLike: TypeAlias = (
+    LRScheduler | Sequence[LRScheduler] | Callable[..., LRScheduler | Sequence[LRScheduler] | float]
+)
 SHORT_NAMES = {
     "until": "until",
     "lr": "optimizer.lr",
@@ -31,13 +41,11 @@ SHORT_NAMES = {
     "schedule": "schedule.use",
     "warmup": "schedule.warmup",
     "precision": "precision",
+    "device": "device",
     "seed": "seed",
     "name": "name",
 }
 """Arguments of ``fit`` that set one key of the recipe, and that key."""
-
-LIVE_SECTIONS = (("model",), ("loss",), ("data", "train"), ("data", "val"))
-"""Sections of the recipe that ``fit`` is given as objects."""
 
 
 def fit(
@@ -47,19 +55,22 @@ def fit(
     *,
     val: object = None,
     until: str | None = None,
+    epochs: float | None = None,
+    steps: int | None = None,
     lr: float | None = None,
     batch: int | None = None,
     accumulation: int | None = None,
-    optimizer: str | None = None,
-    schedule: str | None = None,
+    optimizer: str | OptimizerLike | None = None,
+    schedule: str | ScheduleLike | None = None,
     warmup: str | None = None,
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] | None = None,
+    device: str | torch.device | None = None,
     seed: int | None = None,
     name: str | None = None,
     settings: Mapping[str, object] | None = None,
     resume: str | Path | None = None,
     accept: str | Sequence[str] = (),
-    observers: Sequence[Observer] = (),
+    observers: Sequence[Observer | Callable[[StepResult, TrainState], Stop | None]] = (),
     quiet: bool = False,
 ) -> Result:
     """Trains ``model`` in place and writes a run folder.
@@ -76,20 +87,27 @@ def fit(
         val: The validation set, in any form that ``data`` may have. The batch size of a DataLoader is used for
             evaluation.
         until: The length of the run: ``"5ep"``, ``"1000steps"``, ``"60s"``, ``"5Mtok"``.
+        epochs: The same in epochs.
+        steps: The same in optimizer steps.
         lr: Peak learning rate.
         batch: Samples per optimizer step.
-        accumulation: Micro-batches per optimizer step.
-        optimizer: A name such as ``"adamw"``, or ``"package.module:callable"``.
-        schedule: A name such as ``"cosine"``, or ``"package.module:callable"``.
+        accumulation: Micro-batches per optimizer step. Without ``batch``, a DataLoader's batch is a micro-batch.
+        optimizer: A name such as ``"adamw"``, or ``"package.module:callable"``; an optimizer over parameters of the
+            model, whose groups and rates stay; several over disjoint parameters, which are stepped together; or a
+            class, partial or function that makes them (see docs/fit.md).
+        schedule: A name such as ``"cosine"``, or ``"package.module:callable"``; an LRScheduler of torch, or a class,
+            partial or function that makes one for ``optimizer``; or a function of the step, or of (step, fraction),
+            that gives the factor on the learning rate.
         warmup: The length of the linear warm-up: ``"100steps"``, ``"0.05run"``.
         precision: Arithmetic of the forward and backward pass.
+        device: ``"cpu"`` or ``"cuda"``; by default the GPU if there is one.
         seed: Seed of all random numbers.
         name: Name of the run and of its folder.
         settings: Any other key of a recipe, by its path: ``{"optimizer.clip.at": 0.5}``, or nested mappings.
         resume: The folder of an earlier run of the same call, which is continued.
         accept: The paths of differences to that earlier run that are wanted: ``"optimizer.lr"``, or several.
-        observers: Objects whose ``observe(result, state)`` is called after each step, and ``close()``, if they have
-            it, at the end.
+        observers: Functions of ``(result, state)``, or objects whose ``observe(result, state)`` is called after each
+            step, and ``close()``, if they have it, at the end. One that returns a ``tw.Stop`` ends the run.
         quiet: Prints nothing.
 
     Raises UsageError or RecipeError for a setting that cannot be used; each error names its remedy.
@@ -98,35 +116,43 @@ def fit(
         raise UsageError(f"fit: the model is a {type(model).__name__}", remedy="give an nn.Module")
     require_ready(model)
     require_callable(loss)
-    for observer in observers:
-        require_observer(observer)
+    objects = passed(optimizer, schedule, lr=lr, warmup=warmup)
     options = {
-        "until": until,
+        "until": _until(until, epochs, steps),
         "lr": lr,
         "batch": batch,
         "accumulation": accumulation,
-        "optimizer": optimizer,
-        "schedule": schedule,
+        "optimizer": None if objects.optimizer is not None else optimizer,
+        "schedule": None if objects.schedule is not None else schedule,
         "warmup": warmup,
         "precision": precision,
+        "device": None if device is None else str(device),
         "seed": seed,
         "name": name,
     }
     by_path = {SHORT_NAMES[key]: value for key, value in options.items() if value is not None}
     train_data = _unwrapped(data, "data")
     val_data = None if val is None else _unwrapped(val, "val")
-    loaded = from_mapping(
-        _recipe_of(model, train_data, val_data, loss),
-        overrides=_overrides({} if settings is None else settings, by_path),
-        name="tw.fit",
-    )
+    overrides = _overrides({} if settings is None else settings, by_path, objects)
+    says_batch = {str(path) for path, _ in overrides if str(path).split(".")[0] == "batch"}
+    batch_key = "micro" if says_batch == {"batch.accumulation"} else "size"
+    recipe = _recipe_of(model, train_data, val_data, loss, batch_key) | objects.sections
+    loaded = from_mapping(recipe, overrides=overrides, name="tw.fit")
     return train(
         loaded,
-        parts=Parts(model, train_data, val_data, loss, tuple(_not_used(train_data, val_data))),
+        parts=Parts(
+            model,
+            train_data,
+            val_data,
+            loss,
+            tuple(_not_used(train_data, val_data)),
+            optimizer=objects.optimizer,
+            schedule=objects.schedule,
+            observers=[as_observer(each) for each in observers],
+        ),
         resume=None if resume is None else RunFolder.open(resume),
         accept=(accept,) if isinstance(accept, str) else tuple(accept),
         quiet=quiet,
-        extras=[lambda *_, each=each: each for each in observers],
     )
 
 
@@ -147,7 +173,20 @@ def _not_used(train: Unwrapped, val: Unwrapped | None) -> Iterator[Note]:
         )
 
 
-def _overrides(settings: Mapping[str, object], by_path: Mapping[str, object]) -> list[tuple[str, object]]:
+def _until(until: str | None, epochs: float | None, steps: int | None) -> str | None:
+    """The length of the run in the words of a recipe."""
+    given = {"until": until, "epochs": epochs, "steps": steps}
+    said = [name for name, value in given.items() if value is not None]
+    if len(said) > 1:
+        raise UsageError(f"the length of the run is given twice: {' and '.join(said)}", remedy="keep one of them")
+    if epochs is not None:
+        return f"{epochs}ep"
+    return until if steps is None else f"{steps}steps"
+
+
+def _overrides(
+    settings: Mapping[str, object], by_path: Mapping[str, object], objects: Passed
+) -> list[tuple[str, object]]:
     """Returns paths with their values, a section before the keys inside it.
 
     Raises UsageError where ``settings`` repeats an argument of ``fit`` or describes an object that it was given.
@@ -158,23 +197,22 @@ def _overrides(settings: Mapping[str, object], by_path: Mapping[str, object]) ->
         )
     overrides = sorted(_flattened(settings), key=lambda override: str(override[0]).count("."))
     for path, _ in overrides:
-        _require_new(str(path), by_path)
+        _require_new(str(path), by_path, objects)
     return [*overrides, *by_path.items()]
 
 
-def _require_new(path: str, by_path: Mapping[str, object]) -> None:
+def _require_new(path: str, by_path: Mapping[str, object], objects: Passed) -> None:
     """Raises UsageError where a path of ``settings`` says what another argument of ``fit`` says already."""
     keys = tuple(path.split("."))
     for set_already in by_path:
         if keys[: len(section := tuple(set_already.split(".")))] == section:
             argument = next(name for name, known in SHORT_NAMES.items() if known == set_already)
             raise UsageError(f"{set_already} is given twice: as {argument}= and in settings", remedy="keep one of them")
-    for section in LIVE_SECTIONS:
-        if keys[: len(section)] == section and (keys == section or keys[len(section)] in ("use", "args")):
-            raise UsageError(
-                f"settings has {path}, but fit was handed the {section[-1]} itself",
-                remedy=f"leave {path} out and make the object that you hand over with what it needs",
-            )
+    if handed := objects.refuses(keys):
+        raise UsageError(
+            f"settings has {path}, but fit was handed the {handed} itself",
+            remedy=f"leave {path} out and make the object that you hand over with what it needs",
+        )
 
 
 def _flattened(settings: Mapping[str, object]) -> Iterator[tuple[str, object]]:
@@ -187,9 +225,12 @@ def _flattened(settings: Mapping[str, object]) -> Iterator[tuple[str, object]]:
 
 
 def _recipe_of(
-    model: nn.Module, data: Unwrapped, val: Unwrapped | None, loss: Callable[..., object]
+    model: nn.Module, data: Unwrapped, val: Unwrapped | None, loss: Callable[..., object], batch_key: str
 ) -> dict[str, object]:
-    """Returns a recipe that names the given objects. Such a run can be resumed from Python only."""
+    """Returns a recipe that names the given objects. Such a run can be resumed from Python only.
+
+    ``batch_key`` is what the batch of a DataLoader says: the ``size`` of a step, or ``micro``.
+    """
     from_loader = {
         "shuffle": data.shuffle,
         "drop_last": data.drop_last,
@@ -198,18 +239,13 @@ def _recipe_of(
         "timeout": f"{data.timeout_s:g}s" if data.timeout_s else None,
     }
     section: dict[str, object] = {key: value for key, value in from_loader.items() if value is not None}
-    section["train"] = {"use": _live_name(data.dataset)}
+    section["train"] = {"use": live_name(data.dataset)}
     if val is not None:
-        section["val"] = {"use": _live_name(val.dataset)}
+        section["val"] = {"use": live_name(val.dataset)}
     return {
-        "model": {"use": _live_name(model)},
+        "model": {"use": live_name(model)},
         "data": section,
-        "loss": {"use": _live_name(loss)},
-        "batch": {} if data.batch_size is None else {"size": data.batch_size},
+        "loss": {"use": live_name(loss)},
+        "batch": {} if data.batch_size is None else {batch_key: data.batch_size},
         "evaluation": {} if val is None or val.batch_size is None else {"batch": val.batch_size},
     }
-
-
-def _live_name(thing: object) -> str:
-    name = getattr(thing, "__name__", type(thing).__name__)
-    return f"{LIVE}:{name if name.isidentifier() else type(thing).__name__}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, TypeVar
@@ -18,8 +18,6 @@ from trainwright.build.assemble import (
     at_recipe,
     build_loading,
     build_parts,
-    build_schedule,
-    build_state,
     gather_facts,
     training_batches,
     validation_batches,
@@ -31,7 +29,7 @@ from trainwright.engine.dry_run import Mode, dry_run, time_evaluation
 from trainwright.engine.in_stages import PipelineStages, StagedPasses
 from trainwright.engine.precision import Precision, PrecisionName
 from trainwright.engine.spikes import NO_SPIKES, SpikeGuard, SpikeHandler
-from trainwright.engine.step import ScheduleFn, StepFn, make_step
+from trainwright.engine.step import StepFn, make_step
 from trainwright.engine.until import ByTheClock, Until, for_seconds, for_steps
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import DataError, UsageError
@@ -61,8 +59,9 @@ from trainwright.state.spikes import SpikeDetector
 from trainwright.state.train_state import TrainState
 from trainwright.training.alike import begin_alike, require_same_data
 from trainwright.training.layout import NOT_TRIED, lay_out, rank_layout, tensor_share
+from trainwright.training.own_objects import Live, build_live, memory_note, of_own_optimizer
 from trainwright.training.resume import Earlier
-from trainwright.training.run_metadata import describe_origin
+from trainwright.training.run_metadata import describe_origin, notes_of_slow_data
 from trainwright.watching.look_schedule import LAST_LOOK_STEPS, LOOK_STEPS, looks_s
 from trainwright.world import (
     ALONE,
@@ -98,11 +97,10 @@ class Job:
     loaded: Loaded
     parts: Parts
     plan: Plan
-    state: TrainState
+    built: Live
     device: torch.device
     machine: Machine
     batches: Iterator[StepBatch]
-    schedule: ScheduleFn
     provenance: dict[str, Any]
     accepted: list[str] = field(default_factory=list)
     mesh: RankMesh = ONE
@@ -112,6 +110,10 @@ class Job:
     @property
     def recipe(self) -> Recipe:
         return self.loaded.recipe
+
+    @property
+    def state(self) -> TrainState:
+        return self.built.state
 
     @property
     def world(self) -> World:
@@ -188,14 +190,15 @@ def prepare(
     loss_module = parts.loss if isinstance(parts.loss, nn.Module) else None
     parts, stages, cuts = lay_out(parts, loaded, mesh, device)
     plan = replace(plan, settled=resolved.to_json(), notes=(*resolved.notes, *plan.notes, *cuts))
-    state, schedule = build_state(parts, loaded, plan), build_schedule(loaded, plan)
+    live = build_live(parts, loaded, plan)
+    plan, state = live.plan, live.state
     state.spikes, state.stages = SpikeDetector(recipe.spikes.factor), mesh.stages
     state.loss = loss_module
     sink_factories(recipe.log.sinks)  # a package that is missing is said before the first step
     provenance = describe_origin(recipe, parts) | {
         "launch": {"job": launch.job, "call": launch.call, "ranks": world.size}
     }
-    plan = replace(plan, notes=(*plan.notes, *_of_slow_data(provenance)))
+    plan = replace(plan, notes=(*plan.notes, *notes_of_slow_data(provenance)))
     seed_all(recipe.seed)  # training draws the same numbers whatever was done to get here
     precision: str = recipe.precision
     accepted: list[str] = []
@@ -207,14 +210,13 @@ def prepare(
     if earlier:
         earlier.lock.beat(state.step + 1)  # reading its batch and the dry run belong to the step
     loading = build_loading(parts, recipe, plan, device, quarantine=state.quarantine, world=mesh.data)
-    batches = iter(training_batches(parts, loading, state.data))
-    begin_s = time.perf_counter()
+    batches, begin_s = iter(training_batches(parts, loading, state.data)), time.perf_counter()
     first = next(batches, None)
     read_s = 0.0 if recipe.data.workers else time.perf_counter() - begin_s  # workers read while a step computes
     if first is None:
         raise DataError("the training data gave no batch", remedy="check that it is not empty or used up")
     stream = chain([first], batches)
-    job = Job(loaded, parts, plan, state, device, machine, stream, schedule, provenance, accepted, mesh, stages)
+    job = Job(loaded, parts, plan, live, device, machine, stream, provenance, accepted, mesh, stages)
     require_same_data(world, provenance["data"])
     takes_part = world.rank == 0 or job.divides_weights
     job.plan = first_of(world, _tried(job, facts, first, read_s, precision, kept) if takes_part else plan)
@@ -225,14 +227,6 @@ def prepare(
     if loaded.end_s is not None:
         job.plan = replace(job.plan, ends_in_s=loaded.end_s - time.perf_counter())
     return job
-
-
-def _of_slow_data(provenance: Mapping[str, Any]) -> Iterator[Note]:
-    """Says of which data little was read: the first step waited for it."""
-    for name, fingerprint in provenance["data"].items():
-        how = fingerprint.partition("(")[2].removesuffix(")")
-        if how.startswith(("only", "type and length only")):
-            yield Note("fingerprint", f"data.{name}, {how}", "a resume may not see that other items have changed")
 
 
 def _resolved(loaded: Loaded, parts: Parts | None, earlier: Earlier | None, cpu: Device | None, ranks: int) -> Resolved:
@@ -285,6 +279,7 @@ def _after_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str) -> P
     if seen.mean:
         why = "the loss returns a plain mean tensor; tw.Loss(total, weight) would count tokens exactly"
         plan = replace(plan, notes=(*plan.notes, Note("loss", "weighted by batch size", why)))
+    plan = replace(plan, notes=(*plan.notes, *memory_note(job.recipe, seen.optimizer_bytes)))
     share = tensor_share(job.parts.model, plan.degrees)
     return with_dry_run(
         plan,
@@ -302,7 +297,8 @@ def _after_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str) -> P
             offloaded=job.recipe.optimizer.offload is True and job.device.type != "cpu",
             shard=plan.degrees.shard,
             zero=job.recipe.parallel.zero,
-        ),
+        )
+        | of_own_optimizer(job.recipe, seen.optimizer_bytes),
     )
 
 
@@ -382,7 +378,7 @@ def make_advance(job: Job, witness: StepWitness = SILENT, spikes: SpikeHandler =
     torch.set_num_threads(job.plan.threads)
     return make_step(
         job.parts.loss,
-        schedule=job.schedule,
+        schedule=job.built.schedule,
         precision=job.precision,
         clip=make_clip(clip.by, clip.at),
         ranks=rank_layout(job.mesh, job.recipe.parallel, job.staged(job.plan.batch.micro)),

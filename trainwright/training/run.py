@@ -18,7 +18,8 @@ from rich.console import Console
 from trainwright.build.assemble import Parts
 from trainwright.build.resolve import sink_factories
 from trainwright.engine.between import NEVER
-from trainwright.engine.loop import Observer, Outcome, run
+from trainwright.engine.loop import Outcome, run
+from trainwright.engine.observer import Observer
 from trainwright.engine.witness import SILENT
 from trainwright.errors import StorageError, UsageError
 from trainwright.observe.end_time import EndTime
@@ -29,6 +30,7 @@ from trainwright.observe.progress import Progress
 from trainwright.observe.saving import SavePolicy, Saving
 from trainwright.observe.saving_together import SavingTogether
 from trainwright.observe.signals import Signals, grace_s
+from trainwright.pages.report import leave_report
 from trainwright.plan.explain import corrected, preflight
 from trainwright.plan.run_time import training_time_s
 from trainwright.recipe import Loaded
@@ -180,6 +182,7 @@ def _lead(
     if not lock.exclusive:
         lines.append(f"the file system of {folder.path} has no locks: see to it that nobody else trains there")
     (lay_down_again if earlier else lay_down)(folder, job)
+    closing_down.callback(leave_report, folder, progress.say)
     if earlier:
         lines.append(earlier.describe(job.state.step))
     if compares_ranks(job):
@@ -264,7 +267,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
             if is_watched(job)
             else make_ranks_observer(job, folder, logbook.journal.write, progress.say)
         )
-        extra = [*([doctor] if doctor else []), *(make(job, folder, progress) for make in extras)]
+        extra = [*([doctor] if doctor else []), *job.built.observers, *(make(job, folder, progress) for make in extras)]
         witness = doctor.witness if doctor else SILENT
         advance = make_advance(job, witness, spike_handler(job.loaded))
         batches = signals.batches(job.batches) if alone else job.batches  # others would wait for one that stops there

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from trainwright.build.assemble import Parts
 from trainwright.data.fingerprint import fingerprint
+from trainwright.plan.make import Note
 from trainwright.recipe import Recipe, dump
 from trainwright.runlog.drafts import remove_leftovers
 from trainwright.runlog.folder import RunFolder
@@ -36,6 +37,14 @@ def describe_origin(recipe: Recipe, parts: Parts) -> dict[str, Any]:
         live=[*modules, *roots, parts.train.collate, *filter(None, [parts.train.worker_init])],
         command=sys.argv,
     )
+
+
+def notes_of_slow_data(provenance: Mapping[str, Any]) -> Iterator[Note]:
+    """Says of which data little was read: the first step waited for it."""
+    for name, made in provenance["data"].items():
+        how = made.partition("(")[2].removesuffix(")")
+        if how.startswith(("only", "type and length only")):
+            yield Note("fingerprint", f"data.{name}, {how}", "a resume may not see that other items have changed")
 
 
 def run_metadata(job: Job) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from trainwright.errors import text_of
 from trainwright.report.findings import lines_of
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.records import Found, Record
+from trainwright.state.chained import parts_of
 from trainwright.state.snapshot import LiveObjects
 from trainwright.state.train_state import TrainState
 
@@ -46,7 +47,7 @@ class RanksObserver:
         every = [p for root in roots for p in root.parameters()]
         every += [p for group in state.optimizer.param_groups for p in group["params"]]
         parameters = list({id(p): p for p in every}.values())
-        replica = Replica(LiveObjects(roots, [state.optimizer], parameters), is_split=not are_copies)
+        replica = Replica(LiveObjects(roots, parts_of(state.optimizer), parameters), is_split=not are_copies)
         meeting = Meeting(replica.folded_names)
         site = Site(self._folder, lambda facts: raise_alarm(facts, write, say))
         self._exchange = Exchange(name, meeting, site, number=0, patience_s=patience_s)

@@ -24,6 +24,7 @@ from trainwright.doctor.source import point_at
 from trainwright.engine.spikes import OnSpike, require_policy
 from trainwright.errors import UsageError, require_choice, text_of
 from trainwright.observe.journal import Journal
+from trainwright.pages.report import leave_report
 from trainwright.recorder.probes import LoopObjects
 from trainwright.recorder.ring import KEEP, enough_bytes
 from trainwright.recorder.veto import OnNonfinite
@@ -84,6 +85,8 @@ class Watch:
                 return
             self.session.end(error)
             self._write(self._ended(error))
+            if self.folder is not None:
+                leave_report(self.folder, self._say)
             run = None if self.folder is None else self.folder.path
             for line in lines_of(self.findings(), run, LookedAt.of(self.records)):
                 self._say(line)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import wraps
 
 import torch
@@ -11,15 +11,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from trainwright.build.optim.groups import Group, GroupRule, GroupSettings, param_groups
+from trainwright.build.optim.groups import GroupRule, GroupSettings, param_groups
 from trainwright.build.optim.offload import offloaded
+from trainwright.build.optim.own import Factory, arguments_of, as_one, makes_own_groups, require_plain_step
 from trainwright.build.resolve import imported
 from trainwright.errors import UsageError, require_choice, suggest
 from trainwright.plan.offload import why_not_offloaded
 from trainwright.recipe import OPTIMIZERS
 from trainwright.state.shards import holds_parts, is_divided
-
-Factory = Callable[..., Optimizer]
 
 _NOT_OURS_TO_GIVE = ("params", "lr", "weight_decay", "differentiable")
 
@@ -42,7 +41,9 @@ def make_optimizer(
     sgd, adam and adamw run fused on CPU and CUDA unless ``args`` has ``fused`` or ``foreach``: fused was the
     fastest in every case measured, and takes a skipped step on the device.
 
-    A callable is called as ``name(groups, lr=lr, **args)``. With ``offload`` moments and update are on the host.
+    A callable is called as ``name(groups, lr=lr, **args)``; without a parameter ``lr`` as ``name(parameters, **args)``;
+    as ``name(model, **args)`` where its first parameter is so named. It may return a list of optimizers, which are
+    stepped together. With ``offload`` moments and update are on the host.
 
     Raises UsageError for an unknown name or argument, for a value that the optimizer refuses, and for ``offload`` of
     one that gains nothing by it.
@@ -55,7 +56,9 @@ def make_optimizer(
         "rules": rules,
     }
     if callable(name):
-        return _call(name, param_groups(model, **shared), lr, given, offload=offload)
+        _require_no_groups(name, shared, offload=offload)
+        params, rate = arguments_of(name, model, lambda: param_groups(model, **shared), lr)
+        return as_one(_call(name, params, {**rate, **given}, offload=offload), model)
     require_choice("optimizer", name, OPTIMIZERS)
     _require_known(name, given)
     if offload and (why := why_not_offloaded(name, given)):
@@ -63,7 +66,9 @@ def make_optimizer(
     row = OPTIMIZERS[name]
     groups = imported(row.groups)(model, given, **shared) if row.groups else param_groups(model, **shared)
     given = {**row.defaults, **_implementation(name, model, given), **given}
-    return _call(imported(row.factory), groups, lr, given, offload=offload)
+    made = _call(imported(row.factory), groups, {"lr": lr, **given}, offload=offload)
+    assert isinstance(made, Optimizer)
+    return made
 
 
 def accepted_args(name: str) -> list[str]:
@@ -105,42 +110,46 @@ def _implementation(name: str, model: nn.Module, given: Mapping[str, object]) ->
     return {"fused": True} if fits and not dampened and not given.get("capturable") else {}
 
 
+def _require_no_groups(factory: Factory, shared: GroupSettings, *, offload: bool) -> None:
+    """Raises UsageError for settings of groups, or offload, that have no effect on a factory with its own groups."""
+    if not makes_own_groups(factory):
+        return
+    groups = {key: shared[key] for key in ("weight_decay", "decay_norms_and_biases", "rules")}
+    for key, value in {**groups, "offload": offload}.items():
+        if value:
+            path = "optimizer.groups" if key == "rules" else f"optimizer.{key}"
+            raise UsageError(
+                f"{path} has no effect: {_name(factory)} makes its groups itself",
+                remedy="set it there, or give the function a parameter lr, so that it gets groups",
+            )
+
+
 def _call(
-    factory: Factory, groups: list[Group], lr: float, options: Mapping[str, object], *, offload: bool
-) -> Optimizer:
+    factory: Factory, params: ParamsT | nn.Module, options: Mapping[str, object], *, offload: bool
+) -> Optimizer | Sequence[Optimizer]:
     @wraps(factory)
     def checked(params: ParamsT, **arguments: object) -> Optimizer:
-        return with_momentum_buffers(_require_plain_step(factory(params, **arguments)))
+        return with_momentum_buffers(require_plain_step(factory(params, **arguments)))
 
     try:
-        return (offloaded(checked) if offload else checked)(groups, lr=lr, **options)
+        if offload:
+            assert not isinstance(params, nn.Module)
+            return offloaded(checked)(params, **options)
+        made = factory(params, **options)
+        for each in made if isinstance(made, list | tuple) else [made]:
+            with_momentum_buffers(require_plain_step(each))
+        return made
     except UsageError:
         raise
     except (ValueError, TypeError, RuntimeError) as error:  # torch refuses bad values with any of these
-        name = getattr(factory, "__name__", repr(factory))
-        arguments = ", ".join(f"{key}={value!r}" for key, value in {"lr": lr, **options}.items())
+        arguments = ", ".join(f"{key}={value!r}" for key, value in options.items())
         raise UsageError(
-            f"{name} refuses its arguments ({arguments}): {error}", remedy="change the argument that it names"
+            f"{_name(factory)} refuses its arguments ({arguments}): {error}", remedy="change the argument that it names"
         ) from error
 
 
-def _require_plain_step(optimizer: Optimizer) -> Optimizer:
-    """Returns ``optimizer``. Raises UsageError for one whose step needs a closure, as LBFGS does."""
-    if not isinstance(optimizer, Optimizer):
-        raise UsageError(
-            f"the optimizer is a {type(optimizer).__name__}", remedy="return a torch.optim.Optimizer from its factory"
-        )
-    needed = [
-        name
-        for name, each in inspect.signature(optimizer.step).parameters.items()
-        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-    ]
-    if needed:
-        raise UsageError(
-            f"{type(optimizer).__name__}.step needs {', '.join(needed)}: it computes the loss again within a step",
-            remedy=f"choose an optimizer whose step() needs nothing, such as {', '.join(OPTIMIZERS)}",
-        )
-    return optimizer
+def _name(factory: Factory) -> str:
+    return str(getattr(factory, "__name__", None) or getattr(getattr(factory, "func", factory), "__name__", "it"))
 
 
 def with_momentum_buffers(optimizer: Optimizer) -> Optimizer:

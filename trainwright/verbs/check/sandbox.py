@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from trainwright.build.assemble import build_state
 from trainwright.state.cursor import StepBatch
 from trainwright.state.rng import preserved_rng, seed_all
 from trainwright.state.train_state import TrainState
 from trainwright.training.job import Job
+from trainwright.training.own_objects import Live, build_live
 from trainwright.world.threads import undisturbed_s
 
 KEPT, KEPT_BYTES = 4, 2**28
@@ -79,12 +79,18 @@ class Sandbox:
     @contextmanager
     def fresh(self) -> Iterator[TrainState]:
         """A state as before the first step; model and random state are restored on exit."""
+        with self.built() as live:
+            yield live.state
+
+    @contextmanager
+    def built(self) -> Iterator[Live]:
+        """As ``fresh``, with the schedule of the new state."""
         job = self.job
         with untouched(job.parts.model, job.parts.loss):
-            state = build_state(job.parts, job.loaded, job.plan)
+            live = build_live(job.parts, job.loaded, job.plan)
             seed_all(job.recipe.seed)
-            state.loss, state.scaler = job.state.loss, job.precision.scaler(job.device)
-            yield state
+            live.state.loss, live.state.scaler = job.state.loss, job.precision.scaler(job.device)
+            yield live
 
 
 def _bytes(data: object) -> int:

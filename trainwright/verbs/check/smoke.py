@@ -67,8 +67,8 @@ def smoke(sandbox: Sandbox, *, budget_s: float, step_s: float) -> SmokeRun:
     """Trains, evaluates and saves in a temporary folder. The doctor watches where there is time for that."""
     run, quiet = SmokeRun(), Progress(Console(file=io.StringIO()), quiet=True)
     begin_s = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="trainwright-check-") as place, sandbox.fresh() as state:
-        job = replace(sandbox.job, state=state)
+    with tempfile.TemporaryDirectory(prefix="trainwright-check-") as place, sandbox.built() as live:
+        job, state = replace(sandbox.job, built=live), live.state
         run.watched = LOOKS * step_s < budget_s
         observer = make_engine_observer(job, RunFolder.create(place, "smoke"), quiet.say) if run.watched else None
         advance = make_advance(job, witness=observer.witness if observer else SILENT)

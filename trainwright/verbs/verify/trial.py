@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from trainwright.engine.loop import Stop
+from trainwright.engine.observer import Stop
 from trainwright.engine.step import StepResult
 from trainwright.errors import StorageError
 from trainwright.recipe import load

@@ -34,6 +34,8 @@ MOST_TESTS = 24
 """Directions that are tried to find the tensors that deviate."""
 OFF = {"fp64": 1e-3, "fp32": 3e-2}
 """By this share slopes must differ: a quarter of the units of a layer of 256 may have a kink within the step."""
+NEAR = 1e-7
+"""A step in float64 that hardly ever crosses a kink; rounding leaves its quotient seven digits."""
 NO_SLOPE = 1e-6
 """Of the slope that the weights with a gradient may have at most."""
 STAIRS = 1e3
@@ -120,9 +122,16 @@ class _Comparison:
         is_known = slopes.error < 0.1 * abs(slopes.of_loss)  # not where the loss is chaotic, or is made of stairs
         return is_known and apart > OFF[self._dtype] * size and apart > 10 * slopes.error
 
+    def _is_kink(self, loss: LossAlongWeights, direction: Direction, slopes: Slopes) -> bool:
+        """Whether the slopes differ only beyond a kink of the loss: a far shorter step has that of the gradient."""
+        if self._dtype != "fp64":
+            return False
+        near, _ = loss.slope(direction, NEAR)
+        return abs(near - slopes.of_gradient) <= OFF["fp64"] * abs(slopes.of_gradient)
+
     def _off(self, loss: LossAlongWeights, direction: Direction, whole: Slopes) -> list[Slopes]:
         """The groups of tensors whose slopes differ; tensors that are off by the same factor are one group."""
-        if not self._is_off(whole):
+        if not self._is_off(whole) or self._is_kink(loss, direction, whole):
             return []
         parts = halves(direction)
         if len(parts) < 2 or self._tests < len(parts):

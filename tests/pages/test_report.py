@@ -1,0 +1,210 @@
+"""``trainwright report``: one file, complete in itself, that shows every state of a run and trusts no text."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+import time
+from collections.abc import Mapping
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.pages.runs import BEGAN_S, PLAN, ended, evaluated, found, make_run, started, step
+from trainwright.cli import app
+from trainwright.pages.report import leave_report, write_report
+from trainwright.pages.view import RunView
+from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.lock import RunLock
+from trainwright.runlog.records import NotSaved, Quarantined, Saved, Skipped, to_json
+
+
+class Page(HTMLParser):
+    """The elements of a page by tag, with their attributes; the text outside of scripts and styles."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, Mapping[str, str | None]]] = []
+        self.text, self.data, self._inside = "", "", ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._inside = f"{tag} {dict(attrs).get('id', '')}"
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside == "script data":
+            self.data += data
+        elif not self._inside.startswith(("script", "style")):
+            self.text += f" {data}"
+
+
+def page_of(folder: RunFolder) -> Page:
+    return Page(write_report([folder.path]).path.read_text())
+
+
+def curves_of(page: Page) -> list[dict[str, Any]]:
+    runs: list[dict[str, Any]] = json.loads(page.data)["runs"]
+    return runs
+
+
+def test_a_report_shows_the_run(tmp_path: Path) -> None:
+    records = [
+        started(),
+        *(step(number, math.nan if number == 33 else None) for number in range(1, 101)),
+        evaluated(50, 0.7),
+        found(),
+        Saved(time_s=BEGAN_S, step=50, path="checkpoints/step-00000050", bytes=2**20, seconds=1.0),
+        NotSaved(time_s=BEGAN_S, step=60, reason="the disk is full"),
+        Quarantined(time_s=BEGAN_S, step=7, sample_ids=(41,), reason="cannot be read"),
+        Skipped(
+            time_s=BEGAN_S,
+            step=33,
+            reason="nan in x",
+            micro_batch=0,
+            sample_ids=(5,),
+            scale_before=None,
+            scale_after=None,
+        ),
+        ended(100),
+    ]
+    page = page_of(make_run(tmp_path, "healthy", records, settings={"optimizer.lr": 0.003}))
+    for shown in (
+        *("healthy", "finished", "the loss jumps (symptom)", "the loss jumps (cause)", "the loss jumps (remedy)"),
+        *("since step 18", "90% sure", "the loss jumps.py:12", "3.5", "the loss jumps (a tenth)", "loss 2 -> 1"),
+        *("checkpoints/step-00000050", "the disk is full", "cannot be read", "nan in x", "measured", "host-of-healthy"),
+        *("accuracy 0.5", "lr: 0.003", "1,234"),
+    ):
+        assert shown in page.text, shown
+    (run,) = curves_of(page)
+    assert run["columns"]["loss"][32] == "n" and len(run["columns"]["loss"]) == 100
+    assert run["columns"]["samples"][:2] == [32, 64] and run["columns"]["seconds"][-1] == 100
+    assert run["evaluations"] == {"step": [50], "loss": [0.7], "seconds": [50], "samples": [1600], "tokens": [0]}
+    assert [(pin["step"], pin["kind"], pin["finding"]) for pin in run["pins"]] == [(18, "critical", 0)]
+    assert run["planned_bytes"] == 4936 + 65536
+
+
+def test_what_a_code_means_is_told_with_it(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path, "run", [step(1), found("loss.softmax_before_ce")]))
+    assert "Look-alikes" in page.text
+    own = page_of(make_run(tmp_path, "own", [step(1), found("law.own.mine")]))
+    assert "law.own.mine" in own.text and "Look-alikes" not in own.text
+
+
+EVIL = "<script>alert(1)</script><img src=x onerror=alert(1)>'\"&"
+
+
+def test_no_text_of_a_run_becomes_markup(tmp_path: Path) -> None:
+    folder = make_run(
+        tmp_path,
+        "evil",
+        [started(), step(1), found("a.b", text=EVIL), found(EVIL), ended(1, "failed", EVIL)],
+        settings={},
+    )
+    folder.recipe.write_text(f"# {EVIL}\nmodel: '</script>'\n")
+    folder.write_json("plan.json", {**PLAN, "notes": [{"topic": EVIL, "choice": EVIL, "why": EVIL}], EVIL: EVIL})
+    folder.write_json("provenance.json", {"command": [EVIL], EVIL: EVIL})
+    evil_name = folder.path.rename(tmp_path / "<script>alert(2)<|script>")
+    text = write_report([evil_name]).path.read_text()
+    page = Page(text)
+    assert [tag for tag, _ in page.tags].count("script") == 2 and "img" not in {tag for tag, _ in page.tags}
+    assert "alert(1)" in page.text and "alert(2)" in page.text, "it is shown as text"
+    assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
+    assert EVIL not in text and json.loads(page.data)["runs"][0]["pins"][1]["label"] == EVIL
+
+
+def test_a_report_asks_for_nothing(tmp_path: Path) -> None:
+    text = write_report([make_run(tmp_path, "run", [step(1)]).path]).path.read_text()
+    page = Page(text)
+    attributes = [value or "" for _, named in page.tags for name, value in named.items() if name in ("src", "href")]
+    assert attributes == ["data:,"]
+    policy = next(named["content"] for _, named in page.tags if named.get("http-equiv") == "Content-Security-Policy")
+    assert policy and policy.startswith("default-src 'none'; script-src 'sha256-") and "connect-src 'none'" in policy
+    assert "unsafe" not in policy and not re.search(r"url\(|@import", text)
+
+
+def test_each_state_is_told(tmp_path: Path) -> None:
+    def state(records: list[Any], name: str) -> str:
+        return RunView.read(make_run(tmp_path, name, records).path).state
+
+    assert state([started(), step(1), ended(1)], "a") == "finished"
+    assert state([started(), step(1), ended(1, "stopped", "SIGTERM")], "b") == "stopped"
+    assert state([started(), step(1), ended(1), started(1)], "c") == "running", "a loop that writes now holds no lock"
+    running = make_run(tmp_path, "d", [started(), step(1)], settings={})
+    lock = RunLock.acquire(running.path)
+    view = RunView.read(running.path)
+    assert view.state == "running" and view.left_s == 99 * 0.5
+    lock.release(clean=True)
+    assert RunView.read(running.path).state == "killed" and RunView.read(running.path).left_s is None
+    assert "none of its processes is left" in page_of(running).text
+
+
+@pytest.mark.slow
+def test_a_report_of_100_000_steps_stays_small(tmp_path: Path) -> None:
+    """And keeps its peak. The time is bounded loosely: it takes about a second on a quiet core."""
+    folder = make_run(tmp_path, "long", [])
+    line = to_json(step(7, 0.125, at_s=BEGAN_S))
+    before, after = line.split('"step":7,"loss":0.125')
+    losses = [2.0 + math.sin(number) for number in range(100_001)]
+    losses[54_321] = 1e4
+    folder.log.write_text("".join(f'{before}"step":{n},"loss":{losses[n]}{after}\n' for n in range(1, 100_001)))
+    begin_s = time.process_time()
+    written = write_report([folder.path])
+    assert written.bytes < 1_000_000 and time.process_time() - begin_s < 10
+    columns = curves_of(Page(written.path.read_text()))[0]["columns"]
+    assert columns["loss"][columns["step"].index(54_321)] == 10_000 and columns["step"][-1] == 100_000
+
+
+def test_what_a_run_lacks_or_has_broken_is_left_out(tmp_path: Path) -> None:
+    empty = RunFolder.create(tmp_path, "empty")
+    empty.recipe.write_text("{")
+    empty.plan.write_text("[1, 2")
+    assert "empty" in page_of(empty).text
+    odd = make_run(tmp_path, "odd", [step(1)])
+    odd.plan.write_text('{"extent": 3, "notes": [1, {"topic": 2}], "memory_bytes": [], "parameters": "many"}')
+    odd.provenance.write_text("[" * 100_000)
+    odd.recipe.mkdir()
+    assert "odd" in page_of(odd).text
+
+
+def test_no_link_leads_out_of_a_run(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "run", [step(1)])
+    (tmp_path / "secret").write_text("model: hunter2")
+    for file in (folder.recipe, folder.plan, folder.provenance):
+        file.symlink_to(tmp_path / "secret")
+    assert "hunter2" not in html.unescape(write_report([folder.path]).path.read_text())
+
+
+def test_a_report_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+    folder, said = make_run(tmp_path, "run", [step(1)]), list[str]()
+    (folder.path / "report.html").mkdir()
+    leave_report(folder, said.append)
+    assert len(said) == 1 and said[0].startswith("no report.html: cannot write")
+    leave_report(RunFolder(tmp_path / "gone"), said.append)
+    assert len(said) == 1 and not list(folder.path.glob(".*.draft"))
+
+
+def test_the_verb_writes_one_file_of_several_runs(tmp_path: Path) -> None:
+    paths = [str(make_run(tmp_path, name, [step(1), ended(1)]).path) for name in ("one", "two")]
+    done = CliRunner().invoke(app, ["report", *paths, "--out", str(tmp_path / "both.html"), "--json"])
+    said = json.loads(done.output)
+    assert said["runs"] == ["one", "two"] and said["bytes"] == (tmp_path / "both.html").stat().st_size
+    assert len(curves_of(Page((tmp_path / "both.html").read_text()))) == 2
+    alone = CliRunner().invoke(app, ["report", paths[0]])
+    assert "one/report.html" in alone.output and (tmp_path / "one/report.html").is_file()
+    assert CliRunner().invoke(app, ["report", str(tmp_path / "three")]).exit_code == 2
+
+
+@pytest.mark.parametrize("field", ["loss", "grad_norm"])
+def test_a_curve_that_is_never_finite_is_drawn_as_such(tmp_path: Path, field: str) -> None:
+    values = {"loss": math.nan} if field == "loss" else {"loss": 1.0, "grad_norm": math.inf}
+    (run,) = curves_of(page_of(make_run(tmp_path, "run", [step(1, **values), step(2, **values)])))
+    assert run["columns"][field] == ["n", "n"]

@@ -1,0 +1,140 @@
+"""Curves are thinned without losing a peak, a dip or a value that is not finite; the log is read bit by bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.pages.runs import BEGAN_S, ended, evaluated, found, make_run, started, step
+from trainwright.pages import log as log_module
+from trainwright.pages.log import LogSoFar
+from trainwright.pages.rows import COLUMNS, NOT_FINITE, as_json, column, filled, seconds, thinned
+from trainwright.runlog.records import Evaluated, Found, Record, Started, Watched, to_json
+
+
+def rows_of(path: Path) -> LogSoFar:
+    log = LogSoFar(path)
+    log.advance()
+    return log
+
+
+def test_every_extreme_stays() -> None:
+    random = np.random.default_rng(0)
+    rows = np.zeros((50_000, len(COLUMNS)))
+    rows[:, COLUMNS.index("step")] = np.arange(1, 50_001)
+    loss, norm = column(rows, "loss"), column(rows, "grad_norm")
+    loss[:], norm[:] = random.normal(size=50_000), random.random(50_000)
+    loss[12_345], loss[23_456], norm[34_567], loss[45_678] = 99.0, -99.0, 1e6, np.inf
+    less = thinned(rows, 100)
+    assert len(less) <= 100 * 20
+    kept = set(column(less, "step").astype(int))
+    assert {1, 12_346, 23_457, 34_568, 45_679, 50_000} <= kept
+    for span in np.array_split(np.arange(50_000), 100):
+        finite = loss[span][np.isfinite(loss[span])]
+        inside = column(less, "loss")[(column(less, "step") > span[0]) & (column(less, "step") <= span[-1] + 1)]
+        assert {finite.min(), finite.max()} <= set(inside)
+    assert np.array_equal(thinned(less, 100), thinned(thinned(less, 100), 100)), "what stays, stays"
+
+
+def test_few_rows_are_left_alone() -> None:
+    rows = np.zeros((40, len(COLUMNS)))
+    assert thinned(rows, 10) is rows
+
+
+def test_json_tells_missing_from_not_finite() -> None:
+    said = as_json({"a": np.array([1.23456789, np.nan, np.inf, 0.0, 3.0]), "b": np.array([np.nan] * 5)})
+    assert said == {"a": [1.23457, None, NOT_FINITE, 0, 3]}
+    counted = as_json({"step": np.array([1_000_000_001.0, 1_000_000_002.0])})
+    assert counted == {"step": [1_000_000_001, 1_000_000_002]}
+
+
+def test_the_time_between_a_death_and_a_resume_is_not_counted() -> None:
+    rows = np.zeros((4, len(COLUMNS)))
+    column(rows, "time_s")[:] = [10.0, 20.0, 1000.0, 1010.0]
+    assert seconds(rows, [(0.0, 20.0), (995.0, 1010.0)]).tolist() == [10.0, 20.0, 25.0, 35.0]
+
+
+def test_what_is_missing_between_known_values_is_interpolated() -> None:
+    steps, values = np.array([1.0, 2.0, 3.0, 4.0]), np.array([10.0, np.nan, 30.0, np.nan])
+    assert np.array_equal(filled(steps, values), [10.0, 20.0, 30.0, np.nan], equal_nan=True)
+
+
+def test_the_quick_way_to_read_a_log_says_what_the_records_say(tmp_path: Path) -> None:
+    odd = [
+        step(1),
+        step(2, math.nan, grad_norm=math.inf),
+        dataclasses.replace(step(3), probed={"loss": 7.0, 'a "b"': 1.0}),
+        Watched(time_s=BEGAN_S, step=4, loss=0.5, grad_norm=2.0, lr=0.1, values={"step_s": 0.25, "wait_s": 0.125}),
+        Watched(time_s=BEGAN_S, step=5, loss=math.nan, grad_norm=2.0, lr=0.1, events=[("forward", None)]),
+    ]
+    quick = rows_of(make_run(tmp_path, "quick", odd).log).rows
+    other = make_run(tmp_path, "other", [])
+    other.log.write_text("".join(to_json(each).replace(',"step":', ', "step" : ', 1) + "\n" for each in odd))
+    assert np.array_equal(quick[:, 1:], rows_of(other.log).rows[:, 1:], equal_nan=True) and len(quick) == 5
+    assert column(quick, "loss").tolist()[:4] == [2.0, math.inf, 2.0 / math.sqrt(3), 0.5]
+    watched = rows_of(make_run(tmp_path, "watched", odd[3:]).log).rows
+    assert column(watched, "step_s")[0] == 0.25 and np.isnan(column(watched, "samples")).all()
+
+
+def test_a_log_is_read_on_from_where_it_was(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "run", [started(), step(1)])
+    log = rows_of(folder.log)
+    assert (log.read_rows, log.advance()) == (1, False)
+    line = to_json(step(2))
+    with folder.log.open("a") as file:
+        file.write(line[:40])
+    assert not log.advance() and log.read_rows == 1, "a torn line waits"
+    with folder.log.open("a") as file:
+        file.write(line[40:] + "\n" + "nonsense\n" + to_json(step(3)) + "\n")
+    assert log.advance() and column(log.rows, "step").tolist() == [1.0, 2.0, 3.0]
+    name = log.name
+    folder.log.write_text(to_json(step(7)) + "\n")  # as if begun anew
+    assert log.advance() and log.name != name and column(log.rows, "step").tolist() == [7.0]
+    folder.log.unlink()
+    assert not log.advance()
+
+
+def test_a_resume_drops_the_steps_that_it_goes_back_over(tmp_path: Path) -> None:
+    records: list[Record] = [started(), *map(step, range(1, 11)), evaluated(5, 1.0), evaluated(10, 0.5)]
+    records += [started(6, at_s=BEGAN_S + 1000), step(7, 9.0, at_s=BEGAN_S + 1001)]
+    log = rows_of(make_run(tmp_path, "run", records).log)
+    assert column(log.rows, "step").tolist() == [1, 2, 3, 4, 5, 6, 7] and column(log.rows, "loss")[-1] == 9.0
+    assert [each.step for each in log.notes(Evaluated) if isinstance(each, Evaluated)] == [5]
+    assert log.counts[Started] == 2 and log.sessions == [(BEGAN_S, BEGAN_S + 10), (BEGAN_S + 1000, BEGAN_S + 1001)]
+
+
+def test_records_that_come_late_are_put_in_their_place(tmp_path: Path) -> None:
+    late = Watched(time_s=BEGAN_S + 2, step=2, loss=5.0, grad_norm=1.0, lr=0.1)
+    log = rows_of(make_run(tmp_path, "run", [step(1), step(3), late]).log)
+    assert column(log.rows, "step").tolist() == [1, 2, 3] and column(log.rows, "order").tolist() == [1, 3, 2]
+
+
+def test_a_long_log_is_kept_in_bounded_memory_with_its_peaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_module, "MOST_ROWS", 2000)
+    monkeypatch.setattr(log_module, "BUCKETS", 50)
+    monkeypatch.setattr(log_module, "CHUNK", 2**16)
+    losses = {777: 50.0, 3333: math.nan}
+    records = [step(number, losses.get(number)) for number in range(1, 6001)]
+    log = rows_of(make_run(tmp_path, "run", [*records, found(), ended(6000)]).log)
+    assert len(log.rows) < 2500 and log.read_rows == 6000
+    kept = dict(zip(column(log.rows, "step").astype(int).tolist(), column(log.rows, "loss").tolist()))
+    assert (kept[777], kept[3333]) == (50.0, math.inf) and max(kept) == 6000
+    assert len(log.notes(Found)) == 1
+
+
+def test_a_long_log_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_module, "CHUNK", 2**12)
+    log = LogSoFar(make_run(tmp_path, "run", map(step, range(1, 201))).log)
+    assert log.advance(for_s=0.0) and 0 < log.read_rows < 200 and not log.is_complete
+    assert log.advance() and log.is_complete and log.read_rows == 200
+
+
+def test_a_log_that_is_a_link_is_not_read(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "run", [step(1)])
+    folder.log.rename(tmp_path / "elsewhere")
+    folder.log.symlink_to(tmp_path / "elsewhere")
+    assert not LogSoFar(folder.log).advance()

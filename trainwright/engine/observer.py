@@ -1,0 +1,73 @@
+"""Observers: what looks at each step after it is done, and may ask for an end."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from trainwright.engine.step import StepResult
+from trainwright.errors import UsageError
+from trainwright.state.train_state import TrainState
+
+
+class Stop(NamedTuple):
+    """Why an observer ends the run. ``save`` is False when the state is poisoned."""
+
+    reason: str
+    save: bool = True
+    exit_code: int = 0
+
+
+class Observer(Protocol):
+    """Looks at each step after it is done. Reads only. ``close`` is called at the end, where there is one."""
+
+    def observe(self, result: StepResult, state: TrainState) -> Stop | None: ...
+    def close(self) -> None: ...
+
+
+class FunctionObserver:
+    """A function of ``(result, state)`` as an observer."""
+
+    def __init__(self, function: Callable[[StepResult, TrainState], Stop | None]) -> None:
+        self.function = function
+
+    def observe(self, result: StepResult, state: TrainState) -> Stop | None:
+        return self.function(result, state)
+
+    def close(self) -> None: ...
+
+
+def as_observer(given: object) -> Observer:
+    """An object with ``observe(result, state)`` as it is, and a function of ``(result, state)`` as an observer.
+
+    Raises UsageError for anything else.
+    """
+    if isinstance(given, type) or not (callable(getattr(given, "observe", None)) or callable(given)):
+        name = getattr(given, "__name__", type(given).__name__)
+        what = "a class" if isinstance(given, type) else "no object with a method observe(result, state)"
+        raise UsageError(
+            f"the observer {name} is {what}",
+            remedy="give an object of a class that has this method, or a function of (result, state)",
+        )
+    if callable(getattr(given, "observe", None)):
+        return given  # type: ignore[return-value]
+    assert callable(given)
+    try:
+        inspect.signature(given).bind(None, None)
+    except ValueError:  # a builtin without a signature
+        pass
+    except TypeError:
+        shown = f"{getattr(given, '__name__', type(given).__name__)}{inspect.signature(given)}"
+        raise UsageError(f"the observer {shown} does not take (result, state)", remedy="give it both") from None
+    return FunctionObserver(given)
+
+
+def asked(observer: Observer, result: StepResult, state: TrainState) -> Stop | None:
+    """What an observer asks for after a step. Raises UsageError for what is no Stop."""
+    found: object = observer.observe(result, state)
+    if found is None or isinstance(found, Stop):
+        return found
+    owner = observer.function if isinstance(observer, FunctionObserver) else type(observer)
+    name = f"{getattr(owner, '__name__', type(owner).__name__)}{'' if owner is not type(observer) else '.observe'}"
+    raise UsageError(f"{name} returned {found!r}", remedy="return None or a tw.Stop(why)")

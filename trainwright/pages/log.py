@@ -1,0 +1,204 @@
+"""Reads the log of a run bit by bit: from where it stopped, in bounded memory, however long it is."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainwright.pages.own_file import open_to_read
+from trainwright.pages.rows import COLUMNS, Rows, by_step, column, no_rows, thinned
+from trainwright.runlog.reader import decoded
+from trainwright.runlog.records import (
+    Ended,
+    Evaluated,
+    Found,
+    NotSaved,
+    OutOfMemory,
+    Quarantined,
+    Record,
+    Replayed,
+    Saved,
+    Skipped,
+    Started,
+    Step,
+    Watched,
+)
+
+CHUNK = 2**20
+BUCKETS = 800
+"""Spans of the run that are told apart once there are more rows than MOST_ROWS."""
+MOST_ROWS, MOST_NOTES = 16_000, 2000
+NOTED = (Started, Ended, Evaluated, Found, NotSaved, OutOfMemory, Quarantined, Replayed, Saved, Skipped)
+"""Records that are kept as they are, the newest MOST_NOTES of each kind. Steps become rows, others are left out."""
+
+_NUMBER = rb'"?([^,"}]+)"?'
+_STEP = re.compile(
+    rb'\{"kind":"step","time_s":%b,"step":%b,"loss":%b,"grad_norm":%b,"lr":%b,"weight":[^,]+,"samples":%b,"tokens":%b,'
+    rb'"step_s":%b,"wait_s":%b,"skipped":%b,"mem_bytes":%b[,}][^\n]*\}\n' % ((_NUMBER,) * 11)
+)
+_WATCHED = re.compile(
+    rb'\{"kind":"watched","time_s":%b,"step":%b,"loss":%b,"grad_norm":%b,"lr":%b,'
+    rb'(?:[^\n]*"step_s":%b,"wait_s":%b)?[^\n]*\}\n' % ((_NUMBER,) * 7)
+)
+_OF_STEP = tuple(COLUMNS.index(name) for name in COLUMNS[1:])
+_OF_WATCHED = tuple(COLUMNS.index(name) for name in ("time_s", "step", "loss", "grad_norm", "lr", "step_s", "wait_s"))
+_OF_TIME = tuple(COLUMNS.index(name) for name in ("step_s", "wait_s"))
+"""Of a run of our own engine they are in the records of steps, as means over all; looks are timed otherwise."""
+_NOTED = re.compile(
+    rb'^\{"kind":"(?:%b)"[^\n]*\}\n' % b"|".join(kind.__name__.lower().encode() for kind in NOTED), re.MULTILINE
+)
+_STARTED = re.compile(rb'^\{"kind":"started"', re.MULTILINE)
+
+
+class LogSoFar:
+    """What has been read of a log: its steps as rows, thinned, and the records of other kinds that a page shows.
+
+    ``advance`` reads on; a log that was replaced or cut off is read again from its start, under another ``name``.
+    Steps that a resume went back over are dropped, as ``runlog.reader.steps`` does. ``sessions`` are the beginning and
+    the last record of each process that wrote, in unix time; ``newest_process`` is the newest start or end of one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._begin()
+
+    def _begin(self) -> None:
+        self.name = secrets.token_hex(4)
+        self.rows, self.read_rows = no_rows(), 0
+        self.sessions: list[tuple[float, float]] = []
+        self.counts = Counter[type[Record]]()
+        self._notes: dict[type[Record], deque[Record]] = {kind: deque(maxlen=MOST_NOTES) for kind in NOTED}
+        self.newest_process: Started | Ended | None = None
+        self._is_ours = False
+        self._offset, self._file_id, self._is_complete = 0, (0, 0), True
+
+    def notes(self, *kinds: type[Record]) -> list[Record]:
+        """Records of these kinds, each kind in the order of the log."""
+        return [record for kind in kinds for record in self._notes[kind]]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing but a torn line was left at the last look."""
+        return self._is_complete
+
+    def advance(self, *, for_s: float = float("inf")) -> bool:
+        """Reads what is new, for about ``for_s`` seconds. Returns whether there was anything."""
+        until_s = time.perf_counter() + for_s
+        self._is_complete, before = True, (self.name, self._offset)
+        file = open_to_read(self.path)
+        if file is None:  # not yet there, or no longer
+            return False
+        with file:
+            seen = os.fstat(file.fileno())
+            if (seen.st_dev, seen.st_ino) != self._file_id or seen.st_size < self._offset:
+                self._begin()
+                self._file_id = (seen.st_dev, seen.st_ino)
+            file.seek(self._offset)
+            while chunk := file.read(CHUNK):
+                chunk += b"" if chunk.endswith(b"\n") else file.readline()
+                whole = chunk[: chunk.rfind(b"\n") + 1]  # a torn last line is read again when it is complete
+                self._take(whole)
+                self._offset += len(whole)
+                if len(whole) < len(chunk):
+                    break
+                if time.perf_counter() >= until_s:
+                    self._is_complete = file.read(1) == b""
+                    break
+        return before != (self.name, self._offset)
+
+    def _take(self, lines: bytes) -> None:
+        """Takes whole lines; a Started record begins a part of its own, for it may go back over steps."""
+        cuts = [found.start() for found in _STARTED.finditer(lines)]
+        for begin, end in zip([0, *cuts], [*cuts, len(lines)]):
+            self._take_part(lines[begin:end])
+
+    def _take_part(self, lines: bytes) -> None:
+        for record in decoded(_NOTED.findall(lines)).records:
+            self._note(record)
+        steps, watched = _rows_of(lines, Step), _rows_of(lines, Watched)
+        self._is_ours = self._is_ours or len(steps) > 0
+        if self._is_ours:
+            watched[:, _OF_TIME] = np.nan
+        fresh = np.concatenate([steps, watched])
+        if not len(fresh):
+            return
+        times = column(fresh, "time_s")
+        begin_s, end_s = self.sessions.pop() if self.sessions else (float(times.min()), 0.0)
+        self.sessions.append((begin_s, max(end_s, float(times.max()))))
+        column(fresh, "order")[:] = np.arange(self.read_rows + 1, self.read_rows + 1 + len(fresh))
+        self.read_rows += len(fresh)
+        self.rows = by_step(np.concatenate([self.rows, fresh]))
+        if len(self.rows) > MOST_ROWS:
+            self.rows = thinned(self.rows, BUCKETS)
+
+    def _note(self, record: Record) -> None:
+        self.counts[type(record)] += 1
+        if isinstance(record, Started | Ended):
+            self.newest_process = record
+        if isinstance(record, Started):
+            self._go_back_to(record.step)
+            self.sessions.append((record.time_s, record.time_s))
+        elif self.sessions:
+            begin_s, end_s = self.sessions.pop()
+            self.sessions.append((begin_s, max(end_s, record.time_s)))
+        self._notes[type(record)].append(record)
+
+    def _go_back_to(self, step: int) -> None:
+        self.rows = self.rows[column(self.rows, "step") <= step]
+        evaluations = self._notes[Evaluated]
+        kept = [each for each in evaluations if isinstance(each, Evaluated) and each.step <= step]
+        evaluations.clear()
+        evaluations.extend(kept)
+
+
+def _rows_of(lines: bytes, kind: type[Step] | type[Watched]) -> Rows:
+    """The rows of all records of a kind. Those that another version wrote in another order are decoded one by one."""
+    pattern, columns = (_STEP, _OF_STEP) if kind is Step else (_WATCHED, _OF_WATCHED)
+    found: Sequence[Sequence[bytes]] = pattern.findall(lines)
+    beginning = b'{"kind":"%b"' % kind.__name__.lower().encode()
+    if len(found) < lines.count(beginning):
+        numbers = np.array(list(_one_by_one(lines, beginning)), dtype=np.float64).reshape(-1, len(columns))
+    else:
+        numbers = _numbers(chain.from_iterable(found)).reshape(-1, len(columns))
+    rows = np.full((len(numbers), len(COLUMNS)), np.nan)
+    rows[:, columns] = numbers
+    return rows
+
+
+def _numbers(texts: Iterable[bytes]) -> NDArray[np.float64]:
+    texts = list(texts)
+    try:
+        numbers = np.array(list(map(float, texts)))
+    except ValueError:
+        return np.array(list(map(_number, texts)))
+    return np.where(np.isfinite(numbers), numbers, np.inf)
+
+
+def _number(text: bytes) -> float:
+    """NaN where nothing is said, infinity for what is not finite."""
+    try:
+        number = float(text)
+    except ValueError:  # null, or a kind of value that another version wrote
+        return np.nan
+    return number if abs(number) < np.inf else np.inf
+
+
+def _one_by_one(lines: bytes, beginning: bytes) -> Iterator[list[float]]:
+    for record in decoded(line for line in lines.splitlines(keepends=True) if line.startswith(beginning)).records:
+        if isinstance(record, Step):
+            said = [getattr(record, name) for name in COLUMNS[1:]]
+        elif isinstance(record, Watched):
+            said = [record.time_s, record.step, record.loss, record.grad_norm, record.lr]
+            said += [record.values.get(name) for name in ("step_s", "wait_s")]
+        else:
+            continue
+        yield [_number(b"" if each is None else str(each).encode()) for each in said]

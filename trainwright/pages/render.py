@@ -1,0 +1,164 @@
+"""Runs as HTML: one file that needs nothing else, or a page that `trainwright serve` keeps up to date."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from functools import cache
+from importlib.resources import files
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from trainwright.doctor.pages import page as page_of_code
+from trainwright.errors import UsageError
+from trainwright.pages.compare import RunComparison
+from trainwright.pages.overview import Overview
+from trainwright.pages.view import BUCKETS, RunView, flat, memory_parts, number
+from trainwright.plan.explain import human_bytes, human_seconds
+from trainwright.report.findings import place
+from trainwright.version import __version__
+
+PARTS = ("head", "findings", "records")
+"""The parts of a run's page that change while it runs; each is a template of its own, in an element of its own."""
+LEAST_BUCKETS = 60
+
+
+def runs_page(views: Sequence[RunView], *, live: bool = False) -> str:
+    """The page of one run, or of several side by side. ``live``: it asks the server that it came from for more."""
+    buckets = max(LEAST_BUCKETS, BUCKETS // max(1, len(views)))
+    return (
+        _environment()
+        .get_template("runs.html")
+        .render(
+            _of_every_page("live" if live else "file"),
+            title=views[0].name if len(views) == 1 else f"{len(views)} runs",
+            views=views,
+            comparison=RunComparison.of(views) if len(views) > 1 else None,
+            data={"runs": [view.curves(buckets) for view in views]},
+            live=live,
+        )
+    )
+
+
+def overview_page(overview: Overview) -> str:
+    """The page of all runs of a folder."""
+    return (
+        _environment()
+        .get_template("overview.html")
+        .render(_of_every_page("live"), title="runs", overview=overview, data={}, live=True)
+    )
+
+
+def overview_rows(overview: Overview) -> str:
+    """The rows of its table, to be put in the place of older ones."""
+    return _environment().get_template("overview_rows.html").render(overview=overview)
+
+
+def parts_of(view: RunView, index: int) -> dict[str, str]:
+    """The parts of a run's page that change, by the ids of their elements. ``index``: which run of the page it is."""
+    environment = _environment()
+    return {
+        f"{part}-{index}": environment.get_template(f"{part}.html").render(view=view, index=index) for part in PARTS
+    }
+
+
+def content_policy(*, live: bool) -> str:
+    """What a page may do: run our script, which it has inside, and nothing else."""
+    connect = "'self'" if live else "'none'"
+    hashes = {name: f"'sha256-{_sha256(text)}'" for name, text in _assets().items()}
+    return (
+        f"default-src 'none'; script-src {hashes['script']}; style-src {hashes['style']}; img-src data:; "
+        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _of_every_page(kind: str) -> dict[str, object]:
+    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    assets = {name: Markup(text) for name, text in _assets().items()}
+    return {"policy": content_policy(live=kind == "live"), "made": made, "version": __version__, **assets}
+
+
+@cache
+def _assets() -> dict[str, str]:
+    """Script and style of every page: they are inside of it, so that one file is all."""
+    folder = files("trainwright.pages").joinpath("static")
+    script, style = (
+        "\n".join(folder.joinpath(f"{name}.{suffix}").read_text(encoding="utf-8") for name in ("uplot", "page"))
+        for suffix in ("js", "css")
+    )
+    assert "</script" not in script and "</style" not in style
+    return {"script": script, "style": style}
+
+
+@cache
+def _sha256(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("trainwright.pages"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        bytes=human_bytes,
+        seconds=human_seconds,
+        number=number,
+        place=place,
+        flat=flat,
+        memory_parts=memory_parts,
+        when=_when,
+        since=_since,
+        value=_value,
+        explained=_explained,
+        data=_data,
+    )
+    return environment
+
+
+def _data(value: object) -> Markup:
+    """JSON inside of a script element: nothing in it can end the element."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
+
+
+def _explained(code: str) -> Markup:
+    """The page of a finding; "" for a law of the user's own, and a code that this version does not know."""
+    try:
+        text = page_of_code(code)
+    except UsageError:
+        return Markup("")
+    paragraphs = re.split(r"\n\s*\n", text.partition("\n")[2].strip())
+    return Markup("").join(Markup("<p>") + _inline(each) + Markup("</p>") for each in paragraphs)
+
+
+def _inline(text: str) -> Markup:
+    """`code` and **bold** of a paragraph."""
+    safe = str(escape(" ".join(text.split())))
+    safe = re.sub(r"`([^`]+)`", r"<code>\1</code>", safe)
+    return Markup(re.sub(r"\*\*([^*]+)\*\*", r"<b>\1</b>", safe))
+
+
+def _when(time_s: float) -> str:
+    try:
+        return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):
+        return "-"
+
+
+def _since(time_s: float) -> str:
+    return human_seconds(max(0.0, time.time() - time_s))
+
+
+def _value(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

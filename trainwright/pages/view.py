@@ -1,0 +1,293 @@
+"""What a page shows of one run, from its folder alone, be the run over, dead, running, or copied from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainwright.pages import rows
+from trainwright.pages.log import LogSoFar
+from trainwright.pages.own_file import text_of
+from trainwright.pages.rows import column
+from trainwright.plan.explain import human_bytes, human_seconds
+from trainwright.recipe.yaml_core import UnreadableError
+from trainwright.recipe.yaml_core import read as read_yaml
+from trainwright.report.runs import state_of
+from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.json_values import JsonValue
+from trainwright.runlog.records import (
+    Ended,
+    Evaluated,
+    Found,
+    NotSaved,
+    OutOfMemory,
+    Quarantined,
+    Record,
+    Replayed,
+    Saved,
+    Skipped,
+    Started,
+)
+
+BUCKETS = 600
+"""Spans of a run whose extremes are drawn, of all runs of a page together."""
+FRESH_S = 60.0
+"""A loop of somebody else holds no lock: it runs if it wrote to its log within this time."""
+RECENT = 50
+"""Steps that say how fast the run is now."""
+SEVERITIES = ("critical", "warning", "info")
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A mark on the curves at ``step``. ``finding`` is the number of the finding that it opens, None for others."""
+
+    step: int
+    kind: str
+    label: str
+    finding: int | None = None
+
+
+class RunView:
+    """One run. ``log`` is what has been read of it; what is asked of the view is of that moment."""
+
+    def __init__(self, path: Path, log: LogSoFar) -> None:
+        self.folder, self.log = RunFolder(path), log
+
+    @classmethod
+    def read(cls, path: Path | str) -> RunView:
+        """Reads a run as a whole. Raises UsageError where there is none."""
+        folder = RunFolder.open(path)
+        log = LogSoFar(folder.log)
+        log.advance()
+        return cls(folder.path, log)
+
+    @property
+    def name(self) -> str:
+        return self.folder.path.resolve().name
+
+    @cached_property
+    def recipe_text(self) -> str:
+        return text_of(self.folder.recipe)
+
+    @cached_property
+    def recipe(self) -> dict[str, Any]:
+        """Empty where there is none, as of a watched loop, or none that can be read."""
+        try:
+            value = read_yaml(self.recipe_text, "recipe.yaml").value
+        except UnreadableError:
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    @cached_property
+    def plan(self) -> dict[str, Any]:
+        return _object_of(self.folder.plan)
+
+    @cached_property
+    def provenance(self) -> dict[str, Any]:
+        return _object_of(self.folder.provenance)
+
+    @property
+    def state(self) -> str:
+        """finished, stopped, data_exhausted, failed, running, killed, or "no end record" where it cannot be told."""
+        state = state_of(self.folder, [self.log.newest_process] if self.log.newest_process else [])
+        if state != "no end record":
+            return state
+        if (self.folder.path / "lock").is_file():
+            return "killed"
+        return "running" if time.time() - _changed_s(self.folder.log) < FRESH_S else state
+
+    @property
+    def ended(self) -> Ended | None:
+        """How it ended; None while it runs, and where no process of it wrote an end."""
+        ends = [each for each in self.log.notes(Ended) if isinstance(each, Ended)]
+        return ends[-1] if ends and self.state == ends[-1].ending else None
+
+    @property
+    def step(self) -> int:
+        steps = column(self.log.rows, "step")
+        newest = int(steps[-1]) if len(steps) else 0
+        return max(newest, self.ended.step if self.ended else 0)
+
+    @property
+    def loss(self) -> float | None:
+        """The newest loss of the training; infinite where it is not finite."""
+        losses = column(self.log.rows, "loss")
+        known = losses[~np.isnan(losses)]
+        return float(known[-1]) if len(known) else None
+
+    @property
+    def evaluations(self) -> list[Evaluated]:
+        return [each for each in self.log.notes(Evaluated) if isinstance(each, Evaluated)]
+
+    @property
+    def val_loss(self) -> float | None:
+        seen = self.evaluations
+        return seen[-1].loss if seen else None
+
+    @property
+    def best(self) -> float | None:
+        """The least loss of validation."""
+        return min((each.loss for each in self.evaluations if math.isfinite(each.loss)), default=None)
+
+    @property
+    def seconds(self) -> float:
+        """How long its processes ran, all together."""
+        return sum(max(0.0, end_s - begin_s) for begin_s, end_s in self.log.sessions)
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a step, of the newest ones."""
+        times = column(self.log.rows, "step_s")[-RECENT:]
+        known = times[np.isfinite(times)]
+        return float(np.median(known)) if len(known) else None
+
+    @property
+    def left_s(self) -> float | None:
+        """How long it will take yet, by its plan and its pace; None where that is not known, or it does not run."""
+        extent = self.plan.get("extent")
+        if self.state != "running" or not isinstance(extent, dict):
+            return None
+        if isinstance(extent.get("steps"), int) and self.step_s is not None:
+            return max(0.0, int(extent["steps"]) - self.step) * self.step_s
+        planned_s = extent.get("seconds")
+        return max(0.0, planned_s - self.seconds) if isinstance(planned_s, int | float) else None
+
+    @property
+    def planned_bytes(self) -> int | None:
+        """The memory that the plan foresaw."""
+        parts = self.plan.get("memory_bytes")
+        sizes = parts.values() if isinstance(parts, dict) else ()
+        known = [each for each in sizes if isinstance(each, int)]
+        return sum(known) or None
+
+    @property
+    def findings(self) -> list[Found]:
+        """Each once, as it was last told: the most severe first, then by the step since when."""
+        by_code = {each.code: each for each in self.log.notes(Found) if isinstance(each, Found)}
+        rank = {severity: number for number, severity in enumerate(SEVERITIES)}
+        return sorted(by_code.values(), key=lambda each: (rank.get(each.severity, 3), _since(each)))
+
+    @property
+    def pins(self) -> list[Pin]:
+        """Findings, resumes and attempts that ran out of memory, by step."""
+        pins = [Pin(_since(each), each.severity, each.code, number) for number, each in enumerate(self.findings)]
+        for each in self.log.notes(Started)[1:]:
+            if isinstance(each, Started):
+                pins.append(Pin(each.step, "resume", f"resumed at step {each.step}"))
+        out_of_memory = {each.step for each in self.log.notes(OutOfMemory) if isinstance(each, OutOfMemory)}
+        pins += [Pin(step, "memory", f"out of memory in step {step}") for step in sorted(out_of_memory)[-50:]]
+        return sorted(pins, key=lambda pin: pin.step)
+
+    @property
+    def records(self) -> Mapping[str, Sequence[Record]]:
+        """The newest records for the tables of a page, by what they are."""
+        kinds = {
+            "checkpoints": (Saved, NotSaved),
+            "skipped": (Skipped,),
+            "quarantine": (Quarantined,),
+            "out_of_memory": (OutOfMemory,),
+            "replayed": (Replayed,),
+            "processes": (Started, Ended),
+        }
+        return {
+            name: sorted(self.log.notes(*each), key=lambda record: record.time_s)[-100:] for name, each in kinds.items()
+        }
+
+    def facts(self) -> Iterator[tuple[str, str]]:
+        """The head of the page: names and values."""
+        extent = self.plan.get("extent")
+        steps = extent.get("steps") if isinstance(extent, dict) else None
+        yield "step", f"{self.step:,}" + (f" of {steps:,}" if isinstance(steps, int) else "")
+        yield "duration", human_seconds(self.seconds)
+        if self.left_s is not None:
+            yield "left", f"about {human_seconds(self.left_s)}"
+        yield "loss", number(self.loss)
+        if self.val_loss is not None:
+            yield "validation", number(self.val_loss) + ("" if self.best is None else f" (best {number(self.best)})")
+        if self.step_s:
+            yield "a step takes", human_seconds(self.step_s)
+        if self.ended and self.ended.skipped:
+            yield "skipped updates", f"{self.ended.skipped:,}"
+        if isinstance(self.plan.get("parameters"), int):
+            yield "parameters", f"{self.plan['parameters']:,}"
+
+    def curves(self, buckets: int = BUCKETS, *, after: int = 0) -> dict[str, JsonValue]:
+        """The data of the charts; of the rows only those read ``after`` that many."""
+        table = rows.thinned(self.log.rows, buckets)
+        steps = column(table, "step")
+        columns = {name: column(table, name) for name in rows.COLUMNS if name not in ("order", "time_s")}
+        columns["seconds"] = rows.seconds(table, self.log.sessions)
+        columns["samples"], columns["tokens"] = (rows.filled(steps, columns[each]) for each in ("samples", "tokens"))
+        evaluations = self.evaluations
+        at = np.array([float(each.step) for each in evaluations])
+        seen = {
+            "step": at,
+            "loss": np.array([each.loss if math.isfinite(each.loss) else np.inf for each in evaluations]),
+            **(
+                {name: np.interp(at, steps, columns[name]) for name in ("seconds", "samples", "tokens")}
+                if len(steps)
+                else {}
+            ),
+        }
+        new = column(table, "order") > after
+        return {
+            "name": self.name,
+            "log": self.log.name,
+            "read": self.log.read_rows,
+            "columns": rows.as_json({name: values[new] for name, values in columns.items()}),
+            "evaluations": rows.as_json(seen) if evaluations else {},
+            "pins": [vars(pin) for pin in self.pins],
+            "resumes": self.log.counts[Started],
+            "planned_bytes": self.planned_bytes,
+        }
+
+
+def number(value: float | None) -> str:
+    """A loss for a person."""
+    return "-" if value is None else f"{value:.4g}" if math.isfinite(value) else "not finite"
+
+
+def flat(value: object, path: str = "") -> Iterator[tuple[str, str]]:
+    """Nested JSON as dotted paths and values."""
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from flat(inner, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list) and value and not any(isinstance(each, Mapping | list) for each in value):
+        yield path, " ".join(map(str, value))
+    else:
+        yield path, "-" if value is None else str(value)
+
+
+def memory_parts(view: RunView) -> list[tuple[str, str]]:
+    """The memory that the plan foresaw, by what it holds."""
+    parts = view.plan.get("memory_bytes")
+    items = parts.items() if isinstance(parts, dict) else ()
+    return [(str(name), human_bytes(size)) for name, size in items if isinstance(size, int) and size]
+
+
+def _since(found: Found) -> int:
+    return found.step if found.since_step is None else found.since_step
+
+
+def _object_of(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(text_of(path) or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _changed_s(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return -math.inf

@@ -1,0 +1,122 @@
+"""Optimizers and schedules that are not in the box: what the plan says of them, and how a recipe describes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+from torch.optim import Optimizer
+
+from trainwright.build.assemble import Parts, at_recipe, build_schedule, build_state
+from trainwright.build.optim.own import not_trained
+from trainwright.build.resolve import find, make
+from trainwright.build.stepped_schedule import ScheduleFn, SteppedSchedule
+from trainwright.engine.observer import Observer, as_observer
+from trainwright.errors import UsageError
+from trainwright.plan.make import Note, Plan
+from trainwright.recipe import OBSERVERS, OPTIMIZERS, Loaded, Recipe
+from trainwright.state.chained import parts_of
+from trainwright.state.train_state import TrainState
+
+
+class Live(NamedTuple):
+    """What trains, and the plan that knows of it."""
+
+    state: TrainState
+    schedule: ScheduleFn | SteppedSchedule
+    observers: tuple[Observer, ...]
+    plan: Plan
+
+
+def build_live(parts: Parts, loaded: Loaded, plan: Plan) -> Live:
+    """Builds state, schedule and observers. Raises RecipeError or UsageError for what cannot be used."""
+    state = build_state(parts, loaded, plan)
+    schedule = build_schedule(parts, loaded, plan, state.optimizer)
+    plan = _with_own_objects(plan, loaded.recipe, state, schedule)
+    return Live(state, schedule, _make_observers(parts, loaded, state), plan)
+
+
+def _with_own_objects(plan: Plan, recipe: Recipe, state: TrainState, schedule: ScheduleFn | SteppedSchedule) -> Plan:
+    """The plan with the rates of an optimizer that is not in the box, and with what it leaves untrained.
+
+    A schedule with a state becomes part of the run's.
+    """
+    notes = [*_of_optimizer(recipe, state), *_of_schedule(plan, recipe, schedule)]
+    if isinstance(schedule, SteppedSchedule):
+        _require_validation(schedule, recipe, schedule.name)
+        state.stateful["schedule"] = schedule
+    if recipe.optimizer.use in OPTIMIZERS:
+        return replace(plan, notes=(*plan.notes, *notes))
+    group = state.optimizer.param_groups[0]
+    return replace(plan, lr=float(group.get("initial_lr", group["lr"])), notes=(*plan.notes, *notes))
+
+
+def _make_observers(parts: Parts, loaded: Loaded, state: TrainState) -> tuple[Observer, ...]:
+    """The observers that were passed in Python, then those of the recipe. One with a state is part of the run's."""
+    observers = [*map(as_observer, parts.observers), *_named(loaded)]
+    for number, each in enumerate(observers):
+        _require_validation(each, loaded.recipe, type(each).__name__)
+        if callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None)):
+            state.stateful[f"observer {number}: {type(each).__name__}"] = each  # type: ignore[assignment]
+    return tuple(observers)
+
+
+def _named(loaded: Loaded) -> Iterator[Observer]:
+    for number, ask in enumerate(loaded.recipe.observers):
+        path = f"observers.{number}"
+        found = find(ask.use, OBSERVERS, path, loaded.source)
+        with at_recipe(loaded, f"{path}.use"):
+            if isinstance(found, type):
+                yield as_observer(make(ask.use, ask.args, OBSERVERS, path, loaded.source))
+            else:
+                yield as_observer(partial(found, **ask.args) if ask.args else found)
+
+
+def _require_validation(needs: object, recipe: Recipe, name: str) -> None:
+    if getattr(needs, "needs_evaluation", False) and recipe.data.val is None:
+        raise UsageError(
+            f"{name} goes by the validation, and there is no validation set",
+            remedy="give val=, or data.val in a recipe",
+        )
+
+
+def _of_optimizer(recipe: Recipe, state: TrainState) -> Iterator[Note]:
+    if recipe.optimizer.use in OPTIMIZERS:
+        return
+    parts = parts_of(state.optimizer)
+    if len(parts) > 1:
+        yield Note("optimizer", " + ".join(map(_described, parts)), "stepped together")
+    if left := not_trained(state.optimizer, state.model):
+        shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
+        yield Note("not trained", f"{len(left)} parameters", f"no optimizer holds {shown}")
+
+
+def _described(optimizer: Optimizer) -> str:
+    size = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    return f"{type(optimizer).__name__} of {size:,} weights"
+
+
+def _of_schedule(plan: Plan, recipe: Recipe, schedule: ScheduleFn | SteppedSchedule) -> Iterator[Note]:
+    if isinstance(schedule, SteppedSchedule) and not schedule.needs_evaluation:
+        epoch = f" (an epoch has {plan.steps_per_epoch:,})" if plan.steps_per_epoch else ""
+        why = f"its state is saved; schedule.every: 1ep steps it after each epoch{epoch}"
+        yield Note("schedule", f"{schedule.name}, stepped every {recipe.schedule.every}", why)
+    elif isinstance(schedule, SteppedSchedule):
+        metric = recipe.checkpoint.best or "loss"
+        yield Note("schedule", f"{schedule.name}, by {metric} of the validation", "stepped after each evaluation")
+
+
+def of_own_optimizer(recipe: Recipe, measured: int | None) -> dict[str, int]:
+    """The memory of an optimizer that is not in the box, where the dry run has measured it."""
+    if recipe.optimizer.use in OPTIMIZERS or measured is None or recipe.optimizer.offload is True:
+        return {}
+    return {"optimizer": measured}
+
+
+def memory_note(recipe: Recipe, measured: int | None) -> Iterator[Note]:
+    """Says so where the memory of an optimizer is neither known nor measured."""
+    if recipe.optimizer.use not in OPTIMIZERS and measured is None:
+        why = "its state was not measured: the weights are large, or divided, or it cannot be copied"
+        yield Note("memory", "the optimizer counts as AdamW", why)
