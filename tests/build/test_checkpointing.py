@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from trainwright.build.assemble import Parts, prepare
 from trainwright.build.checkpointing import SELECTIVE, apply_checkpointing, checkpointing_as_requested, find_blocks
-from trainwright.build.data import unwrap
 from trainwright.build.selective import draws_random_numbers
+from trainwright.build.unwrap import unwrap
 from trainwright.errors import RecipeError, UsageError
 from trainwright.models.gpt import gpt
 from trainwright.models.hf import hf_model

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -27,8 +29,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from trainwright.build.data import EvaluationBatches, Loading, StepBatches, length_of, to_device, unwrap
+from trainwright.build.data import EvaluationBatches, Loading, StepBatches, to_device
 from trainwright.build.fetch import batch_seed, sample_seed
+from trainwright.build.unwrap import length_of, unwrap
 from trainwright.data.digits import digits
 from trainwright.errors import DataError, UsageError
 from trainwright.state.codec import same_bits
@@ -619,25 +622,97 @@ def test_a_stream_need_not_know_its_length() -> None:
     assert length_of(Augmented()) == SIZE
 
 
-@pytest.mark.parametrize(
-    "loader",
-    [
-        DataLoader(Augmented(), batch_size=4, sampler=WeightedRandomSampler([1.0] * SIZE, SIZE)),
-        DataLoader(Augmented(), batch_size=4, sampler=RandomSampler(range(SIZE), replacement=True)),
-        DataLoader(Augmented(), batch_size=4, sampler=RandomSampler(range(SIZE), num_samples=5)),
-        DataLoader(Augmented(), batch_sampler=BatchSampler(SequentialSampler(range(SIZE)), 4, False)),
-        DataLoader(Augmented(), batch_size=None),
-    ],
-    ids=["weighted", "replacement", "fewer", "batch sampler", "no batches"],
-)
-def test_a_loader_whose_order_is_its_own_is_refused(loader: Any) -> None:
-    with pytest.raises(UsageError, match="whose order cannot be resumed") as caught:
-        unwrap(loader)
-    assert "dataset itself" in caught.value.remedy
+def loader_of(**settings: Any) -> DataLoader[Any]:
+    return DataLoader(Augmented(), **settings)
+
+
+OWN_ORDERS = {
+    "weighted": lambda: loader_of(batch_size=4, sampler=WeightedRandomSampler([1.0] * SIZE, SIZE)),
+    "replacement": lambda: loader_of(batch_size=4, sampler=RandomSampler(range(SIZE), replacement=True)),
+    "fewer": lambda: loader_of(batch_size=4, sampler=RandomSampler(range(SIZE), num_samples=9), drop_last=True),
+    "batches": lambda: loader_of(batch_sampler=[[0, 1, 2], [], [3], [4, 5, 6, 7], [8, 9]]),
+}
+
+
+def of_order(loader: DataLoader[Any], count: int, cursor: Cursor | None = None, **settings: Any) -> list[StepBatch]:
+    found = unwrap(loader)
+    size = found.batch_size or 1
+    loading = Loading(size, sys.maxsize, seed=7, drop_last=bool(found.drop_last), order=found.order, **settings)
+    return list(islice(StepBatches(found.dataset, loading, cursor=cursor), count))
+
+
+@pytest.mark.parametrize("name", OWN_ORDERS)
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.process)])
+def test_an_order_of_ones_own_is_kept_and_resumed(name: str, workers: int) -> None:
+    whole = of_order(OWN_ORDERS[name](), 7)
+    seed_all(99)
+    loader = OWN_ORDERS[name]()
+    assert_equal(of_order(loader, 7, workers=workers), whole)
+    assert_equal(of_order(OWN_ORDERS[name](), 5, whole[1].cursor, workers=workers), whole[2:])
+
+
+def test_batches_of_a_sampler_are_steps_and_joined_by_accumulation() -> None:
+    loader = OWN_ORDERS["batches"]()
+    assert [batch.ids.tolist() for batch in of_order(loader, 4)] == [[0, 1, 2], [3], [4, 5, 6, 7], [8, 9]]
+    joined = of_order(loader, 3, joined=2)
+    assert [[micro.ids.tolist() for micro in batch.micro] for batch in joined] == [
+        [[0, 1, 2]],
+        [[3], [4, 5, 6, 7]],
+        [[8, 9]],
+    ]
+    thinned = of_order(loader, 3, quarantine=frozenset([3, 5]))
+    assert [batch.ids.tolist() for batch in thinned] == [[0, 1, 2], [4, 6, 7], [8, 9]]
+    assert of_order(loader, 9, quarantine=frozenset(range(10))) == []
+
+
+def test_a_batch_sampler_of_torch_is_taken_apart() -> None:
+    found = unwrap(loader_of(batch_sampler=BatchSampler(SequentialSampler(range(SIZE)), 4, True)))
+    assert (found.batch_size, found.drop_last, found.shuffle, found.order) == (4, True, False, None)
+
+
+class Counted(torch.utils.data.Sampler[int]):
+    """Its order follows from how often it was asked."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Any:
+        order = torch.randperm(SIZE, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        self.epoch += 1
+        return iter(order)
+
+
+def test_a_sampler_that_counts_its_epochs_is_asked_for_them_in_turn() -> None:
+    whole = of_order(loader_of(batch_size=8, sampler=Counted()), 9)
+    assert whole[0].ids.tolist() != whole[3].ids.tolist()
+    assert_equal(of_order(loader_of(batch_size=8, sampler=Counted()), 2, whole[6].cursor), whole[7:])
+
+
+class Unrepeatable(Counted):
+    def __iter__(self) -> Any:
+        return iter(np.random.default_rng().permutation(SIZE).tolist())
+
+
+def test_an_order_that_comes_otherwise_is_told() -> None:
+    order = unwrap(loader_of(batch_size=8, sampler=Unrepeatable())).order
+    assert order is not None and not order.repeats
+    cursor = of_order(loader_of(batch_size=8, sampler=Unrepeatable()), 2)[1].cursor
+    stream = StepBatches(Augmented(), Loading(8, 8, seed=7, order=order), cursor=cursor)
+    rest = list(islice(stream, 1))
+    assert rest[0].cursor.position == SIZE and "they are NOT the same" in stream.resumed
+
+
+def test_a_sampler_that_raises_is_told() -> None:
+    with pytest.raises(UsageError, match="the sampler raised RuntimeError"):
+        unwrap(loader_of(batch_size=8, sampler=WeightedRandomSampler([0.0] * SIZE, SIZE)))
 
 
 def test_what_is_no_dataset_is_refused() -> None:
     with pytest.raises(UsageError, match=r"different lengths: \[3, 4\]"):
         unwrap((torch.ones(4, 2), torch.ones(3)))
-    with pytest.raises(UsageError, match="a generator is no dataset"):
-        unwrap(i for i in range(3))
+    for thing in (7, nn.Linear(2, 2), Augmented, lambda index: index):
+        with pytest.raises(UsageError, match="is no dataset"):
+            unwrap(thing)

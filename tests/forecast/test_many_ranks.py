@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from tests import ranks
 from trainwright.build.assemble import Parts
-from trainwright.build.data import unwrap
+from trainwright.build.unwrap import unwrap
 from trainwright.cli import app
 from trainwright.engine.losses import language_model
 from trainwright.errors import UsageError

@@ -14,9 +14,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 from trainwright.build.assemble import Parts, build_parts
-from trainwright.build.data import unwrap
 from trainwright.build.optim import offloaded
 from trainwright.build.optim.offload import Offloaded
+from trainwright.build.unwrap import unwrap
 from trainwright.cli import app
 from trainwright.errors import RecipeError, UsageError
 from trainwright.forecast.blueprint import fake_copy, make_blueprint

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import trainwright as tw
 from trainwright.build.assemble import Parts
-from trainwright.build.data import Unwrapped
+from trainwright.build.unwrap import Unwrapped
 from trainwright.engine.evaluate import evaluate
 from trainwright.engine.loss import Loss, LossFn
 from trainwright.engine.losses import language_model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,21 +15,24 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.build.checkpointing import checkpointing_as_requested
-from trainwright.build.data import EvaluationBatches, Loading, StepBatches, Unwrapped, length_of, unwrap
+from trainwright.build.data import EvaluationBatches, Loading, StepBatches
 from trainwright.build.first_samples import first_samples
 from trainwright.build.model import count_parameters, freeze, require_ready
 from trainwright.build.optim.choose import make_optimizer
 from trainwright.build.optim.groups import GroupRule
 from trainwright.build.optim.own import as_one, takes_first
+from trainwright.build.ready import ReadyBatches, Say, silent
 from trainwright.build.resolve import find, make, parameters_of
 from trainwright.build.schedule import make_schedule
 from trainwright.build.stepped_schedule import ScheduleFn, SteppedSchedule, function_of_step, own_schedule
+from trainwright.build.unwrap import Unwrapped, length_of, unwrap
 from trainwright.errors import DataError, Problem, RecipeError, TrainwrightError, UsageError
 from trainwright.models.lora import add_lora
 from trainwright.plan.checkpointing import Checkpointing, describe
 from trainwright.plan.duration import Pace, interval
 from trainwright.plan.make import Note, Plan, RunFacts
 from trainwright.recipe import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES, Duration, Loaded, Recipe
+from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
 from trainwright.state.cursor import Cursor, count_tokens
 from trainwright.state.ema import Ema, NoEma
 from trainwright.state.rng import seed_all
@@ -160,8 +164,8 @@ def gather_facts(
     """Returns the facts of the live objects that the plan needs. Samples in ``quarantine`` are not read."""
     total, trainable = count_parameters(parts.model)
     return RunFacts(
-        train_samples=length_of(parts.train.dataset),
-        val_samples=length_of(parts.val.dataset) if parts.val else None,
+        train_samples=parts.train.samples,
+        val_samples=parts.val.samples if parts.val else None,
         tokens_per_sample=_tokens_per_sample(parts.train, quarantine),
         parameters=total,
         trainable=trainable,
@@ -170,7 +174,8 @@ def gather_facts(
         low_precision=low_precision,
         threads=threads,
         classes=getattr(parts.train.dataset, "classes", None),
-        notes=parts.notes,
+        notes=(*parts.notes, *_of_resume(parts.train)),
+        own_batches=parts.train.own_batches,
     )
 
 
@@ -236,10 +241,11 @@ def build_loading(
     world: World = SOLO,
 ) -> Loading:
     """Returns how training batches are made. ``quarantine`` holds the samples that the run itself found to be bad."""
-    pin = recipe.data.pin_memory
+    pin, own = recipe.data.pin_memory, parts.train.own_batches
+    is_cut = own is None or isinstance(recipe.batch.micro, int)
     return Loading(
         batch_size=plan.batch.size,
-        micro_size=plan.batch.micro,
+        micro_size=plan.batch.micro if is_cut else sys.maxsize,
         seed=recipe.seed,
         shuffle=recipe.data.shuffle,
         drop_last=recipe.data.drop_last,
@@ -253,27 +259,64 @@ def build_loading(
         collate=parts.train.collate,
         quarantine=frozenset((*recipe.data.quarantine, *quarantine)),
         on_bad_sample=recipe.data.on_bad_sample,
+        order=parts.train.order,
+        joined=1 if own is None else recipe.batch.accumulation or 1,
         rank=world.rank,
         ranks=world.size,
         exact=recipe.parallel.exact,
     )
 
 
-def training_batches(parts: Parts, loading: Loading, cursor: Cursor) -> StepBatches:
+def training_batches(parts: Parts, loading: Loading, cursor: Cursor, say: Say = silent) -> StepBatches:
     """Returns the stream of global batches from ``cursor`` on. Raises DataError where no sample is left."""
     if (size := length_of(parts.train.dataset)) and sum(i < size for i in loading.quarantine) == size:
         remedy = "take those that can be trained on out of data.quarantine"
         raise DataError(f"all {size} samples of the training set are in quarantine", remedy=remedy)
-    return StepBatches(parts.train.dataset, loading, cursor=cursor)
+    return StepBatches(parts.train.dataset, loading, cursor=cursor, say=say)
 
 
 def validation_batches(parts: Parts, recipe: Recipe, loading: Loading) -> EvaluationBatches | None:
     """Returns the batches of the validation set, read in this process; None without one."""
     if parts.val is None:
         return None
-    size, ranks, limit = recipe.evaluation.batch or loading.micro_size, loading.ranks, recipe.evaluation.batches
-    how = replace(loading, batch_size=size * ranks, micro_size=size, workers=0, collate=parts.val.collate, exact=False)
+    size, ranks, limit = _evaluation_size(parts, recipe, loading), loading.ranks, recipe.evaluation.batches
+    how = replace(
+        loading,
+        batch_size=size * ranks,
+        micro_size=size,
+        workers=0,
+        collate=parts.val.collate,
+        exact=False,
+        order=parts.val.order,
+        joined=1,
+    )
     return EvaluationBatches(parts.val.dataset, how, limit=None if limit is None else -(-limit // ranks))
+
+
+def _evaluation_size(parts: Parts, recipe: Recipe, loading: Loading) -> int:
+    """Samples of a micro-batch of the validation set; where it has batches of its own, they are not cut."""
+    assert parts.val is not None
+    if parts.val.own_batches is not None:
+        return sys.maxsize
+    if loading.micro_size == sys.maxsize:  # the training set has batches of its own
+        return recipe.evaluation.batch or parts.train.batch_size or DEFAULT_BATCH_SIZE
+    return recipe.evaluation.batch or loading.micro_size
+
+
+def _of_resume(train: Unwrapped) -> Iterator[Note]:
+    """What is known beforehand of how exactly a run can be resumed, where the order is not ours."""
+    if isinstance(train.dataset, ReadyBatches):
+        kind = train.dataset.kind
+        why = "a resume reads them again up to where it was, and compares"
+        if train.dataset.keeps_state:
+            why = "a resume loads the state of the loader, where a checkpoint can keep it; else it reads them again"
+        yield Note("data", f"ready batches of a {kind}, ids are positions in an epoch", why)
+    if train.order is not None:
+        name = type(train.order.sampler).__name__
+        why = "drawn again from (seed, epoch) when the run is resumed, and compared with what was trained on"
+        if not train.order.repeats:
+            why = "it draws from more than (seed, epoch): a resume may repeat or leave out samples, and says whether so"
+        yield Note("order", f"that of the {name}", why)
 
 
 def build_dataset(loaded: Loaded, which: str) -> Unwrapped:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
-from multiprocessing.context import BaseContext
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import IterableDataset, default_collate
 
-from trainwright.build.collation import Batch, Collate, Sample
+from trainwright.build.collation import Batch, Collate
 from trainwright.build.fetch import AnyDataset, Failed, Fetch, Fetched, FetchStream, Key, OnBadSample, shared
+from trainwright.build.order import OwnOrder, regrouped
+from trainwright.build.ready import ReadyBatches, ReadyStream, Say, compared, silent
+from trainwright.build.unwrap import length_of
 from trainwright.build.workers import WorkerInit, Workers, read_in_workers
 from trainwright.data.order import epoch_order
-from trainwright.errors import DataError, UsageError, text_of
-from trainwright.state.cursor import BadSample, Cursor, MicroBatch, StepBatch
+from trainwright.errors import DataError
+from trainwright.state.cursor import BadSample, Cursor, Ids, MicroBatch, StepBatch
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,7 @@ class Loading:
     None: no end.
     ``quarantine`` holds dataset positions that are never trained on; ``on_bad_sample`` says whether a sample that
     cannot be read is added to them or ends the run. Of the batches of an epoch, each ``every``-th one is read.
+    With an ``order`` of batches, or ready batches, ``joined`` of them are a step.
     ``rank`` is which of ``ranks`` shares of every step is read; where that is ``exact``, a step has the same
     micro-batches on any number of ranks.
     """
@@ -50,6 +56,8 @@ class Loading:
     quarantine: frozenset[int] = frozenset()
     on_bad_sample: OnBadSample = "stop"
     every: int = 1
+    order: OwnOrder | None = None
+    joined: int = 1
     rank: int = 0
     ranks: int = 1
     exact: bool = False
@@ -66,13 +74,30 @@ class StepBatches:
     unless ``drop_last``. A sample in quarantine is left out of its micro-batch and no other sample moves. An empty
     micro-batch or step is skipped; where all are empty, the stream ends.
 
+    Of a sampler's order or of ready batches, ``resumed`` says after the first batch how the stream came to a cursor
+    within an epoch, and ``say`` is told what happens meanwhile.
+
     Raises DataError for a sample that cannot be read, or when every sample is in quarantine for that.
     """
 
-    def __init__(self, dataset: AnyDataset, loading: Loading, *, cursor: Cursor | None = None) -> None:
-        self.dataset, self.loading, self.cursor = dataset, loading, cursor or Cursor()
+    def __init__(
+        self, dataset: AnyDataset, loading: Loading, *, cursor: Cursor | None = None, say: Say = silent
+    ) -> None:
+        self.dataset, self.loading, self.cursor, self.say = dataset, loading, cursor or Cursor(), say
+        self.resumed = ""
 
     def __iter__(self) -> Iterator[StepBatch]:
+        return self._ready() if isinstance(self.dataset, ReadyBatches) else self._read()
+
+    def _ready(self) -> Iterator[StepBatch]:
+        loading = self.loading
+        stream = ReadyStream(self.dataset, self.cursor, seed=loading.seed, epochs=loading.epochs, say=self.say)
+        for batches, cursor in stream.steps(loading.joined):
+            self.resumed = stream.resumed
+            micro = (MicroBatch(to_device(batch.data, loading.device), batch.ids) for batch in batches)
+            yield StepBatch(tuple(micro), cursor)
+
+    def _read(self) -> Iterator[StepBatch]:
         window: list[MicroBatch] = []
         bad: list[BadSample] = []  # of this step and of empty steps before it
         found: set[int] = set()
@@ -110,30 +135,94 @@ class StepBatches:
 
         Each epoch leaves out the quarantine and what ``found`` holds when the epoch starts.
         """
+        loading = self.loading
+        for epoch in count(self.cursor.epoch) if loading.epochs is None else range(self.cursor.epoch, loading.epochs):
+            begin = self.cursor.position if epoch == self.cursor.epoch else 0
+            left_out = np.array([*loading.quarantine, *found])
+            some = begin > 0
+            steps = self._in_our_order if loading.order is None else self._in_own_order
+            for planned in islice(steps(epoch, begin, left_out), 0, None, loading.every):
+                for key in self._cut(epoch, planned):
+                    some = some or len(key.ids) > 0 or loading.order is None
+                    yield key
+            if not some:  # nor would there be one in a later epoch
+                return
+
+    def _in_our_order(self, epoch: int, begin: int, left_out: Ids) -> Iterator[_Planned]:
         loading, size = self.loading, len(self.dataset)
         if not size or (loading.drop_last and size < loading.batch_size):
             return
-        for epoch in count(self.cursor.epoch) if loading.epochs is None else range(self.cursor.epoch, loading.epochs):
-            order = epoch_order(size, seed=loading.seed, epoch=epoch, shuffle=loading.shuffle)
-            left_out = [*loading.quarantine, *found]
-            kept = ~np.isin(order, left_out)
-            whole = size - size % loading.batch_size if loading.drop_last else size
-            if not kept[: size if loading.shuffle else whole].any():  # nor is there one in a later epoch
+        order = epoch_order(size, seed=loading.seed, epoch=epoch, shuffle=loading.shuffle)
+        kept = ~np.isin(order, left_out)
+        whole = size - size % loading.batch_size if loading.drop_last else size
+        if not kept[: size if loading.shuffle else whole].any():
+            return
+        # an epoch that began with another batch size has its last whole batch elsewhere
+        end = size - (size - begin) % loading.batch_size if loading.drop_last else size
+        for start in range(begin, end, loading.batch_size):
+            stop = min(start + loading.batch_size, end)
+            yield _Planned(start, ((order[start:stop], kept[start:stop] if len(left_out) else None),))
+
+    def _in_own_order(self, epoch: int, begin: int, left_out: Ids) -> Iterator[_Planned]:
+        loading, order, digest, start = self.loading, self.loading.order, hashlib.blake2b(digest_size=8), begin
+        assert order is not None
+        drawn = order.batches(loading.seed, epoch)
+        if begin:
+            drawn = self._passed_over(drawn, begin, digest)
+        batches = drawn if order.in_batches else regrouped(drawn, loading.batch_size)
+        while window := list(islice(batches, loading.joined if order.in_batches else 1)):
+            if loading.drop_last and not order.in_batches and len(window[0]) < loading.batch_size:
                 return
-            begin = self.cursor.position if epoch == self.cursor.epoch else 0
-            # an epoch that began with another batch size has its last whole batch elsewhere
-            end = size - (size - begin) % loading.batch_size if loading.drop_last else size
-            for step_start in range(begin, end, loading.batch_size * loading.every):
-                step_end = min(step_start + loading.batch_size, end)
-                if loading.ranks > 1 or loading.exact:
-                    of_all = order[step_start:step_end][kept[step_start:step_end]]
-                    yield from shared(Key(epoch, step_start, of_all, True, Cursor(epoch, step_end)), loading)
-                    continue
-                for start in range(step_start, step_end, loading.micro_size):
-                    stop = min(start + loading.micro_size, step_end)
-                    ids = order[start:stop]
-                    ids = ids[kept[start:stop]] if left_out else ids
-                    yield Key(epoch, start, ids, stop == step_end, Cursor(epoch, stop))
+            for ids in window:
+                digest.update(ids.tobytes())
+            parts = tuple((ids, ~np.isin(ids, left_out) if len(left_out) else None) for ids in window)
+            yield _Planned(start, parts, digest.hexdigest())
+            start += sum(map(len, window))
+
+    def _passed_over(self, drawn: Iterator[Ids], begin: int, digest: hashlib.blake2b) -> Iterator[Ids]:
+        """Yields what comes after the first ``begin`` positions, which are drawn and not read."""
+        number, rest = 0, np.zeros(0, dtype=np.int64)
+        while number < begin and (ids := next(drawn, None)) is not None:
+            mine, rest = ids[: begin - number], ids[begin - number :]
+            digest.update(mine.tobytes())
+            number += len(mine)
+        what = f"the first {number:,} positions of epoch {self.cursor.epoch} were drawn again"
+        self.resumed = compared(what, number, digest.hexdigest() == self.cursor.digest, self.cursor)
+        if len(rest):
+            yield rest
+        yield from drawn
+
+    def _cut(self, epoch: int, planned: _Planned) -> Iterator[Key]:
+        """Yields the keys of a step, or of this rank's share of it."""
+        loading, start, end = self.loading, planned.start, planned.end
+        after = Cursor(epoch, end, planned.digest)
+        if loading.ranks > 1 or loading.exact:
+            of_all = np.concatenate([_kept(*part) for part in planned.parts])
+            yield from shared(Key(epoch, start, of_all, True, after), loading)
+            return
+        for ids, kept in planned.parts:
+            for first in range(0, len(ids), loading.micro_size):
+                some = slice(first, min(first + loading.micro_size, len(ids)))
+                stop = start + some.stop - first
+                mine = _kept(ids[some], None if kept is None else kept[some])
+                yield Key(epoch, start, mine, stop == end, after if stop == end else Cursor(epoch, stop))
+                start = stop
+
+
+class _Planned(NamedTuple):
+    """The positions of a step, in parts that are not read together, each with which of them are kept (None: all)."""
+
+    start: int
+    parts: tuple[tuple[Ids, NDArray[np.bool_] | None], ...]
+    digest: str = ""
+
+    @property
+    def end(self) -> int:
+        return self.start + sum(len(ids) for ids, _ in self.parts)
+
+
+def _kept(ids: Ids, kept: NDArray[np.bool_] | None) -> Ids:
+    return ids if kept is None else ids[kept]
 
 
 def _workers(loading: Loading) -> Workers:
@@ -219,136 +308,21 @@ class EvaluationBatches:
     @property
     def count(self) -> int | None:
         """The number of batches; None for a stream that does not say."""
-        size = length_of(self.steps.dataset)
-        count = None if size is None else math.ceil(size / self.steps.loading.batch_size)
+        count = self._whole
         return count if self.limit is None or (count or math.inf) < self.limit else self.limit
+
+    @property
+    def _whole(self) -> int | None:
+        dataset, order, batch_size = self.steps.dataset, self.steps.loading.order, self.steps.loading.batch_size
+        if isinstance(dataset, ReadyBatches):
+            return dataset.size
+        if order is not None and order.in_batches:
+            return order.size
+        size = length_of(dataset) if order is None else order.size
+        return None if size is None else math.ceil(size / batch_size)
 
     def part(self, count: int) -> EvaluationBatches:
         """At most ``count`` of these batches, always the same: evenly spaced, or the first ones of a stream."""
-        every = 1 if isinstance(self.steps.dataset, IterableDataset) else math.ceil((self.count or count) / count)
+        is_stream = isinstance(self.steps.dataset, IterableDataset | ReadyBatches)
+        every = 1 if is_stream else math.ceil((self.count or count) / count)
         return EvaluationBatches(self.steps.dataset, replace(self.steps.loading, every=every), limit=count)
-
-
-@dataclass(frozen=True)
-class Unwrapped:
-    """A dataset, and the settings of the DataLoader that it came in; None where there was none.
-
-    ``not_used`` says which settings of it have no effect, and why.
-    """
-
-    dataset: AnyDataset
-    batch_size: int | None = None
-    shuffle: bool | None = None
-    drop_last: bool | None = None
-    workers: int | None = None
-    collate: Collate = default_collate
-    prefetch: int | None = None
-    timeout_s: float | None = None
-    worker_init: WorkerInit | None = None
-    start_method: str | None = None
-    not_used: Mapping[str, str] = field(default_factory=dict)
-
-
-def unwrap(data: object) -> Unwrapped:
-    """Returns the dataset of ``data``: a dataset, a tuple of tensors of one length, or a torch DataLoader.
-
-    NumPy arrays in the tuple become tensors of their own dtype that share their memory.
-
-    Raises UsageError for anything else, for an empty one, and for a DataLoader with a sampler of its own, whose order
-    cannot be resumed.
-    """
-    unwrapped = _unwrap_loader(data) if isinstance(data, DataLoader) else Unwrapped(_dataset(data))
-    _require_length(unwrapped.dataset)
-    return unwrapped
-
-
-def _dataset(data: object) -> AnyDataset:
-    if isinstance(data, tuple | list) and data and all(isinstance(part, Tensor | np.ndarray) for part in data):
-        tensors = [part if isinstance(part, Tensor) else _from_numpy(part) for part in data]
-        if len(lengths := {len(tensor) if tensor.dim() else 0 for tensor in tensors}) > 1:
-            raise UsageError(
-                f"the tensors have different lengths: {sorted(lengths)}",
-                remedy="give one row per sample in each; samples of different shapes need a torch Dataset",
-            )
-        return torch.utils.data.TensorDataset(*tensors)
-    indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Mapping | str)
-    if indexed or isinstance(data, IterableDataset):
-        return data
-    raise UsageError(
-        f"a {type(data).__name__} is no dataset: it lacks __getitem__ and __len__ and is no IterableDataset",
-        remedy="give a torch Dataset, a DataLoader, or a tuple of tensors of one length",
-    )
-
-
-def length_of(dataset: AnyDataset) -> int | None:
-    """The number of samples; None for a stream that does not say."""
-    is_stream = isinstance(dataset, IterableDataset)
-    if not hasattr(dataset, "__len__"):
-        return None
-    try:
-        size: int = len(dataset)
-    except Exception:
-        if is_stream:  # it inherits one that only raises
-            return None
-        raise
-    return None if is_stream and size == 0 else size
-
-
-def _require_length(dataset: AnyDataset) -> None:
-    try:
-        size = length_of(dataset)
-    except Exception as error:
-        raise UsageError(
-            f"len() of the dataset raised {text_of(error, lines=1)}",
-            remedy="let its __len__ return the number of samples, or make it an IterableDataset",
-        ) from None
-    if size == 0:
-        raise UsageError("the dataset is empty", remedy="check its arguments and where it reads from")
-
-
-def _from_numpy(array: np.ndarray) -> Tensor:
-    try:
-        return torch.from_numpy(np.require(array, requirements=["C", "W"]))  # torch warns of what is read-only
-    except TypeError:
-        raise UsageError(
-            f"an array of {array.dtype} cannot be a tensor", remedy="give numbers: array.astype('float32'), or codes"
-        ) from None
-
-
-def _unwrap_loader(loader: DataLoader[Sample]) -> Unwrapped:
-    sampler = loader.sampler
-    shuffle = _shuffles_all(sampler)
-    known = shuffle or type(sampler) is SequentialSampler or isinstance(loader.dataset, IterableDataset)
-    if loader.batch_size is None or not known:
-        raise UsageError(
-            "this DataLoader has a sampler or batch sampler of its own, whose order cannot be resumed",
-            remedy="give the dataset itself; Trainwright shuffles it by (seed, epoch)",
-        )
-    context = loader.multiprocessing_context
-    return Unwrapped(
-        loader.dataset,
-        loader.batch_size,
-        shuffle,
-        loader.drop_last,
-        loader.num_workers,
-        default_collate if loader.collate_fn is None else loader.collate_fn,
-        loader.prefetch_factor,
-        loader.timeout or None,
-        loader.worker_init_fn,
-        context.get_start_method() if isinstance(context, BaseContext) else context,
-        dict(_not_used(loader)),
-    )
-
-
-def _not_used(loader: DataLoader[Sample]) -> Iterator[tuple[str, str]]:
-    if loader.generator is not None:
-        yield "generator", "order and augmentation follow from the seed of the run, so that it can be resumed"
-    if not loader.in_order:
-        yield "in_order=False", "batches come in their order, so that the run can be resumed"
-
-
-def _shuffles_all(sampler: object) -> bool:
-    """Returns whether a sampler visits every sample once, in a random order."""
-    if not isinstance(sampler, RandomSampler) or type(sampler) is not RandomSampler or sampler.replacement:
-        return False
-    return sampler.num_samples == len(sampler.data_source)

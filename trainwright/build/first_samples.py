@@ -8,8 +8,8 @@ from itertools import islice
 from torch.utils.data import TensorDataset
 
 from trainwright.build.collation import Sample
-from trainwright.build.data import length_of
 from trainwright.build.fetch import AnyDataset
+from trainwright.build.unwrap import length_of
 from trainwright.data.fork import try_in_fork
 from trainwright.errors import TrainwrightError
 

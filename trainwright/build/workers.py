@@ -57,7 +57,7 @@ def read_in_workers(
     source.in_progress = InProgress(how.count)
     asked: deque[Key] = deque()
     earlier = set(multiprocessing.active_children())
-    with _sigchld_as_it_was():
+    with sigchld_as_it_was():
         fetched = _started(source, None if keys is None else _noted(keys, asked), how)
     watch = _Watch(
         [each for each in multiprocessing.active_children() if each not in earlier], source.in_progress, asked
@@ -115,7 +115,7 @@ def _as_is(batch: Batch) -> Batch:
 
 
 @contextmanager
-def _sigchld_as_it_was() -> Iterator[None]:
+def sigchld_as_it_was() -> Iterator[None]:
     """Keeps torch from handling SIGCHLD: its handler raises wherever the trainer is, in the midst of a step.
 
     A worker that has died is noticed where the trainer waits for it: the state is whole there.

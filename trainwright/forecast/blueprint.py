@@ -15,12 +15,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, IterableDataset
 
 from trainwright.build.assemble import Parts, at_recipe, build_dataset, build_loss, build_model
-from trainwright.build.data import Unwrapped
 from trainwright.build.first_samples import first_samples
 from trainwright.build.model import freeze, require_ready
 from trainwright.build.optim.choose import make_optimizer
 from trainwright.build.optim.groups import GroupRule
 from trainwright.build.resolve import find, parameters_of
+from trainwright.build.unwrap import Unwrapped
 from trainwright.engine.chunked import WORTH_BYTES, is_worth_chunking
 from trainwright.engine.head import head_of, hf_head_of
 from trainwright.engine.loss import Loss

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainwright.errors import Problem, RecipeError
-from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
+from trainwright.plan.own_batches import OwnBatches
+from trainwright.recipe.schema import DEFAULT_BATCH_SIZE, Batch
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,18 @@ class BatchPlan:
     micro: int
     accumulation: int
     ranks: int = 1
+
+
+def batch_of(ask: Batch, own: OwnBatches | None, *, ranks: int = 1) -> BatchPlan:
+    """The batch of a recipe. One of ``own`` batches has as many samples as these: ``size`` is nominal, 1 if unknown.
+
+    Raises RecipeError when the recipe contradicts itself.
+    """
+    if own is None:
+        return solve_batch(ask.size, ask.micro, ask.accumulation, ranks=ranks)
+    size, joined = own.size or 1, ask.accumulation or 1
+    micro = size if ask.micro is None or ask.micro == "auto" or own.ready else min(ask.micro, size)
+    return BatchPlan(size * joined, micro, _ceil(size, micro) * joined, ranks)
 
 
 def solve_batch(

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Literal, cast
 
 from trainwright.errors import Problem, RecipeError
-from trainwright.plan.batch import BatchPlan, scale_lr, solve_batch
+from trainwright.plan.batch import BatchPlan, batch_of, scale_lr
 from trainwright.plan.duration import Extent, Interval, Pace, extent, interval, span
+from trainwright.plan.own_batches import OwnBatches, require_fits
 from trainwright.plan.parallel import ONE_RANK, Degrees, solve_layout
 from trainwright.recipe import Recipe
 
@@ -32,7 +33,9 @@ class Note:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is known of the live objects before the run. Counts are None for a stream, which has no length.
+    """What is known of the live objects before the run. Counts are of an epoch, None for a stream without a length.
+
+    ``own_batches`` are those that the data come in, None where Trainwright makes the batches.
 
     ``low_precision`` is what the device computes in hardware: a subset of ("tf32", "bf16", "fp16");
     ``threads`` are the numbers of CPU threads to choose from, the largest first.
@@ -49,6 +52,7 @@ class RunFacts:
     threads: tuple[int, ...] = (1,)
     classes: int | None = None
     notes: tuple[Note, ...] = ()
+    own_batches: OwnBatches | None = None
 
 
 @dataclass(frozen=True)
@@ -120,8 +124,13 @@ def make_plan(recipe: Recipe, facts: RunFacts, *, ranks: int = 1, kept: Kept = K
     degrees = solve_layout(recipe, ranks)
     _require_slices(recipe)
     _require_one_rank_for_quarantine(recipe, ranks)
-    batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation, ranks=degrees.data)
+    own = facts.own_batches
+    if own is not None:
+        require_fits(recipe, own, ranks)
+    batch = batch_of(recipe.batch, own, ranks=degrees.data)
     per_epoch = _steps_per_epoch(facts.train_samples, batch.size, recipe.data.drop_last)
+    if own is not None and own.count is not None:
+        per_epoch = math.ceil(own.count / (recipe.batch.accumulation or 1))
     pace = Pace(batch.size, per_epoch, facts.tokens_per_sample)
     whole = _extent(recipe, facts, pace, kept.spent)
     warmup = kept.warmup if kept.warmup is not None else span(recipe.schedule.warmup, whole, pace, "schedule.warmup")
@@ -149,7 +158,7 @@ def make_plan(recipe: Recipe, facts: RunFacts, *, ranks: int = 1, kept: Kept = K
         spent=kept.spent,
         notes=(
             *facts.notes,
-            *_batch_notes(batch, facts.train_samples),
+            *(_batch_notes(batch, facts.train_samples) if own is None else _own_notes(recipe, own)),
             *(_cost_of_exact(batch, facts) if recipe.parallel.exact else ()),
             *_left(recipe, whole, kept.spent),
             *lr_note,
@@ -177,6 +186,8 @@ def _extent(recipe: Recipe, facts: RunFacts, pace: Pace, spent: Spent) -> Extent
         rest = max(0, facts.train_samples - spent.position)  # of the epoch in which the batch changed
         left = _steps_in(rest, pace.batch_size, recipe.data.drop_last)
         used["ep"] = spent.epoch + 1 - left / pace.steps_per_epoch
+    elif facts.own_batches is not None:
+        used["ep"] = spent.epoch  # how much of an epoch so many samples were is not known
     return extent(recipe.until, pace, step=spent.step, used=used.get(recipe.until.unit, 0.0))
 
 
@@ -341,6 +352,13 @@ def _cost_of_exact(batch: BatchPlan, facts: RunFacts) -> list[Note]:
     mib = slices * facts.trainable * 4 / 2**20
     why = f"a rank holds the gradients of {batch.accumulation} slices, and gathers up to {mib:,.3g} MiB a step"
     return [Note("exact", f"{slices} slices of {batch.micro} samples", why)]
+
+
+def _own_notes(recipe: Recipe, own: OwnBatches) -> list[Note]:
+    joined = recipe.batch.accumulation or 1
+    size = f"about {own.size} samples each" if own.size else "of the size that they have"
+    step = "one" if joined == 1 else str(joined)
+    return [Note("batch", f"as the data come, {size}", f"{step} of them {'is' if joined == 1 else 'are'} a step")]
 
 
 def _batch_notes(batch: BatchPlan, samples: int | None) -> list[Note]:

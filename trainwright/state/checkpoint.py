@@ -127,7 +127,7 @@ def _rest(state: TrainState) -> StateDict:
         "spikes": state.spikes.state_dict(),
         "quarantine": sorted(state.quarantine),
         "rng": RngBag.capture().state_dict(),
-        "data": asdict(state.data),
+        "data": state.data.state_dict(),
         "counters": {name: getattr(state, name) for name in _COUNTERS},
         "micro_limit": state.micro_limit,
         "stateful": {name: each.state_dict() for name, each in state.stateful.items()},
@@ -209,7 +209,7 @@ def load_checkpoint(state: TrainState, path: Path | str, *, verified: bool = Fal
         state.ledger.load_state_dict(rest["ledger"])
         state.spikes.load_state_dict(rest.get("spikes", {}))
         state.quarantine = {*state.quarantine, *rest["quarantine"]}
-        state.data = Cursor(**rest["data"])
+        state.data = Cursor.from_state_dict(rest["data"])
         for name in _COUNTERS:
             setattr(state, name, rest["counters"][name])
         state.micro_limit = rest.get("micro_limit")  # older checkpoints have none

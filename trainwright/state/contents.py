@@ -51,7 +51,12 @@ REST: Rule = {
     ),
     "quarantine": [NATURAL],
     "rng": {},
-    "data": {"epoch": NATURAL, "position": NATURAL},
+    "data": {
+        "epoch": NATURAL,
+        "position": NATURAL,
+        "digest?": TEXT,
+        "stream?": Maybe({"own": ANYTHING, "rng": {}}),
+    },
     "counters": {
         "step": NATURAL,
         "num_samples": NATURAL,

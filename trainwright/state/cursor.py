@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -12,16 +12,44 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trainwright.state.codec import StateDict, Tree
+from trainwright.state.rng import RngBag
+
 Ids = NDArray[np.int64]
 """Dataset positions, shape (n,)."""
 
 
+class StreamState(NamedTuple):
+    """What ``state_dict()`` of the user's own iterator gave after a batch, and the random state that it draws from."""
+
+    own: Tree
+    rng: RngBag
+
+
 @dataclass(frozen=True)
 class Cursor:
-    """Position of the *consumed* data, not of the prefetched: samples of ``epoch`` already trained on."""
+    """Position of the *consumed* data, not of the prefetched: samples of ``epoch`` already trained on.
+
+    Where the order is not ours, ``digest`` identifies what the epoch gave so far, and ``stream`` is the state of an
+    iterator that has one.
+    """
 
     epoch: int = 0
     position: int = 0
+    digest: str = field(default="", compare=False)
+    stream: StreamState | None = field(default=None, compare=False)
+
+    def state_dict(self) -> StateDict:
+        """Plain values and tensors, for a checkpoint."""
+        own = {"own": self.stream.own, "rng": self.stream.rng.state_dict()} if self.stream else None
+        return {"epoch": self.epoch, "position": self.position, "digest": self.digest, "stream": own}
+
+    @classmethod
+    def from_state_dict(cls, saved: Mapping[str, Tree]) -> Cursor:
+        """The inverse of ``state_dict``; a checkpoint of an older version has no digest and no stream."""
+        stream = saved.get("stream")
+        own = StreamState(stream["own"], RngBag.from_state_dict(stream["rng"])) if stream else None
+        return cls(saved["epoch"], saved["position"], saved.get("digest", ""), own)
 
 
 class MicroBatch(NamedTuple):
@@ -95,6 +123,17 @@ def tensors_in(data: object) -> list[Tensor]:
     if isinstance(data, tuple | list):  # asked first: Mapping is abstract, and slow to ask for
         return [tensor for each in data for tensor in tensors_in(each)]
     return tensors_in(list(data.values())) if isinstance(data, Mapping) else []
+
+
+def count_rows(data: object) -> int | None:
+    """The number of samples in a ready batch: the first dimension, where all its tensors have the same; else None.
+
+    A batch of graphs may say it itself, as ``num_graphs``.
+    """
+    if isinstance(graphs := getattr(data, "num_graphs", None), int):
+        return graphs
+    lengths = {len(tensor) for tensor in tensors_in(data) if tensor.dim()}
+    return lengths.pop() if len(lengths) == 1 else None
 
 
 def count_tokens(data: Any) -> int:

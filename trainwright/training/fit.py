@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainwright.build.assemble import Parts
-from trainwright.build.data import Unwrapped, unwrap
 from trainwright.build.model import require_ready
+from trainwright.build.ready import AGAIN, ReadyBatches
+from trainwright.build.unwrap import Unwrapped, unwrap
 from trainwright.engine.loss import require_callable
 from trainwright.engine.observer import as_observer
 from trainwright.errors import UsageError
@@ -79,9 +81,11 @@ def fit(
 
     Args:
         model: What is trained.
-        data: A Dataset, a DataLoader, or a tuple of tensors (or NumPy arrays) of the same length. The batch size,
-            shuffling, collate function and workers of a DataLoader are kept, with prefetch_factor, timeout and
-            worker_init_fn.
+        data: A Dataset, a DataLoader, a tuple or dict of tensors (or NumPy arrays) of the same length, or ready
+            batches: anything else that can be iterated, or a function without arguments that makes such a thing.
+            What a DataLoader is made of is kept: its sampler, batches, collate function and workers. docs/data.md
+            says of each kind which sample ids are known and how exactly it is resumed. A dict of datasets, such as a
+            DatasetDict, gives the one named train, and as ``val`` the one named validation or val.
         loss: ``loss(output, target)``, such as ``nn.CrossEntropyLoss()``, or ``loss(model, batch)`` (the first
             parameter is named ``model``), which returns a mean or, for exact weighting, a ``tw.Loss(total, weight)``.
         val: The validation set, in any form that ``data`` may have. The batch size of a DataLoader is used for
@@ -131,8 +135,10 @@ def fit(
         "name": name,
     }
     by_path = {SHORT_NAMES[key]: value for key, value in options.items() if value is not None}
+    data, val = _split(data, val)
     train_data = _unwrapped(data, "data")
     val_data = None if val is None else _unwrapped(val, "val")
+    _require_usable(train_data, val_data, batch)
     overrides = _overrides({} if settings is None else settings, by_path, objects)
     says_batch = {str(path) for path, _ in overrides if str(path).split(".")[0] == "batch"}
     batch_key = "micro" if says_batch == {"batch.accumulation"} else "size"
@@ -161,6 +167,28 @@ def _unwrapped(data: object, argument: str) -> Unwrapped:
         return unwrap(data)
     except UsageError as error:
         raise UsageError(f"fit: {argument}: {error.message}", remedy=error.remedy) from None
+
+
+def _split(data: object, val: object) -> tuple[object, object]:
+    """The training and the validation set of a dict of datasets."""
+    if not isinstance(data, Mapping) or isinstance(data.get("train"), Tensor | np.ndarray | None):
+        return data, val
+    named = next((data[name] for name in ("validation", "val", "valid") if name in data), None)
+    return data["train"], named if val is None else val
+
+
+def _require_usable(train: Unwrapped, val: Unwrapped | None, batch: int | None) -> None:
+    """Raises UsageError for a batch size that the data do not leave open, and for a set that is evaluated only once."""
+    if train.own_batches is not None and batch is not None:
+        raise UsageError(
+            f"fit: batch={batch} contradicts data that come in batches of their own",
+            remedy="leave batch out, or give the Dataset itself; accumulation joins several batches to a step",
+        )
+    if val is not None and isinstance(val.dataset, ReadyBatches) and val.dataset.once:
+        raise UsageError(
+            f"fit: val: a {val.dataset.kind} can be iterated only once, and an evaluation needs it each time",
+            remedy=AGAIN,
+        )
 
 
 def _not_used(train: Unwrapped, val: Unwrapped | None) -> Iterator[Note]:
@@ -239,13 +267,15 @@ def _recipe_of(
         "timeout": f"{data.timeout_s:g}s" if data.timeout_s else None,
     }
     section: dict[str, object] = {key: value for key, value in from_loader.items() if value is not None}
-    section["train"] = {"use": live_name(data.dataset)}
+    section["train"] = {"use": live_name(data.origin)}
     if val is not None:
-        section["val"] = {"use": live_name(val.dataset)}
+        section["val"] = {"use": live_name(val.origin)}
+    own = data.own_batches
+    size, batch_key = (data.batch_size, batch_key) if own is None else (own.size, "size")
     return {
         "model": {"use": live_name(model)},
         "data": section,
         "loss": {"use": live_name(loss)},
-        "batch": {} if data.batch_size is None else {batch_key: data.batch_size},
+        "batch": {} if size is None else {batch_key: size},
         "evaluation": {} if val is None or val.batch_size is None else {"batch": val.batch_size},
     }

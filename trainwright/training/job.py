@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, TypeVar
@@ -61,7 +61,7 @@ from trainwright.training.alike import begin_alike, require_same_data
 from trainwright.training.layout import NOT_TRIED, lay_out, rank_layout, tensor_share
 from trainwright.training.own_objects import Live, build_live, memory_note, of_own_optimizer
 from trainwright.training.resume import Earlier
-from trainwright.training.run_metadata import describe_origin, notes_of_slow_data
+from trainwright.training.run_metadata import describe_origin, notes_of_data
 from trainwright.watching.look_schedule import LAST_LOOK_STEPS, LOOK_STEPS, looks_s
 from trainwright.world import (
     ALONE,
@@ -158,6 +158,7 @@ def prepare(
     earlier: Earlier | None = None,
     world: World = SOLO,
     launch: Launch = ALONE,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Job:
     """Builds and plans a run and does a dry run; nothing is trained and the random generators stay as they are.
 
@@ -165,7 +166,7 @@ def prepare(
 
     The batch of the dry run is the first that will be trained on: a stream is read only once. What an ``earlier`` part
     of the run measured and chose stays, or the bits would change. ``parts`` are live objects instead of what the recipe
-    names.
+    names. ``say`` is told what the data have to say, also later on.
     """
     machine = read_machine()
     mind_limits()
@@ -183,7 +184,7 @@ def prepare(
     name, low = device_name(device, machine), low_precision(device, machine)
     facts = gather_facts(parts, device, name, low, threads, frozenset(recipe.data.quarantine))
     with at_recipe(loaded, ""):
-        kept = earlier.what_was_planned(recipe, solve_layout(recipe, world.size).data) if earlier else Kept()
+        kept = earlier.what_was_planned(recipe, facts, solve_layout(recipe, world.size).data) if earlier else Kept()
         plan = first_of(world, make_plan(recipe, facts, ranks=world.size, kept=kept))
     mesh = make_mesh(plan.degrees, world, device)
     begin_alike(parts.model, parts.loss, world)
@@ -198,7 +199,6 @@ def prepare(
     provenance = describe_origin(recipe, parts) | {
         "launch": {"job": launch.job, "call": launch.call, "ranks": world.size}
     }
-    plan = replace(plan, notes=(*plan.notes, *notes_of_slow_data(provenance)))
     seed_all(recipe.seed)  # training draws the same numbers whatever was done to get here
     precision: str = recipe.precision
     accepted: list[str] = []
@@ -210,11 +210,12 @@ def prepare(
     if earlier:
         earlier.lock.beat(state.step + 1)  # reading its batch and the dry run belong to the step
     loading = build_loading(parts, recipe, plan, device, quarantine=state.quarantine, world=mesh.data)
-    batches, begin_s = iter(training_batches(parts, loading, state.data)), time.perf_counter()
-    first = next(batches, None)
+    data, begin_s = training_batches(parts, loading, state.data, say), time.perf_counter()
+    first = next(batches := iter(data), None)
     read_s = 0.0 if recipe.data.workers else time.perf_counter() - begin_s  # workers read while a step computes
     if first is None:
         raise DataError("the training data gave no batch", remedy="check that it is not empty or used up")
+    plan = replace(plan, notes=(*plan.notes, *notes_of_data(provenance, data.resumed)))
     stream = chain([first], batches)
     job = Job(loaded, parts, plan, live, device, machine, stream, provenance, accepted, mesh, stages)
     require_same_data(world, provenance["data"])

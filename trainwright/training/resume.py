@@ -16,7 +16,7 @@ from typing import Any, cast, get_args
 from trainwright.build.assemble import LIVE
 from trainwright.engine.precision import PrecisionName
 from trainwright.errors import CheckpointError
-from trainwright.plan.batch import solve_batch
+from trainwright.plan.batch import batch_of
 from trainwright.plan.make import Kept, RunFacts, Spent, choose_precision
 from trainwright.plan.resume_changes import Change, CommandWith, compare, on_command_line, require_accepted
 from trainwright.recipe import Recipe, load
@@ -97,14 +97,14 @@ class Earlier:
             return cast(PrecisionName, self.run_metadata["plan"]["precision"])
         return choose_precision(requested, facts.device, facts.low_precision, {})[0]
 
-    def what_was_planned(self, recipe: Recipe, ranks: int = 1) -> Kept:
+    def what_was_planned(self, recipe: Recipe, facts: RunFacts, ranks: int = 1) -> Kept:
         """Numbers of the first plan that stay where the recipe has not changed them.
 
         They are shares of the run (warm-up, ``keep_every``) or progress. Computed again for a longer run they would
         differ from what was already trained.
         """
         then, now, before = self.run_metadata["plan"], recipe.model_dump(mode="json"), self.run_metadata["recipe"]
-        batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation, ranks=ranks)
+        batch = batch_of(recipe.batch, facts.own_batches, ranks=ranks)
         return Kept(
             self._warmup(recipe) if now["schedule"]["warmup"] == before["schedule"]["warmup"] else None,
             then["keep_every"] if now["checkpoint"]["keep_every"] == before["checkpoint"]["keep_every"] else None,

@@ -175,7 +175,7 @@ def _lead(
     with nothing_to_save(signals):
         earlier = find_earlier(resume, lock, start.accept, lines.append) if resume and lock else None
         world.agree(ResumedFrom(earlier.folder, earlier.checkpoint) if earlier else NOTHING)
-        job = prepare(start.loaded, start.parts, earlier=earlier, world=world, launch=start.launch)
+        job = prepare(start.loaded, start.parts, earlier=earlier, world=world, launch=start.launch, say=progress.say)
     progress.marks = job.marks
     folder = resume or RunFolder.create(job.recipe.folder, job.recipe.name)
     lock = lock or closing_down.enter_context(_held(folder, signals))

@@ -23,13 +23,11 @@ if TYPE_CHECKING:
 
 def describe_origin(recipe: Recipe, parts: Parts) -> dict[str, Any]:
     """Describes the code, packages, machine, data and seeds of this process."""
-    roots = (parts.model, parts.train.dataset, parts.loss)
+    roots = (parts.model, parts.train.origin, parts.loss)
     modules = chain.from_iterable(each.modules() for each in roots if isinstance(each, nn.Module))
     sets = {"train": parts.train, "val": parts.val}
     left_out = {"train": frozenset(recipe.data.quarantine)}
-    prints = {
-        name: fingerprint(data.dataset, left_out.get(name, ())) for name, data in sets.items() if data is not None
-    }
+    prints = {name: fingerprint(data.origin, left_out.get(name, ())) for name, data in sets.items() if data is not None}
     return provenance(
         data_fingerprints={name: f"sha256:{each.sha256} ({each.how})" for name, each in prints.items()},
         seeds={"seed": recipe.seed},
@@ -39,8 +37,10 @@ def describe_origin(recipe: Recipe, parts: Parts) -> dict[str, Any]:
     )
 
 
-def notes_of_slow_data(provenance: Mapping[str, Any]) -> Iterator[Note]:
-    """Says of which data little was read: the first step waited for it."""
+def notes_of_data(provenance: Mapping[str, Any], resumed: str) -> Iterator[Note]:
+    """Says how the data came to where they were, and of which little was read: the first step waited for it."""
+    if resumed:
+        yield Note("data", "resumed", resumed)
     for name, made in provenance["data"].items():
         how = made.partition("(")[2].removesuffix(")")
         if how.startswith(("only", "type and length only")):

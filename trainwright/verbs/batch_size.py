@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from trainwright.build.assemble import build_loading, training_batches, validation_batches
-from trainwright.build.data import length_of
+from trainwright.build.unwrap import length_of
 from trainwright.engine.evaluate import evaluate
 from trainwright.engine.step import clear_grads
 from trainwright.errors import OutOfMemoryError, UsageError

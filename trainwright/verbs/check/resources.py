@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from trainwright.build.assemble import Parts, build_model
-from trainwright.build.data import Unwrapped
 from trainwright.build.model import count_parameters
+from trainwright.build.unwrap import Unwrapped
 from trainwright.forecast.local_device import local_device, nominal_cpu
 from trainwright.forecast.run_forecast import forecast
 from trainwright.plan.devices import Device

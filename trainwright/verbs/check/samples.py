@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from trainwright.build.data import Unwrapped
+from trainwright.build.unwrap import Unwrapped
 from trainwright.data.fork import Begin, TooSlowError, read_in_fork
 from trainwright.errors import DataError, text_of
 from trainwright.state.rng import preserved_rng, seed_all

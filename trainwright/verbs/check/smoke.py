@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from trainwright.build.assemble import build_loading, validation_batches
-from trainwright.build.data import length_of
+from trainwright.build.unwrap import length_of
 from trainwright.engine.evaluate import evaluate
 from trainwright.engine.loop import steps
 from trainwright.engine.witness import SILENT

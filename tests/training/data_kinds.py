@@ -1,0 +1,343 @@
+"""Kinds of data, each made anew by every process that trains on it; an epoch of most is 5 batches of 8 samples."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+SIZE, BATCH = 40, 8
+X = torch.arange(SIZE * 4, dtype=torch.float32).reshape(SIZE, 4) / SIZE
+Y = torch.arange(SIZE) % 3
+
+
+class Kind(NamedTuple):
+    """``make`` gives the data anew. ``exact``: a run that was killed has to go on with the same bits."""
+
+    name: str
+    make: Callable[[], Any]
+    exact: bool = True
+
+
+class Rows(Dataset[tuple[Tensor, Tensor]]):
+    """Augmented from all global generators."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        noise = torch.randn(4) + np.random.rand() + random.random()
+        return X[index] + 0.01 * noise.float(), Y[index]
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """Shuffled through a buffer; with several workers each has its share."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        info, rows = get_worker_info(), Rows()
+        mine = range(SIZE) if info is None else range(info.id, SIZE, info.num_workers)
+        buffer: list[int] = []
+        for index in mine:
+            buffer.append(index)
+            if len(buffer) == 5:
+                yield rows[buffer.pop(int(torch.randint(5, ())))]
+        yield from (rows[index] for index in buffer)
+
+
+class ReadyStream(Stream):
+    """Gives batches instead of samples."""
+
+    def __iter__(self) -> Iterator[Any]:
+        items = list(super().__iter__())
+        for start in range(0, SIZE, BATCH):
+            x, y = zip(*items[start : start + BATCH], strict=True)
+            yield torch.stack(x), torch.stack(y)
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    return list(zip(X.split(BATCH), Y.split(BATCH), strict=True))
+
+
+class OfGenerator(Sampler[int]):
+    """Draws from a generator of its own, of any kind."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Iterator[int]:
+        if isinstance(self.generator, torch.Generator):
+            return iter(torch.randperm(SIZE, generator=self.generator).tolist())
+        if isinstance(self.generator, np.random.Generator):
+            return iter(self.generator.permutation(SIZE).tolist())
+        return iter(self.generator.sample(range(SIZE), SIZE))
+
+
+class CountsEpochs(Sampler[int]):
+    """Never told the epoch: it counts them."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return iter(torch.randperm(SIZE, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+class Unrepeatable(CountsEpochs):
+    """Draws from the machine's entropy."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.random.default_rng().permutation(SIZE).tolist())
+
+
+class ByLength(Sampler[list[int]]):
+    """Batches of samples of about one length, in a random order; as many tokens in each, so not as many samples."""
+
+    def __init__(self) -> None:
+        self.lengths = [1 + 7 * i % 19 for i in range(SIZE)]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        noisy = sorted(range(SIZE), key=lambda index: self.lengths[index] + 3 * random.random())
+        found, batch = [], list[int]()
+        for index in noisy:
+            if sum(self.lengths[i] for i in batch) + self.lengths[index] > 80:
+                found.append(batch)
+                batch = []
+            batch.append(index)
+        random.shuffle(found)
+        yield from [*found, batch]
+
+
+class Graphs:
+    """A batch of graphs, as graph libraries make it: nodes of all of them in one tensor, and which graph each is of."""
+
+    def __init__(self, items: list[tuple[Tensor, Tensor]]) -> None:
+        sizes = torch.tensor([1 + int(y) for _, y in items])
+        self.x = torch.cat([x.expand(int(n), 4) for (x, _), n in zip(items, sizes, strict=True)])
+        self.batch = torch.repeat_interleave(torch.arange(len(items)), sizes)
+        self.y = torch.stack([y for _, y in items])
+
+
+class ReadyGraphs:
+    def __iter__(self) -> Iterator[Graphs]:
+        for x, y in batches():
+            yield Graphs(list(zip(x, y, strict=True)))
+
+
+class Shuffled:
+    """As WebLoader: an iterable without a length that shuffles from the global generators."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        items = batches()
+        random.shuffle(items)
+        for x, y in items:
+            yield x + 0.01 * torch.randn(()), y
+
+
+class Resets:
+    """As DALI: its own iterator, which begins again after ``reset()`` and gives a list of dicts."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Resets:
+        return self
+
+    def __next__(self) -> list[dict[str, Tensor]]:
+        if self.at == SIZE:
+            raise StopIteration
+        some = slice(self.at, self.at + BATCH)
+        self.at += BATCH
+        return [{"data": X[some], "label": Y[some]}]
+
+    def reset(self) -> None:
+        self.at = 0
+
+
+class Stateful:
+    """As StatefulDataLoader or mosaic's: it reads two batches ahead, and knows how many it has given."""
+
+    def __init__(self, extra: Any = None) -> None:
+        self.given, self.epoch, self.extra, self._from = 0, 0, extra, 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        order = torch.randperm(5, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        self.given, self._from = self._from, 0
+        ahead = [batches()[i] for i in order[self.given :]][::-1]
+        while ahead:
+            x, y = ahead.pop()
+            self.given += 1
+            yield x + 0.01 * torch.randn(()), y
+        self.epoch += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given, "epoch": self.epoch, "seen": torch.arange(self.given), "extra": self.extra}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert len(state["seen"]) == state["given"]
+        self._from, self.epoch = state["given"], state["epoch"]
+
+
+class StatefulIterator:
+    """As Grain: the iterator has the state, and batches are arrays of NumPy."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> StatefulIterator:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        if self.at == 5:
+            raise StopIteration
+        x, y = batches()[self.at]
+        self.at += 1
+        return {"x": x.numpy() + np.float32(0.01) * np.random.rand(), "y": y.numpy()}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class OfStatefulIterators:
+    def __iter__(self) -> StatefulIterator:
+        return StatefulIterator()
+
+
+class Entropy:
+    """No two passes are the same."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for x, y in batches():
+            yield x + int.from_bytes(os.urandom(2), "little") / 2**16, y
+
+
+class OfDicts(Dataset[dict[str, Tensor]]):
+    """As a Dataset of Hugging Face with ``set_format("torch")``: it is asked for several rows at once, as dicts."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": X[index], "y": Y[index]}
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Tensor]]:
+        return [self[index] for index in indices]
+
+
+def of(dataset: Any, **settings: Any) -> Callable[[], DataLoader[Any]]:
+    return lambda: DataLoader(dataset() if isinstance(dataset, type) else dataset, **settings)
+
+
+def sampled(sampler: Callable[[], Any], **settings: Any) -> Callable[[], DataLoader[Any]]:
+    return lambda: DataLoader(Rows(), BATCH, sampler=sampler(), **settings)
+
+
+def distributed() -> DataLoader[Any]:
+    rows = Rows()
+    return DataLoader(rows, BATCH, sampler=DistributedSampler(rows, num_replicas=1, rank=0))
+
+
+class Subclass(DataLoader[Any]):
+    """As Accelerate's shards: a DataLoader that iterates in its own way."""
+
+    def __iter__(self) -> Any:
+        return ((x * 0.5, y) for x, y in super().__iter__())
+
+
+KINDS = [
+    Kind("tuple of tensors", lambda: (X, Y)),
+    Kind("tuple of NumPy arrays", lambda: (X.numpy(), Y.numpy())),
+    Kind("dict of tensors or arrays", lambda: {"x": X, "y": Y.numpy()}),
+    Kind("list of samples", lambda: list(zip(X, Y, strict=True))),
+    Kind("`Dataset`, augmented from the global generators", Rows),
+    Kind("Hugging Face `Dataset`", OfDicts),
+    Kind("Hugging Face `DatasetDict`", lambda: {"train": OfDicts(), "validation": OfDicts()}),
+    Kind("`IterableDataset` of samples, with a shuffle buffer", Stream),
+    Kind("`DataLoader(shuffle=True)`", of(Rows, batch_size=BATCH, shuffle=True)),
+    Kind("`DataLoader` with 2 workers", of(Rows, batch_size=BATCH, shuffle=True, num_workers=2)),
+    Kind("`WeightedRandomSampler`", sampled(lambda: WeightedRandomSampler([1.0 + i for i in range(SIZE)], SIZE))),
+    Kind("the same with 2 workers", sampled(lambda: WeightedRandomSampler([1.0] * SIZE, SIZE), num_workers=2)),
+    Kind("`SubsetRandomSampler`", sampled(lambda: SubsetRandomSampler(range(3, 39)))),
+    Kind("`RandomSampler` with replacement", sampled(lambda: RandomSampler(range(SIZE), True, 37))),
+    Kind("`DistributedSampler` of one replica", distributed),
+    Kind("sampler with a generator of torch", sampled(lambda: OfGenerator(torch.Generator()))),
+    Kind("sampler with a generator of NumPy", sampled(lambda: OfGenerator(np.random.default_rng()))),
+    Kind("sampler with a `random.Random`", sampled(lambda: OfGenerator(random.Random()))),
+    Kind("sampler that counts its epochs itself", sampled(CountsEpochs)),
+    Kind("sampler that draws from the machine's entropy", sampled(Unrepeatable), exact=False),
+    Kind(
+        "batch sampler: a list of lists",
+        lambda: DataLoader(Rows(), batch_sampler=[[0, 1, 2], [3], [4, 5], [6, 7, 8, 9]]),
+    ),
+    Kind(
+        "batch sampler of torch", lambda: DataLoader(Rows(), batch_sampler=BatchSampler(SequentialSampler(X), 8, True))
+    ),
+    Kind("batch sampler by length, as many tokens in each", lambda: DataLoader(Rows(), batch_sampler=ByLength())),
+    Kind("the same, collated to graphs", lambda: DataLoader(Rows(), batch_sampler=ByLength(), collate_fn=Graphs)),
+    Kind(
+        "`DataLoader(list of batches, batch_size=None)`", lambda: DataLoader(batches(), batch_size=None, shuffle=True)
+    ),
+    Kind("`DataLoader(IterableDataset of batches, batch_size=None)`", of(ReadyStream, batch_size=None)),
+    Kind("`IterableDataset` with 2 workers", of(Stream, batch_size=BATCH, num_workers=2)),
+    Kind(
+        "the same with `persistent_workers`",
+        of(Stream, batch_size=BATCH, num_workers=2, persistent_workers=True),
+        exact=False,
+    ),
+    Kind("subclass of `DataLoader` with its own `__iter__`", lambda: Subclass(Rows(), BATCH, shuffle=True)),
+    Kind("loader with `state_dict` (torchdata, mosaic streaming)", Stateful),
+    Kind(
+        "loader that counts its epochs itself, and whose state holds an object", lambda: Stateful(object()), exact=False
+    ),
+    Kind("iterable whose iterator has `state_dict` (Grain)", OfStatefulIterators),
+    Kind("iterable of batches (WebLoader, Ray Data)", Shuffled),
+    Kind("iterator with `reset()` (DALI)", Resets),
+    Kind("iterable of graphs", ReadyGraphs),
+    Kind("iterable that is never twice the same", Entropy, exact=False),
+    Kind("function that makes an iterator", lambda: lambda: iter(batches())),
+    Kind("generator", lambda: iter(batches() * 3)),
+    Kind(
+        "`TensorDataset` in a loader with a sampler",
+        lambda: DataLoader(TensorDataset(X, Y), BATCH, sampler=CountsEpochs()),
+    ),
+]
+
+
+def parts_of(batch: Any) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of a batch of any kind."""
+    if isinstance(batch, Graphs):
+        return torch.zeros(len(batch.y), 4).index_add_(0, batch.batch, batch.x), batch.y
+    if isinstance(batch, list) and isinstance(batch[0], dict):
+        (batch,) = batch
+    if isinstance(batch, dict):
+        x, y = batch.values()
+        return x, y
+    x, y = batch
+    return x, y

@@ -1,0 +1,194 @@
+"""Trains each kind of data three times: to the end, until a SIGKILL within an epoch, and on from there.
+
+    python -m tests.training.killed docs/data.md
+
+writes the table of that page. Each training is a process of its own, forked from one that only waits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import trainwright as tw
+import trainwright.training.fit  # before the forks
+from tests.training.data_kinds import KINDS, Kind, parts_of
+from trainwright.build.ready import ReadyBatches
+from trainwright.build.unwrap import unwrap
+
+SAVE_EVERY, KILLED_AT, UNTIL = 4, 10, 13
+"""Steps: of an epoch of 5 batches, the checkpoint of step 8 lies in the middle, and so does the kill."""
+MARK = "<!-- made by tests/training/killed.py -->\n"
+
+
+@dataclass
+class Records:
+    """Appends what each step was trained on; kills its own process after a step."""
+
+    file: Path
+    kill_at: int | None
+
+    def observe(self, result: tw.StepResult, state: tw.TrainState) -> None:
+        digest, targets = hashlib.sha256(), list[int]()
+        for x, y in (parts_of(micro.data) for micro in result.batch.micro):
+            digest.update(x.numpy().tobytes())
+            targets += y.tolist()
+        with self.file.open("a") as file:
+            file.write(json.dumps([result.step, digest.hexdigest(), targets, result.batch.ids.tolist()]) + "\n")
+        if result.step == self.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What the three trainings of a kind left in a folder."""
+
+    kind: Kind
+    folder: Path
+
+    @property
+    def statuses(self) -> list[int]:
+        """Exit statuses, as ``os.waitpid`` gives them."""
+        return list(map(int, (self.folder / "statuses").read_text().split()))
+
+    @cached_property
+    def whole(self) -> dict[int, list[Any]]:
+        return _steps(self.folder / "whole" / "first")
+
+    @cached_property
+    def resumed(self) -> dict[int, list[Any]]:
+        return _steps(self.folder / "parts" / "resumed")
+
+    @property
+    def in_parts(self) -> dict[int, list[Any]]:
+        """What the weights at the end have seen: steps that the kill lost count as they were taken again."""
+        return _steps(self.folder / "parts" / "first") | self.resumed
+
+    @property
+    def same_weights(self) -> bool:
+        one, other = (torch.load(self.folder / part / "weights") for part in ("whole", "parts"))
+        return all(torch.equal(one[name], other[name]) for name in one)
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """What the plan of the resumed run says of the data."""
+        (plan,) = (self.folder / "parts").glob("run*/plan.json")
+        return {note["choice"]: note["why"] for note in json.loads(plan.read_text())["notes"]}
+
+    @property
+    def output(self) -> str:
+        return (self.folder / "parts" / "output").read_text()
+
+    @property
+    def ids(self) -> str:
+        """What a sample id is."""
+        data = self.kind.make()
+        found = unwrap(data["train"] if isinstance(data, dict) and "train" in data else data)
+        if isinstance(found.dataset, ReadyBatches):
+            counted = all(len(ids) == len(targets) for _, targets, ids in self.whole.values())
+            return "number of the row in the epoch" if counted else "unknown: the number of the batch"
+        return "position in the stream" if isinstance(found.dataset, torch.utils.data.IterableDataset) else POSITION
+
+    @property
+    def how(self) -> str:
+        """How it was resumed."""
+        said = self.notes.get("resumed", "")
+        exact = "exact" if self.kind.exact else "**not exact, and it says so**"
+        if not said:
+            return f"{exact}: from its position" if "stream" not in self.ids else f"{exact}: samples are read again"
+        ways = {"drawn again": "the order is drawn again", "own state": "from its own state"}
+        return f"{exact}: {next((way for word, way in ways.items() if word in said), 'batches are read again')}"
+
+
+POSITION = "position in the dataset"
+
+
+def _steps(file: Path) -> dict[int, list[Any]]:
+    return {step: rest for step, *rest in map(json.loads, file.read_text().splitlines())}
+
+
+def table(trained: list[Trained]) -> str:
+    """The table of docs/data.md."""
+    lines = [f"| {each.kind.name} | {each.ids} | {each.how} |" for each in trained]
+    return "\n".join(["| data | sample id | resume within an epoch |", "|---|---|---|", *lines]) + "\n"
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    x, y = parts_of(batch)
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def train(kind: Kind, folder: Path, kill_at: int | None, resume: Path | None) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 3))
+    settings = {
+        "folder": str(folder),
+        "log.doctor": False,
+        "precision": "fp32",
+        "checkpoint.every": f"{SAVE_EVERY}steps",
+        "checkpoint.asynchronous": False,
+        "evaluation.every": "5steps",
+    }
+    records = Records(folder / ("resumed" if resume else "first"), kill_at)
+    tw.fit(model, kind.make(), loss, until=f"{UNTIL}steps", settings=settings, resume=resume, observers=[records])
+    torch.save(model.state_dict(), folder / "weights")
+
+
+def in_child(kind: Kind, folder: Path, *, kill_at: int | None = None, resumes: bool = False) -> int:
+    """Trains in a forked process. Returns its exit status."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if child := os.fork():
+        return os.waitpid(child, 0)[1]
+    code = 1
+    try:
+        output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        train(kind, folder, kill_at, folder / "run" if resumes else None)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def run(folder: Path, first: int, every: int) -> None:
+    """Trains each ``every``-th kind from the ``first`` on."""
+    torch.set_num_threads(1)
+    for number in range(first, len(KINDS), every):
+        kind, own = KINDS[number], folder / str(number)
+        statuses = [
+            in_child(kind, own / "whole"),
+            in_child(kind, own / "parts", kill_at=KILLED_AT),
+            in_child(kind, own / "parts", resumes=True),
+        ]
+        (own / "statuses").write_text(" ".join(map(str, statuses)))
+
+
+def results(folder: Path) -> list[Trained]:
+    return [Trained(kind, folder / str(number)) for number, kind in enumerate(KINDS)]
+
+
+def main() -> None:
+    page = Path(sys.argv[1])
+    with tempfile.TemporaryDirectory() as folder:
+        run(Path(folder), 0, 1)
+        before, mark, _ = page.read_text().partition(MARK)
+        page.write_text(before + mark + table(results(Path(folder))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""The random generators that the user's own iterator draws from: apart from those that training draws from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import singledispatch
+
+import numpy as np
+import torch
+from numpy.random import mtrand
+from torch.utils.data import DataLoader, Sampler
+
+from trainwright.state.rng import RngBag, preserved_rng, reseed, seed_of
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seeds all generators inside the context and restores them after it."""
+    with preserved_rng():
+        reseed(seed)
+        yield
+
+
+class OwnGenerators:
+    """The global generators as one pass of the user's iterator sees them; it goes on where it last drew.
+
+    NumPy's is exchanged and not copied, which would take 130 us of 180 for each batch. What ``np.random.randn`` keeps
+    of a pair of normals is lost by that, at the same place in each run.
+    """
+
+    def __init__(self, seed: int) -> None:
+        with seeded(seed):
+            self._enter(RngBag.capture())
+
+    def _enter(self, bag: RngBag) -> None:
+        self._python, self._torch = bag.python, bag.torch_cpu
+        self._numpy = np.random.MT19937()
+        self._numpy.state = bag.numpy  # type: ignore[assignment]  # as RngBag has it
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Inside, the global generators are these."""
+        outside = random.getstate(), torch.default_generator.get_state(), mtrand.get_bit_generator()
+        random.setstate(self._python)
+        torch.default_generator.set_state(self._torch)
+        mtrand.set_bit_generator(self._numpy)
+        try:
+            yield
+        finally:
+            self._python, self._torch = random.getstate(), torch.default_generator.get_state()
+            random.setstate(outside[0])
+            torch.default_generator.set_state(outside[1])
+            mtrand.set_bit_generator(outside[2])
+
+    def read(self) -> RngBag:
+        """A copy of the states."""
+        with self.in_use():
+            return RngBag.capture()
+
+    def restore(self, bag: RngBag) -> None:
+        """Goes on from states that ``read`` gave."""
+        self._enter(bag)
+
+
+def prepare_epoch(source: object, seed: int, epoch: int) -> None:
+    """Tells a loader or sampler, and the samplers inside it, the epoch, and seeds the generators that they hold."""
+    for number, part in enumerate(_parts(source)):
+        if callable(tell := getattr(part, "set_epoch", None)):
+            tell(epoch)
+        for name, value in (vars(part) if hasattr(part, "__dict__") else {}).items():
+            _seed(value, seed_of(f"{seed}:{epoch}:{number}:{name}"))
+
+
+def _parts(source: object) -> list[object]:
+    """The source, and inside it dataset and samplers, each once."""
+    found: list[object] = []
+    waiting = [source]
+    while waiting:
+        part = waiting.pop(0)
+        if any(part is each for each in found):
+            continue
+        found.append(part)
+        own = vars(part) if hasattr(part, "__dict__") else {}
+        waiting += [value for value in own.values() if isinstance(value, Sampler)]
+        if isinstance(part, DataLoader):
+            waiting.append(part.dataset)
+    return found
+
+
+@singledispatch
+def _seed(generator: object, seed: int) -> None:
+    """Seeds a generator; leaves anything else alone."""
+
+
+@_seed.register
+def _(generator: torch.Generator, seed: int) -> None:
+    generator.manual_seed(seed)
+
+
+@_seed.register
+def _(generator: random.Random, seed: int) -> None:
+    generator.seed(seed)
+
+
+@_seed.register
+def _(generator: np.random.RandomState, seed: int) -> None:
+    generator.seed(seed % 2**32)
+
+
+@_seed.register
+def _(generator: np.random.Generator, seed: int) -> None:
+    generator.bit_generator.state = type(generator.bit_generator)(seed).state

@@ -1,0 +1,287 @@
+"""Ready batches: what can only be iterated is run as it is, with its own workers; one pass over it is an epoch."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from itertools import count
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from trainwright.build.collation import Batch
+from trainwright.build.generators import OwnGenerators, prepare_epoch
+from trainwright.build.workers import sigchld_as_it_was
+from trainwright.errors import DataError, text_of
+from trainwright.state.codec import encode
+from trainwright.state.cursor import Cursor, Ids, StreamState, count_rows
+from trainwright.state.rng import seed_of
+
+Say: TypeAlias = Callable[[str], None]
+PROGRESS_S = 10.0
+"""How often it is said how far a replay has come."""
+_END = object()
+COMPARED = 512
+"""Values of each tensor that a digest covers, spread evenly: 10 us a tensor, whatever its size."""
+MAY_REPEAT = "some samples of this epoch may come twice, and some not at all"
+AGAIN = "give a list, a loader, or a function without arguments that makes the iterator"
+
+
+class ReadyBatches:
+    """An iterable of batches, or a function without arguments that makes one for each pass."""
+
+    def __init__(self, source: object) -> None:
+        self.source = source
+
+    @property
+    def makes(self) -> bool:
+        return callable(self.source) and not isinstance(self.source, Iterable)
+
+    @property
+    def once(self) -> bool:
+        """Whether it is an iterator that cannot begin again."""
+        source = self.source
+        return isinstance(source, Iterable) and iter_is_itself(source) and not hasattr(source, "reset")
+
+    @property
+    def size(self) -> int | None:
+        """Batches of an epoch; None where that is not known."""
+        if self.makes or not hasattr(self.source, "__len__"):
+            return None
+        with suppress(Exception):  # some only raise, each another error
+            return len(self.source)
+        return None
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of a batch, where the source says so."""
+        named = getattr(self.source, "batch_size", None)
+        return named if isinstance(named, int) and named > 0 else None
+
+    @property
+    def kind(self) -> str:
+        """The name of its class, or of the function that makes it."""
+        return str(getattr(self.source, "__name__", type(self.source).__name__))
+
+    @property
+    def keeps_state(self) -> bool:
+        return _keeps_state(self.source)
+
+    @property
+    def origin(self) -> object:
+        """What the batches are made of."""
+        return self.source.dataset if isinstance(self.source, DataLoader) else self.source
+
+    def begin(self, seed: int, epoch: int) -> Any:
+        """Returns what is iterated in an epoch."""
+        made = self.source() if self.makes else self.source  # type: ignore[operator]
+        prepare_epoch(made, seed, epoch)
+        if iter_is_itself(made) and callable(reset := getattr(made, "reset", None)) and epoch:
+            reset()
+        return made
+
+
+def iter_is_itself(source: object) -> bool:
+    return isinstance(source, Iterator)
+
+
+class ReadyBatch(NamedTuple):
+    """One batch: ``ids`` are positions in the pass, one for each row; one in all where rows cannot be counted."""
+
+    data: Batch
+    ids: Ids
+
+
+class Pass:
+    """One epoch of the user's iterator, and what is known of how far it has come."""
+
+    def __init__(self, source: ReadyBatches, seed: int, epoch: int, say: Say, state: StreamState | None = None) -> None:
+        self._say = say
+        self.epoch, self.position, self.digest, self.number = epoch, 0, "", 0
+        self._generators = OwnGenerators(seed_of(f"{seed}:{epoch}:batches"))
+        with self._generators.in_use(), sigchld_as_it_was(), self._errors():
+            made = source.begin(seed, epoch)
+            if state is not None and _keeps_state(made):
+                made.load_state_dict(copy.deepcopy(state.own))
+            self._iterator = iter(made)
+            self._keeper = next((each for each in (made, self._iterator) if _keeps_state(each)), None)
+            if state is not None and self._keeper is not made and self._keeper is not None:
+                self._keeper.load_state_dict(copy.deepcopy(state.own))
+        if state is not None:
+            self._generators.restore(state.rng)
+        self._draws = not _draws_in_workers(made)
+
+    def next(self) -> ReadyBatch | None:
+        """The next batch on the host, None at the end. Raises DataError for whatever the iterator raises."""
+        with self._in_use(), self._errors():
+            data = next(self._iterator, _END)
+        if data is _END:
+            return None
+        data = _as_tensors(data)
+        rows = count_rows(data) or 1
+        ids = np.arange(self.position, self.position + rows)
+        self.number, self.position = self.number + 1, self.position + rows
+        self.digest = _digest(self.digest, data)
+        return ReadyBatch(data, ids)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise DataError(
+                f"the data raised {text_of(error, lines=1)} after {self.number} batches of epoch {self.epoch}",
+                remedy="iterate over the data by hand; nothing comes from an iterator that raised",
+            ) from error
+
+    def _in_use(self) -> AbstractContextManager[None]:
+        return self._generators.in_use() if self._draws else nullcontext()
+
+    @property
+    def is_stateful(self) -> bool:
+        """Whether the iterator can say where it stands."""
+        return self._keeper is not None
+
+    def cursor(self) -> Cursor:
+        """Where the epoch stands after the batch that came last."""
+        return Cursor(self.epoch, self.position, self.digest, self._state())
+
+    def _state(self) -> StreamState | None:
+        """None also for a state that a checkpoint cannot keep: it never executes code. That is said, once."""
+        if self._keeper is None:
+            return None
+        try:
+            own = copy.deepcopy(self._keeper.state_dict())
+            encode(own)
+        except Exception as error:  # the user's code, or a TypeError that names what is in the way
+            self._keeper = None
+            self._say(
+                f"the state of the loader is not kept, a resume reads its batches again: {text_of(error, lines=1)}"
+            )
+            return None
+        return StreamState(own, self._generators.read())
+
+
+def silent(line: str) -> None:
+    """Says nothing."""
+
+
+def _keeps_state(thing: object) -> bool:
+    return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _draws_in_workers(source: object) -> bool:
+    """Whether nothing is drawn in this process once the loader is begun."""
+    is_plain = type(source) is DataLoader and isinstance(source.dataset, IterableDataset)
+    return is_plain and source.num_workers > 0  # type: ignore[attr-defined]
+
+
+class ReadyStream:
+    """Ready batches, epoch after epoch, from a cursor on, until an epoch is empty or the source cannot begin again.
+
+    A resume within an epoch loads the state of the iterator, where it has one that a checkpoint can keep; else the
+    batches before the cursor are read again and dropped. ``resumed`` says afterwards what that came to.
+    """
+
+    def __init__(self, source: ReadyBatches, start: Cursor, *, seed: int, epochs: int | None, say: Say) -> None:
+        self.source, self.start, self.seed, self.epochs, self.say = source, start, seed, epochs, say
+        self.resumed = ""
+        self._said: set[str] = set()
+
+    def steps(self, joined: int) -> Iterator[tuple[list[ReadyBatch], Cursor]]:
+        """Yields the batches of each optimizer step, ``joined`` of them or what is left of an epoch."""
+        first = self.start.epoch
+        for epoch in count(first) if self.epochs is None else range(first, self.epochs):
+            one = self._begun(epoch)
+            is_empty = one.position == 0
+            while window := [batch for _ in range(joined) if (batch := one.next()) is not None]:
+                is_empty = False
+                yield window, one.cursor()
+            if self.source.once and self.epochs is None:
+                self.say(f"the data can be iterated once, and gave {one.number:,} batches; to go on, {AGAIN}")
+            if self.source.once or is_empty:
+                return
+
+    def _begun(self, epoch: int) -> Pass:
+        start = self.start
+        if epoch != start.epoch or not start.position:
+            return self._pass(epoch)
+        if start.stream is not None:
+            one = self._pass(epoch, start.stream)
+            if one.is_stateful:
+                one.position, one.digest = start.position, start.digest
+                self.resumed = "the loader goes on from its own state"
+                return one
+        one = self._pass(epoch)
+        self._replay(one)
+        return one
+
+    def _pass(self, epoch: int, state: StreamState | None = None) -> Pass:
+        return Pass(self.source, self.seed, epoch, self._say_once, state)
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            self.say(line)
+
+    def _replay(self, one: Pass) -> None:
+        start, told_s = self.start, time.monotonic()
+        while one.position < start.position and one.next() is not None:
+            if time.monotonic() - told_s > PROGRESS_S:
+                told_s = time.monotonic()
+                self.say(f"reading the data again: {one.position:,} of {start.position:,} samples")
+        what = f"the first {one.number:,} batches of epoch {start.epoch} were read again and not trained on"
+        self.resumed = compared(what, one.position, one.digest == start.digest, start)
+
+
+def compared(what: str, reached: int, is_same: bool, start: Cursor) -> str:
+    """Says what going over the beginning of an epoch again came to, by ``reached`` samples."""
+    if is_same:
+        return f"{what}, and they are the same as before"
+    short = "" if reached == start.position else f" there were only {reached:,}, and"
+    return f"{what}, and they are NOT the same as before:{short} {MAY_REPEAT}"
+
+
+def _as_tensors(data: Batch) -> Batch:
+    """With tensors in place of NumPy arrays of numbers."""
+    if isinstance(data, Tensor):
+        return data
+    if isinstance(data, np.ndarray) and data.dtype.kind in "biufc":
+        return torch.from_numpy(np.require(data, requirements=["C", "W"]))
+    if type(data) is tuple or type(data) is list:
+        return type(data)(_as_tensors(each) for each in data)
+    return {key: _as_tensors(value) for key, value in data.items()} if type(data) is dict else data
+
+
+def _digest(before: str, data: Batch) -> str:
+    digest = hashlib.blake2b(before.encode(), digest_size=8)
+    for part in _compared(data, 0):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _compared(data: object, depth: int) -> Iterator[bytes]:
+    """Yields what of a batch is compared. A tensor on a GPU gives its shape alone: its values would cost a sync."""
+    if isinstance(data, Tensor):
+        yield f"{data.dtype}{tuple(data.shape)}".encode()
+        if data.layout == torch.strided and data.device.type == "cpu" and data.numel():
+            flat = data.detach().reshape(-1)
+            yield flat[:: -(-len(flat) // COMPARED)].contiguous().view(torch.uint8).numpy().tobytes()
+    elif isinstance(data, tuple | list):
+        yield str(len(data)).encode()
+        for each in data[:COMPARED]:
+            yield from _compared(each, depth)
+    elif isinstance(data, Mapping):
+        for key, value in data.items():
+            yield repr(key).encode()
+            yield from _compared(value, depth)
+    elif isinstance(data, str | bytes | bool | int | float | None):
+        yield repr(data).encode()
+    elif depth < 4 and hasattr(data, "__dict__"):  # a batch of graphs, or any class of the user's
+        yield from _compared(vars(data), depth + 1)
