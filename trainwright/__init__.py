@@ -36,6 +36,7 @@ _HOME = {
     "load_checkpoint": "trainwright.state.checkpoint",
     "lr_range": "trainwright.engine.lr_range",
     "make_clip": "trainwright.engine.clip",
+    "make_own_step": "trainwright.engine.own_step",
     "make_optimizer": "trainwright.build.optim.choose",
     "make_schedule": "trainwright.build.schedule",
     "make_step": "trainwright.engine.step",
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from trainwright.engine.lr_range import lr_range as lr_range
     from trainwright.engine.observer import Observer as Observer
     from trainwright.engine.observer import Stop as Stop
+    from trainwright.engine.own_step import make_own_step as make_own_step
     from trainwright.engine.precision import Precision as Precision
     from trainwright.engine.step import Probe as Probe
     from trainwright.engine.step import StepResult as StepResult

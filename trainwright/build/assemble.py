@@ -50,7 +50,7 @@ class Parts:
 
     ``prepared``: ``prepare`` has applied the recipe to the model. ``optimizer`` is one, several, or what makes them,
     and ``schedule`` any form that ``own_schedule`` takes; None: what the recipe names. ``observers`` come before those
-    that the recipe names.
+    that the recipe names. ``advance`` is a step of the user's own, in place of one made from ``loss``.
     """
 
     model: nn.Module
@@ -62,6 +62,7 @@ class Parts:
     optimizer: object = None
     schedule: object = None
     observers: Sequence[object] = ()
+    advance: Callable[..., Any] | None = None
 
 
 @contextmanager
@@ -193,7 +194,7 @@ def build_optimizer(parts: Parts, loaded: Loaded, plan: Plan) -> Optimizer:
         factory = ask.use if ask.use in OPTIMIZERS else find(ask.use, {}, "optimizer", loaded.source)
     with at_recipe(loaded, "optimizer"):
         if not isinstance(factory, str) and not callable(factory):
-            return as_one(factory, parts.model, parts.loss)
+            return as_one(factory, parts.model, parts.loss, closures=parts.advance is not None)
         return make_optimizer(
             factory,
             parts.model,

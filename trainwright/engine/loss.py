@@ -93,15 +93,20 @@ def call_loss(loss_fn: LossFn, model: nn.Module, micro: MicroBatch, where: str) 
                 "block.forward(x): ranks that divide the weights gather them around the call",
             ) from None
         raise
+    return checked(output, "the loss function gave")
+
+
+def checked(output: object, gave: str) -> Loss | Tensor:
+    """What ``call_loss`` returns of what came back. ``gave`` begins the message of the error."""
     total = output.total if isinstance(output, Loss) else output
     if not isinstance(total, Tensor) or total.dim() != 0:
         got = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else f"a {type(total).__name__}"
         raise UsageError(
-            f"the loss function gave {got} where a single number is needed",
+            f"{gave} {got} where a single number is needed",
             remedy="return the mean as a 0-d tensor (loss.mean()), or tw.Loss(total=loss.sum(), weight=how_many)",
         )
-    if isinstance(output, Tensor):
-        return output
+    if not isinstance(output, Loss):
+        return total
     metrics = {name: _metric(name, value, total) for name, value in output.metrics.items()}
     return Loss(total, _weight(output.weight, total), metrics)
 

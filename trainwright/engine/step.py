@@ -140,7 +140,7 @@ def make_step(
         except Exception as error:
             tell_torn(state, error)
             raise
-        _count(state, batch, counted)
+        count_step(state, batch, counted)
         spikes.after_step(state, batch, done, grad_norm)
         reason = "" if decision is None else decision.reason
         if skipped is not APPLIED:
@@ -155,7 +155,7 @@ def make_step(
     return advance
 
 
-def _count(state: TrainState, batch: StepBatch, counted: Counted) -> None:
+def count_step(state: TrainState, batch: StepBatch, counted: Counted) -> None:
     """Counts the step. ``counted`` is of the batch before any split: of a list of samples the first counts."""
     state.step += 1
     state.num_samples += counted.samples

@@ -40,6 +40,14 @@ def has_state(module: nn.Module) -> bool:
     return any(True for _ in chain(module.parameters(), module.buffers()))
 
 
+def called_parts(module: nn.Module) -> list[nn.Module]:
+    """The modules that a step calls: of one without a ``forward``, such as the players of a GAN, those inside."""
+    has_own = any(True for _ in chain(module.parameters(recurse=False), module.buffers(recurse=False)))
+    if type(module).forward is not nn.Module.forward or has_own:
+        return [module]
+    return [part for child in module.children() for part in called_parts(child)]
+
+
 class EngineBench:
     """Runs steps again from their inputs, on the live objects, whose state is restored afterwards.
 
@@ -47,7 +55,10 @@ class EngineBench:
     """
 
     def __init__(self, state: TrainState, make_step: MakeStep) -> None:
-        roots = [state.model, *([state.loss] if state.loss is not None and has_state(state.loss) else [])]
+        roots = [
+            *called_parts(state.model),
+            *([state.loss] if state.loss is not None and has_state(state.loss) else []),
+        ]
         self._recorder = LoopRecorder(
             roots,
             parts_of(state.optimizer),
@@ -104,6 +115,8 @@ class EngineBench:
         if not self._taken:  # its update was skipped, and no norm was seen at an update
             recorder.close()
             self._taken[-1].grad_norm = None
+        if len(self._taken) > 1:
+            self._taken[-1].blind = f"it makes {len(self._taken)} updates"
         return self._taken.pop()
 
     def _state_at(self, inputs: StepInputs) -> TrainState:

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trainwright.errors import UsageError
 from trainwright.state.codec import StateDict, Tree
 from trainwright.state.rng import RngBag
 
@@ -84,6 +85,16 @@ class StepBatch:
     cursor: Cursor = Cursor()
     bad: tuple[BadSample, ...] = ()
     of_all: Ids | None = None
+
+    @property
+    def data(self) -> Any:
+        """The data of a batch that is one micro-batch. Raises UsageError where it is several."""
+        if len(self.micro) != 1:
+            raise UsageError(
+                f"the batch has {len(self.micro)} micro-batches, and .data is that of one",
+                remedy="go over batch.micro, whose members have .data each, or ask for accumulation=1",
+            )
+        return self.micro[0].data
 
     @property
     def size(self) -> int:

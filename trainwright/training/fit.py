@@ -22,11 +22,13 @@ from trainwright.errors import UsageError
 from trainwright.plan.make import Note
 from trainwright.recipe import from_mapping
 from trainwright.runlog.folder import RunFolder
+from trainwright.training.own_step import no_loss, require_no_loss_needed
 from trainwright.training.passed import Passed, live_name, passed
 from trainwright.training.run import Result, train
 
 if TYPE_CHECKING:
     from trainwright.engine.observer import Observer, Stop
+    from trainwright.engine.own_step import OwnStep
     from trainwright.engine.step import StepResult
     from trainwright.state.train_state import TrainState
 
@@ -53,8 +55,9 @@ SHORT_NAMES = {
 def fit(
     model: nn.Module,
     data: object,
-    loss: Callable[..., object],
+    loss: Callable[..., object] | None = None,
     *,
+    advance: OwnStep | None = None,
     val: object = None,
     until: str | None = None,
     epochs: float | None = None,
@@ -88,6 +91,8 @@ def fit(
             DatasetDict, gives the one named train, and as ``val`` the one named validation or val.
         loss: ``loss(output, target)``, such as ``nn.CrossEntropyLoss()``, or ``loss(model, batch)`` (the first
             parameter is named ``model``), which returns a mean or, for exact weighting, a ``tw.Loss(total, weight)``.
+        advance: A step of your own, for what no single loss can say: ``step(state, batch)`` calls backward and the
+            optimizers itself and returns the loss to log (see docs/shapes.md). ``loss`` is then for the evaluation.
         val: The validation set, in any form that ``data`` may have. The batch size of a DataLoader is used for
             evaluation.
         until: The length of the run: ``"5ep"``, ``"1000steps"``, ``"60s"``, ``"5Mtok"``.
@@ -119,7 +124,9 @@ def fit(
     if not isinstance(model, nn.Module):
         raise UsageError(f"fit: the model is a {type(model).__name__}", remedy="give an nn.Module")
     require_ready(model)
-    require_callable(loss)
+    if advance is None or loss is not None:
+        require_callable(loss)
+    judge = no_loss if loss is None else loss
     objects = passed(optimizer, schedule, lr=lr, warmup=warmup)
     options = {
         "until": _until(until, epochs, steps),
@@ -142,19 +149,22 @@ def fit(
     overrides = _overrides({} if settings is None else settings, by_path, objects)
     says_batch = {str(path) for path, _ in overrides if str(path).split(".")[0] == "batch"}
     batch_key = "micro" if says_batch == {"batch.accumulation"} else "size"
-    recipe = _recipe_of(model, train_data, val_data, loss, batch_key) | objects.sections
+    recipe = _recipe_of(model, train_data, val_data, advance or judge, batch_key) | objects.sections
     loaded = from_mapping(recipe, overrides=overrides, name="tw.fit")
+    if loss is None:
+        require_no_loss_needed(loaded.recipe)
     return train(
         loaded,
         parts=Parts(
             model,
             train_data,
             val_data,
-            loss,
+            judge,
             tuple(_not_used(train_data, val_data)),
             optimizer=objects.optimizer,
             schedule=objects.schedule,
             observers=[as_observer(each) for each in observers],
+            advance=advance,
         ),
         resume=None if resume is None else RunFolder.open(resume),
         accept=(accept,) if isinstance(accept, str) else tuple(accept),

@@ -27,6 +27,7 @@ from trainwright.build.resolve import find, sink_factories
 from trainwright.engine.clip import make_clip
 from trainwright.engine.dry_run import Mode, dry_run, time_evaluation
 from trainwright.engine.in_stages import PipelineStages, StagedPasses
+from trainwright.engine.own_step import make_own_step
 from trainwright.engine.precision import Precision, PrecisionName
 from trainwright.engine.spikes import NO_SPIKES, SpikeGuard, SpikeHandler
 from trainwright.engine.step import StepFn, make_step
@@ -60,6 +61,7 @@ from trainwright.state.train_state import TrainState
 from trainwright.training.alike import begin_alike, require_same_data
 from trainwright.training.layout import NOT_TRIED, lay_out, rank_layout, tensor_share
 from trainwright.training.own_objects import Live, build_live, memory_note, of_own_optimizer
+from trainwright.training.own_step import untried
 from trainwright.training.resume import Earlier
 from trainwright.training.run_metadata import describe_origin, notes_of_data
 from trainwright.watching.look_schedule import LAST_LOOK_STEPS, LOOK_STEPS, looks_s
@@ -304,6 +306,8 @@ def _after_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str) -> P
 
 
 def _tried(job: Job, facts: RunFacts, first: StepBatch, read_s: float, asked: str, kept: Kept) -> Plan:
+    if job.parts.advance is not None:
+        return untried(job.plan, job.recipe)
     if job.stages is not None:
         chosen, note = choose_precision(asked, facts.device, facts.low_precision, {})
         return replace(job.plan, precision=chosen, notes=(*job.plan.notes, note, NOT_TRIED))
@@ -377,6 +381,8 @@ def make_advance(job: Job, witness: StepWitness = SILENT, spikes: SpikeHandler =
     clip = job.recipe.optimizer.clip
     job.precision.set_matmul_mode()
     torch.set_num_threads(job.plan.threads)
+    if job.parts.advance is not None:
+        return make_own_step(job.parts.advance, schedule=job.built.schedule, witness=witness)
     return make_step(
         job.parts.loss,
         schedule=job.built.schedule,

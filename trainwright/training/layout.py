@@ -23,6 +23,7 @@ from trainwright.plan.splits import require_fitting
 from trainwright.recipe import Loaded
 from trainwright.recipe.parallel import Parallel
 from trainwright.state.shards import local
+from trainwright.training.own_step import require_own_step_fits
 from trainwright.world import RankMesh
 
 NOT_TRIED = Note("dry run", "none", "the stages of a pipeline are not tried beforehand: no times, no first loss")
@@ -34,6 +35,8 @@ def require_layout(loaded: Loaded, parts: Parts | None, ranks: int) -> None:
     Needs no other rank: a model that no one has handed over is built without memory. One that cannot be built so is
     looked at once it is there.
     """
+    if parts is not None and parts.advance is not None:
+        require_own_step_fits(loaded.recipe, ranks)
     with at_recipe(loaded, "parallel"):
         degrees = solve_layout(loaded.recipe, ranks)
     if degrees.ranks == degrees.data:

@@ -46,13 +46,16 @@ def arguments_of(
     return groups() if rate else [p for p in model.parameters() if p.requires_grad], rate
 
 
-def as_one(given: object, model: nn.Module, loss: object = None) -> Optimizer:
+def as_one(given: object, model: nn.Module, loss: object = None, *, closures: bool = False) -> Optimizer:
     """Returns an optimizer, or several that are stepped together, over parameters of the model (and of the loss).
+
+    ``closures``: whether one may need a closure.
 
     Raises UsageError for what cannot be stepped so, and for parameters that are not the model's, or in two optimizers.
     """
     parts = given if isinstance(given, list | tuple) else [given]
-    flat = [each for part in parts for each in parts_of(require_plain_step(part))]
+    require = require_optimizer if closures else require_plain_step
+    flat = [each for part in parts for each in parts_of(require(part))]
     if not flat:
         raise UsageError("the list of optimizers is empty", remedy="give one optimizer at least, or its name")
     _require_disjoint(flat)
@@ -66,13 +69,19 @@ def not_trained(optimizer: Optimizer, model: nn.Module) -> list[str]:
     return [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
 
 
-def require_plain_step(optimizer: object) -> Optimizer:
-    """Returns the optimizer. Raises UsageError for what is none, or needs a closure, as LBFGS does."""
+def require_optimizer(optimizer: object) -> Optimizer:
+    """Returns the optimizer. Raises UsageError for what is none."""
     if not isinstance(optimizer, Optimizer):
         raise UsageError(
             f"the optimizer is a {type(optimizer).__name__}",
             remedy="give a torch.optim.Optimizer, a list of them, or what makes one",
         )
+    return optimizer
+
+
+def require_plain_step(given: object) -> Optimizer:
+    """Returns the optimizer. Raises UsageError for what is none, or needs a closure, as LBFGS does."""
+    optimizer = require_optimizer(given)
     needed = [
         name
         for name, each in list(inspect.signature(type(optimizer).step).parameters.items())[1:]  # a scheduler hides it
@@ -81,7 +90,8 @@ def require_plain_step(optimizer: object) -> Optimizer:
     if needed:
         raise UsageError(
             f"{type(optimizer).__name__}.step needs {', '.join(needed)}: it computes the loss again within a step",
-            remedy=f"choose an optimizer whose step() needs nothing, such as {', '.join(OPTIMIZERS)}",
+            remedy="give a step of your own that calls it, tw.fit(..., advance=step), see docs/shapes.md; or choose "
+            f"an optimizer whose step() needs nothing, such as {', '.join(OPTIMIZERS)}",
         )
     return optimizer
 

@@ -34,6 +34,7 @@ class Modes(Probe):
         self._was_training: set[int] = set()
         self._eval: dict[int, int] = {}  # modules that are in eval mode in training, and since when
         self._depth = self._steps = 0
+        self._num_closed = 0  # of our own engine only the steps that are run again
         self._feeding: int | None = None  # the iterator whose batches are trained on
         self._fetched: int | None = None  # the one that gave a batch since the last step
         self._lines: dict[int, str | None] = {}  # where each module was last put into eval mode
@@ -63,6 +64,7 @@ class Modes(Probe):
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps, self._depth, self._fetched = step.step, 0, None
+        self._num_closed += 1
         self._note_evaluation()
         calls = step.calls
         if not calls or (len(calls) == 1 and calls[0].training is self._same):
@@ -88,7 +90,7 @@ class Modes(Probe):
     def values(self) -> Facts:
         self.urgent = False
         return {
-            "steps": self._steps,
+            "steps": self._num_closed,
             "depends": len(self._depends),
             "norms": sum(isinstance(self._modules[n], _NormBase) for n in self._depends),
             "roots_in_eval": [root in self._eval_modules() for root in self._roots],

@@ -1,0 +1,128 @@
+"""``tw.fit(..., advance=step)``: a step of the user's own, with our log, checkpoints, doctor and evaluation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import trainwright as tw
+from trainwright.errors import RecipeError, UsageError
+from trainwright.recipe import from_mapping
+from trainwright.training.own_step import require_own_step_fits
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def data(count: int = 64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(count, 4, generator=generator)
+    return x, x.sum(1, keepdim=True)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Linear(4, 1)
+
+
+def step(state: tw.TrainState, batch: tw.StepBatch) -> tw.Loss:
+    x, y = batch.data
+    error = (state.model(x) - y).square()
+    error.mean().backward()  # type: ignore[no-untyped-call]
+    state.optimizer.step()
+    return tw.Loss(error.sum(), float(len(x)), {"worst": error.max() * len(x)})
+
+
+def fitted(until: str = "12steps", **options: Any) -> tw.Result:
+    return tw.fit(net(), data(), advance=step, until=until, lr=0.05, batch=16, quiet=True, **options)
+
+
+def records(run: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (json.loads(line) for line in (run / "log.jsonl").read_text().splitlines())
+    return [line for line in lines if line["kind"] == kind]
+
+
+@pytest.mark.process
+def test_it_learns_and_is_logged_watched_and_resumed() -> None:
+    result = fitted(settings={"log.every": "1steps"})
+    steps = records(result.run, "step")
+    assert [line["step"] for line in steps] == list(range(1, 13))
+    assert steps[-1]["loss"] < steps[0]["loss"] and steps[0]["probed"]["worst"] > steps[0]["loss"]
+    assert steps[-1]["lr"] < 0.01, "the default schedule"
+    assert records(result.run, "found") == [] and result.findings == ()
+    plan = json.loads((result.run / "plan.json").read_text())
+    assert plan["precision"] == "fp32"
+    assert {"dry run", "precision", "clip"} <= {note["topic"] for note in plan["notes"]}
+    assert "use: live:step" in (result.run / "recipe.yaml").read_text()
+    assert tw.fit(net(), data(), advance=step, until="14steps", lr=0.05, batch=16, resume=result.run).step == 14
+
+
+@pytest.mark.process
+def test_an_update_that_is_left_out_is_in_the_log() -> None:
+    def once_bad(state: tw.TrainState, batch: tw.StepBatch) -> tw.Loss:
+        output = step if state.step != 3 else bad
+        return output(state, batch)
+
+    def bad(state: tw.TrainState, batch: tw.StepBatch) -> tw.Loss:
+        loss = state.model(batch.data[0]).sum() * float("inf")
+        loss.backward()
+        state.optimizer.step()
+        return tw.Loss(loss, 1.0)
+
+    result = tw.fit(net(), data(), advance=once_bad, until="6steps", lr=0.05, batch=16, quiet=True)
+    assert result.skipped == 1 and result.state is not None
+    assert [line["step"] for line in records(result.run, "skipped")] == [4]
+    assert all(bool(p.isfinite().all()) for p in result.state.model.parameters())
+
+
+@pytest.mark.process
+def test_a_loss_beside_it_is_for_the_evaluation() -> None:
+    result = tw.fit(
+        net(), data(), F.mse_loss, advance=step, val=data(32), until="12steps", lr=0.05, batch=16, quiet=True
+    )
+    assert result.val_loss is not None and result.val_loss < 4.0
+
+
+def test_an_evaluation_needs_a_loss() -> None:
+    with pytest.raises(UsageError, match="no loss to evaluate with") as caught:
+        fitted(val=data(32))
+    assert "advance=step" in caught.value.remedy
+
+
+def test_a_fit_with_neither_loss_nor_step_is_refused() -> None:
+    with pytest.raises(UsageError, match="the loss must be a function"):
+        tw.fit(net(), data(), until="2steps", quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"precision": "bf16"}, "precision is bf16"),
+        ({"settings": {"spikes.policy": "skip"}}, "spikes.policy is skip"),
+    ],
+)
+def test_what_cannot_be_done_inside_of_it_is_refused_before_the_run(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=f"does not work where {said}"):
+        fitted(**options)
+    assert not Path("runs").exists()
+
+
+def test_several_processes_are_refused() -> None:
+    recipe = from_mapping({"model": "mlp", "data": {"train": "digits"}}).recipe
+    require_own_step_fits(recipe, 1)
+    with pytest.raises(UsageError, match="it runs in 2 processes"):
+        require_own_step_fits(recipe, 2)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_without_one() -> None:
+    model = net()
+    with pytest.raises(RecipeError, match=r"(?s)LBFGS.step needs closure.*advance=step"):
+        tw.fit(model, data(), F.mse_loss, optimizer=torch.optim.LBFGS(model.parameters()), until="2steps", quiet=True)

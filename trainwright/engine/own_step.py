@@ -1,0 +1,152 @@
+"""A step of the user's own ("manual optimization"): they call backward and the optimizers, the engine does the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from trainwright.engine.clip import global_norm
+from trainwright.engine.guard import APPLIED, SKIPPED, BufferGuard, must_skip
+from trainwright.engine.loss import Loss, checked
+from trainwright.engine.over_ranks import Counted, of_all_ranks
+from trainwright.engine.step import (
+    ScheduleFn,
+    StepFn,
+    StepResult,
+    clear_grads,
+    constant_lr,
+    count_step,
+    device_of,
+    set_lr,
+)
+from trainwright.engine.update import tell_torn
+from trainwright.engine.witness import SILENT, StepWitness
+from trainwright.errors import UsageError
+from trainwright.state.chained import parts_of
+from trainwright.state.cursor import StepBatch
+from trainwright.state.rng import TorchGenerators
+from trainwright.state.train_state import TrainState
+
+OwnStep = Callable[[TrainState, StepBatch], Loss | Tensor]
+"""``step(state, batch)``: any number of backward passes and updates. Returns the loss that is logged: a mean, or a
+``Loss`` whose metrics are logged beside it."""
+
+
+def make_own_step(step: OwnStep, *, schedule: ScheduleFn = constant_lr, witness: StepWitness = SILENT) -> StepFn:
+    """Makes the function that advances a TrainState by one call of ``step``.
+
+    It begins without gradients, at the learning rate of ``schedule``. Each call of an optimizer of the state is one
+    update. An update whose gradients are not finite is left out, and so are the buffers of that step; on a GPU it
+    costs a host sync to know. An optimizer that computes gradients itself (a closure, as LBFGS) is not guarded.
+
+    The gradient norm of the step is that of the gradients of all its updates together. Raises UsageError where ``step``
+    returns no loss. A step that runs out of memory is not tried again.
+    """
+    if not callable(step):
+        raise UsageError(f"the step is a {type(step).__name__}", remedy="give a function step(state, batch)")
+    buffers = BufferGuard()
+
+    def advance(state: TrainState, batch: StepBatch) -> StepResult:
+        witness.step_begins(state, batch, TorchGenerators.read(device_of(state.optimizer)))
+        lr = set_lr(state.optimizer, schedule(state.step, state.fraction))
+        buffers.keep(state.model, state.loss)
+        witness.gradients_are_cleared(state.optimizer)
+        clear_grads(state.optimizer)
+        try:
+            with UpdateGuard(parts_of(state.optimizer)) as updates:
+                output = step(state, batch)
+            loss, weight, metrics = _read(output, batch, state.step + 1)
+            buffers.restore_if(updates.skipped)
+            state.ema.update()
+        except Exception as error:
+            tell_torn(state, error)
+            raise
+        count_step(state, batch, Counted(batch.size, batch.tokens))
+        norm = updates.norm(device_of(state.optimizer))
+        if updates.skipped is not APPLIED:
+            state.ledger.note(
+                state.step,
+                updates.skipped,
+                grad_norm=norm,
+                losses=(loss,),
+                batch=of_all_ranks(batch),
+                scale=None,
+                reason="",
+            )
+        return StepResult(state.step, loss, norm, lr, weight, updates.skipped, batch, metrics)
+
+    return advance
+
+
+def _read(output: object, batch: StepBatch, step: int) -> tuple[Tensor, Tensor | float, dict[str, Tensor]]:
+    """Returns loss, weight and metrics as they are logged."""
+    known = checked(output, f"step {step}: the step function gave")
+    if isinstance(known, Tensor):
+        return known.detach(), float(batch.size), {}
+    metrics = {name: value.detach() / known.weight for name, value in known.metrics.items()}
+    return known.total.detach() / known.weight, known.weight, metrics
+
+
+class UpdateGuard:
+    """Looks at the gradients of each update inside the context; an optimizer that finds none changes nothing.
+
+    ``skipped`` is true once an update was left out.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._handles: list[RemovableHandle] = []
+        self._hidden: list[tuple[Tensor, Tensor | None]] = []
+        self._norms: list[Tensor] = []
+        self._num_seen = 0
+        self.skipped = APPLIED
+
+    def __enter__(self) -> Self:
+        for each in self._optimizers:
+            self._handles.append(each.register_step_pre_hook(self._before))
+            self._handles.append(each.register_step_post_hook(self._after))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self._num_seen = len(self._norms)
+        self._measure(optimizer)
+        if len(self._norms) > self._num_seen and bool(must_skip(self._norms[-1], 1.0)):
+            self.skipped = SKIPPED
+            self._hidden = [(p, p.grad) for p in _owned(optimizer)]
+            for p, _ in self._hidden:
+                p.grad = None
+
+    def _after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        for p, grad in self._hidden:
+            p.grad = grad
+        self._hidden = []
+        if len(self._norms) == self._num_seen:  # a closure has computed them
+            self._measure(optimizer)
+
+    def _measure(self, optimizer: Optimizer) -> None:
+        grads = [grad for p in _owned(optimizer) if (grad := p.grad) is not None]
+        if grads:
+            self._norms.append(global_norm(grads))
+
+    def norm(self, device: torch.device) -> Tensor:
+        """Of the gradients of all updates together; 0 where there was none."""
+        if len(self._norms) == 1:
+            return self._norms[0]
+        squares = [norm.square() for norm in self._norms]
+        return torch.stack(squares).sum().sqrt() if squares else torch.zeros((), device=device)
+
+
+def _owned(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
