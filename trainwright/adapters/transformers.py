@@ -1,4 +1,4 @@
-"""Watches a run of Hugging Face's Trainer: ``Trainer(..., callbacks=[WatchCallback(out="runs/mine")])``."""
+"""Watches a run of Hugging Face's Trainer: ``Trainer(..., callbacks=[WatchTrainerCallback(out="runs/mine")])``."""
 
 from __future__ import annotations
 
