@@ -257,6 +257,24 @@ def test_the_optimizer_that_really_steps() -> None:
     assert innermost(accelerate.optimizer.AcceleratedOptimizer(real)) is real
 
 
+@pytest.mark.parametrize("fault", ["", "softmax"])
+def test_what_accelerate_has_prepared_is_seen_through(fault: str, tmp_path: Path) -> None:
+    net, loss = Net(), loss_for(fault)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    loader: DataLoader[Any] = DataLoader(Rows(is_bad=False), batch_size=BATCH, shuffle=True)
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, prepared, batches, stepped = accelerator.prepare(net, optimizer, loader, schedule)
+    with tw.watch(model, prepared, loader=batches, scheduler=stepped, out=None, quiet=True) as watch:
+        for batch in batches:
+            prepared.zero_grad()
+            accelerator.backward(loss(model(batch["x"])["logits"], batch["labels"]))
+            prepared.step()
+            stepped.step()
+    assert watch.step == len(loader) and watch.session.failures == []
+    assert [found.code for found in watch.findings()] == (["loss.softmax_before_ce"] if fault else [])
+
+
 def test_a_package_that_is_missing() -> None:
     with pytest.raises(MissingExtra, match="trainwright\\[adapters\\]"):
         required("no_such_package_at_all", needed_for="this test")

@@ -37,6 +37,7 @@ from trainwright.runlog.writer import LogWriter
 from trainwright.state.weights import require_python
 from trainwright.version import __version__
 from trainwright.watching.experiments import OwnLaw
+from trainwright.watching.prepared import unprepared
 from trainwright.watching.session import WatchOptions, WatchSession
 
 
@@ -273,6 +274,7 @@ T = TypeVar("T")
 
 def _several(value: object, kind: type[T], what: str) -> list[T]:
     items = [value] if isinstance(value, kind) else list(value) if isinstance(value, Iterable) else [value]
+    items = [unprepared(item) for item in items]
     for item in items:
         if not isinstance(item, kind):
             raise UsageError(f"watch: the {what} is a {type(item).__name__}", remedy=f"give a torch {kind.__name__}")
@@ -300,4 +302,5 @@ def _judged_by(laws: str | OwnLaw | Sequence[str | OwnLaw]) -> tuple[tuple[Law, 
 
 
 def _listed(value: object) -> tuple[object, ...]:
-    return () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
+    items = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
+    return tuple(unprepared(item) for item in items)
