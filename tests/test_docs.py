@@ -1,7 +1,7 @@
 """Every block of Python in the README and in docs/ runs: those of a page in order, in one namespace, in a folder.
 
-A page may use what its reader has already, which is below. A block that cannot run here has a comment before it that says
-why: ``<!-- not run: ... -->``.
+A page may use what its reader has already, which is below. A block that cannot run here has a comment before it that
+says why: ``<!-- not run: ... -->``.
 """
 
 from __future__ import annotations
@@ -28,18 +28,21 @@ PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.m
 def readers() -> dict[str, Any]:
     """What the reader of a page has already: a model, its data, a loss."""
     x = torch.randn(128, 20)
-    dataset, model = TensorDataset(x, (x.sum(1) > 0).long()), nn.Sequential(nn.Linear(20, 8), nn.ReLU(), nn.Linear(8, 2))
-    return {
-        **{"__name__": "a_page", "torch": torch, "nn": nn, "F": F, "tw": tw},
-        **{"model": model, "dataset": dataset, "loader": DataLoader(dataset, 16, shuffle=True)},
-        **{"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "scaler": None, "my_loss": nn.CrossEntropyLoss()},
-    }
+    dataset, model = (
+        TensorDataset(x, (x.sum(1) > 0).long()),
+        nn.Sequential(nn.Linear(20, 8), nn.ReLU(), nn.Linear(8, 2)),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader, loss = DataLoader(dataset, 16, shuffle=True), nn.CrossEntropyLoss()
+    names = {"__name__": "a_page", "torch": torch, "nn": nn, "F": F, "tw": tw, "model": model, "dataset": dataset}
+    return names | {"loader": loader, "optimizer": optimizer, "scaler": None, "my_loss": loss}
 
 
 def blocks(page: Path) -> list[tuple[int, str, str]]:
     """Line, code, and why it cannot run, of each block."""
     text = page.read_text()
-    assert text.count("```python") == len(found := list(BLOCK.finditer(text))), f"{page.name}: a block has no end"
+    found = list(BLOCK.finditer(text))
+    assert text.count("```python") == len(found), f"{page.name}: a block has no end"
     return [(text.count("\n", 0, each.start("code")), each["code"], each["why"] or "") for each in found]
 
 

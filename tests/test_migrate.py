@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 PAGE = Path(__file__).parent.parent / "docs" / "migrate.md"
-BLOCKS = dict(re.findall(r"^<!-- (\w+(?:: \w+)?) -->\n```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL))
+BLOCKS = dict(
+    re.findall(r"^<!-- (\w+(?:: \w+)?) -->\n```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+)
 SEEDS = 5
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
