@@ -21,7 +21,7 @@ _HOME = {
     "Probe": "trainwright.engine.step",
     "Recipe": "trainwright.recipe",
     "ReplaySession": "trainwright.replay.session",
-    "Result": "trainwright.training.run",
+    "Result": "trainwright.training.result",
     "StepBatch": "trainwright.state.cursor",
     "StepBatches": "trainwright.build.data",
     "StepResult": "trainwright.engine.step",
@@ -82,7 +82,7 @@ if TYPE_CHECKING:
     from trainwright.state.scaler import LossScaler as LossScaler
     from trainwright.state.train_state import TrainState as TrainState
     from trainwright.training.fit import fit as fit
-    from trainwright.training.run import Result as Result
+    from trainwright.training.result import Result as Result
     from trainwright.training.run import train as train
     from trainwright.watching.watch import watch as watch
 

@@ -347,7 +347,16 @@ def test_a_setting_that_cannot_be(keys: dict[str, Any], said: str) -> None:
 
 @pytest.mark.parametrize(
     ("loss", "said"),
-    [(None, "NoneType"), ("cross_entropy", "'cross_entropy'"), (nn.CrossEntropyLoss, r"write CrossEntropyLoss\(\)")],
+    [
+        ("cross_entropy", "'cross_entropy'"),
+        (nn.CrossEntropyLoss, r"write CrossEntropyLoss\(\)"),
+        (lambda output: output.sum(), r"does not take two arguments, \(output, target\)"),
+        (lambda output, target, weight: output.sum(), "does not take two arguments"),
+        (nn.CTCLoss(), "does not take two arguments"),
+        (lambda model, *, scale: model, "does not take two arguments"),
+        (lambda model, x, y, z: model(x), r"takes \(model, x, y, z\), and this batch is a tuple of 2"),
+        (None, r"forward\(input.*\) of the model does not take this batch(.|\n)*loss=nn.CrossEntropyLoss"),
+    ],
 )
 def test_a_loss_that_is_no_function(loss: Any, said: str) -> None:
     with pytest.raises(UsageError, match=said):

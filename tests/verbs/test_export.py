@@ -26,7 +26,8 @@ from trainwright.errors import CheckpointError, RecipeError, StorageError, Usage
 from trainwright.recipe import from_mapping
 from trainwright.runlog.folder import RunFolder
 from trainwright.state.store import Best, checkpoints, write_best
-from trainwright.training.run import Result, train
+from trainwright.training.result import Result
+from trainwright.training.run import train
 from trainwright.verbs.export import Exported, export
 
 MINE = """\

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from trainwright.models.lora import add_lora
 from trainwright.plan.checkpointing import Checkpointing, describe
 from trainwright.plan.duration import Pace, interval
 from trainwright.plan.make import Note, Plan, RunFacts
-from trainwright.recipe import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES, Duration, Loaded, Recipe
+from trainwright.recipe import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES, Dataset, Duration, Loaded, Recipe
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
 from trainwright.state.cursor import Cursor, count_tokens
 from trainwright.state.ema import Ema, NoEma
@@ -49,8 +49,9 @@ class Parts:
     """The live objects that a recipe names, or that were passed in Python.
 
     ``prepared``: ``prepare`` has applied the recipe to the model. ``optimizer`` is one, several, or what makes them,
-    and ``schedule`` any form that ``own_schedule`` takes; None: what the recipe names. ``observers`` come before those
-    that the recipe names. ``advance`` is a step of the user's own, in place of one made from ``loss``.
+    and ``schedule`` any form that ``own_schedule`` takes; None: what the recipe names. ``observers`` and ``metrics``
+    come before those that the recipe names. ``advance`` is a step of the user's own, in place of one made from
+    ``loss``. ``more_val`` are further validation sets by name; the first one's is ``val_name``.
     """
 
     model: nn.Module
@@ -63,6 +64,9 @@ class Parts:
     schedule: object = None
     observers: Sequence[object] = ()
     advance: Callable[..., Any] | None = None
+    metrics: Mapping[str, object] = field(default_factory=dict)
+    more_val: Mapping[str, Unwrapped] = field(default_factory=dict)
+    val_name: str = "val"
 
 
 @contextmanager
@@ -95,7 +99,11 @@ def build_parts(loaded: Loaded, device: torch.device, planned: Checkpointing | N
     train = build_dataset(loaded, "train")
     val = build_dataset(loaded, "val") if recipe.data.val else None
     model, notes = build_model(loaded, train)
-    return prepare(Parts(model, train, val, build_loss(loaded), notes), loaded, device, planned)
+    more_val = {
+        each.name: _made_dataset(loaded, each, f"data.more_val.{i}") for i, each in enumerate(recipe.data.more_val)
+    }
+    parts = Parts(model, train, val, build_loss(loaded), notes, more_val=more_val)
+    return prepare(parts, loaded, device, planned)
 
 
 def build_loss(loaded: Loaded) -> Callable[..., Any]:
@@ -294,6 +302,13 @@ def validation_batches(parts: Parts, recipe: Recipe, loading: Loading) -> Evalua
     return EvaluationBatches(parts.val.dataset, how, limit=None if limit is None else -(-limit // ranks))
 
 
+def validation_sets(parts: Parts, recipe: Recipe, loading: Loading) -> dict[str, EvaluationBatches]:
+    """The batches of each validation set by its name; the best goes by the first."""
+    sets = {parts.val_name: parts.val, **parts.more_val}
+    made = {name: validation_batches(replace(parts, val=each), recipe, loading) for name, each in sets.items()}
+    return {name: batches for name, batches in made.items() if batches is not None}
+
+
 def _evaluation_size(parts: Parts, recipe: Recipe, loading: Loading) -> int:
     """Samples of a micro-batch of the validation set; where it has batches of its own, they are not cut."""
     assert parts.val is not None
@@ -321,9 +336,12 @@ def _of_resume(train: Unwrapped) -> Iterator[Note]:
 
 
 def build_dataset(loaded: Loaded, which: str) -> Unwrapped:
-    part = getattr(loaded.recipe.data, which)
-    made = make(part.use, part.args, DATASETS, f"data.{which}", loaded.source)
-    with at_recipe(loaded, f"data.{which}"):
+    return _made_dataset(loaded, getattr(loaded.recipe.data, which), f"data.{which}")
+
+
+def _made_dataset(loaded: Loaded, part: Dataset, path: str) -> Unwrapped:
+    made = make(part.use, part.args, DATASETS, path, loaded.source)
+    with at_recipe(loaded, path):
         return unwrap(made)
 
 

@@ -21,6 +21,7 @@ from trainwright.engine.cut import cut_micro
 from trainwright.engine.evaluate import evaluate
 from trainwright.engine.head import head_of
 from trainwright.engine.loss import Loss, LossFn, as_loss_fn, call_loss
+from trainwright.engine.metrics import NO_METRICS, MetricSet
 from trainwright.engine.oom_report import is_out_of_memory, oom_snapshot
 from trainwright.engine.precision import Precision, PrecisionName
 from trainwright.engine.recover import ONE_IS_TOO_MUCH, given_up, make_room
@@ -187,6 +188,7 @@ def time_evaluation(
     loss: Callable[..., Loss | Tensor],
     mode: Mode,
     world: World = SOLO,
+    metrics: MetricSet = NO_METRICS,
 ) -> float | None:
     """Seconds that an evaluation takes for each batch, reading included; None where there is no batch.
 
@@ -200,7 +202,7 @@ def time_evaluation(
             micro = next(stream, None)
             if micro is None:
                 break
-            evaluate(state.model, loss, [micro], precision=mode.precision)
+            evaluate(state.model, loss, [micro], precision=mode.precision, metrics=metrics)
             times.append(time.perf_counter() - begin_s)
     return statistics.median(times[1:] or times) if times else None
 

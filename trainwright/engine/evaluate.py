@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from trainwright.engine.cut import cut_micro
 from trainwright.engine.loss import Loss, LossFn, as_loss_fn, call_loss
+from trainwright.engine.metrics import NO_METRICS, MetricSet, OutputKeeper
 from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.precision import FP32, Precision
 from trainwright.errors import OutOfMemoryError, UsageError, suggest
@@ -25,7 +26,7 @@ from trainwright.world.group import SOLO, World
 from trainwright.world.memory import give_back
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class EvaluationResult:
     """``loss`` and ``metrics`` are means over ``weight`` counted things; ``seconds`` is wall time.
 
@@ -37,6 +38,9 @@ class EvaluationResult:
     metrics: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     batches: int = 0
+
+    def __repr__(self) -> str:
+        return ", ".join(f"{name} {value:.4g}" for name, value in self.figures.items()) + f" over {self.weight:,.6g}"
 
     @property
     def figures(self) -> dict[str, float]:
@@ -80,27 +84,34 @@ def evaluate(
     *,
     precision: Precision = FP32,
     world: World = SOLO,
+    metrics: MetricSet = NO_METRICS,
 ) -> EvaluationResult:
-    """The loss over ``batches``, weighted exactly. One host sync at the end.
+    """The loss over ``batches``, weighted exactly, and ``metrics`` over all of them. One host sync at the end.
 
     Of several ranks of ``world`` each has its share of the batches; the result is that of all, the same on each.
 
     A batch that does not fit into memory is evaluated in halves, and so are all after it. Raises OutOfMemoryError when
     one sample does not fit, and at once where ranks divide the weights: all must make the same calls.
     """
-    loss_fn = as_loss_fn(loss)
+    loss_fn, keeper = as_loss_fn(loss), OutputKeeper()
+    if metrics:
+        loss_fn = keeper.around(loss_fn)
+        metrics.reset()
     begin_s = time.perf_counter()
     total: Tensor | float = 0.0
     weight: Tensor | float = 0  # counts stay integers: exact beyond 2**24
     sums: dict[str, Tensor | float] = {}
     with evaluating(model, loss):
         for output in _outputs(loss_fn, model, batches, precision):
+            metrics.update(keeper.taken()[-1:])  # before it come those that did not count
             total = total + output.total.double()
             weight = weight + output.weight
             for name, metric in output.metrics.items():
                 sums[name] = sums.get(name, 0.0) + metric.double()
     mine = _Sums(float(total), float(weight), {name: float(summed) for name, summed in sums.items()})
     counted, means = _means(world.collect(mine))
+    if metrics and counted:
+        means |= metrics.compute()
     return EvaluationResult(means.pop(_LOSS), counted, means, time.perf_counter() - begin_s)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from numbers import Real
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
@@ -24,11 +25,22 @@ class Loss(NamedTuple):
     ``total`` is 0-d, *summed* over what is counted (tokens, samples, pixels); ``weight`` says how many
     were counted. The engine divides by the weight of the whole global batch. ``metrics`` are further sums
     over the same things (number correct, say), tensors or numbers; they are reported divided by the same weight.
+    ``outputs`` and ``targets`` are what the metrics of the run get (``tw.fit(metrics=...)``), if it has any.
     """
 
     total: Tensor
     weight: Tensor | float
     metrics: Mapping[str, Any] = _NO_METRICS
+    outputs: Any = None
+    targets: Any = None
+
+
+class Scored(NamedTuple):
+    """The loss of a micro-batch, with what it was computed from; None where that is not known."""
+
+    loss: Loss | Tensor
+    outputs: object = None
+    targets: object = None
 
 
 Batch: TypeAlias = Any
@@ -37,17 +49,31 @@ LossFn = Callable[[nn.Module, Batch], Loss | Tensor]
 """``loss(model, batch)``. A plain 0-d tensor is taken as a mean over the samples of the micro-batch."""
 
 
+_FORMS = "give loss(output, target), such as nn.CrossEntropyLoss(), or loss(model, batch) with a parameter named model"
+
+
 def as_loss_fn(loss: Callable[..., Loss | Tensor]) -> LossFn:
-    """Accepts both forms of a loss function and returns the one that the engine calls.
+    """Accepts every form of a loss function and returns the one that the engine calls.
 
-    A callable whose first parameter is named ``model`` gets ``(model, batch)``. Any other gets
-    ``(output, target)``, as ``torch.nn.functional.cross_entropy`` and ``nn.CrossEntropyLoss()`` do; the batch
-    must then be a pair ``(input, target)``, or ``(*inputs, target)``.
+    A callable whose first parameter is named ``model`` gets ``(model, batch)``, or ``(model, *batch)`` where it needs
+    more than two arguments. Any other takes two, of any names, and gets ``(output, target)``, as
+    ``torch.nn.functional.cross_entropy`` and ``nn.CrossEntropyLoss()`` do; the batch must then be a pair
+    ``(input, target)``, or ``(*inputs, target)``.
 
-    Raises UsageError for what cannot be called.
+    Raises UsageError for what cannot be called so.
     """
     require_callable(loss)
-    return loss if takes_model(loss) else _Supervised(loss)
+    if not takes_model(loss):
+        return loss if isinstance(loss, _Supervised) else _Supervised(loss)
+    return loss if _accepts(loss, 2) else _Unpacked(loss)
+
+
+def scored(loss_fn: LossFn, model: nn.Module, batch: Batch) -> Scored:
+    """Calls a loss function; the result has outputs and targets where they are known."""
+    if isinstance(loss_fn, _Supervised | OfModel):
+        return loss_fn.scored(model, batch)
+    found = loss_fn(model, batch)
+    return Scored(found, found.outputs, found.targets) if isinstance(found, Loss) else Scored(found)
 
 
 def require_callable(loss: object) -> None:
@@ -57,15 +83,31 @@ def require_callable(loss: object) -> None:
         raise UsageError(f"the loss is the class {name}, not one of its objects", remedy=f"write {name}()")
     if not callable(loss):
         got = f"{loss!r}" if isinstance(loss, str) else f"a {type(loss).__name__}"
-        remedy = "give loss(output, target), such as nn.CrossEntropyLoss(), or loss(model, batch)"
-        raise UsageError(f"the loss must be a function or a module; got {got}", remedy=remedy)
+        raise UsageError(f"the loss must be a function or a module; got {got}", remedy=_FORMS)
+    if not _accepts(loss, 2) and not (takes_model(loss) and any(_accepts(loss, count) for count in range(3, 9))):
+        shown = f"{getattr(loss, '__name__', type(loss).__name__)}{inspect.signature(_called(loss))}"
+        raise UsageError(f"the loss {shown} does not take two arguments, (output, target)", remedy=_FORMS)
+
+
+def _called(loss: Callable[..., object]) -> Callable[..., object]:
+    return loss.forward if isinstance(loss, nn.Module) else loss
+
+
+def _accepts(loss: Callable[..., object], count: int) -> bool:
+    """Whether it can be called with so many positional arguments; of a builtin without a signature that is assumed."""
+    try:
+        inspect.signature(_called(loss)).bind(*[None] * count)
+    except ValueError:
+        return True
+    except TypeError:
+        return False
+    return True
 
 
 def takes_model(loss: Callable[..., object]) -> bool:
     """Whether the first parameter is named ``model``."""
-    target = loss.forward if isinstance(loss, nn.Module) else loss
     try:
-        first = next(iter(inspect.signature(target).parameters), None)
+        first = next(iter(inspect.signature(_called(loss)).parameters), None)
     except ValueError:  # a builtin without a signature
         return False
     return first == "model"
@@ -108,7 +150,7 @@ def checked(output: object, gave: str) -> Loss | Tensor:
     if not isinstance(output, Loss):
         return total
     metrics = {name: _metric(name, value, total) for name, value in output.metrics.items()}
-    return Loss(total, _weight(output.weight, total), metrics)
+    return Loss(total, _weight(output.weight, total), metrics)  # without outputs: a variable would keep them alive
 
 
 def _weight(weight: object, total: Tensor) -> Tensor | float:
@@ -145,10 +187,88 @@ class _Supervised:
         self.loss = loss
 
     def __call__(self, model: nn.Module, batch: Batch) -> Loss | Tensor:
+        return self.scored(model, batch).loss
+
+    def scored(self, model: nn.Module, batch: Batch) -> Scored:
         if not isinstance(batch, tuple | list) or len(batch) < 2:
             raise UsageError(
                 f"a loss of (output, target) needs batches of (input, target); this batch is a {type(batch).__name__}",
                 remedy="write the loss as `def loss(model, batch): ...` and take the batch apart there",
             )
         *inputs, target = batch
-        return self.loss(model(*inputs), target)
+        output = model(*inputs)
+        return Scored(self.loss(output, target), output, target)
+
+
+class _Unpacked:
+    """Applies ``loss(model, x, y, ...)`` to a batch of ``(x, y, ...)``."""
+
+    def __init__(self, loss: Callable[..., Loss | Tensor]) -> None:
+        self.loss = loss
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Loss | Tensor:
+        names = list(inspect.signature(_called(self.loss)).parameters)[1:]
+        if not isinstance(batch, tuple | list) or not _accepts(self.loss, 1 + len(batch)):
+            size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
+            raise UsageError(
+                f"the loss takes (model, {', '.join(names)}), and this batch is a {type(batch).__name__}{size}",
+                remedy="write the loss as `def loss(model, batch): ...` and take the batch apart there",
+            )
+        return self.loss(model, *batch)
+
+
+class OfModel:
+    """The loss that a model returns itself, as those of ``transformers`` do: a mean over the samples of a batch.
+
+    It is ``output.loss``, ``output["loss"]``, the first of a tuple, or the output itself. A batch that is a mapping is
+    passed by keywords, a tuple by position. Metrics get the logits (``output.logits``, or the second of a tuple) and
+    the ``labels`` of the batch.
+    """
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Loss | Tensor:
+        return self.scored(model, batch).loss
+
+    def scored(self, model: nn.Module, batch: Batch) -> Scored:
+        output = called_with(model, batch)
+        loss = member(output, "loss", 0)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise UsageError(
+                f"the model returned {_kind(output)} and no loss, and fit was given none",
+                remedy="give a loss, loss=nn.CrossEntropyLoss(), or, for a model that computes one itself, batches "
+                "with what it needs for that, such as labels",
+            )
+        targets = batch.get("labels") if isinstance(batch, Mapping) else None
+        return Scored(loss.reshape(()), member(output, "logits", 1), targets)
+
+
+def called_with(model: nn.Module, batch: Batch) -> object:
+    """Calls the model with a whole batch: a mapping by keywords, a tuple by position."""
+    args: Sequence[object] = batch if isinstance(batch, tuple | list) else [batch]
+    args, kwargs = ([], batch) if isinstance(batch, Mapping) else (args, {})
+    try:
+        return model(*args, **kwargs)
+    except TypeError:
+        signature = inspect.signature(model.forward)
+        with suppress(TypeError):
+            signature.bind(*args, **kwargs)
+            raise  # it is another mistake
+    what = f"the keys {', '.join(map(str, kwargs))}" if kwargs else f"{len(args)} parts"
+    raise UsageError(
+        f"forward{signature} of the model does not take this batch, which has {what}",
+        remedy="give a loss, loss=nn.CrossEntropyLoss(), or batches that are what the model takes",
+    )
+
+
+def member(output: object, name: str, position: int) -> object:
+    """A part of what a model returned: an attribute, a key, or a member of a tuple; a tensor is its only member."""
+    if isinstance(output, Mapping) and name in output:
+        return output[name]
+    if isinstance(output, tuple | list) and not hasattr(output, name):
+        return output[position] if position < len(output) else None
+    return output if isinstance(output, Tensor) and not position else getattr(output, name, None)
+
+
+def _kind(output: object) -> str:
+    if isinstance(output, Tensor):
+        return f"a tensor of shape {tuple(output.shape)}"
+    return f"a {type(output).__name__}"

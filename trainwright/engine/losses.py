@@ -27,7 +27,7 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Loss:
     logits_BC = model(x)
     loss = _sum_of_cross_entropy(logits_BC, label_B, rows=label_B.shape[0])
     correct = (logits_BC.detach().argmax(-1) == label_B).sum()
-    return Loss(loss, (label_B != IGNORE).sum(), {"accuracy": correct})
+    return Loss(loss, (label_B != IGNORE).sum(), {"accuracy": correct}, logits_BC, label_B)
 
 
 def language_model(model: nn.Module, batch: Batch, *, chunked: Chunked = "auto") -> Loss:
@@ -57,7 +57,8 @@ def mse(model: nn.Module, batch: Batch) -> Loss:
             "broadcasting them would compare each sample with all others",
             remedy="give both the same shape, for instance with output.squeeze(-1)",
         )
-    return Loss(F.mse_loss(output.float(), target.float(), reduction="sum"), float(target.numel()))
+    total = F.mse_loss(output.float(), target.float(), reduction="sum")
+    return Loss(total, float(target.numel()), outputs=output, targets=target)
 
 
 def hf_causal_lm(model: nn.Module, batch: Batch, *, chunked: Chunked = "auto") -> Loss:
@@ -87,7 +88,7 @@ def _head_for(chunked: Chunked, tokens: int, find: Callable[[nn.Module], Head | 
 
 def _token_loss(logits_BTV: Tensor, target_BT: Tensor) -> Loss:
     total = _sum_of_cross_entropy(logits_BTV.flatten(0, -2), target_BT.flatten(), rows=target_BT.shape[0])
-    return Loss(total, (target_BT != IGNORE).sum())
+    return Loss(total, (target_BT != IGNORE).sum(), outputs=logits_BTV, targets=target_BT)
 
 
 def _chunked_loss(hidden_BTD: Tensor, head: Head, target_BT: Tensor) -> Loss:

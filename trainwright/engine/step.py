@@ -16,6 +16,7 @@ from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.exact import accumulate_exactly
 from trainwright.engine.guard import APPLIED, must_skip
 from trainwright.engine.loss import Loss, LossFn, as_loss_fn
+from trainwright.engine.metrics import OutputKeeper
 from trainwright.engine.over_ranks import (
     Counted,
     combine,
@@ -40,7 +41,7 @@ from trainwright.state.shards import is_sharded, locals_of
 from trainwright.state.train_state import TrainState
 
 
-@dataclass
+@dataclass(repr=False)
 class StepResult:
     """What one step did. Tensors are 0-d and on the device; nobody reads them unless due.
 
@@ -64,6 +65,20 @@ class StepResult:
     oom_reports: Sequence[OomReport] = ()
     spike: SpikeDecision | None = None
     evaluation: EvaluationResult | None = None
+
+    def __repr__(self) -> str:
+        """One line for people. On a GPU it waits for the step."""
+        figures: dict[str, Tensor | float] = {
+            "loss": self.loss,
+            "grad norm": self.grad_norm,
+            "lr": self.lr,
+            **self.metrics,
+            **self.probed,
+        }
+        shown = ", ".join(f"{name} {float(value):.4g}" for name, value in figures.items())
+        skipped = ", update skipped" if bool(self.skipped) else ""
+        seen = f"; validation: {self.evaluation}" if self.evaluation else ""
+        return f"step {self.step}: {shown}, {self.batch.size} samples, {self.step_s * 1e3:.3g} ms{skipped}{seen}"
 
 
 StepFn = Callable[[TrainState, StepBatch], StepResult]
@@ -89,6 +104,7 @@ def make_step(
     seed: int = 0,
     spikes: SpikeHandler = NO_SPIKES,
     witness: StepWitness = SILENT,
+    keeper: OutputKeeper | None = None,
 ) -> StepFn:
     """Makes the function that advances a TrainState by one optimizer step.
 
@@ -100,8 +116,8 @@ def make_step(
     numbers in a step follow from ``seed``, step and rank.
 
     A step that runs out of memory begins again in smaller micro-batches, on all ranks; its samples and their weights
-    stay the same. ``spikes`` is a ``SpikeGuard``, or by default does nothing. ``witness`` is internal:
-    the recorder of a run.
+    stay the same. ``spikes`` is a ``SpikeGuard``, or by default does nothing. ``witness`` and ``keeper`` are internal:
+    the recorder of a run, and what its metrics see.
 
     Raises UsageError for a part that is not made yet, such as ``clip=1.0``. The step raises OutOfMemoryError where
     nothing helps.
@@ -110,7 +126,8 @@ def make_step(
     own = loss if isinstance(loss, nn.Module) else None
     world, data, stream = ranks.sums, ranks.data or ranks.sums, ranks.stream
     sharded = ShardedPasses(world, ranks.zero, witness)
-    parts = _Parts(as_loss_fn(loss), precision, clip, probes, ranks, seed, sharded, witness)
+    loss_fn = as_loss_fn(loss) if keeper is None else keeper.around(as_loss_fn(loss))
+    parts = _Parts(loss_fn, precision, clip, probes, ranks, seed, sharded, witness, keeper)
     recovery = Recovery(lambda state: clear_grads(state.optimizer), world, witness)
     update = Update(recovery, witness)
 
@@ -175,6 +192,7 @@ class _Parts(NamedTuple):
     seed: int
     sharded: ShardedPasses
     witness: StepWitness
+    keeper: OutputKeeper | None
 
 
 class _Gradients(NamedTuple):
@@ -212,6 +230,8 @@ def _passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumulated:
     """The forward and backward passes over the data of this rank."""
     parts.witness.gradients_are_cleared(state.optimizer)
     clear_grads(state.optimizer)
+    if parts.keeper is not None:
+        parts.keeper.clear()
     return accumulate(state, batch, parts.loss_fn, parts.precision, parts.witness)
 
 

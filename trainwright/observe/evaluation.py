@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from trainwright.engine.evaluate import EvaluationResult, evaluate
 from trainwright.engine.loss import Loss
+from trainwright.engine.metrics import NO_METRICS, MetricSet
 from trainwright.engine.over_ranks import share_buffers
 from trainwright.engine.precision import Precision
 from trainwright.observe.cadence import Every
@@ -35,19 +36,23 @@ class ValidationSet:
 
 
 class PeriodicEvaluation:
-    """Evaluates when due; ``last`` is the newest result. With EMA, the metric ``ema_loss`` is that of the average."""
+    """Evaluates when due; ``last`` is the newest result. With EMA, the metric ``ema_loss`` is that of the average.
+
+    Of several sets the loss is that of the first, and each figure of each has the name of the set before its own.
+    """
 
     def __init__(
         self,
-        batches: ValidationSet,
+        sets: Mapping[str, ValidationSet],
         loss: Callable[..., Loss | Tensor],
         every: Every,
         *,
         precision: Precision,
         listeners: Sequence[EvaluationListener] = (),
         world: World = SOLO,
+        metrics: MetricSet = NO_METRICS,
     ) -> None:
-        self._batches, self._loss, self._every, self._world = batches, loss, every, world
+        self._sets, self._loss, self._every, self._world, self._metrics = sets, loss, every, world, metrics
         self._precision, self._listeners = precision, listeners
         self._step = -1
         self.last: EvaluationResult | None = None
@@ -56,27 +61,38 @@ class PeriodicEvaluation:
         return self._every.due(state)
 
     def __call__(self, state: TrainState) -> None:
-        self._evaluate(state, self._batches.in_course, self._batches.count)
+        counts = max(each.count for each in self._sets.values())
+        self._evaluate(state, {name: each.in_course for name, each in self._sets.items()}, counts)
 
     def finish(self, state: TrainState) -> None:
         """Evaluates the last step, if that was not done: as all before it, which the best is chosen by, and whole."""
         if self._step != state.step:
             self(state)
-        if self._batches.at_end is not self._batches.in_course:
-            self._evaluate(state, self._batches.at_end, 0)
+        if any(each.at_end is not each.in_course for each in self._sets.values()):
+            self._evaluate(state, {name: each.at_end for name, each in self._sets.items()}, 0)
 
-    def _evaluate(self, state: TrainState, batches: Iterable[MicroBatch], count: int) -> None:
+    def _evaluate(self, state: TrainState, sets: Mapping[str, Iterable[MicroBatch]], count: int) -> None:
         if self._world.size > 1:
             share_buffers(state, self._world)
-        seen = self._evaluated(state.model, batches)
+        each_seen = {name: self._evaluated(state.model, batches, self._metrics) for name, batches in sets.items()}
+        seen, first = _as_one(each_seen), next(iter(sets.values()))
         if isinstance(state.ema, Ema):
             with state.ema.swapped():
-                average = self._evaluated(state.model, batches)
+                average = self._evaluated(state.model, first, NO_METRICS)
             metrics = {**seen.metrics, "ema_loss": average.loss}
             seen = replace(seen, metrics=metrics, seconds=seen.seconds + average.seconds)
         self._step, self.last = state.step, replace(seen, batches=count)
         for listener in self._listeners:
             listener.evaluated(state.step, self.last)
 
-    def _evaluated(self, model: nn.Module, batches: Iterable[MicroBatch]) -> EvaluationResult:
-        return evaluate(model, self._loss, batches, precision=self._precision, world=self._world)
+    def _evaluated(self, model: nn.Module, batches: Iterable[MicroBatch], metrics: MetricSet) -> EvaluationResult:
+        return evaluate(model, self._loss, batches, precision=self._precision, world=self._world, metrics=metrics)
+
+
+def _as_one(sets: Mapping[str, EvaluationResult]) -> EvaluationResult:
+    """The result of the first set, with the figures of all by name where there are several."""
+    first = next(iter(sets.values()))
+    if len(sets) == 1:
+        return first
+    figures = {f"{name}.{key}": value for name, seen in sets.items() for key, value in seen.figures.items()}
+    return replace(first, metrics=figures, seconds=sum(seen.seconds for seen in sets.values()))

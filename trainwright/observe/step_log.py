@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeAlias
 
 import numpy as np
 import psutil
 import torch
+from torch import Tensor
 
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.step import StepResult
@@ -56,6 +57,8 @@ class StepLog:
         self.step = 0
         self.num_skipped = already_skipped
         self.last_evaluated: records.Evaluated | None = None
+        self.window: Callable[[], Mapping[str, float]] = dict
+        """Gives what else is measured over the steps since the last record."""
         self._start_window()
 
     def _start_window(self) -> None:
@@ -107,6 +110,7 @@ class StepLog:
     def _record(self, result: StepResult, state: TrainState) -> None:
         self.tell_skipped(state)
         self._add_up()
+        measured: dict[str, Tensor | float] = {**result.metrics, **result.probed, **self.window()}
         record = records.Step(
             time_s=self._wall_clock(),
             step=result.step,
@@ -121,7 +125,7 @@ class StepLog:
             skipped=len(state.ledger.entries),
             mem_bytes=self._memory_bytes(result),
             ids_hash=self._ids.hexdigest(),
-            probed={name: float(value) for name, value in {**result.metrics, **result.probed}.items()},
+            probed={name: float(value) for name, value in measured.items()},
             fractions=tuple(self._fractions),
         )
         self._journal.write(record)

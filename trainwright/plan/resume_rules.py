@@ -98,6 +98,7 @@ _ORDER = "the rest of this epoch comes in another order: some samples twice, som
 _READING: Verdict = "safe", "how samples are read, not which"
 _FOLDER: Verdict = "safe", "the run stays in its folder"
 _OBSERVERS: Verdict = ("safe", "observers only read, and may end the run; those in the same place go on counting")
+_METRICS: Verdict = ("safe", "metrics only read")
 _KERNELS = "other kernels: last bits"
 
 # A whole section has one rule only where all keys that it may ever get have the same class; a test requires a rule for
@@ -119,6 +120,10 @@ RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     "model.lora": ("maths", "the adapters compute something else, though the weights fit them"),
     "data.train": ("maths", "it may be other data, so the next epoch begins at once"),
     "data.val": VALIDATION,
+    "data.more_val": VALIDATION,
+    "data.more_val.use": VALIDATION,
+    "data.more_val.args": VALIDATION,
+    "data.more_val.name": VALIDATION,
     "data.workers": _READING,
     "data.prefetch": _READING,
     "data.timeout": _READING,
@@ -152,6 +157,10 @@ RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     "optimizer.clip": _UPDATE,
     "optimizer.lr_rule": _UPDATE,
     "optimizer.offload": ("safe", "the same update elsewhere: last bits"),
+    "metrics": _METRICS,
+    "metrics.use": _METRICS,
+    "metrics.args": _METRICS,
+    "metrics.name": _METRICS,
     "observers": _OBSERVERS,
     "observers.use": _OBSERVERS,
     "observers.args": _OBSERVERS,

@@ -88,6 +88,7 @@ LOSSES = _by_name(
     Row("language_model", "trainwright.engine.losses:language_model", "Cross-entropy of the next token."),
     Row("mse", "trainwright.engine.losses:mse", "Mean squared error."),
     Row("hf_causal_lm", "trainwright.engine.losses:hf_causal_lm", "Next token, for a model of transformers."),
+    Row("of_model", "trainwright.engine.loss:OfModel", "The loss that the model itself returns."),
 )
 
 OPTIMIZERS = _by_name(

@@ -62,11 +62,20 @@ class Dataset(Part):
     )
 
 
+class FurtherSet(Dataset):
+    """A further validation set."""
+
+    name: Text = Field(description="What its figures begin with: noisy.loss.", examples=["noisy"])
+
+
 class Data(Section):
     """What is trained on, and how it is read."""
 
     train: Dataset = Field(description="The training set.", examples=["digits"])
     val: Dataset | None = Field(default=None, description="The validation set.", examples=["digits"])
+    more_val: Annotated[tuple[FurtherSet, ...], Field(strict=False)] = Field(
+        default=(), description="Further validation sets; the first one is what the best and patience go by."
+    )
     workers: int = Field(default=0, ge=0, le=1024, description="Processes that load data; 0: the training process.")
     prefetch: Count = Field(default=2, description="Batches that each worker loads ahead.")
     timeout: Duration | None = Field(
@@ -283,6 +292,21 @@ class Watcher(Part):
     )
 
 
+class MetricPart(Part):
+    """What is measured over a whole pass."""
+
+    use: Annotated[str, ShortName("metric", {})] = Field(
+        description="package.module:callable: a class with update, compute and reset, or a function of (outputs, "
+        "targets).",
+        examples=["torchmetrics.classification:MulticlassF1Score"],
+    )
+    name: Text | None = Field(default=None, description="What it is called; null: as the callable.", examples=["f1"])
+
+    @property
+    def shown_name(self) -> str:
+        return self.name or self.use.rpartition(":")[2]
+
+
 class Checkpoint(Section):
     """Saving during the run; the end of a run is always saved."""
 
@@ -300,6 +324,9 @@ class Checkpoint(Section):
         examples=["accuracy"],
     )
     best_mode: Literal["min", "max"] = Field(default="min", description="Whether best is the smallest or the largest.")
+    restore_best: bool = Field(
+        default=False, description="At the end of the run, the model gets the weights of the best checkpoint."
+    )
     asynchronous: bool = Field(
         default=True, description="Training goes on while a copy of the state is written (costs its size in memory)."
     )
@@ -326,6 +353,9 @@ class Log(Section):
     every: Duration = Field(default=Duration(10, "steps"), description="How often a step is logged.")
     sinks: Annotated[tuple[Annotated[str, ShortName("sink", SINKS, own=False)], ...], Field(strict=False)] = Field(
         default=(), description="Trackers besides the run folder."
+    )
+    metrics: bool = Field(
+        default=True, description="Metrics also of the training batches, over the steps since the last record."
     )
     doctor: bool = Field(default=True, description="Watch every step, and diagnose what goes wrong on a replay.")
 
@@ -374,6 +404,9 @@ class Recipe(Section):
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="Saving during the run.")
     observers: Annotated[tuple[Watcher, ...], Field(strict=False)] = Field(
         default=(), description="What looks at each step after it is done, and may end the run."
+    )
+    metrics: Annotated[tuple[MetricPart, ...], Field(strict=False)] = Field(
+        default=(), description="What is measured over the validation set, and over the training batches."
     )
     log: Log = Field(default_factory=Log, description="The log of the run.")
     folder: Annotated[str, AfterValidator(_folder_path)] = Field(

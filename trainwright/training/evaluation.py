@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from trainwright.build.assemble import build_loading, validation_batches
+from trainwright.build.assemble import build_loading, validation_sets
+from trainwright.build.data import EvaluationBatches
 from trainwright.build.stepped_schedule import SteppedSchedule
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.observe.cadence import Every
@@ -21,19 +22,24 @@ def periodic_evaluation(job: Job, listeners: Sequence[EvaluationListener] = ()) 
     world = job.mesh.data
     loading = build_loading(job.parts, job.recipe, job.plan, job.device, world=world)
     rows = job.recipe.evaluation.batch or loading.micro_size
-    whole = validation_batches(job.parts, job.recipe, loading)
-    if whole is None:
+    sets = {name: _in_course(job, whole) for name, whole in validation_sets(job.parts, job.recipe, loading).items()}
+    if not sets:
         return None
-    count = job.plan.evaluate_batches
-    part = whole.part(count) if count and not job.recipe.evaluation.batches else whole
     return PeriodicEvaluation(
-        ValidationSet(part, whole if job.plan.evaluates_whole else part, count),
+        sets,
         evaluation_loss(job.parts.loss, job.mesh, job.staged(rows)),
         every(job.plan.evaluate_every, job.state),
         precision=job.precision,
         listeners=[*listeners, *_schedules(job)],
         world=job.mesh.sums,
+        metrics=job.built.metrics,
     )
+
+
+def _in_course(job: Job, whole: EvaluationBatches) -> ValidationSet:
+    count = job.plan.evaluate_batches
+    part = whole.part(count) if count and not job.recipe.evaluation.batches else whole
+    return ValidationSet(part, whole if job.plan.evaluates_whole else part, count)
 
 
 def _schedules(job: Job) -> Iterator[EvaluationListener]:

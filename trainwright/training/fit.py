@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -16,7 +16,8 @@ from trainwright.build.assemble import Parts
 from trainwright.build.model import require_ready
 from trainwright.build.ready import AGAIN, ReadyBatches
 from trainwright.build.unwrap import Unwrapped, unwrap
-from trainwright.engine.loss import require_callable
+from trainwright.engine.loss import OfModel, require_callable
+from trainwright.engine.metrics import metric_set
 from trainwright.engine.observer import as_observer
 from trainwright.errors import UsageError
 from trainwright.plan.make import Note
@@ -24,9 +25,11 @@ from trainwright.recipe import from_mapping
 from trainwright.runlog.folder import RunFolder
 from trainwright.training.own_step import no_loss, require_no_loss_needed
 from trainwright.training.passed import Passed, live_name, passed
-from trainwright.training.run import Result, train
+from trainwright.training.result import Result
+from trainwright.training.run import train
 
 if TYPE_CHECKING:
+    from trainwright.engine.metrics import Metric
     from trainwright.engine.observer import Observer, Stop
     from trainwright.engine.own_step import OwnStep
     from trainwright.engine.step import StepResult
@@ -75,7 +78,9 @@ def fit(
     settings: Mapping[str, object] | None = None,
     resume: str | Path | None = None,
     accept: str | Sequence[str] = (),
+    metrics: Mapping[str, Metric | Callable[..., object]] | None = None,
     observers: Sequence[Observer | Callable[[StepResult, TrainState], Stop | None]] = (),
+    restore_best: bool = False,
     quiet: bool = False,
 ) -> Result:
     """Trains ``model`` in place and writes a run folder.
@@ -91,10 +96,11 @@ def fit(
             DatasetDict, gives the one named train, and as ``val`` the one named validation or val.
         loss: ``loss(output, target)``, such as ``nn.CrossEntropyLoss()``, or ``loss(model, batch)`` (the first
             parameter is named ``model``), which returns a mean or, for exact weighting, a ``tw.Loss(total, weight)``.
+            None: the model returns its loss itself, as those of ``transformers`` do.
         advance: A step of your own, for what no single loss can say: ``step(state, batch)`` calls backward and the
             optimizers itself and returns the loss to log (see docs/shapes.md). ``loss`` is then for the evaluation.
-        val: The validation set, in any form that ``data`` may have. The batch size of a DataLoader is used for
-            evaluation.
+        val: The validation set, in any form that ``data`` may have, or several by name: ``{"clean": a, "noisy": b}``.
+            The batch size of a DataLoader is used for evaluation. The best checkpoint goes by the first set.
         until: The length of the run: ``"5ep"``, ``"1000steps"``, ``"60s"``, ``"5Mtok"``.
         epochs: The same in epochs.
         steps: The same in optimizer steps.
@@ -115,8 +121,12 @@ def fit(
         settings: Any other key of a recipe, by its path: ``{"optimizer.clip.at": 0.5}``, or nested mappings.
         resume: The folder of an earlier run of the same call, which is continued.
         accept: The paths of differences to that earlier run that are wanted: ``"optimizer.lr"``, or several.
+        metrics: What is measured over the whole validation set, and over the training batches since the last record of
+            the log, by name: objects with ``update(outputs, targets)``, ``compute()`` and ``reset()``, as those of
+            ``torchmetrics``, or functions of all outputs and all targets.
         observers: Functions of ``(result, state)``, or objects whose ``observe(result, state)`` is called after each
             step, and ``close()``, if they have it, at the end. One that returns a ``tw.Stop`` ends the run.
+        restore_best: At the end the model gets the weights of the best validation.
         quiet: Prints nothing.
 
     Raises UsageError or RecipeError for a setting that cannot be used; each error names its remedy.
@@ -124,9 +134,10 @@ def fit(
     if not isinstance(model, nn.Module):
         raise UsageError(f"fit: the model is a {type(model).__name__}", remedy="give an nn.Module")
     require_ready(model)
-    if advance is None or loss is not None:
-        require_callable(loss)
-    judge = no_loss if loss is None else loss
+    judge = loss if loss is not None else OfModel() if advance is None else no_loss
+    require_callable(judge)
+    metrics = {} if metrics is None else metrics
+    metric_set(metrics)
     objects = passed(optimizer, schedule, lr=lr, warmup=warmup)
     options = {
         "until": _until(until, epochs, steps),
@@ -144,14 +155,17 @@ def fit(
     by_path = {SHORT_NAMES[key]: value for key, value in options.items() if value is not None}
     data, val = _split(data, val)
     train_data = _unwrapped(data, "data")
-    val_data = None if val is None else _unwrapped(val, "val")
-    _require_usable(train_data, val_data, batch)
+    sets = {name: _unwrapped(each, f"val[{name!r}]" if name else "val") for name, each in _by_name(val).items()}
+    val_name, val_data = next(iter(sets.items()), ("val", None))
+    _require_usable(train_data, sets.values(), batch)
     overrides = _overrides({} if settings is None else settings, by_path, objects)
     says_batch = {str(path) for path, _ in overrides if str(path).split(".")[0] == "batch"}
     batch_key = "micro" if says_batch == {"batch.accumulation"} else "size"
-    recipe = _recipe_of(model, train_data, val_data, advance or judge, batch_key) | objects.sections
+    recipe = _recipe_of(model, train_data, sets, advance or judge, batch_key) | objects.sections
+    if restore_best:
+        overrides.append(("checkpoint.restore_best", True))
     loaded = from_mapping(recipe, overrides=overrides, name="tw.fit")
-    if loss is None:
+    if judge is no_loss:
         require_no_loss_needed(loaded.recipe)
     return train(
         loaded,
@@ -165,11 +179,33 @@ def fit(
             schedule=objects.schedule,
             observers=[as_observer(each) for each in observers],
             advance=advance,
+            metrics=metrics,
+            more_val={name: each for name, each in sets.items() if name != val_name},
+            val_name=val_name or "val",
         ),
         resume=None if resume is None else RunFolder.open(resume),
         accept=(accept,) if isinstance(accept, str) else tuple(accept),
         quiet=quiet,
     )
+
+
+def _by_name(val: object) -> dict[str, object]:
+    """Several validation sets by their names, one by ""; of a mapping of columns that is the mapping itself."""
+    if val is None:
+        return {}
+    is_several = isinstance(val, Mapping) and not any(
+        isinstance(each, Tensor | np.ndarray | list) for each in val.values()
+    )
+    if not is_several:
+        return {"": val}
+    assert isinstance(val, Mapping)
+    strange = [name for name in val if not isinstance(name, str) or not name]
+    if strange or not val:
+        raise UsageError(
+            f"fit: val is a mapping with {f'the name {strange[0]!r}' if strange else 'nothing in it'}",
+            remedy="give validation sets by name: val={'clean': a, 'noisy': b}",
+        )
+    return dict(val)
 
 
 def _unwrapped(data: object, argument: str) -> Unwrapped:
@@ -187,18 +223,19 @@ def _split(data: object, val: object) -> tuple[object, object]:
     return data["train"], named if val is None else val
 
 
-def _require_usable(train: Unwrapped, val: Unwrapped | None, batch: int | None) -> None:
+def _require_usable(train: Unwrapped, sets: Iterable[Unwrapped], batch: int | None) -> None:
     """Raises UsageError for a batch size that the data do not leave open, and for a set that is evaluated only once."""
     if train.own_batches is not None and batch is not None:
         raise UsageError(
             f"fit: batch={batch} contradicts data that come in batches of their own",
             remedy="leave batch out, or give the Dataset itself; accumulation joins several batches to a step",
         )
-    if val is not None and isinstance(val.dataset, ReadyBatches) and val.dataset.once:
-        raise UsageError(
-            f"fit: val: a {val.dataset.kind} can be iterated only once, and an evaluation needs it each time",
-            remedy=AGAIN,
-        )
+    for val in sets:
+        if isinstance(val.dataset, ReadyBatches) and val.dataset.once:
+            raise UsageError(
+                f"fit: val: a {val.dataset.kind} can be iterated only once, and an evaluation needs it each time",
+                remedy=AGAIN,
+            )
 
 
 def _not_used(train: Unwrapped, val: Unwrapped | None) -> Iterator[Note]:
@@ -263,7 +300,7 @@ def _flattened(settings: Mapping[str, object]) -> Iterator[tuple[str, object]]:
 
 
 def _recipe_of(
-    model: nn.Module, data: Unwrapped, val: Unwrapped | None, loss: Callable[..., object], batch_key: str
+    model: nn.Module, data: Unwrapped, val: Mapping[str, Unwrapped], loss: Callable[..., object], batch_key: str
 ) -> dict[str, object]:
     """Returns a recipe that names the given objects. Such a run can be resumed from Python only.
 
@@ -278,14 +315,16 @@ def _recipe_of(
     }
     section: dict[str, object] = {key: value for key, value in from_loader.items() if value is not None}
     section["train"] = {"use": live_name(data.origin)}
-    if val is not None:
-        section["val"] = {"use": live_name(val.origin)}
+    first, more = next(iter(val.values()), None), list(val.items())[1:]
+    if first is not None:
+        section["val"] = {"use": live_name(first.origin)}
+        section["more_val"] = [{"name": name, "use": live_name(each.origin)} for name, each in more]
     own = data.own_batches
     size, batch_key = (data.batch_size, batch_key) if own is None else (own.size, "size")
     return {
         "model": {"use": live_name(model)},
         "data": section,
-        "loss": {"use": live_name(loss)},
+        "loss": {"use": "of_model" if isinstance(loss, OfModel) else live_name(loss)},
         "batch": {} if size is None else {batch_key: size},
-        "evaluation": {} if val is None or val.batch_size is None else {"batch": val.batch_size},
+        "evaluation": {} if first is None or first.batch_size is None else {"batch": first.batch_size},
     }

@@ -20,13 +20,14 @@ from trainwright.build.assemble import (
     build_parts,
     gather_facts,
     training_batches,
-    validation_batches,
+    validation_sets,
 )
 from trainwright.build.assemble import prepare as prepare_parts
 from trainwright.build.resolve import find, sink_factories
 from trainwright.engine.clip import make_clip
 from trainwright.engine.dry_run import Mode, dry_run, time_evaluation
 from trainwright.engine.in_stages import PipelineStages, StagedPasses
+from trainwright.engine.metrics import OutputKeeper
 from trainwright.engine.own_step import make_own_step
 from trainwright.engine.precision import Precision, PrecisionName
 from trainwright.engine.spikes import NO_SPIKES, SpikeGuard, SpikeHandler
@@ -51,7 +52,7 @@ from trainwright.plan.run_time import (
     training_time_s,
     without_whole,
 )
-from trainwright.recipe import Duration, Loaded, Recipe
+from trainwright.recipe import Loaded, Recipe
 from trainwright.recipe.catalog import SPIKE_POLICIES
 from trainwright.state.cursor import StepBatch
 from trainwright.state.ema import Ema
@@ -62,7 +63,7 @@ from trainwright.training.alike import begin_alike, require_same_data
 from trainwright.training.layout import NOT_TRIED, lay_out, rank_layout, tensor_share
 from trainwright.training.own_objects import Live, build_live, memory_note, of_own_optimizer
 from trainwright.training.own_step import untried
-from trainwright.training.resume import Earlier
+from trainwright.training.resume import Earlier, doubled
 from trainwright.training.run_metadata import describe_origin, notes_of_data
 from trainwright.watching.look_schedule import LAST_LOOK_STEPS, LOOK_STEPS, looks_s
 from trainwright.world import (
@@ -257,11 +258,6 @@ def until_of_job(job: Job) -> Until:
     return ByTheClock(job.loaded.end_s, after_s)
 
 
-def doubled(until: Duration) -> str:
-    """The setting that makes a run twice as long."""
-    return f"--set until={Duration(min(until.value * 2, 2.0**53), until.unit)}"
-
-
 def _require_something_left(recipe: Recipe, plan: Plan, state: TrainState) -> None:
     """Raises UsageError when a resumed run has done all that it was asked for."""
     if until_of(plan)(state) >= 1.0:
@@ -332,13 +328,14 @@ def _with_times(plan: Plan, job: Job, kept: Kept) -> Plan:
 
 def _evaluation_cost(plan: Plan, job: Job) -> EvaluationCost | None:
     loading = build_loading(job.parts, job.recipe, plan, job.device, world=job.mesh.data)
-    batches = validation_batches(job.parts, job.recipe, loading)
+    sets = validation_sets(job.parts, job.recipe, loading)
+    batches = next(iter(sets.values()), None)
     if batches is None or (batches.count is None and evaluations(plan) <= 1):  # a stream may be readable only once
         return None
     mode = Mode(job.precision_of(plan.precision), plan.threads)
     together = job.world if job.divides_weights else SOLO
-    batch_s = time_evaluation(job.state, batches, job.parts.loss, mode, together) or 0.0
-    return EvaluationCost(batch_s * (2 if isinstance(job.state.ema, Ema) else 1), batches.count)
+    batch_s = time_evaluation(job.state, batches, job.parts.loss, mode, together, job.built.metrics) or 0.0
+    return EvaluationCost(batch_s * (len(sets) + isinstance(job.state.ema, Ema)), batches.count)
 
 
 def is_watched(job: Job) -> bool:
@@ -376,7 +373,9 @@ def first_of(world: World, mine: T) -> T:
     return agreed
 
 
-def make_advance(job: Job, witness: StepWitness = SILENT, spikes: SpikeHandler = NO_SPIKES) -> StepFn:
+def make_advance(
+    job: Job, witness: StepWitness = SILENT, spikes: SpikeHandler = NO_SPIKES, keeper: OutputKeeper | None = None
+) -> StepFn:
     """The step function of a job; sets the process-wide matmul mode and threads that its plan asks for."""
     clip = job.recipe.optimizer.clip
     job.precision.set_matmul_mode()
@@ -392,4 +391,5 @@ def make_advance(job: Job, witness: StepWitness = SILENT, spikes: SpikeHandler =
         seed=job.recipe.seed,
         spikes=spikes,
         witness=witness,
+        keeper=keeper,
     )

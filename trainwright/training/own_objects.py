@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -13,10 +13,12 @@ from trainwright.build.assemble import Parts, at_recipe, build_schedule, build_s
 from trainwright.build.optim.own import not_trained
 from trainwright.build.resolve import find, make
 from trainwright.build.stepped_schedule import ScheduleFn, SteppedSchedule
+from trainwright.engine.metrics import NO_METRICS, MetricSet, metric_set
 from trainwright.engine.observer import Observer, as_observer
 from trainwright.errors import UsageError
+from trainwright.observe.train_metrics import TrainMetrics
 from trainwright.plan.make import Note, Plan
-from trainwright.recipe import OBSERVERS, OPTIMIZERS, Loaded, Recipe
+from trainwright.recipe import OBSERVERS, OPTIMIZERS, Loaded, Part, Recipe, Row
 from trainwright.state.chained import parts_of
 from trainwright.state.train_state import TrainState
 
@@ -28,14 +30,36 @@ class Live(NamedTuple):
     schedule: ScheduleFn | SteppedSchedule
     observers: tuple[Observer, ...]
     plan: Plan
+    metrics: MetricSet
+    train_metrics: TrainMetrics
 
 
 def build_live(parts: Parts, loaded: Loaded, plan: Plan) -> Live:
     """Builds state, schedule and observers. Raises RecipeError or UsageError for what cannot be used."""
+    _require_restorable(loaded.recipe, plan)
     state = build_state(parts, loaded, plan)
     schedule = build_schedule(parts, loaded, plan, state.optimizer)
     plan = _with_own_objects(plan, loaded.recipe, state, schedule)
-    return Live(state, schedule, _make_observers(parts, loaded, state), plan)
+    metrics = metric_set({**dict(_named_metrics(loaded)), **parts.metrics})
+    if metrics and plan.degrees.ranks > 1:
+        remedy = "train on one rank, or let the loss return them as sums: tw.Loss(total, weight, {'hits': hits})"
+        raise UsageError("metrics of several ranks are not joined", remedy=remedy)
+    metrics.to(next(parts.model.parameters()).device)
+    of_training = TrainMetrics(metrics.copied() if loaded.recipe.log.metrics else NO_METRICS)
+    return Live(state, schedule, _make_observers(parts, loaded, state), plan, metrics, of_training)
+
+
+def _named_metrics(loaded: Loaded) -> Iterator[tuple[str, object]]:
+    for number, ask in enumerate(loaded.recipe.metrics):
+        yield ask.shown_name, _found(ask, {}, f"metrics.{number}", loaded)
+
+
+def _found(ask: Part, names: Mapping[str, Row], path: str, loaded: Loaded) -> object:
+    """An object of the class that a recipe names, or the function, with its arguments."""
+    found = find(ask.use, names, path, loaded.source)
+    if isinstance(found, type):
+        return make(ask.use, ask.args, names, path, loaded.source)
+    return partial(found, **ask.args) if ask.args else found
 
 
 def _with_own_objects(plan: Plan, recipe: Recipe, state: TrainState, schedule: ScheduleFn | SteppedSchedule) -> Plan:
@@ -66,12 +90,9 @@ def _make_observers(parts: Parts, loaded: Loaded, state: TrainState) -> tuple[Ob
 def _named(loaded: Loaded) -> Iterator[Observer]:
     for number, ask in enumerate(loaded.recipe.observers):
         path = f"observers.{number}"
-        found = find(ask.use, OBSERVERS, path, loaded.source)
+        found = _found(ask, OBSERVERS, path, loaded)
         with at_recipe(loaded, f"{path}.use"):
-            if isinstance(found, type):
-                yield as_observer(make(ask.use, ask.args, OBSERVERS, path, loaded.source))
-            else:
-                yield as_observer(partial(found, **ask.args) if ask.args else found)
+            yield as_observer(found)
 
 
 def _require_validation(needs: object, recipe: Recipe, name: str) -> None:
@@ -79,6 +100,21 @@ def _require_validation(needs: object, recipe: Recipe, name: str) -> None:
         raise UsageError(
             f"{name} goes by the validation, and there is no validation set",
             remedy="give val=, or data.val in a recipe",
+        )
+
+
+def _require_restorable(recipe: Recipe, plan: Plan) -> None:
+    """Raises UsageError where there will be no best checkpoint, or others have parts of the weights."""
+    if not recipe.checkpoint.restore_best:
+        return
+    if recipe.data.val is None or recipe.checkpoint.best is None:
+        raise UsageError(
+            "the best weights are to be restored, and nothing says which are the best",
+            remedy="give a validation set, and leave checkpoint.best what it is",
+        )
+    if plan.degrees.ranks > 1:
+        raise UsageError(
+            "the best weights are restored on one rank only", remedy="leave it out, and export RUN --which best"
         )
 
 

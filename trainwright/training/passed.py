@@ -14,7 +14,7 @@ from trainwright.build.optim.own import makes_own_groups, takes_first
 from trainwright.build.stepped_schedule import function_of_step
 from trainwright.errors import UsageError
 
-ALWAYS_PASSED = (("model",), ("loss",), ("data", "train"), ("data", "val"))
+ALWAYS_PASSED = (("model",), ("loss",), ("data", "train"), ("data", "val"), ("data", "more_val"))
 """Sections of the recipe that ``fit`` is given as objects: neither ``use`` nor ``args`` may be set."""
 
 

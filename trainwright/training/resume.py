@@ -19,7 +19,7 @@ from trainwright.errors import CheckpointError
 from trainwright.plan.batch import batch_of
 from trainwright.plan.make import Kept, RunFacts, Spent, choose_precision
 from trainwright.plan.resume_changes import Change, CommandWith, compare, on_command_line, require_accepted
-from trainwright.recipe import Recipe, load
+from trainwright.recipe import Duration, Recipe, load
 from trainwright.runlog.deaths import CRASH_LOOP, require_no_crash_loop
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.lock import NoLock, RunLock
@@ -254,6 +254,11 @@ def again(folder: RunFolder, *, live: bool = False) -> str:
 def anew(folder: RunFolder) -> str:
     """Returns the command that trains the recipe of a run from its beginning, in another folder."""
     return f"{program()} train {shlex.quote(str(folder.recipe))}"
+
+
+def doubled(until: Duration) -> str:
+    """The setting that makes a run twice as long."""
+    return f"--set until={Duration(min(until.value * 2, 2.0**53), until.unit)}"
 
 
 def in_python(folder: RunFolder) -> CommandWith:

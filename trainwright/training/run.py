@@ -8,9 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -37,18 +36,15 @@ from trainwright.recipe import Loaded
 from trainwright.report.findings import exit_code
 from trainwright.report.text import Ending, closing
 from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.json_values import strict
 from trainwright.runlog.lock import RunLock
 from trainwright.runlog.records import Ended, Found
 from trainwright.state.rng import preserved_rng
 from trainwright.state.store import Retention
-from trainwright.state.train_state import TrainState
 from trainwright.training.compare import compares_ranks, make_ranks_observer
 from trainwright.training.evaluation import every, periodic_evaluation
-from trainwright.training.follow import NOTHING, Followed, ResumedFrom, Start, begun_by, follow, nothing_to_save
+from trainwright.training.follow import NOTHING, ResumedFrom, Start, begun_by, follow, nothing_to_save
 from trainwright.training.job import (
     Job,
-    doubled,
     is_watched,
     left_over,
     make_advance,
@@ -57,60 +53,14 @@ from trainwright.training.job import (
     until_of_job,
 )
 from trainwright.training.layout import require_layout
-from trainwright.training.resume import Earlier, again, find_earlier
+from trainwright.training.restore import restore_best
+from trainwright.training.result import Result
+from trainwright.training.resume import Earlier, again, doubled, find_earlier
 from trainwright.training.run_metadata import keep_there, lay_down, lay_down_again, run_metadata
 from trainwright.version import __version__
 from trainwright.watching.engine_observer import EngineObserver
 from trainwright.world import SOLO, Launch, World, joined
 from trainwright.world.memory import mind_limits
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a run ended, and what the doctor found.
-
-    ``exit_code``: 1 when its end is not saved, 75 when it was asked to stop and is saved, 3 for a critical finding,
-    else 0. ``state`` is the live state, the average of the weights (``state.ema``) included. ``is_first``: of several
-    ranks this is the one that wrote the run folder.
-    """
-
-    run: Path
-    ending: str
-    reason: str
-    step: int
-    loss: float | None
-    val_loss: float | None
-    skipped: int
-    exit_code: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
-    state: TrainState | None = field(default=None, repr=False)
-    findings: tuple[Found, ...] = ()
-    is_first: bool = True
-
-    @classmethod
-    def of_follower(cls, seen: Followed) -> Result:
-        """Of a rank that wrote nothing: the findings are the first rank's to tell."""
-        outcome, evaluated = seen.outcome, seen.evaluation.last if seen.evaluation else None
-        return cls(
-            seen.folder.path,
-            outcome.ending,
-            outcome.stop.reason if outcome.stop else "",
-            outcome.step,
-            float(outcome.last.loss) if outcome.last else None,
-            evaluated.loss if evaluated else None,
-            seen.job.state.ledger.total,
-            outcome.stop.exit_code if outcome.stop else 0,
-            dict(evaluated.metrics) if evaluated else {},
-            seen.job.state,
-            is_first=False,
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """What ``--json`` prints."""
-        names = ("ending", "step", "loss", "val_loss", "skipped")
-        findings = [strict(found) for found in self.findings]
-        return {"run": str(self.run), **{name: getattr(self, name) for name in names}, "findings": findings}
-
 
 Extra = Callable[[Job, RunFolder, Progress], Observer]
 """Makes a further observer of a run, once everything else of it exists."""
@@ -269,7 +219,9 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         )
         extra = [*([doctor] if doctor else []), *job.built.observers, *(make(job, folder, progress) for make in extras)]
         witness = doctor.witness if doctor else SILENT
-        advance = make_advance(job, witness, spike_handler(job.loaded))
+        measured = job.built.train_metrics
+        logbook.recorder.window = measured.values
+        advance = make_advance(job, witness, spike_handler(job.loaded), measured.keeper)
         batches = signals.batches(job.batches) if alone else job.batches  # others would wait for one that stops there
         saver = SavingTogether(stage.world, saving) if job.divides_weights else saving
         with _noting_the_checkpoint(job, folder, saving):
@@ -280,7 +232,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
                 batches,
                 advance,
                 until=until_of_job(job),
-                observers=(*watching, *extra, signals, heartbeat),
+                observers=(measured, *watching, *extra, signals, heartbeat),
                 evaluation=evaluation or NEVER,
                 saving=saver,
                 world=stage.world,
@@ -289,7 +241,8 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         logbook.recorder.tell_skipped(state)
         logbook.ended = _ended(outcome, evaluation, logbook)
     findings = tuple(doctor.findings()) if doctor else ()
-    return _closed(job, stage, outcome, logbook, saving.last, findings)
+    closed = _closed(job, stage, outcome, logbook, saving.last, findings)
+    return replace(closed, restored=restore_best(job, folder, progress.say))
 
 
 def _end_time(job: Job, progress: Progress) -> Iterator[EndTime]:

@@ -19,7 +19,8 @@ from trainwright.recipe import load
 from trainwright.recipe.load import box
 from trainwright.runlog.folder import RunFolder
 from trainwright.training.job import Job
-from trainwright.training.run import Result, train
+from trainwright.training.result import Result
+from trainwright.training.run import train
 from trainwright.world import Launch
 
 TASKS = {"text": "demo.yaml", "digits": "demo-digits.yaml"}

@@ -1,0 +1,239 @@
+"""Metrics over a whole pass: never a mean of the values of batches."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Real
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from trainwright.engine.loss import Batch, Loss, LossFn, scored
+from trainwright.errors import UsageError, text_of
+
+_FORMS = (
+    "give an object with update(outputs, targets), compute() and reset(), or a function (outputs, targets) -> float"
+)
+
+
+@runtime_checkable
+class Metric(Protocol):
+    """Sees the outputs and targets of batch after batch; those of ``torchmetrics`` are such."""
+
+    def update(self, outputs: object, targets: object, /) -> object: ...
+    def compute(self) -> object: ...
+    def reset(self) -> object: ...
+
+
+class Seen(NamedTuple):
+    """Outputs and targets of one forward pass, without a graph."""
+
+    outputs: object
+    targets: object
+
+
+class OutputKeeper:
+    """Keeps what the forward passes of a step or an evaluation gave, until it is taken."""
+
+    def __init__(self) -> None:
+        self._kept: list[Seen] = []
+
+    def around(self, loss_fn: LossFn) -> LossFn:
+        """The same loss function, of whose calls outputs and targets are kept."""
+
+        def keeping(model: nn.Module, batch: Batch) -> Loss | Tensor:
+            loss, outputs, targets = scored(loss_fn, model, batch)
+            if outputs is None:
+                raise UsageError(
+                    "metrics need the outputs of the model, and this loss does not give them",
+                    remedy="return tw.Loss(total, weight, outputs=logits, targets=labels), or leave metrics out",
+                )
+            self._kept.append(tree_map_only(Tensor, Tensor.detach, Seen(outputs, targets)))
+            return loss
+
+        return keeping
+
+    def clear(self) -> None:
+        """Drops what a try has left that begins again."""
+        self._kept.clear()
+
+    def taken(self) -> list[Seen]:
+        """Returns what was kept, and keeps it no longer."""
+        kept, self._kept = self._kept, []
+        return kept
+
+
+class Gathered:
+    """A function of all outputs and all targets of a pass, which are gathered on the host."""
+
+    def __init__(self, function: Callable[[object, object], object]) -> None:
+        self.function = function
+        self._seen: list[Seen] = []
+
+    def update(self, outputs: object, targets: object) -> None:
+        self._seen.append(tree_map_only(Tensor, _on_host, Seen(outputs, targets)))
+
+    def compute(self) -> object:
+        whole = _joined(self._seen)
+        try:
+            return self.function(whole.outputs, whole.targets)
+        except Exception:
+            leaves = [each for each in tree_leaves(whole.outputs) if isinstance(each, Tensor)]
+            if all(bool(torch.isfinite(each).all()) for each in leaves):
+                raise
+            return math.nan  # of outputs that are not finite most functions raise
+
+    def reset(self) -> None:
+        self._seen.clear()
+
+
+class MetricSet:
+    """Metrics by name, which see the same passes."""
+
+    def __init__(self, metrics: Mapping[str, Metric]) -> None:
+        self._metrics = dict(metrics)
+
+    def __bool__(self) -> bool:
+        return bool(self._metrics)
+
+    def copied(self) -> MetricSet:
+        """Metrics of the same kind that have seen nothing. Raises UsageError for one that cannot be copied."""
+        copies: dict[str, Metric] = {}
+        for name, metric in self._metrics.items():
+            try:
+                copies[name] = Gathered(metric.function) if isinstance(metric, Gathered) else copy.deepcopy(metric)
+            except Exception as error:
+                raise UsageError(
+                    f"the metric {name!r} cannot be copied for the training set: {text_of(error)}",
+                    remedy="set log.metrics to false, so that only the validation set has metrics",
+                ) from None
+        found = MetricSet(copies)
+        found.reset()
+        return found
+
+    def to(self, device: torch.device) -> None:
+        """Moves what can be moved to where the outputs are."""
+        for metric in self._metrics.values():
+            if callable(move := getattr(metric, "to", None)):
+                move(device)
+
+    def update(self, seen: Sequence[Seen]) -> None:
+        for outputs, targets in seen:
+            for name, metric in self._metrics.items():
+                try:
+                    metric.update(tree_map_only(Tensor, _widened, outputs), targets)
+                except Exception as error:
+                    raise _failed(name, error, outputs, targets) from error
+
+    def compute(self) -> dict[str, float]:
+        """The values over all that was seen, and forgets it."""
+        values: dict[str, float] = {}
+        for name, metric in self._metrics.items():
+            try:
+                found = metric.compute()
+            except Exception as error:
+                raise _failed(name, error) from error
+            values.update(_numbers(name, found))
+        self.reset()
+        return values
+
+    def reset(self) -> None:
+        for metric in self._metrics.values():
+            metric.reset()
+
+
+NO_METRICS = MetricSet({})
+
+
+def metric_set(given: Mapping[str, object]) -> MetricSet:
+    """Checks what a user gave. Raises UsageError for what is no metric, and for a name that is taken."""
+    if not isinstance(given, Mapping):
+        raise UsageError(f"metrics is a {type(given).__name__}", remedy="give a mapping: metrics={'f1': ...}")
+    return MetricSet({name: _metric(name, each) for name, each in given.items()})
+
+
+def _metric(name: object, given: object) -> Metric:
+    if not isinstance(name, str) or not name or name == "loss":
+        raise UsageError(f"a metric is named {name!r}", remedy="give it a name of its own, such as 'f1'")
+    if isinstance(given, type):
+        raise UsageError(f"the metric {name!r} is the class {given.__name__}", remedy=f"write {given.__name__}(...)")
+    if isinstance(given, Metric):
+        return given
+    if not callable(given):
+        raise UsageError(f"the metric {name!r} is a {type(given).__name__}", remedy=_FORMS)
+    try:
+        signature = inspect.signature(given)
+        first = next(iter(signature.parameters), "")
+        signature.bind(None, None)
+    except ValueError:  # a builtin without a signature
+        return Gathered(given)
+    except TypeError:
+        raise UsageError(f"the metric {name!r}, {signature}, does not take (outputs, targets)", remedy=_FORMS) from None
+    if first in ("y_true", "target", "targets", "labels"):
+        function = getattr(given, "__name__", "f")
+        raise UsageError(
+            f"the metric {name!r} takes the targets first, and would get the outputs there",
+            remedy=f"write lambda outputs, targets: {function}(targets, outputs.argmax(1)), or what turns outputs into "
+            "its predictions",
+        )
+    return Gathered(given)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return _widened(tensor).cpu()
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """16-bit outputs of autocast in float32, which every metric takes."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _joined(seen: Sequence[Seen]) -> Seen:
+    """All batches as one, tensors joined along their first dimension."""
+    flat = [tree_flatten(each) for each in seen]
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    joined = tree_unflatten([_column(each) for each in columns], flat[0][1])
+    assert isinstance(joined, Seen)
+    return joined
+
+
+def _column(values: Sequence[object]) -> object:
+    tensors = [each for each in values if isinstance(each, Tensor)]
+    if len(tensors) < len(values):
+        return list(values)
+    if len({each.shape[1:] for each in tensors}) > 1:
+        shapes = " and ".join(dict.fromkeys(str(tuple(each.shape)) for each in tensors[:9]))
+        raise UsageError(
+            f"outputs or targets of the shapes {shapes} cannot be joined for a function",
+            remedy="give an object with update, compute and reset, which sees them batch by batch",
+        )
+    return torch.cat(tensors) if tensors[0].dim() else torch.stack(tensors)
+
+
+def _numbers(name: str, found: object) -> Iterator[tuple[str, float]]:
+    """A metric's value by its name, or several by theirs."""
+    if isinstance(found, Mapping):
+        for key, value in found.items():
+            yield from _numbers(f"{name}.{key}", value)
+    elif isinstance(found, Real) or math.prod(getattr(found, "shape", (2,))) == 1:
+        yield name, float(found)  # type: ignore[arg-type]
+    else:
+        what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        raise UsageError(
+            f"the metric {name!r} gave {what}", remedy="let it give one number, or a mapping of names to numbers"
+        )
+
+
+def _failed(name: str, error: Exception, *of: object) -> UsageError:
+    if isinstance(error, UsageError):
+        return error
+    shapes = [str(tuple(each.shape)) for each in tree_leaves(of) if isinstance(each, Tensor)]
+    what = f" of outputs and targets of the shapes {' and '.join(shapes)}" if shapes else ""
+    return UsageError(
+        f"the metric {name!r} raised {text_of(error)}{what}", remedy="mend the metric, or what the loss gives it"
+    )

@@ -1,0 +1,24 @@
+"""The weights of the best checkpoint, back in the model at the end of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from trainwright.runlog.folder import RunFolder
+from trainwright.state.manifest import name_of
+from trainwright.state.store import read_best
+from trainwright.state.weights import load_plain_state_dict, read_weights
+from trainwright.training.job import Job
+
+
+def restore_best(job: Job, folder: RunFolder, say: Callable[[str], None]) -> int | None:
+    """Loads the weights of the best checkpoint into the model, if the recipe asks for that; returns its step."""
+    if not job.recipe.checkpoint.restore_best:
+        return None
+    best = read_best(folder.checkpoints)
+    if best is None:
+        say("no best weights to restore: no evaluation gave a finite value")
+        return None
+    load_plain_state_dict(job.state.model, read_weights(folder.checkpoints / name_of(best.step)))
+    say(f"the model has the weights of step {best.step:,}, the best: {best.metric} {best.value:.6g}")
+    return best.step

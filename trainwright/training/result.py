@@ -1,0 +1,75 @@
+"""What a run gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainwright.runlog.json_values import strict
+from trainwright.runlog.records import Found
+from trainwright.state.train_state import TrainState
+from trainwright.training.follow import Followed
+
+
+@dataclass(frozen=True, repr=False)
+class Result:
+    """How a run ended, and what the doctor found.
+
+    ``exit_code``: 1 when its end is not saved, 75 when it was asked to stop and is saved, 3 for a critical finding,
+    else 0. ``state`` is the live state, the average of the weights (``state.ema``) included. ``is_first``: of several
+    ranks this is the one that wrote the run folder. ``restored`` is the step whose weights the model has, where it got
+    back the best ones.
+    """
+
+    run: Path
+    ending: str
+    reason: str
+    step: int
+    loss: float | None
+    val_loss: float | None
+    skipped: int
+    exit_code: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    state: TrainState | None = None
+    findings: tuple[Found, ...] = ()
+    is_first: bool = True
+    restored: int | None = None
+
+    def __repr__(self) -> str:
+        """A few lines for people."""
+        how = self.ending if not self.reason else f"{self.ending} ({self.reason})"
+        trained = f", loss {self.loss:.4g}" if self.loss is not None else ""
+        skipped = f", {self.skipped} updates skipped" if self.skipped else ""
+        lines = [f"{how} at step {self.step:,}{trained}{skipped}"]
+        figures = {"loss": self.val_loss, **self.metrics} if self.val_loss is not None else self.metrics
+        if figures:
+            lines.append("validation: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
+        if self.restored is not None:
+            lines.append(f"the model has the weights of step {self.restored:,}, the best")
+        lines += [f"{found.severity}: {found.symptom} ({found.code})" for found in self.findings]
+        return "\n".join([*lines, f"run folder: {self.run}"])
+
+    @classmethod
+    def of_follower(cls, seen: Followed) -> Result:
+        """Of a rank that wrote nothing: the findings are the first rank's to tell."""
+        outcome, evaluated = seen.outcome, seen.evaluation.last if seen.evaluation else None
+        return cls(
+            seen.folder.path,
+            outcome.ending,
+            outcome.stop.reason if outcome.stop else "",
+            outcome.step,
+            float(outcome.last.loss) if outcome.last else None,
+            evaluated.loss if evaluated else None,
+            seen.job.state.ledger.total,
+            outcome.stop.exit_code if outcome.stop else 0,
+            dict(evaluated.metrics) if evaluated else {},
+            seen.job.state,
+            is_first=False,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``--json`` prints."""
+        names = ("ending", "step", "loss", "val_loss", "skipped")
+        findings = [strict(found) for found in self.findings]
+        return {"run": str(self.run), **{name: getattr(self, name) for name in names}, "findings": findings}
