@@ -17,12 +17,11 @@ from trainwright.recipe.catalog import (
 from trainwright.recipe.duration import Duration, Unit
 from trainwright.recipe.editor import json_schema
 from trainwright.recipe.load import Loaded, dump, from_mapping, load
+from trainwright.recipe.reading import Data, Dataset
 from trainwright.recipe.schema import (
     Batch,
     Checkpoint,
     Clip,
-    Data,
-    Dataset,
     Evaluation,
     Group,
     Log,
