@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import peers
 from benchmarks.gpu import run_part
 from benchmarks.gpu_parts import flops_per_token, utilization
 from tests import forked
@@ -93,3 +94,10 @@ def test_a_part_for_a_gpu_that_fails_leaves_its_error(tmp_path: Path) -> None:
     assert not run_part("mfu", tmp_path, "cpu", limit_s=0.05)
     last = json.loads((tmp_path / "mfu.jsonl").read_text().splitlines()[-1])
     assert last["error"] == "not done after 0.05 s"
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_trainers_are_compared_from_outside(tmp_path: Path) -> None:
+    [apart] = peers.window("ours", tmp_path)
+    assert apart < 1e-6

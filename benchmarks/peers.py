@@ -1,0 +1,99 @@
+"""What becomes of a run where things go wrong, in five ways to train the same model, seen from outside.
+
+    python -m benchmarks.peers [--only resume,nonfinite,window] [--trainers ours,lightning,accelerate,hf,plain]
+
+resume: stopped after step 17 of 40, in the midst of an epoch, and continued by a new process from what the trainer had
+saved; of the 23 losses after it, how many differ from those of a run that was not stopped. The data are augmented at
+random, the model has dropout. nonfinite: one sample of 160 holds a NaN, in steps 12 and 32; the share of weights that
+are finite at the end. window: 20 samples in micro-batches of 4, of which 4 make a step, so that the second step has
+only one; how far the weights are from those of a loop that is given whole batches.
+
+Each run is a process of its own, through the public calls that the trainer's documentation shows, at their defaults.
+``plain`` is a loop that saves the state_dict of model and optimizer, as in the tutorial of PyTorch. One JSON line for
+each figure; a trainer that is not installed prints a null.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+if not __package__:
+    sys.exit("run it as a module, python -m benchmarks.peers: run by its path it hides its neighbours")
+
+from benchmarks.figures import about, figure
+from benchmarks.peers_runs import CASES, STEPS, STOP, TRAINERS
+
+Outcome = dict[str, list[float]]
+
+
+def main() -> None:
+    """Prints a figure for each case and trainer."""
+    options = _arguments()
+    about("peers")
+    for case in options.only.split(","):
+        for trainer in options.trainers.split(","):
+            with tempfile.TemporaryDirectory() as folder:
+                values = MEASURES[case](trainer, Path(folder))
+            unit = {"resume": "losses", "nonfinite": "share", "window": "share"}[case]
+            against = {"resume": f"{STEPS - STOP} after the stop", "nonfinite": "1", "window": "whole batches"}[case]
+            figure("peers", f"{case}_{trainer}", values, unit=unit, against=against)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default=",".join(CASES))
+    parser.add_argument("--trainers", default=",".join(TRAINERS))
+    return parser.parse_args()
+
+
+def resumed(trainer: str, folder: Path) -> list[float]:
+    """The number of losses after the stop that differ."""
+    whole = _run(trainer, "resume", folder / "whole", "whole")
+    _run(trainer, "resume", folder / "stopped", "stopped")
+    rest = _run(trainer, "resume", folder / "stopped", "resumed")
+    if whole is None or rest is None:
+        return []
+    expected, seen = whole["losses"][STOP:], rest["losses"]
+    missing = abs(len(expected) - len(seen))
+    return [float(missing + sum(one != other for one, other in zip(expected, seen)))]
+
+
+def nonfinite(trainer: str, folder: Path) -> list[float]:
+    """The share of weights that are finite after the run."""
+    seen = _run(trainer, "nonfinite", folder, "whole")
+    return [] if seen is None else seen["finite"]
+
+
+def window(trainer: str, folder: Path) -> list[float]:
+    """How far the weights are from those of the plain loop over whole batches, over how far that moved them."""
+    seen, plain = _run(trainer, "window", folder / "run", "whole"), _run("plain", "window", folder / "plain", "whole")
+    if seen is None or plain is None:
+        return []
+    apart = sum((a - b) ** 2 for a, b in zip(seen["weights"], plain["weights"], strict=True)) ** 0.5
+    moved = sum((a - b) ** 2 for a, b in zip(plain["weights"], plain["initial"], strict=True)) ** 0.5
+    return [apart / moved]
+
+
+MEASURES = {"resume": resumed, "nonfinite": nonfinite, "window": window}
+
+
+def _run(trainer: str, case: str, folder: Path, part: str) -> Outcome | None:
+    """What a run prints; None where its library is not installed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "benchmarks.peers_runs", trainer, case, part, str(folder.resolve())]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "No module named" in done.stderr:
+        return None
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    seen: Outcome = json.loads(done.stdout.splitlines()[-1])
+    return seen
+
+
+if __name__ == "__main__":
+    main()
