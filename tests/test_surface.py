@@ -23,7 +23,7 @@ save_checkpoint steps train watch
 """
 VERBS = """
 batch-size check compare demo diagnose env explain export graph launch laws lr-range plan replay report resume runs
-schema train verify version
+schema serve train verify version
 """
 VERIFY = "checkpoint parallel resume"
 LAUNCH = "kubernetes slurm"

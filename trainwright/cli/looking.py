@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trainwright.cli.app import Json, answer, verb
+from trainwright.cli.app import Json, answer, say_to, verb
 
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")]
 
@@ -42,3 +42,21 @@ def compare(
     if html is not None:
         write_report(runs, html)
     answer(comparison, as_json)
+
+
+@verb()
+def serve(
+    folders: Annotated[
+        list[Path] | None, typer.Argument(metavar="[RUNS...]", help="Folders of runs, or single runs; else runs.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Else 8787, or a free one.")] = None,
+    host_names: Annotated[
+        list[str] | None,
+        typer.Option("--host-name", metavar="NAME", help="A name that a proxy calls this machine by, repeatable."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show runs live in a browser on this machine: all of them, one, or some side by side. Ctrl-C ends it."""
+    from trainwright.pages.serve import serve as run_serve
+
+    run_serve(folders or [Path("runs")], port, host_names or (), say_to(as_json))

@@ -50,6 +50,9 @@ def demo(
     finish(run_demo(task, budget=budget or "60s", settings=settings or [], console=console, begin_s=begin_s), as_json)
 
 
+Serve = Annotated[
+    bool, typer.Option("--serve", help="Show it in a browser while it trains: a process of its own, that reads files.")
+]
 Torchrun = Annotated[
     list[str] | None,
     typer.Argument(metavar="[-- OPTIONS OF TORCHRUN]", help="Train in several processes: -- --nproc-per-node 4"),
@@ -62,6 +65,7 @@ def train(
     torchrun: Torchrun = None,
     settings: Settings = None,
     allowed: Allowed = None,
+    serve: Serve = False,
     as_json: Json = False,
 ) -> None:
     """Train as a recipe says. A recipe is code: it runs the callables that it names.
@@ -79,7 +83,7 @@ def train(
     with importing_torch():
         from trainwright.training.run import train as run_train
 
-    result = run_train(loaded, console=console_for(as_json))
+    result = run_train(loaded, console=console_for(as_json), serve=serve)
     finish(result, as_json and result.is_first)
 
 
@@ -90,6 +94,7 @@ def resume(
     settings: Settings = None,
     accept: Accepted = None,
     allowed: Allowed = None,
+    serve: Serve = False,
     as_json: Json = False,
 ) -> None:
     """Continue a run from its newest checkpoint that verifies. It runs the callables that the run's recipe names."""
@@ -106,5 +111,5 @@ def resume(
     with importing_torch():
         from trainwright.training.run import train as run_train
 
-    result = run_train(loaded, resume=folder, accept=accept or [], console=console_for(as_json))
+    result = run_train(loaded, resume=folder, accept=accept or [], console=console_for(as_json), serve=serve)
     finish(result, as_json and result.is_first)

@@ -86,6 +86,11 @@ class LogSoFar:
         return [record for kind in kinds for record in self._notes[kind]]
 
     @property
+    def position(self) -> tuple[str, int]:
+        """Another one after anything was read."""
+        return self.name, self._offset
+
+    @property
     def is_complete(self) -> bool:
         """Whether nothing but a torn line was left at the last look."""
         return self._is_complete
@@ -93,7 +98,7 @@ class LogSoFar:
     def advance(self, *, for_s: float = float("inf")) -> bool:
         """Reads what is new, for about ``for_s`` seconds. Returns whether there was anything."""
         until_s = time.perf_counter() + for_s
-        self._is_complete, before = True, (self.name, self._offset)
+        self._is_complete, before = True, self.position
         file = open_to_read(self.path)
         if file is None:  # not yet there, or no longer
             return False
@@ -113,7 +118,7 @@ class LogSoFar:
                 if time.perf_counter() >= until_s:
                     self._is_complete = file.read(1) == b""
                     break
-        return before != (self.name, self._offset)
+        return before != self.position
 
     def _take(self, lines: bytes) -> None:
         """Takes whole lines; a Started record begins a part of its own, for it may go back over steps."""

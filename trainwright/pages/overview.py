@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from trainwright.pages.log import LogSoFar
 from trainwright.pages.view import RunView
 from trainwright.runlog.folder import runs_in
 
+LOOK_S = 1.0
 FEW_S = 0.05
 """What may be spent on the log of one run before the page is shown; the rest is read at the next looks."""
 
@@ -32,9 +34,15 @@ class RunShelf:
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = tuple(folders)
         self._logs: dict[Path, LogSoFar] = {}
+        self._runs, self._looked_s = dict[str, Path](), -math.inf
 
     def runs(self) -> dict[str, Path]:
-        """Looks for runs now, by name."""
+        """The runs by name, as they were LOOK_S ago at most."""
+        if time.monotonic() - self._looked_s > LOOK_S:
+            self._runs, self._looked_s = self._found(), time.monotonic()
+        return self._runs
+
+    def _found(self) -> dict[str, Path]:
         found: dict[str, Path] = {}
         for path in self._paths():
             name = path.name if path.name not in found else f"{path.parent.name}.{path.name}"

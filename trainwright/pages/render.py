@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
+from itertools import zip_longest
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -29,8 +30,11 @@ PARTS = ("head", "findings", "records")
 LEAST_BUCKETS = 60
 
 
-def runs_page(views: Sequence[RunView], *, live: bool = False) -> str:
-    """The page of one run, or of several side by side. ``live``: it asks the server that it came from for more."""
+def runs_page(views: Sequence[RunView], *, names: Sequence[str] = (), live: bool = False) -> str:
+    """The page of one run, or of several side by side.
+
+    ``live``: it asks the server that it came from for more, calling the runs by these ``names``.
+    """
     buckets = max(LEAST_BUCKETS, BUCKETS // max(1, len(views)))
     return (
         _environment()
@@ -40,7 +44,7 @@ def runs_page(views: Sequence[RunView], *, live: bool = False) -> str:
             title=views[0].name if len(views) == 1 else f"{len(views)} runs",
             views=views,
             comparison=RunComparison.of(views) if len(views) > 1 else None,
-            data={"runs": [view.curves(buckets) for view in views]},
+            data={"runs": [{**view.curves(buckets), "id": name} for view, name in zip_longest(views, names)]},
             live=live,
         )
     )

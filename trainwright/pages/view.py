@@ -221,8 +221,8 @@ class RunView:
             yield "parameters", f"{self.plan['parameters']:,}"
 
     def curves(self, buckets: int = BUCKETS, *, after: int = 0) -> dict[str, JsonValue]:
-        """The data of the charts; of the rows only those read ``after`` that many."""
-        table = rows.thinned(self.log.rows, buckets)
+        """The data of the charts, thinned; or of the rows all those read ``after`` that many."""
+        table = self.log.rows if after else rows.thinned(self.log.rows, buckets)
         steps = column(table, "step")
         columns = {name: column(table, name) for name in rows.COLUMNS if name not in ("order", "time_s")}
         columns["seconds"] = rows.seconds(table, self.log.sessions)

@@ -82,6 +82,7 @@ def fit(
     observers: Sequence[Observer | Callable[[StepResult, TrainState], Stop | None]] = (),
     restore_best: bool = False,
     quiet: bool = False,
+    serve: bool = False,
 ) -> Result:
     """Trains ``model`` in place and writes a run folder.
 
@@ -128,6 +129,7 @@ def fit(
             step, and ``close()``, if they have it, at the end. One that returns a ``tw.Stop`` ends the run.
         restore_best: At the end the model gets the weights of the best validation.
         quiet: Prints nothing.
+        serve: Shows the run in a browser while it trains: a process of its own, whose address is printed.
 
     Raises UsageError or RecipeError for a setting that cannot be used; each error names its remedy.
     """
@@ -186,6 +188,7 @@ def fit(
         resume=None if resume is None else RunFolder.open(resume),
         accept=(accept,) if isinstance(accept, str) else tuple(accept),
         quiet=quiet,
+        serve=serve,
     )
 
 

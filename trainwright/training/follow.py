@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Start:
-    """What a run is asked for, and who takes part."""
+    """What a run is asked for, and who takes part. ``serve``: the first rank shows it in a browser."""
 
     loaded: Loaded
     parts: Parts | None
@@ -37,6 +37,7 @@ class Start:
     accept: tuple[str, ...]
     launch: Launch
     world: World
+    serve: bool = False
 
 
 class ResumedFrom(NamedTuple):

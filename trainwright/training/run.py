@@ -30,6 +30,7 @@ from trainwright.observe.saving import SavePolicy, Saving
 from trainwright.observe.saving_together import SavingTogether
 from trainwright.observe.signals import Signals, grace_s
 from trainwright.pages.report import leave_report
+from trainwright.pages.serve import serve_beside
 from trainwright.plan.explain import corrected, preflight
 from trainwright.plan.run_time import training_time_s
 from trainwright.recipe import Loaded
@@ -88,12 +89,13 @@ def train(
     quiet: bool = False,
     extras: Sequence[Extra] = (),
     world: World = SOLO,
+    serve: bool = False,
 ) -> Result:
     """Runs a recipe from its first step, or from the newest checkpoint of ``resume``, to its end.
 
     ``parts`` are live objects instead of what the recipe names. ``accept`` lists the differences to the first
-    part of the run that are wanted. ``world.clock`` gives the time that a run budgeted in seconds goes by. Raises
-    a TrainwrightError for whatever is the user's to mend.
+    part of the run that are wanted. ``world.clock`` gives the time that a run budgeted in seconds goes by. ``serve``
+    shows it in a browser while it trains. Raises a TrainwrightError for whatever is the user's to mend.
     """
     launch = Launch.read(os.environ)
     require_layout(loaded, parts, launch.size)  # before the ranks wait for each other
@@ -109,7 +111,7 @@ def train(
             closing_down.callback(progress.close)
             closing_down.callback(signals.close)
             signals.listen()
-            start = Start(loaded, parts, resume, tuple(accept), launch, world)
+            start = Start(loaded, parts, resume, tuple(accept), launch, world, serve)
             if world.rank > 0:
                 return Result.of_follower(follow(start, signals))
             return _lead(start, progress, signals, closing_down, extras)
@@ -139,6 +141,8 @@ def _lead(
         lines.append("the doctor compares the ranks; a step of several is not run again")
     for line in [*lines, *preflight(job.plan, time.time())]:
         progress.say(line)
+    if start.serve:
+        serve_beside(folder, progress.say)
     world.agree(folder)
     return _run(job, Stage(folder, lock, progress, signals, world, earlier), extras)
 

@@ -110,8 +110,8 @@
       width, height: chart.tall ? Math.min(380, Math.max(240, width / 2)) : 200,
       series: series.map((each, index) => (index ? each : { label: x, value: (u, v) => (v == null ? "" : short(v)) })),
       scales: {
-        x: { time: false, min: zoom && zoom.x === x ? zoom.min : undefined },
-        y: { distr: isLog && positive ? 3 : 1, range: chart.range ? () => chart.range : isLog && positive ? undefined : (u, low, high) => spanOf(low, high, chart.zero) },
+        x: { time: false, range: (u, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) },
+        y: { distr: isLog && positive ? 3 : 1, range: chart.range ? () => chart.range : (u, low, high) => (isLog && positive ? spanOfLog(low, high) : spanOf(low, high, chart.zero)) },
       },
       axes: [
         { ...axis, values: (u, ticks) => ticks.map((v) => (v == null ? "" : short(v))) },
@@ -130,6 +130,10 @@
     return plot;
   }
 
+  function spanOfLog(low, high) {
+    if (low == null) return [1, 10];
+    return low === high ? [low / 10, high * 10] : uPlot.rangeLog(low, high, 10, false);
+  }
   function spanOf(low, high, zero) {
     if (low == null) return [0, 1];
     if (zero) low = 0;

@@ -1,0 +1,129 @@
+"""A real browser for the tests of pages: Chromium, by its DevTools protocol over a pipe. No driver, no package."""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+OPTIONS = (
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"),
+    *("--no-first-run", "--disable-extensions", "--disable-background-networking", "--remote-debugging-pipe"),
+)
+WAIT_S = 15.0
+
+
+class Browser:
+    """One tab. ``errors`` are what its console says of errors, ``requests`` the addresses that it asked for."""
+
+    def __init__(self, to: int, from_: int) -> None:
+        self._to, self._from, self._unread = to, from_, b""
+        self._numbers, self._session = itertools.count(1), ""
+        self.errors: list[str] = []
+        self.requests: list[str] = []
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, **params: object) -> dict[str, Any]:
+        number = next(self._numbers)
+        message = {"id": number, "method": method, "params": params}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._to, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._next()
+            if answer.get("id") == number:
+                assert "error" not in answer, (method, answer["error"])
+                result: dict[str, Any] = answer["result"]
+                return result
+            self._note(answer)
+
+    def _next(self) -> dict[str, Any]:
+        while b"\0" not in self._unread:
+            part = os.read(self._from, 2**20)
+            assert part, "the browser is gone"
+            self._unread += part
+        text, _, self._unread = self._unread.partition(b"\0")
+        answer: dict[str, Any] = json.loads(text)
+        return answer
+
+    def _note(self, event: dict[str, Any]) -> None:
+        method, params = event.get("method"), event.get("params", {})
+        if method == "Network.requestWillBeSent":
+            self.requests.append(params["request"]["url"])
+        elif method == "Runtime.exceptionThrown":
+            self.errors.append(str(params["exceptionDetails"]))
+        elif method == "Log.entryAdded" and params["entry"]["level"] == "error":
+            self.errors.append(str(params["entry"]))
+        elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "assert"):
+            self.errors.append(str(params["args"]))
+
+    def open(self, url: str, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
+        """Goes there, and waits until the page is drawn."""
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.value("window.isOld = true")
+        failed = self.call("Page.navigate", url=url).get("errorText")
+        assert failed is None, (url, failed)
+        self.until("!window.isOld && document.readyState === 'complete'")
+
+    def value(self, expression: str) -> Any:
+        """What a JavaScript expression is worth in the page."""
+        said = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in said, said["exceptionDetails"]
+        return said["result"].get("value")
+
+    def until(self, expression: str) -> float:
+        """Waits until the expression is true. Returns for how long."""
+        begin_s = time.monotonic()
+        while not self.value(expression):
+            assert time.monotonic() - begin_s < WAIT_S, f"never: {expression}"
+            time.sleep(0.02)
+        return time.monotonic() - begin_s
+
+    def picture(self, path: Path, *, whole: bool = False) -> None:
+        """Writes a PNG of what is seen, or of the whole page."""
+        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        more = {"clip": clip, "captureBeyondViewport": True} if whole else {}
+        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png", **more)["data"]))
+
+
+@contextmanager
+def browser_in(folder: Path) -> Iterator[Browser]:
+    """Starts Chromium with a profile in ``folder``."""
+    assert CHROMIUM is not None
+    theirs_in, to = os.pipe()
+    from_, theirs_out = os.pipe()
+    high_in, high_out = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (theirs_in, theirs_out))
+
+    def take_3_and_4() -> None:
+        """The protocol is spoken over these two numbers."""
+        os.dup2(high_in, 3)
+        os.dup2(high_out, 4)
+
+    command = [CHROMIUM, *OPTIONS, f"--user-data-dir={folder}"]
+    silent = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, pass_fds=(3, 4), preexec_fn=take_3_and_4, **silent)
+    for fd in (theirs_in, theirs_out, high_in, high_out):
+        os.close(fd)
+    try:
+        yield Browser(to, from_)
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+        os.close(to)
+        os.close(from_)

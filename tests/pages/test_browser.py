@@ -1,0 +1,159 @@
+"""The pages in a real browser: drawn, without an error or a request to elsewhere, and up to date by themselves."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.pages.browser import CHROMIUM, Browser, browser_in
+from tests.pages.runs import ended, evaluated, found, make_run, started, step
+from tests.pages.serving import site_of
+from trainwright.pages.report import write_report
+from trainwright.runlog.records import to_json
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium"),
+]
+
+INK = """(name) => {
+  const figure = [...document.querySelectorAll("figure")].find((each) => each.ariaLabel.startsWith(name));
+  const canvas = figure.querySelector("canvas"), colour = document.createElement("canvas").getContext("2d");
+  colour.fillStyle = getComputedStyle(document.documentElement).getPropertyValue("--c0");
+  colour.fillRect(0, 0, 1, 1);
+  const [r, g, b] = colour.getImageData(0, 0, 1, 1).data;
+  const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  const columns = new Set();
+  for (let i = 0; i < pixels.length; i += 4)
+    if (Math.abs(pixels[i] - r) + Math.abs(pixels[i + 1] - g) + Math.abs(pixels[i + 2] - b) < 24 && pixels[i + 3] > 128)
+      columns.add((i / 4) % canvas.width);
+  return columns.size / canvas.width;
+}"""
+"""The share of a chart's columns of pixels that have the colour of the first curve."""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser_in(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_wrong(browser: Browser) -> Iterator[None]:
+    browser.errors.clear()
+    browser.requests.clear()
+    yield
+    assert browser.errors == []
+    own = ("file://", "data:", "blob:", "about:", "http://127.0.0.1:")
+    assert [url for url in browser.requests if not url.startswith(own)] == []
+
+
+def report(root: Path) -> Path:
+    """A run with a finding, an evaluation, a resume and losses that are not finite."""
+    losses = dict.fromkeys(range(50, 56), math.nan)
+    records = [started(), *(step(number, losses.get(number)) for number in range(1, 101)), evaluated(50, 0.7), found()]
+    records += [started(90), *(step(number) for number in range(91, 121)), ended(120)]
+    return write_report([make_run(root, "run", records, settings={}).path]).path
+
+
+def test_the_curves_of_a_report_are_drawn(browser: Browser, tmp_path: Path) -> None:
+    path = report(tmp_path)
+    for dark in (False, True):
+        for width in (1280, 400):
+            browser.open(f"file://{path}", width=width, dark=dark)
+            for chart in ("loss", "gradient norm", "learning rate", "throughput", "waiting", "memory"):
+                assert browser.value(f"({INK})({chart!r})") > 0.5, (chart, width, dark)
+            assert browser.value("document.documentElement.scrollWidth <= innerWidth"), "nothing hangs over"
+    assert len(browser.requests) == 4, "the file, and nothing else"
+
+
+def test_a_pin_opens_its_finding(browser: Browser, tmp_path: Path) -> None:
+    browser.open(f"file://{report(tmp_path)}")
+    assert browser.value("[...document.querySelectorAll('.pin')].map((pin) => pin.className + pin.textContent)") == [
+        "pin critical1",
+        "pin resume\u21bb",
+    ]
+    browser.value("document.querySelector('.pin.critical').click()")
+    assert browser.value("document.activeElement.id") == "finding-0-0"
+    assert browser.value("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+
+
+def test_the_axis_can_be_chosen_and_zoomed_by_keys(browser: Browser, tmp_path: Path) -> None:
+    browser.open(f"file://{report(tmp_path)}")
+    for axis in ("samples", "seconds"):
+        browser.value(f"x.value = '{axis}', x.dispatchEvent(new Event('change'))")
+        assert browser.value("document.querySelector('figure').ariaLabel") == f"loss over {axis}"
+        assert browser.value(f"({INK})('loss')") > 0.5
+    browser.value("document.querySelector('figure').focus()")
+    key = {"type": "keyDown", "text": "+", "key": "+"}
+    before = browser.value("document.querySelector('figure canvas').toDataURL()")
+    browser.call("Input.dispatchKeyEvent", **key)
+    browser.until(f"document.querySelector('figure canvas').toDataURL() !== {before!r}")
+    browser.value("document.getElementById('whole').click()")
+    browser.until(f"document.querySelector('figure canvas').toDataURL() === {before!r}")
+
+
+def test_a_new_step_and_a_finding_appear_within_two_seconds(browser: Browser, tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "run", [started(), *map(step, range(1, 31))])
+    with site_of(tmp_path) as site:
+        browser.open(f"{site.url}")
+        browser.until("!!document.querySelector('tbody a')")
+        browser.open(f"http://127.0.0.1:{site.port}/view?run=run")
+        browser.until("document.getElementById('link').textContent === 'live'")
+        assert "No findings" in browser.value("document.body.innerText") and not browser.value(
+            "!!document.querySelector('.pin')"
+        )
+        with folder.log.open("a") as log:
+            log.write(to_json(step(31)) + "\n" + to_json(found(at_step=31)) + "\n")
+        wrote_s = time.monotonic()
+        browser.until(
+            "document.querySelector('.facts dd').textContent === '31' && !!document.querySelector('.pin.critical')"
+        )
+        assert time.monotonic() - wrote_s < 2
+        browser.value("document.querySelector('.pin').click()")
+        assert browser.value("document.activeElement.id") == "finding-0-0"
+        browser.open(f"http://127.0.0.1:{site.port}/view?run=run&poll")
+        with folder.log.open("a") as log:
+            log.write(to_json(step(32)) + "\n")
+        browser.until("document.querySelector('.facts dd').textContent === '32'")
+        browser.open("about:blank")
+
+
+def test_runs_are_chosen_and_compared(browser: Browser, tmp_path: Path) -> None:
+    for lr in (0.001, 0.5):
+        records = [started(), *(step(n, 1 / n + lr) for n in range(1, 31)), evaluated(30, lr), ended(30)]
+        make_run(tmp_path, f"lr-{lr}", records, settings={"optimizer.lr": lr})
+    make_run(tmp_path, "another", [started(), step(1)])
+    with site_of(tmp_path) as site:
+        browser.open(site.url)
+        browser.until("document.querySelectorAll('tbody tr').length === 3")
+        browser.value("filter.value = 'lr- finished', filter.dispatchEvent(new Event('input'))")
+        assert browser.value("[...document.querySelectorAll('tbody tr')].filter((row) => !row.hidden).length") == 2
+        browser.value(
+            "[...document.querySelectorAll('thead .sort')].find((each) => each.textContent === 'run').click()"
+        )
+        names = "[...document.querySelectorAll('tbody tr')].map((row) => row.dataset.name)"
+        assert browser.value(names) == ["another", "lr-0.001", "lr-0.5"]
+        browser.value("document.querySelectorAll('tbody tr:not([hidden]) input').forEach((each) => each.click())")
+        browser.value("document.getElementById('compare').click()")
+        browser.until("!!document.getElementById('comparison')")
+        cells = (
+            "[...document.querySelectorAll('.differences tbody tr')].map((row) => row.innerText.split('\\t').join(' '))"
+        )
+        assert "optimizer.lr 0.001 0.5" in browser.value(cells)
+        assert browser.value(f"({INK})('loss')") > 0.5
+        browser.open("about:blank")
+
+
+def test_text_of_a_run_is_no_script(browser: Browser, tmp_path: Path) -> None:
+    evil = "<script>document.title='broken'</script><img src=x onerror=\"document.title='broken'\">"
+    folder = make_run(tmp_path, "run", [started(), step(1), found("a.b", text=evil), found(evil)], settings={})
+    folder.recipe.write_text(f"# {evil}\n")
+    browser.open(f"file://{write_report([folder.path]).path}")
+    assert browser.value("document.title") == "run - Trainwright"
+    assert evil in browser.value("document.body.textContent")
