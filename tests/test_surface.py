@@ -18,12 +18,12 @@ import trainwright as tw
 NAMES = """
 Cursor EarlyStopping Ema Loading Loss LossScaler MicroBatch Observer Outcome Precision Probe Recipe ReplaySession
 Result StepBatch StepBatches StepResult Stop TrainState TrainwrightError __version__ evaluate fit for_seconds
-for_steps load load_checkpoint lr_range make_clip make_optimizer make_own_step make_schedule make_step
+for_steps load load_checkpoint lr_range make_clip make_optimizer make_own_step make_schedule make_step predict
 save_checkpoint steps train watch
 """
 VERBS = """
-batch-size check compare demo diagnose env explain export graph launch laws lr-range plan replay report resume runs
-schema serve train verify version
+batch-size check compare demo diagnose env evaluate explain export graph launch laws lr-range plan predict replay
+report resume runs schema serve train verify version
 """
 VERIFY = "checkpoint parallel resume"
 LAUNCH = "kubernetes slurm"

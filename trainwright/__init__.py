@@ -28,7 +28,7 @@ _HOME = {
     "Stop": "trainwright.engine.observer",
     "TrainState": "trainwright.state.train_state",
     "TrainwrightError": "trainwright.errors",
-    "evaluate": "trainwright.engine.evaluate",
+    "evaluate": "trainwright.verbs.evaluate",
     "fit": "trainwright.training.fit",
     "for_seconds": "trainwright.engine.until",
     "for_steps": "trainwright.engine.until",
@@ -40,6 +40,7 @@ _HOME = {
     "make_optimizer": "trainwright.build.optim.choose",
     "make_schedule": "trainwright.build.schedule",
     "make_step": "trainwright.engine.step",
+    "predict": "trainwright.verbs.evaluate",
     "save_checkpoint": "trainwright.state.checkpoint",
     "steps": "trainwright.engine.loop",
     "train": "trainwright.training.run",
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from trainwright.build.optim.choose import make_optimizer as make_optimizer
     from trainwright.build.schedule import make_schedule as make_schedule
     from trainwright.engine.clip import make_clip as make_clip
-    from trainwright.engine.evaluate import evaluate as evaluate
     from trainwright.engine.loop import Outcome as Outcome
     from trainwright.engine.loop import steps as steps
     from trainwright.engine.loss import Loss as Loss
@@ -84,6 +84,8 @@ if TYPE_CHECKING:
     from trainwright.training.fit import fit as fit
     from trainwright.training.result import Result as Result
     from trainwright.training.run import train as train
+    from trainwright.verbs.evaluate import evaluate as evaluate
+    from trainwright.verbs.evaluate import predict as predict
     from trainwright.watching.watch import watch as watch
 
 

@@ -319,6 +319,20 @@ def test_a_recipe_names_the_same_objects(tmp_path: Path, monkeypatch: pytest.Mon
     assert rates(tw.train(from_mapping(stepped), quiet=True))[:4] == pytest.approx([0.1, 0.1, 0.01, 0.01])
 
 
+def test_the_recipe_of_the_page_is_one() -> None:
+    import yaml
+
+    from trainwright.recipe import from_mapping
+
+    page = (Path(tw.__file__).parent.parent / "docs" / "fit.md").read_text()
+    recipe = from_mapping(
+        {"model": "mypackage.nets:net", **yaml.safe_load(page.split("```yaml")[1].split("```")[0])}
+    ).recipe
+    assert str(recipe.schedule.every) == "1ep" and recipe.checkpoint.restore_best
+    assert [each.use for each in recipe.observers] == ["early_stopping", "mypackage.watch:gradients"]
+    assert (recipe.metrics[0].shown_name, recipe.data.more_val[0].name) == ("f1", "noisy")
+
+
 def other() -> Any:
     return nn.Linear(2, 2).parameters()
 

@@ -102,6 +102,37 @@ def export(
     print(json.dumps(done.to_json()) if as_json else summary)
 
 
+@verb()
+def evaluate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    data: Annotated[str, typer.Argument(metavar="DATA", help="val, train, or package.module:callable.")] = "val",
+    which: Annotated[str, typer.Option(help="last, best, or the step of a checkpoint; else the best there is.")] = "",
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples per forward pass.")] = None,
+    average: Annotated[bool, typer.Option("--average", help="Take the moving average of the weights.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Measure loss and metrics of a checkpoint of a run on a dataset."""
+    from trainwright.verbs.evaluate import evaluate_run
+
+    answer(evaluate_run(run, data, which=which, batch=batch, average=average), as_json)
+
+
+@verb()
+def predict(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    data: Annotated[str, typer.Argument(metavar="DATA", help="val, train, or package.module:callable.")] = "val",
+    out: Annotated[Path | None, typer.Option(help="A new .npy or .pt file; else predictions.npy in the run.")] = None,
+    which: Annotated[str, typer.Option(help="last, best, or the step of a checkpoint; else the best there is.")] = "",
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples per forward pass.")] = None,
+    average: Annotated[bool, typer.Option("--average", help="Take the moving average of the weights.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write what the model of a run gives for each sample of a dataset, in its order."""
+    from trainwright.verbs.evaluate import predict_run
+
+    answer(predict_run(run, data, out=out, which=which, batch=batch, average=average), as_json)
+
+
 @verb("checkpoint", of=verify_app)
 def verify_checkpoint(
     path: Annotated[

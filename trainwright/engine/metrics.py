@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from trainwright.engine.loss import Batch, Loss, LossFn, scored
 from trainwright.errors import UsageError, text_of
 
+T = TypeVar("T")
 _FORMS = (
     "give an object with update(outputs, targets), compute() and reset(), or a function (outputs, targets) -> float"
 )
@@ -76,10 +77,10 @@ class Gathered:
         self._seen: list[Seen] = []
 
     def update(self, outputs: object, targets: object) -> None:
-        self._seen.append(tree_map_only(Tensor, _on_host, Seen(outputs, targets)))
+        self._seen.append(tree_map_only(Tensor, on_host, Seen(outputs, targets)))
 
     def compute(self) -> object:
-        whole = _joined(self._seen)
+        whole = joined(self._seen)
         try:
             return self.function(whole.outputs, whole.targets)
         except Exception:
@@ -184,7 +185,8 @@ def _metric(name: object, given: object) -> Metric:
     return Gathered(given)
 
 
-def _on_host(tensor: Tensor) -> Tensor:
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy on the CPU, 16-bit numbers in float32."""
     return _widened(tensor).cpu()
 
 
@@ -193,13 +195,12 @@ def _widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def _joined(seen: Sequence[Seen]) -> Seen:
+def joined(seen: Sequence[T]) -> T:
     """All batches as one, tensors joined along their first dimension."""
     flat = [tree_flatten(each) for each in seen]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    joined = tree_unflatten([_column(each) for each in columns], flat[0][1])
-    assert isinstance(joined, Seen)
-    return joined
+    whole: T = tree_unflatten([_column(each) for each in columns], flat[0][1])
+    return whole
 
 
 def _column(values: Sequence[object]) -> object:

@@ -40,7 +40,7 @@ def build_live(parts: Parts, loaded: Loaded, plan: Plan) -> Live:
     state = build_state(parts, loaded, plan)
     schedule = build_schedule(parts, loaded, plan, state.optimizer)
     plan = _with_own_objects(plan, loaded.recipe, state, schedule)
-    metrics = metric_set({**dict(_named_metrics(loaded)), **parts.metrics})
+    metrics = metric_set({**dict(named_metrics(loaded)), **parts.metrics})
     if metrics and plan.degrees.ranks > 1:
         remedy = "train on one rank, or let the loss return them as sums: tw.Loss(total, weight, {'hits': hits})"
         raise UsageError("metrics of several ranks are not joined", remedy=remedy)
@@ -49,7 +49,8 @@ def build_live(parts: Parts, loaded: Loaded, plan: Plan) -> Live:
     return Live(state, schedule, _make_observers(parts, loaded, state), plan, metrics, of_training)
 
 
-def _named_metrics(loaded: Loaded) -> Iterator[tuple[str, object]]:
+def named_metrics(loaded: Loaded) -> Iterator[tuple[str, object]]:
+    """The metrics of a recipe by name."""
     for number, ask in enumerate(loaded.recipe.metrics):
         yield ask.shown_name, _found(ask, {}, f"metrics.{number}", loaded)
 

@@ -75,7 +75,7 @@ def export(
     folder = RunFolder.open(run)
     loaded = load(folder.recipe, environ={})
     _require_possible(loaded.recipe, format, adapter)
-    checkpoint, stepped_over = _chosen(folder, which)
+    checkpoint, stepped_over = chosen_checkpoint(folder, which)
     step, kind = step_of(checkpoint), "adapter" if adapter else format
     assert step is not None, "a folder of another name is not listed as a checkpoint"
     out = out or folder.path / "export" / f"{kind}-{name_of(step)}{'-average' if average else ''}"
@@ -108,7 +108,7 @@ def _require_possible(recipe: Recipe, layout: str, adapter: bool) -> None:
         )
 
 
-def _chosen(run: RunFolder, which: str) -> tuple[Path, tuple[str, ...]]:
+def chosen_checkpoint(run: RunFolder, which: str) -> tuple[Path, tuple[str, ...]]:
     """The checkpoint that ``which`` names, and messages on newer ones that are damaged."""
     folder = run.checkpoints
     by_step = {step_of(path): path for path in reversed(checkpoints(folder))}
@@ -133,7 +133,7 @@ def _chosen(run: RunFolder, which: str) -> tuple[Path, tuple[str, ...]]:
 
 def _save_model(weights: dict[str, object], loaded: Loaded, layout: str, folder: Path, about: dict[str, str]) -> int:
     if layout == "hf" or loaded.recipe.model.lora is not None:  # only these need the model itself
-        model = _rebuilt(loaded, weights)
+        model = rebuilt(loaded, weights)
         weights = plain_state_dict(model)
     if layout == "hf":
         _save_pretrained(model, folder)
@@ -155,7 +155,7 @@ def _tensors(weights: Mapping[str, object]) -> dict[str, Tensor]:
     return {name: value for name, value in weights.items() if isinstance(value, Tensor)}
 
 
-def _rebuilt(loaded: Loaded, weights: Mapping[str, object]) -> nn.Module:
+def rebuilt(loaded: Loaded, weights: Mapping[str, object]) -> nn.Module:
     """The recipe's model with these weights, on the CPU, with adapters merged into it."""
     lora = loaded.recipe.model.lora
     with preserved_rng():
