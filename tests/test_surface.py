@@ -96,20 +96,21 @@ print("torch" in sys.modules, "pydantic" in sys.modules)
 
 ROOT = Path(tw.__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+DOCS = {page.stem: page.read_text() for page in (ROOT / "docs").glob("*.md")}
 
 
-def readme_blocks(language: str) -> list[str]:
-    return [part.split("```")[0] for part in README.split(f"```{language}\n")[1:]]
+def blocks(language: str, page: str = README) -> list[str]:
+    return [part.split("```")[0] for part in page.split(f"```{language}\n")[1:]]
 
 
 def test_each_block_of_code_in_the_readme_has_a_test_here() -> None:
-    assert (len(readme_blocks("python")), len(readme_blocks("yaml"))) == (3, 1)
+    assert (len(blocks("python")), len(blocks("yaml"))) == (2, 1)
 
 
 @pytest.mark.process
 def test_the_first_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    code = readme_blocks("python")[0]
+    code = blocks("python")[0]
     names: dict[str, object] = {}
     exec(code, names)
     result = names["result"]
@@ -117,11 +118,11 @@ def test_the_first_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_the_loop_of_the_readme_runs_and_goes_on_from_its_checkpoint(
+def test_the_loop_of_the_docs_runs_and_goes_on_from_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code = readme_blocks("python")[1]
+    code = blocks("python", DOCS["loop"])[0]
     torch.manual_seed(0)
     dataset = torch.utils.data.TensorDataset(torch.randn(100, 3), torch.randn(100, 1))
     names: dict[str, Any] = {"tw": tw, "dataset": dataset, "my_loss": nn.MSELoss(), "model": nn.Linear(3, 1)}
@@ -147,7 +148,7 @@ def test_the_watched_loop_of_the_readme_runs(
         "loader": torch.utils.data.DataLoader(data, batch_size=8),
         "scaler": None,
     }
-    exec(readme_blocks("python")[2], names)
+    exec(blocks("python")[1], names)
     assert names["watch"].step == 8 and "loss.softmax_before_ce" in capsys.readouterr().out
     assert (tmp_path / "runs" / "watch" / "log.jsonl").exists()
 
@@ -178,19 +179,26 @@ def test_the_recipe_of_the_readme_trains(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "mypackage").mkdir()
     for name in ("__init__", "nets", "data"):
         (tmp_path / "mypackage" / f"{name}.py").write_text(PARTS)
-    (tmp_path / "recipe.yaml").write_text(readme_blocks("yaml")[0])
+    (tmp_path / "recipe.yaml").write_text(blocks("yaml")[0])
     settings = ["optimizer.lr=1e-3", "until=3steps", "data.workers=0"]  # no processes here
     result = tw.train(tw.load("recipe.yaml", overrides=settings))
     assert (result.ending, result.step) == ("finished", 3)
 
 
-def test_the_files_that_the_readme_names_exist() -> None:
-    tests = re.findall(r"scripts/test (tests/[\w/.]+)", README)
-    benchmarks = [f"benchmarks/{name}.py" for name in re.findall(r"-m benchmarks\.(\w+)", README)]
-    others = re.findall(r"\]\(([\w/.-]+)\)|trainwright (?:plan|verify resume) (recipes/[\w.-]+)", README)
-    named = [*tests, *benchmarks, *(each for pair in others for each in pair if each)]
-    assert len(tests) > 10 and len(benchmarks) > 8 and len(named) > 30
-    assert [name for name in named if not (ROOT / name).exists()] == []
+def test_the_files_that_the_readme_and_the_docs_name_exist() -> None:
+    named = set()
+    for folder, pages in ((ROOT, [README]), (ROOT / "docs", DOCS.values())):
+        for page in pages:
+            named |= {folder / name for name in re.findall(r"\]\(((?!https?:)[\w/.-]+)\)", page)}
+            named |= {ROOT / name for name in re.findall(r"scripts/test (tests/[\w/.]+)", page)}
+            named |= {ROOT / "benchmarks" / f"{name}.py" for name in re.findall(r"-m benchmarks\.(\w+)", page)}
+            named |= {ROOT / name for name in re.findall(r"trainwright (?:plan|verify resume) (recipes/[\w.-]+)", page)}
+    assert len(named) > 70
+    assert sorted(str(each) for each in named if not each.exists()) == []
+
+
+def test_every_page_of_the_docs_is_reached_from_the_readme() -> None:
+    assert [name for name in DOCS if f"](docs/{name}.md)" not in README] == []
 
 
 def test_the_readme_names_every_extra() -> None:
@@ -198,6 +206,6 @@ def test_the_readme_names_every_extra() -> None:
     assert [name for name in extras if name != "dev" and f"`{name}`" not in README] == []
 
 
-def test_every_verb_is_in_the_readme() -> None:
+def test_every_verb_is_among_the_commands() -> None:
     for verb in VERBS.split():
-        assert f"`{verb}" in README, verb
+        assert f"`{verb}" in DOCS["commands"], verb
