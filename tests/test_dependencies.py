@@ -16,7 +16,13 @@ pytestmark = pytest.mark.slow  # the first of them parses every file
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-MODULES = {"pyyaml": "yaml", "nvidia-ml-py": "pynvml", "scikit-learn": "sklearn", "liger-kernel": "liger_kernel"}
+MODULES = {
+    "pyyaml": "yaml",
+    "nvidia-ml-py": "pynvml",
+    "scikit-learn": "sklearn",
+    "liger-kernel": "liger_kernel",
+    "pillow": "PIL",
+}
 """Distributions whose module has another name."""
 IMPORTERS = {"import_module", "find_spec", "required", "importorskip"}
 """Functions that are given the name of a module."""

@@ -40,9 +40,12 @@ _HOME = {
     "make_optimizer": "trainwright.build.optim.choose",
     "make_schedule": "trainwright.build.schedule",
     "make_step": "trainwright.engine.step",
+    "mix": "trainwright.data.mixture",
+    "pad": "trainwright.data.padding",
     "predict": "trainwright.verbs.evaluate",
     "save_checkpoint": "trainwright.state.checkpoint",
     "steps": "trainwright.engine.loop",
+    "table": "trainwright.data.table",
     "train": "trainwright.training.run",
     "watch": "trainwright.watching.watch",
 }
@@ -54,6 +57,9 @@ if TYPE_CHECKING:
     from trainwright.build.data import StepBatches as StepBatches
     from trainwright.build.optim.choose import make_optimizer as make_optimizer
     from trainwright.build.schedule import make_schedule as make_schedule
+    from trainwright.data.mixture import mix as mix
+    from trainwright.data.padding import pad as pad
+    from trainwright.data.table import table as table
     from trainwright.engine.clip import make_clip as make_clip
     from trainwright.engine.loop import Outcome as Outcome
     from trainwright.engine.loop import steps as steps

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,11 +21,17 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
     get_worker_info,
 )
+
+from trainwright.data.images import Images
+from trainwright.data.mixture import mix
+from trainwright.data.table import table
+from trainwright.data.tokens import Tokens
 
 SIZE, BATCH = 40, 8
 X = torch.arange(SIZE * 4, dtype=torch.float32).reshape(SIZE, 4) / SIZE
@@ -251,6 +259,32 @@ class OfDicts(Dataset[dict[str, Tensor]]):
         return [self[index] for index in indices]
 
 
+def token_file() -> Tokens:
+    path = Path(tempfile.mkdtemp()) / "ids.bin"
+    (np.arange(4 * SIZE + 1) % 250).astype(np.uint16).tofile(path)
+    return Tokens(path, block_size=4)
+
+
+def images() -> Images:
+    from PIL import Image
+
+    folder = Path(tempfile.mkdtemp())
+    for at, (x, y) in enumerate(zip(X, Y.tolist(), strict=True)):
+        (folder / f"class-{y}").mkdir(exist_ok=True)
+        pixels = (255 * x / X.max()).byte().reshape(2, 2).numpy()
+        Image.fromarray(pixels).save(folder / f"class-{y}" / f"{at:02}.png")
+    return Images(folder, size=2, grey=True)
+
+
+def rows_of_table() -> Any:
+    columns = {name: X[:, at].numpy() for at, name in enumerate("abcd")}
+    return table(columns | {"kind": Y.numpy()}, inputs=list("abcd"), target="kind")
+
+
+def mixture() -> Any:
+    return mix({"many": Rows(), "few": Subset(Rows(), range(5))}, {"many": 0.6, "few": 0.4})
+
+
 def of(dataset: Any, **settings: Any) -> Callable[[], DataLoader[Any]]:
     return lambda: DataLoader(dataset() if isinstance(dataset, type) else dataset, **settings)
 
@@ -279,6 +313,10 @@ KINDS = [
     Kind("`Dataset`, augmented from the global generators", Rows),
     Kind("Hugging Face `Dataset`", OfDicts),
     Kind("Hugging Face `DatasetDict`", lambda: {"train": OfDicts(), "validation": OfDicts()}),
+    Kind("token ids in a file (`tokens`)", token_file),
+    Kind("table (`tw.table`)", rows_of_table),
+    Kind("folder of images (`images`)", images),
+    Kind("datasets mixed by weights (`tw.mix`)", mixture),
     Kind("`IterableDataset` of samples, with a shuffle buffer", Stream),
     Kind("`DataLoader(shuffle=True)`", of(Rows, batch_size=BATCH, shuffle=True)),
     Kind("`DataLoader` with 2 workers", of(Rows, batch_size=BATCH, shuffle=True, num_workers=2)),
@@ -340,4 +378,6 @@ def parts_of(batch: Any) -> tuple[Tensor, Tensor]:
         x, y = batch.values()
         return x, y
     x, y = batch
-    return x, y
+    if y.dim() == 2:  # tokens
+        return x.float(), y[:, 0] % 3
+    return x.flatten(1), y

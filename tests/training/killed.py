@@ -26,7 +26,7 @@ import trainwright as tw
 import trainwright.training.fit  # before the forks
 from tests.training.data_kinds import KINDS, Kind, parts_of
 from trainwright.build.ready import ReadyBatches
-from trainwright.build.unwrap import unwrap
+from trainwright.build.unwrap import Unwrapped, unwrap
 
 SAVE_EVERY, KILLED_AT, UNTIL = 4, 10, 13
 """Steps: of an epoch of 5 batches, the checkpoint of step 8 lies in the middle, and so does the kill."""
@@ -91,11 +91,15 @@ class Trained:
     def output(self) -> str:
         return (self.folder / "parts" / "output").read_text()
 
+    @cached_property
+    def unwrapped(self) -> Unwrapped:
+        data = self.kind.make()
+        return unwrap(data["train"] if isinstance(data, dict) and "train" in data else data)
+
     @property
     def ids(self) -> str:
         """What a sample id is."""
-        data = self.kind.make()
-        found = unwrap(data["train"] if isinstance(data, dict) and "train" in data else data)
+        found = self.unwrapped
         if isinstance(found.dataset, ReadyBatches):
             counted = all(len(ids) == len(targets) for _, targets, ids in self.whole.values())
             return "number of the row in the epoch" if counted else "unknown: the number of the batch"

@@ -6,10 +6,11 @@ import re
 import signal
 
 import pytest
+from torch.utils.data import default_collate
 
 from tests.forked import Forked
 from tests.house import ROOT
-from tests.training.data_kinds import KINDS, Y
+from tests.training.data_kinds import KINDS, parts_of
 from tests.training.killed import KILLED_AT, MARK, POSITION, SAVE_EVERY, UNTIL, Trained, results, table
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -54,9 +55,10 @@ def test_where_it_is_not_the_resumed_run_says_so_and_goes_on(trained: list[Train
 
 def test_sample_ids_are_what_the_page_says(trained: list[Trained]) -> None:
     for each in trained:
-        if each.ids == POSITION:
-            for _, targets, ids in each.whole.values():
-                assert targets == Y[ids].tolist(), each.kind.name
+        rows = each.unwrapped.dataset
+        for _, targets, ids in each.whole.values() if each.ids == POSITION else ():
+            own = parts_of(default_collate([rows[i] for i in ids]))[1].tolist()
+            assert targets == own, each.kind.name
         if "number of the row" in each.ids:
             by_epoch = [ids[0] for _, _, ids in each.whole.values()]
             assert by_epoch.count(0) in (1, 3), each.kind.name

@@ -342,7 +342,14 @@ def build_dataset(loaded: Loaded, which: str) -> Unwrapped:
 def _made_dataset(loaded: Loaded, part: Dataset, path: str) -> Unwrapped:
     made = make(part.use, part.args, DATASETS, path, loaded.source)
     with at_recipe(loaded, path):
-        return unwrap(made)
+        found = unwrap(made)
+    if isinstance(found.dataset, ReadyBatches) and found.dataset.once:  # what made it makes it again for each epoch
+
+        def made_again() -> object:
+            return make(part.use, part.args, DATASETS, path, loaded.source)
+
+        return Unwrapped(ReadyBatches(made_again, kind=part.use))
+    return found
 
 
 def _require_in_set(train: Unwrapped, loaded: Loaded) -> None:

@@ -7,7 +7,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from itertools import count
+from itertools import chain, count
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -34,10 +34,11 @@ AGAIN = "give a list, a loader, or a function without arguments that makes the i
 
 
 class ReadyBatches:
-    """An iterable of batches, or a function without arguments that makes one for each pass."""
+    """An iterable of batches, or a function without arguments that makes one for each pass; ``kind`` names it."""
 
-    def __init__(self, source: object) -> None:
+    def __init__(self, source: object, kind: str = "") -> None:
         self.source = source
+        self.kind = kind or str(getattr(source, "__name__", type(source).__name__))
 
     @property
     def makes(self) -> bool:
@@ -65,11 +66,6 @@ class ReadyBatches:
         return named if isinstance(named, int) and named > 0 else None
 
     @property
-    def kind(self) -> str:
-        """The name of its class, or of the function that makes it."""
-        return str(getattr(self.source, "__name__", type(self.source).__name__))
-
-    @property
     def keeps_state(self) -> bool:
         return _keeps_state(self.source)
 
@@ -77,6 +73,23 @@ class ReadyBatches:
     def origin(self) -> object:
         """What the batches are made of."""
         return self.source.dataset if isinstance(self.source, DataLoader) else self.source
+
+    def first_row(self) -> object:
+        """One sample of the first batch, which comes again where the source can be iterated only once.
+
+        Raises DataError where there is none, or where rows cannot be counted.
+        """
+        batch = Pass(self, 0, 0, silent).next()
+        if batch is None:
+            raise DataError("the training data gave no batch", remedy="check that it is not empty or used up")
+        if self.once:
+            self.source = chain([batch.data], self.source)  # type: ignore[arg-type]
+        if count_rows(batch.data) is None:
+            raise DataError(
+                f"one sample cannot be taken out of a batch of a {self.kind}, whose tensors have no rows in common",
+                remedy="leave out what needs a sample: a plan, and batch.micro, offload or parallel: auto",
+            )
+        return _row(batch.data)
 
     def begin(self, seed: int, epoch: int) -> Any:
         """Returns what is iterated in an epoch."""
@@ -246,6 +259,15 @@ def compared(what: str, reached: int, is_same: bool, start: Cursor) -> str:
         return f"{what}, and they are the same as before"
     short = "" if reached == start.position else f" there were only {reached:,}, and"
     return f"{what}, and they are NOT the same as before:{short} {MAY_REPEAT}"
+
+
+def _row(data: Batch) -> Batch:
+    """The first row of every tensor, of a batch of any nesting."""
+    if isinstance(data, Tensor):
+        return data[0] if data.dim() else data
+    if isinstance(data, tuple | list):
+        return tuple(_row(each) for each in data)
+    return {key: _row(value) for key, value in data.items()} if isinstance(data, Mapping) else data
 
 
 def _as_tensors(data: Batch) -> Batch:

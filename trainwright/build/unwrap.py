@@ -27,6 +27,7 @@ from trainwright.build.order import OwnOrder
 from trainwright.build.ready import ReadyBatches
 from trainwright.build.workers import WorkerInit
 from trainwright.data.columns import Columns
+from trainwright.data.mixture import Mixture
 from trainwright.errors import UsageError, text_of
 from trainwright.plan.own_batches import OwnBatches
 
@@ -79,13 +80,19 @@ def unwrap(data: object) -> Unwrapped:
 
     - a dataset with ``__getitem__`` and ``__len__``, or an IterableDataset of samples;
     - a tuple of tensors of one length, or a dict of them, whose rows are samples;
+    - a mixture of datasets, see ``mix``;
     - a torch DataLoader, whose sampler is kept;
     - anything else that can be iterated, or a function without arguments that makes such a thing: ready batches.
 
     NumPy arrays become tensors of their own dtype that share their memory. Raises UsageError for anything else, and
     for an empty dataset.
     """
-    unwrapped = _unwrap_loader(data) if isinstance(data, DataLoader) else Unwrapped(_dataset(data))
+    if isinstance(data, DataLoader):
+        unwrapped = _unwrap_loader(data)
+    elif isinstance(data, Mixture):
+        unwrapped = Unwrapped(data, order=OwnOrder(data.order))
+    else:
+        unwrapped = Unwrapped(_dataset(data))
     _require_length(unwrapped)
     return unwrapped
 

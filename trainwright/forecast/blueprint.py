@@ -19,6 +19,7 @@ from trainwright.build.first_samples import first_samples
 from trainwright.build.model import freeze, require_ready
 from trainwright.build.optim.choose import make_optimizer
 from trainwright.build.optim.groups import GroupRule
+from trainwright.build.ready import ReadyBatches
 from trainwright.build.resolve import find, parameters_of
 from trainwright.build.unwrap import Unwrapped
 from trainwright.engine.chunked import WORTH_BYTES, is_worth_chunking
@@ -192,7 +193,9 @@ def _largest_sample(train: Unwrapped, left_out: Collection[int]) -> object:
     return max(found, key=lambda each: (each[0], -each[1]))[2]
 
 
-def _first_samples(dataset: Dataset[object], left_out: Collection[int]) -> Iterator[object]:
+def _first_samples(dataset: Dataset[object] | ReadyBatches, left_out: Collection[int]) -> Iterator[object]:
+    if isinstance(dataset, ReadyBatches):
+        return iter([dataset.first_row()])
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         return islice(iter(dataset), 1)
     return first_samples(dataset, SAMPLES_READ, left_out)

@@ -40,7 +40,7 @@ def _problems(recipe: Recipe, own: OwnBatches, ranks: int) -> Iterator[Problem]:
             "data.train", why, remedy="give a Dataset or an IterableDataset of samples, or train in one process"
         )
     if isinstance(batch.micro, int):
-        why = "cannot be set for ready batches: each is one micro-batch"
+        why = "cannot be chosen for ready batches: each is one micro-batch, of the size that it comes in"
         yield Problem("batch.micro", why, got=str(batch.micro), remedy="leave it out, and make smaller batches")
     if recipe.data.quarantine:
         why = "cannot be set for ready batches: samples are not left out of them"

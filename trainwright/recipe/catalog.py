@@ -80,6 +80,9 @@ DATASETS = _by_name(
     Row("python-topics", "trainwright.data.text:python_topics", "Characters of Python's help topics."),
     Row("stdlib-source", "trainwright.data.text:stdlib_source", "Characters of the source of Python's library."),
     Row("text-file", "trainwright.data.text:text_file", "Characters of a text file."),
+    Row("tokens", "trainwright.data.tokens:Tokens", "Ids of tokens in a file, memory-mapped: nanoGPT's train.bin."),
+    Row("table", "trainwright.data.table:table", "Columns of a .csv or .parquet file."),
+    Row("images", "trainwright.data.images:Images", "A folder of images in folders named for their classes."),
     Row("digits", "trainwright.data.digits:digits", "1,797 images of handwritten digits, 8 x 8."),
 )
 

@@ -206,7 +206,7 @@ class _Search:
         give_back(device)
         start_peak(device)
         loading = replace(build_loading(job.parts, job.recipe, job.plan, device), workers=0)
-        loading = replace(loading, batch_size=size, micro_size=size, drop_last=True)
+        loading = replace(loading, batch_size=size, micro_size=size, drop_last=True, order=None)
         validation = validation_batches(job.parts, job.recipe, loading)
         step_s = 0.0
         try:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from trainwright.build.unwrap import Unwrapped
+from trainwright.build.unwrap import Unwrapped, length_of
 from trainwright.data.fork import Begin, TooSlowError, read_in_fork
 from trainwright.errors import DataError, text_of
 from trainwright.state.rng import preserved_rng, seed_all
@@ -111,9 +111,9 @@ def read(
     Samples in ``left_out`` are not read. Nothing is read of a stream, since that would consume its first samples.
     """
     dataset = data.dataset
-    if isinstance(dataset, IterableDataset):
+    size = length_of(dataset)
+    if size is None or isinstance(dataset, IterableDataset):
         return DatasetSample(None)
-    size = len(dataset)
     found = DatasetSample(size, left_out=len(left_out))
 
     def parts(begin: Begin) -> Iterator[DatasetSample]:

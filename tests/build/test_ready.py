@@ -1,0 +1,222 @@
+"""Ready batches: any iterable is run as it is, and what is known of it is said."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from trainwright.build.data import EvaluationBatches, Loading, StepBatches
+from trainwright.build.ready import ReadyBatches
+from trainwright.build.unwrap import length_of, unwrap
+from trainwright.errors import DataError, RecipeError, UsageError
+from trainwright.plan.batch import batch_of
+from trainwright.plan.own_batches import OwnBatches, require_fits
+from trainwright.recipe import from_mapping
+from trainwright.state.cursor import Cursor, StepBatch, count_rows
+from trainwright.state.rng import RngBag, seed_all
+
+LOADING = Loading(1, 1, seed=3)
+
+
+def batches(count: int = 5) -> Iterator[tuple[Tensor, Tensor]]:
+    """Draws from all global generators."""
+    for number in range(count):
+        noise = random.random() + np.random.rand()
+        yield torch.randn(2 + number, 3) + noise, torch.full((2 + number,), number)
+
+
+def take(source: Any, count: int, cursor: Cursor | None = None, **settings: Any) -> list[StepBatch]:
+    loading = Loading(1, 1, seed=3, **settings)
+    return list(islice(StepBatches(unwrap(source).dataset, loading, cursor=cursor), count))
+
+
+def values(found: list[StepBatch]) -> list[Any]:
+    return [[micro.data[0].tolist() for micro in step.micro] for step in found]
+
+
+def test_a_pass_is_an_epoch_and_ids_are_rows_of_it() -> None:
+    found = take(lambda: batches(2), 3)
+    assert [step.ids.tolist() for step in found] == [[0, 1], [2, 3, 4], [0, 1]]
+    assert [step.cursor for step in found] == [Cursor(0, 2), Cursor(0, 5), Cursor(1, 2)]
+    assert values(found[:1]) != values(found[2:])  # each epoch draws other numbers
+
+
+def test_several_are_joined_to_a_step() -> None:
+    found = take(lambda: batches(5), 4, joined=2)
+    assert [len(step.micro) for step in found] == [2, 2, 1, 2]
+
+
+def test_it_draws_from_generators_of_its_own_and_leaves_those_of_the_process_alone() -> None:
+    seed_all(1)
+    before = RngBag.capture()
+    found = take(lambda: batches(), 7)
+    after = RngBag.capture()
+    assert before.python == after.python and torch.equal(before.torch_cpu, after.torch_cpu)
+    assert np.array_equal(before.numpy["state"]["key"], after.numpy["state"]["key"])
+    seed_all(2)
+    assert values(take(lambda: batches(), 7)) == values(found)
+
+
+@pytest.mark.parametrize("at", range(7))
+def test_it_is_read_again_up_to_a_cursor(at: int) -> None:
+    whole = take(lambda: batches(), 8)
+    stream = StepBatches(unwrap(lambda: batches()).dataset, LOADING, cursor=whole[at].cursor)
+    assert values(list(islice(stream, 1))) == values(whole[at + 1 : at + 2])
+    assert "and they are the same as before" in stream.resumed
+
+
+def test_a_shorter_second_pass_is_told() -> None:
+    cursor = take(lambda: batches(5), 4)[3].cursor
+    stream = StepBatches(unwrap(lambda: batches(2)).dataset, LOADING, cursor=cursor)
+    assert next(iter(stream)).cursor.epoch == 1
+    assert "NOT the same as before: there were only 5, and some samples" in stream.resumed
+
+
+def test_an_iterator_ends_after_its_pass_and_the_remedy_is_told() -> None:
+    said: list[str] = []
+    stream = StepBatches(unwrap(batches(3)).dataset, LOADING, say=said.append)
+    assert len(list(stream)) == 3
+    assert said == [
+        "the data can be iterated once, and gave 3 batches; to go on, give a list, a loader, or a function without "
+        "arguments that makes the iterator"
+    ]
+
+
+def test_an_empty_epoch_ends_it() -> None:
+    assert take(lambda: batches(0), 3) == []
+
+
+class Broken:
+    def __init__(self, when: str) -> None:
+        self.when = when
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.when == "begin":
+            raise OSError("no such shard")
+        return self.items()
+
+    def items(self) -> Iterator[Any]:
+        yield torch.ones(2, 2), torch.ones(2)
+        raise OSError("no such shard")
+
+
+@pytest.mark.parametrize(("when", "after"), [("begin", 0), ("later", 1)])
+def test_what_it_raises_names_the_batch(when: str, after: int) -> None:
+    with pytest.raises(DataError, match=f"OSError: no such shard after {after} batches of epoch 0"):
+        take(Broken(when), 3)
+
+
+def test_arrays_become_tensors() -> None:
+    (step,) = take(lambda: iter([{"x": np.ones((2, 3), np.float32), "names": ["a", "b"], "n": [np.arange(2)]}]), 1)
+    data = step.micro[0].data
+    assert isinstance(data["x"], Tensor) and isinstance(data["n"][0], Tensor) and data["names"] == ["a", "b"]
+
+
+class Graphs:
+    def __init__(self, count: int | None) -> None:
+        self.x, self.edges = torch.ones(7, 3), torch.ones(2, 9)
+        if count is not None:
+            self.num_graphs = count
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows"),
+    [
+        ((torch.ones(4, 2), torch.ones(4)), 4),
+        ({"x": torch.ones(4, 2), "scale": torch.tensor(2.0)}, 4),
+        ((torch.ones(4, 2), torch.ones(3)), None),
+        (torch.tensor(1.0), None),
+        (["text"], None),
+        (Graphs(None), None),
+        (Graphs(3), 3),
+    ],
+)
+def test_rows_are_counted_where_all_tensors_agree(batch: Any, rows: int | None) -> None:
+    assert count_rows(batch) == rows
+    (step,) = take(lambda: iter([batch]), 1)
+    assert step.size == (rows or 1)
+
+
+def test_evaluation_passes_over_it_each_time() -> None:
+    found = EvaluationBatches(unwrap(lambda: batches(3)).dataset, LOADING)
+    passes = [[micro.data[0].tolist() for micro in found] for _ in range(2)]
+    assert passes[0] == passes[1] and len(passes[0]) == 3
+    assert found.count is None and len(list(found.part(2))) == 2
+    of_loader = unwrap(DataLoader(list(batches(4)), batch_size=None)).dataset
+    assert EvaluationBatches(of_loader, LOADING).count == 4
+
+
+class Samples(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(torch.ones(2), 0)] * 8)
+
+
+def test_what_is_taken_for_ready_batches() -> None:
+    taken = [
+        DataLoader([1, 2], batch_size=None),
+        DataLoader(Samples(), batch_size=None),
+        DataLoader(Samples(), batch_size=4, num_workers=2),
+        batches(),
+        lambda: batches(),
+        {1, 2},
+    ]
+    assert all(isinstance(unwrap(each).dataset, ReadyBatches) for each in taken)
+    for not_ready in (Samples(), DataLoader(Samples(), batch_size=4), DataLoader([1, 2], 2), [1, 2], range(3)):
+        assert not isinstance(unwrap(not_ready).dataset, ReadyBatches)
+
+
+def test_what_is_known_of_its_batches() -> None:
+    several = unwrap(DataLoader(Samples(), batch_size=4, num_workers=2))
+    assert several.own_batches == OwnBatches(4, None, ready=True) and several.samples is None
+    assert unwrap(DataLoader(list(batches()), batch_size=None)).own_batches == OwnBatches(None, 5, ready=True)
+    of_sampler = unwrap(DataLoader([1, 2, 3], batch_sampler=[[0], [1, 2]]))
+    assert of_sampler.own_batches == OwnBatches(None, 2) and length_of(of_sampler.dataset) == 3
+    with pytest.raises(UsageError, match="the dataset is empty"):
+        unwrap(DataLoader([1, 2, 3], batch_sampler=[]))
+
+
+def test_one_row_for_a_plan_does_not_use_up_an_iterator() -> None:
+    source = unwrap(batches(3)).dataset
+    row = source.first_row()
+    assert row[0].shape == (3,) and row[1].shape == ()
+    assert len(list(StepBatches(source, LOADING))) == 3
+    with pytest.raises(DataError, match="rows in common"):
+        unwrap(lambda: iter([Graphs(None)])).dataset.first_row()
+    with pytest.raises(DataError, match="gave no batch"):
+        unwrap(lambda: iter([])).dataset.first_row()
+
+
+def recipe(**sections: Any) -> Any:
+    return from_mapping({"model": {"use": "mlp", "args": {"sizes": [4, 2]}}, "data": {"train": "digits"}, **sections})
+
+
+@pytest.mark.parametrize(
+    ("sections", "ranks", "said"),
+    [
+        ({}, 2, "which 2 ranks cannot share"),
+        ({"batch": {"size": 8, "micro": 4}}, 1, "batch.micro.*cannot be chosen for ready batches"),
+        ({"data": {"train": "digits", "quarantine": [3]}}, 1, "samples are not left out of them"),
+        ({"optimizer": {"lr_rule": {"rule": "linear", "base_batch": 8}}}, 1, "is not known"),
+    ],
+)
+def test_what_such_data_cannot_give_is_refused(sections: dict[str, Any], ranks: int, said: str) -> None:
+    with pytest.raises(RecipeError, match=said) as caught:
+        require_fits(recipe(**sections).recipe, OwnBatches(None, None, ready=True), ranks)
+    assert all(problem.remedy for problem in caught.value.problems)
+    require_fits(recipe().recipe, OwnBatches(None, None, ready=True), 1)
+
+
+def test_the_batch_of_such_data() -> None:
+    joined = recipe(batch={"size": 32, "accumulation": 4}).recipe.batch
+    plan = batch_of(joined, OwnBatches(8, 10))
+    assert (plan.size, plan.micro, plan.accumulation) == (32, 8, 4)
+    cut = batch_of(recipe(batch={"size": 8, "micro": 4}).recipe.batch, OwnBatches(8, 10))
+    assert (cut.size, cut.micro, cut.accumulation) == (8, 4, 2)

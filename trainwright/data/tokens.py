@@ -1,0 +1,127 @@
+"""Token ids in a file, memory-mapped: nanoGPT's train.bin and the like.
+
+Item i covers T + 1 ids from i * stride on: x_T is the first T, y_T the same moved by one.
+Shapes: B batch, T block_size.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from trainwright.errors import UsageError
+
+IGNORE = -100
+"""A target that no loss counts."""
+SCANNED_IDS = 2**28
+"""A file of up to so many ids is read once for the largest: half a second."""
+_DTYPES = ("uint8", "uint16", "uint32", "int16", "int32", "int64")
+
+
+class Tokens(Dataset[object]):
+    """Windows of ``block_size`` ids over a file of raw numbers, or a .npy file, which is never read whole into memory.
+
+    With ``end``, the id that ends a document, a sample does not predict the first id of a document from the one before.
+    It is then a dict with the names that models of ``transformers`` take: ``input_ids``, ``labels`` (-100: not counted;
+    not shifted, for such models shift them), ``position_ids``, which begin at 0 in each document, and ``documents``,
+    which number them within the window, see ``block_mask``. Without it a sample is (x_T, y_T).
+
+    Raises UsageError for a file that cannot be read so.
+    """
+
+    deterministic = True
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        block_size: int = 1024,
+        dtype: str = "uint16",
+        stride: int = 0,
+        end: int | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        if block_size < 1 or stride < 0:
+            raise UsageError(f"block_size={block_size} and stride={stride} are counts", remedy="try block_size=1024")
+        self._ids = _mapped(Path(path).expanduser(), dtype)
+        self.sample_tokens, self.stride, self.end = block_size, stride or block_size, end
+        if len(self._ids) <= block_size:
+            raise UsageError(
+                f"{path} has {len(self._ids)} ids, a window needs {block_size + 1}",
+                remedy=f"set block_size to at most {max(1, len(self._ids) - 1)}",
+            )
+        if vocab_size is None and len(self._ids) <= SCANNED_IDS:
+            vocab_size = int(self._ids.max()) + 1
+        if vocab_size is not None:  # of a longer file the model has to be told it
+            self.classes = vocab_size
+
+    def __len__(self) -> int:
+        return 1 + (len(self._ids) - self.sample_tokens - 1) // self.stride
+
+    def __getitem__(self, index: int) -> object:
+        batch = self.fetch_batch(np.array([index]))
+        if isinstance(batch, dict):
+            return {name: value[0] for name, value in batch.items()}
+        return tuple(each[0] for each in batch)
+
+    def fetch_batch(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor] | dict[str, Tensor]:
+        """The collated batch of these windows, int64."""
+        size = self.sample_tokens
+        if not len(indices) or not 0 <= int(min(indices)) <= int(max(indices)) < len(self):
+            raise IndexError(f"positions are 0 to {len(self) - 1}")
+        starts = np.asarray(indices) * self.stride
+        windows = np.stack([self._ids[start : start + size + 1] for start in starts.tolist()]).astype(np.int64)
+        ids_BT = torch.from_numpy(windows)
+        if self.end is None:
+            return ids_BT[:, :-1].contiguous(), ids_BT[:, 1:].contiguous()
+        return packed(ids_BT[:, :-1].contiguous(), self.end)
+
+
+def packed(ids_BT: Tensor, end: int) -> dict[str, Tensor]:
+    """Says where documents begin in rows of ids in which ``end`` ends each: see ``Tokens``."""
+    begins_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
+    begins_BT[:, 1:] = ids_BT[:, :-1] == end
+    at_BT = torch.arange(ids_BT.shape[1]).expand_as(ids_BT)
+    first_BT = torch.where(begins_BT, at_BT, 0).cummax(1).values
+    return {
+        "input_ids": ids_BT,
+        "labels": ids_BT.masked_fill(begins_BT, IGNORE),
+        "position_ids": at_BT - first_BT,
+        "documents": begins_BT.cumsum(1),
+    }
+
+
+def block_mask(documents_BT: Tensor) -> Tensor:
+    """Which ids attend to which, (B, 1, T, T) bool: to those before them in the same document, and to themselves.
+
+    For ``scaled_dot_product_attention`` and as ``attention_mask`` of ``transformers``.
+    """
+    length = documents_BT.shape[1]
+    is_causal_TT = torch.ones(length, length, dtype=torch.bool, device=documents_BT.device).tril()
+    is_same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
+    return (is_same_BTT & is_causal_TT)[:, None]
+
+
+def _mapped(path: Path, dtype: str) -> NDArray[np.integer]:
+    if dtype not in _DTYPES:
+        raise UsageError(f"dtype={dtype!r} is no integer type of ids", remedy=f"one of {', '.join(_DTYPES)}")
+    try:
+        if path.suffix == ".npy":
+            ids: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False).reshape(-1)
+        else:
+            ids = np.memmap(path, dtype=dtype, mode="r")
+    except OSError as error:
+        remedy = f"give the path of a file of ids; relative ones start at {Path.cwd()}"
+        raise UsageError(f"cannot read the ids in {path}: {error.strerror or error}", remedy=remedy) from None
+    except ValueError as error:  # an empty file, or one of another width
+        remedy = "give the dtype it was written with"
+        raise UsageError(f"{path} holds no ids of {dtype}: {error}", remedy=remedy) from None
+    if ids.dtype.kind not in "iu":
+        raise UsageError(f"{path} holds numbers of {ids.dtype}, no ids", remedy="write integers")
+    return ids
