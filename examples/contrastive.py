@@ -26,7 +26,7 @@ def pairs(count: int = 256) -> tuple[Tensor, Tensor]:
 def info_nce(one: Tensor, other: Tensor) -> Tensor:
     """The two views of a sample should be nearer to each other than to any other sample of the batch."""
     scores = F.normalize(one, dim=1) @ F.normalize(other, dim=1).T / 0.1
-    return F.cross_entropy(scores, torch.arange(len(one)))
+    return F.cross_entropy(scores, torch.arange(len(one), device=one.device))
 
 
 def step(state: tw.TrainState, batch: tw.StepBatch) -> Tensor:

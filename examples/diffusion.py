@@ -36,8 +36,8 @@ def digits() -> Tensor:
 
 def loss(model: nn.Module, batch: tuple[Tensor]) -> tw.Loss:
     (image,) = batch
-    time, noise = torch.randint(TIMES, (len(image),)), torch.randn_like(image)
-    kept = KEPT[time, None]
+    time, noise = torch.randint(TIMES, (len(image),), device=image.device), torch.randn_like(image)
+    kept = KEPT.to(image.device)[time, None]
     noisy = kept.sqrt() * image + (1 - kept).sqrt() * noise
     return tw.Loss(F.mse_loss(model(noisy, time), noise, reduction="sum"), float(noise.numel()))
 
@@ -45,11 +45,12 @@ def loss(model: nn.Module, batch: tuple[Tensor]) -> tw.Loss:
 @torch.no_grad()
 def sample(model: nn.Module, count: int) -> Tensor:
     """New images, from noise."""
-    image = torch.randn(count, 64)
+    device = next(model.parameters()).device
+    image = torch.randn(count, 64, device=device)
     for time in reversed(range(TIMES)):
         kept, before = KEPT[time], KEPT[time - 1] if time else torch.ones(())
         share = kept / before  # what one step of time leaves
-        noise = model(image, torch.full((count,), time))
+        noise = model(image, torch.full((count,), time, device=device))
         image = (image - (1 - share) / (1 - kept).sqrt() * noise) / share.sqrt()
         if time:
             image += (1 - share).sqrt() * torch.randn_like(image)

@@ -37,7 +37,7 @@ def main(steps: int = 1000, resume: Path | None = None) -> tw.Result:
 
     def step(state: tw.TrainState, batch: tw.StepBatch) -> tw.Loss:
         (real,) = batch.data
-        fake = model.generator(torch.randn(len(real), NOISE))
+        fake = model.generator(torch.randn(len(real), NOISE, device=real.device))
 
         critic_loss = F.softplus(-model.critic(real)).mean() + F.softplus(model.critic(fake.detach())).mean()
         for_critic.zero_grad()

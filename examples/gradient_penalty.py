@@ -18,7 +18,7 @@ def clouds(count: int = 512) -> tuple[Tensor, Tensor]:
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tw.Loss:
     here, there = batch
-    between = torch.lerp(here, there, torch.rand(len(here), 1)).requires_grad_()
+    between = torch.lerp(here, there, torch.rand(len(here), 1, device=here.device)).requires_grad_()
     (slope,) = torch.autograd.grad(model(between).sum(), between, create_graph=True)
     penalty = ((slope.norm(dim=1) - 1) ** 2).sum()
     distance = (model(there) - model(here)).sum()

@@ -36,7 +36,7 @@ def sequences(count: int = 512) -> Tensor:
 
 def loss(model: nn.Module, batch: tuple[Tensor]) -> tw.Loss:
     (ids,) = batch
-    hidden = torch.rand(ids.shape) < 0.15
+    hidden = torch.rand(ids.shape, device=ids.device) < 0.15
     logits = model(ids.masked_fill(hidden, MASK))[hidden]
     return tw.Loss(
         F.cross_entropy(logits, ids[hidden], reduction="sum"),

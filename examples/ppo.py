@@ -39,7 +39,7 @@ def step(state: tw.TrainState, batch: tw.StepBatch) -> tw.Loss:
     with torch.no_grad():
         before = torch.distributions.Categorical(logits=state.model.policy(seen)).log_prob(actions)
     for _ in range(PASSES):
-        for rows in torch.randperm(len(seen)).chunk(PARTS):
+        for rows in torch.randperm(len(seen), device=seen.device).chunk(PARTS):
             loss = ppo_loss(state.model, seen[rows], actions[rows], returns[rows], before[rows])
             state.optimizer.zero_grad()
             loss.backward()

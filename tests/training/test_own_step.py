@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import trainwright as tw
+from trainwright.build.assemble import Parts, prepare
+from trainwright.build.unwrap import unwrap
 from trainwright.errors import RecipeError, UsageError
 from trainwright.recipe import from_mapping
 from trainwright.training.own_step import require_own_step_fits
@@ -126,3 +128,10 @@ def test_an_optimizer_that_needs_a_closure_is_refused_without_one() -> None:
     model = net()
     with pytest.raises(RecipeError, match=r"(?s)LBFGS.step needs closure.*advance=step"):
         tw.fit(model, data(), F.mse_loss, optimizer=torch.optim.LBFGS(model.parameters()), until="2steps", quiet=True)
+
+
+def test_a_loss_with_tensors_of_its_own_is_moved_to_the_device_of_the_model() -> None:
+    loaded = from_mapping({"model": "mlp", "data": {"train": "digits"}})
+    loss = nn.CrossEntropyLoss(weight=torch.ones(3))
+    prepare(Parts(net(), unwrap(data()), None, loss), loaded, torch.device("meta"))
+    assert loss.weight is not None and loss.weight.device.type == "meta"

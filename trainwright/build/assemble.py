@@ -156,6 +156,8 @@ def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Checkpo
         if applied.count:
             notes.append(Note("recompute", f"{applied.count} blocks", describe(applied)))
     model.to(device)
+    if isinstance(parts.loss, nn.Module):  # it may hold class weights, or a frozen teacher
+        parts.loss.to(device)
     model.train()
     if recipe.model.compile:
         model.compile()

@@ -116,7 +116,7 @@ class EngineBench:
             recorder.close()
             self._taken[-1].grad_norm = None
         if len(self._taken) > 1:
-            self._taken[-1].blind = f"it makes {len(self._taken)} updates"
+            self._taken[-1].blind = f"it makes {len(self._taken)} updates of one optimizer"
         return self._taken.pop()
 
     def _state_at(self, inputs: StepInputs) -> TrainState:
