@@ -36,6 +36,7 @@ def figures(bench: str, *options: str) -> list[dict[str, Any]]:
             {"mlp_plain_step", "mlp_fit", "mlp_fit_run", "mlp_fit_first_64", "mlp_fit_same_optimizer"},
         ),
         ("soak", ("--only", "watch"), {"watch_steps", "watch_rss", "watch_threads", "watch_files", "watch_log"}),
+        ("own_step", (), {"64_plain", "64_steps", "64_fit"}),
         ("scaling", (), {"one_step", "speed_up_2", "efficiency_2", "communication_2"}),
         ("startup", (), {"import_extra", "help_extra", "first_step"}),
         ("time_foretold", (), {"demo-digits_3steps_step", "demo-digits_3steps_run"}),

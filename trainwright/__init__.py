@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trainwright.version import __version__ as __version__
 
 _HOME = {
+    "ChainedOptimizer": "trainwright.state.chained",
     "Cursor": "trainwright.state.cursor",
     "EarlyStopping": "trainwright.observe.early_stopping",
     "Ema": "trainwright.state.ema",
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
     from trainwright.recipe import Recipe as Recipe
     from trainwright.recipe.load import load as load
     from trainwright.replay.session import ReplaySession as ReplaySession
+    from trainwright.state.chained import ChainedOptimizer as ChainedOptimizer
     from trainwright.state.checkpoint import load_checkpoint as load_checkpoint
     from trainwright.state.checkpoint import save_checkpoint as save_checkpoint
     from trainwright.state.cursor import Cursor as Cursor

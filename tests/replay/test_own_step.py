@@ -1,4 +1,4 @@
-"""A step of the user's own on the bench: turns of several optimizers replay to the bit, other steps say why they do not."""
+"""A step of the user's own on the bench: turns of several optimizers replay to the bit, other steps say why not."""
 
 from __future__ import annotations
 
