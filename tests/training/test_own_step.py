@@ -93,15 +93,28 @@ def test_a_loss_beside_it_is_for_the_evaluation() -> None:
     assert result.val_loss is not None and result.val_loss < 4.0
 
 
+def rows(outputs: Tensor, targets: Tensor) -> float:
+    assert outputs.shape == targets.shape
+    return float(len(outputs))
+
+
+@pytest.mark.process
+def test_metrics_get_what_the_step_returns() -> None:
+    def with_outputs(state: tw.TrainState, batch: tw.StepBatch) -> tw.Loss:
+        return step(state, batch)._replace(outputs=state.model(batch.data[0]), targets=batch.data[1])
+
+    options: dict[str, Any] = {"metrics": {"rows": rows}, "settings": {"log.every": "4steps"}, "quiet": True}
+    result = tw.fit(net(), data(), advance=with_outputs, steps=12, lr=0.05, batch=16, **options)
+    seen = [(line["step"], line["probed"]["rows"]) for line in records(result.run, "step")]
+    assert seen == [(1, 16), (4, 48), (8, 64), (12, 64)], "of all steps since the record before"
+    with pytest.raises(UsageError, match="metrics need the outputs"):
+        fitted(metrics={"rows": rows})
+
+
 def test_an_evaluation_needs_a_loss() -> None:
     with pytest.raises(UsageError, match="no loss to evaluate with") as caught:
         fitted(val=data(32))
     assert "advance=step" in caught.value.remedy
-
-
-def test_a_fit_with_neither_loss_nor_step_is_refused() -> None:
-    with pytest.raises(UsageError, match="the loss must be a function"):
-        tw.fit(net(), data(), until="2steps", quiet=True)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from trainwright.engine.clip import global_norm
 from trainwright.engine.guard import APPLIED, SKIPPED, BufferGuard, must_skip
 from trainwright.engine.loss import Loss, checked
+from trainwright.engine.metrics import OutputKeeper
 from trainwright.engine.over_ranks import Counted, of_all_ranks
 from trainwright.engine.step import (
     ScheduleFn,
@@ -38,7 +39,13 @@ OwnStep = Callable[[TrainState, StepBatch], Loss | Tensor]
 ``Loss`` whose metrics are logged beside it."""
 
 
-def make_own_step(step: OwnStep, *, schedule: ScheduleFn = constant_lr, witness: StepWitness = SILENT) -> StepFn:
+def make_own_step(
+    step: OwnStep,
+    *,
+    schedule: ScheduleFn = constant_lr,
+    witness: StepWitness = SILENT,
+    keeper: OutputKeeper | None = None,
+) -> StepFn:
     """Makes the function that advances a TrainState by one call of ``step``.
 
     It begins without gradients, at the learning rate of ``schedule``. Each call of an optimizer of the state is one
@@ -46,10 +53,12 @@ def make_own_step(step: OwnStep, *, schedule: ScheduleFn = constant_lr, witness:
     costs a host sync to know. An optimizer that computes gradients itself (a closure, as LBFGS) is not guarded.
 
     The gradient norm of the step is that of the gradients of all its updates together. Raises UsageError where ``step``
-    returns no loss. A step that runs out of memory is not tried again.
+    returns no loss. A step that runs out of memory is not tried again. ``witness`` and ``keeper`` are internal.
     """
     if not callable(step):
         raise UsageError(f"the step is a {type(step).__name__}", remedy="give a function step(state, batch)")
+    if keeper is not None:
+        step = keeper.around(step)  # type: ignore[arg-type]  # it gets the state in place of the model
     buffers = BufferGuard()
 
     def advance(state: TrainState, batch: StepBatch) -> StepResult:

@@ -381,7 +381,7 @@ def make_advance(
     job.precision.set_matmul_mode()
     torch.set_num_threads(job.plan.threads)
     if job.parts.advance is not None:
-        return make_own_step(job.parts.advance, schedule=job.built.schedule, witness=witness)
+        return make_own_step(job.parts.advance, schedule=job.built.schedule, witness=witness, keeper=keeper)
     return make_step(
         job.parts.loss,
         schedule=job.built.schedule,
