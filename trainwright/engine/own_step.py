@@ -58,7 +58,7 @@ def make_own_step(
     if not callable(step):
         raise UsageError(f"the step is a {type(step).__name__}", remedy="give a function step(state, batch)")
     if keeper is not None:
-        step = keeper.around(step)  # type: ignore[arg-type]  # it gets the state in place of the model
+        step = keeper.around(step)  # type: ignore[arg-type, assignment]  # it gets the state, not the model
     buffers = BufferGuard()
 
     def advance(state: TrainState, batch: StepBatch) -> StepResult:
