@@ -112,6 +112,7 @@ def test_the_laws_hold_for_averages_as_people_write_them(name: str) -> None:
         "evaluated_copies_move": "not applicable",
         "weights_follow": "held",
         "parts_go_along": "held",
+        "used_statistics_are_measured": "not applicable",
     }
     assert [each.code for each in watch.findings() if each.code.startswith("law.averages.")] == []
 
@@ -169,3 +170,21 @@ def evaluated(copied: bool, moves: bool, every: int) -> Average:
 )
 def test_a_copy_that_is_evaluated_moves(make: Average, state: str) -> None:
     assert states(watched(make))["evaluated_copies_move"] == state
+
+
+@pytest.mark.parametrize(
+    ("prepare", "state"),
+    [
+        (lambda model: model.train(), "not applicable"),
+        (lambda model: model.eval(), "broken"),
+        (lambda model: model[1].eval(), "broken"),
+        (lambda model: (model(torch.randn(64, 6)), model.eval()), "held"),
+        (lambda model: model[1].eval().requires_grad_(False), "held"),
+    ],
+)
+def test_statistics_that_are_used_were_measured(prepare: Callable[[Any], Any], state: str) -> None:
+    def make(model: nn.Module) -> Callable[[int], Any]:
+        prepare(model)
+        return lambda step: None
+
+    assert states(watched(make))["used_statistics_are_measured"] == state

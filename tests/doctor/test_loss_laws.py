@@ -240,3 +240,14 @@ def test_a_step_towards_the_target_makes_every_loss_smaller(function: Any, args:
     each = compared(function, args, {}, outside=True)
     assert each is not None
     assert each.value(each.nearer(0.01), args[1]) < each.value(*args)
+
+
+@each_row(
+    ("share", "kind"),
+    [(0.0, NotApplicable), (0.1, Holds), (0.5, Holds), (0.75, Finding), (0.9, Finding), (1.0, Finding)],
+)
+def test_label_smoothing_leaves_something_to_learn(share: float, kind: type) -> None:
+    [verdict] = verdicts(
+        case_of(lambda out: F.cross_entropy(out, Y16, label_smoothing=share)), "there_is_room_to_learn"
+    )
+    assert isinstance(verdict, kind)

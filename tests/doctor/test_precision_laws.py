@@ -43,7 +43,7 @@ def watched(
     autocast: bool = False,
     dropout: float = 0.0,
     cast: Part = same,
-    laws: Literal["all", "cheap"] = "all",
+    laws: Literal["all", "cheap", "precision"] = "all",
 ) -> Any:
     torch.manual_seed(0)
     x = torch.randn(96, 6)
@@ -124,3 +124,30 @@ def test_a_cast_that_takes_the_values_away(narrow: Part) -> None:
 )
 def test_a_cast_or_a_change_that_keeps_them(kept: Part) -> None:
     assert states(watched(cast=kept, laws="cheap"))["batches_keep_digits"] == "held"
+
+
+@pytest.mark.parametrize(
+    "cut_off",
+    [
+        lambda x: (8 * x).to(torch.int64).float(),
+        lambda x: x.long().to(x.dtype) + 1,
+        lambda x: x * x.abs().int().double(),
+    ],
+)
+def test_fractions_that_are_cut_off_inside_of_a_model(cut_off: Part) -> None:
+    law = found(watched(lambda x: cut_off(2 * x).float() + x, laws="precision"))
+    assert law["law.precision.fractions_stay"].where.module == ""
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        lambda x: x + (x.round() - x).detach(),
+        lambda x: x - x.long().float(),
+        lambda x: torch.eye(16)[(4 * x).long().clamp(0, 15)].sum(1) + x,
+        lambda x: x.round().long().float() + x,
+        lambda x: x.half().float(),
+    ],
+)
+def test_whole_numbers_that_belong_there(kept: Part) -> None:
+    assert states(watched(kept, laws="precision"))["fractions_stay"] == "held"

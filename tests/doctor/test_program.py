@@ -99,6 +99,7 @@ def test_the_laws_hold_in_a_healthy_loop(dtype: torch.dtype) -> None:
     assert [found for found in watch.findings() if "program" in found.code] == []
     states = {law.name: law.state for law in diagnose(Case(watch.records, finished=True)).laws}
     of_family = {law.name: states[law.name] for law in LAWS if law.name.startswith("program.")}
+    assert of_family.pop("program.rate_has_its_course") == "not applicable"  # the run is short
     assert set(of_family.values()) == {"held"}, of_family
 
 
@@ -382,3 +383,29 @@ def words(*letters: str) -> list[Finding]:
 def test_the_order_of_calls_is_judged_by_words(letters: tuple[str, ...], since: int | None) -> None:
     found = words(*letters)
     assert [each.found.since_step for each in found] == ([] if since is None else [since])
+
+
+@each_row(
+    ("rate", "state"),
+    [
+        (lambda step: 1.0, "not applicable"),
+        (lambda step: min(1.0, (step + 1) / 10) * (1 - step / 60), "held"),
+        (lambda step: 0.1 ** (step // 20), "held"),
+        (lambda step: 1.0 if step % 20 < 10 else 1e-4, "held"),
+        (lambda step: 0.3 ** (step // 4), "broken"),
+        (lambda step: 1.0 if step < 20 else 0.0, "broken"),
+        (lambda step: (step + 1) / 60, "broken"),
+        (lambda step: 1.03**step, "broken"),
+    ],
+)
+def test_the_course_of_the_rate(rate: Callable[[int], float], state: str) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = SGD(model.parameters(), 0.1)
+    with tw.watch(model, optimizer, out=None, quiet=True, laws="cheap") as watch:
+        for step in range(60):
+            optimizer.param_groups[0]["lr"] = 0.1 * rate(step)
+            optimizer.zero_grad()
+            model(torch.ones(4, 3)).square().mean().backward()
+            optimizer.step()
+    laws = diagnose(Case(watch.records, finished=True)).laws
+    assert next(each.state for each in laws if each.name == "program.rate_has_its_course") == state

@@ -8,6 +8,7 @@ from trainwright.doctor.averages.facts import CopiesFacts, CopyFacts, Move
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import Check, Finding, Severity, finding, listed
 from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
+from trainwright.runlog.records import Where
 
 EXPLAINED = 0.05
 """Of a move: what is left to the rounding of a float32 copy, a few digits of a small difference."""
@@ -152,9 +153,36 @@ def evaluated_copies_move(case: Case) -> Iterator[Verdict]:
     )
 
 
+def used_statistics_are_measured(case: Case) -> Iterator[Verdict]:
+    """Running statistics that training normalises with were measured at some time."""
+    rows = case.facts("modes").get("eval", ())
+    used = [each for each in rows if each["norm"] and each["depends"]]
+    fresh = [each for each in used if each.get("fresh") and each["trained"]]
+    if not fresh:
+        if case.facts("modes"):
+            yield Holds(f"{len(used)} layers") if used else NotApplicable("no training step uses running statistics")
+        return
+    names = [each["module"] for each in fresh]
+    yield finding(
+        "law.averages.used_statistics_are_measured",
+        "warning",
+        case.last_step,
+        symptom=f"{listed(names)} normalises in eval mode since step {fresh[0]['since']}, with running statistics that "
+        "are still 0 and 1",
+        cause="the model trains in eval mode, and never did otherwise: nothing is normalised",
+        remedy="call model.train() before each epoch; load the statistics along with the weights",
+        sure=0.85,
+        stage="forward",
+        since_step=fresh[0]["since"],
+        where=Where(module=names[0], source=fresh[0].get("source")),
+        evidence=[("layers that have measured nothing", names[:8], [])],
+    )
+
+
 LAWS: tuple[Law, ...] = (
     Law("averages.evaluated_copies_move", evaluated_copies_move),
     Law("averages.weights_follow", weights_follow),
     Law("averages.parts_go_along", parts_go_along),
+    Law("averages.used_statistics_are_measured", used_statistics_are_measured, named_by=("mode.*",)),
 )
 NAMES: tuple[Check, ...] = ()

@@ -12,8 +12,8 @@ class ComparedFacts:
 
     ``blank``: of outputs that are 0 (probabilities: all the same). ``constant``: of the best prediction that is the
     same for all ``targets``. ``bound`` is the function that bounds the prediction, and ``outside`` the share of targets
-    that it cannot reach. ``swapped``: the target has a graph and the prediction has none. ``itself``: both have the
-    same values.
+    that it cannot reach. ``smoothed``: where targets are smoothed, the lowest value there is, and that of equal shares.
+    ``swapped``: the target has a graph and the prediction has none. ``itself``: both have the same values.
     """
 
     op: str
@@ -26,6 +26,7 @@ class ComparedFacts:
     outside: float = 0.0
     swapped: bool = False
     itself: bool = False
+    smoothed: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import ExperimentRequest, finding, in_words
 from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
-from trainwright.doctor.precision.facts import BatchesFacts, Float64Facts
+from trainwright.doctor.precision.facts import BatchesFacts, CastsFacts, Float64Facts
 from trainwright.runlog.records import Where
 
 AGAIN = 5
@@ -115,6 +115,31 @@ def batches_keep_digits(case: Case) -> Iterator[Verdict]:
     )
 
 
+def fractions_stay(case: Case) -> Iterator[Verdict]:
+    """What is computed with as floats does not become whole numbers on its way."""
+    facts = case.newest(CastsFacts)
+    if facts is None:
+        return
+    worst = max(facts.lost, key=lambda each: each.lost, default=None)
+    if worst is None or worst.lost <= TELLS:
+        yield Holds("one forward pass")
+        return
+    yield finding(
+        "law.precision.fractions_stay",
+        "warning",
+        case.last_step,
+        symptom=f"floats in {in_words(worst.module)} are cast to {worst.dtype} and back, which takes away up to "
+        f"{worst.lost:.2g} of their standard deviation",
+        cause="a cast that cuts off what follows the point, and has no gradient",
+        remedy="leave the cast out; to quantise, round on purpose and pass the gradient on",
+        sure=0.85,
+        stage="forward",
+        since_step=1,
+        where=Where(module=worst.module, op=worst.op, dtype=worst.dtype),
+        evidence=[("what the cast takes away, in standard deviations", worst.lost, 0.0)],
+    )
+
+
 LAWS: tuple[Law, ...] = (
     Law(
         "precision.same_in_float64",
@@ -123,5 +148,6 @@ LAWS: tuple[Law, ...] = (
         named_by=("prec.*", "num.*", "grad.*", "model.dead_relu"),
     ),
     Law("precision.stays_in_range", stays_in_range, "replay", named_by=("prec.fp16_overflow", "num.*")),
+    Law("precision.fractions_stay", fractions_stay, "replay", named_by=("grad.graph_cut*",)),
     Law("precision.batches_keep_digits", batches_keep_digits, named_by=("data.constant_input",)),
 )

@@ -69,3 +69,23 @@ class BatchesFacts:
     compared: int
     since: int
     narrowed: tuple[Narrowed, ...]
+
+
+@dataclass(frozen=True)
+class LostFractions:
+    """Floats that were cast to ``dtype``, whole numbers, and back, and not used otherwise: what was lost, at the most,
+    in their standard deviations. ``module`` is the innermost; None is the loss.
+    """
+
+    op: str
+    dtype: str
+    module: str | None
+    lost: float
+
+
+@dataclass(frozen=True)
+class CastsFacts:
+    """Of one forward pass and its loss."""
+
+    experiment: ClassVar[str] = "casts"
+    lost: tuple[LostFractions, ...]

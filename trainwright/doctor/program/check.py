@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trainwright.doctor.law import Law
 from trainwright.doctor.program import laws
+from trainwright.doctor.program.course import rate_has_its_course
 
 LAWS: tuple[Law, ...] = (
     Law(
@@ -28,4 +29,5 @@ LAWS: tuple[Law, ...] = (
         named_by=("loss.broadcast_target", "grad.*", "num.*", "sched.*", "ckpt.*"),
     ),
     Law("program.schedule_is_followed", laws.schedule_is_followed, named_by=("sched.*",)),
+    Law("program.rate_has_its_course", rate_has_its_course, named_by=("sched.*",)),
 )  # fmt: skip

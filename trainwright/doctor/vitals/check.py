@@ -9,6 +9,7 @@ from trainwright.doctor.case import Case
 from trainwright.doctor.finding import ExperimentRequest, Finding, RemedyTrial, finding, listed
 from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
 from trainwright.doctor.vitals.facts import Drift, OtherRatesFacts, SteadyFacts, StillnessFacts, VitalsFacts
+from trainwright.doctor.vitals.frozen import fresh_weights_are_trained
 from trainwright.runlog.records import Watched, Where
 
 FIRST, ENOUGH, LATE = 4, 12, 40
@@ -367,6 +368,7 @@ LAWS: tuple[Law, ...] = (
     Law("vitals.rates_are_positive", rates_are_positive),
     Law("vitals.scales_hold", scales_hold, named_by=_RUNAWAY),
     Law("vitals.frozen_stays", frozen_stays),
+    Law("vitals.fresh_weights_are_trained", fresh_weights_are_trained, effort="replay"),
     Law("vitals.noise_is_new", noise_is_new),
     Law("vitals.data_stay", data_stay, named_by=("grad.saved_tensor_modified",)),
 )

@@ -30,7 +30,8 @@ class VitalsFacts:
     ``still`` are names of those that did not move, or only so. ``has_gradient``: some tensor had another gradient than
     0. ``stands_since`` is the last step after which anything had changed. ``frozen_moved`` cannot be trained,
     belong to an optimizer and changed all the same, of ``frozen``. ``lowest_rate`` is below 0 where an update was made
-    at such a learning rate, the lowest in step ``lowest_at``.
+    at such a learning rate, the lowest in step ``lowest_at``. ``frozen_still`` matrices cannot be trained
+    and never moved.
     """
 
     experiment: ClassVar[str] = "vitals"
@@ -45,6 +46,7 @@ class VitalsFacts:
     stands_since: int = 0
     frozen: int = 0
     frozen_moved: tuple[str, ...] = ()
+    frozen_still: int = 0
     drifts: tuple[Drift, ...] = ()
     lowest_rate: float = 0.0
     lowest_at: int = 0
@@ -101,3 +103,25 @@ class OtherRatesFacts:
     factors: tuple[float, ...]
     losses: tuple[tuple[float, ...], ...]
     lr: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenTensor:
+    """A frozen matrix with the values of a fresh one. ``is_zero``: all of them are 0. ``is_behind``: the input of its
+    module depends on what is trained, and nothing beside it corrects its output. ``is_last``: no other weights come
+    after it. ``share``: of the gradient, as a sum of sizes, if it were trained as well.
+    """
+
+    name: str
+    is_zero: bool
+    is_behind: bool
+    is_last: bool
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenFacts:
+    """The frozen matrices that look fresh."""
+
+    experiment: ClassVar[str] = "frozen"
+    tensors: tuple[FrozenTensor, ...] = ()

@@ -96,6 +96,7 @@ def _looked_at(call: ComparedLoss, module: str | None) -> ComparedFacts:
         value=call.value(x, target),
         blank=call.value(call.blank(), target),
         constant=call.of_constant(),
+        smoothed=call.of_smoothed(),
         targets=len(call.valid()),
         bound=bound,
         outside=outside,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +67,14 @@ class ComparedLoss:
         """The loss of the best prediction that is the same for all samples, without what it gains by being fitted."""
         constant, factor, more = self._constant()
         return factor * self.value(constant, self.target.detach()) + more
+
+    def of_smoothed(self) -> tuple[float, float]:
+        """The loss of a perfect prediction, the entropy of a smoothed target, and that of equal shares; else 0, 0."""
+        share = float(self.rest.get("label_smoothing", 0.0)) / self.classes if self.is_hard else 0.0
+        right = 1.0 - (self.classes - 1) * share
+        if not share or right >= 1.0:
+            return 0.0, 0.0
+        return -right * math.log(right) - (self.classes - 1) * share * math.log(share), math.log(self.classes)
 
     def of_shuffled(self) -> float:
         """The loss with the targets in another order, the mean of two."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trainwright.doctor.precision.measure import casts as _casts  # noqa: F401  registers its experiment
 from trainwright.doctor.precision.measure import float64 as _float64  # noqa: F401  registers its experiment
 from trainwright.doctor.precision.measure import formats as _formats  # noqa: F401  registers what it measures
 from trainwright.doctor.precision.measure import nonfinite as _nonfinite  # noqa: F401  registers what it measures

@@ -112,6 +112,7 @@ class Modes(Probe):
             "left": n in self._was_training,
             "depends": n in self._depends,
             "norm": isinstance(module, _NormBase),
+            "fresh": isinstance(module, _NormBase) and _has_measured_nothing(module),
             "container": any(True for _ in module.children()),
             "trained": trained,
             "source": self._lines.get(id(module)),
@@ -125,6 +126,12 @@ class Modes(Probe):
             name = name.rpartition(".")[0]
             module = by_name.get(name, module)
         return module
+
+
+def _has_measured_nothing(norm: _NormBase) -> bool:
+    """Whether its running statistics are those that it was made with."""
+    mean, var = norm.running_mean, norm.running_var
+    return mean is not None and var is not None and not bool(mean.any()) and bool((var == 1).all())
 
 
 def depends_on_mode(module: nn.Module) -> bool:

@@ -88,6 +88,7 @@ class MovingWeights(Probe):
             has_gradient=bool(self._with_gradient & trainable),
             stands_since=self._stands_since,
             frozen=len(frozen & held),
+            frozen_still=sum(self._parameters[n].dim() > 1 for n in frozen - self._moved),
             frozen_moved=self._named(sorted(self._frozen_moved)),
             drifts=tuple(self._drifts()),
             lowest_rate=self._lowest,

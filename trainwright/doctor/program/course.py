@@ -1,0 +1,61 @@
+"""The law of the course of the learning rate over a whole run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainwright.doctor.case import Case
+from trainwright.doctor.finding import finding
+from trainwright.doctor.law import Holds, NotApplicable, Verdict
+from trainwright.runlog.json_values import Facts
+
+LONG = 48
+"""Steps of a run that is no trial of a few."""
+WASTED = 0.25
+"""Of the updates: schedules that end at 0 make one in fifty at less than a thousandth of their highest rate."""
+RISE, LATE = 1.9, 0.95
+"""What a rate that rises in proportion to the steps gains in the second half of a run; where its end begins."""
+
+
+def rate_has_its_course(case: Case) -> Iterator[Verdict]:
+    """The learning rate does not fall to nothing long before the end of a run, and does not rise until its end."""
+    facts: Facts = case.facts("schedule")
+    rates = [(each.step, each.lr) for each in case.watched if each.lr > 0.0]
+    if not case.finished or not facts or not rates:
+        return
+    if facts["steps"] < LONG:
+        yield NotApplicable(f"a run of {facts['steps']} steps")
+        return
+    steps, gone, peak = facts["steps"], facts["exhausted"], facts["peak"]
+    half = next((lr for step, lr in rates if 2 * step >= steps), peak)
+    if gone is not None and steps - gone > WASTED * steps:
+        yield finding(
+            "law.program.rate_has_its_course",
+            "warning",
+            steps,
+            symptom=f"the last {steps - gone} of {steps} updates were made at less than a thousandth of the highest "
+            f"learning rate, {peak:.3g}",
+            cause="the rate decays too fast: a factor that is applied too often, or a schedule for a shorter run",
+            remedy="print the rate of every epoch before the run; make the schedule as long as the run",
+            sure=0.75,
+            stage="update",
+            since_step=gone,
+            evidence=[("share of updates that change nothing", round(1 - gone / steps, 3), f"<= {WASTED}")],
+        )
+    elif facts["peak_step"] > LATE * steps and peak > RISE * half:
+        yield finding(
+            "law.program.rate_has_its_course",
+            "warning",
+            steps,
+            symptom=f"the learning rate rises until the end of the run: {half:.3g} half-way, {peak:.3g} in step "
+            f"{facts['peak_step']} of {steps}",
+            cause="a warm-up that never ends, by its condition or its length, or a decay whose sign is turned",
+            remedy="print the rate of every epoch before the run; end the warm-up in its first tenth",
+            sure=0.7,
+            stage="update",
+            evidence=[("highest rate over that half-way", round(peak / half, 3), f"<= {RISE}")],
+        )
+    elif facts["peak"] == min(lr for _, lr in rates):
+        yield NotApplicable("the learning rate is constant")
+    else:
+        yield Holds(f"{steps} updates at {min(lr for _, lr in rates):.3g} to {peak:.3g}")

@@ -1,0 +1,133 @@
+"""Finds weights that nobody trains though they are as fresh as from an initialisation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.doctor.vitals.facts import FrozenFacts, FrozenTensor
+from trainwright.recorder.program import Call, RecordedStep, tensors_of
+from trainwright.recorder.user_types import Args, Kwargs
+from trainwright.replay.experiments import experiment
+from trainwright.replay.modules import ModuleStack
+from trainwright.replay.replayer import Intervention
+from trainwright.replay.session import ReplaySession
+from trainwright.runlog.json_values import Facts, strict
+
+FEW, MOST = 64, 8
+"""Elements of which a distribution can be told; tensors that are looked at."""
+CRITICAL = 1.36
+"""Of Kolmogorov and Smirnov's statistic times the root of the number: 5 % of uniform draws lie above it."""
+SAMPLE = 4096
+
+
+@experiment(FrozenFacts.experiment, when="requested")
+def frozen(session: ReplaySession) -> Facts:
+    """The frozen matrices that look fresh, and what share of the gradient would be theirs if they were trained."""
+    fresh = {name: p for name, p in session.parameters.items() if not p.requires_grad and p.dim() > 1 and _is_fresh(p)}
+    chosen = dict(list(fresh.items())[:MOST])
+    if not chosen:
+        return dict(strict(vars(FrozenFacts())))
+    calls = _calls(session)
+    sizes = _sizes(session, list(chosen.values()))
+    whole = sum(sizes.values())
+    rows = [
+        FrozenTensor(
+            name=name,
+            is_zero=not bool(p.detach().any()),
+            is_behind=name.rpartition(".")[0] in calls.behind - calls.corrected,
+            is_last=name.rpartition(".")[0] == calls.last,
+            share=sizes.get(name, 0.0) / whole if whole else 0.0,
+        )
+        for name, p in chosen.items()
+    ]
+    return dict(strict(vars(FrozenFacts(tensors=tuple(rows)))))
+
+
+def _is_fresh(parameter: Tensor) -> bool:
+    """All zeros, or uniform up to its largest element, as torch draws the weights of most of its layers."""
+    flat = parameter.detach().flatten().double()
+    if flat.numel() < FEW or not parameter.is_floating_point():
+        return False
+    if not bool(flat.any()):
+        return True
+    flat = flat[:: max(1, flat.numel() // SAMPLE)]
+    bound = float(flat.abs().max()) * (1 + 1 / flat.numel())
+    at = (flat.sort().values / bound + 1) / 2
+    places = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device) / flat.numel()
+    return float((at - places).abs().max()) * math.sqrt(flat.numel()) < CRITICAL
+
+
+@dataclass
+class _Calls:
+    """The calls of modules in a forward pass: which come behind what is trained, which is the last with weights, and
+    which are corrected by something that lies beside them within the same module, as by an adapter.
+    """
+
+    modules: ModuleStack
+    behind: set[str] = field(default_factory=set)
+    corrected: set[str] = field(default_factory=set)
+    last: str = ""
+    _given: list[Tensor | None] = field(default_factory=list)
+    _first: dict[str, str] = field(default_factory=dict)  # by the path of a module: the one that it gives its input to
+    _shapes: dict[str, torch.Size] = field(default_factory=dict)
+
+    def enter(self, path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        given = tensors_of((args, kwargs))
+        if any(True for _ in module.parameters(recurse=False)):
+            self.last = path
+            self.behind |= {path} if any(each.requires_grad for each in given) else set()
+        first = given[0] if given else None
+        if len(self.modules.paths) > 2 and first is not None and self._given[-1] is first:
+            self._first.setdefault(self.modules.paths[-2], path)
+        self._given.append(first)
+
+    def leave(self, path: str, module: nn.Module, output: object) -> None:
+        self._given.pop()
+        made = tensors_of(output)
+        if made:
+            self._shapes[path] = made[0].shape
+        inner = self._first.get(path)
+        if (
+            inner is not None
+            and made
+            and self._shapes.get(inner) == made[0].shape
+            and _trains_beside(module, path, inner)
+        ):
+            self.corrected.add(inner)
+
+
+def _trains_beside(module: nn.Module, path: str, inner: str) -> bool:
+    own = inner.removeprefix(f"{path}.") + "."
+    return any(p.requires_grad for name, p in module.named_parameters() if not name.startswith(own))
+
+
+def _calls(session: ReplaySession) -> _Calls:
+    modules = ModuleStack(session.modules)
+    calls = _Calls(modules)
+    session.run(Intervention(model=lambda: modules.following(calls.enter, calls.leave)), upto="forward")
+    return calls
+
+
+def _sizes(session: ReplaySession, chosen: Sequence[Tensor]) -> dict[str, float]:
+    """The size of the gradient of each tensor, as if these were trained as well."""
+    with session.live():
+        result = session.replayer.run(_as_if_trained(session, chosen), upto="backward")
+    return {name: float(grad.abs().sum()) for name, grad in result.grads.items() if grad is not None}
+
+
+def _as_if_trained(session: ReplaySession, frozen: Sequence[Tensor]) -> RecordedStep:
+    """The step with these wanting a gradient."""
+    chosen = set(map(id, frozen))
+    parameters = session.replayer.subject.parameters
+    program = [
+        replace(each, wanted=tuple(was or id(p) in chosen for was, p in zip(each.wanted, parameters)))
+        if isinstance(each, Call)
+        else each
+        for each in session.recorded_step.program
+    ]
+    return replace(session.recorded_step, program=program)
