@@ -144,6 +144,37 @@ def test_an_optimizer_that_calls_the_loss_itself_has_its_norm_measured_afterward
     assert norms[0] > norms[2] > 0
 
 
+def test_an_update_by_a_closure_whose_gradients_are_not_finite_is_undone() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def step(state: tw.TrainState, batch: tw.StepBatch) -> Tensor:
+        x, y = batch.data
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y) * (float("nan") if state.step == 2 else 1.0)
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        loss: Tensor = optimizer.step(closure)  # type: ignore[no-untyped-call]
+        return loss
+
+    state = tw.TrainState(model, optimizer)
+    advance = tw.make_own_step(step)
+    advance(state, cut(data(0), 8))
+    advance(state, cut(data(0), 8))
+    before, (known,) = bits(model), optimizer.state_dict()["state"].values()
+    evaluations = known["func_evals"]
+    assert bool(advance(state, cut(data(0), 8)).skipped) and state.ledger.total == 1
+    assert_same_bits(bits(model), before)
+    (known,) = optimizer.state_dict()["state"].values()
+    assert known["func_evals"] == evaluations
+    assert not bool(advance(state, cut(data(0), 8)).skipped)
+    assert bool(model.weight.isfinite().all())
+
+
 def test_the_rate_of_each_optimizer_follows_the_schedule() -> None:
     model = Pair()
     optimizer, step = in_turns(model)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -50,7 +51,8 @@ def make_own_step(
 
     It begins without gradients, at the learning rate of ``schedule``. Each call of an optimizer of the state is one
     update. An update whose gradients are not finite is left out, and so are the buffers of that step; on a GPU it
-    costs a host sync to know. An optimizer that computes gradients itself (a closure, as LBFGS) is not guarded.
+    costs a host sync to know. Where an optimizer computes gradients itself (a closure, as LBFGS), weights and state are
+    copied before, and put back.
 
     The gradient norm of the step is that of the gradients of all its updates together. Raises UsageError where ``step``
     returns no loss. A step that runs out of memory is not tried again. ``witness`` and ``keeper`` are internal.
@@ -113,7 +115,7 @@ class UpdateGuard:
         self._handles: list[RemovableHandle] = []
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
         self._norms: list[Tensor] = []
-        self._num_seen = 0
+        self._before_closure: _Before | None = None
         self.skipped = APPLIED
 
     def __enter__(self) -> Self:
@@ -128,26 +130,32 @@ class UpdateGuard:
         for handle in self._handles:
             handle.remove()
 
-    def _before(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        self._num_seen = len(self._norms)
-        self._measure(optimizer)
-        if len(self._norms) > self._num_seen and bool(must_skip(self._norms[-1], 1.0)):
-            self.skipped = SKIPPED
+    def _before(self, optimizer: Optimizer, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+        if any(callable(each) for each in (*args, *kwargs.values())):
+            self._before_closure = _Before(optimizer)
+        elif not self._are_finite(optimizer):
             self._hidden = [(p, p.grad) for p in _owned(optimizer)]
             for p, _ in self._hidden:
                 p.grad = None
 
-    def _after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+    def _after(self, optimizer: Optimizer, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
         for p, grad in self._hidden:
             p.grad = grad
         self._hidden = []
-        if len(self._norms) == self._num_seen:  # a closure has computed them
-            self._measure(optimizer)
+        if self._before_closure is not None and not self._are_finite(optimizer):
+            self._before_closure.put_back()
+        self._before_closure = None
 
-    def _measure(self, optimizer: Optimizer) -> None:
+    def _are_finite(self, optimizer: Optimizer) -> bool:
+        """Whether its gradients are, whose norm is noted."""
         grads = [grad for p in _owned(optimizer) if (grad := p.grad) is not None]
-        if grads:
-            self._norms.append(global_norm(grads))
+        if not grads:
+            return True
+        self._norms.append(global_norm(grads))
+        if not bool(must_skip(self._norms[-1], 1.0)):
+            return True
+        self.skipped = SKIPPED
+        return False
 
     def norm(self, device: torch.device) -> Tensor:
         """Of the gradients of all updates together; 0 where there was none."""
@@ -155,6 +163,21 @@ class UpdateGuard:
             return self._norms[0]
         squares = [norm.square() for norm in self._norms]
         return torch.stack(squares).sum().sqrt() if squares else torch.zeros((), device=device)
+
+
+class _Before:
+    """Weights and state of an optimizer before an update whose gradients are not known yet."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._weights = [p.detach().clone() for p in _owned(optimizer)]
+        self._state = copy.deepcopy(optimizer.state_dict())
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for p, weight in zip(_owned(self._optimizer), self._weights, strict=True):
+            p.copy_(weight)
+        self._optimizer.load_state_dict(self._state)
 
 
 def _owned(optimizer: Optimizer) -> list[Tensor]:
