@@ -23,6 +23,7 @@ from trainwright.build.assemble import (
     validation_sets,
 )
 from trainwright.build.assemble import prepare as prepare_parts
+from trainwright.build.count_epoch import with_epoch_counted
 from trainwright.build.resolve import find, sink_factories
 from trainwright.engine.clip import make_clip
 from trainwright.engine.dry_run import Mode, dry_run, time_evaluation
@@ -187,6 +188,7 @@ def prepare(
     name, low = device_name(device, machine), low_precision(device, machine)
     facts = gather_facts(parts, device, name, low, threads, frozenset(recipe.data.quarantine))
     with at_recipe(loaded, ""):
+        facts = with_epoch_counted(facts, parts.train, recipe, say)
         kept = earlier.what_was_planned(recipe, facts, solve_layout(recipe, world.size).data) if earlier else Kept()
         plan = first_of(world, make_plan(recipe, facts, ranks=world.size, kept=kept))
     mesh = make_mesh(plan.degrees, world, device)
