@@ -15,6 +15,7 @@ from trainwright.doctor.resources.measure.held import Memory
 from trainwright.recorder.veto import Veto
 from trainwright.runlog.records import Watched
 from trainwright.watching import session
+from trainwright.watching.look_schedule import AT_ONCE, CHECKUPS
 
 
 def train(steps: int, bad: dict[int, float], **how: object) -> tuple[list[Tensor], tw.watch]:
@@ -84,3 +85,27 @@ def test_a_mistake_of_ours_does_not_end_a_run_of_our_own_engine(
     result = tw.fit(nn.Linear(4, 2), (x, (x.sum(1) > 0).long()), nn.CrossEntropyLoss(), until="12steps")
     assert result.ending == "finished" and result.step == 12
     assert any("a mistake of ours" in line for line in (result.run / "log.jsonl").read_text().splitlines())
+
+
+@pytest.mark.slow
+def test_short_steps_are_judged_together_and_a_bad_one_at_once() -> None:
+    """Calm steps wait, at most AT_ONCE of them; the update of a bad one is left out, and it is told of at once."""
+    waiting: list[int] = []
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    with tw.watch(model, optimizer, out=None, quiet=True) as watch:
+        for step in range(1, 81):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(torch.randn(8, 4)), torch.randint(3, (8,)))
+            (loss * (math.nan if step == 77 else 1.0)).backward()
+            before = model.weight.detach().clone()
+            optimizer.step()
+            waiting.append(len(watch.session._unread))
+            if step == 77:
+                assert torch.equal(model.weight, before) and waiting[-1] == 0
+                assert [found.step for found in watch.findings() if found.severity == "critical"] == [77]
+        trained_s, looks_s, all_s = watch.session._trained_s, watch.session._looks.spent_s, watch.session.seconds
+    assert not any(waiting[: CHECKUPS[-1]]) and 0 < max(waiting) < AT_ONCE
+    assert [step for step, *_ in told(watch)][:64] == list(range(1, 65))  # each of them has its record
+    assert 0 < trained_s < all_s - looks_s  # by which it is judged what a snapshot may cost

@@ -34,16 +34,10 @@ from trainwright.watching.experiments import ExperimentRunner
 from trainwright.watching.families import probes_of_families
 from trainwright.watching.findings import FindingsLog, failures_of, limits_of
 from trainwright.watching.incidents import Incidents
-from trainwright.watching.look_schedule import CHECKUPS, LookSchedule, SnapshotSchedule
+from trainwright.watching.look_schedule import AT_ONCE, LookSchedule, SnapshotSchedule
 
 NEEDS_A_LIVE_LOOP = {"loaded", "loaders"}
 """Probes of what happens outside of the steps: our engine loads weights and batches itself."""
-
-
-AT_ONCE = 8
-"""Short steps that are judged together: one alone costs several times as much, since the code of it is cold then."""
-SHORT_S = 0.005
-"""Of a longer step the doctor's notes take less than a hundredth."""
 
 
 class _Unjudged(NamedTuple):
@@ -99,7 +93,7 @@ class EngineSession:
         self._warns, self._went_back = warns_of_spikes, -1
         self._newest_replayed = 0  # the newest step whose program the probes have received
         self._blind = objects.is_closed  # why no step can be run again
-        self._begin_s, self._first_step = time.perf_counter(), self.step
+        self._trained_s, self._first_step = 0.0, self.step
         self._prepare_next(self.step)
 
     def let_go(self) -> bool:
@@ -117,6 +111,7 @@ class EngineSession:
         inputs = self._inputs.newest
         assert inputs is not None and inputs.step == result.step
         self.step = result.step
+        self._trained_s += result.step_s
         if result.batch is not inputs.batch or result.spike is not None:  # memory ran out, or its update was left out
             reason = "" if result.spike is None else result.spike.reason
             inputs = dataclasses.replace(inputs, batch=result.batch, left_out=reason)
@@ -130,9 +125,9 @@ class EngineSession:
 
     def _may_wait(self, result: StepResult) -> bool:
         """Whether it is soon enough to judge this step with the next ones, which takes less time for each."""
-        if self._late or result.step_s > SHORT_S or result.step - self._first_step <= CHECKUPS[-1]:
+        if self._late or not self._looks.may_wait(result.step, result.step_s):
             return False
-        return math.isfinite(float(result.loss) + float(result.grad_norm)) and not self._looks.is_due(result.step)
+        return math.isfinite(float(result.loss) + float(result.grad_norm))
 
     def _judge_all_but(self, newest: int) -> None:
         while len(self._unjudged) > newest:
@@ -185,7 +180,7 @@ class EngineSession:
         is_due = self._looks.is_next_due(step, now_s) or self._snapshots.is_due(step) or self._went_back == step
         if is_due and not self.ring.refused_bytes and self._blind is None:
             self._keep_state(step + 1)
-            step_s = (now_s - self._begin_s) / max(1, step - self._first_step)
+            step_s = self._trained_s / max(1, step - self._first_step)
             self._snapshots.paid(step, time.perf_counter() - now_s, step_s)
 
     def _keep_state(self, step: int) -> None:

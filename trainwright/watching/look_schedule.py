@@ -57,9 +57,9 @@ class LookSchedule:
             self._due.add(step + 1)
         return due
 
-    def is_due(self, step: int) -> bool:
-        """Whether ``step`` was found to be due before it began."""
-        return step in self._due
+    def may_wait(self, step: int, step_s: float) -> bool:
+        """Whether a step without reason to be looked at may be judged together with the next ones."""
+        return step_s <= SHORT_S and step - self._first_step > CHECKUPS[-1] and step not in self._due
 
     def wants(self, step: int, loss: float, *, bad: bool, spiked: bool, urgent: bool = False) -> bool:
         """Whether ``step``, which is over, is looked at.
@@ -108,6 +108,10 @@ def looks_s(step_s: float, num_steps: float, planned_s: float) -> float:
     return schedule.spent_s + LAST_LOOK_STEPS * step_s + 2 * SHARE * planned_s
 
 
+AT_ONCE = 8
+"""Short steps that are judged together: one alone costs several times as much, since the code of it is cold then."""
+SHORT_S = 0.005
+"""Of a longer step the doctor's notes take less than a hundredth."""
 AGAIN_S = 0.1
 """Seconds that the steps between two snapshots may take, where that is more than ``keep`` steps: to run them again."""
 

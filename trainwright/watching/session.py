@@ -36,9 +36,9 @@ from trainwright.state.snapshot import LiveObjects, put_back
 from trainwright.state.spikes import SpikeDetector
 from trainwright.watching.experiments import ExperimentRunner, OwnLaw
 from trainwright.watching.families import probes_of_families
-from trainwright.watching.findings import FindingsLog, failures_of, limits_of
+from trainwright.watching.findings import ORDINARY, FindingsLog, failures_of, limits_of
 from trainwright.watching.incidents import Incidents
-from trainwright.watching.look_schedule import LookSchedule, SnapshotSchedule
+from trainwright.watching.look_schedule import AT_ONCE, LookSchedule, SnapshotSchedule
 
 _IS_URGENT = operator.attrgetter("urgent")
 
@@ -105,7 +105,7 @@ class WatchSession:
         self._looks, self._snapshots = LookSchedule(0), SnapshotSchedule(options.keep)
         self._begin_s, self._went_back, self._pid, self._listens_to_children = 0.0, -1, os.getpid(), False
         self._unread: deque[tuple[RecordedStep, Callable[[], Numbers]]] = deque()
-        self._late = lateness(self.recording.device)
+        self._late, self._trained_s = lateness(self.recording.device), 0.0
         self._methods_on_closed = methods_of(self._probes, "on_closed", Probe)
         self._methods_on_read = methods_of(self._probes, "on_read", Probe)
         self._blind = what_is_shared(roots, parameters) or self._objects.is_closed  # why no step can be run again
@@ -163,25 +163,29 @@ class WatchSession:
         return self._veto.vetoed
 
     def _closed(self, step: RecordedStep) -> None:
-        self.step = step.step
+        self.step, self._trained_s = step.step, self._trained_s + step.values["step_s"]
         step.blind = self._blind or step.blind
         self.ring.add(step)
         call_each(self._methods_on_closed, step)
         self._unread.append((step, begin_reading(step)))
         at_once = "vetoed" in step.values  # the host knows: it has waited for it
         bad = False
-        while len(self._unread) > (0 if at_once else self._late):
-            bad |= self._judge(*self._unread.popleft())
+        if len(self._unread) >= AT_ONCE or not self._may_wait(step):
+            while len(self._unread) > (0 if at_once else self._late):
+                bad |= self._judge(*self._unread.popleft())
         if self.recording.misses_calls:
             self.listen_to_children()
         if at_once:
             self._note_veto(step)
         self._prepare_next(step.step)
         if bad and self._options.on_nonfinite == "stop":
-            raise NonFiniteStep(f"step {step.step} is not finite", remedy="\n".join(self._lines()))
+            lines = lines_of(self.findings(), None, LookedAt.of(self.findings_log.records))
+            raise NonFiniteStep(f"step {step.step} is not finite", remedy="\n".join(lines))
 
-    def _lines(self) -> list[str]:
-        return lines_of(self.findings(), None, LookedAt.of(self.findings_log.records))
+    def _may_wait(self, step: RecordedStep) -> bool:
+        if self._late or not self._looks.may_wait(step.step, step.values["step_s"]):
+            return False
+        return step.values.keys() <= ORDINARY and self._unread[-1][1]().are_finite
 
     def _judge(self, step: RecordedStep, read: Callable[[], Numbers]) -> bool:
         """Returns whether the step is bad; looks at it closely where that is due or there is reason to."""
@@ -233,8 +237,7 @@ class WatchSession:
         is_due = looks_next or self._snapshots.is_due(step) or self._went_back == step
         if is_due and not self.ring.refused_bytes and self._blind is None:
             self._keep_state(step)
-            step_s = (now_s - self._begin_s) / max(1, step)
-            self._snapshots.paid(step, time.perf_counter() - now_s, step_s)
+            self._snapshots.paid(step, time.perf_counter() - now_s, self._trained_s / max(1, step))
 
     def _keep_state(self, step: int) -> None:
         try:
