@@ -30,6 +30,7 @@ from trainwright.errors import DataError, Problem, RecipeError, TrainwrightError
 from trainwright.models.lora import add_lora
 from trainwright.plan.checkpointing import Checkpointing, describe
 from trainwright.plan.duration import Pace, interval
+from trainwright.plan.machine import Machine
 from trainwright.plan.make import Note, Plan, RunFacts
 from trainwright.recipe import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES, Dataset, Duration, Loaded, Recipe
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
@@ -37,6 +38,7 @@ from trainwright.state.cursor import Cursor, count_tokens
 from trainwright.state.ema import Ema, NoEma
 from trainwright.state.rng import seed_all
 from trainwright.state.train_state import TrainState
+from trainwright.world import device_name, low_precision
 from trainwright.world.group import SOLO, World
 
 ENOUGH_TRIES = 16  # samples that are tried until one can be read, to count its tokens
@@ -167,8 +169,7 @@ def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Checkpo
 def gather_facts(
     parts: Parts,
     device: torch.device,
-    device_name: str,
-    low_precision: tuple[str, ...],
+    machine: Machine,
     threads: tuple[int, ...],
     quarantine: Collection[int] = (),
 ) -> RunFacts:
@@ -181,8 +182,8 @@ def gather_facts(
         parameters=total,
         trainable=trainable,
         device=device.type,
-        device_name=device_name,
-        low_precision=low_precision,
+        device_name=device_name(device, machine),
+        low_precision=low_precision(device, machine),
         threads=threads,
         classes=getattr(parts.train.dataset, "classes", None),
         notes=(*parts.notes, *_of_resume(parts.train)),

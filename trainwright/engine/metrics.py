@@ -31,7 +31,7 @@ class Metric(Protocol):
     def reset(self) -> object: ...
 
 
-class Seen(NamedTuple):
+class ForwardOutputs(NamedTuple):
     """Outputs and targets of one forward pass, without a graph."""
 
     outputs: object
@@ -42,7 +42,7 @@ class OutputKeeper:
     """Keeps what the forward passes of a step or an evaluation gave, until it is taken."""
 
     def __init__(self) -> None:
-        self._kept: list[Seen] = []
+        self._kept: list[ForwardOutputs] = []
 
     def around(self, loss_fn: LossFn) -> LossFn:
         """The same loss function, of whose calls outputs and targets are kept."""
@@ -54,7 +54,7 @@ class OutputKeeper:
                     "metrics need the outputs of the model, and this loss does not give them",
                     remedy="return tw.Loss(total, weight, outputs=logits, targets=labels), or leave metrics out",
                 )
-            self._kept.append(tree_map_only(Tensor, Tensor.detach, Seen(outputs, targets)))
+            self._kept.append(tree_map_only(Tensor, Tensor.detach, ForwardOutputs(outputs, targets)))
             return loss
 
         return keeping
@@ -63,7 +63,7 @@ class OutputKeeper:
         """Drops what a try has left that begins again."""
         self._kept.clear()
 
-    def taken(self) -> list[Seen]:
+    def taken(self) -> list[ForwardOutputs]:
         """Returns what was kept, and keeps it no longer."""
         kept, self._kept = self._kept, []
         return kept
@@ -74,10 +74,10 @@ class Gathered:
 
     def __init__(self, function: Callable[[object, object], object]) -> None:
         self.function = function
-        self._seen: list[Seen] = []
+        self._seen: list[ForwardOutputs] = []
 
     def update(self, outputs: object, targets: object) -> None:
-        self._seen.append(tree_map_only(Tensor, on_host, Seen(outputs, targets)))
+        self._seen.append(tree_map_only(Tensor, on_host, ForwardOutputs(outputs, targets)))
 
     def compute(self) -> object:
         whole = joined(self._seen)
@@ -123,7 +123,7 @@ class MetricSet:
             if callable(move := getattr(metric, "to", None)):
                 move(device)
 
-    def update(self, seen: Sequence[Seen]) -> None:
+    def update(self, seen: Sequence[ForwardOutputs]) -> None:
         for outputs, targets in seen:
             for name, metric in self._metrics.items():
                 try:

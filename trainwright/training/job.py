@@ -75,8 +75,6 @@ from trainwright.world import (
     RankMesh,
     World,
     choose_device,
-    device_name,
-    low_precision,
     make_mesh,
     usable_threads,
 )
@@ -185,8 +183,7 @@ def prepare(
     elif not parts.prepared:
         parts = prepare_parts(parts, loaded, device, resolved.planned)
     threads = (earlier.threads,) if earlier else (1,) if recipe.parallel.exact else usable_threads(device)
-    name, low = device_name(device, machine), low_precision(device, machine)
-    facts = gather_facts(parts, device, name, low, threads, frozenset(recipe.data.quarantine))
+    facts = gather_facts(parts, device, machine, threads, frozenset(recipe.data.quarantine))
     with at_recipe(loaded, ""):
         facts = with_epoch_counted(facts, parts.train, recipe, say)
         kept = earlier.what_was_planned(recipe, facts, solve_layout(recipe, world.size).data) if earlier else Kept()
