@@ -41,9 +41,7 @@ def loss(model: nn.Module, batch: tuple[Tensor]) -> tw.Loss:
 
 def main(steps: int = 300, resume: Path | None = None) -> tw.Result:
     torch.manual_seed(0)
-    return tw.fit(
-        Autoencoder(), (digits(),), loss, batch=64, until=f"{steps}steps", lr=3e-3, precision="fp32", resume=resume
-    )
+    return tw.fit(Autoencoder(), (digits(),), loss, batch=64, steps=steps, lr=3e-3, precision="fp32", resume=resume)
 
 
 if __name__ == "__main__":

@@ -51,14 +51,7 @@ def main(steps: int = 1000, resume: Path | None = None) -> tw.Result:
         return tw.Loss(critic_loss, 1.0, {"generator": generator_loss})
 
     return tw.fit(
-        model,
-        (points,),
-        advance=step,
-        optimizer=[for_generator, for_critic],
-        batch=64,
-        until=f"{steps}steps",
-        schedule="constant",
-        resume=resume,
+        model, (points,), advance=step, optimizer=[for_generator, for_critic], batch=64, steps=steps, resume=resume
     )
 
 

@@ -33,16 +33,7 @@ def main(steps: int = 50, resume: Path | None = None) -> tw.Result:
     data = curve()
     model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, history_size=5)
-    return tw.fit(
-        model,
-        data,
-        advance=step,
-        optimizer=optimizer,
-        batch=64,
-        schedule="constant",
-        until=f"{steps}steps",
-        resume=resume,
-    )
+    return tw.fit(model, data, advance=step, optimizer=optimizer, batch=64, steps=steps, resume=resume)
 
 
 if __name__ == "__main__":
