@@ -290,3 +290,14 @@ def test_what_could_not_be_measured_is_said() -> None:
     for law in ("samples_are_independent", "padding_is_not_seen", "inputs_matter"):
         [verdict] = JUDGES[law](Case([blind]))
         assert getattr(verdict, "why", "") == "no replay"
+
+
+@each_row(("large", "count"), [(1e3, 0), (0.0, 1)], ids=str)
+def test_what_a_neighbour_changes_by_rounding_alone_is_no_finding(large: float, count: int) -> None:
+    """A sum over the batch that cancels but for the rounding of ``large``; and one that is as small, and real."""
+
+    def change(net: Net, h: Tensor) -> Tensor:
+        total = h.sum()
+        return h + ((total + large) - total - large if large else 1e-5 * total)
+
+    assert len(findings(watched(Net(change), classes), "samples_are_independent")) == count

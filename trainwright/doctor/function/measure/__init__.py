@@ -46,12 +46,12 @@ def function(session: ReplaySession) -> Facts:
         noise=noise,
         carried=carried,
         written=written,
-        neighbours=samples.neighbours(passes) if repeats and not related else None,
+        neighbours=passes.confirmed(samples.neighbours) if repeats and not related else None,
         related=related,
-        alone=samples.alone(passes) if repeats and not related else None,
+        alone=passes.confirmed(samples.alone) if repeats and not related else None,
         padding=padding,
         pad=pad,
-        future=sequences.future(passes) if repeats else None,
+        future=passes.confirmed(sequences.future) if repeats else None,
     )
     return dict(strict(vars(facts)))
 
