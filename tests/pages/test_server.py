@@ -118,6 +118,9 @@ def test_a_page_asks_for_what_is_new_only(site: Site, runs: Path) -> None:
         assert json.loads(site.ask(path).text)["runs"][0]["whole"]
     both = json.loads(site.ask("/data?run=healthy&run=ill").text)
     assert [run["id"] for run in both["runs"]] == ["healthy", "ill"]
+    some = json.loads(site.ask("/data?run=healthy&run=gone&run=ill").text)
+    assert [(run["id"], run["index"]) for run in some["runs"]] == [("healthy", 0), ("ill", 2)]
+    assert "head-2" in some["parts"] and "head-1" not in some["parts"]
 
 
 def events_of(site: Site, path: str) -> Iterator[str]:

@@ -28,6 +28,7 @@ from trainwright.version import __version__
 PARTS = ("head", "findings", "records")
 """The parts of a run's page that change while it runs; each is a template of its own, in an element of its own."""
 LEAST_BUCKETS = 60
+DAY_S = 24 * 3600.0
 
 
 def runs_page(views: Sequence[RunView], *, names: Sequence[str] = (), live: bool = False) -> str:
@@ -161,7 +162,8 @@ def _when(time_s: float) -> str:
 
 
 def _since(time_s: float) -> str:
-    return human_seconds(max(0.0, time.time() - time_s))
+    passed_s = max(0.0, time.time() - time_s)
+    return human_seconds(passed_s) if passed_s < 2 * DAY_S else f"{passed_s / DAY_S:.0f} days"
 
 
 def _value(value: object) -> str:

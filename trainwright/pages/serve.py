@@ -108,7 +108,7 @@ def make_server(
     guard = PageServer(RunShelf(folders)).app(token, hosts=hosts, cookie=cookie)
     config = uvicorn.Config(
         guard,
-        log_level="error",
+        log_level="critical",
         access_log=False,
         lifespan="off",
         ws="none",

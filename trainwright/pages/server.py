@@ -13,29 +13,30 @@ import asyncio
 import hmac
 import json
 import math
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
+from typing import TypeVar
 from urllib.parse import urlencode
 
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, QueryParams
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trainwright.pages.overview import Overview, RunShelf
+from trainwright.pages.overview import RunShelf
 from trainwright.pages.render import content_policy, overview_page, overview_rows, parts_of, runs_page
 from trainwright.pages.view import RunView
 from trainwright.runlog.json_values import JsonValue
 
+T = TypeVar("T")
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 POLL_S, KEEP_ALIVE_S = 0.5, 15.0
-READ_S = 0.8
+READ_S = 0.5
 """What may be spent on reading a log before an answer goes out: a longer one is read on while its page is shown."""
 LOOK_AGAIN_S = 3.0
 """So often a page is looked at where no record came: the state of a run changes without one when it is killed."""
@@ -59,10 +60,13 @@ class Seen:
 
 
 class PageServer:
-    """Answers the requests. One reader of each log serves all pages that show it."""
+    """Answers the requests. One thread reads, and one reader of each log serves all pages that show it."""
 
     def __init__(self, shelf: RunShelf) -> None:
-        self._shelf, self._lock = shelf, threading.Lock()
+        self._shelf, self._reading = shelf, ThreadPoolExecutor(1, "reader")
+
+    async def _read(self, act: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._reading, act)
 
     def app(self, token: str, *, hosts: Sequence[str] = (), cookie: str = "trainwright") -> Guard:
         """``hosts`` are the names that a request may call this machine by, besides those of the loopback."""
@@ -77,31 +81,30 @@ class PageServer:
         return Guard(Starlette(routes=routes), token, (*LOOPBACK, *hosts), cookie)
 
     async def _overview(self, request: Request) -> Response:
-        return HTMLResponse(await run_in_threadpool(lambda: overview_page(self._all())))
+        return HTMLResponse(await self._read(lambda: overview_page(self._shelf.overview())))
 
     async def _view(self, request: Request) -> Response:
         names = request.query_params.getlist("run")
-        text = await run_in_threadpool(self._page, names)
+        text = await self._read(lambda: self._page(names))
         return HTMLResponse(text) if text else _not_found(names)
 
     def _page(self, names: Sequence[str]) -> str:
-        with self._lock:
-            views = self._views(names, READ_S)
-            return runs_page(list(views.values()), names=list(views), live=True) if views else ""
+        views = self._views(names, READ_S)
+        return runs_page(list(views.values()), names=list(views), live=True) if views else ""
 
     async def _data(self, request: Request) -> Response:
         names, seen = _asked(request.query_params)
-        message = await run_in_threadpool(self.news, names, seen)
+        message = await self._read(lambda: self.news(names, seen))
         return JSONResponse(message) if message else _not_found(names)
 
     async def _events(self, request: Request) -> Response:
         names, seen = _asked(request.query_params)
-        if not await run_in_threadpool(self._has, names):
+        if not await self._read(lambda: self._has(names)):
             return _not_found(names)
-        return _stream(lambda: self.news(names, seen))
+        return self._stream(lambda: self.news(names, seen))
 
     async def _runs_data(self, request: Request) -> Response:
-        return JSONResponse({"rows": await run_in_threadpool(self._rows)})
+        return JSONResponse({"rows": await self._read(self._rows)})
 
     async def _runs_events(self, request: Request) -> Response:
         shown = ""
@@ -114,18 +117,31 @@ class PageServer:
             shown = rows
             return {"rows": rows}
 
-        return _stream(news, every_s=2 * POLL_S)
+        return self._stream(news, every_s=2 * POLL_S)
 
     def _rows(self) -> str:
-        return overview_rows(self._all())
+        return overview_rows(self._shelf.overview())
 
-    def _all(self) -> Overview:
-        with self._lock:
-            return self._shelf.overview()
+    def _stream(self, news: Callable[[], Mapping[str, JsonValue]], *, every_s: float = POLL_S) -> Response:
+        """Server-sent events: what ``news`` returns, where it is anything; a comment where nothing came for long."""
+
+        async def events() -> AsyncIterator[str]:
+            sent_s = time.monotonic()
+            while True:
+                message = await self._read(news)
+                if message:
+                    yield f"data: {json.dumps(message, allow_nan=False)}\n\n"
+                    sent_s = time.monotonic()
+                elif time.monotonic() - sent_s > KEEP_ALIVE_S:
+                    yield ": nothing new\n\n"
+                    sent_s = time.monotonic()
+                await asyncio.sleep(every_s)
+
+        headers = {"X-Accel-Buffering": "no"}  # nginx would keep events back
+        return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
 
     def _has(self, names: Sequence[str]) -> bool:
-        with self._lock:
-            return any(name in self._shelf.runs() for name in names)
+        return any(name in self._shelf.runs() for name in names)
 
     def _views(self, names: Sequence[str], for_s: float) -> dict[str, RunView]:
         """Those of these runs that there are, read on for that long."""
@@ -135,21 +151,22 @@ class PageServer:
 
     def news(self, names: Sequence[str], seen: Sequence[Seen]) -> dict[str, JsonValue]:
         """What a page does not know yet of these runs; notes in ``seen`` that it does from now on. Empty: nothing."""
-        with self._lock:
-            views = self._views(names, READ_S)
-            wrote = any(view.log.position != known.position for view, known in zip(views.values(), seen))
-            if not wrote and all(time.monotonic() - known.looked_s < LOOK_AGAIN_S for known in seen):
-                return {}
-            runs: list[JsonValue] = [_curves(name, view, known) for (name, view), known in zip(views.items(), seen)]
-            parts: dict[str, JsonValue] = {}
-            for index, (view, known) in enumerate(zip(views.values(), seen)):
-                now = parts_of(view, index)
-                parts |= {name: text for name, text in now.items() if known.parts.get(name) != text}
-                known.parts, known.position, known.looked_s = now, view.log.position, time.monotonic()
-            return {"runs": runs, "parts": parts} if wrote or parts else {}
+        views = self._views(names, READ_S)
+        there = [(i, name, views[name], seen[i]) for i, name in enumerate(names) if name in views]
+        wrote = any(view.log.position != known.position for _, _, view, known in there)
+        if not wrote and all(time.monotonic() - known.looked_s < LOOK_AGAIN_S for _, _, _, known in there):
+            return {}
+        runs: list[JsonValue] = []
+        parts: dict[str, JsonValue] = {}
+        for index, name, view, known in there:
+            runs.append({**_curves(view, known), "id": name, "index": index})
+            now = parts_of(view, index)
+            parts |= {part: text for part, text in now.items() if known.parts.get(part) != text}
+            known.parts, known.position, known.looked_s = now, view.log.position, time.monotonic()
+        return {"runs": runs, "parts": parts} if wrote or parts else {}
 
 
-def _curves(name: str, view: RunView, known: Seen) -> dict[str, JsonValue]:
+def _curves(view: RunView, known: Seen) -> dict[str, JsonValue]:
     """The rows that are new, or all, thinned: for a page that has none, and where they are many."""
     log = view.log
     fresh = log.read_rows - known.read
@@ -157,7 +174,7 @@ def _curves(name: str, view: RunView, known: Seen) -> dict[str, JsonValue]:
     curves = view.curves() if whole else view.curves(after=known.read)
     known.rows = 0 if whole else known.rows + fresh
     known.log, known.read, known.complete = log.name, log.read_rows, log.is_complete
-    return {**curves, "id": name, "whole": whole}
+    return {**curves, "whole": whole}
 
 
 def _asked(query: QueryParams) -> tuple[list[str], list[Seen]]:
@@ -169,25 +186,6 @@ def _asked(query: QueryParams) -> tuple[list[str], list[Seen]]:
         log, _, rows = text.partition(":")
         seen.append(Seen(log, int(rows), 0, True) if rows.isascii() and rows.isdecimal() else Seen())
     return names, seen
-
-
-def _stream(news: Callable[[], Mapping[str, JsonValue]], *, every_s: float = POLL_S) -> Response:
-    """Server-sent events: what ``news`` returns, where it is anything; a comment where nothing came for long."""
-
-    async def events() -> AsyncIterator[str]:
-        sent_s = time.monotonic()
-        while True:
-            message = await run_in_threadpool(news)
-            if message:
-                yield f"data: {json.dumps(message, allow_nan=False)}\n\n"
-                sent_s = time.monotonic()
-            elif time.monotonic() - sent_s > KEEP_ALIVE_S:
-                yield ": nothing new\n\n"
-                sent_s = time.monotonic()
-            await asyncio.sleep(every_s)
-
-    headers = {"X-Accel-Buffering": "no"}  # nginx would keep events back
-    return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
 
 
 def _not_found(names: Sequence[str]) -> Response:

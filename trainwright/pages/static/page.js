@@ -16,7 +16,7 @@
       if (size >= at) return +(value / (unit === "k" ? 1e3 : at)).toPrecision(4) + unit;
     return String(+value.toPrecision(4));
   }
-  const bytes = (v) => (v == null ? "-" : v >= 2 ** 30 ? (v / 2 ** 30).toFixed(2) + " GiB" : (v / 2 ** 20).toFixed(0) + " MiB");
+  const bytes = (v) => (v == null ? "-" : v >= 2 ** 30 ? (v / 2 ** 30).toFixed(2) + " GiB" : +(v / 2 ** 20).toPrecision(3) + " MiB");
   const percent = (v) => (v == null ? "-" : (100 * v).toFixed(0) + " %");
 
   /* Of a column: null is missing (undefined for uPlot, which draws on), "n" is not finite (null, a gap). */
@@ -247,8 +247,8 @@
   function take(message) {
     say("live");
     let redraw = false;
-    (message.runs || []).forEach((fresh, index) => {
-      const run = data.runs[index];
+    (message.runs || []).forEach((fresh) => {
+      const index = fresh.index, run = data.runs[index];
       if (fresh.log !== run.log || fresh.resumes !== run.resumes || fresh.whole) {
         data.runs[index] = fresh;
         redraw = true;
