@@ -45,7 +45,7 @@ def watched(
     y = (x @ torch.randn(6, 3)).argmax(1)
     model = Net(between).to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    with tw.watch(model, optimizer, out=None, quiet=True) as watch:
+    with tw.watch(model, optimizer, out=None, quiet=True, laws="gradient") as watch:
         for _ in range(6):
             optimizer.zero_grad()
             for _ in range(micro):

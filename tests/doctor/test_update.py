@@ -44,7 +44,7 @@ def watched(
     y = (x @ torch.randn(6, 3)).argmax(1)
     model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Dropout(0.1), nn.Linear(12, 3)).to(dtype)
     optimizer = make(model.parameters())
-    with tw.watch(model, optimizer, out=None, quiet=True) as watch:
+    with tw.watch(model, optimizer, out=None, quiet=True, laws="update") as watch:
         for step in range(steps):
             rows = torch.randperm(64)[:16]
             optimizer.zero_grad()

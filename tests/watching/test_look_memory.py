@@ -184,7 +184,7 @@ def test_the_laws_of_derivatives_hold_on_the_samples_that_fit() -> None:
     memory._of_size = dict.fromkeys(memory._of_size, wide)
     for name in ("derivative", "in_float64"):
         experiment = EXPERIMENTS[name]
-        memory._free = 4, int(experiment.memory * wide / 2)
+        memory._asked_at, memory._free = 4, int(experiment.memory * wide / 2)
         rows = memory.rows_for(session, experiment.memory, can_be_fewer=True)
         assert rows is not None and 6 <= len(rows) <= 8
         with runner.replayer.only(rows):

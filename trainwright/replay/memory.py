@@ -14,6 +14,8 @@ from trainwright.replay.session import ReplaySession
 from trainwright.world.memory import free_bytes, give_back
 
 NO_ROOM = "not looked at, for want of memory"
+AMPLE = 8
+"""So many times what is needed were free at an earlier look: it is not asked again."""
 FEWEST = 2
 """Samples: BatchNorm takes no single one."""
 WIDEST = 3
@@ -27,23 +29,24 @@ class ReplayMemory:
 
     def __init__(self) -> None:
         self._of_size: dict[int, int] = {}
-        self._free: tuple[int, int] = (0, 0)  # before the looks at a step: to ask takes a millisecond
+        self._free, self._asked_at = 0, 0  # bytes, at the look at which step: to ask takes a millisecond
 
     def rows_for(self, session: ReplaySession, times: float, *, can_be_fewer: bool) -> range | None:
         """The samples of each micro-batch for which ``times`` what the step takes is there; None: all of them.
 
         Raises NotReplayable where all are needed, or even two do not fit.
         """
-        if self._free[0] != session.step:
-            self._free = session.step, free_bytes(session.replayer.device)
-        free, size = self._free[1] / times, session.size or 0
-        batch, weights = self._of_batch(session), OF_WEIGHTS * sum(p.nbytes for p in session.parameters.values())
+        size, weights = session.size or 0, OF_WEIGHTS * sum([p.nbytes for p in session.replayer.subject.parameters])
+        batch = self._of_batch(session)
+        if self._asked_at != session.step and times * (batch + weights) > self._free / AMPLE:
+            self._asked_at, self._free = session.step, free_bytes(session.replayer.device)
+        free = self._free / times
         if batch + weights <= free:
             return None
         fitting = int(size * (free - weights) / batch) if can_be_fewer and batch else 0
         if fitting < FEWEST:
             wanted = _mib(times * (batch + weights))
-            raise NotReplayable(f"{NO_ROOM}: it takes about {wanted}, and {_mib(self._free[1])} are free")
+            raise NotReplayable(f"{NO_ROOM}: it takes about {wanted}, and {_mib(self._free)} are free")
         return range(fitting)
 
     def _of_batch(self, session: ReplaySession) -> int:
