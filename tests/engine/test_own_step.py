@@ -175,6 +175,44 @@ def test_an_update_by_a_closure_whose_gradients_are_not_finite_is_undone() -> No
     assert bool(model.weight.isfinite().all())
 
 
+def test_an_optimizer_that_the_run_was_not_given_is_refused_before_its_first_update() -> None:
+    model = Pair()
+    optimizer, step = in_turns(model)
+    given, before = optimizer.parts[0], bits(model)
+    with pytest.raises(UsageError, match="of an optimizer that the run was not given") as caught:
+        tw.make_own_step(step)(tw.TrainState(model, given), cut(data(0), 8))
+    assert "optimizer=[one, other]" in caught.value.remedy
+    assert all(torch.equal(value, before[name]) for name, value in bits(model).items() if name.startswith("other.0"))
+    update(model, data(0), optimizer.parts[1], 1.0)  # outside of a step nobody asks
+
+
+class Within(Optimizer):
+    """Has another optimizer inside, as many have."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+def test_an_optimizer_inside_of_one_that_was_given_is_its_own_affair() -> None:
+    model = nn.Linear(4, 1)
+    inner = SGD(model.parameters(), lr=0.1)
+    optimizer = Within(inner)
+
+    def step(state: tw.TrainState, batch: tw.StepBatch) -> Tensor:
+        loss = F.mse_loss(model(batch.data[0]), batch.data[1])
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return loss
+
+    advance = tw.make_own_step(step)
+    results = [advance(tw.TrainState(model, optimizer), cut(data(0), 8)) for _ in range(2)]
+    assert results[1].loss < results[0].loss and float(results[0].grad_norm) > 0
+
+
 def test_the_rate_of_each_optimizer_follows_the_schedule() -> None:
     model = Pair()
     optimizer, step = in_turns(model)

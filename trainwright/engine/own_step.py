@@ -10,6 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from trainwright.engine.clip import global_norm
@@ -107,21 +108,23 @@ def _read(output: object, batch: StepBatch, step: int) -> tuple[Tensor, Tensor |
 class UpdateGuard:
     """Looks at the gradients of each update inside the context; an optimizer that finds none changes nothing.
 
-    ``skipped`` is true once an update was left out.
+    ``skipped`` is true once an update was left out. Raises UsageError where another optimizer than these steps.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
         self._handles: list[RemovableHandle] = []
+        self._stepping: Optimizer | None = None
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
         self._norms: list[Tensor] = []
         self._before_closure: _Before | None = None
         self.skipped = APPLIED
 
     def __enter__(self) -> Self:
-        for each in self._optimizers:
-            self._handles.append(each.register_step_pre_hook(self._before))
-            self._handles.append(each.register_step_post_hook(self._after))
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        ]
         return self
 
     def __exit__(
@@ -131,6 +134,11 @@ class UpdateGuard:
             handle.remove()
 
     def _before(self, optimizer: Optimizer, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+        if self._stepping is not None:  # an optimizer that has another one inside
+            return
+        if optimizer not in self._optimizers:
+            raise _strange(optimizer)
+        self._stepping = optimizer
         if any(callable(each) for each in (*args, *kwargs.values())):
             self._before_closure = _Before(optimizer)
         elif not self._are_finite(optimizer):
@@ -139,6 +147,9 @@ class UpdateGuard:
                 p.grad = None
 
     def _after(self, optimizer: Optimizer, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+        if optimizer is not self._stepping:
+            return
+        self._stepping = None
         for p, grad in self._hidden:
             p.grad = grad
         self._hidden = []
@@ -163,6 +174,14 @@ class UpdateGuard:
             return self._norms[0]
         squares = [norm.square() for norm in self._norms]
         return torch.stack(squares).sum().sqrt() if squares else torch.zeros((), device=device)
+
+
+def _strange(optimizer: Optimizer) -> UsageError:
+    return UsageError(
+        f"the step calls {type(optimizer).__name__}.step() of an optimizer that the run was not given: its state would "
+        "not be saved",
+        remedy="give it: tw.fit(..., optimizer=it), or optimizer=[one, other] for several",
+    )
 
 
 class _Before:
