@@ -21,6 +21,7 @@ MODULES = {
     "nvidia-ml-py": "pynvml",
     "scikit-learn": "sklearn",
     "liger-kernel": "liger_kernel",
+    "ipython": "IPython",
     "pillow": "PIL",
 }
 """Distributions whose module has another name."""

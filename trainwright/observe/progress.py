@@ -1,4 +1,4 @@
-"""What a person sees of a run: one live line on a terminal, a plain line now and then in a file."""
+"""What a person sees of a run: a live line on a terminal or in a notebook, a plain line now and then in a file."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.text import Text
 
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.step import StepResult
+from trainwright.observe.notebook import NotebookCell
 from trainwright.state.train_state import TrainState
 
 LIVE_EVERY_S = 0.25
@@ -34,7 +35,8 @@ class Progress:
         self._console, self._clock, self._quiet = console, clock, quiet
         self.marks: Mapping[str, float] = marks or {}
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
-        self._every_s = LIVE_EVERY_S if self._live else PLAIN_EVERY_S
+        self._cell = NotebookCell() if console.is_jupyter and not quiet else None
+        self._every_s = LIVE_EVERY_S if self._live or self._cell else PLAIN_EVERY_S
         self._shown_s = clock()
         self._samples: int | None = None
         self._loss: float | None = None
@@ -75,6 +77,8 @@ class Progress:
         self._shown_s, self._samples, self._wait_s, self._work_s = now_s, state.num_samples, 0.0, 0.0
         if self._live:
             self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+        elif self._cell:
+            self._cell.update(line, result.step, float(result.loss))
         else:
             self.say(line)
 

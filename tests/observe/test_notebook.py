@@ -1,0 +1,61 @@
+"""In a notebook: one cell that changes while a run goes on, and no line for each step. A real kernel runs it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainwright.observe.notebook import MOST, curve
+
+FIT = """
+import warnings; warnings.simplefilter("error")
+import torch, trainwright as tw
+from torch import nn
+from trainwright.observe import progress
+progress.LIVE_EVERY_S = 0.0
+x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+y = (x[:, 0] > 0).long()
+model = nn.Linear(4, 2)
+result = tw.fit(model, (x, y), nn.CrossEntropyLoss(), steps=40, batch=16, settings={"log.doctor": False})
+"""
+WATCH = """
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+with tw.watch(model, optimizer, out=None) as watch:
+    for _ in range(4):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x).softmax(1), y).backward()
+        optimizer.step()
+[each.code for each in watch.findings()]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_run_and_a_watched_loop_in_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ipykernel")
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
+    cells = [nbformat.v4.new_code_cell(source) for source in (FIT, WATCH, "result")]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    fit, watch, result = ([*cell.outputs] for cell in notebook.cells)
+    [shown] = [text for text in map(html_of, fit) if "<svg" in text]
+    assert "<polyline" in shown and "step 40" in shown and "loss from step 1 to 40" in shown
+    assert sum("samples/s" in html_of(each) for each in fit) == 1, "a line for each step"
+    assert "loss.softmax_before_ce" in watch[-1]["data"]["text/plain"]
+    assert any("softmax" in html_of(each) for each in watch[:-1]), "the diagnosis is printed"
+    assert "step 40" in result[-1]["data"]["text/plain"]
+
+
+def html_of(output: Any) -> str:
+    return str(output.get("data", {}).get("text/html", ""))
+
+
+def test_a_curve_has_gaps_where_values_are_not_finite() -> None:
+    assert curve([(1, 2.0)]) == ""
+    assert curve([(1, 2.0), (2, 1.0), (3, math.nan), (4, 0.5), (5, 0.7)]).count("<polyline") == 2
+    assert len(curve([(n, 1.0) for n in range(MOST)])) < 8000
