@@ -58,8 +58,8 @@ def test_both_codes_reach_the_same_loss_and_ours_is_not_longer(library: str, noi
     assert lines(f"ours: {library}") <= lines(f"theirs: {library}")
 
 
-def test_our_code_beside_that_of_keras_runs(noise: float) -> None:
-    assert abs(loss_of("ours: keras") - loss_of("theirs: plain")) < noise
+def test_our_code_beside_that_of_keras_is_one_that_was_run() -> None:
+    assert BLOCKS["ours: keras"] == BLOCKS["ours: transformers"]
 
 
 def first() -> tuple[nn.Module, Tensor, Tensor]:
