@@ -92,6 +92,7 @@ def report(root: Path, steps: int) -> None:
 def opening(root: Path, steps: int) -> None:
     make_log(root, "long", steps)
     with server_of(root) as (_, port, token):
+        ask(port, token, "/nothing").read()  # until the process is up
         begin_s = time.perf_counter()
         text = ask(port, token, "/view?run=long").read()
         figure(BENCH, f"opening_{steps}", [time.perf_counter() - begin_s], unit="s", against="the page is there")
