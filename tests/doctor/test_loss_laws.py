@@ -251,3 +251,21 @@ def test_label_smoothing_leaves_something_to_learn(share: float, kind: type) -> 
         case_of(lambda out: F.cross_entropy(out, Y16, label_smoothing=share)), "there_is_room_to_learn"
     )
     assert isinstance(verdict, kind)
+
+
+@each_row(
+    ("loss", "kind"),
+    [
+        (lambda out: F.cross_entropy(out, Y16) + F.mse_loss(out, R16, reduction="sum") / R16.numel(), Holds),
+        (lambda out: F.cross_entropy(out, Y16) + 0.01 * F.mse_loss(out, R16), Holds),
+        (lambda out: (F.cross_entropy(out @ out.T, torch.arange(16)) + F.cross_entropy(out, Y16)) / 2, NotApplicable),
+        (
+            lambda out: F.cross_entropy(out @ out.T, torch.arange(16), reduction="sum") + F.cross_entropy(out, Y16),
+            Finding,
+        ),
+        (lambda out: (F.l1_loss(out, R16) + F.mse_loss(out, R16, reduction="sum")) / 2, Finding),
+    ],
+)
+def test_a_sum_among_means_is_read_from_the_calls(loss: Loss, kind: type) -> None:
+    [verdict] = verdicts(case_of(loss), "batch_is_cut_anywhere")
+    assert isinstance(verdict, kind)

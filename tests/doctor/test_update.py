@@ -248,3 +248,17 @@ def test_a_step_that_is_made_twice_has_its_name() -> None:
     watch = watched(after=lambda step, model, optimizer: optimizer.step())
     assert states(watch)["once_for_each"] == "broken"
     assert "law.update.once_for_each" not in found(watch)
+
+
+@pytest.mark.parametrize(("left_out", "is_told"), [("0.bias", False), ("2.bias", True)])
+def test_a_bias_before_a_norm_gets_no_gradient_but_rounding(left_out: str, is_told: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 6)
+    model = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Linear(12, 3))
+    optimizer = torch.optim.Adam([p for name, p in model.named_parameters() if name != left_out], 1e-2)
+    with tw.watch(model, optimizer, out=None, quiet=True, laws="cheap") as watch:
+        for _ in range(6):
+            model.zero_grad()
+            (model(x) - x[:, :3]).square().mean().backward()
+            optimizer.step()
+    assert ("opt.params_missing" in [each.code for each in watch.findings()]) is is_told

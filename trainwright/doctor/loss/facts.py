@@ -30,11 +30,20 @@ class ComparedFacts:
 
 
 @dataclass(frozen=True)
+class SummedTerm:
+    """A term of the loss that is a sum over so many targets, beside one that is a mean."""
+
+    op: str
+    targets: int
+
+
+@dataclass(frozen=True)
 class ComparisonsFacts:
     """Of every call in one step."""
 
     experiment: ClassVar[str] = "comparisons"
     calls: tuple[ComparedFacts, ...] = ()
+    summed: SummedTerm | None = None
 
 
 @dataclass(frozen=True)

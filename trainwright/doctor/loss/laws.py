@@ -6,9 +6,17 @@ import math
 from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.finding import ExperimentRequest, finding
+from trainwright.doctor.finding import ExperimentRequest, Finding, finding
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
-from trainwright.doctor.loss.facts import ComparedFacts, ComparisonsFacts, CutFacts, Learned, LearnedFacts, TowardsFacts
+from trainwright.doctor.loss.facts import (
+    ComparedFacts,
+    ComparisonsFacts,
+    CutFacts,
+    Learned,
+    LearnedFacts,
+    SummedTerm,
+    TowardsFacts,
+)
 from trainwright.runlog.records import Where
 
 NAMES = {"sub": "squared error", "rsub": "squared error", "__sub__": "squared error", "__rsub__": "squared error"}
@@ -207,11 +215,15 @@ def _unlike(call: ComparedFacts) -> tuple[str, str, str] | None:
 
 def batch_is_cut_anywhere(case: Case) -> Iterator[Verdict]:
     """A batch twice has the same loss as once, or every term of it twice as much."""
+    compared = case.newest(ComparisonsFacts)
+    if compared is not None and compared.summed is not None:
+        yield _summed_among_means(case, compared.summed)
+        return
     facts = case.newest(CutFacts)
     if facts is None:
         if (why := case.blind(CutFacts)) is not None:
             yield NotApplicable(why)
-        elif case.newest(ComparisonsFacts) is not None:
+        elif compared is not None:
             yield ExperimentRequest(CutFacts.experiment)
         return
     kinds = {_kind(each.ratio) for each in facts.terms} or {_kind(facts.ratio)}
@@ -246,6 +258,22 @@ def batch_is_cut_anywhere(case: Case) -> Iterator[Verdict]:
         yield Holds(f"the loss of the batch twice is {facts.ratio:.4g} of that once")
     else:
         yield NotApplicable(f"the loss relates samples to each other: of the batch twice it is {facts.ratio:.4g} times")
+
+
+def _summed_among_means(case: Case, term: SummedTerm) -> Finding:
+    return finding(
+        "law.loss.batch_is_cut_anywhere",
+        "warning",
+        case.last_step,
+        symptom=f"{term.op} is a sum over {term.targets} targets, and another term of the loss is a mean over its own",
+        cause="the terms are reduced in two ways, so one of them decides, and their balance depends on the batch",
+        remedy='give all terms the same reduction: "mean", or a sum divided by the number of targets',
+        sure=0.75,
+        stage="loss",
+        since_step=1,
+        where=Where(op=term.op),
+        evidence=[("targets that are summed over", term.targets, 1)],
+    )
 
 
 def _kind(ratio: float) -> str:

@@ -19,6 +19,7 @@ from trainwright.doctor.loss.facts import (
     TowardsFacts,
 )
 from trainwright.doctor.loss.measure.comparing import CLASSES, DISTANCES, RESIDUALS, ComparedLoss, compared
+from trainwright.doctor.loss.measure.reductions import summed_among_means
 from trainwright.doctor.loss.measure.scores import SAMPLES, alone, made_by
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import Constant, Operation, RecordedStep
@@ -61,7 +62,7 @@ def probes(watched: WatchedObjects) -> list[Probe]:
 def comparisons(session: ReplaySession) -> Facts:
     """Each call of a loss function: its value, and its values of predictions that tell nothing."""
     found = [_looked_at(call, module) for call, module in _calls(session, session.recorded_step)]
-    return dict(strict(vars(ComparisonsFacts(tuple(found)))))
+    return dict(strict(vars(ComparisonsFacts(tuple(found), summed_among_means(session.recorded_step)))))
 
 
 def _calls(

@@ -17,6 +17,8 @@ from trainwright.recorder.user_types import Args, Kwargs, Loader, TorchFunction
 from trainwright.runlog.json_values import Facts
 from trainwright.state.names import named_parameters
 
+ROUNDED = 1e-5
+"""Of the largest gradient: in float32 a sum of a few thousand parts that should be 0 comes to less."""
 SAMPLE = 16
 """Elements of a weight that are compared to see whether it has changed."""
 
@@ -167,7 +169,7 @@ class Contract(Probe):
             if id(p) in owned or not p.requires_grad:
                 continue
             # it gets one, or got one: model.zero_grad() drops theirs too
-            gets = p.grad is not None and bool(own_part(p.grad).abs().sum() != 0)
+            gets = p.grad is not None and not _largest(p.grad) <= ROUNDED * self._largest_gradient()
             if not gets and name not in self._known_missing:
                 continue
             before, self._seen[id(p)] = self._seen.get(id(p)), _sample(p)
@@ -175,6 +177,10 @@ class Contract(Probe):
                 found.append(name)
         self._known_missing = found
         return found
+
+    def _largest_gradient(self) -> float:
+        """Of all elements. A gradient that is far smaller everywhere is 0 but for rounding: a bias before a norm."""
+        return max((_largest(p.grad) for p in self._parameters if p.grad is not None), default=0.0)
 
     def _share(self, missing: list[str]) -> float:
         """The share of the missing parameters in all trainable ones, by elements."""
@@ -189,6 +195,11 @@ class Contract(Probe):
             grads = [by_id[id(p)] for p in owned_by(optimizer) if id(p) in by_id]
             norms.append(math.sqrt(sum(float(own_part(g).float().norm()) ** 2 for g in grads)))
         return norms
+
+
+def _largest(gradient: Tensor) -> float:
+    values = own_part(gradient.coalesce().values() if gradient.is_sparse else gradient)
+    return float(values.abs().max()) if values.numel() else 0.0
 
 
 def _owns(optimizer: Optimizer, parameter: Tensor) -> bool:
