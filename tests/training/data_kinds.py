@@ -226,10 +226,10 @@ class StatefulIterator:
         self.at += 1
         return {"x": x.numpy() + np.float32(0.01) * np.random.rand(), "y": y.numpy()}
 
-    def state_dict(self) -> dict[str, int]:
+    def get_state(self) -> dict[str, int]:
         return {"at": self.at}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def set_state(self, state: dict[str, int]) -> None:
         self.at = state["at"]
 
 
@@ -354,7 +354,7 @@ KINDS = [
     Kind(
         "loader that counts its epochs itself, and whose state holds an object", lambda: Stateful(object()), exact=False
     ),
-    Kind("iterable whose iterator has `state_dict` (Grain)", OfStatefulIterators),
+    Kind("iterable whose iterator has `get_state` (Grain)", OfStatefulIterators),
     Kind("iterable of batches (WebLoader, Ray Data)", Shuffled),
     Kind("iterator with `reset()` (DALI)", Resets),
     Kind("iterable of graphs", ReadyGraphs),

@@ -19,7 +19,7 @@ from trainwright.build.collation import Batch
 from trainwright.build.generators import OwnGenerators, prepare_epoch
 from trainwright.build.workers import sigchld_as_it_was
 from trainwright.errors import DataError, text_of
-from trainwright.state.codec import encode
+from trainwright.state.codec import Tree, encode
 from trainwright.state.cursor import Cursor, Ids, StreamState, count_rows
 from trainwright.state.rng import seed_of
 
@@ -67,7 +67,7 @@ class ReadyBatches:
 
     @property
     def keeps_state(self) -> bool:
-        return _keeps_state(self.source)
+        return _keeper_of(self.source) is not None
 
     @property
     def origin(self) -> object:
@@ -120,12 +120,13 @@ class Pass:
         self._generators = OwnGenerators(seed_of(f"{seed}:{epoch}:batches"))
         with self._generators.in_use(), sigchld_as_it_was(), self._errors():
             made = source.begin(seed, epoch)
-            if state is not None and _keeps_state(made):
-                made.load_state_dict(copy.deepcopy(state.own))
+            keeper = _keeper_of(made)
+            if state is not None and keeper is not None:
+                keeper.load(copy.deepcopy(state.own))
             self._iterator = iter(made)
-            self._keeper = next((each for each in (made, self._iterator) if _keeps_state(each)), None)
-            if state is not None and self._keeper is not made and self._keeper is not None:
-                self._keeper.load_state_dict(copy.deepcopy(state.own))
+            self._keeper = keeper or _keeper_of(self._iterator)
+            if state is not None and keeper is None and self._keeper is not None:
+                self._keeper.load(copy.deepcopy(state.own))
         if state is not None:
             self._generators.restore(state.rng)
         self._draws = not _draws_in_workers(made)
@@ -170,7 +171,7 @@ class Pass:
         if self._keeper is None:
             return None
         try:
-            own = copy.deepcopy(self._keeper.state_dict())
+            own = copy.deepcopy(self._keeper.read())
             encode(own)
         except Exception as error:  # the user's code, or a TypeError that names what is in the way
             self._keeper = None
@@ -185,8 +186,19 @@ def silent(line: str) -> None:
     """Says nothing."""
 
 
-def _keeps_state(thing: object) -> bool:
-    return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
+class _Keeper(NamedTuple):
+    """How a loader or its iterator says where it stands, and is put there."""
+
+    read: Callable[[], Tree]
+    load: Callable[[Tree], object]
+
+
+def _keeper_of(thing: object) -> _Keeper | None:
+    for names in (("state_dict", "load_state_dict"), ("get_state", "set_state")):
+        read, load = (getattr(thing, name, None) for name in names)
+        if callable(read) and callable(load):
+            return _Keeper(read, load)
+    return None
 
 
 def _draws_in_workers(source: object) -> bool:
@@ -229,7 +241,7 @@ class ReadyStream:
             one = self._pass(epoch, start.stream)
             if one.is_stateful:
                 one.position, one.digest = start.position, start.digest
-                self.resumed = "the loader goes on from its own state"
+                self.resumed = "the loader goes on from its own state, as exactly as that says where it was"
                 return one
         one = self._pass(epoch)
         self._replay(one)

@@ -358,7 +358,12 @@ def _own_notes(recipe: Recipe, own: OwnBatches) -> list[Note]:
     joined = recipe.batch.accumulation or 1
     size = f"about {own.size} samples each" if own.size else "of the size that they have"
     step = "one" if joined == 1 else str(joined)
-    return [Note("batch", f"as the data come, {size}", f"{step} of them {'is' if joined == 1 else 'are'} a step")]
+    notes = [Note("batch", f"as the data come, {size}", f"{step} of them {'is' if joined == 1 else 'are'} a step")]
+    if own.ready and recipe.data.workers:
+        notes.append(
+            Note("not used", f"data.workers: {recipe.data.workers}", "ready batches come from their own iterator")
+        )
+    return notes
 
 
 def _batch_notes(batch: BatchPlan, samples: int | None) -> list[Note]:

@@ -1,0 +1,162 @@
+"""What a loader of one's own costs in ``tw.fit``, against a loop written by hand over the same loader.
+
+    python -m benchmarks.foreign_loader [--rounds 5] [--steps 400] [--quick] [--threads 1]
+
+Both loops of a round train the same MLP (64-512-512-10, batches of 64: some milliseconds a step) with AdamW and
+clipping on the same kind of loader, one after the other; the next round begins with the other one. ``tw.fit`` has
+everything at its default: doctor, checkpoints, log. The figures of a loader:
+
+``LOADER_wall``  mean time of a step after the first 64, as a ratio to the loop by hand
+``LOADER_cpu``   the same in CPU time of the training thread, which other work on the machine disturbs less
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from itertools import count, islice, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+import trainwright as tw
+from benchmarks.figures import about, arguments, figure
+from benchmarks.step_overhead_variants import CLIP_AT, FIRST, LR, Task, adamw
+
+Loader = Callable[[Task], Any]
+
+
+class Wide(Task):
+    """A step of some milliseconds."""
+
+    def make_model(self) -> nn.Module:
+        widths = (64, 512, 512)
+        hidden = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]
+        return nn.Sequential(*hidden, nn.Linear(512, 10))
+
+    def make_data(self) -> tuple[Tensor, Tensor]:
+        draw = torch.Generator().manual_seed(0)
+        count = 64 * self.batch_size
+        return torch.randn(count, 64, generator=draw), torch.randint(10, (count,), generator=draw)
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """Ready batches that a worker makes."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return islice(self.task.batches(), 64)
+
+
+class Stateful:
+    """Says where it stands after each batch."""
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.given = task, 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for given, batch in enumerate(islice(self.task.batches(), 64), 1):
+            self.given = given
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+def rows(task: Task) -> TensorDataset:
+    return TensorDataset(*task.make_data())
+
+
+def weighted(task: Task) -> DataLoader[Any]:
+    data = rows(task)
+    return DataLoader(data, task.batch_size, sampler=WeightedRandomSampler([1.0] * len(data), len(data)))
+
+
+def in_batches(task: Task) -> DataLoader[Any]:
+    data = rows(task)
+    return DataLoader(data, batch_sampler=torch.arange(len(data)).reshape(-1, task.batch_size).tolist())
+
+
+LOADERS: dict[str, Loader] = {
+    "weighted_sampler": weighted,
+    "batch_sampler": in_batches,
+    "ready_batches": lambda task: DataLoader(list(islice(task.batches(), 64)), batch_size=None),
+    "iterable": lambda task: lambda: islice(task.batches(), 64),
+    "stateful": Stateful,
+    "two_workers": lambda task: DataLoader(Stream(task), batch_size=None, num_workers=2),
+}
+
+
+class Clocks:
+    """Wall and CPU time of the training thread after each step."""
+
+    def __init__(self) -> None:
+        self.times_s: list[tuple[float, float]] = []
+
+    def observe(self, result: object, state: object) -> None:
+        self.times_s.append((time.perf_counter(), time.thread_time()))
+
+    def step_s(self, first: int) -> tuple[float, float]:
+        """The mean after the first steps."""
+        (wall, cpu), (last_wall, last_cpu) = self.times_s[first], self.times_s[-1]
+        number = len(self.times_s) - 1 - first
+        return (last_wall - wall) / number, (last_cpu - cpu) / number
+
+
+def by_hand(task: Task, loader: Any, clocks: Clocks) -> None:
+    model = task.make_model()
+    optimizer = adamw(model, {"fused": True})
+    passes = (loader() if callable(loader) else loader for _ in count())
+    for x, y in islice((batch for each in passes for batch in each), task.steps):
+        optimizer.zero_grad()
+        task.loss(model(x), y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_AT)
+        optimizer.step()
+        clocks.observe(None, None)
+
+
+def by_fit(task: Task, loader: Any, clocks: Clocks) -> None:
+    tw.fit(
+        task.make_model(),
+        loader,
+        task.loss,
+        until=f"{task.steps}steps",
+        lr=LR,
+        precision="fp32",
+        observers=[clocks],
+        quiet=True,
+    )
+
+
+def main() -> None:
+    options = arguments(__doc__, rounds=(5, 1), steps=(400, 8))
+    torch.set_num_threads(options.threads)
+    about("foreign_loader")
+    task = Wide("wide", 64, options.steps)
+    with tempfile.TemporaryDirectory(prefix="foreign-") as folder:
+        os.chdir(folder)
+        for name, make in LOADERS.items():
+            ratios: list[tuple[float, float]] = []
+            for number in range(options.rounds):
+                seen = {}
+                for run in (by_hand, by_fit)[:: 1 if number % 2 else -1]:
+                    clocks = Clocks()
+                    run(task, make(task), clocks)
+                    seen[run] = clocks.step_s(min(FIRST, options.steps // 2))
+                ratios.append((seen[by_fit][0] / seen[by_hand][0], seen[by_fit][1] / seen[by_hand][1]))
+            for at, kind in enumerate(("wall", "cpu")):
+                values = [each[at] for each in ratios]
+                figure("foreign_loader", f"{name}_{kind}", values, unit="ratio", against="the same loader by hand")
+        os.chdir("/")
+
+
+if __name__ == "__main__":
+    main()
