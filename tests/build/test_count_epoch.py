@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 import trainwright as tw
 from tests.rows import each_row
@@ -31,6 +31,21 @@ class Samples(IterableDataset[tuple[Tensor, Tensor]]):
         return iter([(X[n], Y[n]) for n in range(60)])
 
 
+class InTens(Sampler[list[int]]):
+    """A batch sampler without a length."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(torch.randperm(60).reshape(6, 10).tolist())
+
+
+class Lengthless(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(60)[:40].tolist())
+
+
+ROWS = TensorDataset(X, Y)
+
+
 def trained(data: object, folder: Path, **length: int) -> tuple[int, list[Tensor]]:
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
@@ -42,7 +57,14 @@ def trained(data: object, folder: Path, **length: int) -> tuple[int, list[Tensor
 
 @each_row(
     ("data", "steps"),
-    [(batches, 12), (Samples(), 4), (DataLoader(Samples(), batch_size=None), 120), (DataLoader(Samples(), 20), 6)],
+    [
+        (batches, 12),
+        (Samples(), 4),
+        (DataLoader(Samples(), batch_size=None), 120),
+        (DataLoader(Samples(), 20), 6),
+        (DataLoader(ROWS, batch_sampler=InTens()), 12),
+        (DataLoader(ROWS, 10, sampler=Lengthless()), 8),
+    ],
 )
 def test_epochs_of_a_stream_are_as_many_steps(data: object, steps: int, tmp_path: Path) -> None:
     in_epochs, weights = trained(data, tmp_path, epochs=2)

@@ -25,7 +25,7 @@ def with_epoch_counted(facts: RunFacts, data: Unwrapped, recipe: Recipe, say: Ca
     """
     own, path = facts.own_batches, _in_epochs(recipe)
     is_known = facts.train_samples is not None or (own is not None and own.count is not None)
-    if is_known or not path or (own is not None and not own.ready):
+    if is_known or not path:
         return facts
     if isinstance(data.dataset, ReadyBatches) and data.dataset.once:
         raise _unknown(path, "one whose data can be iterated once cannot be counted before it")
@@ -67,13 +67,17 @@ def _epoch(data: Unwrapped, seed: int) -> Iterator[object]:
         while (batch := one.next()) is not None:
             yield batch
         return
+    if data.order is not None:  # its positions are drawn, no sample is read
+        for ids in data.order.batches(seed, 0):
+            yield from [ids] if data.order.in_batches else ids
+        return
     with seeded(seed):
         prepare_epoch(data.dataset, seed, 0)
         yield from data.dataset
 
 
 def _things(data: Unwrapped) -> str:
-    return "batches" if isinstance(data.dataset, ReadyBatches) else "samples"
+    return "samples" if data.own_batches is None else "batches"
 
 
 def _unknown(path: str, why: str) -> RecipeError:

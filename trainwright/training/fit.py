@@ -22,6 +22,7 @@ from trainwright.engine.observer import as_observer
 from trainwright.errors import UsageError
 from trainwright.plan.make import Note
 from trainwright.recipe import from_mapping
+from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
 from trainwright.runlog.folder import RunFolder
 from trainwright.training.own_step import no_loss, require_no_loss_needed
 from trainwright.training.passed import Passed, live_name, passed
@@ -323,7 +324,7 @@ def _recipe_of(
         section["val"] = {"use": live_name(first.origin)}
         section["more_val"] = [{"name": name, "use": live_name(each.origin)} for name, each in more]
     own = data.own_batches
-    size, batch_key = (data.batch_size, batch_key) if own is None else (own.size, "size")
+    size, batch_key = (data.batch_size, batch_key) if own is None else (own.size or DEFAULT_BATCH_SIZE, "size")
     return {
         "model": {"use": live_name(model)},
         "data": section,
