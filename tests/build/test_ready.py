@@ -24,6 +24,7 @@ from trainwright.state.cursor import Cursor, StepBatch, count_rows
 from trainwright.state.rng import RngBag, seed_all
 
 LOADING = Loading(1, 1, seed=3)
+X = torch.ones(7, 3)
 
 
 def batches(count: int = 5) -> Iterator[tuple[Tensor, Tensor]]:
@@ -120,9 +121,35 @@ def test_arrays_become_tensors() -> None:
     assert isinstance(data["x"], Tensor) and isinstance(data["n"][0], Tensor) and data["names"] == ["a", "b"]
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(4, 4),
+        lambda: torch.randn(4, 4).bfloat16()[:, 1],
+        lambda: torch.randn(2000, 3).to(torch.float8_e4m3fn),
+        lambda: torch.randn(4, dtype=torch.complex64).conj(),
+        lambda: torch.randn(()),
+        lambda: [{"a": torch.randn(3).numpy()}, str(random.random())],
+        lambda: Graphs(3, torch.randn(7, 3)),
+    ],
+)
+def test_another_value_is_seen_when_it_is_read_again(make: Any) -> None:
+    seed_all(1)
+    fixed = [make() for _ in range(3)]
+
+    def resumed(second: list[Any]) -> str:
+        cursor = take(lambda: iter(fixed), 2)[1].cursor
+        stream = StepBatches(unwrap(lambda: iter(second)).dataset, LOADING, cursor=cursor)
+        list(islice(stream, 1))
+        return stream.resumed
+
+    assert "they are the same" in resumed(fixed)
+    assert "NOT the same" in resumed([fixed[0], make(), fixed[2]])
+
+
 class Graphs:
-    def __init__(self, count: int | None) -> None:
-        self.x, self.edges = torch.ones(7, 3), torch.ones(2, 9)
+    def __init__(self, count: int | None, x: Tensor = X) -> None:
+        self.x, self.edges = x, torch.ones(2, 9)
         if count is not None:
             self.num_graphs = count
 

@@ -26,9 +26,14 @@ from trainwright.state.rng import seed_of
 Say: TypeAlias = Callable[[str], None]
 PROGRESS_S = 10.0
 """How often it is said how far a replay has come."""
+_OF_NUMPY = (
+    *(torch.float32, torch.float64, torch.float16, torch.complex64, torch.complex128),
+    *(torch.int64, torch.int32, torch.uint8, torch.bool),
+)
+"""Dtypes that NumPy has, too; of others the bytes are compared."""
 _END = object()
 COMPARED = 512
-"""Values of each tensor that a digest covers, spread evenly: 10 us a tensor, whatever its size."""
+"""Values of each tensor that a digest covers, spread evenly: some microseconds a tensor, whatever its size."""
 MAY_REPEAT = "some samples of this epoch may come twice, and some not at all"
 AGAIN = "give a list, a loader, or a function without arguments that makes the iterator"
 
@@ -295,27 +300,34 @@ def _as_tensors(data: Batch) -> Batch:
 
 def _digest(before: str, data: Batch) -> str:
     digest = hashlib.blake2b(before.encode(), digest_size=8)
-    for part in _compared(data, 0):
-        digest.update(part)
+    _add(digest, data, 0)
     return digest.hexdigest()
 
 
-def _compared(data: object, depth: int) -> Iterator[bytes]:
-    """Yields what of a batch is compared. A tensor on a GPU gives its shape alone: its values would cost a sync."""
+def _add(digest: hashlib.blake2b, data: object, depth: int) -> None:
+    """Adds what of a batch is compared. A tensor on a GPU gives its shape alone: its values would cost a sync."""
     if isinstance(data, Tensor):
-        yield f"{data.dtype}{tuple(data.shape)}".encode()
+        digest.update(f"{data.dtype}{tuple(data.shape)}".encode())
         if data.layout == torch.strided and data.device.type == "cpu" and data.numel():
-            flat = data.detach().reshape(-1)
-            yield flat[:: -(-len(flat) // COMPARED)].contiguous().view(torch.uint8).numpy().tobytes()
+            digest.update(_some_values(data))
     elif isinstance(data, tuple | list):
-        yield str(len(data)).encode()
+        digest.update(str(len(data)).encode())
         for each in data[:COMPARED]:
-            yield from _compared(each, depth)
+            _add(digest, each, depth)
     elif isinstance(data, Mapping):
         for key, value in data.items():
-            yield repr(key).encode()
-            yield from _compared(value, depth)
+            digest.update(repr(key).encode())
+            _add(digest, value, depth)
     elif isinstance(data, str | bytes | bool | int | float | None):
-        yield repr(data).encode()
+        digest.update(repr(data).encode())
     elif depth < 4 and hasattr(data, "__dict__"):  # a batch of graphs, or any class of the user's
-        yield from _compared(vars(data), depth + 1)
+        _add(digest, vars(data), depth + 1)
+
+
+def _some_values(tensor: Tensor) -> bytes:
+    """Bytes of some values, without a copy of the others however they lie in memory."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain.dtype not in _OF_NUMPY:
+        plain = plain.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()])
+    flat = plain.numpy().ravel(order="K")
+    return flat[:: -(-len(flat) // COMPARED)].tobytes()
