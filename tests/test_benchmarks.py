@@ -35,6 +35,7 @@ def figures(bench: str, *options: str) -> list[dict[str, Any]]:
             ("--tasks", "mlp", "--only", "plain_same_optimizer,fit"),
             {"mlp_plain_step", "mlp_fit", "mlp_fit_run", "mlp_fit_first_64", "mlp_fit_same_optimizer"},
         ),
+        ("own_objects", ("--tasks", "mlp", "--cases", "several"), {"mlp_several", "mlp_several_step"}),
         ("soak", ("--only", "watch"), {"watch_steps", "watch_rss", "watch_threads", "watch_files", "watch_log"}),
         ("own_step", (), {"64_plain", "64_steps", "64_fit"}),
         ("scaling", (), {"one_step", "speed_up_2", "efficiency_2", "communication_2"}),

@@ -92,18 +92,17 @@ class _Written:
             states = [own for part in self._parts for own in part.state.values()]
             self._versions = [p._version for group in optimizer.param_groups for p in group["params"]]
             self._values = [v._version if isinstance(v, Tensor) else v for own in states for v in own.values()]
-            self._sizes = [{parameter: len(own) for parameter, own in part.state.items()} for part in self._parts]
+            self._sizes = [[len(own) for own in part.state.values()] for part in self._parts]
 
     def is_undone(self) -> bool:
         """Drops what was added to the state, which may be made in part. False: there was, or may be, more."""
         if not self._is_counted:
             return False
         for part, sizes in zip(self._parts, self._sizes, strict=True):
-            for parameter in [each for each in part.state if each not in sizes]:
+            for parameter in list(part.state)[len(sizes) :]:  # what was added comes last
                 del part.state[parameter]
-            for parameter, size in sizes.items():
-                own = part.state[parameter]
-                for name in list(own)[size:]:  # what was added comes last
+            for own, size in zip(part.state.values(), sizes, strict=True):
+                for name in list(own)[size:]:
                     del own[name]
         now = _Written(self._optimizer)
         return (now._versions, now._values, now._sizes) == (self._versions, self._values, self._sizes)
