@@ -136,7 +136,8 @@ def test_a_cast_or_a_change_that_keeps_them(kept: Part) -> None:
 )
 def test_fractions_that_are_cut_off_inside_of_a_model(cut_off: Part) -> None:
     law = found(watched(lambda x: cut_off(2 * x).float() + x, laws="precision"))
-    assert law["law.precision.fractions_stay"].where.module == ""
+    where = law["law.precision.fractions_stay"].where
+    assert where.module == "" and (where.source or "").startswith("test_precision_laws.py:")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from types import FrameType
 
 import torch
 
-_OURS = tuple(f"{Path(__file__).parents[1]}/{room}/" for room in ("recorder", "watching", "adapters", "doctor"))
+_ROOMS = ("recorder", "replay", "watching", "adapters", "doctor")
+_OURS = tuple(f"{Path(__file__).parents[1]}/{room}/" for room in _ROOMS)
 """What stands between a loop and its recorder. The loop may be one of ours, of ``demo --break``."""
 _PACKAGES = (f"{Path(torch.__file__).parent}/", *_OURS)
 _STANDARD = f"{Path(contextlib.__file__).parent}/"

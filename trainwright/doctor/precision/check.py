@@ -135,7 +135,7 @@ def fractions_stay(case: Case) -> Iterator[Verdict]:
         sure=0.85,
         stage="forward",
         since_step=1,
-        where=Where(module=worst.module, op=worst.op, dtype=worst.dtype),
+        where=Where(module=worst.module, op=worst.op, dtype=worst.dtype, source=worst.line),
         evidence=[("what the cast takes away, in standard deviations", worst.lost, 0.0)],
     )
 

@@ -81,6 +81,7 @@ class LostFractions:
     dtype: str
     module: str | None
     lost: float
+    line: str | None = None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trainwright.doctor.precision.facts import CastsFacts, LostFractions
+from trainwright.recorder.callers import caller
 from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.experiments import experiment
@@ -69,7 +70,7 @@ class _Casts:
             lost = _lost(source.detach())
             if lost > 0.0:
                 name = str(result.dtype).removeprefix("torch.")
-                facts = LostFractions(op, name, self.modules.innermost, lost)
+                facts = LostFractions(op, name, self.modules.innermost, lost, caller())
                 self.whole[id(result)] = (weakref.ref(result), self._uses_of(source), facts)
         elif result.is_floating_point() and id(source) in self.whole:
             reference, before, facts = self.whole[id(source)]
