@@ -8,6 +8,7 @@ everything at its default: doctor, checkpoints, log. The figures of a loader:
 
 ``LOADER_wall``  mean time of a step after the first 64, as a ratio to the loop by hand
 ``LOADER_cpu``   the same in CPU time of the training thread, which other work on the machine disturbs less
+``LOADER_read``  CPU time of the training thread for a batch, less that of iterating over the loader by hand
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 import trainwright as tw
 from benchmarks.figures import about, arguments, figure
 from benchmarks.step_overhead_variants import CLIP_AT, FIRST, LR, Task, adamw
+from trainwright.build.data import Loading, StepBatches
+from trainwright.build.unwrap import unwrap
 
 Loader = Callable[[Task], Any]
 
@@ -136,6 +139,26 @@ def by_fit(task: Task, loader: Any, clocks: Clocks) -> None:
     )
 
 
+def read_us(batches: Iterator[object], number: int) -> float:
+    """CPU time for a batch."""
+    next(batches)
+    begin_s = time.thread_time()
+    for _ in islice(batches, number):
+        pass
+    return 1e6 * (time.thread_time() - begin_s) / number
+
+
+def extra_us(task: Task, make: Loader, number: int) -> float:
+    """What a batch costs more than by hand, without training."""
+    loader = make(task)
+    passes = (loader() if callable(loader) else loader for _ in count())
+    plain_us = read_us((batch for each in passes for batch in each), number)
+    found = unwrap(make(task))
+    size = found.batch_size or task.batch_size
+    loading = Loading(size, size, order=found.order, collate=found.collate)
+    return read_us(iter(StepBatches(found.dataset, loading)), number) - plain_us
+
+
 def main() -> None:
     options = arguments(__doc__, rounds=(5, 1), steps=(400, 8))
     torch.set_num_threads(options.threads)
@@ -152,6 +175,8 @@ def main() -> None:
                     run(task, make(task), clocks)
                     seen[run] = clocks.step_s(min(FIRST, options.steps // 2))
                 ratios.append((seen[by_fit][0] / seen[by_hand][0], seen[by_fit][1] / seen[by_hand][1]))
+            extra = [extra_us(task, make, options.steps) for _ in range(options.rounds)]
+            figure("foreign_loader", f"{name}_read", extra, unit="us", against="iterating over the loader")
             for at, kind in enumerate(("wall", "cpu")):
                 values = [each[at] for each in ratios]
                 figure("foreign_loader", f"{name}_{kind}", values, unit="ratio", against="the same loader by hand")
