@@ -87,7 +87,7 @@ def test_a_first_micro_batch_that_counts_nothing(as_float: bool) -> None:
     expected = whole("token", model, ids_BT, target_BT)
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
-        total, weight, _ = language_model(model, batch)
+        total, weight, *_ = language_model(model, batch)
         return Loss(total, float(weight) if as_float else weight)
 
     for micro in (1, 3, 4):
@@ -100,7 +100,7 @@ def test_a_batch_that_counts_nothing_is_skipped_and_says_why(micro: int, as_floa
     model, (ids_BT, target_BT) = network(), sequences()
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
-        total, weight, _ = language_model(model, batch)
+        total, weight, *_ = language_model(model, batch)
         return Loss(total, float(weight) if as_float else weight)
 
     state = TrainState(model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5))
@@ -121,7 +121,7 @@ def test_the_reported_loss_and_metrics_are_means_over_the_whole_batch() -> None:
     model, (ids_BT, target_BT) = network(), sequences()
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
-        total, weight, _ = language_model(model, batch)
+        total, weight, *_ = language_model(model, batch)
         hits = (model(batch[0]).argmax(-1) == batch[1]).sum()
         return Loss(total, weight, {"accuracy": hits})
 

@@ -67,8 +67,10 @@ def test_a_log_that_cannot_be_written_costs_lines(
     whole = loop(tmp_path / "whole", broken=lambda folder: None)
     capsys.readouterr()
     assert torch.equal(loop(tmp_path / "run", broken=broken), whole)
-    said = " ".join(capsys.readouterr().err.split())
-    assert said.count(why) == 1 and "lines of" in said and "were lost" in said
+    err = capsys.readouterr().err
+    said = " ".join(err.split())
+    assert sum(why in line and "log.jsonl" in line for line in err.splitlines()) == 1, err
+    assert "lines of" in said and "were lost" in said
     assert "1. critical: " in said, "the diagnosis is printed as ever"
 
 
