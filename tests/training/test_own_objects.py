@@ -139,6 +139,10 @@ def test_each_form_is_resumed_to_the_same_bits(form: str) -> None:
     assert (ended.ending, ended.step) == ("finished", 10)
     assert torch.equal(weights(again), weights(straight))
     assert rates(ended)[-10:] == rates(whole)
+    groups = [
+        [{k: v for k, v in g.items() if k != "params"} for g in r.state.optimizer.param_groups] for r in (whole, ended)
+    ]  # type: ignore[union-attr]
+    assert groups[0] == groups[1]
     assert not torch.equal(weights(straight), weights(net()))
 
 

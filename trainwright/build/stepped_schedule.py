@@ -18,7 +18,7 @@ from trainwright.state.chained import parts_of
 from trainwright.state.codec import StateDict
 
 ScheduleFn = Callable[[int, float], float | None]
-RATES = ("lr", "momentum", "betas")
+RATES = ("lr", "initial_lr", "momentum", "betas")
 """What schedulers write into a parameter group."""
 KEPT = 4096
 """Changes of the rates that are remembered, so that a step that is taken again has the rates that it had."""
@@ -91,7 +91,7 @@ class SteppedSchedule:
     def _write(self, rates: Sequence[StateDict]) -> None:
         for group, each in zip(self._optimizer.param_groups, rates, strict=True):
             for name, value in each.items():
-                if isinstance(group[name], Tensor):  # a captured or compiled optimizer holds on to it
+                if isinstance(group.get(name), Tensor):  # a captured or compiled optimizer holds on to it
                     group[name].fill_(value)
                 else:
                     group[name] = value

@@ -277,6 +277,8 @@ def _settings(recipe: Recipe, n: int, folder: Path) -> list[str]:
         "checkpoint.at_least_every=null",
         "checkpoint.keep=10",
         "checkpoint.best=null",  # it would save other steps too
+        "checkpoint.restore_best=false",
+        "observers=[]",  # one may end the trial
         f"evaluation.every={max(1, n // 2)}steps",
         "evaluation.batches=1",
         "log.every=1steps",
