@@ -143,6 +143,7 @@ class RecordedStep:
     ``losses`` are those that backward was called on, without a loss scale; ``loss`` is their mean, where it is known.
 
     ``blind`` says why it cannot be run again; None if it can. ``num_bytes`` is the memory that its tensors keep.
+    ``is_told_late``: probes hear of it when weights and rates are those of a later step.
     """
 
     step: int
@@ -156,6 +157,7 @@ class RecordedStep:
     num_bytes: int = 0
     ended_s: float = 0.0
     blind: str | None = None
+    is_told_late: bool = False
     values: Facts = field(default_factory=dict)
 
     @property

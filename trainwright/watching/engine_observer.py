@@ -138,7 +138,7 @@ class EngineSession:
 
     def _recorded(self, unjudged: _Unjudged) -> RecordedStep:
         result = unjudged.result
-        step = RecordedStep(result.step, lr=result.lr, ended_s=unjudged.ended_s, blind=self._blind)
+        step = RecordedStep(result.step, lr=result.lr, ended_s=unjudged.ended_s, blind=self._blind, is_told_late=True)
         step.loss, step.grad_norm, step.losses = result.loss, result.grad_norm, [result.loss]
         step.values = {"step_s": result.step_s, "wait_s": result.wait_s}
         if result.spike is not None:

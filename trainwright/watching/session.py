@@ -40,7 +40,11 @@ from trainwright.watching.findings import ORDINARY, FindingsLog, failures_of, li
 from trainwright.watching.incidents import Incidents
 from trainwright.watching.look_schedule import AT_ONCE, LookSchedule, SnapshotSchedule
 
-_IS_URGENT = operator.attrgetter("urgent")
+_URGENT = operator.attrgetter("urgent")
+
+
+def _are_urgent(probes: Sequence[Probe]) -> bool:
+    return any(map(_URGENT, probes))
 
 
 @dataclass(frozen=True)
@@ -183,7 +187,7 @@ class WatchSession:
             raise NonFiniteStep(f"step {step.step} is not finite", remedy="\n".join(lines))
 
     def _may_wait(self, step: RecordedStep) -> bool:
-        if self._late or not self._looks.may_wait(step.step, step.values["step_s"]):
+        if self._late or _are_urgent(self._probes) or not self._looks.may_wait(step.step, step.values["step_s"]):
             return False
         return step.values.keys() <= ORDINARY and self._unread[-1][1]().are_finite
 
@@ -194,12 +198,13 @@ class WatchSession:
             self._note_veto(step)
         call_each(self._methods_on_read, step, numbers)
         values = step.values
-        vetoed = values.get("vetoed", "skip list") != "skip list"
-        bad = not numbers.are_finite or vetoed or "nonfinite" in values
+        bad = not numbers.are_finite or "nonfinite" in values or values.get("vetoed", "skip list") != "skip list"
         if self._options.on_spike == "warn" and not bad:
             self._warn_of_spike(step, numbers)
         self.findings_log.note(step, numbers)
-        urgent = any(map(_IS_URGENT, self._probes))
+        urgent = step.step >= self.step - self._late and _are_urgent(
+            self._probes
+        )  # what probes heard is of the newest step
         if self._looks.wants(step.step, numbers.loss, bad=bad, urgent=urgent, spiked="spike" in values):
             begin_s = time.thread_time()  # of the processor: on a busy machine the looks are the same
             self.findings_log.look(step.step, "incident" if bad else "checkup", limits=self._limits())
