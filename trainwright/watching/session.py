@@ -187,9 +187,8 @@ class WatchSession:
             raise NonFiniteStep(f"step {step.step} is not finite", remedy="\n".join(lines))
 
     def _may_wait(self, step: RecordedStep) -> bool:
-        if self._late or _are_urgent(self._probes) or not self._looks.may_wait(step.step, step.values["step_s"]):
-            return False
-        return step.values.keys() <= ORDINARY and self._unread[-1][1]().are_finite
+        in_time = self._looks.may_wait(step.step, step.values["step_s"]) and not _are_urgent(self._probes)
+        return not self._late and in_time and step.values.keys() <= ORDINARY and self._unread[-1][1]().are_finite
 
     def _judge(self, step: RecordedStep, read: Callable[[], Numbers]) -> bool:
         """Returns whether the step is bad; looks at it closely where that is due or there is reason to."""
