@@ -15,6 +15,8 @@ import trainwright as tw
 from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import diagnose
 
+pytestmark = pytest.mark.slow  # watched loops, each of a few tenths of a second
+
 Average = Callable[[nn.Module], Callable[[int], Any]]
 """Makes an average of a model; what it returns is called after every step, and holds it."""
 

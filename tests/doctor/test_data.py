@@ -15,6 +15,8 @@ from tests.doctor.law_loops import BATCH, CLASSES, WIDTH, Change, Loop, broken, 
 from tests.rows import each_row
 from trainwright.doctor.data.measure.digests import row_digests
 
+pytestmark = pytest.mark.slow  # watched loops, each of a few tenths of a second
+
 TRAINED = 96
 """Rows of the 128 that healthy loops here train on; the others are evaluated."""
 

@@ -13,6 +13,8 @@ import trainwright as tw
 from tests.doctor.law_loops import CLASSES, WIDTH, found, net, states
 from trainwright.recorder.escapes import EscapeTape
 
+pytestmark = pytest.mark.slow  # watched loops, each of a few tenths of a second
+
 Batches = list[tuple[Tensor, Tensor]]
 Figures = dict[str, float]
 

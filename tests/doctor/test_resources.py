@@ -17,6 +17,8 @@ from trainwright.doctor.resources.facts import GrowthFacts, HeldResources
 from trainwright.runlog.json_values import strict
 from trainwright.runlog.records import Examined, Record, Watched, from_json, to_json
 
+pytestmark = pytest.mark.slow  # watched loops, each of a few tenths of a second
+
 MIB = 2**20
 
 

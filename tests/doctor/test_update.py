@@ -18,6 +18,8 @@ from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import diagnose
 from trainwright.runlog.records import Found
 
+pytestmark = pytest.mark.slow  # watched loops, each of a few tenths of a second
+
 Making = Callable[[Iterable[Tensor]], Optimizer]
 Act = Callable[[int, nn.Sequential, Optimizer], object]
 

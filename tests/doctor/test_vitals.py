@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 
 from tests.doctor.law_loops import BATCH, CLASSES, WIDTH, Change, Loop, broken, found, net, states, watched
 
+pytestmark = pytest.mark.slow  # watched loops, each of a few tenths of a second
+
 
 def cut(loop: Loop) -> None:
     """No gradient comes to the first layer."""

@@ -24,6 +24,8 @@ from trainwright.pages.serve import STARTED, listening, serve_beside
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.records import to_json
 
+pytestmark = pytest.mark.slow  # a server for each
+
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
