@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -181,6 +182,39 @@ def call(gained: float, told: float, error: float = 0.01) -> Learned:
 def test_what_was_learned_is_judged_by_its_error(facts: LearnedFacts, count: int) -> None:
     case = Case([Examined(time_s=0.0, step=64, experiment="learned", values=strict(vars(facts)))])
     assert len(broken(case, "knows_more_than_nothing")) == count
+
+
+def losses_of(loss: Callable[[int], float], noise: float = 0.1, steps: int = 80) -> list[Watched]:
+    drawn = torch.randn(steps, generator=torch.Generator().manual_seed(0)).tolist()
+    return [
+        Watched(time_s=0.0, step=n, loss=loss(n) + noise * drawn[n - 1], grad_norm=1.0, lr=0.1)
+        for n in range(1, steps + 1)
+    ]
+
+
+@each_row(
+    ("losses", "more", "young"),
+    [
+        (losses_of(lambda n: 3.0), {}, ""),
+        (losses_of(lambda n: 3.0 + 0.01 * n), {}, ""),
+        (losses_of(lambda n: 3.0 + 1.5 * (n < 8)), {}, ""),
+        (losses_of(lambda n: 3.0 - 0.01 * n), {}, "falls"),
+        (losses_of(lambda n: 3.0 + 1.5 * (n < 20)), {}, "20 of 80 steps"),
+        (losses_of(lambda n: 3.0), {"told": 0.01, "told_error": 0.002}, "shuffled"),
+        (losses_of(lambda n: 3.0), {"told": 0.01, "told_error": 0.005}, ""),
+        (losses_of(lambda n: 3.0), {"targets": 32, "classes": 1000}, "1000 classes"),
+        (losses_of(lambda n: 3.0), {"targets": 32, "classes": 10}, ""),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_slow_learner_is_no_fault(losses: list[Watched], more: dict[str, Any], young: str) -> None:
+    facts = strict(vars(LearnedFacts(8, (replace(call(0.0, 0.0), **more),))))
+    case = Case([*losses, Examined(time_s=0.0, step=80, experiment="learned", values=facts)])
+    [verdict] = verdicts(case, "knows_more_than_nothing")
+    if young:
+        assert isinstance(verdict, NotApplicable) and verdict.why.startswith("still learning") and young in verdict.why
+    else:
+        assert isinstance(verdict, Finding)
 
 
 @each_row(("steps", "finished", "asks"), [(64, True, True), (64, False, False), (30, True, False)])

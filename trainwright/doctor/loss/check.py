@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trainwright.doctor.law import Law
 from trainwright.doctor.loss import laws
+from trainwright.doctor.loss.learned import knows_more_than_nothing
 from trainwright.doctor.loss.probabilities import probabilities_add_up, there_is_room_to_learn
 
 _NOTHING_LEARNED = (
@@ -19,7 +20,7 @@ LAWS: tuple[Law, ...] = (
         effort="replay",
         named_by=("init.*", "data.*", "num.*", "loss.*", "model.attention_logit_growth"),
     ),
-    Law("loss.knows_more_than_nothing", laws.knows_more_than_nothing, effort="replay", named_by=_NOTHING_LEARNED),
+    Law("loss.knows_more_than_nothing", knows_more_than_nothing, effort="replay", named_by=_NOTHING_LEARNED),
     Law(
         "loss.targets_are_the_minimum",
         laws.targets_are_the_minimum,

@@ -51,7 +51,8 @@ class Learned:
     """One call of a loss function in several steps, with the weights of the last. Means of its values.
 
     ``gained`` is the share of the loss of the best constant prediction that it lies below that; ``told`` that by which
-    it rises with shuffled targets. ``error`` is the standard error of the less certain of the two.
+    it rises with shuffled targets. ``error`` is the standard error of the less certain of the two, ``told_error`` of
+    the latter. A step has ``targets`` of it, of ``classes`` (0: no classes).
     """
 
     op: str
@@ -62,6 +63,9 @@ class Learned:
     gained: float
     told: float
     error: float
+    told_error: float = 0.0
+    targets: int = 0
+    classes: int = 0
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from trainwright.doctor.loss.facts import (
     ComparisonsFacts,
     CutFacts,
     Learned,
-    LearnedFacts,
     SummedTerm,
     TowardsFacts,
 )
@@ -22,10 +21,6 @@ from trainwright.runlog.records import Where
 NAMES = {"sub": "squared error", "rsub": "squared error", "__sub__": "squared error", "__rsub__": "squared error"}
 LATER = 8
 """Steps after which a model is no longer equal to the one that it is compared with."""
-LEARNED = 60
-"""Steps after which something must have been learned."""
-LEAST, CERTAIN = 0.02, 0.04
-"""The share of a loss that was gained where anything was learned, and the standard error at which that can be told."""
 
 
 def starts_at_chance(case: Case) -> Iterator[Verdict]:
@@ -39,21 +34,21 @@ def starts_at_chance(case: Case) -> Iterator[Verdict]:
         return
     bad = [each for each in calls if _is_far_above(each)]
     if not bad:
-        yield Holds(", ".join(f"{_named(each)} {each.value:.3g} against {each.blank:.3g}" for each in calls[:3]))
+        yield Holds(", ".join(f"{named(each)} {each.value:.3g} against {each.blank:.3g}" for each in calls[:3]))
         return
     worst = max(bad, key=lambda each: each.value / each.blank)
     yield finding(
         "law.loss.starts_at_chance",
         "warning",
         1,
-        symptom=f"the first {_named(worst)} is {worst.value:.4g}; outputs of 0 have {worst.blank:.4g}",
+        symptom=f"the first {named(worst)} is {worst.value:.4g}; outputs of 0 have {worst.blank:.4g}",
         cause="the outputs are much too large before anything was learned: the scale of inputs, weights or outputs",
         remedy="standardise the inputs, use the usual initialisation, and look for a factor before the loss",
         sure=0.85,
         stage="forward",
         since_step=1,
-        where=_where(worst),
-        evidence=[(f"first {_named(worst)}", worst.value, worst.blank), ("targets", worst.targets)],
+        where=where_of(worst),
+        evidence=[(f"first {named(worst)}", worst.value, worst.blank), ("targets", worst.targets)],
     )
 
 
@@ -64,51 +59,12 @@ def _is_far_above(call: ComparedFacts) -> bool:
     return call.value > 100 * max(call.blank, call.constant)
 
 
-def _named(call: ComparedFacts | Learned) -> str:
+def named(call: ComparedFacts | Learned) -> str:
     return NAMES.get(call.op, call.op)
 
 
-def _where(call: ComparedFacts | Learned) -> Where:
+def where_of(call: ComparedFacts | Learned) -> Where:
     return Where(op=None if call.op in NAMES else call.op, module=call.module)
-
-
-def knows_more_than_nothing(case: Case) -> Iterator[Verdict]:
-    """In the end the loss is below that of the best constant prediction, and below that of shuffled targets."""
-    facts = case.newest(LearnedFacts)
-    if facts is None:
-        if (why := case.blind(LearnedFacts)) is not None:
-            yield NotApplicable(why)
-        elif case.finished and case.last_step >= LEARNED:
-            yield ExperimentRequest(LearnedFacts.experiment)
-        return
-    if facts.drawn or not facts.calls:
-        yield NotApplicable("the model learns from samples of its own" if facts.drawn else "no targets that vary")
-        return
-    bad = [each for each in facts.calls if each.error < CERTAIN and max(each.gained, each.told) < LEAST + each.error]
-    if not bad:
-        first = facts.calls[0]
-        yield Holds(f"{_named(first)} {first.value:.3g}, a constant prediction {first.constant:.3g}")
-        return
-    last = bad[0]
-    yield finding(
-        "law.loss.knows_more_than_nothing",
-        "warning",
-        case.last_step,
-        symptom=f"after {case.last_step} steps {_named(last)} is {last.value:.4g}; a prediction without inputs has "
-        f"{last.constant:.4g}, and with the targets shuffled it is {last.shuffled:.4g}",
-        cause="nothing was learned that tells one sample from another: targets that do not belong to the inputs, "
-        "updates that do not work, or outputs that do not depend on the inputs",
-        remedy="look at inputs and targets of one batch side by side as they go into model and loss; then train on "
-        "one batch alone",
-        sure=0.7,
-        stage="label",
-        where=_where(last),
-        evidence=[
-            ("share of the loss of a constant prediction that was gained", round(last.gained, 4), f">= {LEAST}"),
-            ("rise of the loss with shuffled targets, as a share of that", round(last.told, 4), f">= {LEAST}"),
-            ("standard error of these", round(last.error, 4)),
-        ],
-    )
 
 
 def targets_are_the_minimum(case: Case) -> Iterator[Verdict]:
@@ -176,14 +132,14 @@ def like_is_compared_with_like(case: Case) -> Iterator[Verdict]:
                 remedy=remedy,
                 sure=0.85,
                 stage="loss",
-                where=_where(call),
+                where=where_of(call),
                 evidence=[
                     ("share of targets out of reach", round(call.outside, 4), 0.0),
                     ("target has the graph", call.swapped, False),
                 ],
             )
             return
-    yield Holds(f"{len(calls)} calls: {', '.join(_named(each) for each in calls)}")
+    yield Holds(f"{len(calls)} calls: {', '.join(named(each) for each in calls)}")
 
 
 def _is_itself(call: ComparedFacts) -> bool:
@@ -200,13 +156,13 @@ def _unlike(call: ComparedFacts) -> tuple[str, str, str] | None:
         )
     if _is_itself(call):
         return (
-            f"prediction and target of {_named(call)} have the same values, and the loss is 0",
+            f"prediction and target of {named(call)} have the same values, and the loss is 0",
             "the loss compares a thing with itself: one name stands for both, or the target was made of the output",
             "pass the targets of the batch",
         )
     if call.outside > 0.02:
         return (
-            f"{call.outside:.0%} of the targets of {_named(call)} lie beyond what {call.bound} can give",
+            f"{call.outside:.0%} of the targets of {named(call)} lie beyond what {call.bound} can give",
             f"the prediction ends in {call.bound}, and targets have another range",
             f"leave out the {call.bound}, or bring the targets into its range",
         )

@@ -111,18 +111,22 @@ def learned(session: ReplaySession) -> Facts:
     """The losses of the last recorded steps, with the weights before the newest, against what tells nothing."""
     names: set[str] = set()
     rows: dict[tuple[int, str, str | None], list[tuple[float, float, float]]] = {}
+    sizes: dict[tuple[int, str, str | None], tuple[int, int]] = {}
     chosen = [each for each in session.recorded_steps if each.blind is None][-MAX_STEPS:]
     for recorded in chosen:
         for number, (call, module) in enumerate(_calls(session, recorded, names, "eval")):
             if call.varies and not (call.target.requires_grad and not call.x.requires_grad):
                 row = call.value(call.x.detach(), call.target.detach()), call.of_constant(), call.of_shuffled()
                 rows.setdefault((number, call.name, module), []).append(row)
-    calls = [_learned(op, module, of_steps) for (_, op, module), of_steps in rows.items() if len(of_steps) >= MIN_STEPS]
+                sizes[number, call.name, module] = len(call.valid()), call.classes if call.is_hard else 0
+    calls = [_learned(key[1], key[2], each, *sizes[key]) for key, each in rows.items() if len(each) >= MIN_STEPS]
     facts = LearnedFacts(len(chosen), tuple(each for each in calls if each is not None), not SAMPLES.isdisjoint(names))
     return dict(strict(vars(facts)))
 
 
-def _learned(op: str, module: str | None, rows: list[tuple[float, float, float]]) -> Learned | None:
+def _learned(
+    op: str, module: str | None, rows: list[tuple[float, float, float]], targets: int, classes: int
+) -> Learned | None:
     if not all(map(math.isfinite, (number for row in rows for number in row))):
         return None
     value, constant, shuffled = (fmean(column) for column in zip(*rows))
@@ -130,8 +134,9 @@ def _learned(op: str, module: str | None, rows: list[tuple[float, float, float]]
         return None
     gained = [(best - own) / constant for own, best, _ in rows]
     told = [(other - own) / constant for own, _, other in rows]
-    error = max(stdev(gained), stdev(told)) / math.sqrt(len(rows))
-    return Learned(op, module, value, constant, shuffled, fmean(gained), fmean(told), error)
+    errors = stdev(gained) / math.sqrt(len(rows)), stdev(told) / math.sqrt(len(rows))
+    means = fmean(gained), fmean(told)
+    return Learned(op, module, value, constant, shuffled, *means, max(errors), errors[1], targets, classes)
 
 
 def _out_of_reach(call: ComparedLoss) -> tuple[str, float]:
