@@ -11,26 +11,38 @@ from trainwright.watching.look_schedule import LookSchedule, looks_s
 
 
 def test_the_time_of_all_looks_is_foretold() -> None:
-    assert looks_s(0.01, 30, 100.0) == pytest.approx(0.01 * (9 * 11 + 28) + 0.8)  # of 1, 2, 3, 4, 6, 8, 12, 16, 24
-    assert looks_s(1.0, 100, 100.0) == pytest.approx(11 + 28 + 0.8)  # the first one takes the tenth
+    # of 1, 2, 3, 4 a half of what is left of 10, then none: 2 % of 100 are spent; the last look; twice 0.4 %
+    assert looks_s(0.01, 30, 100.0) == pytest.approx(0.44 * 4 + 0.28 + 0.8)
+    assert looks_s(1.0, 100, 100.0) == pytest.approx(5 + 2.5 + 1.25 + 0.625 + 28 + 0.8)
+    assert looks_s(1.0, 100, 100.0, in_seconds=True) == pytest.approx(5 + 2.5 + 1.25 + 0.625 + 5 + 0.8)
 
 
 @each_row(
-    ("cost_s", "planned_s", "looks"),
+    ("cost_s", "planned_s", "in_seconds", "looks", "spent_s"),
     [
-        (0.002, 1.0, [1, 2, 3, 4, 6]),
-        (2.0, 10.0, [1, 2]),  # a short run is not spent on looks
-        (5.0, 10.0, [1]),
-        (2.0, 90.0, [1, 2, 3, 4]),
-        (2.0, math.inf, [1, 2, 3, 4]),  # a loop of which nobody knows how long it takes
+        (0.002, 1.0, False, [1, 2, 3, 4, 6], 0.01),
+        (9.0, 10.0, False, [1, 2, 3, 4], 4 * 15 / 16),  # a short run is not spent on looks
+        (9.0, 10.0, True, [1, 2, 3, 4], 15 / 16),  # least of all where training ends when its seconds are over
+        (0.2, 10.0, True, [1, 2, 3, 4], 0.8),
+        (9.0, 40.0, True, [1, 2, 3, 4], 4 * 15 / 16),
+        (9.0, 90.0, False, [1, 2, 3, 4], 6 * 15 / 16),
+        (9.0, math.inf, False, [1, 2, 3, 4, 6], 6.0),  # a loop of which nobody knows how long it takes
     ],
 )
-def test_the_first_looks_take_a_tenth_of_the_run_at_most(cost_s: float, planned_s: float, looks: list[int]) -> None:
-    schedule, now_s, seen = LookSchedule(0, planned_s), 0.0, []
+def test_the_first_looks_take_a_tenth_of_the_run_at_most(
+    cost_s: float, planned_s: float, in_seconds: bool, looks: list[int], spent_s: float
+) -> None:
+    schedule, now_s, seen = LookSchedule(0, planned_s, in_seconds=in_seconds), 0.0, []
     for step in range(1, 7):
-        now_s += 0.1
+        now_s += 0.01
         if schedule.is_next_due(step - 1, now_s):
             assert schedule.wants(step, 1.0, bad=False, spiked=False)
-            schedule.paid(cost_s, now_s)
+            schedule.paid(min(cost_s, schedule.allowed_s(step, 0.01)), now_s)
             seen.append(step)
-    assert seen == looks
+    assert (seen, pytest.approx(schedule.spent_s)) == (looks, spent_s)
+
+
+def test_the_first_looks_at_a_slow_step_take_as_many_steps() -> None:
+    assert LookSchedule(0).allowed_s(1, 2.0) == 100
+    assert LookSchedule(0, 600.0).allowed_s(1, 2.0) == 30  # a twentieth of what is planned
+    assert LookSchedule(0).allowed_s(5, 2.0) == math.inf  # not one of those that are always looked at: it was wanted

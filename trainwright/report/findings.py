@@ -17,6 +17,10 @@ def exit_code(findings: Iterable[Found]) -> int:
     return CRITICAL if any(found.severity == "critical" for found in findings) else 0
 
 
+_OF_LOOKS = {"casts", "batch", "again"}
+"""Experiments of which each look runs one or more."""
+
+
 @dataclass(frozen=True)
 class LookedAt:
     """How many steps were recorded, and which of them were run again and looked at closely."""
@@ -28,7 +32,7 @@ class LookedAt:
     def of(cls, records: Iterable[Record]) -> LookedAt:
         """By the records of a run; of a long one they are not of every step."""
         every = tuple(records)
-        again = [each for each in every if isinstance(each, Examined) and each.experiment == "again"]
+        again = [each for each in every if isinstance(each, Examined) and each.experiment in _OF_LOOKS]
         closely = dict.fromkeys(each.step for each in again if "blind" not in each.values)
         return cls(sum(isinstance(each, Watched) for each in every), tuple(closely))
 

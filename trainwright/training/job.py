@@ -66,7 +66,7 @@ from trainwright.training.own_objects import Live, build_live, memory_note, of_o
 from trainwright.training.own_step import untried
 from trainwright.training.resume import Earlier, doubled
 from trainwright.training.run_metadata import describe_origin, notes_of_data
-from trainwright.watching.look_schedule import LAST_LOOK_STEPS, LOOK_STEPS, looks_s
+from trainwright.watching.look_schedule import last_look_s, looks_s
 from trainwright.world import (
     ALONE,
     ONE,
@@ -252,8 +252,8 @@ def until_of_job(job: Job) -> Until:
     if job.loaded.end_s is None:
         return until_of(job.plan)
     after_s = job.plan.seconds.get(LAST_EVALUATION, 0.0) + ENDING_S
-    if is_watched(job):  # the longest pause so far, which is kept for the end, was a look
-        after_s += (LAST_LOOK_STEPS - LOOK_STEPS) * (job.plan.step_s or 0.0)
+    if is_watched(job):
+        after_s += last_look_s(job.plan.step_s or 0.0, job.plan.extent.seconds)
     return ByTheClock(job.loaded.end_s, after_s)
 
 
@@ -347,13 +347,14 @@ def _of_looks(plan: Plan, job: Job) -> dict[str, float]:
     if not is_watched(job) or not training_s or not plan.step_s:
         return {}
     left_s = training_s * (1 - until_of(plan)(job.state))
-    return {"looks": looks_s(plan.step_s, left_s / plan.step_s, left_s)}
+    in_seconds = plan.extent.seconds is not None
+    return {"looks": looks_s(plan.step_s, left_s / plan.step_s, left_s, in_seconds=in_seconds)}
 
 
 def left_over(job: Job, step_s: float, state: TrainState) -> float:
     """Seconds by the clock that are left of a run whose steps take ``step_s``; its early looks are over."""
     plan = replace(job.plan, step_s=step_s)
-    looks = LAST_LOOK_STEPS * step_s if is_watched(job) else 0.0
+    looks = last_look_s(step_s, plan.extent.seconds) if is_watched(job) else 0.0
     return sum(foretold(plan, job.evaluation_cost, used=until_of(plan)(state)).values()) + looks
 
 

@@ -268,6 +268,7 @@ def make_engine_observer(job: Job, folder: RunFolder, say: Callable[[str], None]
         folder=folder,
         say=say,
         planned_s=training_time_s(job.plan) or 0.0,
+        in_seconds=job.plan.extent.seconds is not None,
         accumulation=job.plan.batch.accumulation,
         warns_of_spikes=job.recipe.spikes.policy == "warn",
     )

@@ -58,7 +58,8 @@ class EngineSession:
 
     Pass ``witness`` to the step function that trains. ``make_step`` makes the same step function with another witness;
     it runs a step again, with hooks and tape on. ``write`` is called with every record. ``planned_s`` is the planned
-    length of the run in seconds. ``warns_of_spikes`` is true where the step function has no SpikeGuard.
+    length of the run in seconds, ``in_seconds`` whether it was asked for in seconds. ``warns_of_spikes`` is true where
+    the step function has no SpikeGuard.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class EngineSession:
         *,
         write: Callable[[Record], None],
         planned_s: float,
+        in_seconds: bool = False,
         accumulation: int | None = None,
         bundles: Path | None = None,
         warns_of_spikes: bool = True,
@@ -87,7 +89,7 @@ class EngineSession:
         begin_all(self._probes, WatchSite(bundles.parent if bundles else None, write, lambda line: None))
         self.log = FindingsLog(self.runner, self._probes, write, complete=self.ring.name_samples)
         self._incidents = Incidents(bundles, self.runner, write)
-        self._looks, self._snapshots = LookSchedule(self.step, planned_s), SnapshotSchedule(KEEP)
+        self._looks, self._snapshots = LookSchedule(self.step, planned_s, in_seconds=in_seconds), SnapshotSchedule(KEEP)
         self._late = lateness(self.device)
         self._unjudged: deque[_Unjudged] = deque()
         self._warns, self._went_back = warns_of_spikes, -1
@@ -152,8 +154,11 @@ class EngineSession:
         self.log.note(step, numbers)
         if self._looks.wants(step.step, loss, bad=bad, spiked="spike" in step.values):
             begin_s = time.thread_time()
+            allowed_s = math.inf if bad else self._looks.allowed_s(step.step, step.values["step_s"])
             self._make_program(step, numbers)
-            self.log.look(step.step, "incident" if bad else "checkup", limits=self._limits())
+            allowed_s -= time.thread_time() - begin_s
+            why = "incident" if bad else "checkup"
+            self.log.look(step.step, why, limits=self._limits(), allowed_s=allowed_s)
             self._looks.paid(time.thread_time() - begin_s, time.perf_counter())
         if bad:
             self._incidents.keep_bundle(step.step, [found.code for found in self.log.findings()])
@@ -204,7 +209,7 @@ class EngineSession:
             assert newest.loss is not None and newest.grad_norm is not None  # the engine measures both
             loss, norm = float(newest.loss), float(newest.grad_norm)
             self._make_program(newest, Numbers((loss,), loss, norm, ()))
-        self.log.look(self.step, "end", limits=self._limits(), finished=True)
+        self.log.look(self.step, "end", limits=self._limits(), allowed_s=self._looks.last_look_s, finished=True)
 
     def _examine_unfinished(self, error: Exception) -> bool:
         """Finds the operation that raised, by running the step again with hooks and tape on. False: it cannot."""
@@ -243,6 +248,7 @@ class EngineObserver:
         folder: RunFolder,
         say: Callable[[str], None],
         planned_s: float,
+        in_seconds: bool = False,
         accumulation: int | None = None,
         warns_of_spikes: bool = True,
     ) -> None:
@@ -255,6 +261,7 @@ class EngineObserver:
             make_step,
             write=self._journal.write,
             planned_s=planned_s,
+            in_seconds=in_seconds,
             accumulation=accumulation,
             bundles=folder.bundles,
             warns_of_spikes=warns_of_spikes,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -37,6 +39,7 @@ class ExperimentRunner:
     """Runs experiments on the steps that a ring holds, each once per step.
 
     ``own`` are laws of the user's own, looked at in every checkup. ``replays``: whether any step is run again.
+    A look that may not take long leaves out experiments, and a later one begins with these.
     """
 
     def __init__(self, subject: LiveObjects, ring: Ring, own: Sequence[OwnLaw] = (), *, replays: bool = True) -> None:
@@ -44,7 +47,10 @@ class ExperimentRunner:
         self.replayer = Replayer(subject, names_of(subject))
         self._memory = ReplayMemory()
         self._done: set[tuple[str, int]] = set()
-        self._first = True
+        self._runs: Counter[str] = Counter()
+        self._cost_s: dict[str, float] = {}  # processor seconds, of the last time
+        self._left_s = math.inf  # of the look
+        self._left_out: dict[str, None] = {}  # what the doctor had requested
         self._session: ReplaySession | None = None
 
     def _session_of(self, step: int) -> ReplaySession:
@@ -57,15 +63,23 @@ class ExperimentRunner:
         session, self._session = self._session, None
         return session is not None
 
+    def allow(self, seconds: float) -> None:
+        """The experiments of the next look may take so many ``seconds`` of the processor, the last of them more."""
+        self._left_s = seconds
+
     def look(self, step: int, why: str) -> Facts:
         """Runs the experiments that are due for the reason ``why``; returns their facts by name."""
         if not self._replays:
             return {}
-        due: tuple[str, ...] = ("incident",) if why == "incident" else ("checkup",)
-        if self._first and why != "incident":
-            due, self._first = (*due, "first"), False
-        facts = self._run([e.name for e in EXPERIMENTS.values() if e.when in due], step)
-        return facts | (self._look_at_own(step) if "checkup" in due else {})
+        if why == "incident":
+            return self._run([e.name for e in EXPERIMENTS.values() if e.when == "incident"], step)
+        return self._run(self._due(), step) | self._look_at_own(step)
+
+    def _due(self) -> list[str]:
+        """What is run once and has not been, what was left out, and then what was run least often."""
+        first = [e.name for e in EXPERIMENTS.values() if e.when == "first" and not self._runs[e.name]]
+        checkups = [e.name for e in EXPERIMENTS.values() if e.when == "checkup"]
+        return [*first, *self._left_out, *sorted(checkups, key=self._runs.__getitem__)]
 
     def _look_at_own(self, step: int) -> Facts:
         """What the laws of the user's own say of a step."""
@@ -84,22 +98,31 @@ class ExperimentRunner:
         facts: Facts = {}
         for request in requests if self._replays else ():
             facts |= self._run([request.experiment], request.step or step)
+            if not self._runs[request.experiment] and request.experiment in EXPERIMENTS:
+                self._left_out[request.experiment] = None
         return facts
 
     def _run(self, names: Iterable[str], step: int) -> Facts:
         facts: Facts = {}
         for name in names:
-            if step == 0 or (name, step) in self._done or name not in EXPERIMENTS:
+            if step == 0 or (name, step) in self._done or name not in EXPERIMENTS or not self._is_time_for(name):
                 continue
             self._done.add((name, step))
-            experiment = EXPERIMENTS[name]
+            self._left_out.pop(name, None)
+            experiment, begin_s = EXPERIMENTS[name], time.thread_time()
             try:
                 facts[name] = {**self._run_within_memory(experiment, self._session_of(step)), "step": step}
             except NotReplayable as error:
                 facts[name] = {"blind": str(error), "step": step}
             except Exception as error:  # an experiment on a stranger's model must never end his run
                 facts[name] = {"blind": self._without_what_it_held(error), "step": step}
+            self._runs[name] += 1
+            self._cost_s[name] = time.thread_time() - begin_s
+            self._left_s -= self._cost_s[name]
         return facts
+
+    def _is_time_for(self, name: str) -> bool:
+        return self._left_s > 0 and self._cost_s.get(name, 0.0) <= self._left_s
 
     def _run_within_memory(self, experiment: Experiment, session: ReplaySession) -> Facts:
         rows = self._memory.rows_for(session, experiment.memory, can_be_fewer=experiment.by_samples)

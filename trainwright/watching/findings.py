@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -73,12 +74,21 @@ class FindingsLog:
         if len(self._unrecorded) > UNRECORDED:
             self._record_oldest()
 
-    def look(self, step: int, *reasons: str, limits: Facts | None = None, finished: bool = False) -> None:
+    def look(
+        self,
+        step: int,
+        *reasons: str,
+        limits: Facts | None = None,
+        allowed_s: float = math.inf,
+        finished: bool = False,
+    ) -> None:
         """Runs the experiments of these ``reasons`` on ``step`` and asks the doctor, which may request more.
 
-        ``reasons`` are "checkup", "incident" or "end"; ``limits`` say what the recorder could not do.
+        ``reasons`` are "checkup", "incident" or "end"; ``limits`` say what the recorder could not do. With less than
+        ``allowed_s`` of the processor experiments are left out, for a later look to begin with.
         """
         with muted():
+            self._runner.allow(allowed_s)
             self._record_all()
             self.examined(step, self._probed())
             self.examined(step, limits or {})

@@ -6,12 +6,16 @@ import math
 
 CHECKUPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48)
 """Steps since the watch began that are looked at closely; later ones are looked at as the share of time allows."""
-ALWAYS = 4
+FIRST = 4
 """The first of these steps are looked at though they cost more: most faults show in them."""
-FIRST_S = 4.0
-"""Processor seconds that the looks at these may take together, the very first whatever it costs ..."""
 FIRST_SHARE = 0.1
-"""... or this share of the planned time, where that is more."""
+"""Of the planned time: what the looks at these may take together, each of them a half of what is left, ..."""
+FIRST_S, FIRST_S_OF_SECONDS = 4.0, 1.0
+"""... but at least so many processor seconds, fewer where a run is as long as it was told in seconds, ..."""
+FIRST_STEPS = 100
+"""... and at most so many times what a step takes, or ``EARLY_S``."""
+WORTH = 0.25
+"""Of what the last look took: with less than this a look is not begun."""
 EARLY_S = 6.0
 """Processor seconds that the looks at these steps may take together."""
 EARLY_SHARE = 0.02
@@ -20,21 +24,29 @@ ODD_SHARE = 0.01
 """Of the time since the watch began: what looks at jumps of the loss and at spikes may take beyond that."""
 SHARE = 0.004
 """Of the time of all later steps: what the looks may take, and again what snapshots may take."""
-LOOK_STEPS, LAST_LOOK_STEPS = 11, 28
-"""How many steps a look takes as long as, and the one at the end: measured on the recipes in the box."""
+LAST_SHARE = 0.05
+"""Of a run that is counted in seconds: what the look at its end may take, or ``FIRST_S_OF_SECONDS``."""
+LOOK_STEPS, LAST_LOOK_STEPS = 44, 28
+"""How many steps a whole look takes as long as, and the one at the end: measured on the recipes in the box."""
 
 
 class LookSchedule:
-    """Decides which steps are looked at. ``planned_s``: how long the run will take; infinite where nobody knows."""
+    """Decides which steps are looked at, and how long.
 
-    def __init__(self, first_step: int, planned_s: float = math.inf) -> None:
+    ``planned_s``: how long the run will take; infinite where nobody knows. ``in_seconds``: it is counted in seconds, so
+    that what looks take is lost to training.
+    """
+
+    def __init__(self, first_step: int, planned_s: float = math.inf, *, in_seconds: bool = False) -> None:
         self._first_step = first_step
         self._early_s = min(EARLY_S, EARLY_SHARE * planned_s)
-        self._first_s = max(FIRST_S, FIRST_SHARE * planned_s)
+        self._first_s = FIRST_SHARE * planned_s
+        self._least_s = FIRST_S_OF_SECONDS if in_seconds else FIRST_S
+        self._last_look_s = max(self._least_s, LAST_SHARE * planned_s) if in_seconds else math.inf
         self._spent_s, self._last_s, self._next_s = 0.0, 0.0, 0.0
         self._looked_at = -16
         self._begin_s: float | None = None
-        self._now_s = 0.0
+        self._now_s = self._step_s = 0.0
         self._due: set[int] = set()
         self._bad_in_a_row = 0
         self._mean = self._deviation = 0.0  # of the loss, moving
@@ -44,18 +56,43 @@ class LookSchedule:
         """What all looks so far took."""
         return self._spent_s
 
+    @property
+    def last_look_s(self) -> float:
+        """Processor seconds that the look at the end may take."""
+        return self._last_look_s
+
     def is_next_due(self, step: int, now_s: float) -> bool:
         """Whether the step after ``step`` will be looked at. ``now_s`` is of the same clock as that of ``paid``."""
         taken = step - self._first_step
         self._begin_s, self._now_s = now_s if self._begin_s is None else self._begin_s, now_s
+        if taken:
+            self._step_s = max(0.0, now_s - self._begin_s - self._spent_s) / taken
         if taken < CHECKUPS[-1]:
-            allowed_s = max(self._early_s, self._first_s if taken < ALWAYS else 0.0)
-            due = taken + 1 in CHECKUPS and (taken == 0 or self._spent_s + self._last_s <= allowed_s)
+            due = taken + 1 in CHECKUPS and self._is_worth(taken)
         else:
             due = step % 16 == 0 and now_s > self._next_s
         if due:
             self._due.add(step + 1)
         return due
+
+    def allowed_s(self, step: int, step_s: float) -> float:
+        """Processor seconds that the look at ``step`` may take, where a step takes ``step_s``.
+
+        Each of the first looks takes half of what is left for them; one that is not due, but wanted, what it needs.
+        """
+        taken = step - 1 - self._first_step
+        if taken + 1 not in CHECKUPS:
+            return math.inf
+        early_s = self._early_s - self._spent_s
+        if taken >= FIRST:
+            return max(early_s, self._last_s)
+        most_s = max(EARLY_S, FIRST_STEPS * step_s)
+        return max(early_s, max(self._least_s, min(self._first_s, most_s)) - self._spent_s) / 2
+
+    def _is_worth(self, taken: int) -> bool:
+        if taken == 0 or self._spent_s + self._last_s <= self._early_s:
+            return True
+        return taken < FIRST and self.allowed_s(self._first_step + taken + 1, self._step_s) > WORTH * self._last_s
 
     def may_wait(self, step: int, step_s: float) -> bool:
         """Whether a step without reason to be looked at may be judged together with the next ones."""
@@ -99,13 +136,21 @@ class LookSchedule:
         return loss > mean + max(6 * deviation, 0.05 * abs(mean))
 
 
-def looks_s(step_s: float, num_steps: float, planned_s: float) -> float:
+def looks_s(step_s: float, num_steps: float, planned_s: float, *, in_seconds: bool = False) -> float:
     """About how many seconds the looks of a run take, and what is kept for them, where a step takes ``step_s``."""
-    schedule = LookSchedule(0, planned_s)
+    schedule = LookSchedule(0, planned_s, in_seconds=in_seconds)
     for step in range(int(min(num_steps, CHECKUPS[-1]))):
-        if schedule.is_next_due(step, step * step_s):
-            schedule.paid(LOOK_STEPS * step_s, step * step_s)
-    return schedule.spent_s + LAST_LOOK_STEPS * step_s + 2 * SHARE * planned_s
+        now_s = schedule.spent_s + step * step_s
+        if schedule.is_next_due(step, now_s):
+            schedule.paid(min(LOOK_STEPS * step_s, schedule.allowed_s(step + 1, step_s)), now_s)
+    last_s = last_look_s(step_s, planned_s if in_seconds else None)
+    return schedule.spent_s + last_s + 2 * SHARE * planned_s
+
+
+def last_look_s(step_s: float, seconds: float | None) -> float:
+    """About how many seconds the look at the end takes; ``seconds``: the length of a run that is counted in them."""
+    needed_s = LAST_LOOK_STEPS * step_s
+    return needed_s if seconds is None else min(needed_s, LookSchedule(0, seconds, in_seconds=True).last_look_s)
 
 
 AT_ONCE = 8

@@ -201,12 +201,12 @@ class WatchSession:
         if self._options.on_spike == "warn" and not bad:
             self._warn_of_spike(step, numbers)
         self.findings_log.note(step, numbers)
-        urgent = step.step >= self.step - self._late and _are_urgent(
-            self._probes
-        )  # what probes heard is of the newest step
+        urgent = self.step - step.step <= self._late and _are_urgent(self._probes)  # they heard the newest step
         if self._looks.wants(step.step, numbers.loss, bad=bad, urgent=urgent, spiked="spike" in values):
             begin_s = time.thread_time()  # of the processor: on a busy machine the looks are the same
-            self.findings_log.look(step.step, "incident" if bad else "checkup", limits=self._limits())
+            allowed_s = math.inf if bad or urgent else self._looks.allowed_s(step.step, values["step_s"])
+            why = "incident" if bad else "checkup"
+            self.findings_log.look(step.step, why, limits=self._limits(), allowed_s=allowed_s)
             self._looks.paid(time.thread_time() - begin_s, time.perf_counter())
         if bad:
             self._incidents.keep_bundle(step.step, [found.code for found in self.findings()])
