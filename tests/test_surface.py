@@ -18,12 +18,12 @@ import trainwright as tw
 NAMES = """
 ChainedOptimizer Cursor
 EarlyStopping Ema Loading Loss LossScaler MicroBatch Observer Outcome Precision Probe Recipe ReplaySession
-Result StepBatch StepBatches StepResult Stop TrainState TrainwrightError __version__ evaluate fit for_seconds
-for_steps load load_checkpoint lr_range make_clip make_optimizer make_own_step make_schedule make_step mix pad
-predict save_checkpoint steps table train watch
+Result StepBatch StepBatches StepResult Stop TrainState TrainwrightError __version__ bad_cases evaluate fit
+for_seconds for_steps load load_checkpoint lr_range make_clip make_optimizer make_own_step make_schedule make_step mix
+pad predict save_checkpoint steps table train watch
 """
 VERBS = """
-batch-size check compare demo diagnose env evaluate explain export graph launch laws lr-range plan predict replay
+batch-size check compare demo diagnose env errors evaluate explain export graph launch laws lr-range plan predict replay
 report resume runs schema serve train verify version
 """
 VERIFY = "checkpoint parallel resume"

@@ -29,6 +29,7 @@ _HOME = {
     "Stop": "trainwright.engine.observer",
     "TrainState": "trainwright.state.train_state",
     "TrainwrightError": "trainwright.errors",
+    "bad_cases": "trainwright.verbs.bad_cases",
     "evaluate": "trainwright.verbs.evaluate",
     "fit": "trainwright.training.fit",
     "for_seconds": "trainwright.engine.until",
@@ -92,6 +93,7 @@ if TYPE_CHECKING:
     from trainwright.training.fit import fit as fit
     from trainwright.training.result import Result as Result
     from trainwright.training.run import train as train
+    from trainwright.verbs.bad_cases import bad_cases as bad_cases
     from trainwright.verbs.evaluate import evaluate as evaluate
     from trainwright.verbs.evaluate import predict as predict
     from trainwright.watching.watch import watch as watch

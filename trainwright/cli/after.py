@@ -133,6 +133,40 @@ def predict(
     answer(predict_run(run, data, out=out, which=which, batch=batch, average=average), as_json)
 
 
+@verb()
+def errors(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    data: Annotated[str, typer.Argument(metavar="DATA", help="val, train, or package.module:callable.")] = "val",
+    by: Annotated[
+        list[str] | None,
+        typer.Option(metavar="COLUMN|MODULE:FUNCTION", help="Groups the samples by this, repeatable."),
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, max=75, help="Samples in each list; of labels twice as many.")] = 20,
+    folds: Annotated[
+        int | None,
+        typer.Option(min=2, help="Train the recipe on all but a part of its training set, for each of so many parts."),
+    ] = None,
+    which: Annotated[str, typer.Option(help="last, best, or the step of a checkpoint; else the best there is.")] = "",
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples per forward pass.")] = None,
+    average: Annotated[bool, typer.Option("--average", help="Take the moving average of the weights.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Say where the model of a run is wrong: worst samples, confusions, slices, calibration, labels likely wrong."""
+    from trainwright.errors import UsageError
+    from trainwright.verbs.bad_cases import errors_in_folds, errors_of_run
+
+    if folds is None:
+        found = errors_of_run(run, data, by=by or (), count=count, which=which, batch=batch, average=average)
+    elif data != "train" or which or average:
+        raise UsageError(
+            "--folds trains models of its own on the training set: other DATA, --which and --average have no effect",
+            remedy=f"trainwright errors {run} train --folds {folds}",
+        )
+    else:
+        found = errors_in_folds(run, folds, by=by or (), count=count, batch=batch, say=say_to(as_json))
+    answer(found, as_json)
+
+
 @verb("checkpoint", of=verify_app)
 def verify_checkpoint(
     path: Annotated[

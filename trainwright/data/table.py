@@ -20,11 +20,16 @@ Frame: TypeAlias = Any
 
 
 class Table(TensorDataset):
-    """Rows of (inputs float32 (N,), target). ``labels`` are the classes of a target of words, by code."""
+    """Rows of (inputs float32 (N,), target).
 
-    def __init__(self, inputs_NC: Tensor, target_N: Tensor, labels: tuple[str, ...] = ()) -> None:
+    ``labels`` are the classes of a target of words, by code; ``inputs`` are the names of the columns.
+    """
+
+    def __init__(
+        self, inputs_NC: Tensor, target_N: Tensor, labels: tuple[str, ...] = (), inputs: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(inputs_NC, target_N)
-        self.labels = labels
+        self.labels, self.inputs = labels, inputs
         if not target_N.is_floating_point():
             self.classes = len(labels) or int(target_N.max()) + 1
 
@@ -44,7 +49,7 @@ def table(source: Frame | str | Path, *, inputs: Sequence[str], target: str) -> 
     codes, labels = _target(_column(frame, target), target)
     if not len(codes):
         raise UsageError("the table has no rows", remedy="check where it is read from")
-    return Table(torch.from_numpy(np.stack(columns, 1)), torch.from_numpy(codes), labels)
+    return Table(torch.from_numpy(np.stack(columns, 1)), torch.from_numpy(codes), labels, tuple(inputs))
 
 
 def _column(frame: Frame, name: str) -> NDArray[Any]:

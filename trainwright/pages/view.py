@@ -20,6 +20,8 @@ from trainwright.pages.rows import column
 from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.recipe.yaml_core import UnreadableError
 from trainwright.recipe.yaml_core import read as read_yaml
+from trainwright.report import bad_cases
+from trainwright.report.bad_cases import BadCases
 from trainwright.report.runs import state_of
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.json_values import JsonValue
@@ -94,6 +96,12 @@ class RunView:
     @cached_property
     def provenance(self) -> dict[str, Any]:
         return _object_of(self.folder.provenance)
+
+    @cached_property
+    def bad_cases(self) -> BadCases | None:
+        """What `trainwright errors` found; None where it was not asked."""
+        text = text_of(self.folder.path / bad_cases.NAME)
+        return bad_cases.bad_cases_in(text) if text else None
 
     @property
     def state(self) -> str:

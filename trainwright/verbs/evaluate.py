@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,27 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from trainwright.build.assemble import LIVE, build_dataset, build_loss
-from trainwright.build.data import EvaluationBatches, Loading
-from trainwright.build.resolve import make
-from trainwright.build.unwrap import Unwrapped, unwrap
 from trainwright.engine.evaluate import EvaluationResult, evaluating
 from trainwright.engine.evaluate import evaluate as evaluate_batches
-from trainwright.engine.loss import Batch, Loss, OfModel, called_with
+from trainwright.engine.loss import Batch, Loss, called_with
 from trainwright.engine.metrics import Metric, joined, metric_set, on_host
-from trainwright.errors import UsageError, text_of
-from trainwright.recipe import DATASETS, Loaded, load
-from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
-from trainwright.runlog.folder import RunFolder
+from trainwright.errors import UsageError
 from trainwright.runlog.storage import storage_error
-from trainwright.state.manifest import step_of
-from trainwright.state.store import read_best
-from trainwright.state.weights import load_plain_state_dict, read_weights
 from trainwright.training.own_objects import named_metrics
 from trainwright.training.result import Result
-from trainwright.verbs.export import chosen_checkpoint, rebuilt
-
-OWN_SETS = ("train", "val")
+from trainwright.verbs.chosen_model import batches_of, chosen_model, loss_of
 
 
 def evaluate(
@@ -63,11 +49,11 @@ def evaluate(
 
     Raises UsageError for what is not there.
     """
-    taken = _taken(of, model, str(which), average=average)
-    found = metric_set(dict(named_metrics(taken.loaded)) if metrics is None and taken.loaded else metrics or {})
-    found.to(taken.device)
-    batches = _batches(taken, data, batch)
-    return evaluate_batches(taken.model, _loss(taken, loss), batches, metrics=found)
+    chosen = chosen_model(of, model, str(which), average=average)
+    found = metric_set(dict(named_metrics(chosen.loaded)) if metrics is None and chosen.loaded else metrics or {})
+    found.to(chosen.device)
+    batches = batches_of(chosen, data, batch)
+    return evaluate_batches(chosen.model, loss_of(chosen, loss), batches, metrics=found)
 
 
 def predict(
@@ -82,118 +68,17 @@ def predict(
     """Returns what the model gives for every sample of ``data``, in its order, on the CPU; the logits where it names
     some.
 
-    The last of a tuple of two or more is taken for the target, and left out; of a mapping, what ``forward`` does not
+    The last of a tuple of two or more is chosen for the target, and left out; of a mapping, what ``forward`` does not
     take, and ``labels``. The other arguments are those of ``tw.evaluate``.
     """
-    taken = _taken(of, model, str(which), average=average)
+    chosen = chosen_model(of, model, str(which), average=average)
     outputs = []
-    with evaluating(taken.model):
-        for micro in _batches(taken, data, batch):
+    with evaluating(chosen.model):
+        for micro in batches_of(chosen, data, batch):
             outputs.append(
-                tree_map_only(Tensor, on_host, _logits(called_with(taken.model, _inputs(taken.model, micro.data))))
+                tree_map_only(Tensor, on_host, _logits(called_with(chosen.model, _inputs(chosen.model, micro.data))))
             )
     return joined(outputs)
-
-
-@dataclass(frozen=True)
-class _Taken:
-    """A model, and the recipe and step that it is of, where it is that of a run folder."""
-
-    model: nn.Module
-    loaded: Loaded | None = None
-    step: int | None = None
-
-    @property
-    def device(self) -> torch.device:
-        first = next(self.model.parameters(), None)
-        return torch.device("cpu") if first is None else first.device
-
-
-def _taken(of: object, model: nn.Module | None, which: str, *, average: bool) -> _Taken:
-    if isinstance(of, Result) and of.state is not None:
-        of = of.state.model
-    if isinstance(of, nn.Module):
-        if model is not None or which or average:
-            raise UsageError(
-                "model, which and average are of a run folder, and a model was given",
-                remedy="leave them out, or give the run folder: tw.evaluate('runs/run', data)",
-            )
-        return _Taken(of)
-    if not isinstance(of, str | Path):
-        raise UsageError(
-            f"a {type(of).__name__} cannot be evaluated", remedy="give a model, the result of tw.fit, or a run folder"
-        )
-    folder = RunFolder.open(of)
-    loaded = load(folder.recipe, environ={})
-    if not which:
-        which = "last" if read_best(folder.checkpoints) is None else "best"
-    checkpoint, _ = chosen_checkpoint(folder, which)
-    weights = read_weights(checkpoint, average=average)
-    if model is None:
-        if loaded.recipe.model.use.startswith(f"{LIVE}:"):
-            raise UsageError(
-                f"the model {loaded.recipe.model.use.removeprefix(f'{LIVE}:')} of {folder.path} was passed in Python, "
-                "and no file says how it is built",
-                remedy=f"in Python: tw.evaluate({str(folder.path)!r}, data, loss, model=your_model), or tw.predict",
-            )
-        model = rebuilt(loaded, weights)
-    else:
-        with _fitting(folder):
-            load_plain_state_dict(model, weights)
-    return _Taken(model, loaded, step_of(checkpoint))
-
-
-@contextmanager
-def _fitting(folder: RunFolder) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise UsageError(
-            f"the weights of {folder.path} do not fit the model: {text_of(error)[:300]}",
-            remedy="give a model such as it was trained",
-        ) from None
-
-
-def _loss(taken: _Taken, given: Callable[..., Loss | Tensor] | None) -> Callable[..., Loss | Tensor]:
-    if given is not None:
-        return given
-    if taken.loaded is None:
-        return OfModel()
-    use = taken.loaded.recipe.loss.use
-    if use.startswith(f"{LIVE}:"):
-        raise UsageError(
-            f"the loss {use.removeprefix(f'{LIVE}:')} of the run was passed in Python", remedy="give it: loss=..."
-        )
-    return build_loss(taken.loaded)
-
-
-def _batches(taken: _Taken, data: object, batch: int | None) -> EvaluationBatches:
-    if isinstance(data, str):
-        unwrapped = _named(taken.loaded, data)
-    else:
-        unwrapped = unwrap(data)
-    size = batch or unwrapped.batch_size or DEFAULT_BATCH_SIZE
-    if unwrapped.own_batches is not None:
-        size = sys.maxsize
-    how = Loading(size, size, device=taken.device, collate=unwrapped.collate, order=unwrapped.order)
-    return EvaluationBatches(unwrapped.dataset, how)
-
-
-def _named(loaded: Loaded | None, name: str) -> Unwrapped:
-    if loaded is None:
-        raise UsageError(
-            f"the data is the text {name!r}", remedy="give the dataset itself: only a run folder has names"
-        )
-    if name not in OWN_SETS:
-        return unwrap(make(name, {}, DATASETS, "DATA", loaded.source))
-    part = getattr(loaded.recipe.data, name)
-    if part is None or part.use.startswith(f"{LIVE}:"):
-        why = "has none" if part is None else "got it in Python"
-        raise UsageError(
-            f"the {name} set of the run is not in its recipe, which {why}",
-            remedy="name another: package.module:callable, or give the dataset itself in Python",
-        )
-    return build_dataset(loaded, name)
 
 
 def _inputs(model: nn.Module, batch: Batch) -> Batch:
@@ -230,11 +115,11 @@ class EvaluationReport:
 
 def evaluate_run(run: Path, data: str, *, which: str, batch: int | None, average: bool) -> EvaluationReport:
     """``trainwright evaluate``."""
-    taken = _taken(run, None, which, average=average)
-    assert taken.loaded is not None
-    metrics = metric_set(dict(named_metrics(taken.loaded)))
-    found = evaluate_batches(taken.model, _loss(taken, None), _batches(taken, data, batch), metrics=metrics)
-    return EvaluationReport(run, taken.step, found)
+    chosen = chosen_model(run, None, which, average=average)
+    assert chosen.loaded is not None
+    metrics = metric_set(dict(named_metrics(chosen.loaded)))
+    found = evaluate_batches(chosen.model, loss_of(chosen, None), batches_of(chosen, data, batch), metrics=metrics)
+    return EvaluationReport(run, chosen.step, found)
 
 
 @dataclass(frozen=True)

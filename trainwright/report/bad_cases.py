@@ -1,0 +1,191 @@
+"""Where a model is wrong on a dataset: ``errors.json`` of a run folder, and in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, field
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, StringConstraints, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from trainwright.runlog.json_values import JsonValue, strict
+
+NAME = "errors.json"
+IN_WORDS = 10
+"""Of each list, how many are told in words."""
+_OF_A_FILE = ConfigDict(extra="ignore")
+
+
+@dataclass(frozen=True, config=_OF_A_FILE)
+class ShownSample:
+    """A sample for the eye: a picture (``png``, in base64), or a text."""
+
+    kind: Literal["image", "text", "table", "other"]
+    text: str = ""
+    png: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9+/=]*$")] = ""
+
+
+@dataclass(frozen=True, config=_OF_A_FILE)
+class BadCase:
+    """One sample: ``sure`` is the probability of what was predicted, ``own`` that of the label.
+
+    ``likely``: its label is probably wrong.
+    """
+
+    id: int
+    loss: float
+    label: str = ""
+    predicted: str = ""
+    sure: float | None = None
+    own: float | None = None
+    likely: bool = False
+
+
+@dataclass(frozen=True, config=_OF_A_FILE)
+class LossSlice:
+    """The samples of one value of a grouping.
+
+    ``excess`` is their loss minus that of all others, ``at_least`` what it is in 95 of 100 cases.
+    """
+
+    grouping: str
+    name: str
+    count: int
+    loss: float
+    excess: float
+    at_least: float
+    accuracy: float | None = None
+
+
+@dataclass(frozen=True, config=_OF_A_FILE)
+class ConfidenceBin:
+    """Predictions of about the same probability: how many, the mean probability, and the share that was right."""
+
+    count: int
+    sure: float
+    accuracy: float
+
+
+@dataclass(frozen=True, config=_OF_A_FILE)
+class Confused:
+    """How often ``label`` was taken for ``predicted``."""
+
+    label: str
+    predicted: str
+    count: int
+
+
+@dataclass(frozen=True, config=_OF_A_FILE, repr=False)
+class BadCases:
+    """Where a model is wrong on a dataset of ``count`` samples; each list begins with the worst.
+
+    ``worst`` has the largest losses, ``mistakes`` the wrong predictions that the model is most sure of, ``labels`` the
+    labels that are most likely wrong; ``likely_wrong`` counts those that probably are. ``accuracy`` and ``ece``, the
+    expected calibration error, are over ``unit``: samples, tokens or pixels. ``matrix`` has a row for each label and a
+    column for each prediction, in the order of ``classes``; empty where there are many. ``shown`` are the samples of
+    all lists, by id.
+    """
+
+    data: str
+    count: int
+    loss: float
+    run: str = ""
+    step: int | None = None
+    likely_wrong: int = 0
+    unit: str = "samples"
+    accuracy: float | None = None
+    ece: float | None = None
+    worst: tuple[BadCase, ...] = ()
+    mistakes: tuple[BadCase, ...] = ()
+    labels: tuple[BadCase, ...] = ()
+    slices: tuple[LossSlice, ...] = ()
+    bins: tuple[ConfidenceBin, ...] = ()
+    confused: tuple[Confused, ...] = ()
+    classes: tuple[str, ...] = ()
+    matrix: tuple[tuple[int, ...], ...] = ()
+    notes: tuple[str, ...] = ()
+    shown: dict[int, ShownSample] = field(default_factory=dict)
+    exit_code = 0
+
+    def __repr__(self) -> str:
+        return "\n".join(self.lines())
+
+    def to_json(self) -> Mapping[str, JsonValue]:
+        """What ``--json`` prints, and what the run folder keeps."""
+        fields: Mapping[str, object] = asdict(self)
+        return strict(fields)
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        return list(_lines(self))
+
+
+def bad_cases_in(text: str) -> BadCases | None:
+    """The content of ``errors.json``; None where it is not such a file, which anybody may have written."""
+    try:
+        return TypeAdapter(BadCases).validate_json(text)
+    except ValidationError:
+        return None
+
+
+def _lines(cases: BadCases) -> Iterator[str]:
+    of = f"{cases.run}, step {cases.step}: " if cases.run else ""
+    right = "" if cases.accuracy is None else f", {cases.accuracy:.2%} of the {cases.unit} right"
+    yield f"{of}{cases.count:,} samples of {cases.data}, loss {cases.loss:.4g}{right}"
+    yield from _listed("the largest losses", cases.worst, cases)
+    yield from _listed("the model is most sure of these mistakes", cases.mistakes, cases)
+    likely = cases.likely_wrong
+    title = f"labels that are likely wrong: {likely:,}" if likely else "no label is likely wrong; these come first"
+    yield from _listed(title, cases.labels, cases)
+    for grouping in dict.fromkeys(each.grouping for each in cases.slices):
+        yield f"loss by {grouping}, the worst first"
+        for each in [one for one in cases.slices if one.grouping == grouping][:IN_WORDS]:
+            right = "" if each.accuracy is None else f", {each.accuracy:.2%} right"
+            yield (
+                f"  {each.name}: loss {each.loss:.4g} of {each.count:,} samples{right}; "
+                f"{each.excess:+.4g} to all others{_bound(each.at_least)}"
+            )
+    if cases.confused:
+        yield "taken for another"
+    for pair in cases.confused[:IN_WORDS]:
+        yield f"  {pair.label} for {pair.predicted}: {pair.count:,}"
+    if cases.ece is not None:
+        yield f"calibration: {cases.ece:.2%} expected calibration error{_tendency(cases.bins)}"
+    yield from (f"note: {note}" for note in cases.notes)
+
+
+def _listed(title: str, listed: Sequence[BadCase], cases: BadCases) -> Iterator[str]:
+    if not listed:
+        return
+    yield title
+    for rank, each in enumerate(listed[:IN_WORDS], 1):
+        yield f"  {rank}. sample {each.id}: {', '.join(_said(each))}{_glimpse(cases.shown.get(each.id))}"
+    if len(listed) > IN_WORDS:
+        yield f"  and {len(listed) - IN_WORDS} more in {NAME}"
+
+
+def _said(case: BadCase) -> Iterator[str]:
+    yield f"loss {case.loss:.4g}"
+    if case.label:
+        yield f"label {case.label}" + ("" if case.own is None else f" ({case.own:.1%})")
+    if case.predicted:
+        yield f"predicted {case.predicted}" + ("" if case.sure is None else f" ({case.sure:.1%})")
+
+
+def _bound(at_least: float) -> str:
+    return f", at least {at_least:+.4g}" if math.isfinite(at_least) else ""
+
+
+def _glimpse(sample: ShownSample | None) -> str:
+    if sample is None or sample.kind not in ("text", "table"):
+        return ""
+    text = " ".join(sample.text.split())
+    return f"  | {text[:60]}{'...' if len(text) > 60 else ''}"
+
+
+def _tendency(bins: Sequence[ConfidenceBin]) -> str:
+    count = sum(each.count for each in bins)
+    surer = sum(each.count * (each.sure - each.accuracy) for each in bins) / max(1, count)
+    return f"; on average {abs(surer):.2%} too {'sure' if surer > 0 else 'unsure'}"
