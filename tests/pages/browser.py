@@ -20,7 +20,7 @@ OPTIONS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"),
     *("--no-first-run", "--disable-extensions", "--disable-background-networking", "--remote-debugging-pipe"),
 )
-WAIT_S = 15.0
+WAIT_S = 60.0
 
 
 class Browser:
@@ -124,6 +124,6 @@ def browser_in(folder: Path) -> Iterator[Browser]:
         yield Browser(to, from_)
     finally:
         process.terminate()
-        process.wait(timeout=20)
+        process.wait(timeout=60)
         os.close(to)
         os.close(from_)

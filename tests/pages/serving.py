@@ -30,7 +30,7 @@ class Site:
 
     def ask(self, path: str, *, headers: Mapping[str, str] | None = None, method: str = "GET") -> Answer:
         """A request with the cookie, unless other headers are given."""
-        link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         link.request(method, path, headers=self.cookie if headers is None else dict(headers))
         reply = link.getresponse()
         answer = Answer(
@@ -52,5 +52,5 @@ def site_of(*folders: Path) -> Iterator[Site]:
         thread.start()
         yield Site(listener.getsockname()[1], address(listener, TOKEN))
         server.should_exit = True
-        thread.join(timeout=10)
+        thread.join(timeout=60)
         assert not thread.is_alive()

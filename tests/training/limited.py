@@ -1,10 +1,10 @@
 """A process whose memory the kernel limits: trains a step that is too large for it, and prints what came of it.
 
-    python limited.py '{"model": "dropout", "micro": 64, "steps": 20, "limit_mib": 40}'
+    python limited.py '{"model": "dropout", "micro": 64, "steps": 20, "limit_mib": 20}'
 
 ``limit_mib`` is what it may take beyond what it holds once it has trained on two samples, or after step
 ``limit_after``, from which on the layer is ``wider`` times as wide; left out: no limit. The wide layer keeps about
-1 MiB a sample for its backward pass. With ``ranks`` it is one of several processes that meet in the file ``meet``.
+half a MiB a sample for its backward pass. With ``ranks`` it is one of several processes that meet in the file ``meet``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import random
 import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,12 @@ from trainwright.errors import TrainwrightError
 from trainwright.state.rng import RngBag
 from trainwright.state.store import newest_valid
 from trainwright.world import SOLO, Ranks, World
-from trainwright.world.memory import give_back
+from trainwright.world.memory import give_back, mind_limits
 
-WIDE = 2048
+WIDE = 1024
 BATCH, SMALL = 64, 4
+SLACK_MIB = 4  # for Python's own while the heap is filled
+TAKEN: list[Tensor] = []  # of the heap; never written, so it takes no memory but only its place
 
 
 class Wide(nn.Module):
@@ -102,7 +105,23 @@ def batches(micro: int, steps: int, *, first: int = 0) -> list[tw.StepBatch]:
 
 
 def limit_memory(mib: int) -> None:
+    """From here on ``mib`` can be allocated.
+
+    What the heap has free would come on top of that, and differs from machine to machine: so it is taken first, and
+    large blocks are none of the heap's from here on.
+    """
     give_back(torch.device("cpu"))
+    set_limit(SLACK_MIB)
+    mind_limits()  # as every job under a limit does
+    for size_mib in (64, 16, 4, SLACK_MIB // 2):
+        with suppress(RuntimeError):
+            while True:
+                TAKEN.append(torch.empty(size_mib * 2**20, dtype=torch.uint8))
+    set_limit(mib)
+
+
+def set_limit(mib: int) -> None:
+    """So many MiB beyond what is reserved now."""
     data = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
     most = int(data.split()[1]) * 1024 + mib * 2**20
     resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))

@@ -65,6 +65,13 @@ def wait_for_step(log: Path, step: int, *, patience_s: float = 120.0) -> None:
     raise AssertionError(f"{log} never saw step {step}")
 
 
+def wait_for_file(path: Path, *, patience_s: float = 120.0) -> None:
+    end_s = time.monotonic() + patience_s
+    while not path.exists():
+        assert time.monotonic() < end_s, f"there never was {path}"
+        time.sleep(0.05)
+
+
 def invoke(*arguments: str) -> tuple[int, str]:
     done = CliRunner().invoke(app, list(arguments))
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception

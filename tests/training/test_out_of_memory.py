@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are set by Linux's RLIMIT_DATA"),
 ]
 PROGRAM = Path(__file__).parent / "limited.py"
-FITS_16 = 36  # MiB; 16 samples take 24, and 32 of them 48
+FITS_16 = 18  # MiB; 16 samples take 12, and 32 of them 24
 
 
 def started(**ask: Any) -> Forked:
@@ -81,10 +81,10 @@ def test_nothing_of_a_failed_try_is_left(model: str) -> None:
 def test_it_says_where_it_was_and_what_held_the_memory() -> None:
     first, _, second = once(model="dropout", steps=20, limit_mib=FITS_16)["shortages"]
     assert (first["phase"], first["module"]) == ("forward", "wide")
-    assert first["asked_bytes"] == 64 * 64 * 2048 * 4
+    assert first["asked_bytes"] == 64 * 64 * 1024 * 4
     assert second["phase"] in ("forward", "backward")  # which of the two the rest of the limit does for
     assert first["held"]["weights"] == 4 * (64 * 64 + 64 + 64 * 4 + 4)
-    assert first["given_back_bytes"] > 16 * 2**20
+    assert first["given_back_bytes"] > 8 * 2**20
     assert first["in_use_bytes"] < first["capacity_bytes"] * 1.2
 
 
@@ -119,8 +119,12 @@ def test_an_update_that_does_not_fit_says_so() -> None:
 
 
 def test_moments_that_fit_once_memory_is_given_back_are_made() -> None:
-    """They belong to the second group of parameters: the first one must not be updated before."""
-    short, whole = (limited(model="vector", steps=1, micro=4, limit_mib=mib) for mib in (130, 0))
+    """They belong to the second group of parameters: the first one must not be updated before.
+
+    Of 150 MiB the passes take 80, which the collector gives back, gradients 24, and moments with what the update needs
+    besides 72.
+    """
+    short, whole = (limited(model="vector", steps=1, micro=4, limit_mib=mib) for mib in (150, 0))
     tries = [(each["phase"], each["next_micro"]) for each in short["shortages"]]
     assert tries[-1] == ("update", 4) and all(micro == 4 for _, micro in tries)  # a heap in pieces may cost one more
     same(short, whole)
@@ -128,7 +132,7 @@ def test_moments_that_fit_once_memory_is_given_back_are_made() -> None:
 
 def test_an_update_that_has_written_nothing_leaves_the_last_good_step_to_be_saved(tmp_path: Path) -> None:
     """A parameter gets its first gradient, and so its moments, in step 3."""
-    short = limited(model="later", steps=6, micro=4, limit_mib=50, save=str(tmp_path))
+    short = limited(model="later", steps=6, micro=4, limit_mib=60, save=str(tmp_path))
     assert "in the update of step 3: " in short["error"] and short["step"] == 2
     resumed = limited(model="later", steps=3, micro=4, resume=str(tmp_path))
     straight = limited(model="later", steps=3, micro=4)

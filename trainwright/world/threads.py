@@ -61,7 +61,16 @@ def undisturbed_s() -> float:
     What reads from a disk or sleeps takes as long by it as by any clock, but a busy machine makes nothing slower. Where
     the system does not tell how long a thread has waited, which only Linux does, it is the ordinary clock.
     """
-    waited_ns = 0
+    waited_ns = _waited_ns()
+    while True:
+        now_s, before_ns = time.perf_counter(), waited_ns
+        waited_ns = _waited_ns()
+        if waited_ns == before_ns:  # else it waited between one clock and the other
+            return now_s - 1e-9 * waited_ns
+
+
+def _waited_ns() -> int:
+    """What this thread has waited in all for a processor that another had."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        waited_ns = int(Path("/proc/thread-self/schedstat").read_text().split()[1])
-    return time.perf_counter() - 1e-9 * waited_ns
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1])
+    return 0
