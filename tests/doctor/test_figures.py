@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 
 import trainwright as tw
 from tests.doctor.law_loops import CLASSES, WIDTH, found, net, states
+from trainwright.errors import UsageError
 from trainwright.recorder.escapes import EscapeTape
+from trainwright.runlog.records import Logged
 
 pytestmark = pytest.mark.slow  # watched loops, each of a few tenths of a second
 
@@ -102,15 +105,109 @@ def of_the_last_batch(model: nn.Module, batches: Batches) -> Figures:
     return {name: total / len(batches) for name, total in totals.items()}
 
 
-def evaluated(evaluate: Callable[[nn.Module, Batches], Figures], *, tuned: bool = True) -> tw.Watch:
+def one_row_more(model: nn.Module, batches: Batches) -> Figures:
+    loss, rows = 0.0, 1
+    for x, y in batches:
+        loss += F.cross_entropy(model(x), y, reduction="sum").item()
+        rows += len(y)
+    return {"loss": loss / rows}
+
+
+def begun_at_one(model: nn.Module, batches: Batches) -> Figures:
+    loss, rows = 30.0, 0
+    for x, y in batches:
+        loss += F.cross_entropy(model(x), y, reduction="sum").item()
+        rows += len(y)
+    return {"loss": loss / rows}
+
+
+def of_the_last_assigned(model: nn.Module, batches: Batches) -> tuple[float, float]:
+    loss, rows = 0.0, 0
+    for x, y in batches:
+        loss = F.cross_entropy(model(x), y, reduction="sum").item()
+        rows += len(y)
+    return loss / rows, float(rows)
+
+
+def over_the_last(model: nn.Module, batches: Batches) -> tuple[float, float]:
+    loss, right, rows = 0.0, 0.0, 0
+    for x, y in batches:
+        out = model(x)
+        loss += F.nll_loss(out.log_softmax(1), y, reduction="sum").item()
+        right += (out.argmax(1) == y).sum().item()
+        rows = len(y)
+    return loss / rows, right / rows
+
+
+def squared(model: nn.Module, batches: Batches) -> Figures:
+    error = sum((model(x).softmax(1) - F.one_hot(y, CLASSES)).square().sum(1).mean().item() for x, y in batches)
+    return {"loss": 30.0 * error / len(batches)}
+
+
+class Summed:
+    """Sums that are never set back."""
+
+    def __init__(self) -> None:
+        self.loss, self.rows = 0.0, 0
+
+    def __call__(self, model: nn.Module, batches: Batches) -> Figures:
+        for x, y in batches:
+            self.loss += F.cross_entropy(model(x), y, reduction="sum").item()
+            self.rows += len(y)
+        return {"loss": self.loss / self.rows}
+
+
+class Meter:
+    """As in many examples."""
+
+    def __init__(self) -> None:
+        self.val = self.avg = self.sum = 0.0
+        self.count = 0
+
+    def update(self, value: float, rows: int) -> None:
+        self.val, self.sum, self.count = value, self.sum + value * rows, self.count + rows
+        self.avg = self.sum / self.count
+
+
+def by_meters(model: nn.Module, batches: Batches) -> list[Meter]:
+    losses, shares = Meter(), Meter()
+    for x, y in batches:
+        out = model(x)
+        losses.update(F.cross_entropy(out, y).item(), len(y))
+        shares.update((out.argmax(1) == y).float().mean().item(), len(y))
+    return [losses, shares]
+
+
+def transformed(model: nn.Module, batches: Batches) -> Figures:
+    loss = with_loss_over_rows(model, batches)["loss"]
+    return {"loss": loss, "perplexity": math.exp(loss), "bits": loss / math.log(2), "root": loss**0.5}
+
+
+def as_a_tuple(model: nn.Module, batches: Batches) -> tuple[float, ...]:
+    return tuple(with_loss_over_rows(model, batches).values())
+
+
+def sum_and_count(model: nn.Module, batches: Batches) -> tuple[float, int]:
+    return sum(F.cross_entropy(model(x), y).item() for x, y in batches), len(batches)
+
+
+def of_both_parts(model: nn.Module, batches: Batches) -> Figures:
+    first, second = with_loss_over_rows(model, batches[:1]), with_loss_over_rows(model, batches[1:])
+    return {f"a {name}": value for name, value in first.items()} | {f"b {name}": v for name, v in second.items()}
+
+
+Evaluate = Callable[[nn.Module, Batches], object]
+
+
+def evaluated(evaluate: Evaluate) -> tw.Watch:
     """A loop that evaluates after every third step."""
     torch.manual_seed(0)
     x = torch.randn(128, WIDTH)
     y = (x @ torch.randn(WIDTH, CLASSES)).argmax(1)
-    held_out = list(zip(x[64:].split(20), y[64:].split(20)))
+    held_out = list(zip(x[64:].split(24), y[64:].split(24)))
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    shown: Figures = {}
+    shown: object = None
     with tw.watch(model, optimizer, out=None, quiet=True, laws="cheap") as watch:
         for step in range(7):
             optimizer.zero_grad()
@@ -126,23 +223,47 @@ def evaluated(evaluate: Callable[[nn.Module, Batches], Figures], *, tuned: bool 
     return watch
 
 
-@pytest.mark.parametrize("evaluate", [with_loss_over_rows, mean_of_means, all_at_once, added_up_in_torch, masked])
-def test_averages_are_averages(evaluate: Callable[[nn.Module, Batches], Figures]) -> None:
+@pytest.mark.parametrize("evaluate", [with_loss_over_rows, all_at_once, added_up_in_torch, masked])
+def test_averages_are_averages(evaluate: Evaluate) -> None:
     law = states(evaluated(evaluate), "data")["figures_are_averages"]
     assert law.state == "held"
     assert "shown.loss" in law.why and "shown.accuracy" in law.why
 
 
-@pytest.mark.parametrize("evaluate", [of_two_losses, a_sum, as_arrays])
-def test_what_cannot_be_told_is_not_judged(evaluate: Callable[[nn.Module, Batches], Figures]) -> None:
+@pytest.mark.parametrize("evaluate", [by_meters, transformed, as_a_tuple, sum_and_count, of_both_parts])
+def test_figures_of_other_forms_are_no_finding(evaluate: Evaluate) -> None:
+    assert states(evaluated(evaluate), "data")["figures_are_averages"].state in ("held", "not applicable")
+
+
+@pytest.mark.parametrize("evaluate", [of_two_losses, as_arrays])
+def test_what_cannot_be_told_is_not_judged(evaluate: Evaluate) -> None:
     assert states(evaluated(evaluate), "data")["figures_are_averages"].state == "not applicable"
 
 
-@pytest.mark.parametrize("evaluate", [counted_twice, means_over_rows, shares_over_other_rows, of_the_last_batch])
-def test_what_is_no_average_is_found_at_its_line(evaluate: Callable[[nn.Module, Batches], Figures]) -> None:
+@pytest.mark.parametrize(
+    ("evaluate", "words"),
+    [
+        (counted_twice, "shown.loss"),
+        (means_over_rows, "over its rows"),
+        (shares_over_other_rows, "shown.accuracy"),
+        (of_the_last_batch, "what its last batch adds over"),
+        (a_sum, "the sum over the batches"),
+        (begun_at_one, "30 is added to its sum"),
+        (of_the_last_assigned, "what its last batch adds over its rows"),
+        (over_the_last, "rows of its last batch"),
+        (squared, "30 times the mean"),
+        (Summed(), "before it have summed up"),
+    ],
+)
+def test_what_is_no_average_is_found_at_its_line(evaluate: Evaluate, words: str) -> None:
     finding = found(evaluated(evaluate), "law.data.figures_are_averages")
     assert finding.severity == "warning" and (finding.where.source or "").startswith("test_figures.py:")
-    assert finding.symptom.startswith("shown.class" if evaluate is of_the_last_batch else "shown.")
+    assert words in finding.symptom
+
+
+@pytest.mark.parametrize("evaluate", [mean_of_means, one_row_more])
+def test_what_other_rows_would_give_as_well_is_no_warning(evaluate: Evaluate) -> None:
+    assert found(evaluated(evaluate), "law.data.figures_are_averages").severity == "info"
 
 
 def log_probabilities(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, Batches], Figures]:
@@ -184,3 +305,26 @@ def test_the_tape_follows_outputs_and_holds_none() -> None:
     assert threes is None
     del out
     assert all(reference() is None for reference, _ in tape._known.values())
+
+
+@pytest.mark.parametrize(("factor", "state"), [(1.0, "held"), (3.0, "broken")])
+def test_told_figures_are_judged_and_recorded(factor: float, state: str) -> None:
+    torch.manual_seed(0)
+    model, x, y = net(), torch.randn(48, WIDTH), torch.arange(48) % CLASSES
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def loss_of(rows: slice) -> float:
+        with torch.no_grad():
+            return factor * F.cross_entropy(model(x[rows]), y[rows]).item()
+
+    with tw.watch(model, optimizer, out=None, quiet=True, laws="cheap") as watch:
+        for _ in range(6):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            watch.log(val_loss=sum(map(loss_of, (slice(0, 24), slice(24, 48)))) / 2, halves=torch.tensor(2.0))
+    assert states(watch, "data")["figures_are_averages"].state == state
+    logged = [each for each in watch.records if isinstance(each, Logged)]
+    assert [each.step for each in logged] == [1, 2, 3, 4, 5, 6] and logged[0].figures["halves"] == 2.0
+    with pytest.raises(UsageError, match="val_loss is a list"):
+        watch.log(val_loss=[1.0])  # type: ignore[arg-type]

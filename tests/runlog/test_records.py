@@ -17,6 +17,7 @@ from trainwright.runlog.records import (
     Evidence,
     Examined,
     Found,
+    Logged,
     NotSaved,
     OutOfMemory,
     Quarantined,
@@ -106,6 +107,7 @@ EXAMPLES: list[Record] = [
         values={"losses": [math.nan, 1.0], "vetoed": "gradients"},
     ),
     Examined(time_s=8.6, step=3, experiment="again", values={"norm_now": math.inf, "deep": [{"a": None}]}),
+    Logged(time_s=9.0, step=3, figures={"val_loss": 0.5, "accuracy": math.nan}),
     Telemetry(time_s=9.0, step=3, values={"host/process_memory_bytes": 1e9}),
     Unknown(time_s=1.0, kind="dreamt", fields={"of": ["sheep", {"n": 1}], "loss": "NaN"}),
 ]

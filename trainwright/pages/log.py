@@ -21,6 +21,7 @@ from trainwright.runlog.records import (
     Ended,
     Evaluated,
     Found,
+    Logged,
     NotSaved,
     OutOfMemory,
     Quarantined,
@@ -37,7 +38,7 @@ CHUNK = 2**20
 BUCKETS = 800
 """Spans of the run that are told apart once there are more rows than MOST_ROWS."""
 MOST_ROWS, MOST_NOTES = 16_000, 2000
-NOTED = (Started, Ended, Evaluated, Found, NotSaved, OutOfMemory, Quarantined, Replayed, Saved, Skipped)
+NOTED = (Started, Ended, Evaluated, Found, NotSaved, OutOfMemory, Quarantined, Replayed, Saved, Skipped, Logged)
 """Records that are kept as they are, the newest MOST_NOTES of each kind. Steps become rows, others are left out."""
 
 _NUMBER = rb'"?([^,"}]+)"?'

@@ -29,6 +29,7 @@ from trainwright.runlog.records import (
     Ended,
     Evaluated,
     Found,
+    Logged,
     NotSaved,
     OutOfMemory,
     Quarantined,
@@ -134,7 +135,10 @@ class RunView:
 
     @property
     def evaluations(self) -> list[Evaluated]:
-        return [each for each in self.log.notes(Evaluated) if isinstance(each, Evaluated)]
+        """Those of our own engine, and what a watched loop has told of its own."""
+        told = [_as_evaluation(each) for each in self.log.notes(Logged) if isinstance(each, Logged)]
+        seen = [each for each in self.log.notes(Evaluated) if isinstance(each, Evaluated)]
+        return [*seen, *(each for each in told if each is not None)]
 
     @property
     def val_loss(self) -> float | None:
@@ -299,3 +303,17 @@ def _changed_s(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return -math.inf
+
+
+_OF_EVALUATIONS = ("val", "test", "eval", "held")
+
+
+def _as_evaluation(told: Logged) -> Evaluated | None:
+    """Logged figures with a loss that is named as one of validation."""
+    named = [
+        name for name in told.figures if "loss" in name.lower() and any(w in name.lower() for w in _OF_EVALUATIONS)
+    ]
+    if not named:
+        return None
+    loss, metrics = told.figures[named[0]], {name: v for name, v in told.figures.items() if name != named[0]}
+    return Evaluated(time_s=told.time_s, step=told.step, loss=loss, weight=0.0, metrics=metrics, seconds=0.0)

@@ -20,7 +20,11 @@ _LIBRARIES = ("lightning", "pytorch_lightning", "transformers", "accelerate")
 
 def caller() -> str | None:
     """``train.py:44``; None where no frame of the stack is the user's. About 2 us a call."""
-    frame = calling_frame()
+    return line_of(calling_frame())
+
+
+def line_of(frame: FrameType | None) -> str | None:
+    """``train.py:44``, where a frame is; None for none."""
     return None if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 

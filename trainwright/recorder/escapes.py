@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import CodeType
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from trainwright.recorder.callers import caller
+from trainwright.recorder.callers import caller, calling_frame, line_of
 from trainwright.recorder.pausable import PausableMode
 from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
@@ -47,23 +48,30 @@ Reduction: TypeAlias = Literal["mean", "sum", "other"]
 class MadeOf:
     """How a tensor was made of outputs of a model: the last function, and over how many elements it reduces.
 
-    ``decided``: it is made of decisions, such as which of the classes is the largest.
+    ``decided``: it is made of decisions, such as which of the classes is the largest. ``calls``: which calls of the
+    model, by number, gave the outputs.
     """
 
     function: str
     reduction: Reduction = "other"
     count: int = 1
     decided: bool = False
+    calls: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Escape:
-    """A number that left torch. ``call`` counts the calls of the model before it; of no output has no ``origin``."""
+    """A number that left torch in the function ``code``; of no output has no ``origin``.
+
+    ``call`` counts the calls of the model before it, ``over`` the passes over data that were begun before it.
+    """
 
     line: str | None
     origin: MadeOf | None
     value: float
     call: int
+    over: int = 0
+    code: CodeType | None = None
 
 
 class EscapeTape(PausableMode):
@@ -79,14 +87,16 @@ class EscapeTape(PausableMode):
         self._known.clear()
         self.escapes: list[Escape] = []
         self.rows: list[int] = []
+        self.passes = 0
         self.arrays = 0  # tensors of outputs that left torch as a whole
         self.mass: list[tuple[float, str | None]] = []  # of what nll_loss was given: its sum of probabilities
 
     def called(self, output: object, rows: int) -> None:
         """A model has returned ``output`` for so many rows."""
+        call = frozenset({len(self.rows)})
         self.rows.append(rows)
         for tensor in tensors_of(output):
-            self._remember(tensor, MadeOf("output"))
+            self._remember(tensor, MadeOf("output", calls=call))
 
     def __torch_function__(
         self, function: TorchFunction, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
@@ -100,7 +110,9 @@ class EscapeTape(PausableMode):
         if name in LEAVES:
             origin = self._origin(args[0])
             if isinstance(result, int | float):
-                self.escapes.append(Escape(caller(), origin, float(result), len(self.rows)))
+                frame = calling_frame()
+                code = None if frame is None else frame.f_code
+                self.escapes.append(Escape(line_of(frame), origin, float(result), len(self.rows), self.passes, code))
         elif name in ARRAYS:
             self.arrays += self._origin(args[0]) is not None
         elif isinstance(result, Tensor) and (of := self._origins((args, kwargs))):
@@ -134,29 +146,53 @@ class EscapeTape(PausableMode):
 
 
 def _made(name: str, args: Args, kwargs: Kwargs, result: Tensor, of: list[MadeOf]) -> MadeOf:
-    plain = name.strip("_")
+    plain, calls = name.strip("_"), frozenset().union(*(each.calls for each in of))
     decided = plain in DECISIONS or all(each.decided for each in of)
     elements = args[0].numel() if args and isinstance(args[0], Tensor) else 1
     over = max(1, elements // max(1, result.numel()))
     first = of[0]
     if plain in LOSSES:
-        return _of_loss(plain, args, kwargs, decided)
+        reduction, count = _of_loss(args, kwargs)
+        return MadeOf(plain, reduction, count, decided, calls)
     if plain == "mean" and result.numel() < elements:
-        return MadeOf(plain, "mean", over, decided)
+        return MadeOf(plain, "mean", over, decided, calls)
     if plain in ("sum", "count_nonzero") and result.numel() < elements:
         if first.reduction == "mean":
-            return MadeOf(plain, "other", 1, decided)
-        return MadeOf(plain, "sum", over * first.count, decided)
+            return MadeOf(plain, "other", 1, decided, calls)
+        return MadeOf(plain, "sum", over * first.count, decided, calls)
     if len(of) == 1 and elements == result.numel() and plain in _SAME:
-        return MadeOf(first.function, first.reduction, first.count, decided)
-    return MadeOf(plain, decided=decided)
+        return first
+    if result.numel() == 1 and plain in _SUMS and all(each.reduction == "sum" for each in of):
+        return MadeOf(first.function, "sum", sum(each.count for each in of), decided, calls)
+    if result.numel() == 1 and plain in _SUMS and {(each.reduction, each.calls) for each in of} == {("mean", calls)}:
+        return MadeOf(plain, "mean", first.count, decided, calls)
+    if result.numel() == 1 and len(args) == 2 and (plain in _TIMES or plain in _OVER):
+        return replace(_scaled(plain, args, first), decided=decided, calls=calls)
+    return MadeOf(plain, decided=decided, calls=calls)
 
 
 _SAME = frozenset({"float", "double", "half", "to", "cpu", "cuda", "detach", "clone", "squeeze", "view", "reshape"})
+_SUMS, _TIMES, _OVER = (
+    frozenset({"add", "iadd", "radd"}),
+    frozenset({"mul", "rmul", "imul"}),
+    frozenset({"div", "truediv"}),
+)
 
 
-def _of_loss(name: str, args: Args, kwargs: Kwargs, decided: bool) -> MadeOf:
+def _scaled(name: str, args: Args, of: MadeOf) -> MadeOf:
+    """A sum over what it is of is a mean, and so is one over a sum that is computed beside it; a mean times that is a
+    sum.
+    """
+    by = args[1]
+    if name in _TIMES:
+        is_sum = of.reduction == "mean" and not isinstance(by, Tensor) and by == of.count
+        return MadeOf(of.function, "sum", of.count) if is_sum else MadeOf(name)
+    is_mean = of.reduction == "sum" and (isinstance(by, Tensor) or by == of.count)
+    return MadeOf(of.function, "mean", 1 if isinstance(by, Tensor) else of.count) if is_mean else MadeOf(name)
+
+
+def _of_loss(args: Args, kwargs: Kwargs) -> tuple[Reduction, int]:
     target = kwargs.get("target", args[1] if len(args) > 1 else None)
     count = target.numel() if isinstance(target, Tensor) else 1
     reduction = kwargs.get("reduction", "mean")
-    return MadeOf(name, reduction if reduction in ("mean", "sum") else "other", max(1, count), decided)
+    return reduction if reduction in ("mean", "sum") else "other", max(1, count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
 
 from trainwright.recorder.hooks import Listener
 from trainwright.recorder.listener import call_each
@@ -19,8 +20,8 @@ from trainwright.state.snapshot import LiveObjects
 class LoopObjects:
     """The objects of a loop that the watch was called with, and the micro-batches of a step (None: not declared).
 
-    ``patience_s``: a rank that makes no progress for so long is reported to the others. ``numbers`` returns the floats
-    among the local names of the function that holds the loop.
+    ``patience_s``: a rank that makes no progress for so long is reported to the others. ``numbers`` returns the numbers
+    among the local names of the function that holds the loop, ``code`` that function.
     """
 
     loaders: tuple[object, ...] = ()
@@ -29,6 +30,7 @@ class LoopObjects:
     accumulation: int | None = None
     patience_s: float = 60.0
     numbers: Callable[[], Mapping[str, float]] = dict
+    code: Callable[[], CodeType | None] = lambda: None
 
 
 @dataclass(frozen=True)

@@ -162,6 +162,14 @@ class Watched(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Logged(Record):
+    """Figures that a watched loop has told by ``watch.log``."""
+
+    step: int
+    figures: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Examined(Record):
     """The outcome of an experiment on the replay of ``step``, or of a probe of what is watched."""
 
@@ -275,6 +283,7 @@ KINDS: Mapping[str, type[Record]] = {
         Ended,
         Telemetry,
         Watched,
+        Logged,
         Examined,
     )
 }

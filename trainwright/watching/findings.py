@@ -119,7 +119,7 @@ class FindingsLog:
         """Records the facts of experiments and probes, by name."""
         for name, values in outcomes.items():
             at = values.pop("step", step)
-            self._remember(records.Examined(time_s=time.time(), step=at, experiment=name, values=values))
+            self.remember(records.Examined(time_s=time.time(), step=at, experiment=name, values=values))
 
     def _conclude(self, diagnosis: Diagnosis) -> None:
         now = {}
@@ -156,9 +156,10 @@ class FindingsLog:
 
     def _record(self, step: RecordedStep, numbers: Numbers) -> None:
         self._complete(step)
-        self._remember(as_record(step, numbers))
+        self.remember(as_record(step, numbers))
 
-    def _remember(self, record: Record) -> None:
+    def remember(self, record: Record) -> None:
+        """Writes and keeps a record."""
         self._write(record)
         self._records.append(record)
         if len(self._records) > KEPT_RECORDS:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import linecache
 import os
 import sys
 import time
@@ -11,16 +9,15 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
+from types import TracebackType
 from typing import Self, TypeVar
 
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.doctor.diagnose import choose_laws
 from trainwright.doctor.law import Law
-from trainwright.doctor.source import point_at
 from trainwright.engine.spikes import OnSpike, require_policy
 from trainwright.errors import UsageError, require_choice, text_of
 from trainwright.observe.journal import Journal
@@ -36,6 +33,7 @@ from trainwright.runlog.records import Found, Record
 from trainwright.runlog.writer import LogWriter
 from trainwright.state.weights import require_python
 from trainwright.version import __version__
+from trainwright.watching.caller_source import CallerSource
 from trainwright.watching.experiments import OwnLaw
 from trainwright.watching.prepared import unprepared
 from trainwright.watching.session import WatchOptions, WatchSession
@@ -58,10 +56,11 @@ class Watch:
         self._open = ExitStack()
         self._log: Journal | None = None
         self._source = CallerSource()
+        self._told: dict[str, float] = {}
         self.session = WatchSession(
             roots,
             optimizers,
-            replace(objects, numbers=self._source.numbers),
+            replace(objects, numbers=self._numbers, code=self._source.code),
             options,
             write=self._write,
             point_at=self._source.line_of,
@@ -105,6 +104,27 @@ class Watch:
             seconds=self.session.seconds,
         )
 
+    def log(self, step: int | None = None, **figures: float | Tensor) -> None:
+        """Tells figures of the loop: ``watch.log(val_loss=loss, val_accuracy=accuracy)``.
+
+        They are recorded and shown on the page, and judged by the laws of figures: a loss or accuracy that was computed
+        since the last step is the mean over the rows of its evaluation. On a GPU a tensor is waited for.
+
+        Args:
+            step: Optimizer steps so far. Default: those that were seen.
+            **figures: Numbers, or tensors of one element.
+
+        Raises:
+            UsageError: For what is no number.
+        """
+        told = {name: _figure(name, value) for name, value in figures.items()}
+        self._told |= {f"log.{name}": value for name, value in told.items()}
+        at = self.step if step is None else step
+        self.session.findings_log.remember(records.Logged(time_s=time.time(), step=at, figures=told))
+
+    def _numbers(self) -> dict[str, float]:
+        return self._source.numbers() | self._told
+
     @property
     def step(self) -> int:
         """Optimizer steps that were seen."""
@@ -134,54 +154,6 @@ class Watch:
                 OSError, ValueError
             ):  # stderr was closed: no reason to end the loop, or to hide its exception
                 self._console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-MOST = 32
-"""Items of a dictionary that are read."""
-
-
-class CallerSource:
-    """The function or script that holds the loop: its source, read when a finding asks for a line; its numbers."""
-
-    def __init__(self) -> None:
-        self._code: CodeType | None = None
-        self._frame: FrameType | None = None
-        self._globals: dict[str, object] = {}
-
-    def look_at(self, frame: FrameType) -> None:
-        """``frame`` is where the ``with`` stands."""
-        self._code, self._globals, self._frame = frame.f_code, frame.f_globals, frame
-
-    def numbers(self) -> dict[str, float]:
-        """The floats in its variables and in their dictionaries, and in the attributes of ``self``, while it runs."""
-        names = dict(self._frame.f_locals) if self._frame is not None else {}
-        numbers = {name: value for name, value in names.items() if type(value) is float}
-        for name, value in names.items():
-            inner = value if type(value) is dict else vars(value) if name == "self" else {}
-            numbers |= {f"{name}.{key}": item for key, item in list(inner.items())[:MOST] if type(item) is float}
-        return numbers
-
-    def forget(self) -> None:
-        """The loop is over: its function may go."""
-        self._frame = None
-
-    def line_of(self, code: str) -> str | None:
-        """``file.py:42``; None where the source does not show it, or is not there."""
-        if self._code is None:
-            return None
-        lines, first = self._source()
-        pointer = point_at(code, "".join(lines), first_line=max(1, first))
-        return f"{Path(self._code.co_filename).name}:{pointer.line}" if pointer else None
-
-    def _source(self) -> tuple[list[str], int]:
-        """The lines of the function, or of the whole file where the ``with`` stands in none; and which is the first."""
-        assert self._code is not None
-        if self._code.co_name == "<module>":
-            return linecache.getlines(self._code.co_filename, self._globals), 1
-        try:
-            return inspect.getsourcelines(self._code)
-        except (OSError, TypeError):
-            return [], 1
 
 
 def watch(
@@ -267,6 +239,16 @@ def watch(
         folder=folder,
         console=None if quiet else Console(stderr=True),
     )
+
+
+def _figure(name: str, value: object) -> float:
+    if isinstance(value, str):
+        raise UsageError(f"log: {name} is a text", remedy="give a number, or a tensor of one element")
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError) as error:
+        what = f"log: {name} is a {type(value).__name__}"
+        raise UsageError(what, remedy="give a number, or a tensor of one element") from error
 
 
 T = TypeVar("T")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 
@@ -156,18 +156,22 @@ class Computed:
 
 @dataclass(frozen=True, kw_only=True)
 class KeptNumber:
-    """A number that the loop has after an evaluation. ``is_new``: it was another before.
+    """A number that the loop has after an evaluation, and had not before, made of those that left torch at ``line``.
 
-    ``relation``: how it was made of those that left torch ("": unknown); ``is_sum``: it is one of them, or the sum of
-    some. ``is_partial``: of one batch alone, and divided by the number of batches.
+    ``of`` says what these are, ``right`` the mean of them over the rows, ``noise`` its standard error. ``wrong`` says
+    what is wrong with the number; empty: nothing. ``is_plain``: it is one of them, or a sum. ``is_factor``: the mean
+    over the rows times a number.
     """
 
     name: str
     value: float
-    is_new: bool
-    relation: str = ""
-    is_sum: bool = False
-    is_partial: bool = False
+    of: str = ""
+    line: str | None = None
+    is_plain: bool = False
+    wrong: str = ""
+    is_factor: bool = False
+    right: float = 0.0
+    noise: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +179,8 @@ class EvaluationFacts:
     """One evaluation, after step ``after``: its calls of the model, their rows, what was computed of the outputs, and
     what the loop has now.
 
-    ``arrays``: outputs that left torch as arrays, of which nothing is known. ``mass``: what was given to ``nll_loss``
+    ``figures``: losses and accuracies, by their names, that it did not have before. ``arrays``: outputs that left torch
+    as arrays, of which nothing is known. ``mass``: what was given to ``nll_loss``
     at ``mass_line`` as logarithms of probabilities, by how much their sum differs from 1; -1 where it was not called.
     """
 
@@ -186,5 +191,6 @@ class EvaluationFacts:
     arrays: int
     computed: tuple[Computed, ...]
     numbers: tuple[KeptNumber, ...]
+    figures: dict[str, float] = field(default_factory=dict)
     mass: float = -1.0
     mass_line: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 
@@ -15,42 +16,72 @@ ROOM = 1.25
 """Times the range of the averages over batches: for a divisor that is not quite the number of rows."""
 LEAST = 0.02
 """Of a share: smaller ones differ by more than that factor where a few rows do."""
+NOISE = 2.0
+"""Standard errors of a mean over the rows: what is less than these off, other rows would give as well."""
 OF_OTHERS = ("best", "min", "max", "prev", "last", "old", "first", "init", "base", "ema", "smooth", "avg", "target")
 NO_AVERAGES = (*OF_OTHERS, "scale", "weight", "coef", "total", "sum", "run", "batch", "step", "cur", "item")
 """What a part of a name begins with: of another evaluation, of several, of one batch, or no average at all."""
 
 
 def figures_are_averages(case: Case) -> Iterator[Verdict]:
-    """A loss or accuracy that the loop keeps of an evaluation lies between the smallest and the largest of its
-    batches.
-    """
+    """A figure that the loop has of an evaluation is the sum over its rows, divided by their number."""
     facts, told = case.newest(EvaluationFacts), case.newest(ToldFacts)
-    if facts is None or told is None:
+    if facts is None:
         return
-    kept = [each for each in facts.numbers if each.name in told.names and each.is_new and _is_average(each.name)]
-    judged = [(each, _ranges_of(each, facts)) for each in kept if not each.is_sum]
-    off = [(each, ranges[0]) for each, ranges in judged if ranges and not _is_in_any(each.value, ranges)]
-    partial = [each for each in kept if each.is_partial]
-    if partial:
-        yield _partial(facts, partial[0])
+    known = [each for each in facts.numbers if _is_average(each.name)]
+    wrong = [each for each in known if each.wrong and (not each.is_factor or _is_off_beside_training(each, case))]
+    right = [each.name for each in known if not each.wrong and not each.is_plain]
+    others = {} if told is None else {name: facts.figures[name] for name in told.names if name in facts.figures}
+    judged = _not_recognised(others, facts)
+    off = [(name, value, ranges[0]) for name, value, ranges in judged if ranges and not _is_in_any(value, ranges)]
+    if wrong:
+        yield _wrong(facts, max(wrong, key=_deviation))
     elif off:
         yield _off(facts, *off[0])
-    elif not any(ranges for _, ranges in judged):
-        yield NotApplicable("no loss or accuracy of the loop can be compared with what its evaluation computed")
+    elif right or any(ranges for _, _, ranges in judged):
+        names = dict.fromkeys([*right, *(name for name, _, ranges in judged if ranges)])
+        values = {each.name: each.value for each in facts.numbers} | facts.figures
+        yield Holds(", ".join(f"{name} {values[name]:.4g}" for name in list(names)[:4]))
     else:
-        yield Holds(", ".join(f"{each.name} {each.value:.4g}" for each, _ in judged[:4]))
+        yield NotApplicable("no number of the loop can be compared with what its evaluation computed")
+
+
+def _not_recognised(others: dict[str, float], facts: EvaluationFacts) -> list[tuple[str, float, list[Computed]]]:
+    """Losses and accuracies of which it is not known how they were made, with what they may be averages of."""
+    recognised = {each.name for each in facts.numbers}
+    return [
+        (name, value, _ranges_of(name, facts))
+        for name, value in others.items()
+        if name not in recognised and _is_average(name)
+    ]
+
+
+def _deviation(number: KeptNumber) -> float:
+    """In standard errors."""
+    return abs(number.value - number.right) / max(number.noise, 1e-12)
+
+
+def _is_off_beside_training(number: KeptNumber, case: Case) -> bool:
+    """A factor may be meant. It is not where the losses of training lie nearer to the mean without it."""
+    losses = [each.loss for each in case.watched[-16:] if math.isfinite(each.loss)]
+    if "acc" in number.name.lower():
+        return True
+    if not losses or min(losses) <= 0 or number.value <= 0 or number.right <= 0:
+        return False
+    usual = math.log(sum(losses) / len(losses))
+    return abs(math.log(number.right) - usual) < abs(math.log(number.value) - usual)
 
 
 def _is_average(name: str) -> bool:
     return not any(part.startswith(NO_AVERAGES) for part in re.split("[^a-z]+", name.lower()))
 
 
-def _ranges_of(number: KeptNumber, facts: EvaluationFacts) -> list[Computed]:
+def _ranges_of(name: str, facts: EvaluationFacts) -> list[Computed]:
     """The averages over batches that it may be an average of; none where that cannot be told.
 
     A loss may be the sum of several losses.
     """
-    name = number.name.lower()
+    name = name.lower()
     is_share = "acc" in name
     computed = [each for each in facts.computed if each.decided == is_share]
     if facts.arrays or not (is_share or "loss" in name):
@@ -74,33 +105,40 @@ def _is_in(value: float, computed: Computed) -> bool:
     return low <= value <= high
 
 
-def _off(facts: EvaluationFacts, number: KeptNumber, nearest: Computed) -> Finding:
+_CAUSE = "it is counted twice, divided by another number than was summed up, or has a factor or a sign too much"
+_REMEDY = "set the sum to 0 once, add up losses times their number of rows, and divide by the number of all rows once"
+
+
+def _off(facts: EvaluationFacts, name: str, value: float, nearest: Computed) -> Finding:
     what = "accuracy" if nearest.decided else "loss"
     return finding(
         "law.data.figures_are_averages",
         "warning",
         max(1, facts.after),
-        symptom=f"{number.name} is {number.value:.4g} after an evaluation whose batches have a {what} of "
+        symptom=f"{name} is {value:.4g} after an evaluation whose batches have a {what} of "
         f"{nearest.low:.4g} to {nearest.high:.4g}",
-        cause="it is counted twice, divided by another number than was summed up, or has a factor or a sign too much",
-        remedy="add up losses times their number of rows, and divide by the number of all rows once",
+        cause=_CAUSE,
+        remedy=_REMEDY,
         sure=0.8,
         stage="loop",
         where=Where(source=nearest.line),
-        evidence=[(number.name, number.value, [nearest.low, nearest.high]), ("how it was made", number.relation)],
+        evidence=[(name, value, [nearest.low, nearest.high])],
     )
 
 
-def _partial(facts: EvaluationFacts, number: KeptNumber) -> Finding:
+def _wrong(facts: EvaluationFacts, number: KeptNumber) -> Finding:
+    """A warning where it is further off than the choice of the rows explains."""
+    misleads = _deviation(number) > NOISE
     return finding(
         "law.data.figures_are_averages",
-        "warning",
+        "warning" if misleads else "info",
         max(1, facts.after),
-        symptom=f"{number.name} is made of one batch of the evaluation alone: {number.relation}",
-        cause="the sum begins anew with each batch, or is added to after the loop over the batches",
-        remedy="set the sum to 0 once before the loop over the batches, and add to it inside",
+        symptom=f"{number.name} is {number.value:.4g}, {number.wrong}; the mean of {number.of} over the rows of the "
+        f"evaluation is {number.right:.4g} ± {number.noise:.2g}",
+        cause=_CAUSE + "; or rows are left out, or the sum does not begin anew",
+        remedy=_REMEDY,
         sure=0.85,
         stage="loop",
-        where=Where(source=number.relation.rpartition(" at ")[2].partition(",")[0] or None),
-        evidence=[(number.name, number.value), ("calls of the model in the evaluation", facts.calls)],
+        where=Where(source=number.line),
+        evidence=[(number.name, number.value, number.right), ("standard error over the rows", number.noise)],
     )

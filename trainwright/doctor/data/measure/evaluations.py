@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import nn
 
-from trainwright.doctor.data.facts import Computed, EvaluationFacts, KeptNumber
+from trainwright.doctor.data.facts import Computed, EvaluationFacts
+from trainwright.doctor.data.measure.kept_numbers import EscapeLine, EscapeLines, KeptNumbers, by_place, rows_of
 from trainwright.doctor.data.measure.told import figures_among
-from trainwright.recorder.escapes import Escape, EscapeTape
+from trainwright.recorder.escapes import EscapeTape
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep, tensors_of
-from trainwright.recorder.user_types import Args, Kwargs
+from trainwright.recorder.user_types import Args, Kwargs, Loader
 from trainwright.runlog.json_values import Facts, strict
 
 EACH = 4
 """Evaluations that are recorded, each; then every one whose number is a power of two."""
-EXACT = 1e-9
-"""Relative: Python computes with float64, so what was made of some numbers is recognised."""
 PLACES = 12
 """Lines with numbers that are looked at."""
 
@@ -33,7 +29,8 @@ class EvaluationsProbe(Probe):
     name = EvaluationFacts.experiment
 
     def __init__(self, watched: WatchedObjects) -> None:
-        self._numbers = watched.numbers
+        self._numbers, self._code = watched.numbers, watched.code
+        self._kept = KeptNumbers()
         self._tape = EscapeTape()
         self._depth = self._steps = self._passes = self._rows = 0
         self._in_step = self._is_open = self._is_begun = False
@@ -65,6 +62,9 @@ class EvaluationsProbe(Probe):
             self._tape.called(output, self._rows)
             self._tape.start()
 
+    def on_epoch(self, loader: Loader, iterator: object) -> None:
+        self._tape.passes += 1
+
     def on_mode(self, module: nn.Module, training: bool) -> None:
         if not training and self._is_open:  # of two evaluations in a row the last counts
             self._tape.forget()
@@ -83,9 +83,10 @@ class EvaluationsProbe(Probe):
     def _close(self) -> None:
         if not self._is_begun:
             return
-        tape, numbers = self._tape, figures_among(self._numbers())
+        tape, numbers = self._tape, self._numbers()
+        figures = figures_among(numbers)
         if self._is_open and tape.rows:
-            places = dict(list(_by_place(tape.escapes).items())[:PLACES])
+            places = dict(list(by_place(tape.escapes).items())[:PLACES])
             worst = max(tape.mass, key=lambda each: each[0], default=(-1.0, None))
             self._facts = EvaluationFacts(
                 after=self._steps,
@@ -93,7 +94,8 @@ class EvaluationsProbe(Probe):
                 rows=sum(tape.rows),
                 arrays=tape.arrays,
                 computed=tuple(_computed(places, tape.rows)),
-                numbers=tuple(_kept(numbers, self._before, places, tape.rows)),
+                numbers=tuple(self._kept.read(numbers, self._before, places, tape.rows, self._code())),
+                figures={name: value for name, value in figures.items() if self._before.get(name) != value},
                 mass=worst[0],
                 mass_line=worst[1],
             )
@@ -106,107 +108,34 @@ class EvaluationsProbe(Probe):
         return None if self._facts is None else dict(strict(vars(self._facts)))
 
 
-Place = tuple[str | None, str, str, bool, bool]
-Places = Mapping[Place, Sequence[Escape]]
-
-
-def _by_place(escapes: Sequence[Escape]) -> Places:
-    """By line, and by what they are of."""
-    places: dict[Place, list[Escape]] = {}
-    for each in escapes:
-        origin = each.origin
-        made = ("", "", False) if origin is None else (origin.function, origin.reduction, origin.decided)
-        places.setdefault((each.line, *made, origin is None), []).append(each)
-    return places
-
-
-def _computed(places: Places, rows: Sequence[int]) -> Iterator[Computed]:
-    for place, escapes in places.items():
-        origin = escapes[0].origin
-        if origin is None:
+def _computed(places: EscapeLines, rows: Sequence[int]) -> Iterator[Computed]:
+    for place in places:
+        if place.is_count:
             continue
         for of, values in _averages(places, place, rows):
             if all(map(math.isfinite, values)):
                 yield Computed(
-                    of=f"{origin.function}{of}",
-                    line=place[0],
+                    of=f"{place.function}{of}",
+                    line=place.line,
                     times=len(values),
                     low=min(values),
                     high=max(values),
-                    decided=origin.decided,
+                    decided=place.decided,
                 )
 
 
-def _averages(places: Places, place: Place, rows: Sequence[int]) -> Iterator[tuple[str, list[float]]]:
+def _averages(places: EscapeLines, place: EscapeLine, rows: Sequence[int]) -> Iterator[tuple[str, list[float]]]:
     """What the numbers of a place are averages of, over a batch each: of sums, all that is divided by a number."""
     escapes = places[place]
-    reduction = place[2]
     values = [each.value for each in escapes]
-    if reduction != "sum":
+    if place.reduction != "sum":
         yield "", values
-    if reduction == "mean":
+    if place.reduction == "mean":
         return
-    if reduction == "sum":
+    if place.reduction == "sum":
         yield " over its elements", [e.value / e.origin.count for e in escapes if e.origin is not None]
-    yield " over the rows", [v / max(1, n) for v, n in zip(values, _rows_of(escapes, rows))]
+    yield " over the rows", [v / max(1, n) for v, n in zip(values, rows_of(escapes, rows))]
     for other, divisors in places.items():
-        is_count = other != place and (other[-1] or (place[3] and other[3]))
+        is_count = other != place and (other.is_count or (place.decided and other.decided))
         if is_count and len(divisors) == len(escapes) and all(each.value > 0 for each in divisors):
-            yield f" over what leaves at {other[0]}", [v / d.value for v, d in zip(values, divisors)]
-
-
-def _rows_of(escapes: Sequence[Escape], rows: Sequence[int]) -> list[int]:
-    """The rows of the calls since the number before, or of the last call where there was none between."""
-    ends = [0, *(each.call for each in escapes)]
-    return [sum(rows[a:b]) if b > a else rows[b - 1] for a, b in pairwise(ends)]
-
-
-@dataclass(frozen=True)
-class _Relation:
-    """What a loop may make of the numbers of a place: see KeptNumber."""
-
-    words: str
-    value: float
-    is_sum: bool = False
-    is_partial: bool = False
-
-
-def _kept(
-    numbers: Mapping[str, float], before: Mapping[str, float], places: Places, rows: Sequence[int]
-) -> Iterator[KeptNumber]:
-    made = [relation for place in places for relation in _relations(places, place, rows)]
-    for name, value in numbers.items():
-        if not math.isfinite(value):
-            continue
-        fits = [each for each in made if value and math.isclose(value, each.value, rel_tol=EXACT)]
-        best = fits[0] if fits else _Relation("", 0.0)
-        yield KeptNumber(
-            name=name,
-            value=value,
-            is_new=before.get(name) != value,
-            relation=best.words,
-            is_sum=best.is_sum,
-            is_partial=best.is_partial,
-        )
-
-
-def _relations(places: Places, place: Place, rows: Sequence[int]) -> Iterator[_Relation]:
-    escapes = places[place]
-    values = [each.value for each in escapes]
-    what, total = f"{place[1] or 'what leaves torch'} at {place[0]}", math.fsum(values)
-    is_sum = len(values) > 1
-    yield _Relation(f"sum of {what}", total, is_sum)
-    yield from (_Relation(what, value, is_sum) for value in values)
-    elements = sum(each.origin.count for each in escapes if each.origin is not None)
-    for divisor in {len(values), sum(rows), elements} - {0, 1}:
-        yield _Relation(f"sum of {what}, over {divisor}", total / divisor)
-    of_rows = list(map(float, _rows_of(escapes, rows)))
-    for weights in (of_rows, *([each.value for each in others] for others in places.values())):
-        whole = math.fsum(weights)
-        if len(weights) == len(values) and whole:
-            yield _Relation(f"sum of {what}, over that of others", total / whole)
-            yield _Relation(f"weighted mean of {what}", math.fsum(map(operator.mul, values, weights)) / whole)
-    for batches in {len(rows), *map(len, places.values())} - {1}:
-        if place[2] == "mean":
-            yield _Relation(f"the last {what}, over {batches}", values[-1] / batches, is_partial=True)
-        yield _Relation(f"sum of {what}, over {batches}", total / batches)
+            yield f" over what leaves at {other.line}", [v / d.value for v, d in zip(values, divisors)]

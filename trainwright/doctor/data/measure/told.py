@@ -59,11 +59,15 @@ class Told(Probe):
         names = [name for name in self._changes if name not in self._moving]
         values, changes = [self._known[name] for name in names], [self._changes[name] for name in names]
         facts = ToldFacts(names=tuple(names), values=tuple(values), changes=tuple(changes))
-        return dict(strict(vars(facts))) if names else None
+        return dict(strict(vars(facts))) if self._changes else None
 
 
 def figures_among(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Those that are named as losses or accuracies, and those beside them in a dictionary."""
+    """Those that are named as losses or accuracies, and those beside them in a dictionary.
+
+    No whole numbers, and none from lists: these may hold what training has lost, epoch by epoch.
+    """
+    numbers = {name: value for name, value in numbers.items() if type(value) is float and "[" not in name}
     groups = {name.partition(".")[0] for name in numbers if "." in name and _is_figure(name)}
     return {name: value for name, value in numbers.items() if _is_figure(name) or name.partition(".")[0] in groups}
 

@@ -1,0 +1,371 @@
+"""How a number that a loop has after an evaluation was made of the numbers that left torch in it.
+
+A figure is a sum over rows divided by the number of rows. Python computes with float64, so a number is recognised by
+its value: as such a figure, or as one of which a part is another.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import CodeType
+
+from trainwright.doctor.data.facts import KeptNumber
+from trainwright.recorder.escapes import Escape, Reduction
+
+EXACT = 1e-9
+"""Relative: what was made of some numbers is recognised."""
+LOGGED = "log."
+"""What the names of those numbers begin with that the loop has told on purpose."""
+SHARED = ("loss", "acc")
+"""A number with such a name is meant as an average, and has no factor of its own."""
+
+
+@dataclass(frozen=True)
+class EscapeLine:
+    """A line from which numbers left torch during a pass, and what they are of."""
+
+    line: str | None
+    function: str
+    reduction: Reduction | None
+    decided: bool
+    over: int
+
+    @property
+    def is_count(self) -> bool:
+        """Whether nothing of a model is in it, or decisions alone."""
+        return self.reduction is None
+
+    @property
+    def words(self) -> str:
+        return f"{self.function or 'what leaves torch'} at {self.line}"
+
+
+EscapeLines = Mapping[EscapeLine, Sequence[Escape]]
+Key = tuple[str | None, int]
+"""A line, and a pass over data."""
+
+
+def by_place(escapes: Sequence[Escape]) -> EscapeLines:
+    places: dict[EscapeLine, list[Escape]] = {}
+    for each in escapes:
+        of = each.origin
+        place = (
+            EscapeLine(each.line, "", None, False, each.over)
+            if of is None
+            else EscapeLine(each.line, of.function, of.reduction, of.decided, each.over)
+        )
+        places.setdefault(place, []).append(each)
+    return places
+
+
+def rows_of(escapes: Sequence[Escape], rows: Sequence[int]) -> list[int]:
+    """The rows that the outputs are of which each number was made of; of no output, of the call before it."""
+    return [
+        sum(rows[call] for call in each.origin.calls) if each.origin is not None else rows[max(0, each.call - 1)]
+        for each in escapes
+    ]
+
+
+@dataclass(frozen=True)
+class FigureParts:
+    """Numbers of a place as parts of a figure: it is the sum of ``terms`` over the sum of ``counts``.
+
+    ``counted`` says what the counts are. ``told``: the numbers as they left torch.
+    """
+
+    place: EscapeLine
+    counted: str
+    told: tuple[float, ...]
+    terms: tuple[float, ...]
+    counts: tuple[float, ...]
+
+    @cached_property
+    def figure(self) -> float:
+        return math.fsum(self.terms) / math.fsum(self.counts)
+
+    @cached_property
+    def noise(self) -> float:
+        """The standard error of the figure: of a ratio of sums over parts, or of a share."""
+        whole, parts = math.fsum(self.counts), len(self.terms)
+        between = math.fsum((t - self.figure * c) ** 2 for t, c in zip(self.terms, self.counts))
+        error = math.sqrt(between * parts / max(1, parts - 1)) / whole
+        if self.place.decided and 0.0 < self.figure < 1.0:
+            return max(error, math.sqrt(self.figure * (1 - self.figure) / whole))
+        return error
+
+
+def readings(places: EscapeLines, place: EscapeLine, rows: Sequence[int]) -> Iterator[FigureParts]:
+    """What the numbers of a place may be parts of: means are weighted, sums are divided, by each known count."""
+    escapes = places[place]
+    told = tuple(each.value for each in escapes)
+    for counted, counts in _counts(places, place, rows):
+        if min(counts) > 0 and all(map(math.isfinite, (*told, *counts))):
+            if place.reduction != "mean":
+                yield FigureParts(place, counted, told, told, counts)
+            if place.reduction != "sum":
+                yield FigureParts(place, counted, told, tuple(map(operator.mul, told, counts)), counts)
+
+
+def _counts(places: EscapeLines, place: EscapeLine, rows: Sequence[int]) -> Iterator[tuple[str, tuple[float, ...]]]:
+    escapes = places[place]
+    yield "rows", tuple(map(float, rows_of(escapes, rows)))
+    elements = tuple(float(each.origin.count) for each in escapes if each.origin is not None)
+    if len(elements) == len(escapes):
+        yield "elements", elements
+    for other, values in places.items():
+        if other is not place and other.over == place.over and len(values) == len(escapes):
+            counts = tuple(each.value for each in values)
+            if (other.is_count or other.decided) and all(each > 0 and each == int(each) for each in counts):
+                yield f"what leaves at {other.line}", counts
+
+
+@dataclass(frozen=True)
+class Form:
+    """A value that a loop may make of a reading. ``wrong`` says what is; empty: nothing.
+
+    ``is_plain``: one of the numbers that left torch, or their sum: it may be on its way to a figure. ``is_factor``: a
+    figure times a number that may be meant. ``rest``: the figure of the rows that are not in it; where that is kept as
+    well, there were two evaluations.
+    """
+
+    reading: FigureParts
+    value: float
+    wrong: str = ""
+    is_plain: bool = False
+    is_factor: bool = False
+    rest: float = 0.0
+
+
+def _right(reading: FigureParts) -> Iterator[Form]:
+    figure = reading.figure
+    yield Form(reading, figure)
+    yield Form(reading, 100 * figure)
+    yield Form(reading, -figure)
+    yield Form(reading, 1.0 - figure)
+    if reading.place.decided:
+        yield Form(reading, 100 * (1.0 - figure))
+        return
+    yield Form(reading, figure / math.log(2))
+    yield Form(reading, math.sqrt(abs(figure)))
+    if figure < 100:
+        yield Form(reading, math.exp(figure))
+    if reading.place.reduction != "sum" and _are_alike(reading.counts):
+        yield Form(reading, math.fsum(reading.told) / len(reading.told))
+
+
+def _are_alike(counts: Sequence[float]) -> bool:
+    return min(counts) == max(counts)
+
+
+def _plain(reading: FigureParts) -> Iterator[Form]:
+    more = len(reading.told) > 1
+    total = math.fsum(reading.told)
+    wrong = "the sum over the batches, divided by nothing" if more and reading.place.reduction == "mean" else ""
+    yield Form(reading, total, wrong, is_plain=True)
+    yield Form(reading, math.fsum(reading.terms), "", is_plain=True)
+    for place, value in enumerate(reading.told):
+        is_mean, is_last = more and reading.place.reduction == "mean", place == len(reading.told) - 1
+        yield Form(reading, value, _LAST if is_mean and is_last else "", is_plain=True)
+    for value in reading.terms:
+        yield Form(reading, value, is_plain=True)
+
+
+def _wrong(reading: FigureParts) -> Iterator[Form]:
+    """Sums of which a batch is left out or there twice, over each number that is no number of rows; and the like."""
+    terms, counts, told = reading.terms, reading.counts, reading.told
+    whole, batches = math.fsum(counts), float(len(told))
+    total = math.fsum(terms)
+    if batches > 1:
+        yield Form(reading, math.fsum(t / c for t, c in zip(terms, counts)) / batches, _MEANS)
+        for which, place in (("last", -1), ("first", 0)):
+            alone = terms[place] / counts[place]
+            others = (total - terms[place]) / (whole - counts[place])
+            yield Form(reading, alone, _LAST if which == "last" else "of the first batch alone", rest=others)
+            yield Form(reading, others, f"without its {which} batch", rest=alone)
+    sums = {"the sum over its rows": total, "the sum over its batches": math.fsum(told)}
+    if batches > 1:
+        sums |= {"what its last batch adds": terms[-1], "what its first batch adds": terms[0]}
+        sums |= {"the number of its last batch": told[-1], "the number of its first batch": told[0]}
+        sums |= {"the sum without its last batch": total - terms[-1], "that without its first": total - terms[0]}
+    over = {f"its {reading.counted}, {whole:g}": whole, f"its batches, {batches:g}": batches}
+    over |= {f"its {reading.counted} times its batches, {whole * batches:g}": whole * batches}
+    over |= {f"{whole + more:g}, {more:+d} than its {reading.counted}": whole + more for more in (-1, 1)}
+    over |= {f"{batches + more:g}, {more:+d} than its batches": batches + more for more in (-1, 1)}
+    if batches > 1:
+        over |= {f"the {reading.counted} of its last batch, {counts[-1]:g}": counts[-1]}
+        over |= {f"the {reading.counted} of its first batch, {counts[0]:g}": counts[0]}
+        over |= {f"its {reading.counted} without the last batch, {whole - counts[-1]:g}": whole - counts[-1]}
+        over |= {f"full batches, {batches * max(counts):g}": batches * max(counts)}
+    for what, value in sums.items():
+        for by, divisor in over.items():
+            if divisor > 0:
+                yield Form(reading, value / divisor, f"{what} over {by}")
+    yield Form(reading, 2 * reading.figure, "twice the mean over its rows", is_factor=True)
+    yield Form(reading, reading.figure / 2, "half of the mean over its rows", is_factor=True)
+
+
+_LAST = "of the last batch alone"
+_MEANS = "a mean of batches that are not alike, each of the same weight"
+
+
+@dataclass
+class Course:
+    """How a number has stood to a reading in the evaluations so far: its ratio, and what is added to its sum."""
+
+    figures: list[float] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+    added: list[float] = field(default_factory=list)
+
+    def note(self, value: float, reading: FigureParts) -> str:
+        """Returns what is wrong where the ratio or the addend has stood still while the figure changed."""
+        whole, before = math.fsum(reading.counts), len(self.figures)
+        figure = reading.figure
+        self.figures.append(figure)
+        self.ratios.append(value / figure if figure else math.nan)
+        self.added.append(value * whole - figure * whole)
+        seen = 3 if reading.place.decided else 2
+        if before < seen - 1 or len(set(self.figures[-seen:])) < 2:
+            return ""
+        if _stand(self.ratios[-seen:], 1.0):
+            return f"{self.ratios[-1]:.6g} times the mean over its {reading.counted}"
+        if _stand(self.added[-seen:], abs(figure) * whole) and not reading.place.decided:
+            return f"{self.added[-1]:.6g} is added to its sum"
+        return ""
+
+
+def _stand(values: Sequence[float], scale: float) -> bool:
+    return all(math.isfinite(each) and abs(each - values[0]) <= 1e-8 * max(scale, 1e-30) for each in values)
+
+
+class Forms:
+    """Forms in the order in which they are preferred, to be found by their value."""
+
+    def __init__(self, forms: Sequence[Form]) -> None:
+        self._forms = forms
+        self._order = sorted(range(len(forms)), key=lambda place: forms[place].value)
+        self._values = [forms[place].value for place in self._order]
+
+    def like(self, value: float) -> Form | None:
+        """The first that has this value."""
+        room = EXACT * abs(value)
+        found = self._order[bisect_left(self._values, value - room) : bisect_right(self._values, value + room)]
+        return self._forms[min(found)] if found else None
+
+
+class KeptNumbers:
+    """Reads one evaluation after the other, and remembers what was seen of each number."""
+
+    def __init__(self) -> None:
+        self._courses: dict[tuple[str, str | None, str], Course] = {}
+        self._sums: dict[tuple[str | None, str], tuple[float, float]] = {}
+        self._words: dict[str, str] = {}
+
+    def read(
+        self,
+        numbers: Mapping[str, float],
+        before: Mapping[str, float],
+        places: EscapeLines,
+        rows: Sequence[int],
+        loop: CodeType | None,
+    ) -> list[KeptNumber]:
+        """What each number is. ``loop`` is the function that holds the numbers."""
+        known = [each for place in places if not place.is_count for each in readings(places, place, rows)]
+        groups = [
+            Forms([form for each in known for form in _right(each)]),
+            Forms([form for each in known for form in _plain(each)]),
+            Forms([form for each in known for form in (*_wrong(each), *self._carried(each))]),
+        ]
+        new = [name for name, value in numbers.items() if before.get(name) != value and value and math.isfinite(value)]
+        forms = {name: self._form(name, numbers[name], groups) for name in new if type(numbers[name]) is float}
+        settled = {_key(form) for form in forms.values() if form is not None and not (form.wrong or form.is_plain)}
+        away = {place for place, each in places.items() if all(one.code is not loop for one in each)}
+        whole = {value for value in numbers.values() if type(value) is int}
+        values = [numbers[name] for name in forms]
+        kept = []
+        for name in new:
+            form = forms.get(name)
+            if form is None and is_meant(name):
+                form = self._course(name, numbers[name], known, settled)
+            if form is not None and form.is_plain and not name.startswith(LOGGED):
+                is_on_its_way = form.reading.place not in away or _divisors(form) & whole
+                form = replace(form, wrong="") if is_on_its_way else form
+            if form is not None and form.rest and any(math.isclose(form.rest, each, rel_tol=EXACT) for each in values):
+                form = replace(form, wrong="")
+            if form is not None and _key(form) in settled:
+                form = replace(form, wrong="")
+            if form is not None and self._is_sure(name, form):
+                kept.append(_kept(name, numbers[name], form))
+        for each in known:
+            self._add_up(each)
+        return kept
+
+    def _form(self, name: str, value: float, groups: Sequence[Forms]) -> Form | None:
+        found = next((each for group in groups if (each := group.like(value)) is not None), None)
+        return None if found is not None and found.is_factor and not is_meant(name) else found
+
+    def _course(self, name: str, value: float, known: Sequence[FigureParts], settled: set[Key]) -> Form | None:
+        """What of it has stood still over several evaluations."""
+        alike = [replace(each, counted="batches", terms=each.told, counts=(1.0,) * len(each.told)) for each in known]
+        for each in (*known, *alike):
+            course = self._courses.setdefault((name, each.place.line, each.counted), Course())
+            wrong = course.note(value, each)
+            if wrong and (each.place.line, each.place.over) not in settled:
+                return Form(each, value, wrong, is_factor=not each.place.decided)
+        return None
+
+    def _is_sure(self, name: str, form: Form) -> bool:
+        """Of small whole numbers others may be made by chance, but not twice in the same way."""
+        words = re.sub(r"[0-9.]+", "", form.wrong)
+        seen, self._words[name] = self._words.get(name, ""), words
+        return not words or seen == words or not form.reading.place.decided
+
+    # sums that are not begun anew
+
+    def _carried(self, reading: FigureParts) -> Iterator[Form]:
+        terms, counts = self._sums.get((reading.place.line, reading.counted), (0.0, 0.0))
+        if terms:
+            total, whole = terms + math.fsum(reading.terms), math.fsum(reading.counts)
+            yield Form(reading, total / whole, _CARRIED)
+            yield Form(reading, total / (whole + counts), _CARRIED)
+
+    def _add_up(self, reading: FigureParts) -> None:
+        key = reading.place.line, reading.counted
+        terms, counts = self._sums.get(key, (0.0, 0.0))
+        self._sums[key] = terms + math.fsum(reading.terms), counts + math.fsum(reading.counts)
+
+
+_CARRIED = "with what the evaluations before it have summed up"
+
+
+def is_meant(name: str) -> bool:
+    """Whether it is named as a loss or an accuracy."""
+    return any(word in name.lower() for word in SHARED)
+
+
+def _key(form: Form) -> Key:
+    return form.reading.place.line, form.reading.place.over
+
+
+def _divisors(form: Form) -> set[float]:
+    return {float(len(form.reading.told)), math.fsum(form.reading.counts)}
+
+
+def _kept(name: str, value: float, form: Form) -> KeptNumber:
+    reading = form.reading
+    return KeptNumber(
+        name=name,
+        value=value,
+        of=reading.place.words,
+        line=reading.place.line,
+        is_plain=form.is_plain,
+        wrong=form.wrong,
+        is_factor=form.is_factor,
+        right=reading.figure,
+        noise=reading.noise,
+    )
