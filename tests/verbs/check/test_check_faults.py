@@ -15,7 +15,7 @@ from trainwright.verbs.check.sandbox import Sandbox
 from trainwright.verbs.check.verdict import Checkup
 
 PARTS = "tests.verbs.check.parts"
-SHORT = Budget(read_s=2.0, range_s=3.0, one_batch_s=4.0, smoke_s=20.0, most_samples=1024)
+SHORT = Budget(read_s=20.0, range_s=3.0, one_batch_s=4.0, smoke_s=20.0, most_samples=1024)
 
 
 def recipe(changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ from trainwright.verbs.check.data import majority, not_comparable
 from trainwright.verbs.check.samples import DatasetSample, thinned
 from trainwright.verbs.check.verdict import Verdict
 
+Arrays: TypeAlias = tuple[NDArray[np.float64], NDArray[np.int64]]
 NEIGHBOURS = 5
 LEAST, MOST = 64, 1024
 SHIFTS = (1, -1, 2, -2)
@@ -40,9 +42,11 @@ def alignment(train: DatasetSample, val: DatasetSample | None) -> tuple[Verdict,
         then = _shifted(train, near, y, shift)
         if then is not None and then > max(now, base) + CLEAR:
             return _is_shifted(message, shift, then), False
-    if val is not None and train.random and (other := _arrays(thinned(val, MOST))) is not None:
-        there = _accuracy(_neighbours(other[0]), other[1])
-        if there > majority(other[1]) + CLEAR and there > now + CLEAR:
+    if val is not None and train.random and (both := _equally_many(train, val)) is not None:
+        (here_x, here_y), (there_x, there_y) = both
+        here, there = _accuracy(_neighbours(here_x), here_y), _accuracy(_neighbours(there_x), there_y)
+        noise = 4 * math.hypot(_error(here, len(here_y)), _error(there, len(there_y)))
+        if there > majority(there_y) + CLEAR and there > here + max(CLEAR, noise):
             return _destroyed(message, there), False
     return Verdict("cannot tell", "alignment", f"{message}: inputs alone do not decide it"), False
 
@@ -84,7 +88,14 @@ def _destroyed(message: str, there: float) -> Verdict:
     )
 
 
-def _arrays(samples: DatasetSample) -> tuple[NDArray[np.float64], NDArray[np.int64]] | None:
+def _equally_many(train: DatasetSample, val: DatasetSample) -> tuple[Arrays, Arrays] | None:
+    """The arrays of both, of as many samples: neighbours are nearer where there are more of them."""
+    most = min(len(train.items), len(val.items), MOST)
+    here, there = _arrays(thinned(train, most)), _arrays(thinned(val, most))
+    return None if here is None or there is None else (here, there)
+
+
+def _arrays(samples: DatasetSample) -> Arrays | None:
     """Standardised inputs (n, d) and classes (n,); None where neighbours cannot be compared."""
     x, y = samples.features(), samples.labels()
     if x is None or y is None or len(y) < LEAST or len(np.unique(y)) < 2 or not np.isfinite(x).all():
