@@ -134,7 +134,7 @@ def leaves(above: tuple[str, ...] = ()) -> Iterator[str]:
 
 # All that these may ever hold is alike.
 ALIKE = (
-    *("log", "evaluation", "checkpoint", "schedule", "loss", "data.train", "data.val", "batch"),
+    *("log", "alerts", "evaluation", "checkpoint", "schedule", "loss", "data.train", "data.val", "batch"),
     *("model.lora", "optimizer.groups", "optimizer.clip", "optimizer.lr_rule"),
 )
 

@@ -170,5 +170,6 @@ RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     "evaluation": ("safe", "evaluation leaves no trace in the training"),
     "checkpoint": ("safe", "saving leaves no trace in the training"),
     "log": ("safe", "logging leaves no trace in the training"),
+    "alerts": ("safe", "whoever is told, the training is the same"),
 }
 UNKNOWN: Verdict = "maths", "this version does not know it: it may matter"

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from trainwright.errors import Problem, RecipeError, UsageError
+from trainwright.recipe.alerts import Alerts
 from trainwright.recipe.catalog import LOSSES, MODELS, OPTIMIZERS, SCHEDULES, SINKS, SPIKE_POLICIES
 from trainwright.recipe.checkpointing import ActivationCheckpointing
 from trainwright.recipe.duration import Duration
@@ -340,6 +341,9 @@ class Recipe(Section):
         default=(), description="What is measured over the validation set, and over the training batches."
     )
     log: Log = Field(default_factory=Log, description="The log of the run.")
+    alerts: Alerts | None = Field(
+        default=None, description="Who is told what happens.", examples=[{"webhook": "SLACK_WEBHOOK"}]
+    )
     folder: Annotated[str, AfterValidator(_folder_path)] = Field(
         default="runs", description="Where run folders are made."
     )

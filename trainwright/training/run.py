@@ -41,6 +41,7 @@ from trainwright.runlog.lock import RunLock
 from trainwright.runlog.records import Ended, Found
 from trainwright.state.rng import preserved_rng
 from trainwright.state.store import Retention
+from trainwright.training.alerts import alerting, require_channels
 from trainwright.training.compare import compares_ranks, make_ranks_observer
 from trainwright.training.evaluation import every, periodic_evaluation
 from trainwright.training.follow import NOTHING, ResumedFrom, Start, begun_by, follow, nothing_to_save
@@ -99,6 +100,7 @@ def train(
     """
     launch = Launch.read(os.environ)
     require_layout(loaded, parts, launch.size)  # before the ranks wait for each other
+    require_channels(loaded.recipe)
     with (
         process_settings(),
         joined(launch, loaded.recipe.parallel.timeout.value, on_gpu=loaded.recipe.device != "cpu") as ranks,
@@ -207,7 +209,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         by_the_clock=plan.extent.seconds is not None,
         warn=progress.say,
     )
-    with logbook:
+    with alerting(job.recipe, folder, progress.say) as told, logbook:
         restored = stage.earlier.checkpoint if stage.earlier else None
         heartbeat = Heartbeat(stage.lock, state)
         logbook.start(__version__, restored, stage.lock.died_in_step, job.accepted)
@@ -236,7 +238,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
                 batches,
                 advance,
                 until=until_of_job(job),
-                observers=(measured, *watching, *extra, signals, heartbeat),
+                observers=(measured, *watching, *extra, *told, signals, heartbeat),
                 evaluation=evaluation or NEVER,
                 saving=saver,
                 world=stage.world,

@@ -24,7 +24,8 @@ from trainwright.verbs.bad_cases.scores import CollectedScores, Scores
 from trainwright.verbs.bad_cases.slices import Groups
 
 ALONE = (
-    *("data.val=null", "data.more_val=[]", "log.sinks=[]", "log.doctor=false", "observers=[]", "metrics=[]"),
+    *("data.val=null", "data.more_val=[]", "observers=[]", "metrics=[]"),
+    *("log.sinks=[]", "log.doctor=false", "alerts=null"),
     *("checkpoint.every=null", "checkpoint.best=null", "checkpoint.restore_best=false"),
 )
 """A fold only trains."""

@@ -137,7 +137,7 @@ def rerun_trained(origin: Origin, step: int, settings: tuple[str, ...], say: Say
 
 def _job(origin: Origin, folder: RunFolder, lock: RunLock, done: Rerun) -> Job:
     """The run before its next step, in a folder of its own."""
-    quiet = ["log.sinks=[]", *done.settings]
+    quiet = ["log.sinks=[]", "alerts=null", *done.settings]
     planned = _plan(origin.plan)
     if origin.checkpoint is None:
         kept = [f"precision={planned['precision']}"] if "precision" in planned else []

@@ -219,7 +219,7 @@ class _Layouts:
         name = what.replace(",", "").replace(" ", "-")
         fixed = [f"until={self.steps}steps", "log.every=1steps", "log.doctor=false", "checkpoint.every=null"]
         fixed += ["evaluation.batches=1", "schedule.warmup=0steps", f"name={name}", f"folder={self.folder / 'runs'}"]
-        fixed += ["metrics=[]", "observers=[]", "checkpoint.restore_best=false"]  # these are of one rank
+        fixed += ["alerts=null", "metrics=[]", "observers=[]", "checkpoint.restore_best=false"]  # these are of one rank
         fixed += ALONE_SETTINGS if ranks == 1 else []
         words = [word for each in (*self.settings, *fixed, *more) for word in ("--set", each)]
         code, printed = self.run_ranks(["train", str(self.path), *words], ranks, self.folder)

@@ -283,6 +283,7 @@ def _settings(recipe: Recipe, n: int, folder: Path) -> list[str]:
         "evaluation.batches=1",
         "log.every=1steps",
         "log.sinks=[]",
+        "alerts=null",
         "log.doctor=false",  # a watched run has the same bits and starts more slowly
         f"folder={json.dumps(str(folder))}",
     ]
