@@ -23,8 +23,8 @@ for_seconds for_steps load load_checkpoint lr_range make_clip make_optimizer mak
 pad predict save_checkpoint steps table train watch
 """
 VERBS = """
-batch-size check compare demo diagnose env errors evaluate explain export graph launch laws lr-range plan predict replay
-report resume runs schema serve train verify version
+batch-size check compare demo diagnose env errors evaluate explain export graph launch laws lr-range plan predict
+profile replay report resume runs schema serve train verify version
 """
 VERIFY = "checkpoint parallel resume"
 LAUNCH = "kubernetes slurm"

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trainwright.cli.app import Json, answer, say_to, verb
+from trainwright.cli.app import Json, Settings, answer, console_for, importing_torch, say_to, verb
 
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")]
 
@@ -60,3 +60,31 @@ def serve(
     from trainwright.pages.serve import serve as run_serve
 
     run_serve(folders or [Path("runs")], port, host_names or (), say_to(as_json))
+
+
+@verb()
+def profile(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE|RUN", help="A recipe, or the folder of a run of one.")],
+    seconds: Annotated[float, typer.Option(min=0.05, help="How long steps are timed at full speed.")] = 1.0,
+    budget: Annotated[float, typer.Option(min=0.0, help="Seconds in which remedies are tried; 0 tries none.")] = 60.0,
+    settings: Settings = None,
+    as_json: Json = False,
+) -> None:
+    """Say what bounds a step, by operator, module and phase of some steps in a run of its own; try what may help."""
+    from trainwright.recipe import load
+    from trainwright.runlog.folder import RunFolder
+
+    is_run = (recipe / "recipe.yaml").is_file()
+    path = RunFolder.open(recipe).recipe if is_run else recipe
+    environ: dict[str, str] | None = {} if is_run else None
+    load(path, overrides=settings or [], environ=environ)  # before torch is imported: a wrong recipe is said at once
+    with importing_torch():
+        from trainwright.verbs.profile import profile as run_profile
+
+    seen = run_profile(
+        lambda more: load(path, overrides=[*(settings or []), *more], environ=environ),
+        for_s=seconds,
+        budget_s=budget,
+        console=console_for(as_json),
+    )
+    answer(seen, as_json)

@@ -21,7 +21,7 @@ class LoopObjects:
     """The objects of a loop that the watch was called with, and the micro-batches of a step (None: not declared).
 
     ``patience_s``: a rank that makes no progress for so long is reported to the others. ``numbers`` returns the numbers
-    among the local names of the function that holds the loop, ``code`` that function.
+    among the local names of the function that holds the loop, ``code`` that function. ``probes`` are further ones.
     """
 
     loaders: tuple[object, ...] = ()
@@ -31,6 +31,7 @@ class LoopObjects:
     patience_s: float = 60.0
     numbers: Callable[[], Mapping[str, float]] = dict
     code: Callable[[], CodeType | None] = lambda: None
+    probes: tuple[Probe, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,9 @@ def probe(make: Callable[[WatchedObjects], Probe]) -> Callable[[WatchedObjects],
 
 
 def make_probes(subject: LiveObjects, loop: LoopObjects) -> list[Probe]:
-    """Returns a new probe of each kind."""
+    """Returns a new probe of each kind, and the further ones."""
     watched = WatchedObjects(subject=subject, **vars(loop))
-    return [make(watched) for make in PROBES]
+    return [*(make(watched) for make in PROBES), *loop.probes]
 
 
 def begin_all(probes: Sequence[Probe], site: WatchSite) -> None:

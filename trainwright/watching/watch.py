@@ -36,6 +36,7 @@ from trainwright.version import __version__
 from trainwright.watching.caller_source import CallerSource
 from trainwright.watching.experiments import OwnLaw
 from trainwright.watching.prepared import unprepared
+from trainwright.watching.profiled import ProfileProbe, begin_at, leave_profile
 from trainwright.watching.session import WatchOptions, WatchSession
 
 
@@ -51,8 +52,9 @@ class Watch:
         *,
         folder: RunFolder | None,
         console: Console | None,
+        profile: ProfileProbe | None = None,
     ) -> None:
-        self.folder, self._console = folder, console
+        self.folder, self._console, self._profile = folder, console, profile
         self._open = ExitStack()
         self._log: Journal | None = None
         self._source = CallerSource()
@@ -85,6 +87,8 @@ class Watch:
                 return
             self.session.end(error)
             self._write(self._ended(error))
+            for line in leave_profile(self._profile, self.folder) if self._profile else ():
+                self._say(line)
             if self.folder is not None:
                 leave_report(self.folder, self._say)
             run = None if self.folder is None else self.folder.path
@@ -173,6 +177,7 @@ def watch(
     memory_bytes: int | None = None,
     patience_s: float = 60.0,
     laws: str | OwnLaw | Sequence[str | OwnLaw] = "all",
+    profile: bool | int = False,
     quiet: bool = False,
 ) -> Watch:
     """Watches a loop that somebody else owns: ``with tw.watch(model, optimizer, loader=loader):`` around it.
@@ -202,6 +207,8 @@ def watch(
         laws: What the loop is judged by: ``"all"``, ``"cheap"`` (no step is run again), or a list of families and laws
             by name (``trainwright laws`` lists them). A function of your own is a law too: it is called at every
             checkup with a ``ReplaySession`` of the step, and returns how the step breaks it, or None.
+        profile: Says at the end what bounds a step, and writes profile.json and a trace: True measures some steps after
+            the fiftieth, a number those after that step.
         quiet: Print nothing.
 
     Raises:
@@ -215,7 +222,10 @@ def watch(
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         roots.append(loss)
     judged_by = _judged_by(laws)
+    after = begin_at(profile)
     folder = None if out is None else RunFolder.create(Path(out).parent, Path(out).name)
+    optimizers = _several(optimizer, Optimizer, "optimizer")
+    profiled = None if after is None else ProfileProbe(roots, optimizers, _listed(loader), folder, after)
     options = WatchOptions(
         on_nonfinite,
         on_spike,
@@ -227,17 +237,19 @@ def watch(
     )
     return Watch(
         roots,
-        _several(optimizer, Optimizer, "optimizer"),
+        optimizers,
         LoopObjects(
             loaders=_listed(loader),
             scalers=_listed(scaler),
             schedulers=_listed(scheduler),
             accumulation=accumulation,
             patience_s=patience_s,
+            probes=() if profiled is None else (profiled,),
         ),
         options,
         folder=folder,
         console=None if quiet else Console(stderr=True),
+        profile=profiled,
     )
 
 

@@ -1,0 +1,48 @@
+"""What makes a loop slow, for recipes to name."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+WAIT_S = 0.003
+
+
+class Rows(Dataset[tuple[Tensor, Tensor]]):
+    """Random rows; reading one takes ``wait_s``."""
+
+    def __init__(self, wait_s: float = 0.0) -> None:
+        self.x, self.y = torch.randn(512, 16), torch.randint(4, (512,))
+        self.wait_s = wait_s
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if self.wait_s:
+            time.sleep(self.wait_s)
+        return self.x[index], self.y[index]
+
+
+class Net(nn.Module):
+    """Two layers; ``tiny`` small operators, and a value that is read on the host where it ``syncs``."""
+
+    def __init__(self, tiny: int = 0, syncs: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+        self.tiny, self.syncs = tiny, syncs
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.tiny):
+            x = x + 1e-6
+        if self.syncs and x.sum().item() > 1e9:
+            x = -x
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+def slow_callback(result: object, state: object) -> None:
+    """An observer."""
+    time.sleep(10 * WAIT_S)

@@ -1,0 +1,182 @@
+"""Each planted bottleneck is named, by the verb that trains a recipe and by the watch of a loop."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from typer.testing import CliRunner
+
+import trainwright as tw
+from tests.profiling.planted import WAIT_S, Net, Rows, slow_callback
+from trainwright.cli import app
+from trainwright.errors import UsageError
+from trainwright.pages.view import RunView
+from trainwright.profiling.verdict import Advice
+from trainwright.recipe import Loaded, from_mapping
+from trainwright.training.job import prepare
+from trainwright.verbs.profile import ProfiledRun, profile
+from trainwright.verbs.profile_trials import Trials
+
+pytestmark = pytest.mark.slow
+HERE = "tests.profiling.planted"
+
+
+def recipe(tmp_path: Path) -> dict[str, Any]:
+    return {
+        "name": "planted",
+        "until": "1000steps",
+        "model": {"use": f"{HERE}:Net"},
+        "data": {"train": {"use": f"{HERE}:Rows"}},
+        "loss": "cross_entropy",
+        "batch": {"size": 4},
+        "precision": "fp32",
+        "checkpoint": {"every": None},
+        "folder": str(tmp_path),
+    }
+
+
+def profiled(tmp_path: Path, *settings: str) -> ProfiledRun:
+    def load(more: Sequence[str]) -> Loaded:
+        return from_mapping(recipe(tmp_path), overrides=[*settings, *more])
+
+    return profile(load, for_s=0.2, budget_s=0.0)
+
+
+def test_a_dataset_that_sleeps(tmp_path: Path) -> None:
+    found = profiled(tmp_path, f"data.train.args.wait_s={WAIT_S}")
+    assert found.profile.verdict.bound == "input"
+    assert "the training process reads itself" in found.profile.verdict.headline
+    assert any("Rows.__getitem__ at planted.py" in each for each in found.profile.verdict.evidence)
+    assert found.profile.next.startswith("2 workers")
+    steps = [json.loads(line) for line in (found.folder / "log.jsonl").read_text().splitlines()]
+    assert steps[-1]["reason"] == "all is measured"
+    with gzip.open(found.folder / "traces" / "profile.json.gz") as file:
+        assert json.load(file)["traceEvents"]
+
+
+@pytest.mark.process
+def test_one_worker(tmp_path: Path) -> None:
+    found = profiled(tmp_path, f"data.train.args.wait_s={WAIT_S}", "data.workers=1")
+    assert found.profile.verdict.bound == "input"
+    assert "1 worker reads" in found.profile.verdict.headline
+    assert found.profile.next.startswith("2 workers")
+
+
+def test_a_remedy_is_tried(tmp_path: Path) -> None:
+    """Smaller operators for the same samples: whatever the machine does meanwhile, it is measured, and is no gain."""
+    tried = []
+
+    def load(more: Sequence[str]) -> Loaded:
+        tried.append(list(more))
+        return from_mapping(recipe(tmp_path), overrides=more)
+
+    advice = Advice("single samples", "a trial", ("batch.micro=1",))
+    needless = Advice("only you can", "a reason")
+    trials = list(Trials(load, prepare(load(())), 300.0, lambda line: None).of([advice, needless]))
+    assert trials[0].seen is not None, trials[0].why_not
+    assert trials[0].seen.rounds == 9
+    assert not trials[0].seen.is_proven
+    assert "no gain" in str(trials[0])
+    assert trials[1].seen is None
+    assert tried[1:] == [["precision=fp32"], ["precision=fp32", "batch.micro=1"]]
+    late = list(Trials(load, prepare(load(())), 0.0, lambda line: None).of([advice]))
+    assert "the time for trials was over" in str(late[0])
+
+
+def test_a_slow_callback(tmp_path: Path) -> None:
+    found = profiled(tmp_path, f"observers=[{{use: '{HERE}:slow_callback'}}]")
+    assert found.profile.verdict.bound == "overhead"
+    assert found.profile.next.startswith("let slow_callback look less often")
+
+
+def test_a_checkpoint_after_every_step(tmp_path: Path) -> None:
+    found = profiled(tmp_path, "checkpoint.every=1steps", "checkpoint.asynchronous=false")
+    assert found.profile.verdict.bound == "overhead"
+    assert "saves checkpoints" in found.profile.verdict.headline
+    assert "(checkpoint.every)" in found.profile.next
+    assert not (found.folder / "checkpoints").exists()
+
+
+def test_tiny_operators_and_a_host_sync(tmp_path: Path) -> None:
+    found = profiled(tmp_path, "model.args={tiny: 400, syncs: true}")
+    verdict = found.profile.verdict
+    assert verdict.bound == "launch"
+    assert "too small" in verdict.headline
+    assert "compile the model" in [each.name for each in verdict.advice]
+    assert [sync.site.partition(":")[0] for sync in found.profile.facts.syncs] == ["planted.py"]
+    assert found.profile.facts.syncs[0].calls == 1
+    adds = sum(work.calls for work in found.profile.facts.work if work.op == "add" and work.phase == "forward")
+    assert adds == 400
+    assert {one.path for one in found.profile.facts.modules} >= {"layers.0", "layers.2"}
+    assert max(found.profile.facts.memory) > 0
+
+
+def test_a_run_that_is_too_short(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="over after 5 steps"):
+        profiled(tmp_path, "until=5steps")
+
+
+def test_the_command_on_a_run_and_its_page(tmp_path: Path) -> None:
+    result = tw.train(from_mapping(recipe(tmp_path) | {"until": "20steps"}), quiet=True)
+    said = CliRunner().invoke(app, ["profile", str(result.run), "--seconds", "0.05", "--budget", "0", "--json"])
+    assert said.exit_code == 0, said.output
+    seen = json.loads(said.stdout.splitlines()[-1])
+    view = RunView.read(seen["run"])
+    assert view.profile is not None
+    assert view.profile.headline == seen["verdict"]["headline"]
+    assert view.profile.headline in (Path(seen["run"]) / "report.html").read_text()
+    (Path(seen["run"]) / "profile.json").write_text('{"facts": 3}')
+    assert RunView.read(seen["run"]).profile is None
+
+
+def watched(tmp_path: Path, steps: int, **options: Any) -> tuple[Path, list[float]]:
+    torch.manual_seed(0)
+    model = Net(syncs=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = DataLoader(Rows(), batch_size=4)
+    losses, batches = [], iter(loader)
+    with tw.watch(
+        model, optimizer, loader=loader, out=tmp_path / "watch", laws="cheap", quiet=True, **options
+    ) as watch:
+        for _ in range(steps):
+            x, y = next(batches)
+            loss = nn.functional.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            slow_callback(None, None)
+            losses.append(loss.item())
+    assert watch.folder is not None
+    return watch.folder.path, losses
+
+
+def test_a_watched_loop(tmp_path: Path) -> None:
+    """The slow line of it is named; and it is the same bits."""
+    folder, losses = watched(tmp_path, 50, profile=5)
+    found = json.loads((folder / "profile.json").read_text())
+    assert found["verdict"]["bound"] == "own code"
+    assert any("slow_callback at planted.py" in each for each in found["verdict"]["evidence"])
+    assert {sync["site"].partition(":")[0] for sync in found["facts"]["syncs"]} >= {"planted.py"}
+    assert found["facts"]["failed"] == {}
+    assert (folder / "traces" / "profile.json.gz").exists()
+    assert watched(tmp_path, 50)[1] == losses
+
+
+def test_a_loop_that_ends_while_it_is_profiled(tmp_path: Path) -> None:
+    for steps in (3, 12, 18):
+        folder, _ = watched(tmp_path, steps, profile=5)
+        assert (folder / "profile.json").exists() == (steps > 5)
+
+
+def test_a_profile_that_cannot_be() -> None:
+    model = Net()
+    with pytest.raises(UsageError, match="profile is 0"):
+        tw.watch(model, torch.optim.SGD(model.parameters(), 0.1), out=None, profile=0)

@@ -1,0 +1,110 @@
+"""Which phase of a step a stack of Python frames belongs to, and which line of it is the user's own."""
+
+from __future__ import annotations
+
+import site
+import sysconfig
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+import torch
+
+import trainwright
+
+_OURS = str(Path(trainwright.__file__).parent) + "/"
+_TORCH = str(Path(torch.__file__).parent) + "/"
+_LIBRARIES = tuple(
+    {*site.getsitepackages(), site.getusersitepackages(), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))}
+)
+
+_FILES = {
+    f"{_OURS}engine/between.py:each_batch": "data",
+    f"{_OURS}engine/observer.py:asked": "looking",
+    f"{_OURS}engine/clip.py": "update",
+    f"{_OURS}engine/guard.py": "update",
+    f"{_OURS}engine/update.py": "update",
+    f"{_OURS}engine/over_ranks.py": "exchange",
+    f"{_OURS}engine/accumulate.py": "forward",
+    f"{_OURS}engine/step.py:_finish": "update",
+    f"{_OURS}engine/step.py:set_lr": "update",
+    f"{_OURS}engine/step.py:clear_grads": "update",
+    f"{_OURS}engine/evaluate.py": "evaluation",
+    f"{_OURS}observe/evaluation.py": "evaluation",
+    f"{_OURS}observe/saving.py": "saving",
+    f"{_OURS}observe/saving_together.py": "saving",
+    f"{_OURS}recorder/": "looking",
+    f"{_OURS}watching/": "looking",
+    f"{_OURS}watching/experiments.py": "looks",
+    f"{_OURS}watching/findings.py": "looks",
+    f"{_OURS}replay/": "looks",
+    f"{_OURS}doctor/": "looks",
+    f"{_OURS}adapters/": "looking",
+    f"{_TORCH}utils/data/dataloader.py:__next__": "data",
+    f"{_TORCH}serialization.py:save": "saving",
+    f"{_TORCH}distributed/": "exchange",
+    f"{_TORCH}_tensor.py:backward": "backward",
+    f"{_TORCH}autograd/": "backward",
+    f"{_TORCH}optim/": "update",
+    f"{_TORCH}amp/grad_scaler.py": "update",
+    f"{_TORCH}nn/utils/clip_grad.py": "update",
+    f"{_TORCH}nn/modules/module.py:_call_impl": "forward",
+    f"{_TORCH}nn/functional.py": "forward",
+}
+"""The phase of code by its file, or by a function of a file; a folder ends in a slash."""
+_INNERMOST = ("looks", "looking", "exchange")
+"""Also where they are called from within another phase: hooks of the recorder run inside of the forward pass."""
+_phases: dict[CodeType, str | None] = {}
+_is_own: dict[CodeType, bool] = {}
+
+
+class HostPlace(NamedTuple):
+    """Where a thread is. ``label`` is the class of the observer that looks, or the function of the user's.
+
+    ``site`` is the innermost line of the user's; "" where that only called something of ours, which is at work.
+    """
+
+    phase: str
+    label: str
+    site: str
+
+
+def place_of(frame: FrameType | None) -> HostPlace:
+    """Where a thread is whose innermost frame this is.
+
+    Of several phases the outermost holds: a dataset may use modules, and activation checkpointing runs them again in
+    the backward pass. But for the forward pass, which every other may lie in, and for ``_INNERMOST``.
+    """
+    found, label, own, inner, is_ours = "", "", "", "", False
+    while frame is not None:
+        code = frame.f_code
+        phase = _phase_of(code)
+        is_ours = is_ours or code.co_filename.startswith(_OURS)
+        if not own and not is_ours and _is_users(code):
+            own, label = f"{Path(code.co_filename).name}:{frame.f_lineno}", code.co_qualname
+        if phase == "looking" and code.co_name == "asked":
+            owner = frame.f_locals.get("observer")
+            owner = getattr(owner, "function", owner)
+            return HostPlace(inner or "looking", getattr(owner, "__name__", type(owner).__name__), own)
+        if phase in _INNERMOST:
+            inner = inner or phase
+        if phase and (phase != "forward" or not found):
+            found = phase
+        frame = frame.f_back
+    return HostPlace(found if found in ("data", "saving", "evaluation") else inner or found or "loop", label, own)
+
+
+def _phase_of(code: CodeType) -> str | None:
+    if code not in _phases:
+        path = code.co_filename
+        folders = (path[: index + 1] for index, letter in enumerate(path) if letter == "/")
+        keys = (f"{path}:{code.co_name}", path, *folders)
+        _phases[code] = next((_FILES[key] for key in keys if key in _FILES), None)
+    return _phases[code]
+
+
+def _is_users(code: CodeType) -> bool:
+    if code not in _is_own:
+        path = code.co_filename
+        _is_own[code] = not path.startswith(("<frozen", _OURS, _TORCH, *_LIBRARIES))
+    return _is_own[code]

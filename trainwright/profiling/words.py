@@ -1,0 +1,96 @@
+"""A profile as words and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from trainwright.plan.explain import human_seconds
+from trainwright.profiling.facts import ProfileFacts
+from trainwright.profiling.pairs import SpeedUp
+from trainwright.profiling.verdict import Advice, BoundVerdict
+from trainwright.runlog.json_values import strict
+
+FEW = 8
+"""Operators and modules that are printed."""
+
+
+@dataclass(frozen=True)
+class TriedAdvice:
+    """Advice, and how much faster it was; None: it was not tried, and ``why_not``."""
+
+    advice: Advice
+    seen: SpeedUp | None = None
+    why_not: str = ""
+
+    def __str__(self) -> str:
+        """One line."""
+        changes = f" (it changes {self.advice.changes})" if self.advice.changes else ""
+        if self.seen is None:
+            not_tried = f"; not tried: {self.why_not}" if self.why_not else ""
+            return f"{self.advice.name}: {self.advice.why}{not_tried}{changes}"
+        text = f"{self.seen.median:.2f} times as fast"
+        bounds = f"at least {self.seen.at_least:.2f}, {self.seen.rounds} rounds"
+        noise = f"equal blocks differ by {self.seen.noise:.1%}"
+        held = "" if self.seen.is_proven else ": no gain"
+        return f"{self.advice.name}: measured {text}{held} ({bounds}; {noise}){changes}"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured, the verdict, and what was tried."""
+
+    facts: ProfileFacts
+    verdict: BoundVerdict
+    tried: tuple[TriedAdvice, ...] = ()
+
+    @property
+    def gains(self) -> tuple[TriedAdvice, ...]:
+        """What was tried and is faster, the fastest first."""
+        proven = [each for each in self.tried if each.seen is not None and each.seen.is_proven]
+        return tuple(sorted(proven, key=lambda each: -each.seen.median if each.seen else 0.0))
+
+    @property
+    def open(self) -> tuple[TriedAdvice, ...]:
+        """Advice that was not tried."""
+        tried = {each.advice for each in self.tried}
+        untried = [TriedAdvice(each) for each in self.verdict.advice if each not in tried]
+        return (*(each for each in self.tried if each.seen is None), *untried)
+
+    @property
+    def next(self) -> str:
+        """What to do, in one line."""
+        if self.gains:
+            return str(self.gains[0])
+        return str(self.open[0]) if self.open else "nothing to gain"
+
+    def lines(self) -> Iterator[str]:
+        """For a person."""
+        facts, verdict = self.facts, self.verdict
+        yield verdict.headline
+        yield f"next      {self.next}"
+        yield f"step      {human_seconds(facts.step_s)}, over {facts.steps} steps at full speed, in {facts.precision}"
+        for phase, seconds in facts.phases.items():
+            if facts.share(phase) >= 0.005:
+                yield f"  {phase:<11} {human_seconds(seconds):>9}  {facts.share(phase):4.0%}"
+        yield from (f"evidence  {each}" for each in verdict.evidence)
+        yield from (f"tried     {each}" for each in self.tried if each.seen is not None)
+        yield from (f"advice    {each}" for each in self.open)
+        yield "operator                                 phase      calls    host   device"
+        for one in facts.operators[:FEW]:
+            device = human_seconds(one.device_s) if one.device_s else ""
+            yield f"  {one.op[:38]:<38} {one.phase:<8} {one.calls:>7.0f} {human_seconds(one.host_s):>9} {device:>8}"
+        yield "module                                   forward  backward"
+        for module in facts.modules[:FEW]:
+            name = f"{module.path or '(outside)'} {module.kind}"[:38]
+            yield f"  {name:<38} {human_seconds(module.forward_s):>9} {human_seconds(module.backward_s):>9}"
+        if facts.memory:
+            yield f"memory    up to {max(facts.memory):,} bytes were allocated in a step above what it began with"
+        yield from (f"missing   {name}: {why}" for name, why in facts.failed.items())
+
+    def to_json(self) -> Mapping[str, object]:
+        """As ``profile.json`` has it."""
+        facts = {name: value for name, value in vars(self.facts).items() if name != "work"}
+        value = strict({"facts": facts, "verdict": self.verdict, "tried": self.tried})
+        advice = [str(each) for each in (*(each for each in self.tried if each.seen), *self.open)]
+        return {**value, "next": self.next, "gains": [str(each) for each in self.gains], "advice": advice}

@@ -1,0 +1,126 @@
+"""Remedies of a profile, tried: the recipe with and without each, step by step in turn on this machine."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+import torch
+
+from trainwright.engine.loop import steps
+from trainwright.engine.until import for_steps
+from trainwright.errors import OutOfMemoryError, TrainwrightError
+from trainwright.plan.explain import human_seconds
+from trainwright.plan.parallel import in_one_process
+from trainwright.profiling.pairs import FEWEST, ROUNDS, SpeedUp, compared
+from trainwright.profiling.verdict import Advice
+from trainwright.profiling.words import TriedAdvice
+from trainwright.recipe import Loaded
+from trainwright.state.rng import seed_all
+from trainwright.training.job import Job, make_advance, prepare
+
+BLOCK_S = 0.1
+"""How long a block is at least, where that is more than one step."""
+MOST_IN_A_BLOCK = 100
+WARM_STEPS = 4
+
+
+class Trials:
+    """Tries advice after advice while ``budget_s`` lasts. ``load`` reads the recipe with further settings."""
+
+    def __init__(
+        self, load: Callable[[Sequence[str]], Loaded], job: Job, budget_s: float, say: Callable[[str], None]
+    ) -> None:
+        self._load, self._job, self._say = load, job, say
+        self._end_s = time.perf_counter() + budget_s
+
+    def of(self, advice: Sequence[Advice]) -> Iterator[TriedAdvice]:
+        """The advice with what came of it."""
+        for each in advice:
+            if not each.settings:
+                yield TriedAdvice(each, None, "")
+                continue
+            self._say(f"trying {each.name} ...")
+            try:
+                seen, why_not = self._try(each)
+            except (TrainwrightError, StopIteration, RuntimeError) as error:
+                is_large = isinstance(error, OutOfMemoryError | torch.OutOfMemoryError)
+                text = "does not fit into memory" if is_large else f"{type(error).__name__}: {error}"
+                seen, why_not = None, text.splitlines()[0][:160]
+            yield TriedAdvice(each, seen, why_not)
+
+    def _try(self, advice: Advice) -> tuple[SpeedUp | None, str]:
+        if "model.compile=true" in advice.settings and self._job.device.type == "cpu" and not shutil.which("g++"):
+            return None, "torch.compile needs a C++ compiler here"
+        if time.perf_counter() > self._end_s:
+            return None, "the time for trials was over (--budget)"
+        plan = self._job.plan
+        fixed = [f"precision={plan.precision}"]
+        settings = [*fixed, *(each for each in advice.settings if "=" in each)]
+        if "batch x 2" in advice.settings:
+            settings.append(f"batch.size={2 * plan.batch.size}")
+        base, other = self._variant(fixed), self._variant(settings)
+        if "channels-last" in advice.settings:
+            other.job.parts.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        settle = max(base.ahead, other.ahead)
+        base.warm(WARM_STEPS + settle)
+        other.warm(WARM_STEPS + settle)
+        of_both_s = base.settle(settle, 1) + other.settle(settle, 1)
+        left_s = self._end_s - time.perf_counter()
+        rounds = min(ROUNDS, int(left_s / (2 * of_both_s)))
+        if rounds < FEWEST:
+            return None, f"{FEWEST} rounds of it would take {human_seconds(2 * FEWEST * of_both_s)} (--budget)"
+        return compared(base.block, other.block, rounds), ""
+
+    def _variant(self, settings: Sequence[str]) -> _Variant:
+        loaded = in_one_process(self._load(settings))
+        return _Variant(prepare(loaded), self._job.plan.threads)
+
+
+class _Variant:
+    """A live run of a recipe that is advanced block by block."""
+
+    def __init__(self, job: Job, threads: int) -> None:
+        self.job = job
+        self._threads = threads
+        seed_all(job.recipe.seed)
+        self._advance = make_advance(job)
+        self._results = steps(job.state, job.batches, self._advance, until=for_steps(10**9))
+        workers = job.recipe.data.workers
+        self.ahead = workers * (job.recipe.data.prefetch or 2) if workers else 0
+        self._settle, self._count = 0, 1
+
+    def warm(self, count: int) -> None:
+        """Advances without a measurement."""
+        self._set()
+        for _ in islice(self._results, count):
+            pass
+
+    def settle(self, settle: int, count: int) -> float:
+        """Chooses the length of a block by one; returns the seconds that a whole one takes.
+
+        ``settle`` steps come before each block: what workers have read ahead meanwhile is used up.
+        """
+        self._settle, self._count = settle, count
+        begin_s = time.perf_counter()
+        self.block()
+        step_s = (time.perf_counter() - begin_s) / (settle + count)
+        self._count = max(1, min(MOST_IN_A_BLOCK, round(BLOCK_S / step_s)))
+        return step_s * (settle + self._count)
+
+    def block(self) -> float:
+        """Seconds for each sample."""
+        self.warm(self._settle)
+        seconds, samples = 0.0, 0
+        for result in islice(self._results, self._count):
+            seconds += result.step_s
+            samples += result.batch.size
+        if not samples:
+            raise StopIteration("the data were used up")
+        return seconds / samples
+
+    def _set(self) -> None:
+        torch.set_num_threads(self._threads)
+        self.job.precision.set_matmul_mode()
