@@ -18,7 +18,7 @@ import trainwright as tw
 from tests.profiling.planted import WAIT_S, Net, Rows, slow_callback
 from trainwright.cli import app
 from trainwright.errors import UsageError
-from trainwright.pages.view import RunView
+from trainwright.pages.profile import ProfilePanel
 from trainwright.profiling.verdict import Advice
 from trainwright.recipe import Loaded, from_mapping
 from trainwright.training.job import prepare
@@ -129,12 +129,12 @@ def test_the_command_on_a_run_and_its_page(tmp_path: Path) -> None:
     said = CliRunner().invoke(app, ["profile", str(result.run), "--seconds", "0.05", "--budget", "0", "--json"])
     assert said.exit_code == 0, said.output
     seen = json.loads(said.stdout.splitlines()[-1])
-    view = RunView.read(seen["run"])
-    assert view.profile is not None
-    assert view.profile.headline == seen["verdict"]["headline"]
-    assert view.profile.headline in (Path(seen["run"]) / "report.html").read_text()
+    panel = ProfilePanel.read(Path(seen["run"]))
+    assert panel is not None
+    assert panel.headline == seen["verdict"]["headline"]
+    assert panel.headline in (Path(seen["run"]) / "report.html").read_text()
     (Path(seen["run"]) / "profile.json").write_text('{"facts": 3}')
-    assert RunView.read(seen["run"]).profile is None
+    assert ProfilePanel.read(Path(seen["run"])) is None
 
 
 def watched(tmp_path: Path, steps: int, **options: Any) -> tuple[Path, list[float]]:

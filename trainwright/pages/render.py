@@ -20,6 +20,7 @@ from trainwright.doctor.pages import page as page_of_code
 from trainwright.errors import UsageError
 from trainwright.pages.compare import RunComparison
 from trainwright.pages.overview import Overview
+from trainwright.pages.profile import ProfilePanel
 from trainwright.pages.view import BUCKETS, RunView, flat, memory_parts, number
 from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.report.findings import place
@@ -120,6 +121,7 @@ def _environment() -> Environment:
         seconds=human_seconds,
         number=number,
         place=place,
+        profile=ProfilePanel.read,
         flat=flat,
         memory_parts=memory_parts,
         when=_when,

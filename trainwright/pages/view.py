@@ -16,7 +16,6 @@ import numpy as np
 from trainwright.pages import rows
 from trainwright.pages.log import LogSoFar
 from trainwright.pages.own_file import text_of
-from trainwright.pages.profile import ProfilePanel
 from trainwright.pages.rows import column
 from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.recipe.yaml_core import UnreadableError
@@ -104,11 +103,6 @@ class RunView:
         """What `trainwright errors` found; None where it was not asked."""
         text = text_of(self.folder.path / bad_cases.NAME)
         return bad_cases.bad_cases_in(text) if text else None
-
-    @property
-    def profile(self) -> ProfilePanel | None:
-        """What ``trainwright profile`` found of it."""
-        return ProfilePanel.read(self.folder.path)
 
     @property
     def state(self) -> str:
