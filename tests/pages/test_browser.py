@@ -158,3 +158,119 @@ def test_text_of_a_run_is_no_script(browser: Browser, tmp_path: Path) -> None:
     browser.open(f"file://{write_report([folder.path]).path}")
     assert browser.value("document.title") == "run - Trainwright"
     assert evil in browser.value("document.body.textContent")
+
+
+CONTROLS = "a[href], button:not(:disabled), input, select, summary, .chart"
+FAINT = """() => {
+  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const rgba = (colour) => {
+    canvas.clearRect(0, 0, 1, 1);
+    canvas.fillStyle = colour;
+    canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data];
+  };
+  const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
+    .map((v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const ground = (element) => {
+    for (let up = element; up; up = up.parentElement) {
+      const found = rgba(getComputedStyle(up).backgroundColor);
+      if (found[3] === 255) return found;
+    }
+    return [255, 255, 255];
+  };
+  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), faint = new Set();
+  while (walk.nextNode()) {
+    const element = walk.currentNode.parentElement;
+    if (!walk.currentNode.textContent.trim() || !element.checkVisibility()) continue;
+    const [a, b] = [light(rgba(getComputedStyle(element).color)), light(ground(element))];
+    const contrast = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    const text = walk.currentNode.textContent.trim().slice(0, 20);
+    if (contrast < 4.5) faint.add(`${contrast.toFixed(2)} ${element.tagName}.${element.className} ${text}`);
+  }
+  return [...faint];
+}"""
+"""The texts that are seen with a contrast of less than 4.5 to 1 (WCAG 2.2, 1.4.3)."""
+
+
+def key(browser: Browser, name: str, code: int) -> None:
+    for kind in ("rawKeyDown", "keyUp"):
+        browser.call("Input.dispatchKeyEvent", type=kind, key=name, code=name, windowsVirtualKeyCode=code)
+
+
+def reached(browser: Browser) -> set[int]:
+    """Goes through the page by the Tab key; the numbers of the controls that had the focus, each with a mark on it."""
+    browser.value(f"controls = () => [...document.querySelectorAll('{CONTROLS}')].filter((e) => e.checkVisibility())")
+    browser.value("document.activeElement.blur()")
+    found: set[int] = set()
+    for _ in range(browser.value("controls().length") + 10):
+        key(browser, "Tab", 9)
+        at = browser.value("controls().indexOf(document.activeElement)")
+        if at in found:
+            break
+        if at >= 0:
+            found.add(at)
+            look = "getComputedStyle(document.activeElement)"
+            assert browser.value(f"{look}.outlineStyle !== 'none' && parseFloat({look}.outlineWidth) >= 1"), at
+    return found
+
+
+def test_a_page_can_be_used_by_keys_and_be_read(browser: Browser, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    path = report(runs)
+    make_run(runs, "other", [started(), *map(step, range(1, 31)), ended(30, "failed", "out of luck")], settings={})
+    both = write_report([path.parent, runs / "other"], tmp_path / "both.html").path
+    with site_of(runs) as site:
+        browser.open(site.url)
+        for url in (f"http://127.0.0.1:{site.port}/", f"file://{path}", f"file://{both}"):
+            for dark in (False, True):
+                browser.open(url, dark=dark)
+                assert browser.value(f"({FAINT})()") == [], (url, dark)
+            assert reached(browser) == set(range(browser.value("controls().length"))), url
+        browser.open("about:blank")
+    browser.open(f"file://{path}")
+    browser.value("document.querySelector('h1').style.color = '#888'")
+    assert len(browser.value(f"({FAINT})()")) == 1, "what is faint is found"
+    browser.value("document.querySelector('details summary').focus()")
+    key(browser, " ", 32)
+    assert browser.value("document.activeElement.parentElement.open")
+
+
+def test_nothing_moves_where_that_is_not_wanted(browser: Browser, tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "run", [started(), step(1)])
+    path = write_report([folder.path]).path
+    state = "getComputedStyle(document.querySelector('.state'), '::before').animationName"
+    for wanted, moves in (("no-preference", True), ("reduce", False)):
+        browser.open(f"file://{path}")
+        browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-reduced-motion", "value": wanted}])
+        assert (browser.value(state) != "none") == moves
+        assert (browser.value("document.getAnimations().length") > 0) == moves
+
+
+def test_runs_are_taken_out_of_the_curves_and_put_back(browser: Browser, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        make_run(tmp_path, name, [started(), *(step(n, 1 / n + (name == "b")) for n in range(1, 31))])
+    browser.open(f"file://{write_report([tmp_path / 'a', tmp_path / 'b'], tmp_path / 'both.html').path}")
+    legend = "document.querySelectorAll('#legend button')"
+    for share, pressed in ((0.0, "false"), (0.5, "true")):
+        browser.value(f"{legend}[0].click()")
+        assert browser.value(f"{legend}[0].ariaPressed") == pressed
+        assert (browser.value(f"({INK})('loss')") > 0.5) == (share > 0)
+
+
+def test_a_live_chart_keeps_its_place_while_steps_come(browser: Browser, tmp_path: Path) -> None:
+    """Focus, zoom and what is open stay, so that who reads by keys or by a screen reader is not thrown out."""
+    folder = make_run(tmp_path, "run", [started(), *map(step, range(1, 101)), found()])
+    with site_of(tmp_path) as site:
+        browser.open(site.url)
+        browser.open(f"http://127.0.0.1:{site.port}/view?run=run")
+        browser.until("document.getElementById('link').textContent === 'live'")
+        browser.value("window.first = document.querySelector('figure'), first.focus()")
+        key(browser, "+", 187)
+        browser.value("document.querySelector('.finding details').open = true")
+        with folder.log.open("a") as log:
+            log.write(to_json(step(101)) + "\n")
+        browser.until("document.querySelector('.facts dd').textContent === '101'")
+        assert browser.value("document.activeElement === first && document.querySelector('.finding details').open")
+        assert not browser.value("document.getElementById('whole').disabled"), "it is zoomed in yet"
+        browser.open("about:blank")

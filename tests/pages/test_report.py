@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import json
 import math
@@ -21,7 +22,7 @@ from trainwright.pages.report import leave_report, write_report
 from trainwright.pages.view import RunView
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.lock import RunLock
-from trainwright.runlog.records import NotSaved, Quarantined, Saved, Skipped, to_json
+from trainwright.runlog.records import NotSaved, Quarantined, Saved, Skipped, Telemetry, to_json
 
 
 class Page(HTMLParser):
@@ -99,6 +100,51 @@ def test_what_a_code_means_is_told_with_it(tmp_path: Path) -> None:
     assert "law.own.mine" in own.text and "Look-alikes" not in own.text
 
 
+TREE = {"name": "", "kind": "GPT", "parameters": 12, "trained": 12, "count": 1, "last": "", "children": []}
+
+
+def test_a_report_shows_the_model_the_machine_and_what_was_written(tmp_path: Path) -> None:
+    readings = [
+        Telemetry(time_s=BEGAN_S + n, step=n, values={"gpu0/busy_percent": 90.0 + n, "host/x": 1.0}) for n in (1, 2)
+    ]
+    folder = make_run(tmp_path, "run", [started(), step(1), step(2), *readings, ended(2)], settings={})
+    block = {**TREE, "name": "0", "last": "5", "count": 6, "kind": "Block", "parameters": 2, "trained": 0}
+    facts = {"modules": [{**TREE, "children": [block]}], "reference_losses": {"bigram": 2.5, "odd": "x", "off": -1}}
+    folder.write_json("model.json", facts)
+    folder.write_text("samples/samples.txt", "--- 25% of the run\nonce <b>upon</b> a time\n")
+    folder.write_text("graph.svg", "<svg>the graph</svg>")
+    folder.write_json("plan.json", {**PLAN, "expected_loss": 2.5001, "device": "cpu"})
+    page = page_of(folder)
+    for shown in ("GPT", "Block", "0 to 5", "\u00d7 6", "2 each, frozen", "100%", "once <b>upon</b> a time"):
+        assert shown in page.text, shown
+    pictures = [named["src"] or "" for tag, named in page.tags if tag == "img"]
+    assert [base64.b64decode(each.rpartition(",")[2]).decode() for each in pictures] == ["<svg>the graph</svg>"]
+    assert "trainwright plan RUN" in page.text and "trainwright graph RUN" not in page.text
+    (run,) = curves_of(page)
+    assert run["references"] == {"bigram": 2.5}, "a mark of the same loss is told once"
+    assert run["readings"]["gpu0/busy_percent"] == [91, 92] and run["readings"]["samples"] == [32, 64]
+    assert run["planned_bytes"] is None, "of a CPU it is known what the process holds, not what the tensors do"
+
+
+@pytest.mark.parametrize("modules", [[1], [{**TREE, "children": [{"name": "x"}]}], [{**TREE, "count": "6"}], {}, "x"])
+def test_a_tree_that_is_none_is_left_out(tmp_path: Path, modules: object) -> None:
+    folder = make_run(tmp_path, "run", [step(1)])
+    folder.write_json("model.json", {"modules": modules, "reference_losses": [3]})
+    page = page_of(folder)
+    assert "run" in page.text and "meter" not in {tag for tag, _ in page.tags}
+    deep: Any = TREE
+    for _ in range(90):
+        deep = {**TREE, "children": [deep]}
+    folder.write_json("model.json", {"modules": [deep]})
+    assert "GPT" not in page_of(folder).text
+
+
+def test_that_nobody_looked_is_said(tmp_path: Path) -> None:
+    off = page_of(make_run(tmp_path, "off", [step(1)], settings={"log.doctor": False}))
+    on = page_of(make_run(tmp_path, "on", [step(1)], settings={}))
+    assert "Nobody looked" in off.text and "No findings" in on.text and "Nobody" not in on.text
+
+
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(1)>'\"&"
 
 
@@ -112,6 +158,8 @@ def test_no_text_of_a_run_becomes_markup(tmp_path: Path) -> None:
     folder.recipe.write_text(f"# {EVIL}\nmodel: '</script>'\n")
     folder.write_json("plan.json", {**PLAN, "notes": [{"topic": EVIL, "choice": EVIL, "why": EVIL}], EVIL: EVIL})
     folder.write_json("provenance.json", {"command": [EVIL], EVIL: EVIL})
+    folder.write_json("model.json", {"modules": [{**TREE, "kind": EVIL}], "reference_losses": {EVIL: 1.0}})
+    folder.write_text("samples/samples.txt", EVIL)
     evil_name = folder.path.rename(tmp_path / "<script>alert(2)<|script>")
     text = write_report([evil_name]).path.read_text()
     page = Page(text)
@@ -178,8 +226,11 @@ def test_what_a_run_lacks_or_has_broken_is_left_out(tmp_path: Path) -> None:
 def test_no_link_leads_out_of_a_run(tmp_path: Path) -> None:
     folder = make_run(tmp_path, "run", [step(1)])
     (tmp_path / "secret").write_text("model: hunter2")
-    for file in (folder.recipe, folder.plan, folder.provenance):
+    for file in (folder.recipe, folder.plan, folder.provenance, folder.path / "graph.svg"):
         file.symlink_to(tmp_path / "secret")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "samples.txt").write_text("hunter2")
+    folder.samples.symlink_to(tmp_path / "elsewhere")
     assert "hunter2" not in html.unescape(write_report([folder.path]).path.read_text())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,11 @@ import pytest
 
 from tests.pages.runs import BEGAN_S, ended, evaluated, found, make_run, started, step
 from trainwright.pages import log as log_module
+from trainwright.pages import readings as readings_module
 from trainwright.pages.log import LogSoFar
 from trainwright.pages.rows import COLUMNS, NOT_FINITE, as_json, column, filled, seconds, thinned
-from trainwright.runlog.records import Evaluated, Found, Record, Started, Watched, to_json
+from trainwright.pages.sparkline import sparkline
+from trainwright.runlog.records import Evaluated, Found, Record, Started, Telemetry, Watched, to_json
 
 
 def rows_of(path: Path) -> LogSoFar:
@@ -124,6 +127,34 @@ def test_a_long_log_is_kept_in_bounded_memory_with_its_peaks(tmp_path: Path, mon
     kept = dict(zip(column(log.rows, "step").astype(int).tolist(), column(log.rows, "loss").tolist()))
     assert (kept[777], kept[3333]) == (50.0, math.inf) and max(kept) == 6000
     assert len(log.notes(Found)) == 1
+
+
+def test_readings_of_a_long_run_keep_their_extremes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readings_module, "MOST", 40)
+    monkeypatch.setattr(readings_module, "DRAWN", 16)
+    values = [500.0 if n == 77 else -5.0 if n == 123 else float(n % 10) for n in range(200)]
+    records: list[Record] = [
+        Telemetry(time_s=BEGAN_S + n, step=n, values={"a/x": value} | ({"b/y": 1.0} if n == 150 else {}))
+        for n, value in enumerate(values)
+    ]
+    readings = rows_of(make_run(tmp_path, "run", records).log).readings
+    columns = readings.columns()
+    assert readings.count == 200 and len(readings.kept) < 40 and len(columns["a/x"]) <= 16
+    assert (columns["a/x"].max(), columns["a/x"].min()) == (500.0, -5.0) and np.nanmax(columns["b/y"]) == 1.0
+    assert np.all(np.diff(columns["step"]) >= 0) and columns["step"][-1] > 190
+    again = rows_of(make_run(tmp_path, "again", [started(), *records, started(100)]).log).readings
+    assert max(each.step for each in again.kept) <= 100
+
+
+def test_a_line_of_the_size_of_a_word_shows_how_the_loss_went(tmp_path: Path) -> None:
+    def line(losses: list[float]) -> str:
+        records = [step(n + 1, loss) for n, loss in enumerate(losses)]
+        return str(sparkline(rows_of(make_run(tmp_path, "run", records).log).rows))
+
+    assert line([]) == line([1.0]) == line([math.nan] * 5) == ""
+    falling = re.findall(r"[\d.]+,([\d.]+)", line([8.0, math.nan, 4.0, 2.0, 1.0]))
+    assert [float(y) for y in falling] == [2.0, 8.0, 14.0, 20.0], "equal factors are equal ways"
+    assert "nan" not in line([-1.0, 0.0, 3.0, 3.0]) + line([2.0, 2.0, 2.0])
 
 
 def test_a_long_log_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ def test_a_run_folder_has_its_papers(folder: Path) -> None:
     assert (result["ending"], result["step"], result["val_loss"], result["skipped"]) == ("finished", 25, None, 0)
     run = folder / result["run"]
     papers = {path.name for path in run.iterdir()}
-    assert papers >= {"recipe.yaml", "plan.json", "provenance.json", "log.jsonl", "checkpoints"}
+    assert papers >= {"recipe.yaml", "plan.json", "model.json", "provenance.json", "log.jsonl", "checkpoints"}
     provenance = json.loads((run / "provenance.json").read_text())
     assert provenance["data"]["train"].startswith("sha256:") and provenance["seeds"]["seed"] == 1337
     kinds = [type(record) for record in read(run / "log.jsonl").records]

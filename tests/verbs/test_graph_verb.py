@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from trainwright.plan.checkpointing import Checkpointing
 from trainwright.plan.fold import fold
 from trainwright.plan.profile import GraphProfile
 from trainwright.recipe import load
+from trainwright.runlog.folder import RunFolder
 from trainwright.verbs.graph import draw_graph, profile_graph
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -349,3 +351,17 @@ def test_a_picture_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 1
     assert "cannot be written" in result.output and "Traceback" not in result.output
+
+
+@pytest.mark.slow
+def test_the_picture_of_a_run_lies_in_its_folder(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path, "run")
+    shutil.copy(RECIPES / "gpt-tiny.yaml", run.recipe)
+    result = CliRunner().invoke(app, ["graph", str(run.path), "--depth", "1"])
+    assert result.exit_code == 0 and (run.path / "graph.svg").read_text().startswith("<svg"), result.output
+    run.log.touch()
+    run.recipe.unlink()
+    for folder, reason in ((tmp_path, "holds no run"), (run.path, "no recipe.yaml")):
+        for verb in ("graph", "plan"):
+            result = CliRunner().invoke(app, [verb, str(folder)])
+            assert result.exit_code == 2 and reason in " ".join(result.output.split())

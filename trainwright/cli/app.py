@@ -69,6 +69,12 @@ app = typer.Typer(
 RecipePath = Annotated[
     Path, typer.Argument(metavar="RECIPE", help="A YAML recipe, or the name of one in the box, such as gpt-tiny.")
 ]
+RecipeOrRun = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RECIPE|RUN", help="A recipe, or a run folder: that is of its recipe, and its page shows the picture."
+    ),
+]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Override a value of the recipe, repeatable.")
 ]
@@ -135,6 +141,24 @@ def verb(name: str | None = None, *, of: typer.Typer = app) -> Callable[[Callabl
         return of.command(name)(guarded)
 
     return register
+
+
+def of_run(path: Path, picture: Path | None, name: str) -> tuple[Path, Path | None]:
+    """The recipe to read, and where its picture goes: of a run folder its recipe, and the file ``name`` inside.
+
+    Raises UsageError for a folder that holds no run, or a run without a recipe.
+    """
+    if not path.is_dir():
+        return path, picture
+    from trainwright.errors import UsageError
+    from trainwright.runlog.folder import RunFolder
+
+    run = RunFolder.open(path)
+    if not run.recipe.is_file():
+        raise UsageError(
+            f"{path} has no recipe.yaml: a loop of your own", remedy="give a run of tw.fit or of trainwright train"
+        )
+    return run.recipe, picture or run.path / name
 
 
 def prints_aside(as_json: bool) -> AbstractContextManager[object]:

@@ -10,11 +10,13 @@ import typer
 
 from trainwright.cli.app import (
     Json,
+    RecipeOrRun,
     RecipePath,
     Settings,
     answer,
     console_for,
     finish,
+    of_run,
     prints_aside,
     say_to,
     verb,
@@ -36,7 +38,7 @@ def check(recipe: RecipePath, settings: Settings = None, as_json: Json = False) 
 
 @verb()
 def plan(
-    recipe: RecipePath,
+    recipe: RecipeOrRun,
     device: Annotated[str | None, typer.Option(help="h100-80gb, rtx4090, cpu, ...; otherwise this machine's.")] = None,
     memory: Annotated[str | None, typer.Option(help="Its memory, if it differs: 24GiB.")] = None,
     devices: Annotated[Path | None, typer.Option(metavar="FILE", help="A table of more devices (YAML).")] = None,
@@ -53,6 +55,7 @@ def plan(
     """Predict memory and time of a step without the device, and choose the layout; exit 3 when it does not fit."""
     from trainwright.recipe import load
 
+    recipe, svg = of_run(recipe, svg, "timeline.svg")
     loaded = load(recipe, overrides=settings or [])
     if ranks is not None:
         from trainwright.verbs.plan_ranks import plan_ranks
@@ -77,7 +80,7 @@ def plan(
 
 @verb()
 def graph(
-    recipe: RecipePath,
+    recipe: RecipeOrRun,
     settings: Settings = None,
     depth: Annotated[
         int | None, typer.Option(min=1, help="Levels of modules to show; else as many as fit on a screen.")
@@ -88,6 +91,7 @@ def graph(
     """Show the modules of a model and the autograd graph of one step: parameters, FLOPs, memory kept for backward."""
     from trainwright.recipe import load
 
+    recipe, svg = of_run(recipe, svg, "graph.svg")
     loaded = load(recipe, overrides=settings or [])
     from trainwright.verbs.graph import draw_graph, write_svg
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainwright.pages.own_file import open_to_read
+from trainwright.pages.readings import Readings
 from trainwright.pages.rows import COLUMNS, Rows, by_step, column, no_rows, thinned
 from trainwright.runlog.reader import decoded
 from trainwright.runlog.records import (
@@ -31,6 +32,7 @@ from trainwright.runlog.records import (
     Skipped,
     Started,
     Step,
+    Telemetry,
     Watched,
 )
 
@@ -39,7 +41,8 @@ BUCKETS = 800
 """Spans of the run that are told apart once there are more rows than MOST_ROWS."""
 MOST_ROWS, MOST_NOTES = 16_000, 2000
 NOTED = (Started, Ended, Evaluated, Found, NotSaved, OutOfMemory, Quarantined, Replayed, Saved, Skipped, Logged)
-"""Records that are kept as they are, the newest MOST_NOTES of each kind. Steps become rows, others are left out."""
+"""Records that are kept as they are, the newest MOST_NOTES of each kind. Steps become rows, telemetry readings; others
+are left out."""
 
 _NUMBER = rb'"?([^,"}]+)"?'
 _STEP = re.compile(
@@ -54,7 +57,8 @@ _OF_STEP = tuple(COLUMNS.index(name) for name in COLUMNS[1:])
 _OF_WATCHED = tuple(COLUMNS.index(name) for name in ("time_s", "step", "loss", "grad_norm", "lr", "step_s", "wait_s"))
 _OF_TIME = tuple(COLUMNS.index(name) for name in ("step_s", "wait_s"))
 """Of a run of our own engine they are in the records of steps, as means over all; looks are timed otherwise."""
-_NOTED = re.compile(rb'\n(\{"kind":"(?:%b)"[^\n]*)' % b"|".join(kind.__name__.lower().encode() for kind in NOTED))
+_KINDS = b"|".join(kind.__name__.lower().encode() for kind in (*NOTED, Telemetry))
+_NOTED = re.compile(rb'\n(\{"kind":"(?:%b)"[^\n]*)' % _KINDS)
 _STARTED = re.compile(rb'\n\{"kind":"started"')
 """All begin with a newline: that is looked for by itself, which is several times as fast as the beginning of a line."""
 
@@ -65,6 +69,7 @@ class LogSoFar:
     ``advance`` reads on; a log that was replaced or cut off is read again from its start, under another ``name``.
     Steps that a resume went back over are dropped, as ``runlog.reader.steps`` does. ``sessions`` are the beginning and
     the last record of each process that wrote, in unix time; ``newest_process`` is the newest start or end of one.
+    ``readings`` are those of the machine.
     """
 
     def __init__(self, path: Path) -> None:
@@ -78,6 +83,7 @@ class LogSoFar:
         self.counts = Counter[type[Record]]()
         self._notes: dict[type[Record], deque[Record]] = {kind: deque(maxlen=MOST_NOTES) for kind in NOTED}
         self.newest_process: Started | Ended | None = None
+        self.readings = Readings()
         self._is_ours = False
         self._offset, self._file_id, self._is_complete = 0, (0, 0), True
 
@@ -156,10 +162,14 @@ class LogSoFar:
         elif self.sessions:
             begin_s, end_s = self.sessions.pop()
             self.sessions.append((begin_s, max(end_s, record.time_s)))
-        self._notes[type(record)].append(record)
+        if isinstance(record, Telemetry):
+            self.readings.take(record)
+        else:
+            self._notes[type(record)].append(record)
 
     def _go_back_to(self, step: int) -> None:
         self.rows = self.rows[column(self.rows, "step") <= step]
+        self.readings.go_back_to(step)
         evaluations = self._notes[Evaluated]
         kept = [each for each in evaluations if isinstance(each, Evaluated) and each.step <= step]
         evaluations.clear()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 MOST_BYTES = 2**20
-"""Of a recipe, a plan or a provenance: larger ones are no run's."""
+"""Of a recipe, a plan or a picture: larger ones are no run's."""
 
 
 def open_to_read(path: Path) -> BinaryIO | None:
@@ -23,10 +23,12 @@ def open_to_read(path: Path) -> BinaryIO | None:
     return os.fdopen(fd, "rb")
 
 
-def text_of(path: Path) -> str:
-    """The first MOST_BYTES of a file as text; "" where it cannot be opened."""
+def text_of(path: Path, *, newest: bool = False) -> str:
+    """The first MOST_BYTES of a file as text, or the ``newest``, at its end; "" where it cannot be opened."""
     file = open_to_read(path)
     if file is None:
         return ""
     with file:
+        if newest:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - MOST_BYTES))
         return file.read(MOST_BYTES).decode("utf-8", errors="replace")

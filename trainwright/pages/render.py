@@ -19,14 +19,18 @@ from markupsafe import Markup, escape
 from trainwright.doctor.pages import page as page_of_code
 from trainwright.errors import UsageError
 from trainwright.pages.compare import RunComparison
+from trainwright.pages.curves import BUCKETS, curves_of, readings_of
 from trainwright.pages.overview import Overview
 from trainwright.pages.profile import ProfilePanel
-from trainwright.pages.view import BUCKETS, RunView, flat, memory_parts, number
+from trainwright.pages.sparkline import sparkline
+from trainwright.pages.view import RunView, flat, memory_parts, number
 from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.report.findings import place
+from trainwright.report.graph import human_count
 from trainwright.version import __version__
 
 PARTS = ("head", "findings", "records")
+SCRIPTS, STYLES = ("uplot", "charts", "page"), ("uplot", "page")
 """The parts of a run's page that change while it runs; each is a template of its own, in an element of its own."""
 LEAST_BUCKETS = 60
 DAY_S = 24 * 3600.0
@@ -46,7 +50,12 @@ def runs_page(views: Sequence[RunView], *, names: Sequence[str] = (), live: bool
             title=views[0].name if len(views) == 1 else f"{len(views)} runs",
             views=views,
             comparison=RunComparison.of(views) if len(views) > 1 else None,
-            data={"runs": [{**view.curves(buckets), "id": name} for view, name in zip_longest(views, names)]},
+            data={
+                "runs": [
+                    {**curves_of(view, buckets), "readings": readings_of(view), "id": name}
+                    for view, name in zip_longest(views, names)
+                ]
+            },
             live=live,
         )
     )
@@ -95,8 +104,8 @@ def _assets() -> dict[str, str]:
     """Script and style of every page: they are inside of it, so that one file is all."""
     folder = files("trainwright.pages").joinpath("static")
     script, style = (
-        "\n".join(folder.joinpath(f"{name}.{suffix}").read_text(encoding="utf-8") for name in ("uplot", "page"))
-        for suffix in ("js", "css")
+        "\n".join(folder.joinpath(f"{name}.{suffix}").read_text(encoding="utf-8") for name in names)
+        for suffix, names in (("js", SCRIPTS), ("css", STYLES))
     )
     assert "</script" not in script and "</style" not in style
     return {"script": script, "style": style}
@@ -128,6 +137,9 @@ def _environment() -> Environment:
         since=_since,
         value=_value,
         explained=_explained,
+        count=human_count,
+        image=_image,
+        sparkline=sparkline,
         data=_data,
     )
     return environment
@@ -137,6 +149,11 @@ def _data(value: object) -> Markup:
     """JSON inside of a script element: nothing in it can end the element."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
+
+
+def _image(svg: str) -> str:
+    """An address that holds the picture. As an image it can neither run a script nor ask for anything."""
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
 
 
 def _explained(code: str) -> Markup:

@@ -28,6 +28,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from trainwright.pages.curves import curves_of, readings_of
 from trainwright.pages.overview import RunShelf
 from trainwright.pages.render import content_policy, overview_page, overview_rows, parts_of, runs_page
 from trainwright.pages.view import RunView
@@ -48,12 +49,13 @@ MOST_ROWS = 4000
 
 @dataclass
 class Seen:
-    """What one page knows of one run: of which log how many rows, its parts, and when it was last looked at."""
+    """What one page knows of one run: of which log how many rows and readings, its parts, and when it was looked at."""
 
     log: str = ""
     read: int = 0
     rows: int = 0
     complete: bool = False
+    readings: int = -1
     parts: dict[str, str] = field(default_factory=dict)
     position: tuple[str, int] = ("", -1)
     looked_s: float = -math.inf
@@ -171,10 +173,12 @@ def _curves(view: RunView, known: Seen) -> dict[str, JsonValue]:
     log = view.log
     fresh = log.read_rows - known.read
     whole = known.log != log.name or not (known.complete and log.is_complete) or known.rows + fresh > MOST_ROWS
-    curves = view.curves() if whole else view.curves(after=known.read)
+    curves = curves_of(view) if whole else curves_of(view, after=known.read)
     known.rows = 0 if whole else known.rows + fresh
     known.log, known.read, known.complete = log.name, log.read_rows, log.is_complete
-    return {**curves, "whole": whole}
+    readings = readings_of(view) if whole or known.readings != log.readings.count else None
+    known.readings = log.readings.count
+    return {**curves, "whole": whole, "readings": readings}
 
 
 def _asked(query: QueryParams) -> tuple[list[str], list[Seen]]:

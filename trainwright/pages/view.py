@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from trainwright.pages import rows
+from trainwright.pages.documents import RunDocuments
 from trainwright.pages.log import LogSoFar
-from trainwright.pages.own_file import text_of
 from trainwright.pages.rows import column
 from trainwright.plan.explain import human_bytes, human_seconds
-from trainwright.recipe.yaml_core import UnreadableError
-from trainwright.recipe.yaml_core import read as read_yaml
-from trainwright.report import bad_cases
-from trainwright.report.bad_cases import BadCases
 from trainwright.report.runs import state_of
 from trainwright.runlog.folder import RunFolder
-from trainwright.runlog.json_values import JsonValue
 from trainwright.runlog.records import (
     Ended,
     Evaluated,
@@ -40,8 +31,6 @@ from trainwright.runlog.records import (
     Started,
 )
 
-BUCKETS = 600
-"""Spans of a run whose extremes are drawn, of all runs of a page together."""
 FRESH_S = 60.0
 """A loop of somebody else holds no lock: it runs if it wrote to its log within this time."""
 RECENT = 50
@@ -59,11 +48,12 @@ class Pin:
     finding: int | None = None
 
 
-class RunView:
+class RunView(RunDocuments):
     """One run. ``log`` is what has been read of it; what is asked of the view is of that moment."""
 
     def __init__(self, path: Path, log: LogSoFar) -> None:
-        self.folder, self.log = RunFolder(path), log
+        super().__init__(RunFolder(path))
+        self.log = log
 
     @classmethod
     def read(cls, path: Path | str) -> RunView:
@@ -76,33 +66,6 @@ class RunView:
     @property
     def name(self) -> str:
         return self.folder.path.resolve().name
-
-    @cached_property
-    def recipe_text(self) -> str:
-        return text_of(self.folder.recipe)
-
-    @cached_property
-    def recipe(self) -> dict[str, Any]:
-        """Empty where there is none, as of a watched loop, or none that can be read."""
-        try:
-            value = read_yaml(self.recipe_text, "recipe.yaml").value
-        except UnreadableError:
-            return {}
-        return value if isinstance(value, dict) else {}
-
-    @cached_property
-    def plan(self) -> dict[str, Any]:
-        return _object_of(self.folder.plan)
-
-    @cached_property
-    def provenance(self) -> dict[str, Any]:
-        return _object_of(self.folder.provenance)
-
-    @cached_property
-    def bad_cases(self) -> BadCases | None:
-        """What `trainwright errors` found; None where it was not asked."""
-        text = text_of(self.folder.path / bad_cases.NAME)
-        return bad_cases.bad_cases_in(text) if text else None
 
     @property
     def state(self) -> str:
@@ -151,6 +114,11 @@ class RunView:
         return min((each.loss for each in self.evaluations if math.isfinite(each.loss)), default=None)
 
     @property
+    def is_past_best(self) -> bool:
+        """Whether an earlier validation had a smaller loss than the newest one."""
+        return self.best is not None and self.best != self.val_loss
+
+    @property
     def seconds(self) -> float:
         """How long its processes ran, all together."""
         return sum(max(0.0, end_s - begin_s) for begin_s, end_s in self.log.sessions)
@@ -168,18 +136,10 @@ class RunView:
         extent = self.plan.get("extent")
         if self.state != "running" or not isinstance(extent, dict):
             return None
-        if isinstance(extent.get("steps"), int) and self.step_s is not None:
-            return max(0.0, int(extent["steps"]) - self.step) * self.step_s
+        if self.planned_steps and self.step_s is not None:
+            return max(0, self.planned_steps - self.step) * self.step_s
         planned_s = extent.get("seconds")
         return max(0.0, planned_s - self.seconds) if isinstance(planned_s, int | float) else None
-
-    @property
-    def planned_bytes(self) -> int | None:
-        """The memory that the plan foresaw."""
-        parts = self.plan.get("memory_bytes")
-        sizes = parts.values() if isinstance(parts, dict) else ()
-        known = [each for each in sizes if isinstance(each, int)]
-        return sum(known) or None
 
     @property
     def findings(self) -> list[Found]:
@@ -216,51 +176,20 @@ class RunView:
 
     def facts(self) -> Iterator[tuple[str, str]]:
         """The head of the page: names and values."""
-        extent = self.plan.get("extent")
-        steps = extent.get("steps") if isinstance(extent, dict) else None
-        yield "step", f"{self.step:,}" + (f" of {steps:,}" if isinstance(steps, int) else "")
+        planned = self.planned_steps
+        yield "step", f"{self.step:,}" + (f" of {planned:,}" if planned else "")
         yield "duration", human_seconds(self.seconds)
         if self.left_s is not None:
             yield "left", f"about {human_seconds(self.left_s)}"
         yield "loss", number(self.loss)
         if self.val_loss is not None:
-            yield "validation", number(self.val_loss) + ("" if self.best is None else f" (best {number(self.best)})")
+            yield "validation", number(self.val_loss) + (f", best {number(self.best)}" if self.is_past_best else "")
         if self.step_s:
             yield "a step takes", human_seconds(self.step_s)
         if self.ended and self.ended.skipped:
             yield "skipped updates", f"{self.ended.skipped:,}"
         if isinstance(self.plan.get("parameters"), int):
             yield "parameters", f"{self.plan['parameters']:,}"
-
-    def curves(self, buckets: int = BUCKETS, *, after: int = 0) -> dict[str, JsonValue]:
-        """The data of the charts, thinned; or of the rows all those read ``after`` that many."""
-        table = self.log.rows if after else rows.thinned(self.log.rows, buckets)
-        steps = column(table, "step")
-        columns = {name: column(table, name) for name in rows.COLUMNS if name not in ("order", "time_s")}
-        columns["seconds"] = rows.seconds(table, self.log.sessions)
-        columns["samples"], columns["tokens"] = (rows.filled(steps, columns[each]) for each in ("samples", "tokens"))
-        evaluations = self.evaluations
-        at = np.array([float(each.step) for each in evaluations])
-        seen = {
-            "step": at,
-            "loss": np.array([each.loss if math.isfinite(each.loss) else np.inf for each in evaluations]),
-            **(
-                {name: np.interp(at, steps, columns[name]) for name in ("seconds", "samples", "tokens")}
-                if len(steps)
-                else {}
-            ),
-        }
-        new = column(table, "order") > after
-        return {
-            "name": self.name,
-            "log": self.log.name,
-            "read": self.log.read_rows,
-            "columns": rows.as_json({name: values[new] for name, values in columns.items()}),
-            "evaluations": rows.as_json(seen) if evaluations else {},
-            "pins": [vars(pin) for pin in self.pins],
-            "resumes": self.log.counts[Started],
-            "planned_bytes": self.planned_bytes,
-        }
 
 
 def number(value: float | None) -> str:
@@ -288,14 +217,6 @@ def memory_parts(view: RunView) -> list[tuple[str, str]]:
 
 def _since(found: Found) -> int:
     return found.step if found.since_step is None else found.since_step
-
-
-def _object_of(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(text_of(path) or "{}")
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _changed_s(path: Path) -> float:

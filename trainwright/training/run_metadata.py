@@ -11,6 +11,7 @@ from torch import nn
 
 from trainwright.build.assemble import Parts
 from trainwright.data.fingerprint import fingerprint
+from trainwright.observe.module_tree import model_facts
 from trainwright.plan.make import Note
 from trainwright.recipe import Recipe, dump
 from trainwright.runlog.drafts import remove_leftovers
@@ -57,9 +58,10 @@ def run_metadata(job: Job) -> dict[str, Any]:
 
 
 def lay_down(folder: RunFolder, job: Job) -> None:
-    """Writes recipe, plan and provenance of a run that begins."""
+    """Writes recipe, plan, provenance and the tree of the model of a run that begins."""
     folder.write_text("recipe.yaml", dump(job.recipe))
     folder.write_json("plan.json", job.plan.to_json())
+    folder.write_json("model.json", model_facts([job.state.model], job.marks))
     folder.write_json("provenance.json", job.provenance)
 
 
@@ -72,6 +74,7 @@ def lay_down_again(folder: RunFolder, job: Job) -> None:
         folder.write_text(f"recipe-before-{step}.yaml", before)
         folder.write_text("recipe.yaml", now)
     folder.write_json("plan.json", job.plan.to_json())
+    folder.write_json("model.json", model_facts([job.state.model], job.marks))
     folder.write_json(f"provenance-from-{step}.json", job.provenance)
 
 

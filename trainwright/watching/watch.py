@@ -21,6 +21,7 @@ from trainwright.doctor.law import Law
 from trainwright.engine.spikes import OnSpike, require_policy
 from trainwright.errors import UsageError, require_choice, text_of
 from trainwright.observe.journal import Journal
+from trainwright.observe.module_tree import model_facts
 from trainwright.pages.report import leave_report
 from trainwright.recorder.probes import LoopObjects
 from trainwright.recorder.ring import KEEP, enough_bytes
@@ -224,6 +225,8 @@ def watch(
     judged_by = _judged_by(laws)
     after = begin_at(profile)
     folder = None if out is None else RunFolder.create(Path(out).parent, Path(out).name)
+    if folder is not None:
+        folder.write_json("model.json", model_facts(roots))
     optimizers = _several(optimizer, Optimizer, "optimizer")
     profiled = None if after is None else ProfileProbe(roots, optimizers, _listed(loader), folder, after)
     options = WatchOptions(

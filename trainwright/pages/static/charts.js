@@ -1,0 +1,426 @@
+/* The curves of a page: drawn with uPlot, kept up to date in place, read by mouse and keyboard. */
+const Charts = (function () {
+  "use strict";
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const byId = (id) => document.getElementById(id);
+  const style = getComputedStyle(document.documentElement);
+  const colour = (name) => style.getPropertyValue(name).trim();
+
+  function short(value) {
+    if (value == null) return "-";
+    const size = Math.abs(value);
+    if (size >= 1e15 || (size && size < 1e-3)) return value.toExponential(2).replace(/\.?0+e/, "e");
+    for (const [unit, at] of [["T", 1e12], ["G", 1e9], ["M", 1e6], ["k", 1e4]])
+      if (size >= at) return +(value / (unit === "k" ? 1e3 : at)).toPrecision(4) + unit;
+    return String(+value.toPrecision(4));
+  }
+  const bytes = (v) => (v == null ? "-" : v >= 2 ** 30 ? +(v / 2 ** 30).toPrecision(4) + " GiB" : +(v / 2 ** 20).toPrecision(3) + " MiB");
+  const percent = (v) => (v == null ? "-" : (100 * v).toFixed(0) + " %");
+  const unit = (name) => (v) => (v == null ? "-" : short(v) + " " + name);
+  const number = (v) => typeof v === "number";
+
+  /* Of a column: null is missing (undefined for uPlot, which draws on), "n" is not finite (null, a gap). */
+  const plottable = (values) => values.map((v) => (v === null ? undefined : v === "n" ? null : v));
+  const shareOf = (a, b) => a && b && a.map((v, i) => (number(v) && number(b[i]) ? (b[i] > 0 ? v / b[i] : 0) : null));
+
+  /* Units of work for each second of a step: by the counters where there are any, else steps. */
+  const counts = (c) => (c.tokens && c.tokens.some((v) => v > 0) ? c.tokens : c.samples);
+  const unitOf = (c) => (c.tokens && c.tokens.some((v) => v > 0) ? "tokens/s" : c.samples ? "samples/s" : "steps/s");
+  function speed(columns) {
+    const count = counts(columns), steps = columns.step, took = columns.step_s;
+    const grown = (i) => (i > 0 && i < steps.length && steps[i] > steps[i - 1] && number(count[i]) && number(count[i - 1]) ? (count[i] - count[i - 1]) / (steps[i] - steps[i - 1]) : null);
+    return took && took.map((s, i) => {
+      if (!number(s) || s <= 0) return null;
+      if (!count) return 1 / s;
+      const work = grown(i) === null ? grown(i + 1) : grown(i);
+      return work === null ? null : work / s;
+    });
+  }
+
+  /* What is drawn. "of" gives label, x side, values and look of each series of a run. */
+  const CURVES = [
+    { name: "loss", tall: true, smooth: true, of: (run) => [["loss", run.columns, run.columns.loss, {}], ["validation", run.evaluations, run.evaluations.loss, { strong: true }]] },
+    { name: "gradient norm", log: true, smooth: true, of: (run) => [["gradient norm", run.columns, run.columns.grad_norm, {}]] },
+    { name: "learning rate", of: (run) => [["learning rate", run.columns, run.columns.lr, {}]] },
+    { name: "throughput", smooth: true, zero: true, title: (runs) => unitOf(runs[0].columns), of: (run) => [["throughput", run.columns, speed(run.columns), {}]] },
+    { name: "waiting for data", smooth: true, format: percent, range: [0, 1], of: (run) => [["waiting", run.columns, shareOf(run.columns.wait_s, run.columns.step_s), {}]] },
+    { name: "memory", format: bytes, zero: true, of: (run, alone) => [["memory", run.columns, run.columns.mem_bytes, {}], ["planned", run.columns, alone && run.planned_bytes && run.columns.step && run.columns.step.map(() => run.planned_bytes), { dashed: true }]] },
+    { name: "skipped updates", zero: true, hideZero: true, of: (run) => [["skipped", run.columns, run.columns.skipped, {}]] },
+  ];
+  const READINGS = {
+    busy_percent: ["GPU busy", unit("%")],
+    memory_bytes: ["GPU memory", bytes],
+    temperature_celsius: ["GPU temperature", unit("\u00b0C")],
+    power_watts: ["GPU power", unit("W")],
+    reserved_bytes: ["reserved by the allocator", bytes],
+    allocated_bytes: ["allocated", bytes],
+    allocator_retries: ["retries of the allocator", short],
+    process_cpu_percent: ["CPU of the process", unit("%")],
+    process_memory_bytes: ["memory of the process", bytes],
+    available_memory_bytes: ["free memory of the machine", bytes],
+    disk_free_bytes: ["free disk", bytes],
+  };
+  function readingsOf(run) {
+    const devices = {};
+    for (const name of Object.keys(run.readings || {})) {
+      const [device, leaf] = [name.slice(0, name.indexOf("/")), name.slice(name.indexOf("/") + 1)];
+      if (name.includes("/")) (devices[leaf] = devices[leaf] || []).push([device, name]);
+    }
+    const known = Object.keys(READINGS), place = (leaf) => (known.indexOf(leaf) + 1 || known.length + 1);
+    return Object.keys(devices).sort((a, b) => place(a) - place(b)).map((leaf) => {
+      const [title, format] = READINGS[leaf] || [leaf, short];
+      return { name: title, format, zero: true, isReading: true, of: () => devices[leaf].map(([device, name], ink) => [device, run.readings, run.readings[name], { ink }]) };
+    });
+  }
+
+  /* The running median of a curve, at knots: single peaks do not move it. Null where it would say no more. */
+  function smoothed(values) {
+    const at = [...values.keys()].filter((i) => number(values[i]));
+    if (at.length < 60) return null;
+    const half = Math.round(at.length / 60) + 2, out = values.map((v) => (v === null ? null : undefined));
+    const every = half >> 1;
+    for (let k = 0; k < at.length; k = k < at.length - 1 ? Math.min(k + every, at.length - 1) : at.length) {
+      const reach = Math.min(half, k, at.length - 1 - k);
+      const near = at.slice(k - reach, k + reach + 1).map((i) => values[i]).sort((a, b) => a - b);
+      out[at[k]] = near[reach];
+    }
+    return out;
+  }
+
+  const POWERS = Array.from({ length: 40 }, (_, i) => 2 ** (i + 10));
+  const FEW = 4; /* runs of which each value is told, and each raw curve drawn, too */
+  const DASHES = [undefined, [8, 3], [3, 3]];
+  const hidden = new Set();
+  let plots = [], drawn = "", zoom = null, span = null, axis = "step", following = false;
+
+  function tableOf(chart, x) {
+    const tables = [], series = [{}], alone = data.runs.length === 1;
+    data.runs.forEach((run, index) => {
+      if (hidden.has(index)) return;
+      for (const [label, side, values, look] of chart.of(run, alone)) {
+        if (!values || !side[x] || !values.some((v) => v !== null)) continue;
+        if (chart.hideZero && !values.some((v) => v > 0)) continue;
+        if (chart.isReading && values.filter(number).length < 2) continue;
+        const placed = side[x].map(number), kept = (each) => each.filter((_, i) => placed[i]);
+        const [xs, ys] = [kept(side[x]), kept(plottable(values))];
+        const hue = look.ink === undefined ? index : look.ink;
+        const ink = colour(look.dashed ? "--quiet" : alone && look.strong ? "--c1" : "--c" + (hue % 8));
+        const name = alone ? label : run.name + (look.strong ? " validation" : "");
+        const even = chart.smooth && byId("smooth").checked && !look.strong ? smoothed(ys) : null;
+        const line = { label: name, ink, dash: look.dashed ? [6, 4] : look.strong && !alone ? [2, 3] : DASHES[Math.floor(index / 8) % 3], points: { show: !!look.strong, size: 6, fill: ink } };
+        const isRead = data.runs.length - hidden.size <= FEW;
+        if (!even || isRead) tables.push([xs, ys]);
+        if (!even || isRead) series.push({ ...line, stroke: even ? ink + "66" : ink, width: look.strong ? 2 : even ? 1 : 1.25, broken: ys.some((v) => v === null), isRead, isHollow: look.strong && !alone, points: even || ys.length > 200 ? { ...line.points, show: !!look.strong && ys.length < 100 } : line.points });
+        if (even) {
+          tables.push([xs, even]);
+          series.push({ ...line, label: name + " smoothed", stroke: ink, width: 2, points: { show: false }, isRead: false });
+        }
+      }
+    });
+    return tables.length ? [uPlot.join(tables, tables.map(() => [1, 1])), series] : null;
+  }
+
+  /* All charts of a page. Those that are as before get new data; else all are made anew. */
+  function draw() {
+    const box = byId("charts");
+    if (!box) return;
+    axis = usableAxis();
+    const width = Math.max(280, box.clientWidth), across = width >= 1000 ? 3 : width >= 640 ? 2 : 1;
+    const machine = byId("machine") ? readingsOf(data.runs[0]) : [];
+    const wanted = [];
+    for (const [home, charts] of [[box, CURVES], [byId("machine"), machine]])
+      for (const chart of charts) {
+        const found = tableOf(chart, axis);
+        if (found) wanted.push({ home, chart, table: found[0], series: found[1], isLog: isLog(chart, found[0]), width: chart.tall ? width : Math.floor((width - 16 * (across - 1)) / across) });
+      }
+    if (byId("machine")) byId("machine-section").hidden = !wanted.some((each) => each.home === byId("machine"));
+    const ends = wanted.map((each) => each.table[0]);
+    span = ends.length ? { min: Math.min(...ends.map((xs) => xs[0])), max: Math.max(...ends.map((xs) => xs[xs.length - 1])) } : null;
+    const look = JSON.stringify([axis, colour("--ink"), wanted.map((each) => [each.chart.name, each.width, each.isLog, each.series.map((s) => [s.label, s.stroke, s.width, s.points])])]);
+    if (look === drawn) wanted.forEach((each, i) => renew(plots[i], each));
+    else rebuild(wanted);
+    drawn = look;
+    if (!wanted.length) box.textContent = "No step was recorded yet.";
+  }
+  function usableAxis() {
+    const select = byId("x"), has = (x) => x === "step" || data.runs.some((run) => run.columns[x] && run.columns[x].some((v) => v > 0));
+    for (const option of select.options) option.hidden = option.disabled = !has(option.value);
+    return has(select.value) ? select.value : "step";
+  }
+  const isLog = (chart, table) => !!(chart.log || (chart.tall && byId("log").checked)) && table.slice(1).every((values) => values.every((v) => v == null || v > 0));
+
+  function rebuild(wanted) {
+    plots.forEach((plot) => plot.destroy());
+    byId("charts").replaceChildren();
+    if (byId("machine")) byId("machine").replaceChildren();
+    plots = wanted.map(plotOf);
+  }
+  function renew(plot, { table, series }) {
+    plot.broken = series.map((each) => each.broken);
+    plot.setData(table, false);
+    if (plot.pins) addPins(plot);
+    show(plot);
+  }
+  function show(plot) {
+    following = true;
+    plot.setScale("x", zoom || span);
+    following = false;
+    read(plot);
+  }
+
+  function plotOf({ home, chart, table, series, isLog, width }) {
+    const figure = document.createElement("figure"), caption = document.createElement("figcaption");
+    figure.className = chart.tall ? "chart tall" : "chart";
+    figure.style.width = width + "px";
+    figure.tabIndex = 0;
+    figure.setAttribute("role", "group");
+    figure.setAttribute("aria-label", chart.name + " over " + axis);
+    caption.textContent = chart.name + (chart.title ? ", " + chart.title(data.runs) : "");
+    figure.append(caption);
+    home.append(figure);
+    const line = { stroke: colour("--line"), width: 1 };
+    const look = { stroke: colour("--quiet"), grid: line, ticks: line, font: "12px system-ui, sans-serif" };
+    const say = chart.format || short;
+    const plot = new uPlot({
+      width, height: chart.tall ? Math.min(330, Math.max(230, width / 2)) : 170,
+      series, legend: { show: false },
+      scales: {
+        x: { time: false, range: (u, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) },
+        y: { distr: isLog ? 3 : 1, range: chart.range ? () => chart.range : (u, low, high) => (isLog ? spanOfLog(low, high) : spanOf(low, high, chart)) },
+      },
+      axes: [
+        { ...look, size: 32, values: (u, ticks) => ticks.map((v) => (v == null ? "" : short(v))) },
+        { ...look, size: 68, incrs: chart.format === bytes ? POWERS : undefined, values: (u, ticks) => ticks.map((v) => (v == null ? "" : say(v))) },
+      ],
+      cursor: { sync: { key: "runs", setSeries: false }, drag: { x: true, y: false }, points: { size: 7 } },
+      hooks: {
+        setScale: [(u, key) => key === "x" && follow(u)],
+        setCursor: [read],
+        drawAxes: [chart.tall ? markReferences : () => {}],
+        draw: [markBroken, chart.tall ? markPins : () => {}],
+      },
+    }, table, figure);
+    plot.broken = series.map((each) => each.broken);
+    plot.caption = captionOf(caption, series, say);
+    if (chart.tall) addPins(plot);
+    figure.addEventListener("keydown", (event) => onKey(plot, event));
+    show(plot);
+    return plot;
+  }
+
+  /* Beside the name of a chart: what each curve is at the cursor, or last. */
+  function captionOf(caption, series, say) {
+    return series.map((each) => {
+      if (!each.isRead) return null;
+      const place = document.createElement("span"), swatch = document.createElement("span"), value = document.createElement("b");
+      place.className = "read";
+      swatch.className = each.isHollow ? "swatch hollow" : "swatch";
+      swatch.style.color = each.ink;
+      const isNamed = data.runs.length === 1 && series.filter((one) => one.isRead).length > 1;
+      place.append(swatch, isNamed ? each.label + " " : "", value);
+      place.title = each.label;
+      caption.append(place);
+      return (v) => (value.textContent = v === undefined ? "" : v === null ? "not finite" : say(v));
+    }).concat([placeOfReading(caption)]);
+  }
+  function placeOfReading(caption) {
+    const place = document.createElement("span");
+    place.className = "read";
+    caption.append(place);
+    return (v) => (place.textContent = v === null ? "" : "at " + axis + " " + short(v));
+  }
+  function read(u) {
+    if (!u.caption) return;
+    const idx = u.cursor.idx, from = idx == null ? u.data[0].length - 1 : idx;
+    u.caption.forEach((tell, s) => {
+      if (!tell) return;
+      if (s === u.series.length) return tell(idx == null ? null : u.data[0][idx]);
+      let at = from;
+      while (at > 0 && u.data[s][at] === undefined) at--;
+      tell(u.data[s][at]);
+    });
+  }
+
+  function spanOfLog(low, high) {
+    if (low == null) return [1, 10];
+    return low === high ? [low / 10, high * 10] : uPlot.rangeLog(low, high, 10, false);
+  }
+  function spanOf(low, high, chart) {
+    if (low == null) return [0, 1];
+    if (chart.tall) {
+      const near = 0.3 * (high - low), marks = references().map(([, v]) => v).filter((v) => v > low - near && v < high + near);
+      [low, high] = [Math.min(low, ...marks), Math.max(high, ...marks)];
+    }
+    if (chart.zero) low = Math.min(low, 0);
+    const room = (high - low || Math.abs(high) || 1) * 0.06;
+    return [chart.zero && low === 0 ? 0 : low - room, high + room];
+  }
+
+  /* Losses that mean something, as that of a guess: dashed lines across. Where runs differ in them, none. */
+  function references() {
+    const [first, ...others] = data.runs.map((run) => JSON.stringify(run.references || {}));
+    return others.every((each) => each === first) ? Object.entries(JSON.parse(first)) : [];
+  }
+  function markReferences(u) {
+    const ctx = u.ctx, size = devicePixelRatio, { left, top, width, height } = u.bbox;
+    ctx.save();
+    ctx.strokeStyle = ctx.fillStyle = colour("--quiet");
+    ctx.font = 11 * size + "px system-ui, sans-serif";
+    ctx.textAlign = "right";
+    ctx.setLineDash([4 * size, 4 * size]);
+    for (const [name, value] of references()) {
+      const y = u.valToPos(value, "y", true);
+      if (!(y >= top && y <= top + height)) continue;
+      ctx.beginPath();
+      ctx.moveTo(left, y);
+      ctx.lineTo(left + width, y);
+      ctx.stroke();
+      ctx.fillText(name + " " + short(value), left + width - 4 * size, y - 4 * size < top + 11 * size ? y + 12 * size : y - 4 * size);
+    }
+    ctx.restore();
+  }
+  /* Where a value is not finite the curve has a gap: a mark at its foot says why. */
+  function markBroken(u) {
+    const ctx = u.ctx, size = devicePixelRatio;
+    ctx.save();
+    ctx.fillStyle = colour("--critical");
+    for (let s = 1; s < u.series.length; s++) {
+      if (!u.broken || !u.broken[s]) continue;
+      u.data[s].forEach((value, i) => {
+        const at = u.data[0][i];
+        if (value !== null || at < u.scales.x.min || at > u.scales.x.max) return;
+        ctx.fillRect(u.valToPos(at, "x", true) - size, u.bbox.top + u.bbox.height - 9 * size, 2 * size, 9 * size);
+      });
+    }
+    ctx.restore();
+  }
+
+  function follow(from) {
+    const { min, max } = from.scales.x;
+    if (following || min == null) return;
+    setZoom(min <= span.min && max >= span.max ? null : { min, max }, from);
+  }
+  function setZoom(to, from) {
+    zoom = to;
+    if (byId("whole")) byId("whole").disabled = !zoom;
+    for (const plot of plots) if (plot !== from) show(plot);
+  }
+  const showAll = () => setZoom(null);
+
+  function onKey(plot, event) {
+    const keys = { ArrowLeft: -1, ArrowRight: 1 }, all = plot.data[0];
+    const { min, max } = plot.scales.x;
+    if (event.target !== plot.root.parentElement || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.key in keys) {
+      const step = Math.max(1, Math.round((plot.valToIdx(max) - plot.valToIdx(min)) / 100));
+      const now = plot.cursor.idx == null ? plot.valToIdx(min) : plot.cursor.idx;
+      const next = Math.min(all.length - 1, Math.max(0, now + step * keys[event.key]));
+      plot.root.previousElementSibling.setAttribute("aria-live", "polite");
+      plot.setCursor({ left: plot.valToPos(all[next], "x"), top: plot.over.clientHeight / 2 });
+    } else if (event.key === "+" || event.key === "-") {
+      const middle = plot.cursor.idx == null ? (min + max) / 2 : all[plot.cursor.idx];
+      const factor = event.key === "+" ? 0.5 : 2;
+      const [low, high] = [Math.max(span.min, middle - (middle - min) * factor), Math.min(span.max, middle + (max - middle) * factor)];
+      setZoom(low <= span.min && high >= span.max ? null : { min: low, max: high });
+    } else if (event.key === "0") showAll();
+    else return;
+    event.preventDefault();
+  }
+
+  /* Pins: findings, resumes and shortages of memory on the curve of the loss; buttons, for the keyboard, too. */
+  function addPins(u) {
+    const pins = data.runs.flatMap((run, index) => (hidden.has(index) ? [] : run.pins.map((pin) => [run, index, pin])));
+    const told = JSON.stringify(pins.map(([, index, pin]) => [index, pin]));
+    if (u.pinsTold !== told) {
+      (u.pins || []).forEach(([button]) => button.remove());
+      u.pins = pins.map(([run, index, pin]) => [pinOf(run, index, pin), 0]);
+      u.pinsTold = told;
+    }
+    u.pins = u.pins.map(([button], i) => [button, placeOf(pins[i][0], pins[i][2].step)]);
+  }
+  function pinOf(run, index, pin) {
+    const button = document.createElement("button"), leads = pin.finding !== null;
+    button.type = "button";
+    button.className = "pin " + pin.kind;
+    button.title = button.ariaLabel = (data.runs.length > 1 ? run.name + ": " : "") + pin.label + (leads ? " (step " + pin.step + ")" : "");
+    button.textContent = leads ? String(pin.finding + 1) : pin.kind === "resume" ? "\u21bb" : "!";
+    button.setAttribute("aria-disabled", String(!leads));
+    button.addEventListener("click", () => open(index, pin));
+    return button;
+  }
+  function placeOf(run, step) {
+    if (axis === "step" || !run.columns[axis]) return step;
+    const at = run.columns.step.findIndex((each) => each >= step);
+    return run.columns[axis][at < 0 ? run.columns.step.length - 1 : at];
+  }
+  function markPins(u) {
+    if (!u.pins) return;
+    const rows = [], ctx = u.ctx, size = devicePixelRatio;
+    ctx.save();
+    ctx.strokeStyle = colour("--edge");
+    ctx.setLineDash([2 * size, 3 * size]);
+    for (const [button, at] of u.pins) {
+      const left = u.valToPos(at, "x");
+      if (!button.isConnected) u.over.append(button);
+      button.hidden = !(left >= -1 && left <= u.over.clientWidth + 1);
+      let row = rows.findIndex((end) => left - end > 20);
+      if (row < 0) row = rows.push(-100) - 1;
+      if (button.hidden) continue;
+      rows[row] = left;
+      button.style.left = Math.max(10, Math.min(u.over.clientWidth - 10, left)) + "px";
+      button.style.top = 2 + 22 * Math.min(row, 6) + "px";
+      ctx.beginPath();
+      ctx.moveTo(u.valToPos(at, "x", true), u.bbox.top);
+      ctx.lineTo(u.valToPos(at, "x", true), u.bbox.top + u.bbox.height);
+      ctx.stroke();
+    }
+    ctx.restore();
+  }
+  function open(index, pin) {
+    const card = pin.finding === null ? null : byId("finding-" + index + "-" + pin.finding);
+    if (!card) return;
+    for (let up = card.parentElement; up; up = up.parentElement) if (up.tagName === "DETAILS") up.open = true;
+    const evidence = card.querySelector("details");
+    if (evidence) evidence.open = true;
+    document.querySelectorAll(".finding.open").forEach((each) => each.classList.remove("open"));
+    card.classList.add("open");
+    card.scrollIntoView({ block: "center" });
+    card.focus({ preventScroll: true });
+  }
+
+  /* Of several runs: buttons with their names, which take a run out of all charts and put it back. */
+  function listRuns() {
+    const place = byId("legend");
+    if (!place) return;
+    data.runs.forEach((run, index) => {
+      const button = document.createElement("button"), swatch = document.createElement("span");
+      button.type = "button";
+      swatch.className = "swatch s" + (index % 8);
+      button.append(swatch, run.name);
+      button.setAttribute("aria-pressed", "true");
+      button.addEventListener("click", () => {
+        hidden.has(index) ? hidden.delete(index) : hidden.add(index);
+        button.setAttribute("aria-pressed", String(!hidden.has(index)));
+        draw();
+      });
+      place.append(button);
+    });
+  }
+
+  function begin() {
+    listRuns();
+    byId("x").addEventListener("change", () => { setZoom(null); draw(); });
+    for (const id of ["log", "smooth"]) byId(id).addEventListener("change", draw);
+    byId("whole").addEventListener("click", showAll);
+    let width = innerWidth, waiting = 0;
+    addEventListener("resize", () => {
+      if (innerWidth === width) return;
+      width = innerWidth;
+      clearTimeout(waiting);
+      waiting = setTimeout(draw, 100);
+    });
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+    draw();
+  }
+  return { data, draw, begin };
+})();
