@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import count, islice
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -12,11 +12,12 @@ import torch
 from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
 from trainwright.build.collation import Batch, Collate, Sample, misfits
+from trainwright.build.generators import EpochGenerators, seeded
 from trainwright.build.in_progress import InProgress
 from trainwright.build.shares import pieces, slices
 from trainwright.errors import DataError, text_of
 from trainwright.state.cursor import BadSample, Cursor, Ids
-from trainwright.state.rng import RngBag, preserved_rng, reseed, seed_of
+from trainwright.state.rng import preserved_rng, reseed, seed_of
 
 OnBadSample = Literal["stop", "quarantine"]
 AnyDataset: TypeAlias = Any
@@ -80,14 +81,6 @@ def batch_seed(seed: int, epoch: int, start: int) -> int:
 def sample_seed(seed: int, epoch: int, index: int) -> int:
     """Returns the seed of one sample, whatever micro-batch it comes in."""
     return seed_of(f"{seed}:{epoch}:sample {index}")
-
-
-@contextmanager
-def seeded(seed: int, epoch: int, start: int) -> Iterator[None]:
-    """Seeds all generators from (seed, epoch, start) inside the context and restores them after it."""
-    with preserved_rng():
-        reseed(batch_seed(seed, epoch, start))
-        yield
 
 
 class Fetch(torch.utils.data.Dataset["Fetched | Failed"]):
@@ -264,7 +257,7 @@ class FetchStream(IterableDataset["Fetched | Failed"]):
                 return
 
     def _epoch(self, epoch: int, skip: int) -> Iterator[Fetched | Failed]:
-        settings, position, own = self.settings, 0, _EpochGenerators(self.settings.seed, epoch)
+        settings, position, own = self.settings, 0, EpochGenerators(batch_seed(self.settings.seed, epoch, -1))
         with own.in_use():
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(epoch)
@@ -303,7 +296,7 @@ class FetchStream(IterableDataset["Fetched | Failed"]):
         for key in self._keys(epoch, position, len(samples)):
             part = [samples[i - position] for i in key.ids.tolist()]
             self.in_progress.begin(key.start, len(part))
-            with seeded(settings.seed, epoch, key.start):
+            with seeded(batch_seed(settings.seed, epoch, key.start)):
                 found = _collated(key, part, settings.collate) if part else Fetched(key, None)
             self.in_progress.begin(-1, 0)
             yield Failed((found[0].id,), found[0].what) if isinstance(found, list) else found
@@ -319,18 +312,3 @@ class FetchStream(IterableDataset["Fetched | Failed"]):
             start, stop = position + first, position + min(first + settings.micro_size, count)
             one = Key(epoch, start, np.arange(start, stop), stop == end.position, Cursor(epoch, stop))
             yield one.without(settings.quarantine)
-
-
-class _EpochGenerators:
-    """The state of the random generators for one epoch of a stream; it continues where the epoch last drew."""
-
-    def __init__(self, seed: int, epoch: int) -> None:
-        with seeded(seed, epoch, -1):
-            self._state = RngBag.capture()
-
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        with preserved_rng():
-            self._state.restore()
-            yield
-            self._state = RngBag.capture()
