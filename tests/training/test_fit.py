@@ -348,7 +348,6 @@ def test_a_setting_that_cannot_be(keys: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        ("cross_entropy", "'cross_entropy'"),
         (nn.CrossEntropyLoss, r"write CrossEntropyLoss\(\)"),
         (lambda output: output.sum(), r"does not take two arguments, \(output, target\)"),
         (lambda output, target, weight: output.sum(), "does not take two arguments"),
@@ -361,6 +360,22 @@ def test_a_setting_that_cannot_be(keys: dict[str, Any], said: str) -> None:
 def test_a_loss_that_is_no_function(loss: Any, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         tw.fit(net(), data(), loss, quiet=True)
+
+
+def test_a_loss_by_its_name() -> None:
+    by_name = tw.fit(net(), data(), "cross_entropy", steps=3, quiet=True)
+    assert by_name.loss == pytest.approx(tw.fit(net(), data(), nn.CrossEntropyLoss(), steps=3, quiet=True).loss)
+    with pytest.raises(tw.TrainwrightError, match="cross_entropy"):  # the nearest name is the remedy
+        tw.fit(net(), data(), "crossentropy", steps=3, quiet=True)
+
+
+def test_a_list_of_ready_batches_is_told_where_it_fails() -> None:
+    x, y = data()
+    batches = [*zip(x.split(32), y.split(32), strict=True)]
+    with pytest.raises(RuntimeError) as failed:
+        tw.fit(net(), batches, nn.CrossEntropyLoss(), steps=1, quiet=True)
+    assert any("32 rows each" in note and "lambda: batches" in note for note in failed.value.__notes__)
+    assert tw.fit(net(), lambda: batches, nn.CrossEntropyLoss(), steps=1, quiet=True).step == 1
 
 
 @pytest.mark.parametrize("weight", [torch.ones(3), -1.0, torch.tensor(-2.0), None, "4"])

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainwright.build.assemble import Parts
+from trainwright.build.assemble import Parts, build_loss
 from trainwright.build.model import require_ready
 from trainwright.build.ready import AGAIN, ReadyBatches
-from trainwright.build.unwrap import Unwrapped, unwrap
+from trainwright.build.unwrap import Unwrapped, noting_what_looks_like_batches, unwrap
 from trainwright.engine.loss import OfModel, require_callable
 from trainwright.engine.metrics import metric_set
 from trainwright.engine.observer import as_observer
@@ -59,7 +59,7 @@ SHORT_NAMES = {
 def fit(
     model: nn.Module,
     data: object,
-    loss: Callable[..., object] | None = None,
+    loss: str | Callable[..., object] | None = None,
     *,
     advance: OwnStep | None = None,
     val: object = None,
@@ -97,8 +97,9 @@ def fit(
             says of each kind which sample ids are known and how exactly it is resumed. A dict of datasets, such as a
             DatasetDict, gives the one named train, and as ``val`` the one named validation or val.
         loss: ``loss(output, target)``, such as ``nn.CrossEntropyLoss()``, or ``loss(model, batch)`` (the first
-            parameter is named ``model``), which returns a mean or, for exact weighting, a ``tw.Loss(total, weight)``.
-            None: the model returns its loss itself, as those of ``transformers`` do.
+            parameter is named ``model``), which returns a mean or, for exact weighting, a ``tw.Loss(total, weight)``;
+            or a name such as ``"cross_entropy"``. None: the model returns its loss itself, as those of
+            ``transformers`` do.
         advance: A step of your own, for what no single loss can say: ``step(state, batch)`` calls backward and the
             optimizers itself and returns the loss to log (see docs/shapes.md). ``loss`` is then for the evaluation.
         val: The validation set, in any form that ``data`` may have, or several by name: ``{"clean": a, "noisy": b}``.
@@ -138,7 +139,8 @@ def fit(
         raise UsageError(f"fit: the model is a {type(model).__name__}", remedy="give an nn.Module")
     require_ready(model)
     judge = loss if loss is not None else OfModel() if advance is None else no_loss
-    require_callable(judge)
+    if not isinstance(judge, str):
+        require_callable(judge)
     metrics = {} if metrics is None else metrics
     metric_set(metrics)
     objects = passed(optimizer, schedule, lr=lr, warmup=warmup)
@@ -170,27 +172,29 @@ def fit(
     loaded = from_mapping(recipe, overrides=overrides, name="tw.fit")
     if judge is no_loss:
         require_no_loss_needed(loaded.recipe)
-    return train(
-        loaded,
-        parts=Parts(
-            model,
-            train_data,
-            val_data,
-            judge,
-            tuple(_not_used(train_data, val_data)),
-            optimizer=objects.optimizer,
-            schedule=objects.schedule,
-            observers=[as_observer(each) for each in observers],
-            advance=advance,
-            metrics=metrics,
-            more_val={name: each for name, each in sets.items() if name != val_name},
-            val_name=val_name or "val",
-        ),
-        resume=None if resume is None else RunFolder.open(resume),
-        accept=(accept,) if isinstance(accept, str) else tuple(accept),
-        quiet=quiet,
-        serve=serve,
+    parts = Parts(
+        model,
+        train_data,
+        val_data,
+        build_loss(loaded) if isinstance(judge, str) else judge,
+        tuple(_not_used(train_data, val_data)),
+        optimizer=objects.optimizer,
+        schedule=objects.schedule,
+        observers=[as_observer(each) for each in observers],
+        advance=advance,
+        metrics=metrics,
+        more_val={name: each for name, each in sets.items() if name != val_name},
+        val_name=val_name or "val",
     )
+    with noting_what_looks_like_batches(data):
+        return train(
+            loaded,
+            parts=parts,
+            resume=None if resume is None else RunFolder.open(resume),
+            accept=(accept,) if isinstance(accept, str) else tuple(accept),
+            quiet=quiet,
+            serve=serve,
+        )
 
 
 def _by_name(val: object) -> dict[str, object]:
@@ -304,7 +308,7 @@ def _flattened(settings: Mapping[str, object]) -> Iterator[tuple[str, object]]:
 
 
 def _recipe_of(
-    model: nn.Module, data: Unwrapped, val: Mapping[str, Unwrapped], loss: Callable[..., object], batch_key: str
+    model: nn.Module, data: Unwrapped, val: Mapping[str, Unwrapped], loss: str | Callable[..., object], batch_key: str
 ) -> dict[str, object]:
     """Returns a recipe that names the given objects. Such a run can be resumed from Python only.
 
@@ -328,7 +332,9 @@ def _recipe_of(
     return {
         "model": {"use": live_name(model)},
         "data": section,
-        "loss": {"use": "of_model" if isinstance(loss, OfModel) else live_name(loss)},
+        "loss": {
+            "use": loss if isinstance(loss, str) else "of_model" if isinstance(loss, OfModel) else live_name(loss)
+        },
         "batch": {} if size is None else {batch_key: size},
         "evaluation": {} if first is None or first.batch_size is None else {"batch": first.batch_size},
     }
