@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -274,3 +275,31 @@ def test_a_live_chart_keeps_its_place_while_steps_come(browser: Browser, tmp_pat
         assert browser.value("document.activeElement === first && document.querySelector('.finding details').open")
         assert not browser.value("document.getElementById('whole').disabled"), "it is zoomed in yet"
         browser.open("about:blank")
+
+
+def test_layers_are_a_map_of_colours(browser: Browser, tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "run", [started(), *map(step, range(1, 101))])
+    names = [f"blocks.{number}" for number in range(6)]
+    with folder.log.open("a") as log:
+        for at in range(1, 101, 3):
+            norms = ["NaN" if (at, n) == (52, 2) else 10.0**-n for n in range(6)]
+            record = {"kind": "layers", "step": at, "layers": names if at == 1 else [], "grad_norm": norms}
+            log.write(json.dumps(record, separators=(",", ":")) + "\n")
+    path = write_report([folder.path]).path
+    for dark in (False, True):
+        browser.open(f"file://{path}", dark=dark)
+        colours = """(() => {
+          const canvas = document.querySelector("#layers canvas"), ctx = canvas.getContext("2d"), found = {};
+          const wrong = getComputedStyle(document.documentElement).getPropertyValue("--critical").trim();
+          const pixels = ctx.getImageData(0, 0, canvas.width, canvas.height).data;
+          for (let i = 0; i < pixels.length; i += 4) {
+            const colour = "#" + [0, 1, 2].map((c) => pixels[i + c].toString(16).padStart(2, "0")).join("");
+            found[colour] = (found[colour] || 0) + 1;
+          }
+          return [found["#440154"] || 0, found["#fde724"] || found["#fde725"] || 0, found[wrong] || 0];
+        })()"""
+        least, greatest, wrong = browser.value(colours)
+        assert least > 1000 and greatest > 1000 and 0 < wrong < least / 5, (least, greatest, wrong)
+    browser.value("document.querySelector('#layers .chart').focus()")
+    key(browser, "ArrowRight", 39)
+    assert "blocks." in browser.value("document.querySelector('#layers figcaption').textContent")

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from trainwright.pages.layers import LayerMaps
 from trainwright.pages.own_file import open_to_read
 from trainwright.pages.readings import Readings
 from trainwright.pages.rows import COLUMNS, Rows, by_step, column, no_rows, thinned
@@ -59,6 +60,7 @@ _OF_TIME = tuple(COLUMNS.index(name) for name in ("step_s", "wait_s"))
 """Of a run of our own engine they are in the records of steps, as means over all; looks are timed otherwise."""
 _KINDS = b"|".join(kind.__name__.lower().encode() for kind in (*NOTED, Telemetry))
 _NOTED = re.compile(rb'\n(\{"kind":"(?:%b)"[^\n]*)' % _KINDS)
+_LAYERS = re.compile(rb'\n(\{"kind":"layers"[^\n]*)')
 _STARTED = re.compile(rb'\n\{"kind":"started"')
 """All begin with a newline: that is looked for by itself, which is several times as fast as the beginning of a line."""
 
@@ -69,7 +71,7 @@ class LogSoFar:
     ``advance`` reads on; a log that was replaced or cut off is read again from its start, under another ``name``.
     Steps that a resume went back over are dropped, as ``runlog.reader.steps`` does. ``sessions`` are the beginning and
     the last record of each process that wrote, in unix time; ``newest_process`` is the newest start or end of one.
-    ``readings`` are those of the machine.
+    ``readings`` are those of the machine, ``layers`` the statistics by layer.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,7 +85,7 @@ class LogSoFar:
         self.counts = Counter[type[Record]]()
         self._notes: dict[type[Record], deque[Record]] = {kind: deque(maxlen=MOST_NOTES) for kind in NOTED}
         self.newest_process: Started | Ended | None = None
-        self.readings = Readings()
+        self.readings, self.layers = Readings(), LayerMaps()
         self._is_ours = False
         self._offset, self._file_id, self._is_complete = 0, (0, 0), True
 
@@ -136,6 +138,8 @@ class LogSoFar:
     def _take_part(self, lines: bytes) -> None:
         for record in decoded(_NOTED.findall(lines)).records:
             self._note(record)
+        for line in _LAYERS.findall(lines):
+            self.layers.take(line)
         steps, watched = _rows_of(lines, Step), _rows_of(lines, Watched)
         self._is_ours = self._is_ours or len(steps) > 0
         if self._is_ours:
@@ -170,6 +174,7 @@ class LogSoFar:
     def _go_back_to(self, step: int) -> None:
         self.rows = self.rows[column(self.rows, "step") <= step]
         self.readings.go_back_to(step)
+        self.layers.go_back_to(step)
         evaluations = self._notes[Evaluated]
         kept = [each for each in evaluations if isinstance(each, Evaluated) and each.step <= step]
         evaluations.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,6 @@ from trainwright.runlog.records import Telemetry
 
 MOST = 2000
 DRAWN = 300
-_GROUP = 4
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class MachineReading:
 
 
 class Readings:
-    """The readings of a run in their order. Of MOST and more each four become two: the least and the greatest."""
+    """The readings of a run in order. Of more than MOST stay the least and the greatest of equal spans of steps."""
 
     def __init__(self) -> None:
         self.kept: list[MachineReading] = []
@@ -34,8 +34,8 @@ class Readings:
     def take(self, record: Telemetry) -> None:
         self.count += 1
         self.kept.append(MachineReading(record.time_s, record.step, record.values))
-        if len(self.kept) >= MOST:
-            self.kept = halved(self.kept)
+        if len(self.kept) > MOST:
+            self.kept = extremes(self.kept, MOST // 4)
 
     def go_back_to(self, step: int) -> None:
         """Forgets what was read after ``step``, which is done again."""
@@ -43,25 +43,29 @@ class Readings:
 
     def columns(self) -> dict[str, NDArray[np.float64]]:
         """Columns to be drawn: ``time_s``, ``step``, and one for each name. NaN where it was not read."""
-        shown = self.kept
-        while len(shown) > DRAWN:
-            shown = halved(shown)
+        shown = extremes(self.kept, DRAWN // 2) if len(self.kept) > DRAWN else self.kept
         names = dict.fromkeys(name for each in shown for name in each.values)
         columns = {"time_s": [each.time_s for each in shown], "step": [float(each.step) for each in shown]}
         columns |= {name: [each.values.get(name, np.nan) for each in shown] for name in names}
         return {name: np.array(values, dtype=np.float64) for name, values in columns.items()}
 
 
-def halved(readings: Sequence[MachineReading]) -> list[MachineReading]:
-    """Half as many: of each four a reading of the least values, and one of the greatest."""
+def extremes(readings: Sequence[MachineReading], spans: int) -> list[MachineReading]:
+    """Two of each span of steps at most: one of its least values, and one of its greatest."""
     kept: list[MachineReading] = []
-    for first in range(0, len(readings), _GROUP):
-        four = readings[first : first + _GROUP]
-        for pick, at in ((min, 0), (max, len(four) // 2)):
-            kept.append(MachineReading(four[at].time_s, four[at].step, _picked(four, pick)))
+    for _, group in groupby(zip(readings, spans_of([each.step for each in readings], spans)), key=lambda pair: pair[1]):
+        span = [reading for reading, _ in group]
+        kept += span if len(span) <= 2 else [_picked(span, 0, min), _picked(span, len(span) // 2, max)]
     return kept
 
 
-def _picked(readings: Sequence[MachineReading], pick: Callable[[Sequence[float]], float]) -> dict[str, float]:
+def spans_of(steps: Sequence[float], spans: int) -> list[int]:
+    """In which of so many equal spans each of these rising steps lies."""
+    width = (steps[-1] - steps[0] + 1) / spans
+    return [int((step - steps[0]) / width) for step in steps]
+
+
+def _picked(readings: Sequence[MachineReading], at: int, pick: Callable[[Sequence[float]], float]) -> MachineReading:
     names = dict.fromkeys(name for each in readings for name in each.values)
-    return {name: pick([each.values[name] for each in readings if name in each.values]) for name in names}
+    values = {name: pick([each.values[name] for each in readings if name in each.values]) for name in names}
+    return MachineReading(readings[at].time_s, readings[at].step, values)

@@ -52,7 +52,12 @@ def runs_page(views: Sequence[RunView], *, names: Sequence[str] = (), live: bool
             comparison=RunComparison.of(views) if len(views) > 1 else None,
             data={
                 "runs": [
-                    {**curves_of(view, buckets), "readings": readings_of(view), "id": name}
+                    {
+                        **curves_of(view, buckets),
+                        "readings": readings_of(view),
+                        "layers": view.log.layers.to_json() if len(views) == 1 else {},
+                        "id": name,
+                    }
                     for view, name in zip_longest(views, names)
                 ]
             },

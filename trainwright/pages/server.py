@@ -41,6 +41,8 @@ READ_S = 0.5
 """What may be spent on reading a log before an answer goes out: a longer one is read on while its page is shown."""
 LOOK_AGAIN_S = 3.0
 """So often a page is looked at where no record came: the state of a run changes without one when it is killed."""
+LAYERS_S = 5.0
+"""So often new statistics by layer go out."""
 MOST_RUNS = 24
 """Side by side on one page."""
 MOST_ROWS = 4000
@@ -56,6 +58,8 @@ class Seen:
     rows: int = 0
     complete: bool = False
     readings: int = -1
+    layers: int = 0
+    layers_s: float = -math.inf
     parts: dict[str, str] = field(default_factory=dict)
     position: tuple[str, int] = ("", -1)
     looked_s: float = -math.inf
@@ -178,7 +182,16 @@ def _curves(view: RunView, known: Seen) -> dict[str, JsonValue]:
     known.log, known.read, known.complete = log.name, log.read_rows, log.is_complete
     readings = readings_of(view) if whole or known.readings != log.readings.count else None
     known.readings = log.readings.count
-    return {**curves, "whole": whole, "readings": readings}
+    return {**curves, "whole": whole, "readings": readings, "layers": _layers(view, known, whole=whole)}
+
+
+def _layers(view: RunView, known: Seen, *, whole: bool) -> JsonValue:
+    """The maps by layer where they are new; a busy run has some each second, and they are large."""
+    layers, now_s = view.log.layers, time.monotonic()
+    if not whole and (layers.count == known.layers or now_s - known.layers_s < LAYERS_S):
+        return None
+    known.layers, known.layers_s = layers.count, now_s
+    return layers.to_json()
 
 
 def _asked(query: QueryParams) -> tuple[list[str], list[Seen]]:

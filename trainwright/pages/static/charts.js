@@ -73,6 +73,63 @@ const Charts = (function () {
     });
   }
 
+  /* Statistics by layer: a colour for each layer and step, on a log scale. */
+  const RAMP = [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]];
+  const rampAt = (share) => {
+    const at = Math.min(RAMP.length - 1.001, Math.max(0, share * (RAMP.length - 1))), i = Math.floor(at);
+    return RAMP[i].map((v, c) => v + (at - i) * (RAMP[i + 1][c] - v));
+  };
+  const [NOT_FINITE, NOT_THERE, STEPS] = [65535, 65534, 65533];
+  function heatsOf(run) {
+    const { layers, steps, maps } = run.layers || {};
+    return (maps || []).map((map) => {
+      const raw = Uint8Array.from(atob(map.codes), (each) => each.charCodeAt(0)), codes = new Uint16Array(raw.buffer);
+      return { name: map.name, heat: { ...map, codes, layers, steps }, of: () => [] };
+    });
+  }
+  const heatValue = ({ codes, layers, low, high }, column, layer) => {
+    const code = codes[column * layers.length + layer];
+    return code === NOT_FINITE ? null : code === NOT_THERE ? undefined : low * (high / low) ** (code / STEPS);
+  };
+  function bitmapOf({ codes, layers, steps }) {
+    const canvas = document.createElement("canvas"), wrong = colour("--critical").match(/\w\w/g).map((v) => parseInt(v, 16));
+    [canvas.width, canvas.height] = [steps.length, layers.length];
+    const ctx = canvas.getContext("2d"), image = ctx.createImageData(steps.length, layers.length);
+    codes.forEach((code, i) => {
+      const at = 4 * ((i % layers.length) * steps.length + Math.floor(i / layers.length));
+      image.data.set([...(code === NOT_FINITE ? wrong : rampAt(code / STEPS)), code === NOT_THERE ? 0 : 255], at);
+    });
+    ctx.putImageData(image, 0, 0);
+    return canvas;
+  }
+  function paintHeat(u) {
+    const { left, top, width, height } = u.bbox, xs = u.data[0], ctx = u.ctx;
+    ctx.save();
+    ctx.beginPath();
+    ctx.rect(left, top, width, height);
+    ctx.clip();
+    ctx.imageSmoothingEnabled = false;
+    const edges = xs.map((x, i) => u.valToPos(i ? (x + xs[i - 1]) / 2 : x, "x", true)).concat([u.valToPos(xs[xs.length - 1], "x", true)]);
+    for (let i = 0; i < xs.length; i++)
+      if (edges[i + 1] >= left && edges[i] <= left + width)
+        ctx.drawImage(u.heat.bitmap, i, 0, 1, u.heat.layers.length, edges[i], top, Math.max(1, edges[i + 1] - edges[i] + 0.5), height);
+    ctx.restore();
+  }
+  function readHeat(u) {
+    const { idx, top } = u.cursor, layer = Math.floor(u.posToVal(top, "y"));
+    const isIn = idx != null && top >= 0 && layer >= 0 && layer < u.heat.layers.length;
+    const value = isIn ? heatValue(u.heat, idx, layer) : undefined;
+    u.caption[0](isIn ? u.heat.layers[layer] + " at " + axis + " " + short(u.data[0][idx]) + ": " + (value === undefined ? "-" : value === null ? "not finite" : short(value)) : "");
+  }
+  function heatCaption(caption, { low, high }) {
+    const scale = document.createElement("span"), ramp = document.createElement("span"), place = document.createElement("span");
+    ramp.className = "ramp";
+    scale.className = place.className = "read";
+    scale.append(short(low) + " ", ramp, " " + short(high));
+    caption.append(scale, place);
+    return [(text) => (place.textContent = text)];
+  }
+
   /* The running median of a curve, at knots: single peaks do not move it. Null where it would say no more. */
   function smoothed(values) {
     const at = [...values.keys()].filter((i) => number(values[i]));
@@ -94,6 +151,10 @@ const Charts = (function () {
   let plots = [], drawn = "", zoom = null, span = null, axis = "step", following = false;
 
   function tableOf(chart, x) {
+    if (chart.heat) {
+      const { steps, layers } = chart.heat, xs = steps.map((each) => placeOf(data.runs[0], each));
+      return [[xs, xs.map(() => layers.length / 2)], [{}, { label: chart.name, stroke: "transparent", points: { show: false } }]];
+    }
     const tables = [], series = [{}], alone = data.runs.length === 1;
     data.runs.forEach((run, index) => {
       if (hidden.has(index)) return;
@@ -128,7 +189,9 @@ const Charts = (function () {
     const width = Math.max(280, box.clientWidth), across = width >= 1000 ? 3 : width >= 640 ? 2 : 1;
     const machine = byId("machine") ? readingsOf(data.runs[0]) : [];
     const wanted = [];
-    for (const [home, charts] of [[box, CURVES], [byId("machine"), machine]])
+    const heats = byId("layers") ? heatsOf(data.runs[0]) : [];
+    if (byId("layers")) byId("layers-section").hidden = !heats.length;
+    for (const [home, charts] of [[box, CURVES], [byId("layers"), heats], [byId("machine"), machine]])
       for (const chart of charts) {
         const found = tableOf(chart, axis);
         if (found) wanted.push({ home, chart, table: found[0], series: found[1], isLog: isLog(chart, found[0]), width: chart.tall ? width : Math.floor((width - 16 * (across - 1)) / across) });
@@ -152,10 +215,11 @@ const Charts = (function () {
   function rebuild(wanted) {
     plots.forEach((plot) => plot.destroy());
     byId("charts").replaceChildren();
-    if (byId("machine")) byId("machine").replaceChildren();
+    for (const id of ["layers", "machine"]) if (byId(id)) byId(id).replaceChildren();
     plots = wanted.map(plotOf);
   }
-  function renew(plot, { table, series }) {
+  function renew(plot, { chart, table, series }) {
+    if (chart.heat) plot.heat = { ...chart.heat, bitmap: bitmapOf(chart.heat) };
     plot.broken = series.map((each) => each.broken);
     plot.setData(table, false);
     if (plot.pins) addPins(plot);
@@ -182,26 +246,27 @@ const Charts = (function () {
     const look = { stroke: colour("--quiet"), grid: line, ticks: line, font: "12px system-ui, sans-serif" };
     const say = chart.format || short;
     const plot = new uPlot({
-      width, height: chart.tall ? Math.min(330, Math.max(230, width / 2)) : 170,
+      width, height: chart.tall ? Math.min(330, Math.max(230, width / 2)) : chart.heat ? 240 : 170,
       series, legend: { show: false },
       scales: {
         x: { time: false, range: (u, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) },
-        y: { distr: isLog ? 3 : 1, range: chart.range ? () => chart.range : (u, low, high) => (isLog ? spanOfLog(low, high) : spanOf(low, high, chart)) },
+        y: { distr: isLog ? 3 : 1, dir: chart.heat ? -1 : 1, range: chart.heat ? () => [0, chart.heat.layers.length] : chart.range ? () => chart.range : (u, low, high) => (isLog ? spanOfLog(low, high) : spanOf(low, high, chart)) },
       },
       axes: [
         { ...look, size: 32, values: (u, ticks) => ticks.map((v) => (v == null ? "" : short(v))) },
-        { ...look, size: 68, incrs: chart.format === bytes ? POWERS : undefined, values: (u, ticks) => ticks.map((v) => (v == null ? "" : say(v))) },
+        chart.heat ? { ...look, size: 110, grid: { show: false }, splits: () => chart.heat.layers.map((_, i) => i + 0.5).filter((_, i) => i % Math.ceil(chart.heat.layers.length / 12) === 0), values: (u, ticks) => ticks.map((v) => chart.heat.layers[Math.floor(v)].slice(-16) || "model") } : { ...look, size: 68, incrs: chart.format === bytes ? POWERS : undefined, values: (u, ticks) => ticks.map((v) => (v == null ? "" : say(v))) },
       ],
       cursor: { sync: { key: "runs", setSeries: false }, drag: { x: true, y: false }, points: { size: 7 } },
       hooks: {
         setScale: [(u, key) => key === "x" && follow(u)],
         setCursor: [read],
-        drawAxes: [chart.tall ? markReferences : () => {}],
+        drawAxes: [chart.tall ? markReferences : chart.heat ? paintHeat : () => {}],
         draw: [markBroken, chart.tall ? markPins : () => {}],
+        init: [(u) => (u.heat = chart.heat && { ...chart.heat, bitmap: bitmapOf(chart.heat) })],
       },
     }, table, figure);
     plot.broken = series.map((each) => each.broken);
-    plot.caption = captionOf(caption, series, say);
+    plot.caption = chart.heat ? heatCaption(caption, chart.heat) : captionOf(caption, series, say);
     if (chart.tall) addPins(plot);
     figure.addEventListener("keydown", (event) => onKey(plot, event));
     show(plot);
@@ -231,6 +296,7 @@ const Charts = (function () {
   }
   function read(u) {
     if (!u.caption) return;
+    if (u.heat) return readHeat(u);
     const idx = u.cursor.idx, from = idx == null ? u.data[0].length - 1 : idx;
     u.caption.forEach((tell, s) => {
       if (!tell) return;

@@ -1,0 +1,102 @@
+"""Statistics by layer over a run, as heat maps, kept in bounded memory however long it is."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainwright.pages.readings import spans_of
+from trainwright.runlog.json_values import NOT_IN_JSON, JsonValue
+
+MAPS = {"grad_norm": "gradient norm", "update_ratio": "update / weight", "act_std": "activations, deviation"}
+"""Statistics of a record that are drawn, and what they are called. Each holds a number for each layer."""
+MOST, DRAWN, MOST_LAYERS = 1024, 160, 400
+NOT_FINITE, NOT_THERE, STEPS = 65535, 65534, 65533
+"""How a map spells a value that is not finite, and one that is missing; and the greatest value of its log scale."""
+
+Row = NDArray[np.float64]
+Rows = dict[str, list[Row]]
+Grid = NDArray[np.float64]
+"""A row for each step, a column for each layer. NaN: missing. Infinity: not finite."""
+
+
+class LayerMaps:
+    """What the records of layers said. Of more than MOST stay the greatest values of equal spans of steps."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._names: tuple[str, ...] = ()
+        self._steps: list[float] = []
+        self._rows: Rows = {}
+
+    def take(self, line: bytes) -> None:
+        """Takes a line of the log; one that is none of ours is left out."""
+        try:
+            record = json.loads(line)
+            names, step = record.get("layers") or self._names, float(record["step"])
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return
+        if not isinstance(names, list | tuple) or len(names) > MOST_LAYERS:
+            return
+        if tuple(map(str, names)) != self._names:  # another model, or the first record
+            self._names, self._steps, self._rows = tuple(map(str, names)), [], {}
+        self.count += 1
+        self._steps.append(step)
+        for name in MAPS:
+            self._rows.setdefault(name, []).append(_row(record.get(name), len(self._names), lost=name == "act_std"))
+        if len(self._steps) > MOST:
+            self._steps, self._rows = greatest(self._steps, self._rows, MOST // 2)
+
+    def go_back_to(self, step: int) -> None:
+        """Forgets what came after ``step``, which is done again."""
+        kept = [index for index, each in enumerate(self._steps) if each <= step]
+        self._steps = [self._steps[index] for index in kept]
+        self._rows = {name: [rows[index] for index in kept] for name, rows in self._rows.items()}
+
+    def to_json(self) -> dict[str, JsonValue]:
+        """For the page: layers, steps, and each map with its bounds as 16-bit numbers on a log scale, in base64."""
+        if not self._steps or not self._names:
+            return {}
+        steps, rows = self._steps, self._rows
+        if len(steps) > DRAWN:
+            steps, rows = greatest(steps, rows, DRAWN)
+        maps: list[JsonValue] = []
+        for name, title in MAPS.items():
+            if (drawn := _drawn(np.array(rows[name]))) is not None:
+                maps.append({"name": title, **drawn})
+        shown: Sequence[JsonValue] = [int(each) for each in steps]
+        return {"layers": list(self._names), "steps": list(shown), "maps": maps}
+
+
+def greatest(steps: Sequence[float], rows: Mapping[str, Sequence[Row]], spans: int) -> tuple[list[float], Rows]:
+    """One row for each span of steps, with its greatest values: what is not finite stays, and so do peaks."""
+    span = np.array(spans_of(steps, spans))
+    starts = np.flatnonzero(np.diff(span, prepend=-1))
+    joined = {name: list(np.fmax.reduceat(np.array(each), starts, axis=0)) for name, each in rows.items()}
+    return [steps[start] for start in starts.tolist()], joined
+
+
+def _row(values: object, count: int, *, lost: bool) -> Row:
+    """``lost``: a NaN says that nothing was seen there, else that it was not finite."""
+    row = np.full(count, np.nan)
+    if isinstance(values, list) and len(values) == count:
+        for index, value in enumerate(values):
+            number = NOT_IN_JSON.get(value, np.nan) if isinstance(value, str) else value
+            if isinstance(number, int | float):
+                row[index] = np.inf if abs(number) == np.inf or (number != number and not lost) else number
+    return row
+
+
+def _drawn(grid: Grid) -> Mapping[str, JsonValue] | None:
+    known = np.isfinite(grid) & (grid > 0)
+    if not known.any() and not np.isinf(grid).any():
+        return None
+    low, high = (float(bound) for bound in (grid[known].min(), grid[known].max())) if known.any() else (1.0, 1.0)
+    room = np.log(high / low) or 1.0
+    scaled = np.where(known, np.log(np.where(known, grid, low) / low) / room * STEPS, 0.0)
+    codes = np.where(np.isinf(grid), NOT_FINITE, np.where(np.isnan(grid), NOT_THERE, np.round(scaled)))
+    return {"low": low, "high": high, "codes": base64.b64encode(codes.astype("<u2").tobytes()).decode()}
