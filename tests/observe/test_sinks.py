@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import csv
 import json
 import math
 import os
+import signal
+import socket
 import struct
 import subprocess
 import sys
 import threading
+import time
+import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import trainwright as tw
 from tests import forked
 from trainwright.build.resolve import sink_factories
 from trainwright.errors import MissingExtra, UsageError
-from trainwright.observe.sinks import Guarded, Sink, open_sinks
+from trainwright.observe import sinks as sinks_room
+from trainwright.observe.sinks import QueuedSink, close_sinks, open_sinks
+from trainwright.observe.sinks.csv_file import CsvFile
 from trainwright.observe.sinks.tensorboard import TensorBoard
+from trainwright.recipe import SINKS, SinkRow
 
 
 class Warnings(list[str]):
@@ -115,7 +127,7 @@ class Broken:
 
 def test_a_sink_that_fails_is_said_once_and_left_alone() -> None:
     broken, said = Broken(), Warnings()
-    sink: Sink = Guarded("wandb", broken, said)
+    sink = QueuedSink("wandb", lambda: broken, said)
     sink.scalars(1, {})
     sink.scalars(2, {})
     sink.text(2, "a", "b")
@@ -124,13 +136,74 @@ def test_a_sink_that_fails_is_said_once_and_left_alone() -> None:
     assert said == ["wandb gets nothing more of this run, log.jsonl has it all: ConnectionError: server gone"]
 
 
-def test_a_stop_by_the_user_is_not_swallowed() -> None:
-    class Interrupted(Broken):
-        def text(self, step: int, name: str, text: str) -> None:
-            raise KeyboardInterrupt
+class Hanging(Broken):
+    """A sink whose server takes the connection and does not answer, until it is freed."""
 
-    with pytest.raises(KeyboardInterrupt):
-        Guarded("x", Interrupted(), never).text(1, "a", "b")
+    def __init__(self) -> None:
+        self.freed, self.seen = threading.Event(), list[int]()
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self.freed.wait()
+        self.seen.append(step)
+
+
+@pytest.mark.parametrize("hangs_when", ["opened", "written to"])
+def test_a_sink_that_hangs_holds_up_nobody(hangs_when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sinks_room, "CLOSING_S", 0.05)
+    hanging, other, said = Hanging(), Hanging(), Warnings()
+    other.freed.set()
+
+    def opened() -> Hanging:
+        if hangs_when == "opened":
+            hanging.freed.wait()
+        return hanging
+
+    sinks = [QueuedSink("hanging", opened, said), QueuedSink("other", lambda: other, never)]
+    for sink in sinks:
+        for step in range(3):
+            sink.scalars(step, {})
+    assert sinks[1]._is_done.wait(0) is False
+    sinks[1].close(0)
+    close_sinks(sinks[:1], 0)
+    assert said == ["hanging did not take the end of this run in time, log.jsonl has it all"]
+    assert other.seen == [0, 1, 2] and other.calls == 1 and hanging.seen == []
+    hanging.freed.set()
+    assert sinks[0]._is_done.wait(60) and hanging.seen == [0, 1, 2], "what was late is written, if there is time"
+
+
+class Stuck(Broken):
+    """Neither opens nor ends."""
+
+    freed = threading.Event()
+
+    def __init__(self, folder: Path, config: Mapping[str, object], *, from_step: int) -> None:
+        self.freed.wait()
+
+
+@pytest.mark.process
+def test_a_run_ends_though_its_sink_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sinks_room, "CLOSING_S", 0.05)
+    monkeypatch.setitem(SINKS, "stuck", SinkRow("stuck", f"{__name__}:Stuck", "Hangs."))
+    data, settings = (torch.randn(32, 4), torch.arange(32) % 2), {"log.sinks": ["stuck"], "log.every": "1steps"}
+    result = tw.fit(nn.Linear(4, 2), data, nn.CrossEntropyLoss(), steps=5, settings=settings)
+    assert (result.ending, result.step) == ("finished", 5)
+    assert "stuck did not take the end of this run in time" in " ".join(capsys.readouterr().out.split())
+    Stuck.freed.set()
+
+
+def test_what_comes_too_fast_is_left_out_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sinks_room, "MOST_WAITING", 3)
+    hanging, said = Hanging(), Warnings()
+    sink = QueuedSink("slow", lambda: hanging, said)
+    for step in range(20):
+        sink.scalars(step, {})
+    hanging.freed.set()
+    sink.close(0)
+    assert 3 <= len(hanging.seen) <= 4 and hanging.seen == [*range(len(hanging.seen))]
+    assert said == [f"slow lacks {20 - len(hanging.seen)} records that came too fast for it, log.jsonl has them"]
 
 
 def test_no_names_no_sinks_and_a_name_twice_is_one(tmp_path: Path) -> None:
@@ -141,26 +214,220 @@ def test_no_names_no_sinks_and_a_name_twice_is_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("name", ["tensorboard", "mlflow", "openmetrics"])
 def test_a_package_that_is_not_installed(name: str) -> None:
+    module = {"openmetrics": "prometheus_client"}.get(name, name)
     code = (
-        f"import sys; sys.modules[{name!r}] = None\n"  # Python's own way to make an import fail
+        f"import sys; sys.modules[{module!r}] = None\n"  # Python's own way to make an import fail
         "from trainwright.build.resolve import sink_factories; from trainwright.errors import MissingExtra\n"
         f"try: sink_factories([{name!r}])\n"
         "except MissingExtra as error: print(error)"
     )
     said = forked.run(code)
-    assert f"needs the package '{name}'" in said.stdout
+    assert f"needs the package '{module}'" in said.stdout
     assert f'pip install "trainwright[{name}]"' in said.stdout
     assert issubclass(MissingExtra, UsageError)
 
 
-def test_a_sink_that_cannot_open_is_left_out(tmp_path: Path) -> None:
+def test_a_sink_that_cannot_open_is_said(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").touch()  # a file where its folder should be
     said = Warnings()
-    assert open_sinks(sink_factories(["tensorboard"]), tmp_path, {}, said) == []
+    (sink,) = open_sinks(sink_factories(["tensorboard"]), tmp_path, {}, said)
+    sink.scalars(1, {"loss": 1.0})
+    sink.close(0)
     assert len(said) == 1
     assert said[0].startswith("tensorboard gets nothing more of this run")
+
+
+def rows(folder: Path) -> list[list[str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.reader(file))
+
+
+def test_a_table_goes_on_where_the_run_does(tmp_path: Path) -> None:
+    first = CsvFile(tmp_path, {})
+    for step in (1, 2, 3):
+        first.scalars(step, {"loss": 1.0 / step, 'a "name", with all': math.inf})
+    first._file.write("3,lo")  # a kill
+    first.close(1)
+    second = CsvFile(tmp_path, {}, from_step=2)
+    second.scalars(3, {"loss": math.nan})
+    second.close(0)
+    assert rows(tmp_path)[:3] == [["step", "name", "value"], ["1", "loss", "1.0"], ["1", 'a "name", with all', "inf"]]
+    assert rows(tmp_path)[3:] == [["2", "loss", "0.5"], ["2", 'a "name", with all', "inf"], ["3", "loss", "nan"]]
+    CsvFile(tmp_path, {}).close(0)
+    assert rows(tmp_path) == [["step", "name", "value"]]
+
+
+@pytest.mark.process
+def test_every_metric_of_a_run_is_in_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = (torch.randn(32, 4), torch.arange(32) % 2)
+    settings = {"log.sinks": ["csv"], "log.every": "1steps"}
+    result = tw.fit(nn.Linear(4, 2), data, nn.CrossEntropyLoss(), val=data, steps=5, quiet=True, settings=settings)
+    table = {(int(step), name): float(value) for step, name, value in rows(result.run)[1:]}
+    assert [step for step, name in table if name == "train/loss"] == [1, 2, 3, 4, 5]
+    assert table[5, "val/loss"] == result.val_loss and table[5, "train/loss"] == result.loss
+
+
+def endpoint(port: int, accept: str) -> tuple[str, str]:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept": accept})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return answer.headers["Content-Type"], answer.read().decode()
+
+
+def test_an_endpoint_is_read_by_the_parsers_of_prometheus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("prometheus_client")
+    from prometheus_client.openmetrics.parser import text_string_to_metric_families as of_open_metrics
+    from prometheus_client.parser import text_string_to_metric_families as of_text
+
+    from trainwright.observe.sinks.openmetrics import OpenMetrics
+
+    monkeypatch.setenv("TRAINWRIGHT_METRICS", "127.0.0.1:0")
+    folder = tmp_path / 'my "run"'
+    sink = OpenMetrics(folder, {})
+    sink.scalars(1, {"train/loss": 3.0})
+    sink.scalars(2, {"train/loss": 2.5, "val/acc-1": math.nan})
+    for parser, accept, kind in ((of_text, "text/plain", "text/plain"), (of_open_metrics, OPEN, "openmetrics-text")):
+        content, text = endpoint(sink.port, accept)
+        assert kind in content
+        found = {sample.name: sample for family in parser(text) for sample in family.samples}
+        assert found["trainwright_train_loss"].value == 2.5 and found["trainwright_step"].value == 2.0
+        assert found["trainwright_train_loss"].labels == {"run": 'my "run"'}
+        assert math.isnan(found["trainwright_val_acc_1"].value)
+    monkeypatch.setenv("TRAINWRIGHT_METRICS", f"127.0.0.1:{sink.port}")
+    with pytest.raises(UsageError, match="TRAINWRIGHT_METRICS"):
+        OpenMetrics(folder, {})
+    sink.close(0)
+    OpenMetrics(folder, {}).close(0)  # the port is free again
+    monkeypatch.setenv("TRAINWRIGHT_METRICS", "everywhere")
+    with pytest.raises(UsageError, match="is no address"):
+        OpenMetrics(folder, {})
+
+
+OPEN = "application/openmetrics-text; version=1.0.0"
+LOCAL_ONLY = """
+import sys
+
+def refuse(event, args):
+    host = args[0] if event == "socket.getaddrinfo" else None
+    if event == "socket.connect" and isinstance(args[1], tuple):
+        host = args[1][0]
+    if host not in (None, "localhost", "127.0.0.1", "::1", "0.0.0.0", ""):
+        print("ASKED", event, host, file=sys.stderr)
+        raise OSError("no network here")
+
+sys.addaudithook(refuse)
+"""
+"""Nothing but the loopback can be reached, and whoever tries is named."""
+WRITE = """
+from pathlib import Path
+from trainwright.build.resolve import sink_factories
+from trainwright.observe.sinks import open_sinks
+
+def warn(text):
+    print("WARNED", text)
+
+folder = Path(sys.argv[2])
+for from_step, loss in ((0, 2.5), (2, 1.5)):
+    config = {"lr": 0.1, "model": {"size": "tiny"}}
+    (sink,) = open_sinks(sink_factories([sys.argv[1]]), folder, config, warn, from_step=from_step)
+    sink.scalars(from_step + 1, {"train/loss": loss, "grad_norm": float("inf")})
+    sink.text(from_step + 1, "sample", "<i>once</i>")
+    sink.scalars(from_step + 2, {"train/loss": loss - 0.5})
+    sink.close(1 if not from_step else 0)
+"""
+
+
+def write_to(name: str, folder: Path, **variables: str) -> None:
+    """Two processes of one run, as a resume makes them, in one of their own, in which only the loopback is reached."""
+    folder.mkdir()
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("MLFLOW_", "TRACKIO_"))}
+    for_mlflow_to_be_like_at_home = {"CI": "", "PYTEST_CURRENT_TEST": ""}
+    env = {key: value for key, value in (clean | for_mlflow_to_be_like_at_home | variables).items() if value}
+    said = subprocess.run(
+        [sys.executable, "-c", LOCAL_ONLY + WRITE, name, str(folder)],
+        env=env,
+        capture_output=True,
+        text=True,
+        cwd=Path.cwd(),
+        timeout=280,
+    )
+    assert said.returncode == 0, said.stderr
+    assert "ASKED" not in said.stderr, said.stderr
+    assert said.stdout == "", "the terminal is ours"
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of what MLflow is made of
+def test_mlflow_has_the_run_in_a_database_beside_the_runs(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    write_to("mlflow", tmp_path / "mine")
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
+    check_mlflow(client)
+
+
+def check_mlflow(client: Any) -> None:
+    experiment = client.get_experiment_by_name("trainwright")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("mine", "FINISHED")
+    assert run.data.params == {"lr": "0.1", "model.size": "tiny"}
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [(each.step, each.value) for each in history] == [(1, 2.5), (2, 2.0), (3, 1.5), (4, 1.0)]
+    texts = [each.path for each in client.list_artifacts(run.info.run_id, "sample")]
+    assert texts == ["sample/step-00000001.txt", "sample/step-00000003.txt"]
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of what MLflow is made of
+def test_mlflow_has_the_run_on_its_server(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["server", "--port", str(port), "--backend-store-uri", f"sqlite:///{tmp_path / 'server.db'}"]
+    words += ["--artifacts-destination", str(tmp_path / "artifacts"), "--workers", "1"]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "mlflow", *words],
+        cwd=tmp_path,
+        env=os.environ | {"MLFLOW_DISABLE_TELEMETRY": "true"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        for _ in range(600):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                break
+            time.sleep(0.2)
+        write_to("mlflow", tmp_path / "mine", MLFLOW_TRACKING_URI=f"http://127.0.0.1:{port}")
+        check_mlflow(mlflow.MlflowClient(tracking_uri=f"http://127.0.0.1:{port}"))
+        assert not (tmp_path / "mlflow.db").exists()
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(60)
+
+
+READ_TRACKIO = """
+import json
+from trackio.sqlite_storage import SQLiteStorage
+(run,) = SQLiteStorage.get_runs("trainwright")
+logs = SQLiteStorage.get_logs("trainwright", run)
+config = SQLiteStorage.get_run_config("trainwright", run)
+print(json.dumps([run, config["lr"], [[each["step"], each["train/loss"]] for each in logs if "train/loss" in each]]))
+"""
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_trackio_has_the_run_beside_the_runs(tmp_path: Path) -> None:
+    pytest.importorskip("trackio")
+    write_to("trackio", tmp_path / "mine")
+    env = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio")}
+    read = subprocess.run([sys.executable, "-c", READ_TRACKIO], env=env, capture_output=True, text=True, check=True)
+    assert json.loads(read.stdout.splitlines()[-1]) == ["mine", 0.1, [[1, 2.5], [2, 2.0], [3, 1.5], [4, 1.0]]]
 
 
 # In a process of its own: wandb leaves a service and exit hooks behind.

@@ -37,8 +37,9 @@ def sink_factories(names: Sequence[str]) -> dict[str, Callable[..., Any]]:
     """Returns the factories of these sinks, by name. Raises MissingExtra where the package is not installed."""
     rows = [SINKS[name] for name in dict.fromkeys(names)]
     for row in rows:
-        if row.extra and importlib.util.find_spec(row.extra) is None:
-            raise MissingExtra(row.extra, extra=row.extra, needed_for=f"the sink {row.name!r}")
+        module = row.module or row.extra
+        if module and importlib.util.find_spec(module) is None:
+            raise MissingExtra(module, extra=row.extra, needed_for=f"the sink {row.name!r}")
     return {row.name: imported(row.factory) for row in rows}
 
 

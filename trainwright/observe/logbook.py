@@ -15,7 +15,7 @@ from typing import Any
 from trainwright.errors import OutOfMemoryError, StorageError, TrainwrightError, text_of
 from trainwright.observe.cadence import Every
 from trainwright.observe.journal import Journal
-from trainwright.observe.sinks import SinkFactory, open_sinks
+from trainwright.observe.sinks import SinkFactory, close_sinks, open_sinks
 from trainwright.observe.step_log import StepLog
 from trainwright.observe.telemetry import TelemetryReader
 from trainwright.runlog.folder import RunFolder
@@ -96,8 +96,7 @@ class Logbook:
         if isinstance(error, OutOfMemoryError):
             self.recorder.ran_out(error.reports)
         self.journal.write(self.ended)
-        for sink in self.sinks:
-            sink.close(int(failed))
+        close_sinks(self.sinks, int(failed))
         self.journal.close()
 
     def _keep_traceback(self, error: BaseException | None) -> None:

@@ -23,9 +23,11 @@ class Row:
 
 @dataclass(frozen=True)
 class SinkRow(Row):
-    """A tracker. ``extra`` is the extra of this package that installs it, and the package that it imports; "": none."""
+    """A tracker. ``extra`` is the extra of this package that installs what it needs; "": it needs nothing."""
 
     extra: str = ""
+    module: str = ""
+    """What it imports, where that is not called as the extra."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +197,26 @@ SINKS = _by_name(
         "Weights & Biases, offline unless WANDB_MODE says otherwise.",
         extra="wandb",
     ),
+    SinkRow(
+        "mlflow",
+        "trainwright.observe.sinks.mlflow:MLflow",
+        "MLflow, in mlflow.db beside the runs unless MLFLOW_TRACKING_URI says otherwise.",
+        extra="mlflow",
+    ),
+    SinkRow(
+        "trackio",
+        "trainwright.observe.sinks.trackio:Trackio",
+        "Trackio, in trackio/ beside the runs unless TRACKIO_DIR says otherwise.",
+        extra="trackio",
+    ),
+    SinkRow(
+        "openmetrics",
+        "trainwright.observe.sinks.openmetrics:OpenMetrics",
+        "An endpoint for Prometheus on this machine, port 9464.",
+        extra="openmetrics",
+        module="prometheus_client",
+    ),
+    SinkRow("csv", "trainwright.observe.sinks.csv_file:CsvFile", "metrics.csv in the run folder: step, name, value."),
 )
 
 SPIKE_POLICIES: tuple[str, ...] = ("warn", "skip", "rollback", "off")

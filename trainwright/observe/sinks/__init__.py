@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Thread
 from typing import Protocol
 
-from trainwright.errors import TrainwrightError
+MOST_WAITING = 10_000
+CLOSING_S = 30.0
+"""How long the end of a run waits for its sinks, all together."""
 
 
 class Sink(Protocol):
@@ -26,31 +32,61 @@ class SinkFactory(Protocol):
     def __call__(self, folder: Path, config: Mapping[str, object], *, from_step: int) -> Sink: ...
 
 
-class Guarded:
-    """A sink that may fail: at the first exception it warns with the reason and is not called again."""
+class QueuedSink:
+    """A sink that is opened and called by a thread of its own, so that one that hangs or fails holds up nobody.
 
-    def __init__(self, name: str, sink: Sink, warn: Callable[[str], None]) -> None:
-        self._name, self._sink, self._warn = name, sink, warn
-        self._works = True
+    At its first exception it warns with the reason and is not called again. Where it falls more than ``MOST_WAITING``
+    calls behind, later ones are left out.
+    """
+
+    def __init__(self, name: str, opens: Callable[[], Sink], warn: Callable[[str], None]) -> None:
+        self._name, self._opens, self._warn = name, opens, warn
+        self._calls: SimpleQueue[Callable[[Sink], None] | None] = SimpleQueue()
+        self._left_out, self._exit_code = 0, 0
+        self._is_done = Event()
+        Thread(target=self._run, name=f"trainwright-{name}", daemon=True).start()
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        self._try(lambda: self._sink.scalars(step, values))
+        kept = dict(values)
+        self._put(lambda sink: sink.scalars(step, kept))
 
     def text(self, step: int, name: str, text: str) -> None:
-        self._try(lambda: self._sink.text(step, name, text))
+        self._put(lambda sink: sink.text(step, name, text))
 
     def close(self, exit_code: int) -> None:
-        self._try(lambda: self._sink.close(exit_code))
-        self._works = False
+        """Waits until all is written, or ``CLOSING_S``."""
+        close_sinks([self], exit_code)
 
-    def _try(self, act: Callable[[], None]) -> None:
-        if not self._works:
+    def begin_close(self, exit_code: int) -> None:
+        """After what is waiting, the sink is closed."""
+        self._exit_code = exit_code
+        self._calls.put(None)
+
+    def wait(self, limit_s: float) -> None:
+        """For the end of ``begin_close``; says so where that does not come in time."""
+        if not self._is_done.wait(max(0.0, limit_s)):
+            self._warn(f"{self._name} did not take the end of this run in time, log.jsonl has it all")
+        elif self._left_out:
+            self._warn(f"{self._name} lacks {self._left_out} records that came too fast for it, log.jsonl has them")
+
+    def _put(self, call: Callable[[Sink], None]) -> None:
+        if self._is_done.is_set():
             return
+        if self._calls.qsize() >= MOST_WAITING:
+            self._left_out += 1
+        else:
+            self._calls.put(call)
+
+    def _run(self) -> None:
         try:
-            act()
+            sink = self._opens()
+            while (call := self._calls.get()) is not None:
+                call(sink)
+            sink.close(self._exit_code)
         except Exception as error:  # another project's code: anything may come out of it
-            self._works = False
             self._warn(_gone(self._name, error))
+        finally:
+            self._is_done.set()
 
 
 def open_sinks(
@@ -60,21 +96,21 @@ def open_sinks(
     warn: Callable[[str], None],
     *,
     from_step: int = 0,
-) -> list[Sink]:
-    """Opens a sink from each factory, by name, and guards it.
+) -> list[QueuedSink]:
+    """Opens a sink from each factory, by name. One that cannot open (no network, no login) is warned about."""
+    return [
+        QueuedSink(name, partial(factory, folder, config, from_step=from_step), warn)
+        for name, factory in factories.items()
+    ]
 
-    Raises MissingExtra for a package that is not installed. A sink that cannot open for another reason (no network,
-    no login) is warned about and left out.
-    """
-    sinks: list[Sink] = []
-    for name, factory in factories.items():
-        try:
-            sinks.append(Guarded(name, factory(folder, config, from_step=from_step), warn))
-        except TrainwrightError:
-            raise
-        except Exception as error:  # see Guarded
-            warn(_gone(name, error))
-    return sinks
+
+def close_sinks(sinks: Sequence[QueuedSink], exit_code: int) -> None:
+    """Closes all of them at once, and waits for at most ``CLOSING_S``."""
+    for sink in sinks:
+        sink.begin_close(exit_code)
+    end_s = time.monotonic() + CLOSING_S
+    for sink in sinks:
+        sink.wait(end_s - time.monotonic())
 
 
 def _gone(name: str, error: Exception) -> str:

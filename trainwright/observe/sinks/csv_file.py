@@ -1,0 +1,44 @@
+"""``metrics.csv`` in the run folder, with the columns step, name and value, for any program that reads tables."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainwright.runlog.drafts import draft_of
+
+NAME = "metrics.csv"
+HEAD = ("step", "name", "value")
+
+
+class CsvFile:
+    """A Sink. What an earlier process wrote after ``from_step`` is left out: a resume repeats those steps."""
+
+    def __init__(self, folder: Path, config: Mapping[str, object], *, from_step: int = 0) -> None:
+        path = folder / NAME
+        earlier = _rows_until(path, from_step)
+        draft = draft_of(path)
+        with draft.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([HEAD, *earlier])
+        draft.replace(path)
+        self._file = path.open("a", encoding="utf-8", newline="", buffering=1)
+        self._writer = csv.writer(self._file, lineterminator="\n")
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._writer.writerows((step, name, value) for name, value in values.items())
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """log.jsonl and samples/ have the texts."""
+
+    def close(self, exit_code: int) -> None:
+        self._file.close()
+
+
+def _rows_until(path: Path, step: int) -> list[list[str]]:
+    """The whole rows of an earlier process; a kill may have torn the last one."""
+    if not step or not path.is_file():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.reader(file))[1:]
+    return [row for row in rows if len(row) == len(HEAD) and row[0].isdecimal() and int(row[0]) <= step and row[2]]

@@ -1,0 +1,70 @@
+"""An endpoint that Prometheus, the OpenTelemetry collector and others read: the newest value of each metric.
+
+On the loopback at port 9464, ``http://127.0.0.1:9464/metrics``; TRAINWRIGHT_METRICS=host:port says otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainwright.errors import MissingExtra, UsageError
+
+if TYPE_CHECKING:
+    from prometheus_client import Gauge
+
+VARIABLE = "TRAINWRIGHT_METRICS"
+DEFAULT = "127.0.0.1:9464"
+
+
+class OpenMetrics:
+    """A Sink. Each metric is a gauge, ``trainwright_train_loss{run="..."}`` for ``train/loss``, until the run ends."""
+
+    def __init__(self, folder: Path, config: Mapping[str, object], *, from_step: int = 0) -> None:
+        try:
+            import prometheus_client
+        except ImportError as error:
+            raise MissingExtra("prometheus_client", extra="openmetrics", needed_for="the openmetrics sink") from error
+        host, port = _address(os.environ.get(VARIABLE, DEFAULT))
+        self._prometheus, self._run = prometheus_client, folder.name
+        self._registry = prometheus_client.CollectorRegistry()
+        self._gauges: dict[str, Gauge] = {}
+        try:
+            self._server, self._thread = prometheus_client.start_http_server(port, host, self._registry)
+        except OSError as error:
+            raise UsageError(
+                f"cannot listen on {host}:{port}: {error.strerror}", remedy=f"set {VARIABLE}=127.0.0.1:9465"
+            ) from None
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self._server.server_port)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in {**values, "step": float(step)}.items():
+            self._gauge(name).labels(self._run).set(value)
+
+    def _gauge(self, name: str) -> Gauge:
+        safe = f"trainwright_{re.sub(r'[^A-Za-z0-9_]', '_', name)}"
+        if safe not in self._gauges:
+            self._gauges[safe] = self._prometheus.Gauge(safe, name, ["run"], registry=self._registry)
+        return self._gauges[safe]
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """A metric is a number."""
+
+    def close(self, exit_code: int) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise UsageError(f"{VARIABLE}={text} is no address", remedy=f"write {VARIABLE}={DEFAULT}")
+    return host.strip("[]"), int(port)
