@@ -327,3 +327,31 @@ def test_what_a_loop_keeps_inside_is_read_too(inside: str) -> None:
 
     [found] = [each for each in Trainer().train().findings() if each.code == "law.data.evaluation_is_possible"]
     assert found.symptom.startswith("self.val_loss is -" if inside == "self" else "history.val_loss is -")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "state", "dtype"),
+    [
+        (lambda x: x, "held", torch.bfloat16),
+        (lambda x: x + 0.5 * torch.randn_like(x), "held", torch.float32),
+        (lambda x: x * (torch.rand_like(x) > 0.3), "held", torch.float32),
+        (lambda x: 20 * x, "broken", torch.bfloat16),
+        (lambda x: x + 3, "broken", torch.float32),
+        (lambda x: (x - 2) / 5, "broken", torch.float32),
+        (lambda x: x[:8], "not applicable", torch.float32),
+    ],
+)
+def test_evaluated_inputs_are_as_those_of_training(
+    prepare: Callable[[Tensor], Tensor], state: str, dtype: torch.dtype
+) -> None:
+    def change(loop: Loop) -> None:
+        train_on_first(loop)
+
+        def end(step: int) -> None:
+            if step == 11:
+                with torch.no_grad():
+                    loop.model(prepare(loop.x[TRAINED:]))
+
+        loop.end = end
+
+    assert states(watched(change, dtype=dtype), "data")["evaluation_is_alike"].state == state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 
@@ -12,8 +13,11 @@ from torch import Tensor, nn
 
 import trainwright as tw
 from tests.doctor.law_loops import CLASSES, WIDTH, found, net, states
+from trainwright.doctor.case import Case
+from trainwright.doctor.data.facts import EvaluationFacts
 from trainwright.errors import UsageError
 from trainwright.recorder.escapes import EscapeTape
+from trainwright.recorder.figure_program import BYTES, FigureProgram
 from trainwright.runlog.records import Logged
 
 pytestmark = pytest.mark.slow  # watched loops, each of a few tenths of a second
@@ -266,6 +270,80 @@ def test_what_other_rows_would_give_as_well_is_no_warning(evaluate: Evaluate) ->
     assert found(evaluated(evaluate), "law.data.figures_are_averages").severity == "info"
 
 
+def deciding(right: Callable[[Tensor, Tensor], Tensor]) -> Evaluate:
+    """An accuracy of these decisions, beside the loss."""
+
+    def evaluate(model: nn.Module, batches: Batches) -> Figures:
+        loss, correct, rows = 0.0, 0.0, 0
+        for x, y in batches:
+            out = model(x)
+            loss += F.cross_entropy(out, y, reduction="sum").item()
+            correct += right(out, y).sum().item()
+            rows += len(y)
+        return {"loss": loss / rows, "accuracy": correct / rows}
+
+    return evaluate
+
+
+def with_padding(model: nn.Module, batches: Batches) -> Figures:
+    """Every second target is left out of the loss, and counted in the accuracy."""
+    loss, shares = 0.0, 0.0
+    for x, y in batches:
+        out, wanted = model(x), y.where(torch.arange(len(y)) % 2 == 0, -100)
+        loss += F.cross_entropy(out, wanted).item() * len(y)
+        shares += (out.argmax(-1) == wanted).double().mean().item() * len(y)
+    return {"loss": loss / 64, "accuracy": shares / 64}
+
+
+def by_position(model: nn.Module, batches: Batches) -> Figures:
+    """A tensor (rows, classes, positions), as losses of sequences take it."""
+    out = torch.stack([model(x) for x, _ in batches[:2]], 2)
+    y = torch.stack([y for _, y in batches[:2]], 1)
+    right = (out.argmax(1) == y).float()
+    return {"loss": F.cross_entropy(out, y).item(), "accuracy": right.mean().item()}
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "state"),
+    [
+        (with_loss_over_rows, "held"),
+        (all_at_once, "held"),
+        (by_position, "held"),
+        (deciding(lambda out, y: torch.max(out, 1)[1] == y), "held"),
+        (torch.inference_mode()(deciding(lambda out, y: out.argmax(1) == y.clone())), "held"),
+        (deciding(lambda out, y: out.topk(2, dim=1).indices.eq(y[:, None]).any(1)), "held"),
+        (deciding(lambda out, y: out.argmax(1) != y), "broken"),
+        (deciding(lambda out, y: out.argmin(1) == y), "broken"),
+        (deciding(lambda out, y: out.argmax(1) == y.roll(1)), "broken"),
+        (deciding(lambda out, y: out.argmax(0)[y] == torch.arange(len(y))), "broken"),
+        (with_padding, "broken"),
+        (as_arrays, "not applicable"),
+        (squared, "not applicable"),
+    ],
+)
+def test_perfect_predictions_are_right(evaluate: Evaluate, state: str) -> None:
+    watch = evaluated(evaluate)
+    assert states(watch, "data")["perfect_predictions_are_right"].state == state
+    if state == "broken":
+        source = found(watch, "law.data.perfect_predictions_are_right").where.source
+        assert (source or "").startswith("test_figures.py:")
+
+
+def test_a_program_runs_again_on_other_outputs() -> None:
+    program, out, total = FigureProgram(), torch.randn(6, 3), torch.zeros(2)
+    program.called((out, None))
+    twice = out * 2
+    program.add(torch.mul, (out, 2), {}, twice)
+    program.add(Tensor.add_, (total, twice[:2, 0]), {}, total.add_(twice[:2, 0]))  # of no known output
+    loss = F.mse_loss(twice, target := torch.ones(6, 3))
+    program.add(F.mse_loss, (twice, target), {}, loss)
+    program.left(loss, 0)
+    assert program.run(lambda call, outputs: outputs)[0] == loss
+    assert program.run(lambda call, outputs: [torch.full((6, 3), 0.5)])[0] == 0
+    program.called(torch.zeros(BYTES // 4 + 1))
+    assert not program.is_whole and program.outputs == []
+
+
 def log_probabilities(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, Batches], Figures]:
     def evaluate(model: nn.Module, batches: Batches) -> Figures:
         return {"loss": sum(F.nll_loss(change(model(x)), y).item() for x, y in batches) / len(batches)}
@@ -328,3 +406,38 @@ def test_told_figures_are_judged_and_recorded(factor: float, state: str) -> None
     assert [each.step for each in logged] == [1, 2, 3, 4, 5, 6] and logged[0].figures["halves"] == 2.0
     with pytest.raises(UsageError, match="val_loss is a list"):
         watch.log(val_loss=[1.0])  # type: ignore[arg-type]
+
+
+def kept(keep: Callable[[int], bool], *, of_a_copy: bool = False) -> tw.Watch:
+    """A loop that keeps the loss of some of its evaluations, of the model or of an average of it."""
+    torch.manual_seed(0)
+    model, x, y = net(), torch.randn(48, WIDTH), torch.arange(48) % CLASSES
+    average = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    val_loss = 0.0
+    with tw.watch(model, optimizer, out=None, quiet=True, laws="cheap") as watch:
+        for step in range(6):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for one, other in zip(average.parameters(), model.parameters()):
+                    one.lerp_(other, 0.2)
+                figure = with_loss_over_rows((average if of_a_copy else model).eval(), [(x, y)])["loss"]
+            if keep(step):
+                val_loss = figure
+            figure = 0.0
+            model.train()
+    assert val_loss and watch.session.failures == []
+    return watch
+
+
+def test_a_figure_goes_with_its_evaluations() -> None:
+    assert states(kept(lambda step: True), "data")["figures_are_averages"].state == "held"
+    finding = found(kept(lambda step: step == 0), "law.data.figures_are_averages")
+    assert "val_loss" in finding.symptom and "as an evaluation before has left it" in finding.symptom
+
+
+def test_evaluations_of_an_average_are_heard() -> None:
+    facts = Case(kept(lambda step: True, of_a_copy=True).records).newest(EvaluationFacts)
+    assert facts is not None and facts.rows == 48 and [each.of for each in facts.computed]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trainwright.recorder.callers import caller, calling_frame, line_of
+from trainwright.recorder.figure_program import FigureProgram
 from trainwright.recorder.pausable import PausableMode
 from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
@@ -75,16 +76,18 @@ class Escape:
 
 
 class EscapeTape(PausableMode):
-    """While it runs, it follows what is made of the outputs of a model. Holds no tensor."""
+    """While it runs, it follows what is made of the outputs of a model. Holds no tensor, but for ``program``."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.program = FigureProgram()
         self._known: dict[int, tuple[weakref.ref[Tensor], MadeOf]] = {}
         self.forget()
 
     def forget(self) -> None:
         """Begins a new evaluation."""
         self._known.clear()
+        self.program.forget()
         self.escapes: list[Escape] = []
         self.rows: list[int] = []
         self.passes = 0
@@ -95,6 +98,7 @@ class EscapeTape(PausableMode):
         """A model has returned ``output`` for so many rows."""
         call = frozenset({len(self.rows)})
         self.rows.append(rows)
+        self.program.called(output)
         for tensor in tensors_of(output):
             self._remember(tensor, MadeOf("output", calls=call))
 
@@ -104,19 +108,22 @@ class EscapeTape(PausableMode):
         result = function(*args, **(kwargs or {}))
         if self.running and not torch.compiler.is_compiling() and len(self.escapes) < MOST:
             self._note(getattr(function, "__name__", "?"), args, kwargs or {}, result)
+            self.program.add(function, args, kwargs or {}, result)
         return result
 
     def _note(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
         if name in LEAVES:
             origin = self._origin(args[0])
             if isinstance(result, int | float):
+                self.program.left(args[0], len(self.escapes))
                 frame = calling_frame()
                 code = None if frame is None else frame.f_code
                 self.escapes.append(Escape(line_of(frame), origin, float(result), len(self.rows), self.passes, code))
         elif name in ARRAYS:
             self.arrays += self._origin(args[0]) is not None
-        elif isinstance(result, Tensor) and (of := self._origins((args, kwargs))):
-            self._remember(result, _made(name, args, kwargs, result, of))
+        elif isinstance(result, Tensor | tuple) and (of := self._origins((args, kwargs))):
+            for each in tensors_of(result, 2):
+                self._remember(each, _made(name, args, kwargs, each, of))
             if name == "nll_loss":
                 self._weigh(args, kwargs)
 

@@ -256,10 +256,12 @@ LAWS: tuple[Law, ...] = (
     Law("data.samples_are_drawn", samples_are_drawn),
     Law("data.given_loader_is_read", given_loader_is_read),
     Law("data.evaluation_is_apart", evaluation.evaluation_is_apart, named_by=("data.train_val_overlap",)),
+    Law("data.evaluation_is_alike", evaluation.evaluation_is_alike),
     Law("data.evaluation_is_the_same", evaluation.evaluation_is_the_same),
     Law("data.evaluation_goes_on", evaluation.evaluation_goes_on),
     Law("data.evaluation_is_possible", evaluation.evaluation_is_possible),
     Law("data.figures_are_averages", figures.figures_are_averages),
+    Law("data.perfect_predictions_are_right", figures.perfect_predictions_are_right),
     Law("data.features_share_a_scale", features_share_a_scale, effort="replay", named_by=_SCALE),
     Law("data.inputs_keep_their_scale", inputs_keep_their_scale, effort="replay", named_by=_SCALE),
 )

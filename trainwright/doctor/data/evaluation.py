@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.data.facts import EvaluatedRows, RowsFacts, ToldFacts
+from trainwright.doctor.data.facts import EvaluatedRows, EvaluationFacts, RowsFacts, ToldFacts
 from trainwright.doctor.finding import finding
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
 
@@ -18,6 +18,9 @@ KNOWS = 0.8
 """Of the loss at chance: a model with less knows something of the classes."""
 ENOUGH = 16
 """Losses of training to compare with."""
+SHIFT, SCALE, CERTAIN = 1.0, 2.0, 6.0
+"""Deviations between the means, and between the deviations a factor: augmentation changes both by less. Standard errors
+that a shift must have."""
 TOO_LARGE, TOO_SMALL = 20.0, 0.02
 """Times the losses of training: a model that is sure and wrong comes to several times chance; dropout, smoothing and
 augmentation make training losses several times as large as those of an evaluation."""
@@ -54,6 +57,37 @@ def evaluation_is_apart(case: Case) -> Iterator[Verdict]:
 def _is_of_both(evaluated: EvaluatedRows) -> bool:
     """Whether most calls read either rows that are trained on, or others: the loss of both is measured."""
     return evaluated.calls >= 4 and evaluated.mixed <= 2
+
+
+def evaluation_is_alike(case: Case) -> Iterator[Verdict]:
+    """The inputs of an evaluation lie where those of training lie, and vary as much."""
+    facts = case.newest(EvaluationFacts)
+    if facts is None:
+        return
+    likeness = facts.likeness
+    if likeness is None:
+        yield NotApplicable("too few samples of floating-point inputs are known of both")
+        return
+    is_moved = likeness.shift > max(SHIFT, CERTAIN * likeness.noise)
+    if not is_moved and 1 / SCALE < likeness.ratio < SCALE:
+        yield Holds(f"{likeness.samples} samples, {likeness.shift:.2g} deviations apart, {likeness.ratio:.3g} as wide")
+        return
+    yield finding(
+        "law.data.evaluation_is_alike",
+        "warning",
+        max(1, facts.after),
+        symptom=f"the inputs of the evaluation are others than those of training: of the median feature the means are "
+        f"{likeness.shift:.3g} deviations apart, and it varies {likeness.ratio:.3g} times as much",
+        cause="training and evaluation prepare their data differently: another normalisation or none, other units, "
+        "statistics along another axis",
+        remedy="prepare both by one function, with the statistics of the training data",
+        sure=0.75,
+        stage="input",
+        evidence=[
+            ("distance of the means, in deviations of the training inputs", round(likeness.shift, 3), 0.0),
+            ("deviation in the evaluation over that in training", round(likeness.ratio, 4), 1.0),
+        ],
+    )
 
 
 def evaluation_is_the_same(case: Case) -> Iterator[Verdict]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -158,9 +159,9 @@ class Computed:
 class KeptNumber:
     """A number that the loop has after an evaluation, and had not before, made of those that left torch at ``line``.
 
-    ``of`` says what these are, ``right`` the mean of them over the rows, ``noise`` its standard error. ``wrong`` says
-    what is wrong with the number; empty: nothing. ``is_plain``: it is one of them, or a sum. ``is_factor``: the mean
-    over the rows times a number.
+    ``of`` says what these are, ``right`` the mean of them over the ``whole`` number of rows, ``noise`` its standard
+    error. ``wrong`` says what is wrong with the number; empty: nothing. ``is_plain``: it is one of them, or a sum.
+    ``is_factor``: the mean over the rows times a number.
     """
 
     name: str
@@ -171,7 +172,39 @@ class KeptNumber:
     wrong: str = ""
     is_factor: bool = False
     right: float = 0.0
+    whole: float = 0.0
     noise: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Likeness:
+    """The inputs of an evaluation, over ``samples``, against those of training: of the median feature how far the means
+    are apart, in deviations of training, with its standard error ``noise``, and the ``ratio`` of the deviations.
+    """
+
+    samples: int
+    shift: float
+    ratio: float
+    noise: float
+
+    @property
+    def distance(self) -> float:
+        """How unlike they are: the shift, or the logarithm of the ratio."""
+        return max(self.shift, abs(math.log(max(self.ratio, 1e-6))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecidedFigure:
+    """The sum of ``times`` numbers of decisions that left torch at ``line``: as they were ``told``, with predictions
+    that the loss of the same evaluation calls ``perfect``, and with those of a ``wrong`` class each.
+    """
+
+    line: str | None
+    times: int
+    is_mean: bool
+    told: float
+    perfect: float
+    wrong: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,3 +227,5 @@ class EvaluationFacts:
     figures: dict[str, float] = field(default_factory=dict)
     mass: float = -1.0
     mass_line: str | None = None
+    likeness: Likeness | None = None
+    decided: tuple[DecidedFigure, ...] = ()

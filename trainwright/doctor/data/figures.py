@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.data.facts import Computed, EvaluationFacts, KeptNumber, ToldFacts
+from trainwright.doctor.data.facts import Computed, DecidedFigure, EvaluationFacts, KeptNumber, ToldFacts
 from trainwright.doctor.finding import Finding, finding
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
 from trainwright.runlog.records import Where
@@ -16,6 +16,8 @@ ROOM = 1.25
 """Times the range of the averages over batches: for a divisor that is not quite the number of rows."""
 LEAST = 0.02
 """Of a share: smaller ones differ by more than that factor where a few rows do."""
+ROUNDED = 1e-5
+"""Of a mean over a batch in float32."""
 NOISE = 2.0
 """Standard errors of a mean over the rows: what is less than these off, other rows would give as well."""
 OF_OTHERS = ("best", "min", "max", "prev", "last", "old", "first", "init", "base", "ema", "smooth", "avg", "target")
@@ -70,6 +72,44 @@ def _is_off_beside_training(number: KeptNumber, case: Case) -> bool:
         return False
     usual = math.log(sum(losses) / len(losses))
     return abs(math.log(number.right) - usual) < abs(math.log(number.value) - usual)
+
+
+def perfect_predictions_are_right(case: Case) -> Iterator[Verdict]:
+    """An accuracy is 1 for the predictions that the loss of the same evaluation calls perfect."""
+    facts = case.newest(EvaluationFacts)
+    if facts is None:
+        return
+    named = {each.line: each for each in facts.numbers if "acc" in each.name.lower() and not each.wrong and each.whole}
+    known = [
+        (named[each.line], each, each.perfect / (each.times if each.is_mean else named[each.line].whole))
+        for each in facts.decided
+        if each.line in named and (each.perfect != each.told or each.wrong != each.told)
+    ]
+    off = [(number, decided, best) for number, decided, best in known if abs(best - 1.0) > ROUNDED]
+    if off:
+        yield _not_best(facts, *off[0])
+    elif known:
+        yield Holds(", ".join(f"{number.name} of perfect predictions is 1" for number, _, _ in known[:2]))
+    else:
+        yield NotApplicable("no evaluation computes both an accuracy that the loop has, and a loss over classes")
+
+
+def _not_best(facts: EvaluationFacts, number: KeptNumber, decided: DecidedFigure, best: float) -> Finding:
+    worst = decided.wrong / (decided.times if decided.is_mean else number.whole)
+    return finding(
+        "law.data.perfect_predictions_are_right",
+        "warning",
+        max(1, facts.after),
+        symptom=f"{number.name} would be {best:.4g} if every prediction were perfect by the loss of the same "
+        f"evaluation, and {worst:.4g} if every one were wrong",
+        cause="the decisions are taken along another axis than that of the classes, or compared with other targets "
+        "than the loss is; or what the loss leaves out (padding) is counted",
+        remedy="outputs.argmax(over the classes) == targets, with the targets and the mask of the loss",
+        sure=0.85,
+        stage="loop",
+        where=Where(source=decided.line),
+        evidence=[("accuracy of perfect predictions", best, 1.0), ("accuracy of wrong ones", worst, 0.0)],
+    )
 
 
 def _is_average(name: str) -> bool:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import nn
 
-from trainwright.doctor.data.facts import Computed, EvaluationFacts
+from trainwright.doctor.data.facts import Computed, DecidedFigure, EvaluationFacts
+from trainwright.doctor.data.measure.alike import Likenesses
+from trainwright.doctor.data.measure.best_predictions import decided_figures
 from trainwright.doctor.data.measure.kept_numbers import EscapeLine, EscapeLines, KeptNumbers, by_place, rows_of
 from trainwright.doctor.data.measure.told import figures_among
+from trainwright.recorder.copies import is_a_copy
 from trainwright.recorder.escapes import EscapeTape
+from trainwright.recorder.hooks import listening_to_calls, muted
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, Loader
@@ -30,7 +35,10 @@ class EvaluationsProbe(Probe):
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._numbers, self._code = watched.numbers, watched.code
-        self._kept = KeptNumbers()
+        self._kept, self._likenesses = KeptNumbers(), Likenesses()
+        self._roots = watched.subject.roots
+        self._copies: set[int] = set()
+        self._open = ExitStack()
         self._tape = EscapeTape()
         self._depth = self._steps = self._passes = self._rows = 0
         self._in_step = self._is_open = self._is_begun = False
@@ -44,10 +52,13 @@ class EvaluationsProbe(Probe):
         self._tape.stop()  # what the model does is none of the evaluation's doing
         if torch.is_grad_enabled():
             self._in_step = True
+            if self._likenesses.wants_training:
+                self._likenesses.train(root, tensors_of((args, kwargs), 3))
         elif not self._in_step and self._is_wanted():
             given = tensors_of((args, kwargs), 3)
             self._rows = given[0].shape[0] if given and given[0].dim() else 1
             self._is_open = True
+            self._likenesses.evaluate(root, given)
 
     def _is_wanted(self) -> bool:
         if self._is_begun:
@@ -68,6 +79,10 @@ class EvaluationsProbe(Probe):
     def on_mode(self, module: nn.Module, training: bool) -> None:
         if not training and self._is_open:  # of two evaluations in a row the last counts
             self._tape.forget()
+            self._likenesses.forget()
+        if not training and id(module) not in self._copies and is_a_copy(module, self._roots):
+            self._copies.add(id(module))
+            self._open.enter_context(listening_to_calls([self], [module]))
 
     def on_closed(self, step: RecordedStep) -> None:
         self._tape.stop()
@@ -79,6 +94,7 @@ class EvaluationsProbe(Probe):
 
     def end(self, error: BaseException | None) -> None:
         self._tape.stop()
+        self._open.close()
 
     def _close(self) -> None:
         if not self._is_begun:
@@ -98,10 +114,19 @@ class EvaluationsProbe(Probe):
                 figures={name: value for name, value in figures.items() if self._before.get(name) != value},
                 mass=worst[0],
                 mass_line=worst[1],
+                likeness=self._likenesses.close(),
+                decided=tuple(self._decided()),
             )
         tape.forget()
         self._is_open = self._is_begun = False
         self._before = numbers
+
+    def _decided(self) -> list[DecidedFigure]:
+        try:
+            with muted():
+                return list(decided_figures(self._tape.program, self._tape.escapes))
+        except (RuntimeError, TypeError, ValueError, IndexError, KeyError, NotImplementedError):
+            return []  # functions that cannot be run again so: they write, or insist on something
 
     def values(self) -> Facts | None:
         self._close()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from trainwright.doctor.data.facts import Feature, FeaturesFacts, StandardisedFacts
-from trainwright.recorder.program import RecordedStep
 from trainwright.replay.experiments import experiment
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.samples import inputs_of, standardised
@@ -23,7 +24,7 @@ def features(session: ReplaySession) -> Facts:
     """Of the first floating-point input: columns of tables, channels of images, features of sequences."""
     parts: list[Tensor] = []
     for recorded in reversed(session.recorded_steps[-16:]):
-        x = _first_floats(recorded)
+        x = columns_of(inputs_of(recorded))
         if x is None or (parts and x.shape[1] != parts[0].shape[1]):
             continue
         parts.append(x)
@@ -34,9 +35,9 @@ def features(session: ReplaySession) -> Facts:
     return dict(strict(vars(_facts(torch.cat(parts)[:MOST_ROWS].double()))))
 
 
-def _first_floats(recorded: RecordedStep) -> Tensor | None:
-    """Shape (rows, features). Pixels and positions are rows as well: some of each sample."""
-    x = next((each.detach() for each in inputs_of(recorded) if each.is_floating_point() and each.dim() > 1), None)
+def columns_of(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The first floating-point input as (rows, features). Pixels and positions are rows as well: some of a sample."""
+    x = next((each.detach() for each in tensors if each.is_floating_point() and each.dim() > 1), None)
     if x is None or not x.numel():
         return None
     if x.dim() == 4 or x.dim() == 5:

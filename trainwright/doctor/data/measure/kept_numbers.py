@@ -265,6 +265,7 @@ class KeptNumbers:
         self._courses: dict[tuple[str, str | None, str], Course] = {}
         self._sums: dict[tuple[str | None, str], tuple[float, float]] = {}
         self._words: dict[str, str] = {}
+        self._right: dict[str, str | None] = {}
 
     def read(
         self,
@@ -301,9 +302,29 @@ class KeptNumbers:
                 form = replace(form, wrong="")
             if form is not None and self._is_sure(name, form):
                 kept.append(_kept(name, numbers[name], form))
+        heard = {_key(form)[0] for form in forms.values() if form is not None}
+        kept += self._left_behind(numbers, known, heard)
         for each in known:
             self._add_up(each)
+        self._right |= {
+            name: _key(form)[0] for name, form in forms.items() if form is not None and _key(form) in settled
+        }
         return kept
+
+    def _left_behind(
+        self, numbers: Mapping[str, float], known: Sequence[FigureParts], heard: set[str | None]
+    ) -> Iterator[KeptNumber]:
+        """Figures of the evaluation before, where nothing is kept of what the same line has computed in this one."""
+        for name, line in self._right.items():
+            parts = [each for each in known if each.place.line == line]
+            value = numbers.get(name, 0.0)
+            if (
+                value
+                and parts
+                and line not in heard
+                and Forms([f for p in parts for f in _right(p)]).like(value) is None
+            ):
+                yield _kept(name, value, Form(parts[0], value, "as an evaluation before has left it"))
 
     def _form(self, name: str, value: float, groups: Sequence[Forms]) -> Form | None:
         found = next((each for group in groups if (each := group.like(value)) is not None), None)
@@ -367,5 +388,6 @@ def _kept(name: str, value: float, form: Form) -> KeptNumber:
         wrong=form.wrong,
         is_factor=form.is_factor,
         right=reading.figure,
+        whole=math.fsum(reading.counts),
         noise=reading.noise,
     )

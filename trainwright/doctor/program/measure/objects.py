@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainwright.doctor.program.facts import EvaluatedCopy, ObjectsFacts, StrayScheduler
 from trainwright.recorder.calls import Hook
+from trainwright.recorder.copies import is_a_copy
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
@@ -101,18 +102,11 @@ class ObjectsProbe(Probe):
     # what is evaluated
 
     def on_mode(self, module: nn.Module, training: bool) -> None:
-        if training or id(module) in self._copies or not self._is_a_copy(module):
+        if training or id(module) in self._copies or not is_a_copy(module, self._roots):
             return
         copy = self._copies[id(module)] = _Copy(module)
         hook = Hook(module, lambda *called: copy.called(self._steps))
         self._handles.append(module.register_forward_pre_hook(hook))
-
-    def _is_a_copy(self, module: nn.Module) -> bool:
-        """Whether it has the shapes of a root, and none of the parameters of any."""
-        ours = {id(p) for root in self._roots for p in root.parameters()}
-        theirs = list(module.parameters())
-        shapes = [[p.shape for p in root.parameters()] for root in self._roots]
-        return bool(theirs) and not any(id(p) in ours for p in theirs) and [p.shape for p in theirs] in shapes
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if not torch.is_grad_enabled():

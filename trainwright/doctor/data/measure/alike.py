@@ -1,0 +1,94 @@
+"""Whether what is evaluated lies where the inputs lie that are trained on: mean and deviation of each feature."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.doctor.data.facts import Likeness
+from trainwright.doctor.data.measure.features import columns_of
+
+EARLY, LEAST, MOST = 8, 32, 4096
+"""Passes at the beginning of training that are read; samples without which nothing is said; samples that are enough."""
+
+
+class InputMoments:
+    """Sums over samples, and over their pixels and positions. Nothing is read from a GPU before ``moments``."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self._count, self._sum, self._squares = 0, torch.zeros(()), torch.zeros(())
+
+    @torch.no_grad()
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        """Takes the first floating-point input of a pass."""
+        x = columns_of(tensors)
+        if x is None or self.samples >= MOST or (self.samples and self._sum.shape != x.shape[1:]):
+            return
+        wide, rows = x.double(), next(len(each) for each in tensors if each.is_floating_point() and each.dim() > 1)
+        self.samples, self._count = self.samples + rows, self._count + len(wide)
+        self._sum, self._squares = self._sum.to(wide) + wide.sum(0), self._squares.to(wide) + wide.square().sum(0)
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Mean and deviation of each feature."""
+        mean = self._sum / max(1, self._count)
+        return mean, (self._squares / max(1, self._count) - mean.square()).clamp(min=0).sqrt()
+
+
+class Likenesses:
+    """Reads the first passes of training, the first after each evaluation that is read, and these evaluations."""
+
+    def __init__(self) -> None:
+        self._early, self._after, self._evaluated = InputMoments(), InputMoments(), InputMoments()
+        self._passes = 0
+        self._kind: type[nn.Module] | None = None
+        self.wants_training = True
+
+    def train(self, root: nn.Module, tensors: Sequence[Tensor]) -> None:
+        """A pass of training. Of several models the first that is called is read, and copies of it."""
+        self._kind = self._kind or type(root)
+        if type(root) is not self._kind:
+            return
+        if self._passes < EARLY:
+            self._early.add(tensors)
+        elif self._evaluated.samples:
+            self._after.add(tensors)
+        self._passes += 1
+        self.wants_training = self._passes < EARLY
+
+    def evaluate(self, root: nn.Module, tensors: Sequence[Tensor]) -> None:
+        """A pass of an evaluation."""
+        if type(root) is not self._kind:
+            return
+        if not self._evaluated.samples:
+            self._after = InputMoments()
+        self._evaluated.add(tensors)
+        self.wants_training = True
+
+    def forget(self) -> None:
+        """An evaluation begins."""
+        self._evaluated = InputMoments()
+
+    def close(self) -> Likeness | None:
+        """The evaluation is over: it is compared with each part of training, of which the most alike counts."""
+        evaluated, self._evaluated = self._evaluated, InputMoments()
+        self.wants_training = self._passes < EARLY
+        return min(self._compared(evaluated), key=lambda each: each.distance, default=None)
+
+    def _compared(self, evaluated: InputMoments) -> Iterator[Likeness]:
+        if evaluated.samples < LEAST:
+            return
+        mean, std = evaluated.moments()
+        for part in (self._early, self._after):
+            if part.samples < LEAST:
+                continue
+            usual, spread = part.moments()
+            varies = spread > 1e-6 * (usual.abs() + spread)
+            if usual.shape != mean.shape or not bool(varies.any()):
+                continue
+            shift, ratio = ((mean - usual).abs() / spread)[varies].median(), (std / spread)[varies].median()
+            noise = math.sqrt(1 / evaluated.samples + 1 / part.samples)
+            yield Likeness(samples=evaluated.samples, shift=float(shift), ratio=float(ratio), noise=noise)

@@ -1,0 +1,103 @@
+"""What the decisions of an evaluation are worth where predictions are perfect, by the loss that it computes itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from trainwright.doctor.data.facts import DecidedFigure
+from trainwright.recorder.escapes import Escape
+from trainwright.recorder.figure_program import Change, FigureProgram
+
+SURE = 30.0
+"""By which the logit of a class is larger than any other: its probability is as good as 1."""
+LEAST = 8
+"""Positions with a target: of fewer one negative derivative each may be chance."""
+
+
+def decided_figures(program: FigureProgram, escapes: Sequence[Escape]) -> Iterator[DecidedFigure]:
+    """The derivative of a loss over classes is negative for one class of each position: that is its target.
+
+    Yields nothing where the program does not give the same numbers again, or there is no such loss.
+    """
+    if not program.is_whole or not any(each.origin is not None and each.origin.decided for each in escapes):
+        return
+    cards = {each.device.index for one in program.outputs for each in one if each.is_cuda}
+    with torch.random.fork_rng(devices=list(cards)):
+        told = program.run(lambda call, outputs: outputs)
+        same = {n for n, value in told.items() if float(value) == escapes[n].value}
+        targets = _targets(program, escapes, same)
+        if targets is None:
+            return
+        perfect, wrong = (program.run(_with_class(targets, shift)) for shift in (0, 1))
+    decisions = [n for n, each in enumerate(escapes) if each.origin is not None and each.origin.decided]
+    for line in dict.fromkeys(escapes[n].line for n in decisions):
+        numbers = [n for n in decisions if escapes[n].line == line]
+        at = [escapes[n] for n in numbers]
+        if same.issuperset(numbers):
+            yield DecidedFigure(
+                line=line,
+                times=len(numbers),
+                is_mean=all(each.origin is not None and each.origin.reduction == "mean" for each in at),
+                told=math.fsum(escapes[n].value for n in numbers),
+                perfect=math.fsum(float(perfect[n]) for n in numbers),
+                wrong=math.fsum(float(wrong[n]) for n in numbers),
+            )
+
+
+Targets = Sequence[tuple[int, Tensor, int, Tensor]]
+"""Of each call: which output, the target of each position, the axis of the classes, and which positions have one."""
+
+
+def _targets(program: FigureProgram, escapes: Sequence[Escape], same: set[int]) -> Targets | None:
+    chosen = [next((n for n, each in enumerate(one) if _is_of_classes(each)), -1) for one in program.outputs]
+    if not chosen or min(chosen) < 0:
+        return None
+    with torch.enable_grad():
+        leaves = [one[n].detach().clone().requires_grad_() for one, n in zip(program.outputs, chosen)]
+        numbers = program.run(lambda call, outputs: _replaced(outputs, chosen[call], leaves[call] * 1))
+        losses = [v for n, v in numbers.items() if n in same and v.requires_grad and not _is_decided(escapes[n])]
+        if not losses:
+            return None
+        slopes = torch.autograd.grad(sum(losses, start=torch.zeros(())), leaves, allow_unused=True)
+    found = [None if each is None else _target(each) for each in slopes]
+    known = [(n, *each) for n, each in zip(chosen, found) if each is not None]
+    return known if len(known) == len(chosen) else None
+
+
+def _is_of_classes(output: Tensor) -> bool:
+    return output.is_floating_point() and output.dim() >= 2
+
+
+def _is_decided(escape: Escape) -> bool:
+    return escape.origin is None or escape.origin.decided
+
+
+def _target(slope: Tensor) -> tuple[Tensor, int, Tensor] | None:
+    """Targets, axis and positions, where each position that counts has one negative derivative."""
+    for axis in dict.fromkeys((slope.dim() - 1, 1)):
+        counts = (slope != 0).any(axis)
+        has_one = (slope < 0).sum(axis) == 1
+        if slope.shape[axis] > 1 and int(counts.sum()) >= LEAST and bool((has_one | ~counts).all()):
+            return slope.argmin(axis), axis, counts
+    return None
+
+
+def _replaced(outputs: Sequence[Tensor], number: int, by: Tensor) -> list[Tensor]:
+    return [by if n == number else each for n, each in enumerate(outputs)]
+
+
+def _with_class(targets: Targets, shift: int) -> Change:
+    """Outputs in which the class of the target, or the one ``shift`` after it, is far the largest."""
+
+    def change(call: int, outputs: Sequence[Tensor]) -> list[Tensor]:
+        number, target, axis, counts = targets[call]
+        output = outputs[number]
+        classes = (target + shift) % output.shape[axis]
+        more = (output.amax() - output.amin() + SURE) * counts.unsqueeze(axis).to(output)
+        return _replaced(outputs, number, output.scatter_add(axis, classes.unsqueeze(axis), more))
+
+    return change

@@ -1,0 +1,143 @@
+"""What a loop makes of the outputs of a model until numbers leave torch, as instructions that can be run again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from trainwright.recorder.program import Slot, mapped, tensors_of
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
+
+BYTES = 64 << 20
+"""Of the outputs and of what they are compared with: an evaluation that holds more is not kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """The outputs of a call, by its number."""
+
+    call: int
+    slots: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Function:
+    """A torch function of what came of outputs. ``writes``: into its first argument."""
+
+    function: TorchFunction
+    args: Args
+    kwargs: Kwargs
+    slots: list[int]
+    writes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """The tensor of one element whose value left torch, by the number of the escape."""
+
+    slot: int
+    escape: int
+
+
+Change: TypeAlias = Callable[[int, Sequence[Tensor]], Sequence[Tensor]]
+"""The number of a call and its outputs to the outputs that are used."""
+
+
+class FigureProgram:
+    """Holds the outputs, and the tensors that functions of them were given, until ``forget``."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        self.outputs: list[list[Tensor]] = []
+        self.is_whole = True
+        self._slots: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._steps: list[_Output | _Function | _Number] = []
+        self._next = self._num_bytes = 0
+
+    def called(self, output: object) -> None:
+        """A model has returned ``output``."""
+        tensors = tensors_of(output)
+        self.outputs.append([each.detach() for each in tensors])
+        self._steps.append(_Output(len(self.outputs) - 1, self._made(tensors)))
+        self._hold(tensors)
+
+    def add(self, function: TorchFunction, args: Args, kwargs: Kwargs, result: object) -> None:
+        """A torch function was called; it is a part of the program where outputs have come to it."""
+        if not self.is_whole:
+            return
+        reads: list[int] = []
+        outside: list[Tensor] = []
+
+        def written(leaf: object) -> object:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if (slot := self._slot_of(leaf)) is not None:
+                reads.append(slot)
+                return Slot(slot)
+            outside.append(leaf)
+            return leaf
+
+        known: Any = mapped((args, kwargs), written)
+        if not reads:
+            return
+        is_item = getattr(function, "__name__", "") == "__setitem__"
+        made = [args[0]] if is_item else tensors_of(result, 2)
+        if not made:
+            return
+        writes = bool(args) and any(each is args[0] for each in made)
+        self._steps.append(_Function(function, known[0], known[1], self._made(made), writes))
+        self._hold(outside)
+
+    def left(self, tensor: object, escape: int) -> None:
+        """The value of a tensor has left torch."""
+        slot = self._slot_of(tensor) if isinstance(tensor, Tensor) else None
+        if slot is not None:
+            self._steps.append(_Number(slot, escape))
+
+    def run(self, change: Change) -> dict[int, Tensor]:
+        """What leaves torch, by the number of the escape, with other outputs. Raises what a function raises."""
+        values: dict[int, Tensor] = {}
+        numbers: dict[int, Tensor] = {}
+
+        def read(leaf: object) -> object:
+            if isinstance(leaf, Tensor) and leaf.is_inference():  # autograd would not keep it
+                return leaf.clone()
+            return values[leaf.number] if isinstance(leaf, Slot) else leaf
+
+        for each in self._steps:
+            if isinstance(each, _Output):
+                values.update(zip(each.slots, change(each.call, self.outputs[each.call])))
+            elif isinstance(each, _Number):
+                numbers[each.escape] = values[each.slot]
+            else:
+                args, kwargs = mapped(each.args, read), mapped(each.kwargs, read)
+                if each.writes and isinstance(each.args[0], Tensor):  # of the loop's own: it keeps its values
+                    args = (args[0].clone(), *args[1:])
+                result = each.function(*args, **kwargs)
+                made = [args[0]] if each.writes else tensors_of(result, 2)
+                values.update(zip(each.slots, made))
+        return numbers
+
+    def _made(self, tensors: Sequence[Tensor]) -> list[int]:
+        numbers = []
+        for tensor in tensors:
+            self._slots[id(tensor)] = (weakref.ref(tensor), self._next)
+            numbers.append(self._next)
+            self._next += 1
+        return numbers
+
+    def _slot_of(self, tensor: Tensor) -> int | None:
+        reference, number = self._slots.get(id(tensor), (None, None))
+        return number if reference is not None and reference() is tensor else None
+
+    def _hold(self, tensors: Sequence[Tensor]) -> None:
+        self._num_bytes += sum(each.nbytes for each in tensors)
+        if self._num_bytes > BYTES:
+            self.forget()
+            self.is_whole = False
