@@ -98,10 +98,7 @@ class RunView(RunDocuments):
 
     @property
     def evaluations(self) -> list[Evaluated]:
-        """Those of our own engine, and what a watched loop has told of its own."""
-        told = [_as_evaluation(each) for each in self.log.notes(Logged) if isinstance(each, Logged)]
-        seen = [each for each in self.log.notes(Evaluated) if isinstance(each, Evaluated)]
-        return [*seen, *(each for each in told if each is not None)]
+        return _evaluations_of(self.log)
 
     @property
     def val_loss(self) -> float | None:
@@ -224,6 +221,13 @@ def _changed_s(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return -math.inf
+
+
+def _evaluations_of(log: LogSoFar) -> list[Evaluated]:
+    """Those of our own engine, and what a watched loop has told of its own."""
+    told = [_as_evaluation(each) for each in log.notes(Logged) if isinstance(each, Logged)]
+    seen = [each for each in log.notes(Evaluated) if isinstance(each, Evaluated)]
+    return [*seen, *(each for each in told if each is not None)]
 
 
 _OF_EVALUATIONS = ("val", "test", "eval", "held")
