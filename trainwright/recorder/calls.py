@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import cast
 
 import torch
 from torch import nn
@@ -47,8 +45,7 @@ def call_hooks(
     last = root.register_forward_hook(Hook(root, after), always_call=True)
 
     def begin(root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        hooks = cast("OrderedDict[int, object]", root._forward_hooks)
-        hooks.move_to_end(last.id)  # the loop's own hooks belong to the call, also those that came later
+        root._forward_hooks.move_to_end(last.id)  # type: ignore[attr-defined]  # the loop's own hooks belong to the call, also those that came later
         before(root, args, kwargs)
 
     first = root.register_forward_pre_hook(Hook(root, begin), with_kwargs=True, prepend=True)

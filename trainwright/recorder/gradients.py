@@ -61,6 +61,7 @@ class GradientRecorder(Listener):
         self._versions: list[tuple[int, int] | None] | None = None
         self._is_foreign = self._retains = False
         self._edits = False  # the loop changes gradients by hand
+        self._is_clipped = self._was_clipped = False  # the gradients of this step, of the last one
         self._has_others = has_others()
         self._num_collectives = num_collectives()  # before the first forward call of the step
 
@@ -82,10 +83,12 @@ class GradientRecorder(Listener):
         self._scaled_losses.add(scaler, loss, scaled)
 
     def on_backward_called(self) -> None:
-        self.tape.stop()
+        if self.tape.pushed:
+            self.tape.stop()
 
     def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
-        self.tape.stop()
+        if self.tape.pushed:
+            self.tape.stop()
         self._is_foreign = not any(map(self._is_ours, losses))
         if self._is_foreign:
             return
@@ -142,7 +145,10 @@ class GradientRecorder(Listener):
             self.tape.start()  # there is more to come
         if self._is_foreign:
             return
-        self.on_gradients_changed()
+        if self._was_clipped:
+            self._versions = None  # they will be those that the clip leaves: to read them takes 1 % of a small step
+        else:
+            self.on_gradients_changed()
         self._scaled_losses.clear()
         if self._has_others and num_collectives() != self._num_collectives:
             self.current.blind = COMMUNICATES
@@ -184,7 +190,7 @@ class GradientRecorder(Listener):
     def on_clip(
         self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None, function: TorchFunction | None = None
     ) -> None:
-        self._versions = None
+        self._versions, self._is_clipped = None, True
         self.current.program.append(ClipGradients(by, at, self._numbers_of(parameters), function))
         found = None if norm is None else norm.detach()
         self._happened("clip", {"by": by, "at": at, "norm": found, "parameters": len(parameters)})

@@ -71,10 +71,13 @@ def listening_to_calls(group: Sequence[Listener], modules: Sequence[nn.Module]) 
     """
     thread = threading.get_ident()
     begins, ends = methods_of(group, "on_forward"), methods_of(group, "on_output")
+    begins_without_grad = methods_of(group, "on_forward_without_grad")
 
     def before(root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if thread == threading.get_ident() and has_listeners() and not inside.backward:
             call_each(begins, root, args, kwargs)
+            if not torch.is_grad_enabled():
+                call_each(begins_without_grad, root, args, kwargs)
 
     def after(root: nn.Module, args: Args, output: object) -> None:
         if thread == threading.get_ident() and has_listeners() and not inside.backward:
@@ -162,19 +165,21 @@ def _call_gradients_changed() -> None:
     tell("on_gradients_changed")
 
 
+_OF_BACKWARD = ("grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
+
+
 def _wrap_backward(original: TorchFunction) -> TorchFunction:
     def backward(tensors: Tensor | Iterable[Tensor], *args: object, **kwargs: object) -> object:
         if inside.backward or not has_listeners():
             return original(tensors, *args, **kwargs)
         losses = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-        names = ("grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
-        options = dict(zip(names, args)) | kwargs
+        options = dict(zip(_OF_BACKWARD, args)) | kwargs
         tell("on_backward", losses, options)
-        inside.enter("backward")
+        inside.backward += 1
         try:
             result = original(tensors, *args, **kwargs)
         finally:
-            inside.leave("backward")
+            inside.backward -= 1
         tell("on_gradients")
         return result
 

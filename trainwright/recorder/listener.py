@@ -24,6 +24,9 @@ class Listener:
     """
 
     failed: Exception | None = None
+    rests: frozenset[str] = frozenset()
+    """Names of methods that are not called while ``is_resting``."""
+    is_resting = False
 
     def fail(self, error: Exception) -> None:
         """Called with what a method has raised; after it no method is called."""
@@ -32,6 +35,9 @@ class Listener:
     def on_epoch(self, loader: Loader, iterator: object) -> None: ...
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None: ...
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None: ...
+    def on_forward_without_grad(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        """The same call as ``on_forward``, where autograd is off."""
+
     def on_output(self, root: nn.Module, output: object) -> None: ...
     def on_backward_called(self) -> None: ...
     def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None: ...
@@ -90,8 +96,8 @@ class Listener:
         """In a process that was forked: there nothing is heard any more."""
 
 
-Methods: TypeAlias = list[tuple[Listener, Callable[..., None]]]
-"""Methods to call, each with the listener that it belongs to."""
+Methods: TypeAlias = list[tuple[Listener, Callable[..., None], bool]]
+"""Methods to call, each with the listener that it belongs to, and whether it rests with it."""
 listeners: list[tuple[Listener, int]] = []
 """Each with the thread whose events it receives."""
 _methods: dict[tuple[int, str], Methods] = {}
@@ -112,8 +118,8 @@ def call_each(methods: Methods, *arguments: object) -> None:
 
     A TrainwrightError is raised on purpose and passes.
     """
-    for listener, call in methods:
-        if listener.failed is None:
+    for listener, call, rests in methods:
+        if listener.failed is None and not (rests and listener.is_resting):
             try:
                 call(*arguments)
             except TrainwrightError:
@@ -141,7 +147,8 @@ def sort_listeners() -> None:
 
 def methods_of(group: Iterable[Listener], name: str, base: type[Listener] = Listener) -> Methods:
     """Returns the method ``name`` of each listener that does not leave it as ``base`` has it."""
-    return [(each, getattr(each, name)) for each in group if getattr(type(each), name) is not getattr(base, name)]
+    heard = [each for each in group if getattr(type(each), name) is not getattr(base, name)]
+    return [(each, getattr(each, name), name in each.rests) for each in heard]
 
 
 @contextmanager

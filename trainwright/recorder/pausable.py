@@ -7,27 +7,30 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 
 class PausableMode(TorchFunctionMode):
-    """Off until ``start``. ``running``: torch functions are to be looked at; a subclass passes them on where not."""
+    """Off until ``start``. ``running``: torch functions are to be looked at; a subclass passes them on where not.
+
+    ``pushed``: it is in torch's stack of modes. Where it is not, ``stop`` has nothing to do.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.running = self._pushed = False
+        self.running = self.pushed = False
 
     def start(self) -> None:
         self.running = True
-        if not self._pushed:
+        if not self.pushed:
             _push_mode(self)  # type: ignore[no-untyped-call]
-            self._pushed = True
+            self.pushed = True
 
     def stop(self) -> None:
         """Removes this mode from torch's stack of modes, wherever it is in it."""
         self.running = False
-        if not self._pushed:
+        if not self.pushed:
             return
         num_modes = torch._C._len_torch_function_stack()
         if num_modes and torch._C._get_function_stack_at(num_modes - 1) is self:  # nearly always
             _pop_mode()  # type: ignore[no-untyped-call]
-            self._pushed = False
+            self.pushed = False
             return
         if self not in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             return  # it is around the function that this is called from: the next stop will find it
@@ -36,4 +39,4 @@ class PausableMode(TorchFunctionMode):
             above.append(top)
         for mode in reversed(above):
             _push_mode(mode)  # type: ignore[no-untyped-call]
-        self._pushed = False
+        self.pushed = False

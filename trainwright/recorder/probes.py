@@ -91,9 +91,9 @@ def make_probes(subject: LiveObjects, loop: LoopObjects) -> list[Probe]:
 
 def begin_all(probes: Sequence[Probe], site: WatchSite) -> None:
     """Tells the probes that the watch begins; one that raises is stopped."""
-    call_each([(each, each.begin) for each in probes], site)
+    call_each([(each, each.begin, False) for each in probes], site)
 
 
 def end_all(probes: Sequence[Probe], error: BaseException | None) -> None:
     """Tells the probes that the loop is over."""
-    call_each([(each, each.end) for each in probes], error)
+    call_each([(each, each.end, False) for each in probes], error)

@@ -74,16 +74,17 @@ class LoopRecorder(GradientRecorder):
         self._happened("forward", (index, root.training, grad))
         if not grad:
             return
-        self.tape.stop()  # what the model does is not the loop's doing, and a mode on the stack would be compiled in
-        self._shorten()
+        if self.tape.pushed:  # what the model does is not the loop's doing, and the mode would be compiled in
+            self.tape.stop()
         step, state = self.current, self._state
+        if len(step.events) > _LONGEST or len(step.program) > _LONGEST or self.tape.num_bytes > self.budget_bytes:
+            self._shorten()
         if self._fetched:
             step.ids.append(self._fetched.take((args, kwargs)))
         if self._has_others and not step.calls:
             self._num_collectives = num_collectives()
-        self._call = call = Call(
-            index, self.tape.write(args), self.tape.write(kwargs), state.rng(), state.modes(), autocast_now(self._kind)
-        )
+        written, rng = (self.tape.write(args), self.tape.write(kwargs)), state.rng(step.step)
+        self._call = call = Call(index, *written, rng, state.modes(), autocast_now(self._kind))
         call.part, call.batch, call.wanted = self._paths[id(root)], len(step.ids) - 1, state.wanted()
         step.program += self.tape.operations
         self.tape.operations = []
@@ -170,7 +171,8 @@ class LoopRecorder(GradientRecorder):
     def close(self) -> None:
         """The step is over; what comes now belongs to the next."""
         done, now_s = self.current, time.perf_counter()
-        self.tape.stop()
+        if self.tape.pushed:
+            self.tape.stop()
         if self.tape.lines:
             called = [[f"op:{name}", line] for name, line in self.tape.lines]
             done.values["lines"] = [*done.values.get("lines", ()), *called]
@@ -178,6 +180,7 @@ class LoopRecorder(GradientRecorder):
         self._stepped.clear()
         self._scaled_losses.clear()
         self._depth, self._call, self._versions = 0, None, None
+        self._was_clipped, self._is_clipped = self._is_clipped, False
         done.ended_s = time.time()
         done.num_bytes, self.tape.num_bytes = self.tape.num_bytes, 0
         done.values["step_s"], done.values["wait_s"] = now_s - self._ended_s, self._fetched.waited_s

@@ -23,6 +23,7 @@ from trainwright.recorder.calls import parts_of
 from trainwright.recorder.hooks import listening, listening_to_calls
 from trainwright.recorder.listener import call_each, methods_of
 from trainwright.recorder.numbers import Numbers, begin_reading, lateness
+from trainwright.recorder.pace import Pace
 from trainwright.recorder.probes import LoopObjects, Probe, WatchSite, begin_all, end_all, make_probes
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ranks import what_is_shared
@@ -103,6 +104,7 @@ class WatchSession:
         self._objects = LiveObjects(roots, optimizers, parameters)
         self.runner = runner = ExperimentRunner(self._objects, self.ring, options.own_laws, replays=options.replays)
         self._probes = [*make_probes(self._objects, objects), *probes_of_families(self._objects, objects, live=True)]
+        self._pace = Pace(self._probes)
         self._listeners = {"recording": self.recording, **{probe.name: probe for probe in self._probes}}
         self.findings_log = FindingsLog(runner, self._probes, write, point_at, laws=options.laws)
         self._incidents = Incidents(options.bundles, runner, write)
@@ -238,6 +240,7 @@ class WatchSession:
         now_s = time.perf_counter()
         looks_next = self._looks.is_next_due(step, now_s)
         self.recording.careful = looks_next
+        self._pace.prepare_next(step)
         is_due = looks_next or self._snapshots.is_due(step) or self._went_back == step
         if is_due and not self.ring.refused_bytes and self._blind is None:
             self._keep_state(step)

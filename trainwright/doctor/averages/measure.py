@@ -128,9 +128,8 @@ class CopiesProbe(Probe):
         self._evaluated: set[int] = set()
         self._handles: list[RemovableHandle] = []
 
-    def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        if not torch.is_grad_enabled():
-            self._evaluated.add(self._step)
+    def on_forward_without_grad(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        self._evaluated.add(self._step)
 
     def on_closed(self, step: RecordedStep) -> None:
         self._step = step.step

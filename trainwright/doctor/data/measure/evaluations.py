@@ -49,7 +49,8 @@ class EvaluationsProbe(Probe):
         self._depth += 1
         if self._depth > 1:
             return
-        self._tape.stop()  # what the model does is none of the evaluation's doing
+        if self._tape.pushed:  # what the model does is none of the evaluation's doing
+            self._tape.stop()
         if torch.is_grad_enabled():
             self._in_step = True
             if self._likenesses.wants_training:
@@ -85,8 +86,9 @@ class EvaluationsProbe(Probe):
             self._open.enter_context(listening_to_calls([self], [module]))
 
     def on_closed(self, step: RecordedStep) -> None:
-        self._tape.stop()
-        self._close()
+        if self._is_begun:
+            self._tape.stop()
+            self._close()
         self._depth, self._in_step, self._steps = 0, False, step.step
 
     def on_forked(self) -> None:

@@ -17,7 +17,7 @@ from trainwright.recorder.program import Backward, Call, RecordedStep, constants
 from trainwright.recorder.user_types import Args, Kwargs, Loader
 from trainwright.runlog.json_values import Facts, strict
 
-EVERY_STEP, PERIOD, WINDOW = 128, 64, 9
+EVERY_STEP, PERIOD, WINDOW = 128, 128, 9
 """Until this step every step is read, then the first WINDOW of every PERIOD: neighbours are compared."""
 MOST_ROWS = 1 << 16
 """Rows that are remembered."""
@@ -28,7 +28,7 @@ READ = 512
 
 
 class InputRows(Probe):
-    """Until EVERY_STEP about 20 us a step. The digests wait, on a GPU there, for the next look."""
+    """Each step that is read takes about 100 us. The digests wait, on a GPU there, for the next look."""
 
     name = RowsFacts.experiment
 
@@ -77,7 +77,7 @@ class InputRows(Probe):
     def on_closed(self, step: RecordedStep) -> None:
         self._steps, self._depth = step.step, 0
         self._end_gap()
-        if not step.calls or (step.step > EVERY_STEP and step.step % PERIOD >= WINDOW):
+        if (step.step > EVERY_STEP and step.step % PERIOD >= WINDOW) or not step.calls:
             return
         groups = [[each for call in calls for each in _digests_of(call)] for calls in _by_backward(step)]
         if any(groups):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import nn
 
 from trainwright.doctor.data.facts import ToldFacts
@@ -31,8 +30,8 @@ class Told(Probe):
         self._moving: set[str] = set()
         self._changes: dict[str, int] = {}
 
-    def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        self._evaluated = self._evaluated or not torch.is_grad_enabled()
+    def on_forward_without_grad(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        self._evaluated = True
 
     def on_closed(self, step: RecordedStep) -> None:
         if self._evaluated:

@@ -22,6 +22,7 @@ class LoadedWeights(Probe):
     """Compares weights right after ``load_state_dict`` with those of the first forward call; then it is done."""
 
     name = "loaded"
+    rests = frozenset({"on_forward", "on_closed"})
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._roots = watched.subject.roots

@@ -28,6 +28,7 @@ class BatchesProbe(Probe):
     """Keeps the batches of the first steps until these are over."""
 
     name = BatchesFacts.experiment
+    rests = frozenset({"on_closed"})
 
     def __init__(self) -> None:
         self._fetched: list[Tensor] = []

@@ -108,9 +108,8 @@ class ObjectsProbe(Probe):
         hook = Hook(module, lambda *called: copy.called(self._steps))
         self._handles.append(module.register_forward_pre_hook(hook))
 
-    def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        if not torch.is_grad_enabled():
-            self._evaluated.add(self._steps)
+    def on_forward_without_grad(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        self._evaluated.add(self._steps)
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps = step.step

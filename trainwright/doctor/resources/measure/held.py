@@ -36,6 +36,7 @@ class Memory(Probe):
     """Keeps nothing alive: weak references show what the loop still holds."""
 
     name = "memory"
+    rests = frozenset({"on_forward", "on_output", "on_backward"})
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._roots = watched.subject.roots

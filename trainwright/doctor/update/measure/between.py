@@ -17,6 +17,8 @@ SAMPLED, MOST_ELEMENTS = 4, 4096
 FIRST_STEPS = 16
 """Are all compared; later ones only where an evaluation or an epoch lies between them, and then the smallest weight:
 what puts averages or older weights in the place of the weights writes to all of them."""
+FEW = 64
+"""Elements that are read as numbers: a GPU would be waited for."""
 URGENT = 3
 """So many writes are looked at at once: one that comes with every step is meant."""
 
@@ -31,7 +33,7 @@ class WritesProbe(Probe):
         small = sorted((p for p in owned.values() if 1 < p.numel() <= MOST_ELEMENTS), key=Tensor.numel)
         device = small[0].device if small else None
         self._weights = [p for p in small if p.device == device and type(p) is nn.Parameter][:SAMPLED]
-        self._after: Tensor | None = None
+        self._after: list[float] | Tensor | None = None
         self._step = self._compared = 0
         self._is_due = True
         self._written: list[int] = []
@@ -51,9 +53,10 @@ class WritesProbe(Probe):
             self._is_due = self._step < FIRST_STEPS
             self._compare(before)
 
-    def _compare(self, before: Tensor) -> None:
+    def _compare(self, before: list[float] | Tensor) -> None:
         self._compared += 1
-        if torch.equal(before, self._now()):
+        now = self._now()
+        if before == now if isinstance(before, list) else isinstance(now, Tensor) and torch.equal(before, now):
             return
         self._written = [*self._written[-31:], self._step + 1]
         self.urgent = self.urgent or len(self._written) <= URGENT
@@ -63,9 +66,10 @@ class WritesProbe(Probe):
         if self._weights:
             self._after = self._now()
 
-    def _now(self) -> Tensor:
-        if self._step > FIRST_STEPS:  # a fifth of the time
-            return self._weights[0].detach().clone()
+    def _now(self) -> list[float] | Tensor:
+        if self._step > FIRST_STEPS:  # a fifth of the time, and of few numbers a tenth
+            first = self._weights[0]
+            return first.tolist() if first.numel() <= FEW and first.is_cpu else first.detach().clone()
         return torch.cat([p.detach().view(-1) for p in self._weights])
 
     def values(self) -> Facts | None:

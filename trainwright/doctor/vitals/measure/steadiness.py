@@ -41,7 +41,7 @@ class Steadiness(Probe):
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps = step.step
-        if not step.calls or (step.step > EARLY and step.step % EVERY):
+        if (step.step > EARLY and step.step % EVERY) or not step.calls:
             return
         self._note_state(step)
         given = [each for call in step.calls for each in constants_of((call.args, call.kwargs))]

@@ -1,0 +1,67 @@
+"""In a calm loop some methods of listeners rest; nothing that happens once is missed for it."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from trainwright.recorder.listener import Listener, call_each, methods_of
+from trainwright.recorder.pace import CALM, EVERY, Pace
+from trainwright.watching.families import MEASURES
+
+
+class Counter(Listener):
+    """Counts two events, of which it hears one at times."""
+
+    rests = frozenset({"on_gradients"})
+
+    def __init__(self) -> None:
+        self.zeroed: list[int] = []
+        self.gradients: list[int] = []
+        self.step = 0
+
+    def on_zero_grad(self, owner: object) -> None:
+        self.zeroed.append(self.step)
+
+    def on_gradients(self) -> None:
+        self.gradients.append(self.step)
+
+
+def heard(steps: int, disturbed_at: int | None = None) -> Counter:
+    """A listener after so many steps."""
+    counter = Counter()
+    pace = Pace([counter])
+    root = nn.Linear(1, 1)
+    for step in range(1, steps + 1):
+        counter.step = step
+        call_each(methods_of([counter], "on_zero_grad"), root)
+        call_each(methods_of([counter], "on_gradients"))
+        if step == disturbed_at:
+            pace.disturb(step)
+        pace.prepare_next(step)
+    return counter
+
+
+def test_what_may_rest_is_heard_in_one_calm_step_of_so_many_and_the_rest_in_each() -> None:
+    steps = CALM + 3 * EVERY
+    counter = heard(steps)
+    assert counter.zeroed == list(range(1, steps + 1))
+    assert counter.gradients[:CALM] == list(range(1, CALM + 1))
+    assert counter.gradients[CALM:] == [step for step in range(CALM + 1, steps + 1) if step % EVERY == 1]
+
+
+def test_a_step_with_a_reason_to_look_wakes_all_from_the_next_one_on() -> None:
+    at = CALM + 5
+    counter = heard(at + CALM + EVERY, disturbed_at=at)
+    assert at not in counter.gradients
+    assert set(range(at + 1, at + CALM + 1)) <= set(counter.gradients)
+    assert any(step not in counter.gradients for step in counter.zeroed if step > at + CALM)
+
+
+def test_what_rests_is_a_method_of_a_listener() -> None:
+    assert MEASURES  # the probes of all families are defined
+    kinds = [Listener]
+    for kind in kinds:
+        kinds.extend(kind.__subclasses__())
+    resting = {kind.__name__: kind.rests for kind in kinds if kind.rests}
+    assert len(resting) > 3
+    assert {each for rests in resting.values() for each in rests} <= {*dir(Listener), "on_closed"}
