@@ -175,11 +175,11 @@ def _wrap_backward(original: TorchFunction) -> TorchFunction:
         losses = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         options = dict(zip(_OF_BACKWARD, args)) | kwargs
         tell("on_backward", losses, options)
-        inside.backward += 1
+        inside.enter("backward")
         try:
             result = original(tensors, *args, **kwargs)
         finally:
-            inside.backward -= 1
+            inside.leave("backward")
         tell("on_gradients")
         return result
 

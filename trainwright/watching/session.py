@@ -23,11 +23,11 @@ from trainwright.recorder.calls import parts_of
 from trainwright.recorder.hooks import listening, listening_to_calls
 from trainwright.recorder.listener import call_each, methods_of
 from trainwright.recorder.numbers import Numbers, begin_reading, lateness
-from trainwright.recorder.pace import Pace
 from trainwright.recorder.probes import LoopObjects, Probe, WatchSite, begin_all, end_all, make_probes
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ranks import what_is_shared
 from trainwright.recorder.recording import LoopRecorder
+from trainwright.recorder.resting import Resting
 from trainwright.recorder.ring import KEEP, LEAST_BYTES, Ring
 from trainwright.recorder.veto import OnNonfinite, Veto
 from trainwright.report.findings import LookedAt, lines_of
@@ -85,7 +85,7 @@ class WatchSession:
         point_at: Callable[[str], str | None] = lambda code: None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._options, self._roots = options, list(roots)
+        self._options, self._roots, self._begin_s, self._trained_s = options, list(roots), 0.0, 0.0
         self._site = WatchSite(options.bundles.parent if options.bundles else None, write, say)
         self.step = 0
         self._open = ExitStack()
@@ -104,14 +104,13 @@ class WatchSession:
         self._objects = LiveObjects(roots, optimizers, parameters)
         self.runner = runner = ExperimentRunner(self._objects, self.ring, options.own_laws, replays=options.replays)
         self._probes = [*make_probes(self._objects, objects), *probes_of_families(self._objects, objects, live=True)]
-        self._pace = Pace(self._probes)
         self._listeners = {"recording": self.recording, **{probe.name: probe for probe in self._probes}}
         self.findings_log = FindingsLog(runner, self._probes, write, point_at, laws=options.laws)
         self._incidents = Incidents(options.bundles, runner, write)
         self._looks, self._snapshots = LookSchedule(0), SnapshotSchedule(options.keep)
-        self._begin_s, self._went_back, self._pid, self._listens_to_children = 0.0, -1, os.getpid(), False
+        self._went_back, self._pid, self._listens_to_children = -1, os.getpid(), False
         self._unread: deque[tuple[RecordedStep, Callable[[], Numbers]]] = deque()
-        self._late, self._trained_s = lateness(self.recording.device), 0.0
+        self._late, self._resting = lateness(self.recording.device), Resting(self._probes)
         self._methods_on_closed = methods_of(self._probes, "on_closed", Probe)
         self._methods_on_read = methods_of(self._probes, "on_read", Probe)
         self._blind = what_is_shared(roots, parameters) or self._objects.is_closed  # why no step can be run again
@@ -174,8 +173,7 @@ class WatchSession:
         self.ring.add(step)
         call_each(self._methods_on_closed, step)
         self._unread.append((step, begin_reading(step)))
-        at_once = "vetoed" in step.values  # the host knows: it has waited for it
-        bad = False
+        at_once, bad = "vetoed" in step.values, False  # at once: the host knows, for it has waited
         if len(self._unread) >= AT_ONCE or not self._may_wait(step):
             while len(self._unread) > (0 if at_once else self._late):
                 bad |= self._judge(*self._unread.popleft())
@@ -204,6 +202,7 @@ class WatchSession:
             self._warn_of_spike(step, numbers)
         self.findings_log.note(step, numbers)
         urgent = self.step - step.step <= self._late and _are_urgent(self._probes)  # they heard the newest step
+        self._resting.judged(step.step, calm=not (bad or urgent or "spike" in values))
         if self._looks.wants(step.step, numbers.loss, bad=bad, urgent=urgent, spiked="spike" in values):
             begin_s = time.thread_time()  # of the processor: on a busy machine the looks are the same
             allowed_s = math.inf if bad or urgent else self._looks.allowed_s(step.step, values["step_s"])
@@ -238,9 +237,8 @@ class WatchSession:
         """Takes a snapshot before a step that will be looked at, after a rollback, and every few steps."""
         self._veto.begin()
         now_s = time.perf_counter()
-        looks_next = self._looks.is_next_due(step, now_s)
-        self.recording.careful = looks_next
-        self._pace.prepare_next(step)
+        self.recording.careful = looks_next = self._looks.is_next_due(step, now_s)
+        self._resting.prepare_next(step)
         is_due = looks_next or self._snapshots.is_due(step) or self._went_back == step
         if is_due and not self.ring.refused_bytes and self._blind is None:
             self._keep_state(step)

@@ -86,8 +86,9 @@ class EvaluationsProbe(Probe):
             self._open.enter_context(listening_to_calls([self], [module]))
 
     def on_closed(self, step: RecordedStep) -> None:
-        if self._is_begun:
+        if self._tape.pushed:
             self._tape.stop()
+        if self._is_begun:
             self._close()
         self._depth, self._in_step, self._steps = 0, False, step.step
 

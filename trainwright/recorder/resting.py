@@ -12,7 +12,7 @@ EVERY = 16
 """... but for one step in so many: that which a look may be due for."""
 
 
-class Pace:
+class Resting:
     """Lets listeners rest in calm steps. What they hear, they hear from the end of one step to the end of the next."""
 
     def __init__(self, group: Sequence[Listener]) -> None:
@@ -20,9 +20,10 @@ class Pace:
         self._disturbed_at = 0
         self._rests = False
 
-    def disturb(self, step: int) -> None:
-        """``step`` was bad, spiked, or something in it is urgent: from the next one on all is heard."""
-        self._disturbed_at = step
+    def judged(self, step: int, *, calm: bool) -> None:
+        """``step`` was judged. Not ``calm``: bad, spiked, or urgent; then all is heard from now on."""
+        if not calm:
+            self._disturbed_at = step
 
     def prepare_next(self, step: int) -> None:
         """Must be called when ``step`` is over."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import nn
 
 from trainwright.recorder.listener import Listener, call_each, methods_of
-from trainwright.recorder.pace import CALM, EVERY, Pace
+from trainwright.recorder.resting import CALM, EVERY, Resting
 from trainwright.watching.families import MEASURES
 
 
-class Counter(Listener):
+class Heard(Listener):
     """Counts two events, of which it hears one at times."""
 
     rests = frozenset({"on_gradients"})
@@ -26,35 +26,34 @@ class Counter(Listener):
         self.gradients.append(self.step)
 
 
-def heard(steps: int, disturbed_at: int | None = None) -> Counter:
+def listen(steps: int, disturbed_at: int | None = None) -> Heard:
     """A listener after so many steps."""
-    counter = Counter()
-    pace = Pace([counter])
+    listener = Heard()
+    resting = Resting([listener])
     root = nn.Linear(1, 1)
     for step in range(1, steps + 1):
-        counter.step = step
-        call_each(methods_of([counter], "on_zero_grad"), root)
-        call_each(methods_of([counter], "on_gradients"))
-        if step == disturbed_at:
-            pace.disturb(step)
-        pace.prepare_next(step)
-    return counter
+        listener.step = step
+        call_each(methods_of([listener], "on_zero_grad"), root)
+        call_each(methods_of([listener], "on_gradients"))
+        resting.judged(step, calm=step != disturbed_at)
+        resting.prepare_next(step)
+    return listener
 
 
 def test_what_may_rest_is_heard_in_one_calm_step_of_so_many_and_the_rest_in_each() -> None:
     steps = CALM + 3 * EVERY
-    counter = heard(steps)
-    assert counter.zeroed == list(range(1, steps + 1))
-    assert counter.gradients[:CALM] == list(range(1, CALM + 1))
-    assert counter.gradients[CALM:] == [step for step in range(CALM + 1, steps + 1) if step % EVERY == 1]
+    listener = listen(steps)
+    assert listener.zeroed == list(range(1, steps + 1))
+    assert listener.gradients[:CALM] == list(range(1, CALM + 1))
+    assert listener.gradients[CALM:] == [step for step in range(CALM + 1, steps + 1) if step % EVERY == 1]
 
 
 def test_a_step_with_a_reason_to_look_wakes_all_from_the_next_one_on() -> None:
     at = CALM + 5
-    counter = heard(at + CALM + EVERY, disturbed_at=at)
-    assert at not in counter.gradients
-    assert set(range(at + 1, at + CALM + 1)) <= set(counter.gradients)
-    assert any(step not in counter.gradients for step in counter.zeroed if step > at + CALM)
+    listener = listen(at + CALM + EVERY, disturbed_at=at)
+    assert at not in listener.gradients
+    assert set(range(at + 1, at + CALM + 1)) <= set(listener.gradients)
+    assert any(step not in listener.gradients for step in listener.zeroed if step > at + CALM)
 
 
 def test_what_rests_is_a_method_of_a_listener() -> None:
