@@ -1,12 +1,18 @@
-"""What pages cost: a report, the opening of a long log, and a server with many pages open beside a fast training.
+"""What pages cost: a report, a long log, how smoothly a browser shows it, and a server with many pages open for hours.
 
-    python -m benchmarks.pages [--quick] [--steps 1000000] [--pages 20] [--seconds 120] [--only report,opening,load]
+    python -m benchmarks.pages [--quick] [--steps 1000000] [--pages 20] [--seconds 600] [--records 720000]
+                               [--layers 60] [--only report,opening,browser,load]
 
-report     seconds to read a log of 100,000 steps and to write its report, and the size of that
-opening    a log of ``--steps`` steps: seconds until the server has answered with its page, and until all of it was read
-load       ``--pages`` pages listen to one run, to which 50 steps a second are written: what the process of the server
-           grew from a fifth of the time to the end, in MiB and in open files; the share of a core that it took; and
-           the time from the writing of a step to its arrival at a page
+report     seconds to read a log of a tenth of ``--steps`` steps with statistics of ``--layers`` layers and to write its
+           report, and the size of that
+opening    a log of ``--steps`` steps with these layers: its size, seconds until the server has answered with its page,
+           and until all of it was read
+browser    the report in Chromium: seconds until it is drawn, and the longest time between two frames while it is
+           scrolled from end to end, and while it is zoomed into and out of again
+load       ``--pages`` pages listen to one run, to which ``--records`` steps are written within ``--seconds``, with the
+           time stamps of 50 steps a second (720,000 are four hours): what the process of the server grew from a fifth
+           of the time to the end, in MiB and in open files; the share of a core that it took; and the time from the
+           writing of a step to its arrival at a page
 """
 
 from __future__ import annotations
@@ -25,13 +31,15 @@ from pathlib import Path
 import psutil
 
 from benchmarks.figures import about, arguments, figure
+from tests.pages.browser import CHROMIUM, browser_in
 from trainwright.pages.report import write_report
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.records import Started, Step, to_json
 from trainwright.runlog.writer import LogWriter
 
 BENCH = "pages"
-PER_S = 50
+LOOKED_AT = 10
+"""One step in so many is timed on its way to the pages."""
 
 
 def step(number: int) -> Step:
@@ -53,11 +61,30 @@ def step(number: int) -> Step:
     )
 
 
-def make_log(root: Path, name: str, steps: int) -> RunFolder:
-    folder = RunFolder.create(root, name)
+def layers_line(number: int, layers: int, *, named: bool) -> str:
+    """A record of statistics by layer, as long as those of a run: four digits, and a histogram of some twenty bins."""
+    norms = [float(f"{(1 + (number * 31 + each * 17) % 97 / 97) * 10 ** (-each / 20):.4g}") for each in range(layers)]
+    record = {
+        "kind": "layers",
+        "time_s": 1.79e9 + 0.02 * number,
+        "step": number,
+        "layers": [f"blocks.{each}" for each in range(layers)] if named else [],
+        **dict.fromkeys(("grad_norm", "update_ratio", "act_mean", "act_std", "act_max"), norms),
+        "act_log2": [[12, *range(20)]] * layers,
+    }
+    return json.dumps(record, separators=(",", ":")) + "\n"
+
+
+def make_log(root: Path, name: str, steps: int, layers: int = 0) -> RunFolder:
+    """Steps, and records by layer as rarely as a run writes them: 25 steps apart, later a thousandth of the steps."""
+    folder, due = RunFolder.create(root, name), 1
     with folder.log.open("w") as log:
         log.write(to_json(Started(time_s=1.79e9, step=0, version="0", pid=1)) + "\n")
-        log.writelines(to_json(step(number)) + "\n" for number in range(1, steps + 1))
+        for number in range(1, steps + 1):
+            log.write(to_json(step(number)) + "\n")
+            if layers and number == due:
+                log.write(layers_line(number, layers, named=number == 1))
+                due += max(25, number // 1000)
     return folder
 
 
@@ -81,16 +108,18 @@ def ask(port: int, token: str, path: str) -> http.client.HTTPResponse:
     return link.getresponse()
 
 
-def report(root: Path, steps: int) -> None:
-    folder = make_log(root, "reported", steps)
+def report(root: Path, steps: int, layers: int) -> Path:
+    folder = make_log(root, "reported", steps, layers)
     begin_s = time.perf_counter()
     written = write_report([folder.path])
     figure(BENCH, f"report_{steps}", [time.perf_counter() - begin_s], unit="s", against="reading and writing")
     figure(BENCH, f"report_{steps}_size", [written.bytes / 2**20], unit="MiB", against="the file")
+    return written.path
 
 
-def opening(root: Path, steps: int) -> None:
-    make_log(root, "long", steps)
+def opening(root: Path, steps: int, layers: int) -> None:
+    folder = make_log(root, "long", steps, layers)
+    figure(BENCH, f"log_{steps}_size", [folder.log.stat().st_size / 1e6], unit="MB", against="the file")
     with server_of(root) as (_, port, token):
         ask(port, token, "/nothing").read()  # until the process is up
         begin_s = time.perf_counter()
@@ -99,6 +128,42 @@ def opening(root: Path, steps: int) -> None:
         while b"still being read" in text:
             text = ask(port, token, "/data?run=long").read()
         figure(BENCH, f"opening_{steps}_all", [time.perf_counter() - begin_s], unit="s", against="all of it was read")
+
+
+FRAMES = """(act, for_ms) => new Promise((done) => {
+  const begin = performance.now();
+  let last = begin, longest = 0;
+  const frame = (now) => {
+    longest = Math.max(longest, now - last);
+    last = now;
+    if (now - begin > for_ms) return done(longest);
+    act((now - begin) / for_ms);
+    requestAnimationFrame(frame);
+  };
+  requestAnimationFrame((now) => { last = now; frame(now); });
+})"""
+SCROLL = "(share) => scrollTo(0, share * (document.documentElement.scrollHeight - innerHeight))"
+ZOOM = """(share) => {
+  const chart = document.querySelector(".chart"), key = Math.floor(share * 20) % 10 < 5 ? "+" : "-";
+  chart.focus({ preventScroll: true });
+  chart.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+}"""
+
+
+def browser(path: Path, profile: Path) -> None:
+    """Frames of a browser without a window, which draws by the processor."""
+    with browser_in(profile) as shown:
+        opened: list[float] = []
+        for _ in range(5):
+            shown.open(f"file://{path}")
+            timing = "performance.getEntriesByType('navigation')[0].loadEventEnd"
+            shown.until(f"{timing} > 0 && !!document.querySelector('.chart canvas')")
+            opened.append(shown.value(timing) / 1000)
+        figure(BENCH, "browser_open", opened, unit="s", against="the start of the navigation")
+        for name, act in (("scroll", SCROLL), ("zoom", ZOOM)):
+            longest = [shown.value(f"({FRAMES})({act}, 2000)") for _ in range(5)]
+            figure(BENCH, f"browser_{name}", longest, unit="ms", against="the longest frame of two seconds")
+        assert shown.errors == []
 
 
 class Page(threading.Thread):
@@ -117,27 +182,42 @@ class Page(threading.Thread):
                 self.late_s += [now_s - self._written_s[each] for each in steps if each in self._written_s]
 
 
-def load(root: Path, pages: int, seconds: float) -> None:
+def look_at(process: psutil.Process) -> tuple[float, int, float, float]:
+    """Its memory, the fewest files that it has open within a moment, its CPU time, and when that was."""
+    files = []
+    for _ in range(20):
+        files.append(process.num_fds())
+        time.sleep(0.01)
+    return process.memory_info().rss, min(files), sum(process.cpu_times()[:2]), time.perf_counter()
+
+
+def load(root: Path, pages: int, seconds: float, records: int) -> None:
     folder = make_log(root, "busy", 1000)
     log, written_s, number = LogWriter(folder.log), dict[int, float](), 1000
+    per_s = records / seconds
     with server_of(root) as (process, port, token):
         open_pages = [Page(port, token, written_s) for _ in range(pages)]
         for page in open_pages:
             page.start()
-        begin_s, first = time.perf_counter(), None
-        while (passed_s := time.perf_counter() - begin_s) < seconds:
-            number += 1
-            written_s[number] = time.perf_counter()
-            log.write(step(number))
-            if first is None and passed_s > seconds / 5:
-                first = (process.memory_info().rss, process.num_fds(), sum(process.cpu_times()[:2]), passed_s)
-            time.sleep(max(0.0, begin_s + (number - 1000) / PER_S - time.perf_counter()))
-        assert first is not None
-        rss, files, cpu_s, at_s = first
-        since = "a fifth of the time"
-        figure(BENCH, "load_growth", [(process.memory_info().rss - rss) / 2**20], unit="MiB", against=since)
-        figure(BENCH, "load_files", [process.num_fds() - files], unit="files", against=since)
-        core = (sum(process.cpu_times()[:2]) - cpu_s) / (passed_s - at_s)
+        begin_s, looks = time.perf_counter(), list[tuple[float, int, float, float]]()
+        while number < 1000 + records:
+            passed_s = time.perf_counter() - begin_s
+            for _ in range(min(int(passed_s * per_s) + 1001, 1000 + records) - number):
+                number += 1
+                if number % LOOKED_AT == 0:
+                    written_s[number] = time.perf_counter()
+                log.write(step(number))
+            if passed_s > (len(looks) + 1) * seconds / 5:
+                looks.append(look_at(process))
+            time.sleep(0.01)
+        looks.append(look_at(process))
+        (rss, files, cpu_s, at_s), later = looks[0], looks[1:]
+        wrote = number - 1000
+        figure(BENCH, "load_records", [wrote], unit="records", against=f"{pages} pages, {passed_s:.0f} s")
+        since = "a fifth of the time; at each further one"
+        figure(BENCH, "load_growth", [(each[0] - rss) / 2**20 for each in later], unit="MiB", against=since)
+        figure(BENCH, "load_files", [each[1] - files for each in later], unit="files", against=since)
+        core = (later[-1][2] - cpu_s) / (later[-1][3] - at_s)
         figure(BENCH, "load_core", [core], unit="share", against="one core")
         late_s = [each for page in open_pages for each in page.late_s]
         figure(BENCH, "load_late", late_s, unit="s", against="the writing of a step")
@@ -146,17 +226,25 @@ def load(root: Path, pages: int, seconds: float) -> None:
 
 def main() -> None:
     options = arguments(
-        __doc__, steps=(1_000_000, 2000), pages=(20, 2), seconds=(120.0, 3.0), only=("report,opening,load", "load")
+        __doc__,
+        steps=(1_000_000, 2000),
+        pages=(20, 2),
+        seconds=(600.0, 3.0),
+        records=(720_000, 150),
+        layers=(60, 3),
+        only=("report,opening,browser,load", "load"),
     )
     about(BENCH)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        if "report" in options.only:
-            report(root / "a", options.steps // 10)
+        if "report" in options.only or "browser" in options.only:
+            path = report(root / "a", options.steps // 10, options.layers)
+            if "browser" in options.only and CHROMIUM is not None:
+                browser(path, root / "profile")
         if "opening" in options.only:
-            opening(root / "b", options.steps)
+            opening(root / "b", options.steps, options.layers)
         if "load" in options.only:
-            load(root / "c", options.pages, options.seconds)
+            load(root / "c", options.pages, options.seconds, options.records)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 
 from tests.pages.runs import ended, evaluated, found, make_run, started, step
 from trainwright.cli import app
+from trainwright.pages import log as log_module
 from trainwright.pages.compare import RunComparison
 from trainwright.pages.view import RunView
 from trainwright.runlog.records import Record
@@ -68,6 +70,19 @@ def test_without_validation_single_dips_do_not_count(tmp_path: Path) -> None:
     both = compared(*paths)
     assert both.measure.startswith("training loss") and both.target is not None and both.target > 0.5
     assert both.outcomes[0].reached_step == 100
+
+
+def test_what_stays_of_a_long_log_does_not_mislead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a thinned log extremes stay: their medians would be far from where the loss is."""
+    monkeypatch.setattr(log_module, "MOST_ROWS", 1000)
+    monkeypatch.setattr(log_module, "BUCKETS", 20)
+    paths = []
+    for name, level in (("low", 1.0), ("high", 1.2)):
+        noise = random.Random(name)
+        losses = [step(n, level + noise.random()) for n in range(1, 3001)]
+        paths.append(make_run(tmp_path, name, [started(), *losses, ended(3000)], settings={}).path)
+    both = compared(*paths)
+    assert both.target is not None and abs(both.target - 1.7) < 0.15
 
 
 def test_a_watched_loop_has_no_recipe_to_compare(tmp_path: Path) -> None:

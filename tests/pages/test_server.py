@@ -257,3 +257,38 @@ def test_a_server_beside_a_training_is_a_process_of_its_own(runs: Path) -> None:
     server.kill()
     assert server.wait(timeout=120) == -9
     add(RunFolder(runs / "ill"), [step(6)])  # the training writes on
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from tests.pages.runs import started, step
+from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.lock import RunLock
+from trainwright.runlog.writer import LogWriter
+folder = RunFolder(Path(sys.argv[1]))
+lock, log = RunLock.acquire(folder.path), LogWriter(folder.log)
+log.write(started())
+for number in range(1, 1_000_000):
+    log.write(step(number))
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_kill_of_the_training_is_told_and_the_page_stays(site: Site, runs: Path) -> None:
+    folder = RunFolder.create(runs, "doomed")
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(folder.path)], cwd=Path(__file__).parents[2]) as writer:
+        try:
+            while not folder.log.exists() or site.ask("/view?run=doomed").status != 200:
+                assert writer.poll() is None
+                time.sleep(0.1)
+            stream = events_of(site, "/events?run=doomed")
+            assert "running" in data_of(next(stream))["parts"]["head-0"]
+        finally:
+            writer.kill()
+    heads = (data_of(line)["parts"].get("head-0", "") for line in stream if line.startswith("data: "))
+    assert any("none of its processes is left" in head for head in heads)
+    stream.close()
+    assert "killed" in site.ask("/view?run=doomed").text and "killed" in site.ask("/runs-data").text

@@ -89,7 +89,7 @@ class RunComparison:
             tuple(_outcome(view, curve, target) for view, curve in zip(views, curves)),
             tuple(_spreads(views)),
             target,
-            "validation loss" if validated else f"training loss (median of {SMOOTHED} records)",
+            "validation loss" if validated else f"training loss (median of {SMOOTHED} records; of a long log means)",
         )
 
     def lines(self) -> list[str]:
@@ -179,7 +179,13 @@ def _validated(view: RunView) -> Curve:
 
 
 def _trained(view: RunView) -> Curve:
-    """Medians: single peaks and dips, which stay when a log is thinned, say nothing of how far a run came."""
+    """Medians: single peaks and dips say nothing of how far a run came. Of a long log means: extremes stay of it."""
+    if view.log.is_thinned:
+        means = view.log.means.columns()
+        there = seconds(view.log.rows, view.log.sessions)
+        times = np.interp(means["step"], column(view.log.rows, "step"), there)
+        curve = zip(means["step"].astype(int).tolist(), times.tolist(), means["loss"].tolist())
+        return [point for point in curve if math.isfinite(point[2])]
     rows = view.log.rows
     rows = rows[np.isfinite(column(rows, "loss"))]
     if len(rows) < SMOOTHED:

@@ -32,6 +32,7 @@ def curves_of(view: RunView, buckets: int = BUCKETS, *, after: int = 0) -> dict[
         "log": log.name,
         "read": log.read_rows,
         "columns": rows.as_json({name: values[new] for name, values in columns.items()}),
+        "means": _means(view, columns),
         "evaluations": _evaluations(view, columns),
         "pins": [vars(pin) for pin in view.pins],
         "resumes": log.counts[Started],
@@ -55,6 +56,14 @@ def _columns(table: Rows, view: RunView) -> Columns:
     columns["seconds"] = rows.seconds(table, view.log.sessions)
     columns["samples"], columns["tokens"] = (rows.filled(steps, columns[each]) for each in ("samples", "tokens"))
     return columns
+
+
+def _means(view: RunView, columns: Columns) -> JsonValue:
+    """How its curves go beneath their noise."""
+    means = view.log.means.columns()
+    newest = view.step
+    means["step"] = np.minimum(means["step"], newest)
+    return rows.as_json({**means, **_placed(means["step"], columns)})
 
 
 def _placed(steps: NDArray[np.float64], columns: Columns) -> Columns:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainwright.pages.layers import LayerMaps
+from trainwright.pages.means import SpanMeans
 from trainwright.pages.own_file import open_to_read
 from trainwright.pages.readings import Readings
 from trainwright.pages.rows import COLUMNS, Rows, by_step, column, no_rows, thinned
@@ -71,7 +72,7 @@ class LogSoFar:
     ``advance`` reads on; a log that was replaced or cut off is read again from its start, under another ``name``.
     Steps that a resume went back over are dropped, as ``runlog.reader.steps`` does. ``sessions`` are the beginning and
     the last record of each process that wrote, in unix time; ``newest_process`` is the newest start or end of one.
-    ``readings`` are those of the machine, ``layers`` the statistics by layer.
+    ``means`` are of all steps, ``readings`` of the machine, ``layers`` the statistics by layer.
     """
 
     def __init__(self, path: Path) -> None:
@@ -85,7 +86,7 @@ class LogSoFar:
         self.counts = Counter[type[Record]]()
         self._notes: dict[type[Record], deque[Record]] = {kind: deque(maxlen=MOST_NOTES) for kind in NOTED}
         self.newest_process: Started | Ended | None = None
-        self.readings, self.layers = Readings(), LayerMaps()
+        self.means, self.readings, self.layers = SpanMeans(), Readings(), LayerMaps()
         self._is_ours = False
         self._offset, self._file_id, self._is_complete = 0, (0, 0), True
 
@@ -97,6 +98,11 @@ class LogSoFar:
     def position(self) -> tuple[str, int]:
         """Another one after anything was read."""
         return self.name, self._offset
+
+    @property
+    def is_thinned(self) -> bool:
+        """Whether ``rows`` are no longer all that were read."""
+        return self.read_rows > MOST_ROWS
 
     @property
     def is_complete(self) -> bool:
@@ -152,6 +158,7 @@ class LogSoFar:
         self.sessions.append((begin_s, max(end_s, float(times.max()))))
         column(fresh, "order")[:] = np.arange(self.read_rows + 1, self.read_rows + 1 + len(fresh))
         self.read_rows += len(fresh)
+        self.means.take(fresh)
         self.rows = by_step(np.concatenate([self.rows, fresh]))
         if len(self.rows) > MOST_ROWS:
             self.rows = thinned(self.rows, BUCKETS)
@@ -173,6 +180,7 @@ class LogSoFar:
 
     def _go_back_to(self, step: int) -> None:
         self.rows = self.rows[column(self.rows, "step") <= step]
+        self.means.go_back_to(step, self.rows)
         self.readings.go_back_to(step)
         self.layers.go_back_to(step)
         evaluations = self._notes[Evaluated]

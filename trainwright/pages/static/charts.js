@@ -130,18 +130,12 @@ const Charts = (function () {
     return [(text) => (place.textContent = text)];
   }
 
-  /* The running median of a curve, at knots: single peaks do not move it. Null where it would say no more. */
-  function smoothed(values) {
-    const at = [...values.keys()].filter((i) => number(values[i]));
-    if (at.length < 60) return null;
-    const half = Math.round(at.length / 60) + 2, out = values.map((v) => (v === null ? null : undefined));
-    const every = half >> 1;
-    for (let k = 0; k < at.length; k = k < at.length - 1 ? Math.min(k + every, at.length - 1) : at.length) {
-      const reach = Math.min(half, k, at.length - 1 - k);
-      const near = at.slice(k - reach, k + reach + 1).map((i) => values[i]).sort((a, b) => a - b);
-      out[at[k]] = near[reach];
-    }
-    return out;
+  /* How a curve goes beneath its noise: means of all records over spans of steps, with two records in a span or more. */
+  function meansOf(chart, run, alone, x) {
+    const means = run.means || {}, side = { ...run, columns: means, evaluations: {} };
+    if (!chart.smooth || !byId("smooth").checked || !means[x] || run.columns.step.length < 2 * means.step.length) return null;
+    const values = chart.of(side, alone)[0][2];
+    return values && [means[x], plottable(values)];
   }
 
   const POWERS = Array.from({ length: 40 }, (_, i) => 2 ** (i + 10));
@@ -167,14 +161,14 @@ const Charts = (function () {
         const hue = look.ink === undefined ? index : look.ink;
         const ink = colour(look.dashed ? "--quiet" : alone && look.strong ? "--c1" : "--c" + (hue % 8));
         const name = alone ? label : run.name + (look.strong ? " validation" : "");
-        const even = chart.smooth && byId("smooth").checked && !look.strong ? smoothed(ys) : null;
+        const even = look.strong ? null : meansOf(chart, run, alone, x);
         const line = { label: name, ink, dash: look.dashed ? [6, 4] : look.strong && !alone ? [2, 3] : DASHES[Math.floor(index / 8) % 3], points: { show: !!look.strong, size: 6, fill: ink } };
         const isRead = data.runs.length - hidden.size <= FEW;
         if (!even || isRead) tables.push([xs, ys]);
         if (!even || isRead) series.push({ ...line, stroke: even ? ink + "66" : ink, width: look.strong ? 2 : even ? 1 : 1.25, broken: ys.some((v) => v === null), isRead, isHollow: look.strong && !alone, points: even || ys.length > 200 ? { ...line.points, show: !!look.strong && ys.length < 100 } : line.points });
         if (even) {
-          tables.push([xs, even]);
-          series.push({ ...line, label: name + " smoothed", stroke: ink, width: 2, points: { show: false }, isRead: false });
+          tables.push(even);
+          series.push({ ...line, label: name + " mean", stroke: ink, width: 2, points: { show: false }, isRead: false });
         }
       }
     });

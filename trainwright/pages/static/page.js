@@ -23,8 +23,8 @@
       }
       if (fresh.read > run.read) redraw = append(run, fresh) || redraw;
       if (fresh.readings || fresh.layers || fresh.pins.length !== run.pins.length || (fresh.evaluations.step || []).length !== (run.evaluations.step || []).length) redraw = true;
-      const { pins, evaluations, planned_bytes, references } = fresh;
-      Object.assign(run, { read: Math.max(run.read, fresh.read), pins, evaluations, planned_bytes, references, readings: fresh.readings || run.readings, layers: fresh.layers || run.layers });
+      const { pins, evaluations, planned_bytes, references, means } = fresh;
+      Object.assign(run, { read: Math.max(run.read, fresh.read), pins, evaluations, planned_bytes, references, means, readings: fresh.readings || run.readings, layers: fresh.layers || run.layers });
     });
     for (const [id, html] of Object.entries(message.parts || {})) replace(id, html);
     if (message.rows !== undefined) showRuns(message.rows);
