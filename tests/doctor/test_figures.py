@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
 from tests.doctor.law_loops import CLASSES, WIDTH, found, net, states
@@ -441,3 +442,53 @@ def test_a_figure_goes_with_its_evaluations() -> None:
 def test_evaluations_of_an_average_are_heard() -> None:
     facts = Case(kept(lambda step: True, of_a_copy=True).records).newest(EvaluationFacts)
     assert facts is not None and facts.rows == 48 and [each.of for each in facts.computed]
+
+
+def swapped(model: nn.Module, batches: Batches) -> Figures:
+    figures = with_loss_over_rows(model, batches)
+    return {"loss": figures["accuracy"] / 100, "accuracy": figures["loss"]}
+
+
+def test_figures_have_their_own_names() -> None:
+    finding = found(evaluated(swapped), "law.data.figures_are_averages")
+    assert finding.severity == "warning" and finding.symptom.startswith("shown.loss is 0.")
+
+
+def of_rows(losses: list[tuple[float, int]], before: list[tuple[float, int]]) -> float:
+    return sum(loss * rows for loss, rows in losses) / sum(rows for _, rows in losses)
+
+
+Average = Callable[[list[tuple[float, int]], list[tuple[float, int]]], float]
+
+
+@pytest.mark.parametrize(
+    ("average", "state"),
+    [
+        (of_rows, "held"),
+        (lambda losses, before: sum(loss for loss, _ in losses) / len(losses), "held"),
+        (lambda losses, before: 0.9 * losses[-1][0] + 0.1 * losses[-2][0], "not applicable"),
+        (lambda losses, before: sum(loss for loss, _ in losses), "not applicable"),
+        (lambda losses, before: sum(loss for loss, _ in losses) / 64, "broken"),
+        (lambda losses, before: sum(loss * rows for loss, rows in losses) / len(losses), "broken"),
+        (lambda losses, before: sum(loss for loss, _ in before + losses) / len(losses), "broken"),
+    ],
+)
+def test_averages_of_training(average: Average, state: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, WIDTH)
+    loader = DataLoader(TensorDataset(x, (x @ torch.randn(WIDTH, CLASSES)).argmax(1)), batch_size=16, shuffle=True)
+    model, history, before = net(), [], []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with tw.watch(model, optimizer, loader=loader, out=None, quiet=True, laws="cheap") as watch:
+        for _ in range(3):
+            losses: list[tuple[float, int]] = []
+            for inputs, y in loader:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(inputs), y)
+                loss.backward()
+                optimizer.step()
+                losses.append((loss.item(), len(y)))
+            history.append({"train_loss": average(losses, before)})
+            before = before + losses
+    assert history and watch.session.failures == []
+    assert states(watch, "data")["training_averages_are_averages"].state == state

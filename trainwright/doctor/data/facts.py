@@ -161,7 +161,7 @@ class KeptNumber:
 
     ``of`` says what these are, ``right`` the mean of them over the ``whole`` number of rows, ``noise`` its standard
     error. ``wrong`` says what is wrong with the number; empty: nothing. ``is_plain``: it is one of them, or a sum.
-    ``is_factor``: the mean over the rows times a number.
+    ``decided``: it is a share of decisions. ``is_factor``: the mean over the rows times a number.
     """
 
     name: str
@@ -170,10 +170,20 @@ class KeptNumber:
     line: str | None = None
     is_plain: bool = False
     wrong: str = ""
+    decided: bool = False
     is_factor: bool = False
     right: float = 0.0
     whole: float = 0.0
     noise: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingAveragesFacts:
+    """What the loop has made of the losses of an epoch of so many ``steps``."""
+
+    experiment: ClassVar[str] = "training_averages"
+    steps: int
+    numbers: tuple[KeptNumber, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

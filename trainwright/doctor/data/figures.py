@@ -7,7 +7,14 @@ import re
 from collections.abc import Iterator, Sequence
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.data.facts import Computed, DecidedFigure, EvaluationFacts, KeptNumber, ToldFacts
+from trainwright.doctor.data.facts import (
+    Computed,
+    DecidedFigure,
+    EvaluationFacts,
+    KeptNumber,
+    ToldFacts,
+    TrainingAveragesFacts,
+)
 from trainwright.doctor.finding import Finding, finding
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
 from trainwright.runlog.records import Where
@@ -16,6 +23,8 @@ ROOM = 1.25
 """Times the range of the averages over batches: for a divisor that is not quite the number of rows."""
 LEAST = 0.02
 """Of a share: smaller ones differ by more than that factor where a few rows do."""
+LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
+"""Functions whose mean is no accuracy."""
 ROUNDED = 1e-5
 """Of a mean over a batch in float32."""
 NOISE = 2.0
@@ -32,12 +41,15 @@ def figures_are_averages(case: Case) -> Iterator[Verdict]:
         return
     known = [each for each in facts.numbers if _is_average(each.name)]
     wrong = [each for each in known if each.wrong and (not each.is_factor or _is_off_beside_training(each, case))]
+    swapped = [each for each in known if not each.wrong and not each.is_plain and _is_named_otherwise(each)]
     right = [each.name for each in known if not each.wrong and not each.is_plain]
     others = {} if told is None else {name: facts.figures[name] for name in told.names if name in facts.figures}
     judged = _not_recognised(others, facts)
     off = [(name, value, ranges[0]) for name, value, ranges in judged if ranges and not _is_in_any(value, ranges)]
     if wrong:
         yield _wrong(facts, max(wrong, key=_deviation))
+    elif swapped:
+        yield _swapped(facts, swapped[0])
     elif off:
         yield _off(facts, *off[0])
     elif right or any(ranges for _, _, ranges in judged):
@@ -46,6 +58,12 @@ def figures_are_averages(case: Case) -> Iterator[Verdict]:
         yield Holds(", ".join(f"{name} {values[name]:.4g}" for name in list(names)[:4]))
     else:
         yield NotApplicable("no number of the loop can be compared with what its evaluation computed")
+
+
+def _is_named_otherwise(number: KeptNumber) -> bool:
+    """A loss that is a share of decisions, or an accuracy that is the mean of a loss function."""
+    is_loss, is_share = ("loss" in number.name.lower(), "acc" in number.name.lower())
+    return is_loss != is_share and ((is_loss and number.decided) or (is_share and number.of.startswith(LOSSES)))
 
 
 def _not_recognised(others: dict[str, float], facts: EvaluationFacts) -> list[tuple[str, float, list[Computed]]]:
@@ -72,6 +90,51 @@ def _is_off_beside_training(number: KeptNumber, case: Case) -> bool:
         return False
     usual = math.log(sum(losses) / len(losses))
     return abs(math.log(number.right) - usual) < abs(math.log(number.value) - usual)
+
+
+def training_averages_are_averages(case: Case) -> Iterator[Verdict]:
+    """An average of the losses of an epoch that the loop has is their sum, divided by their number."""
+    facts = case.newest(TrainingAveragesFacts)
+    if facts is None:
+        return
+    known = [each for each in facts.numbers if _is_average(each.name) and not each.is_plain]
+    wrong = [each for each in known if each.wrong and "loss" in each.name.lower() and not each.is_factor]
+    if wrong:
+        yield _wrong_average(facts, max(wrong, key=_deviation), case.last_step)
+    elif any(not each.wrong for each in known):
+        yield Holds(", ".join(f"{each.name} over {facts.steps} steps" for each in known[:3] if not each.wrong))
+    else:
+        yield NotApplicable("no number of the loop is known as made of the losses of its steps")
+
+
+def _swapped(facts: EvaluationFacts, number: KeptNumber) -> Finding:
+    return finding(
+        "law.data.figures_are_averages",
+        "warning",
+        max(1, facts.after),
+        symptom=f"{number.name} is {number.value:.4g}, the mean of {number.of} over the rows of the evaluation",
+        cause="a loss and a share of decisions have each other's name: they are returned or taken in another order",
+        remedy="take what the evaluation returns in its order, or by name",
+        sure=0.8,
+        stage="loop",
+        where=Where(source=number.line),
+        evidence=[(number.name, number.value, "a share" if "acc" in number.name.lower() else "a loss")],
+    )
+
+
+def _wrong_average(facts: TrainingAveragesFacts, number: KeptNumber, step: int) -> Finding:
+    return finding(
+        "law.data.training_averages_are_averages",
+        "warning" if _deviation(number) > NOISE else "info",
+        max(1, step),
+        symptom=f"{number.name} is {number.value:.4g}, {number.wrong}; the mean of {number.of} over the {facts.steps} "
+        f"steps of the epoch is {number.right:.4g} ± {number.noise:.2g}",
+        cause=_CAUSE + "; or the sum does not begin anew with an epoch",
+        remedy=_REMEDY,
+        sure=0.8,
+        stage="loop",
+        evidence=[(number.name, number.value, number.right), ("standard error over the steps", number.noise)],
+    )
 
 
 def perfect_predictions_are_right(case: Case) -> Iterator[Verdict]:

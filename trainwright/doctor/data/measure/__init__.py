@@ -10,9 +10,10 @@ from trainwright.doctor.data.measure.draws import Draws
 from trainwright.doctor.data.measure.evaluations import EvaluationsProbe
 from trainwright.doctor.data.measure.rows import InputRows
 from trainwright.doctor.data.measure.told import Told
+from trainwright.doctor.data.measure.training_averages import TrainingAveragesProbe
 from trainwright.recorder.probes import Probe, WatchedObjects
 
 
 def probes(watched: WatchedObjects) -> list[Probe]:
     """All need a live loop."""
-    return [InputRows(), Draws(watched), Told(watched), EvaluationsProbe(watched)]
+    return [InputRows(), Draws(watched), Told(watched), EvaluationsProbe(watched), TrainingAveragesProbe(watched)]

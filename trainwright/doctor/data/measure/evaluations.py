@@ -12,7 +12,15 @@ from torch import nn
 from trainwright.doctor.data.facts import Computed, DecidedFigure, EvaluationFacts
 from trainwright.doctor.data.measure.alike import Likenesses
 from trainwright.doctor.data.measure.best_predictions import decided_figures
-from trainwright.doctor.data.measure.kept_numbers import EscapeLine, EscapeLines, KeptNumbers, by_place, rows_of
+from trainwright.doctor.data.measure.figure_parts import (
+    EscapeLine,
+    EscapeLines,
+    all_readings,
+    away_from,
+    by_place,
+    rows_of,
+)
+from trainwright.doctor.data.measure.kept_numbers import KeptNumbers
 from trainwright.doctor.data.measure.told import figures_among
 from trainwright.recorder.copies import is_a_copy
 from trainwright.recorder.escapes import EscapeTape
@@ -106,6 +114,7 @@ class EvaluationsProbe(Probe):
         figures = figures_among(numbers)
         if self._is_open and tape.rows:
             places = dict(list(by_place(tape.escapes).items())[:PLACES])
+            away = away_from(self._code(), places)
             worst = max(tape.mass, key=lambda each: each[0], default=(-1.0, None))
             self._facts = EvaluationFacts(
                 after=self._steps,
@@ -113,7 +122,7 @@ class EvaluationsProbe(Probe):
                 rows=sum(tape.rows),
                 arrays=tape.arrays,
                 computed=tuple(_computed(places, tape.rows)),
-                numbers=tuple(self._kept.read(numbers, self._before, places, tape.rows, self._code())),
+                numbers=tuple(self._kept.read(numbers, self._before, all_readings(places, tape.rows), away)),
                 figures={name: value for name, value in figures.items() if self._before.get(name) != value},
                 mass=worst[0],
                 mass_line=worst[1],

@@ -7,122 +7,22 @@ its value: as such a figure, or as one of which a part is another.
 from __future__ import annotations
 
 import math
-import operator
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from types import CodeType
 
 from trainwright.doctor.data.facts import KeptNumber
-from trainwright.recorder.escapes import Escape, Reduction
+from trainwright.doctor.data.measure.figure_parts import EscapeLine, FigureParts
 
 EXACT = 1e-9
 """Relative: what was made of some numbers is recognised."""
 LOGGED = "log."
 """What the names of those numbers begin with that the loop has told on purpose."""
-SHARED = ("loss", "acc")
-"""A number with such a name is meant as an average, and has no factor of its own."""
-
-
-@dataclass(frozen=True)
-class EscapeLine:
-    """A line from which numbers left torch during a pass, and what they are of."""
-
-    line: str | None
-    function: str
-    reduction: Reduction | None
-    decided: bool
-    over: int
-
-    @property
-    def is_count(self) -> bool:
-        """Whether nothing of a model is in it, or decisions alone."""
-        return self.reduction is None
-
-    @property
-    def words(self) -> str:
-        return f"{self.function or 'what leaves torch'} at {self.line}"
-
-
-EscapeLines = Mapping[EscapeLine, Sequence[Escape]]
 Key = tuple[str | None, int]
 """A line, and a pass over data."""
-
-
-def by_place(escapes: Sequence[Escape]) -> EscapeLines:
-    places: dict[EscapeLine, list[Escape]] = {}
-    for each in escapes:
-        of = each.origin
-        place = (
-            EscapeLine(each.line, "", None, False, each.over)
-            if of is None
-            else EscapeLine(each.line, of.function, of.reduction, of.decided, each.over)
-        )
-        places.setdefault(place, []).append(each)
-    return places
-
-
-def rows_of(escapes: Sequence[Escape], rows: Sequence[int]) -> list[int]:
-    """The rows that the outputs are of which each number was made of; of no output, of the call before it."""
-    return [
-        sum(rows[call] for call in each.origin.calls) if each.origin is not None else rows[max(0, each.call - 1)]
-        for each in escapes
-    ]
-
-
-@dataclass(frozen=True)
-class FigureParts:
-    """Numbers of a place as parts of a figure: it is the sum of ``terms`` over the sum of ``counts``.
-
-    ``counted`` says what the counts are. ``told``: the numbers as they left torch.
-    """
-
-    place: EscapeLine
-    counted: str
-    told: tuple[float, ...]
-    terms: tuple[float, ...]
-    counts: tuple[float, ...]
-
-    @cached_property
-    def figure(self) -> float:
-        return math.fsum(self.terms) / math.fsum(self.counts)
-
-    @cached_property
-    def noise(self) -> float:
-        """The standard error of the figure: of a ratio of sums over parts, or of a share."""
-        whole, parts = math.fsum(self.counts), len(self.terms)
-        between = math.fsum((t - self.figure * c) ** 2 for t, c in zip(self.terms, self.counts))
-        error = math.sqrt(between * parts / max(1, parts - 1)) / whole
-        if self.place.decided and 0.0 < self.figure < 1.0:
-            return max(error, math.sqrt(self.figure * (1 - self.figure) / whole))
-        return error
-
-
-def readings(places: EscapeLines, place: EscapeLine, rows: Sequence[int]) -> Iterator[FigureParts]:
-    """What the numbers of a place may be parts of: means are weighted, sums are divided, by each known count."""
-    escapes = places[place]
-    told = tuple(each.value for each in escapes)
-    for counted, counts in _counts(places, place, rows):
-        if min(counts) > 0 and all(map(math.isfinite, (*told, *counts))):
-            if place.reduction != "mean":
-                yield FigureParts(place, counted, told, told, counts)
-            if place.reduction != "sum":
-                yield FigureParts(place, counted, told, tuple(map(operator.mul, told, counts)), counts)
-
-
-def _counts(places: EscapeLines, place: EscapeLine, rows: Sequence[int]) -> Iterator[tuple[str, tuple[float, ...]]]:
-    escapes = places[place]
-    yield "rows", tuple(map(float, rows_of(escapes, rows)))
-    elements = tuple(float(each.origin.count) for each in escapes if each.origin is not None)
-    if len(elements) == len(escapes):
-        yield "elements", elements
-    for other, values in places.items():
-        if other is not place and other.over == place.over and len(values) == len(escapes):
-            counts = tuple(each.value for each in values)
-            if (other.is_count or other.decided) and all(each > 0 and each == int(each) for each in counts):
-                yield f"what leaves at {other.line}", counts
+SHARED = ("loss", "acc")
+"""A number with such a name is meant as an average, and has no factor of its own."""
 
 
 @dataclass(frozen=True)
@@ -271,12 +171,15 @@ class KeptNumbers:
         self,
         numbers: Mapping[str, float],
         before: Mapping[str, float],
-        places: EscapeLines,
-        rows: Sequence[int],
-        loop: CodeType | None,
+        known: Sequence[FigureParts],
+        away: Set[EscapeLine] = frozenset(),
+        *,
+        is_over: bool = True,
     ) -> list[KeptNumber]:
-        """What each number is. ``loop`` is the function that holds the numbers."""
-        known = [each for place in places if not place.is_count for each in readings(places, place, rows)]
+        """What each number is. ``away`` are lines in other functions than the one that has the numbers.
+
+        Where the evaluation is not over, more of them may come.
+        """
         groups = [
             Forms([form for each in known for form in _right(each)]),
             Forms([form for each in known for form in _plain(each)]),
@@ -285,13 +188,12 @@ class KeptNumbers:
         new = [name for name, value in numbers.items() if before.get(name) != value and value and math.isfinite(value)]
         forms = {name: self._form(name, numbers[name], groups) for name in new if type(numbers[name]) is float}
         settled = {_key(form) for form in forms.values() if form is not None and not (form.wrong or form.is_plain)}
-        away = {place for place, each in places.items() if all(one.code is not loop for one in each)}
         whole = {value for value in numbers.values() if type(value) is int}
         values = [numbers[name] for name in forms]
         kept = []
         for name in new:
             form = forms.get(name)
-            if form is None and is_meant(name):
+            if form is None and is_meant(name) and is_over:
                 form = self._course(name, numbers[name], known, settled)
             if form is not None and form.is_plain and not name.startswith(LOGGED):
                 is_on_its_way = form.reading.place not in away or _divisors(form) & whole
@@ -302,10 +204,10 @@ class KeptNumbers:
                 form = replace(form, wrong="")
             if form is not None and self._is_sure(name, form):
                 kept.append(_kept(name, numbers[name], form))
-        heard = {_key(form)[0] for form in forms.values() if form is not None}
-        kept += self._left_behind(numbers, known, heard)
-        for each in known:
-            self._add_up(each)
+        if is_over:
+            heard = {_key(form)[0] for form in forms.values() if form is not None}
+            kept += self._left_behind(numbers, known, heard)
+            self.add_up(known)
         self._right |= {
             name: _key(form)[0] for name, form in forms.items() if form is not None and _key(form) in settled
         }
@@ -355,10 +257,12 @@ class KeptNumbers:
             yield Form(reading, total / whole, _CARRIED)
             yield Form(reading, total / (whole + counts), _CARRIED)
 
-    def _add_up(self, reading: FigureParts) -> None:
-        key = reading.place.line, reading.counted
-        terms, counts = self._sums.get(key, (0.0, 0.0))
-        self._sums[key] = terms + math.fsum(reading.terms), counts + math.fsum(reading.counts)
+    def add_up(self, known: Sequence[FigureParts]) -> None:
+        """What is begun next may go on with these sums."""
+        for each in known:
+            key = each.place.line, each.counted
+            terms, counts = self._sums.get(key, (0.0, 0.0))
+            self._sums[key] = terms + math.fsum(each.terms), counts + math.fsum(each.counts)
 
 
 _CARRIED = "with what the evaluations before it have summed up"
@@ -386,6 +290,7 @@ def _kept(name: str, value: float, form: Form) -> KeptNumber:
         line=reading.place.line,
         is_plain=form.is_plain,
         wrong=form.wrong,
+        decided=reading.place.decided,
         is_factor=form.is_factor,
         right=reading.figure,
         whole=math.fsum(reading.counts),
