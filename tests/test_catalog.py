@@ -79,6 +79,9 @@ class Kept:
     def __init__(self, folder: Path, config: Mapping[str, object], *, from_step: int) -> None:
         self.losses.clear()
 
+    def open(self) -> None:
+        """It is there."""
+
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         if "train/loss" in values:
             self.losses[step] = values["train/loss"]

@@ -73,10 +73,12 @@ def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
 
 def test_tensorboard_hides_the_steps_that_a_resume_repeats(tmp_path: Path) -> None:
     first = TensorBoard(tmp_path, {})
+    first.open()
     for step in (1, 2, 3):
         first.scalars(step, {"loss": 1.0})
     first.close(1)
     second = TensorBoard(tmp_path, {}, from_step=1)
+    second.open()
     second.scalars(2, {"loss": 9.0})
     second.close(0)
     assert scalars_of(tmp_path, "loss") == [(1, 1.0), (2, 9.0)]
@@ -114,6 +116,9 @@ class Broken:
 
     calls = 0
 
+    def open(self) -> None:
+        """It is there."""
+
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self.calls += 1
         raise ConnectionError("server\n gone")
@@ -127,7 +132,7 @@ class Broken:
 
 def test_a_sink_that_fails_is_said_once_and_left_alone() -> None:
     broken, said = Broken(), Warnings()
-    sink = QueuedSink("wandb", lambda: broken, said)
+    sink = QueuedSink("wandb", broken, said)
     sink.scalars(1, {})
     sink.scalars(2, {})
     sink.text(2, "a", "b")
@@ -139,31 +144,28 @@ def test_a_sink_that_fails_is_said_once_and_left_alone() -> None:
 class Hanging(Broken):
     """A sink whose server takes the connection and does not answer, until it is freed."""
 
-    def __init__(self) -> None:
-        self.freed, self.seen = threading.Event(), list[int]()
+    def __init__(self, when: str = "written to") -> None:
+        self.freed, self.seen, self.when = threading.Event(), list[int](), when
+
+    def open(self) -> None:
+        if self.when == "opened":
+            self.freed.wait()
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self.freed.wait()
         self.seen.append(step)
 
 
-@pytest.mark.parametrize("hangs_when", ["opened", "written to"])
-def test_a_sink_that_hangs_holds_up_nobody(hangs_when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sinks_room, "CLOSING_S", 0.05)
-    hanging, other, said = Hanging(), Hanging(), Warnings()
+@pytest.mark.parametrize("when", ["opened", "written to"])
+def test_a_sink_that_hangs_holds_up_nobody(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hanging, other, said = Hanging(when), Hanging(), Warnings()
     other.freed.set()
-
-    def opened() -> Hanging:
-        if hangs_when == "opened":
-            hanging.freed.wait()
-        return hanging
-
-    sinks = [QueuedSink("hanging", opened, said), QueuedSink("other", lambda: other, never)]
+    sinks = [QueuedSink("hanging", hanging, said), QueuedSink("other", other, never)]
     for sink in sinks:
         for step in range(3):
             sink.scalars(step, {})
-    assert sinks[1]._is_done.wait(0) is False
     sinks[1].close(0)
+    monkeypatch.setattr(sinks_room, "CLOSING_S", 0.05)
     close_sinks(sinks[:1], 0)
     assert said == ["hanging did not take the end of this run in time, log.jsonl has it all"]
     assert other.seen == [0, 1, 2] and other.calls == 1 and hanging.seen == []
@@ -177,6 +179,9 @@ class Stuck(Broken):
     freed = threading.Event()
 
     def __init__(self, folder: Path, config: Mapping[str, object], *, from_step: int) -> None:
+        """As a sink is made."""
+
+    def open(self) -> None:
         self.freed.wait()
 
 
@@ -197,7 +202,7 @@ def test_a_run_ends_though_its_sink_hangs(
 def test_what_comes_too_fast_is_left_out_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sinks_room, "MOST_WAITING", 3)
     hanging, said = Hanging(), Warnings()
-    sink = QueuedSink("slow", lambda: hanging, said)
+    sink = QueuedSink("slow", hanging, said)
     for step in range(20):
         sink.scalars(step, {})
     hanging.freed.set()
@@ -246,16 +251,20 @@ def rows(folder: Path) -> list[list[str]]:
 
 def test_a_table_goes_on_where_the_run_does(tmp_path: Path) -> None:
     first = CsvFile(tmp_path, {})
+    first.open()
     for step in (1, 2, 3):
         first.scalars(step, {"loss": 1.0 / step, 'a "name", with all': math.inf})
     first._file.write("3,lo")  # a kill
     first.close(1)
     second = CsvFile(tmp_path, {}, from_step=2)
+    second.open()
     second.scalars(3, {"loss": math.nan})
     second.close(0)
     assert rows(tmp_path)[:3] == [["step", "name", "value"], ["1", "loss", "1.0"], ["1", 'a "name", with all', "inf"]]
     assert rows(tmp_path)[3:] == [["2", "loss", "0.5"], ["2", 'a "name", with all', "inf"], ["3", "loss", "nan"]]
-    CsvFile(tmp_path, {}).close(0)
+    third = CsvFile(tmp_path, {})
+    third.open()
+    third.close(0)
     assert rows(tmp_path) == [["step", "name", "value"]]
 
 
@@ -286,6 +295,7 @@ def test_an_endpoint_is_read_by_the_parsers_of_prometheus(tmp_path: Path, monkey
     monkeypatch.setenv("TRAINWRIGHT_METRICS", "127.0.0.1:0")
     folder = tmp_path / 'my "run"'
     sink = OpenMetrics(folder, {})
+    sink.open()
     sink.scalars(1, {"train/loss": 3.0})
     sink.scalars(2, {"train/loss": 2.5, "val/acc-1": math.nan})
     for parser, accept, kind in ((of_text, "text/plain", "text/plain"), (of_open_metrics, OPEN, "openmetrics-text")):
@@ -297,12 +307,14 @@ def test_an_endpoint_is_read_by_the_parsers_of_prometheus(tmp_path: Path, monkey
         assert math.isnan(found["trainwright_val_acc_1"].value)
     monkeypatch.setenv("TRAINWRIGHT_METRICS", f"127.0.0.1:{sink.port}")
     with pytest.raises(UsageError, match="TRAINWRIGHT_METRICS"):
-        OpenMetrics(folder, {})
+        OpenMetrics(folder, {}).open()
     sink.close(0)
-    OpenMetrics(folder, {}).close(0)  # the port is free again
+    again = OpenMetrics(folder, {})
+    again.open()  # the port is free again
+    again.close(0)
     monkeypatch.setenv("TRAINWRIGHT_METRICS", "everywhere")
     with pytest.raises(UsageError, match="is no address"):
-        OpenMetrics(folder, {})
+        OpenMetrics(folder, {}).open()
 
 
 OPEN = "application/openmetrics-text; version=1.0.0"

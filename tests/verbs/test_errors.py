@@ -30,6 +30,7 @@ from trainwright.report.bad_cases import NAME, bad_cases_in
 from trainwright.state.cursor import MicroBatch
 from trainwright.verbs.bad_cases import errors_in_folds
 from trainwright.verbs.bad_cases.labels import label_order
+from trainwright.verbs.bad_cases.samples import class_names
 from trainwright.verbs.bad_cases.scores import Scores, score
 from trainwright.verbs.bad_cases.tally import BINS, Tally
 
@@ -228,6 +229,7 @@ def test_samples_are_shown_as_what_they_are(tmp_path: Path) -> None:
     grey = torch.tensor([[0.0, 5.0], [10.0, 5.0]]).repeat_interleave(2, 0).repeat_interleave(2, 1)[None, None]
     assert pixels(of((grey, torch.zeros(1)), Length()).png)[::2, ::2, 0].tolist() == [[0, 128], [255, 128]]
     text = CharText("hello there, this is a text" * 3, block_size=16)
+    assert class_names(text, text.classes)[:3] == ["' '", ",", "a"]
     torch.manual_seed(0)
     lm = nn.Embedding(text.classes, text.classes)
     assert of(text, lm, lambda model, b: F.cross_entropy(model(b[0]).flatten(0, 1), b[1].flatten())).text in "".join(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Protocol
+
+from trainwright.errors import TrainwrightError
 
 MOST_WAITING = 10_000
 CLOSING_S = 30.0
@@ -16,7 +17,7 @@ CLOSING_S = 30.0
 
 
 class Sink(Protocol):
-    """A tracker that gets what log.jsonl gets."""
+    """Gets what log.jsonl gets."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -26,10 +27,21 @@ class Sink(Protocol):
         """Flushes what has not been written. ``exit_code`` is the run's."""
 
 
-class SinkFactory(Protocol):
-    """Opens a sink. ``config`` is the recipe as plain values, ``from_step`` the step that the run resumes from."""
+class OpenableSink(Sink, Protocol):
+    """A sink that is opened before it is used."""
 
-    def __call__(self, folder: Path, config: Mapping[str, object], *, from_step: int) -> Sink: ...
+    def open(self) -> None:
+        """Does what may wait: opens files, asks servers."""
+
+
+class SinkFactory(Protocol):
+    """Makes a sink. ``config`` is the recipe as plain values, ``from_step`` the step that the run resumes from.
+
+    Packages are imported here, in the thread that trains: a worker that is forked while another thread imports may find
+    half a module.
+    """
+
+    def __call__(self, folder: Path, config: Mapping[str, object], *, from_step: int) -> OpenableSink: ...
 
 
 class QueuedSink:
@@ -39,19 +51,19 @@ class QueuedSink:
     calls behind, later ones are left out.
     """
 
-    def __init__(self, name: str, opens: Callable[[], Sink], warn: Callable[[str], None]) -> None:
-        self._name, self._opens, self._warn = name, opens, warn
-        self._calls: SimpleQueue[Callable[[Sink], None] | None] = SimpleQueue()
+    def __init__(self, name: str, sink: OpenableSink, warn: Callable[[str], None]) -> None:
+        self._name, self._sink, self._warn = name, sink, warn
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._left_out, self._exit_code = 0, 0
         self._is_done = Event()
         Thread(target=self._run, name=f"trainwright-{name}", daemon=True).start()
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         kept = dict(values)
-        self._put(lambda sink: sink.scalars(step, kept))
+        self._put(lambda: self._sink.scalars(step, kept))
 
     def text(self, step: int, name: str, text: str) -> None:
-        self._put(lambda sink: sink.text(step, name, text))
+        self._put(lambda: self._sink.text(step, name, text))
 
     def close(self, exit_code: int) -> None:
         """Waits until all is written, or ``CLOSING_S``."""
@@ -69,7 +81,7 @@ class QueuedSink:
         elif self._left_out:
             self._warn(f"{self._name} lacks {self._left_out} records that came too fast for it, log.jsonl has them")
 
-    def _put(self, call: Callable[[Sink], None]) -> None:
+    def _put(self, call: Callable[[], None]) -> None:
         if self._is_done.is_set():
             return
         if self._calls.qsize() >= MOST_WAITING:
@@ -79,10 +91,10 @@ class QueuedSink:
 
     def _run(self) -> None:
         try:
-            sink = self._opens()
+            self._sink.open()
             while (call := self._calls.get()) is not None:
-                call(sink)
-            sink.close(self._exit_code)
+                call()
+            self._sink.close(self._exit_code)
         except Exception as error:  # another project's code: anything may come out of it
             self._warn(_gone(self._name, error))
         finally:
@@ -97,11 +109,19 @@ def open_sinks(
     *,
     from_step: int = 0,
 ) -> list[QueuedSink]:
-    """Opens a sink from each factory, by name. One that cannot open (no network, no login) is warned about."""
-    return [
-        QueuedSink(name, partial(factory, folder, config, from_step=from_step), warn)
-        for name, factory in factories.items()
-    ]
+    """Opens a sink from each factory, by name. One that cannot be made or opened (no login, say) is warned about.
+
+    Raises MissingExtra for a package that is not installed.
+    """
+    sinks = []
+    for name, factory in factories.items():
+        try:
+            sinks.append(QueuedSink(name, factory(folder, config, from_step=from_step), warn))
+        except TrainwrightError:
+            raise
+        except Exception as error:  # a package that is broken
+            warn(_gone(name, error))
+    return sinks
 
 
 def close_sinks(sinks: Sequence[QueuedSink], exit_code: int) -> None:

@@ -16,8 +16,10 @@ class CsvFile:
     """A Sink. What an earlier process wrote after ``from_step`` is left out: a resume repeats those steps."""
 
     def __init__(self, folder: Path, config: Mapping[str, object], *, from_step: int = 0) -> None:
-        path = folder / NAME
-        earlier = _rows_until(path, from_step)
+        self._path, self._from_step = folder / NAME, from_step
+
+    def open(self) -> None:
+        path, earlier = self._path, _rows_until(self._path, self._from_step)
         draft = draft_of(path)
         with draft.open("w", encoding="utf-8", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows([HEAD, *earlier])

@@ -30,23 +30,30 @@ class MLflow:
     def __init__(self, folder: Path, config: Mapping[str, object], *, from_step: int = 0) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it tells its makers what is called, unless told not
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # the terminal is ours
+        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
         try:
             from mlflow import MlflowClient
             from mlflow.entities import Metric, Param
         except ImportError as error:
             raise MissingExtra("mlflow", extra="mlflow", needed_for="the mlflow sink") from error
+        self._make, self._metric, self._param = MlflowClient, Metric, Param
+        self._folder, self._config, self._from_step = folder, config, from_step
+
+    def open(self) -> None:
+        folder = self._folder
         beside = folder.resolve().parent
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         artifacts = None if uri else (beside / "mlflow-artifacts").as_uri()
-        self._client = MlflowClient(tracking_uri=uri or f"sqlite:///{beside / 'mlflow.db'}")
-        self._metric, self._waiting, self._sent_s = Metric, list[Metric](), time.monotonic()
-        self._run_id = self._resumed(folder) if from_step else None
+        self._client = self._make(tracking_uri=uri or f"sqlite:///{beside / 'mlflow.db'}")
+        self._waiting: list[object] = []
+        self._sent_s = time.monotonic()
+        self._run_id = self._resumed(folder) if self._from_step else None
         if self._run_id is None:
             experiment = self._experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "trainwright"), artifacts)
             run = self._client.create_run(experiment, run_name=folder.name, tags={"trainwright.folder": str(folder)})
             self._run_id = run.info.run_id
             (folder / RUN_ID).write_text(json.dumps({"run_id": self._run_id}) + "\n")
-            parameters = (Param(name, value[:MOST_CHARACTERS]) for name, value in _flat(config))
+            parameters = (self._param(name, value[:MOST_CHARACTERS]) for name, value in _flat(self._config))
             while some := list(islice(parameters, PARAMETERS_AT_ONCE)):
                 self._client.log_batch(self._run_id, params=some)
 

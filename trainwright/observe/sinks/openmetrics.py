@@ -28,12 +28,14 @@ class OpenMetrics:
             import prometheus_client
         except ImportError as error:
             raise MissingExtra("prometheus_client", extra="openmetrics", needed_for="the openmetrics sink") from error
-        host, port = _address(os.environ.get(VARIABLE, DEFAULT))
         self._prometheus, self._run = prometheus_client, folder.name
         self._registry = prometheus_client.CollectorRegistry()
         self._gauges: dict[str, Gauge] = {}
+
+    def open(self) -> None:
+        host, port = _address(os.environ.get(VARIABLE, DEFAULT))
         try:
-            self._server, self._thread = prometheus_client.start_http_server(port, host, self._registry)
+            self._server, self._thread = self._prometheus.start_http_server(port, host, self._registry)
         except OSError as error:
             raise UsageError(
                 f"cannot listen on {host}:{port}: {error.strerror}", remedy=f"set {VARIABLE}=127.0.0.1:9465"

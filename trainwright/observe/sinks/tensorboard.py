@@ -17,9 +17,12 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise MissingExtra("tensorboard", extra="tensorboard", needed_for="the tensorboard sink") from error
-        purge_step = from_step + 1 if from_step else None
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step, flush_secs=30)
-        self._writer.add_text("recipe", _as_it_stands(json.dumps(config, indent=2, default=str)), from_step)
+        self._make, self._folder, self._config, self._from_step = SummaryWriter, folder, config, from_step
+
+    def open(self) -> None:
+        purge_step = self._from_step + 1 if self._from_step else None
+        self._writer = self._make(str(self._folder / "tensorboard"), purge_step=purge_step, flush_secs=30)
+        self._writer.add_text("recipe", _as_it_stands(json.dumps(self._config, indent=2, default=str)), self._from_step)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():

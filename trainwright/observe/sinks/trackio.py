@@ -21,12 +21,14 @@ class Trackio:
             raise MissingExtra("trackio", extra="trackio", needed_for="the trackio sink") from error
         for module in ("trackio", "trackio.run", "trackio.utils"):  # it prints, and the terminal is ours
             vars(importlib.import_module(module))["print"] = _silent
-        self._trackio = trackio
-        self._run = trackio.init(
+        self._trackio, self._folder, self._config, self._from_step = trackio, folder, config, from_step
+
+    def open(self) -> None:
+        self._run = self._trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", "trainwright"),
-            name=folder.name,
-            config=dict(config),
-            resume="allow" if from_step else "never",
+            name=self._folder.name,
+            config=dict(self._config),
+            resume="allow" if self._from_step else "never",
             embed=False,
             auto_log_gpu=False,  # observe/telemetry.py reads the machine already
             auto_log_cpu=False,

@@ -21,7 +21,10 @@ class WeightsAndBiases:
             import wandb
         except ImportError as error:
             raise MissingExtra("wandb", extra="wandb", needed_for="the wandb sink") from error
-        self._wandb = wandb
+        self._wandb, self._folder, self._config = wandb, folder, config
+
+    def open(self) -> None:
+        wandb, folder, config = self._wandb, self._folder, self._config
         # Offline or not, wandb reports its own errors to its makers unless told otherwise before its service starts
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         self._run = wandb.init(

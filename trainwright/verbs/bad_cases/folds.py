@@ -14,7 +14,7 @@ from torch.utils.data import Subset
 from trainwright.build.assemble import LIVE, Parts, build_dataset, build_loss, build_model
 from trainwright.build.data import EvaluationBatches, Loading
 from trainwright.build.unwrap import length_of
-from trainwright.errors import UsageError
+from trainwright.errors import StoppedError, UsageError
 from trainwright.recipe import Loaded, load
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
 from trainwright.runlog.folder import RunFolder
@@ -77,8 +77,8 @@ class FoldedTraining:
             rest = replace(self._train, dataset=Subset(self._train.dataset, others.tolist()))
             model, _ = build_model(loaded, self._train)
             result = train(loaded, parts=Parts(model, rest, None, build_loss(loaded)), quiet=True)
-        if result.state is None or result.ending not in ("finished", "data_exhausted"):
-            raise UsageError(f"fold {number + 1} was {result.ending}: {result.reason}", remedy="run it again")
+        if result.state is None or result.ending == "stopped":
+            raise StoppedError(f"fold {number + 1} was stopped: {result.reason}", remedy="run it again")
         how = replace(self._how, device=next(result.state.model.parameters()).device)
         left_out = EvaluationBatches(Subset(self._train.dataset, mine.tolist()), how)
         found.collect(

@@ -82,11 +82,11 @@ def known_of(dataset: AnyDataset, name: str) -> object:
 
 
 def class_names(dataset: AnyDataset, count: int) -> list[str]:
-    """What the dataset calls its classes (``labels``, or ``classes`` as in torchvision), else their numbers."""
-    for name in ("labels", "classes", "class_names"):
+    """What the dataset calls its classes (``labels``, ``classes`` as in torchvision, or ``vocabulary``), or numbers."""
+    for name in ("labels", "classes", "class_names", "vocabulary"):
         found = known_of(dataset, name)
         if isinstance(found, Sequence) and len(found) == count and all(isinstance(each, str) for each in found):
-            return [*found]
+            return [each if each.strip() and each.isprintable() else repr(each) for each in found]
     return [str(number) for number in range(count)]
 
 
