@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainwright.doctor.vitals.measure import frozen as frozen
+from trainwright.doctor.vitals.measure import reach as reach
 from trainwright.doctor.vitals.measure import replays as replays
 from trainwright.doctor.vitals.measure.steadiness import Steadiness
 from trainwright.doctor.vitals.measure.weights import MovingWeights

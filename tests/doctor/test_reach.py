@@ -1,0 +1,93 @@
+"""Updates that are several times too small are found by what three times their way would give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from tests.doctor.law_loops import Change, Loop, as_it_is, broken, watched
+from tests.rows import each_row
+from trainwright.doctor.case import Case
+from trainwright.doctor.finding import Finding
+from trainwright.doctor.law import Holds, NotApplicable
+from trainwright.doctor.vitals.facts import ReachFacts, VitalsFacts
+from trainwright.doctor.vitals.reach import way_is_used
+from trainwright.runlog.json_values import strict
+from trainwright.runlog.records import Examined, Watched
+
+STRAIGHT = ReachFacts(8, 40, 2.0, 1.9, 1.7, True)
+
+
+def tenth_of_the_loss(loop: Loop) -> None:
+    loop.loss = lambda out, y: F.cross_entropy(out, y) / 10
+
+
+def clipped(loop: Loop) -> None:
+    loop.before_update = lambda step: nn.utils.clip_grad_norm_(loop.model.parameters(), 0.05)
+
+
+def warm_for_ever(loop: Loop) -> None:
+    for group in loop.optimizer.param_groups:
+        group["lr"] /= 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "optimizer", "lr", "breaks"),
+    [
+        (as_it_is, AdamW, 1e-2, False),
+        (as_it_is, partial(SGD, momentum=0.9), 0.1, False),
+        (warm_for_ever, AdamW, 1e-2, True),
+        (tenth_of_the_loss, SGD, 0.1, True),
+        (clipped, SGD, 0.1, True),
+    ],
+    ids=str,
+)
+def test_updates_that_are_too_small(
+    change: Change, optimizer: Callable[..., Optimizer], lr: float, breaks: bool
+) -> None:
+    watch = watched(change, steps=50, optimizer=optimizer, lr=lr)
+    assert ("way_is_used" in broken(watch, "vitals")) == breaks
+
+
+def case_of(
+    *facts: ReachFacts, rate: Callable[[int], float] = lambda step: 0.1, steps: int = 130, frozen: int = 0
+) -> Case:
+    event: dict[str, object] = {"optimizer": 0}
+    records = [
+        Watched(time_s=0.0, step=n, loss=1.0, grad_norm=1.0, lr=rate(n), events=strict((("step", event),)))
+        for n in range(1, steps + 1)
+    ]
+    vitals = VitalsFacts(steps=steps, updates=steps, tensors=4, frozen_still=frozen)
+    seen = [Examined(time_s=0.0, step=each.until, experiment="reach", values=strict(vars(each))) for each in facts]
+    last = Examined(time_s=0.0, step=steps, experiment="vitals", values=strict(vars(vitals)))
+    return Case([*records, *seen, last], finished=True)
+
+
+@each_row(
+    ("case", "kind"),
+    [
+        (case_of(STRAIGHT, ReachFacts(16, 48, 1.9, 1.8, 1.6, True)), Finding),
+        (case_of(STRAIGHT), Holds),
+        (case_of(STRAIGHT, ReachFacts(16, 48, 1.9, 1.8, 1.6, False)), Holds),
+        (case_of(STRAIGHT, ReachFacts(16, 48, 1.9, 1.8, 1.79, True)), Holds),
+        (case_of(STRAIGHT, ReachFacts(16, 48, 1.9, 1.8, 1.6, True), frozen=1), NotApplicable),
+        (case_of(STRAIGHT, ReachFacts(16, 48, 1.9, 1.8, 1.6, True), rate=lambda step: 1.0 / step), Holds),
+    ],
+    ids=lambda value: "",
+)
+def test_two_looks_with_a_steady_rate_must_show_it(case: Case, kind: type) -> None:
+    verdicts = [each for each in way_is_used(case) if isinstance(each, Finding | Holds | NotApplicable)]
+    assert [type(each) for each in verdicts] == [kind]
+
+
+def test_a_trial_of_a_few_steps_is_told_no_more_than_that() -> None:
+    again = ReachFacts(16, 48, 1.9, 1.8, 1.6, True)
+    for steps, severity in ((60, "info"), (130, "warning")):
+        [finding] = [each for each in way_is_used(case_of(STRAIGHT, again, steps=steps)) if isinstance(each, Finding)]
+        assert finding.found.severity == severity
