@@ -114,6 +114,7 @@ def test_the_laws_hold_for_averages_as_people_write_them(name: str) -> None:
         "evaluated_copies_move": "not applicable",
         "weights_follow": "held",
         "parts_go_along": "held",
+        "begin_is_forgotten": "not applicable",
         "used_statistics_are_measured": "not applicable",
     }
     assert [each.code for each in watch.findings() if each.code.startswith("law.averages.")] == []
@@ -142,7 +143,7 @@ def test_an_average_that_is_none(name: str) -> None:
     assert broken == [(f"law.averages.{law}", "warning")]
 
 
-def evaluated(copied: bool, moves: bool, every: int) -> Average:
+def evaluated(copied: bool, moves: bool, every: int, share: float = 0.1) -> Average:
     """A copy, or the model, is evaluated now and then."""
 
     def make(model: nn.Module) -> Callable[[int], Any]:
@@ -151,7 +152,7 @@ def evaluated(copied: bool, moves: bool, every: int) -> Average:
         @torch.no_grad()
         def follow(step: int) -> None:
             for mean, new in zip(other.parameters(), model.parameters()) if moves else ():
-                mean.lerp_(new, 0.1)
+                mean.lerp_(new, share)
             if step % every == 0:
                 (other if copied else model)(torch.zeros(4, 6))
 
@@ -172,6 +173,15 @@ def evaluated(copied: bool, moves: bool, every: int) -> Average:
 )
 def test_a_copy_that_is_evaluated_moves(make: Average, state: str) -> None:
     assert states(watched(make))["evaluated_copies_move"] == state
+
+
+@pytest.mark.parametrize(
+    ("share", "every", "state"),
+    [(0.1, 6, "held"), (0.01, 6, "broken"), (0.001, 6, "broken"), (0.001, 1, "not applicable")],
+)
+def test_an_average_forgets_the_first_weights(share: float, every: int, state: str) -> None:
+    make = evaluated(copied=True, moves=True, every=every, share=share)
+    assert states(watched(make))["begin_is_forgotten"] == state
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ HEALTHY: tuple[Loss, ...] = (
     lambda out: F.cross_entropy(out, Y16),
     lambda out: F.cross_entropy(out, Y16, label_smoothing=0.1),
     lambda out: F.nll_loss(out.log_softmax(1), Y16),
+    lambda out: F.cross_entropy(3 * out.tanh(), Y16),
     lambda out: F.cross_entropy(out, F.one_hot(Y16, 3).float()),
     lambda out: F.binary_cross_entropy_with_logits(out, (R16 > 0).float()),
     lambda out: F.mse_loss(out, R16),
@@ -81,6 +82,9 @@ def test_the_laws_hold_for_usual_losses(dtype: torch.dtype) -> None:
         ):
             [verdict] = verdicts(case, law)
             assert isinstance(verdict, Holds), (number, law, verdict)
+        for law in ("probabilities_add_up", "there_is_room_to_learn"):
+            [verdict] = verdicts(case, law)
+            assert isinstance(verdict, Holds | NotApplicable), (number, law, verdict)
 
 
 @each_row("dtype", [torch.float32, torch.bfloat16])
@@ -102,6 +106,12 @@ def test_a_small_step_towards_the_targets_is_not_lost_in_rounding(dtype: torch.d
         ("like_is_compared_with_like", lambda out: F.mse_loss(out.relu(), R16)),
         ("like_is_compared_with_like", lambda out: F.mse_loss(out.sigmoid(), 9 * R16)),
         ("like_is_compared_with_like", lambda out: F.binary_cross_entropy_with_logits((R16 > 0).float(), out)),
+        ("probabilities_add_up", lambda out: F.nll_loss(out.log_softmax(0), Y16)),
+        ("probabilities_add_up", lambda out: F.nll_loss(2 * out.log_softmax(1), Y16)),
+        ("probabilities_add_up", lambda out: F.nll_loss(out.sigmoid().log(), Y16)),
+        ("there_is_room_to_learn", lambda out: F.cross_entropy(out.sigmoid(), Y16)),
+        ("there_is_room_to_learn", lambda out: F.binary_cross_entropy_with_logits(out.relu(), (R16 > 0).float())),
+        ("there_is_room_to_learn", lambda out: F.binary_cross_entropy_with_logits(out.tanh(), (R16 > 0).float())),
         ("batch_is_cut_anywhere", lambda out: F.mse_loss(out, R16) + 1e-3 * out.pow(2).sum()),
         ("batch_is_cut_anywhere", lambda out: F.cross_entropy(out, Y16, reduction="sum") + out.abs().mean()),
         ("batch_is_cut_anywhere", lambda out: F.l1_loss(out, R16, reduction="sum") + F.cross_entropy(out, Y16)),

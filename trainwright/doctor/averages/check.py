@@ -15,6 +15,10 @@ EXPLAINED = 0.05
 MOVES = 3
 """So many moves tell an average from a copy that is made now and then."""
 
+LEFT = 0.5
+"""Of an average: more than that of the first weights, and it is rather these than what was trained."""
+STEADY = 0.01
+"""Of a share: a decay that warms up changes by more."""
 TWICE, SELDOM = 2, 4
 """An evaluation comes twice at least; a teacher is called at more than every fourth step."""
 
@@ -153,6 +157,41 @@ def evaluated_copies_move(case: Case) -> Iterator[Verdict]:
     )
 
 
+def begin_is_forgotten(case: Case) -> Iterator[Verdict]:
+    """At the end of a run an average that is evaluated is made of what was trained, and not of the first weights."""
+    facts = case.newest(CopiesFacts)
+    if facts is None or not case.finished:
+        return
+    called = [a for a in _averages(facts.copies) if a.evaluations and SELDOM * a.evaluations <= facts.since]
+    steady = [a for a in called if _is_steady([move.share for move in a.moves])]
+    if not steady:
+        yield NotApplicable("no average with a steady decay is evaluated")
+        return
+    for each in steady:
+        share = each.moves[-1].share
+        left = (1.0 - share) ** case.last_step
+        if left <= LEFT:
+            yield Holds(f"{left:.2g} of a {each.kind} is left of the first weights")
+            continue
+        yield finding(
+            "law.averages.begin_is_forgotten",
+            "warning",
+            case.last_step,
+            symptom=f"{left:.0%} of the average of {each.of} (a {each.kind}) are the weights of its begin: it takes "
+            f"{share:.3g} of the way at each of {case.last_step} steps",
+            cause="its decay is made for a longer run",
+            remedy=f"a decay of {1 - 20 / case.last_step:.4g}, one that warms up, or an average that begins later",
+            sure=0.8,
+            stage="update",
+            since_step=each.moves[0].step,
+            evidence=[("share of the first weights", round(left, 4), f"<= {LEFT}")],
+        )
+
+
+def _is_steady(shares: Sequence[float]) -> bool:
+    return min(shares) > 0.0 and max(shares) - min(shares) <= STEADY * max(shares)
+
+
 def used_statistics_are_measured(case: Case) -> Iterator[Verdict]:
     """Running statistics that training normalises with were measured at some time."""
     rows = case.facts("modes").get("eval", ())
@@ -183,6 +222,7 @@ LAWS: tuple[Law, ...] = (
     Law("averages.evaluated_copies_move", evaluated_copies_move),
     Law("averages.weights_follow", weights_follow),
     Law("averages.parts_go_along", parts_go_along),
+    Law("averages.begin_is_forgotten", begin_is_forgotten),
     Law("averages.used_statistics_are_measured", used_statistics_are_measured, named_by=("mode.*",)),
 )
 NAMES: tuple[Check, ...] = ()

@@ -27,6 +27,8 @@ class ComparedFacts:
     swapped: bool = False
     itself: bool = False
     smoothed: tuple[float, float] = (0.0, 0.0)
+    bounded: tuple[float, float] = (0.0, 0.0)
+    mass: float = -1.0
 
 
 @dataclass(frozen=True)
@@ -115,3 +117,17 @@ class CutFacts:
     ratio: float
     terms: tuple[TermRatio, ...] = ()
     divides: bool = False
+
+
+@dataclass(frozen=True)
+class CountedFacts:
+    """Of ``rows`` in the batch of a step, those for whose outputs the loss has no gradient but 0.
+
+    ``are_samples``: a loader says that rows are samples. ``total`` is the sum of the first input.
+    """
+
+    experiment: ClassVar[str] = "rows_that_count"
+    rows: int
+    idle: tuple[int, ...] = ()
+    are_samples: bool = True
+    total: float = 0.0

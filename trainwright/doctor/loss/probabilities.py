@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.data.facts import EvaluationFacts
-from trainwright.doctor.finding import finding
+from trainwright.doctor.finding import Finding, finding
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
 from trainwright.doctor.loss.facts import ComparedFacts, ComparisonsFacts
+from trainwright.doctor.loss.laws import where_of
 from trainwright.runlog.records import Where
 
 ROUNDED = 0.05
@@ -16,31 +17,43 @@ ROUNDED = 0.05
 
 ROOM = 0.1
 """Of the loss of equal shares: label smoothing of a tenth leaves three quarters, of a half a quarter."""
+WITHIN = 0.75
+"""Of the same, where logits are bounded: tanh over ten classes leaves two thirds, and gives no class more than 0.45."""
 
 
 def probabilities_add_up(case: Case) -> Iterator[Verdict]:
-    """What an evaluation gives to nll_loss are logarithms of probabilities, which add up to 1 over the classes."""
-    facts = case.newest(EvaluationFacts)
-    if facts is None:
+    """What nll_loss is given are logarithms of probabilities, which add up to 1 over the classes."""
+    evaluated, compared = case.newest(EvaluationFacts), case.newest(ComparisonsFacts)
+    trained = [each for each in (compared.calls if compared else ()) if each.mass >= 0.0]
+    if evaluated is None and compared is None:
         return
-    if facts.mass < 0.0:
-        yield NotApplicable("no evaluation calls nll_loss")
-    elif facts.mass <= ROUNDED:
-        yield Holds(f"they add up to 1 within {facts.mass:.2g}")
+    off = [each for each in trained if each.mass > ROUNDED]
+    if off:
+        yield _adds_up_to_another(case.last_step, "in training", off[0].mass, where_of(off[0]))
+    elif evaluated is not None and evaluated.mass > ROUNDED:
+        where = Where(op="nll_loss", source=evaluated.mass_line)
+        yield _adds_up_to_another(max(1, evaluated.after), "in an evaluation", evaluated.mass, where)
+    elif trained or (evaluated is not None and evaluated.mass >= 0.0):
+        largest = max([each.mass for each in trained] + ([evaluated.mass] if evaluated is not None else []))
+        yield Holds(f"they add up to 1 within {largest:.2g}")
     else:
-        yield finding(
-            "law.loss.probabilities_add_up",
-            "warning",
-            max(1, facts.after),
-            symptom=f"what nll_loss is given in an evaluation are no logarithms of probabilities: over the classes of "
-            f"a row these differ from 1 by {facts.mass:.3g}",
-            cause="log_softmax is over another dimension than that of the classes, or its values are changed after it",
-            remedy="log_softmax(outputs, dim=1) over the classes, right before nll_loss; or cross_entropy(outputs)",
-            sure=0.85,
-            stage="loss",
-            where=Where(op="nll_loss", source=facts.mass_line),
-            evidence=[("sum of the probabilities of a row, its median distance from 1", facts.mass, 0.0)],
-        )
+        yield NotApplicable("nothing calls nll_loss")
+
+
+def _adds_up_to_another(step: int, place: str, mass: float, where: Where) -> Finding:
+    return finding(
+        "law.loss.probabilities_add_up",
+        "warning",
+        step,
+        symptom=f"what nll_loss is given {place} are no logarithms of probabilities: over the classes of a row these "
+        f"differ from 1 by {mass:.3g}",
+        cause="log_softmax is over another dimension than that of the classes, or its values are changed after it",
+        remedy="log_softmax(outputs, dim=1) over the classes, right before nll_loss; or cross_entropy(outputs)",
+        sure=0.85,
+        stage="loss",
+        where=where,
+        evidence=[("sum of the probabilities of a row, its median distance from 1", mass, 0.0)],
+    )
 
 
 def there_is_room_to_learn(case: Case) -> Iterator[Verdict]:
@@ -48,30 +61,33 @@ def there_is_room_to_learn(case: Case) -> Iterator[Verdict]:
     facts = case.newest(ComparisonsFacts)
     if facts is None:
         return
-    calls = [each for each in facts.calls if each.smoothed[1] > 0.0]
-    if not calls:
-        yield NotApplicable("no targets are smoothed")
+    ends = [(each, *each.smoothed, ROOM) for each in facts.calls if each.smoothed[1] > 0.0]
+    ends += [(each, *each.bounded, WITHIN) for each in facts.calls if each.bounded[1] > 0.0]
+    if not ends:
+        yield NotApplicable("no targets are smoothed, and no logits are bounded")
         return
-    worst = min(calls, key=_room)
-    perfect, equal = worst.smoothed
-    if _room(worst) > ROOM:
-        yield Holds(f"{worst.op} can fall from {equal:.3g} to {perfect:.3g}")
-        return
-    yield finding(
+    for call, perfect, equal, least in ends:
+        if 1.0 - perfect / equal <= least:
+            yield _no_room(case, call, perfect, equal, least)
+            return
+    call, perfect, equal, _ = ends[0]
+    yield Holds(f"{call.op} can fall from {equal:.3g} to {perfect:.3g}")
+
+
+def _no_room(case: Case, call: ComparedFacts, perfect: float, equal: float, least: float) -> Finding:
+    is_bounded = (perfect, equal) == call.bounded
+    return finding(
         "law.loss.there_is_room_to_learn",
         "warning",
         case.last_step,
-        symptom=f"a perfect prediction has a {worst.op} of {perfect:.4g}, one of equal shares {equal:.4g}",
-        cause="the targets hardly tell one class from another: the share of label smoothing is far too large",
-        remedy="label_smoothing near 0.1",
+        symptom=f"a perfect prediction has a {call.op} of {perfect:.4g}, one of equal shares {equal:.4g}",
+        cause=f"the outputs end in {call.bound}, and {call.op} takes logits, which have no bounds"
+        if is_bounded
+        else "the targets hardly tell one class from another: the share of label smoothing is far too large",
+        remedy=f"leave out the {call.bound} behind the last layer" if is_bounded else "label_smoothing near 0.1",
         sure=0.85,
         stage="loss",
         since_step=1,
-        where=Where(op=worst.op, module=worst.module),
-        evidence=[("share of the loss that can be learned", round(_room(worst), 4), f"> {ROOM}")],
+        where=where_of(call),
+        evidence=[("share of the loss that can be learned", round(1.0 - perfect / equal, 4), f"> {least}")],
     )
-
-
-def _room(call: ComparedFacts) -> float:
-    perfect, equal = call.smoothed
-    return 1.0 - perfect / equal

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainwright.doctor.law import Law
 from trainwright.doctor.program import laws
-from trainwright.doctor.program.course import rate_has_its_course
+from trainwright.doctor.program.course import base_is_the_highest, rate_has_its_course
 
 LAWS: tuple[Law, ...] = (
     Law(
@@ -30,4 +30,5 @@ LAWS: tuple[Law, ...] = (
     ),
     Law("program.schedule_is_followed", laws.schedule_is_followed, named_by=("sched.*",)),
     Law("program.rate_has_its_course", rate_has_its_course, named_by=("sched.*",)),
+    Law("program.base_is_the_highest", base_is_the_highest, named_by=("sched.*",)),
 )  # fmt: skip

@@ -15,6 +15,10 @@ WASTED = 0.25
 """Of the updates: schedules that end at 0 make one in fifty at less than a thousandth of their highest rate."""
 RISE, LATE = 1.9, 0.95
 """What a rate that rises in proportion to the steps gains in the second half of a run; where its end begins."""
+ABOVE = 1.5
+"""Times the rate that the optimizer was made with."""
+TO_A_PEAK = ("OneCycleLR", "CyclicLR", "ExponentialLR", "MultiplicativeLR")
+"""Schedules that are told where to rise to."""
 
 
 def rate_has_its_course(case: Case) -> Iterator[Verdict]:
@@ -59,3 +63,35 @@ def rate_has_its_course(case: Case) -> Iterator[Verdict]:
         yield NotApplicable("the learning rate is constant")
     else:
         yield Holds(f"{steps} updates at {min(lr for _, lr in rates):.3g} to {peak:.3g}")
+
+
+def base_is_the_highest(case: Case) -> Iterator[Verdict]:
+    """No schedule raises the learning rate above the one that the optimizer was made with."""
+    facts: Facts = case.facts("schedule")
+    base, parts = facts.get("base", 0.0), [part for each in facts.get("schedulers", ()) for part in each["parts"]]
+    if not facts or not facts["steps"]:
+        return
+    if not base or not parts:
+        yield NotApplicable("no schedule is attached to the optimizer")
+        return
+    known = [part["class"] for part in parts if part["class"] in TO_A_PEAK]
+    above = [(step, lr) for step, lr in facts["lrs"] if lr > ABOVE * base]
+    if known:
+        yield NotApplicable(f"{known[0]} is told where to rise to")
+    elif not above:
+        yield Holds(f"at most {facts['peak']:.3g}, of {base:.3g}")
+    else:
+        step, lr = above[0]
+        yield finding(
+            "law.program.base_is_the_highest",
+            "warning",
+            max(step, 1),
+            symptom=f"the schedule raises the learning rate to {facts['peak']:.3g}, {facts['peak'] / base:.3g} times "
+            f"that of the optimizer, {base:.3g}",
+            cause="a factor of the schedule is above 1: multiplied for divided, a bracket that is lost, a wrong sign",
+            remedy="print the factor of every step before the run: it begins low, comes to 1 and falls",
+            sure=0.75,
+            stage="update",
+            since_step=max(step, 1),
+            evidence=[("learning rate", lr, f"<= {base:.4g}"), ("schedule", parts[0]["class"])],
+        )

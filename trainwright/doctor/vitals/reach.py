@@ -41,11 +41,11 @@ def way_is_used(case: Case) -> Iterator[Verdict]:
     if last is None:
         yield NotApplicable(case.blind(ReachFacts) or "the learning rate was not near its highest value at a look")
         return
-    straight = [each for each in known if _is_straight(each) and _is_steady(case, each.until)]
-    if len(straight) < 2:
+    counted = [each for each in known if _is_steady(case, each.until)]
+    if len(counted) < 2 or not all(map(_is_straight, counted)):
         yield Holds(f"loss {last.before:.4g} before step {last.since}, {last.now:.4g} now, {last.beyond:.4g} beyond")
         return
-    first, last = straight[0], straight[-1]
+    first, last = counted[0], counted[-1]
     lr = max(each.lr for each in case.watched if each.step <= last.until)
     yield finding(
         "law.vitals.way_is_used",

@@ -18,6 +18,7 @@ from trainwright.doctor.loss.facts import (
     TermRatio,
     TowardsFacts,
 )
+from trainwright.doctor.loss.measure import counted as _counted  # noqa: F401  registers its experiment
 from trainwright.doctor.loss.measure.comparing import CLASSES, DISTANCES, RESIDUALS, ComparedLoss, compared
 from trainwright.doctor.loss.measure.reductions import summed_among_means
 from trainwright.doctor.loss.measure.scores import SAMPLES, alone, made_by
@@ -49,6 +50,8 @@ BOUNDS = {
     "SoftplusBackward0": ("softplus", 0.0, math.inf),
 }
 """Functions with bounded values, by the name of their node in the graph."""
+OF_LOGITS = {"cross_entropy", "binary_cross_entropy_with_logits"}
+"""Losses whose predictions have no bounds."""
 ORDERED = CLASSES | {"binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"}
 """Losses whose arguments cannot be swapped."""
 
@@ -101,6 +104,8 @@ def _looked_at(call: ComparedLoss, module: str | None) -> ComparedFacts:
         targets=len(call.valid()),
         bound=bound,
         outside=outside,
+        bounded=_bounded(call),
+        mass=call.mass() if call.name == "nll_loss" else -1.0,
         swapped=call.name in ORDERED and call.target.requires_grad and not call.x.requires_grad,
         itself=x.shape == target.shape and x.numel() > 1 and torch.equal(x.double(), target.double()),
     )
@@ -142,12 +147,23 @@ def _learned(
 def _out_of_reach(call: ComparedLoss) -> tuple[str, float]:
     """The function that bounds the prediction, and the share of targets beyond its bounds by more than 1 %."""
     made = made_by(call.x, tuple(BOUNDS))
-    if made is None or call.name not in DISTANCES | RESIDUALS:
+    if made is None or call.name not in DISTANCES | RESIDUALS | OF_LOGITS:
         return "", 0.0
     name, low, high = BOUNDS[type(made).__name__]
+    if call.name in OF_LOGITS:
+        return name, 0.0
     target = call.target.detach().double()
     room = 0.01 * (high - low if math.isfinite(high) else float(target.abs().max()))
     return name, float(((target < low - room) | (target > high + room)).double().mean())
+
+
+def _bounded(call: ComparedLoss) -> tuple[float, float]:
+    """The loss of the best logits within the bounds of the function that they end in, and that of logits of 0."""
+    made = made_by(call.x, tuple(BOUNDS))
+    if made is None or call.name not in OF_LOGITS:
+        return 0.0, 0.0
+    _, low, high = BOUNDS[type(made).__name__]
+    return call.of_best_within(low, high), call.value(call.blank(), call.target.detach())
 
 
 @experiment(TowardsFacts.experiment, when="first")

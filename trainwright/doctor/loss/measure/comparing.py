@@ -76,6 +76,19 @@ class ComparedLoss:
             return 0.0, 0.0
         return -right * math.log(right) - (self.classes - 1) * share * math.log(share), math.log(self.classes)
 
+    def of_best_within(self, low: float, high: float) -> float:
+        """The loss of the best logits between these bounds: ``high`` where the target is, ``low`` elsewhere."""
+        high = min(high, low + SURE)
+        if self.is_hard:
+            best = torch.full_like(self.x.detach(), low)
+            best.scatter_(1, self.target.detach().clamp(0, self.classes - 1).unsqueeze(1), high)
+            return self.value(best, self.target.detach())
+        return self.value((low + (high - low) * self.target.detach()).to(self.x), self.target.detach())
+
+    def mass(self) -> float:
+        """How far the exponentials of the prediction add up to another sum than 1 over the classes, median of rows."""
+        return float((self.x.detach().double().logsumexp(1).exp() - 1).abs().flatten().median())
+
     def of_shuffled(self) -> float:
         """The loss with the targets in another order, the mean of two."""
         return sum(self.value(self.x.detach(), self._shuffled(seed)) for seed in (0, 1)) / 2

@@ -139,6 +139,9 @@ class ScheduleProbe(Probe):
             "zero_steps": self._zero_steps,
             "exhausted": self._exhausted,
             "attached": attached,
+            "base": max(
+                (float(g.get("initial_lr", 0.0)) for o in self._optimizers for g in o.param_groups), default=0.0
+            ),
             "schedulers": [_facts_of(each) for each in self._schedulers.values()],
         }
 

@@ -48,7 +48,8 @@ def reach(session: ReplaySession) -> Facts:
     thrice = [a - b if math.isfinite(b) else -math.inf for a, b in zip(losses[0], losses[2])]
     more = [b - ENOUGH * a for a, b in zip(once, thrice)]
     surely = all(map(math.isfinite, more)) and fmean(more) > SURE * stdev(more) / math.sqrt(len(more))
-    facts = ReachFacts(begin.step, session.step, *(_mean(row) for row in losses), surely)
+    before, here, beyond = map(_mean, losses)
+    facts = ReachFacts(begin.step, session.step, before, here, beyond, surely)
     return dict(strict(vars(facts)))
 
 
