@@ -72,7 +72,8 @@ def chosen_model(of: object, model: nn.Module | None, which: str, *, average: bo
             raise UsageError(
                 f"the model {loaded.recipe.model.use.removeprefix(f'{LIVE}:')} of {folder.path} was passed in Python, "
                 "and no file says how it is built",
-                remedy=f"in Python: tw.evaluate({str(folder.path)!r}, data, loss, model=your_model), tw.predict or tw.bad_cases",
+                remedy=f"in Python: tw.evaluate({str(folder.path)!r}, data, loss, model=your_model), tw.predict or "
+                "tw.bad_cases",
             )
         model = rebuilt(loaded, weights)
     else:
