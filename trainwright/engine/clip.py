@@ -52,19 +52,18 @@ def global_norm(grads: list[Tensor]) -> Tensor:
 
     Where ranks hold parts of them, it is that of the whole, and every rank must ask for it.
     """
-    if any(is_divided(grad) for grad in grads):
-        return _norm_of_parts(grads)
-    if not _are_alike(grads):
-        return get_total_norm(grads)
-    with torch.no_grad():
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
-    return norm
+    if _are_alike(grads):  # then none is divided
+        with torch.no_grad():
+            norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+        return norm
+    return _norm_of_parts(grads) if any(is_divided(grad) for grad in grads) else get_total_norm(grads)
 
 
 def _are_alike(grads: Sequence[Tensor]) -> bool:
     """Whether torch would put them into one group, which costs it more than the norm itself where they are small."""
     device, dtype = grads[0].device, grads[0].dtype
-    return all(type(grad) is Tensor and grad.dtype == dtype and grad.device == device for grad in grads)
+    alike = [type(grad) is Tensor and grad.dtype == dtype and grad.device == device for grad in grads]
+    return False not in alike  # in each step: all() of a generator takes twice the time
 
 
 @torch.no_grad()

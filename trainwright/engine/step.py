@@ -346,7 +346,7 @@ def collect_grads(optimizer: Optimizer, done: Accumulated) -> tuple[list[Tensor]
             remedy="look for .detach(), .item(), torch.tensor(loss) or no_grad between the model and the "
             "loss, and check that the optimizer was built from this model's parameters",
         )
-    if any(grad.is_sparse for grad in grads):
+    if True in [grad.is_sparse for grad in grads]:
         raise UsageError(
             "a parameter has a sparse gradient: it comes from nn.Embedding(..., sparse=True) or the like",
             remedy="leave sparse=True out: a dense gradient can be clipped and guarded",

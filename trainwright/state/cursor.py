@@ -96,10 +96,10 @@ class StepBatch:
             )
         return self.micro[0].data
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of samples on this rank."""
-        return sum(len(micro.ids) for micro in self.micro)
+        return sum([len(micro.ids) for micro in self.micro])
 
     @property
     def global_ids(self) -> Ids:
