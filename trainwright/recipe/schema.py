@@ -289,6 +289,7 @@ class Log(Section):
     metrics: bool = Field(
         default=True, description="Metrics also of the training batches, over the steps since the last record."
     )
+    layers: bool = Field(default=True, description="Statistics by layer now and then: gradients, updates, activations.")
     doctor: bool = Field(default=True, description="Watch every step, and diagnose what goes wrong on a replay.")
 
 

@@ -260,6 +260,25 @@ class Telemetry(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Layers(Record):
+    """Statistics by layer of one step, in the order of ``layers``, which only the first record of a process names.
+
+    ``grad_norm`` is before clipping; ``update_ratio`` is the norm of the update by that of the weights. ``act_*`` are of
+    some elements of what the layer returned; ``act_log2`` has for each layer the index of its first bin and then per
+    cent of the elements by power of two, where bin 0 is 2**-24 and less.
+    """
+
+    step: int
+    layers: tuple[str, ...] = ()
+    grad_norm: tuple[float, ...] = ()
+    update_ratio: tuple[float, ...] = ()
+    act_mean: tuple[float, ...] = ()
+    act_std: tuple[float, ...] = ()
+    act_max: tuple[float, ...] = ()
+    act_log2: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Unknown(Record):
     """A kind that this version does not know. ``fields`` is the line without ``kind`` and ``time_s``."""
 
@@ -282,6 +301,7 @@ KINDS: Mapping[str, type[Record]] = {
         Replayed,
         Ended,
         Telemetry,
+        Layers,
         Watched,
         Logged,
         Examined,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, TypeVar
@@ -32,7 +32,7 @@ from trainwright.engine.metrics import OutputKeeper
 from trainwright.engine.own_step import make_own_step
 from trainwright.engine.precision import Precision, PrecisionName
 from trainwright.engine.spikes import NO_SPIKES, SpikeGuard, SpikeHandler
-from trainwright.engine.step import StepFn, make_step
+from trainwright.engine.step import Probe, StepFn, make_step
 from trainwright.engine.until import ByTheClock, Until, for_seconds, for_steps
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import DataError, UsageError
@@ -374,7 +374,11 @@ def first_of(world: World, mine: T) -> T:
 
 
 def make_advance(
-    job: Job, witness: StepWitness = SILENT, spikes: SpikeHandler = NO_SPIKES, keeper: OutputKeeper | None = None
+    job: Job,
+    witness: StepWitness = SILENT,
+    spikes: SpikeHandler = NO_SPIKES,
+    keeper: OutputKeeper | None = None,
+    probes: Sequence[Probe] = (),
 ) -> StepFn:
     """The step function of a job; sets the process-wide matmul mode and threads that its plan asks for."""
     clip = job.recipe.optimizer.clip
@@ -387,6 +391,7 @@ def make_advance(
         schedule=job.built.schedule,
         precision=job.precision,
         clip=make_clip(clip.by, clip.at),
+        probes=probes,
         ranks=rank_layout(job.mesh, job.recipe.parallel, job.staged(job.plan.batch.micro)),
         seed=job.recipe.seed,
         spikes=spikes,

@@ -54,6 +54,7 @@ from trainwright.training.job import (
     spike_handler,
     until_of_job,
 )
+from trainwright.training.layers import layer_logs
 from trainwright.training.layout import require_layout
 from trainwright.training.restore import restore_best
 from trainwright.training.result import Result
@@ -227,7 +228,9 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         witness = doctor.witness if doctor else SILENT
         measured = job.built.train_metrics
         logbook.recorder.window = measured.values
-        advance = make_advance(job, witness, spike_handler(job.loaded), measured.keeper)
+        layers = tuple(layer_logs(job, logbook))
+        probes = [each.probe for each in layers]
+        advance = make_advance(job, witness, spike_handler(job.loaded), measured.keeper, probes)
         batches = signals.batches(job.batches) if alone else job.batches  # others would wait for one that stops there
         saver = SavingTogether(stage.world, saving) if job.divides_weights else saving
         with _noting_the_checkpoint(job, folder, saving):
@@ -238,7 +241,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
                 batches,
                 advance,
                 until=until_of_job(job),
-                observers=(measured, *watching, *extra, *told, signals, heartbeat),
+                observers=(measured, *watching, *extra, *told, *layers, signals, heartbeat),
                 evaluation=evaluation or NEVER,
                 saving=saver,
                 world=stage.world,

@@ -1,0 +1,285 @@
+"""Statistics by layer, now and then: norms of gradients, how far updates go, and what activations look like.
+
+All of it is computed on the device and copied to the host without waiting. Nothing is hooked in other steps.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from trainwright.engine.step import StepResult
+from trainwright.observe.journal import Journal
+from trainwright.observe.sinks import Sink
+from trainwright.runlog import records
+from trainwright.state.train_state import TrainState
+
+SAMPLED = 4096
+"""Elements, evenly spread, that stand for a larger tensor: moments of alike elements are then 2 % off."""
+LOW, BINS = -24, 40
+"""Activations are counted by the power of two below them, from 2**LOW on; the first bin has zero and what is less."""
+FIRST_EVERY = 25
+"""Steps between two records at first."""
+OF_RUN = 1000
+"""Later a record comes when the step number has grown by a part in so many: of a million steps about 5000."""
+COST = 0.005
+"""Share of the time of a run that these statistics may take."""
+MOST_LAYERS = 200
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A part of the model by its path: a module, and the trained parameters in it."""
+
+    path: str
+    module: nn.Module | None
+    parameters: tuple[nn.Parameter, ...]
+
+
+def layers_of(model: nn.Module) -> list[Layer]:
+    """Each block by the first number in its path, such as ``blocks.3``; beside blocks, the modules with parameters."""
+    modules = dict(model.named_modules())
+    found: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            found.setdefault(_path_of(name), []).append(parameter)
+    layers = [Layer(path, modules.get(path), tuple(parameters)) for path, parameters in found.items()]
+    return layers if len(layers) <= MOST_LAYERS else layers[: MOST_LAYERS // 2] + layers[-(MOST_LAYERS // 2) :]
+
+
+def _path_of(name: str) -> str:
+    parts = name.split(".")
+    number = next((index for index, part in enumerate(parts) if part.isdigit()), None)
+    return ".".join(parts[: number + 1] if number is not None else parts[:-1])
+
+
+class LayerStats:
+    """The statistics of one step at a time.
+
+    ``begin`` before its forward pass, ``before_update`` once the gradients are whole, ``after_update`` after the step;
+    then ``read`` gives the record when the host has it, without waiting for it.
+    """
+
+    def __init__(self, model: nn.Module, *, activations: bool = True) -> None:
+        self.layers = layers_of(model)
+        self._with_activations = activations
+        self.hooks_s = 0.0
+        """Seconds that hooks took, in all."""
+        self._handles: list[RemovableHandle] = []
+        self._sampled: dict[int, Tensor] = {}
+        self._spread: dict[tuple[int, torch.device], Tensor] = {}
+        self._before: list[Tensor] | None = None
+        self._parts: list[Tensor] = []
+        self._pending: tuple[Tensor, torch.cuda.Event | None] | None = None
+        parameters = [p for layer in self.layers for p in layer.parameters]
+        self._parameters = parameters
+        self._counts = [len(layer.parameters) for layer in self.layers]
+
+    def begin(self) -> None:
+        """Hooks the layers for one forward pass; of several micro-batches the first counts."""
+        self._sampled, self._before, self._parts = {}, None, []
+        for index, layer in enumerate(self.layers if self._with_activations else ()):
+            if layer.module is not None:
+                self._handles.append(layer.module.register_forward_hook(self._hook(index)))
+
+    def _hook(self, index: int) -> Callable[[nn.Module, object, object], None]:
+        def keep(module: nn.Module, given: object, output: object) -> None:
+            begin_s = time.perf_counter()
+            if index not in self._sampled and (found := _tensor_in(output)) is not None:
+                with torch.no_grad():
+                    self._sampled[index] = self._some_of(found, wrap=True).float()
+            self.hooks_s += time.perf_counter() - begin_s
+
+        return keep
+
+    @torch.no_grad()
+    def before_update(self) -> None:
+        """Norms of the gradients, and what the weights are before the update."""
+        self._unhook()
+        grads = [torch.zeros((), device=p.device) if p.grad is None else p.grad for p in self._parameters]
+        squares = torch.stack([norm.float() for norm in torch._foreach_norm(grads)]).square()
+        norms = torch.stack([part.sum() for part in squares.split(self._counts)]).sqrt()
+        self._before = [self._some_of(p) for p in self._parameters]
+        self._parts = [norms]
+
+    @torch.no_grad()
+    def after_update(self) -> None:
+        """How far the update went, as a share of the weights; starts the copy of all to the host."""
+        self._unhook()
+        if self._before is None:  # the step did not come so far
+            return
+        after = [self._some_of(p) for p in self._parameters]
+        moved = self._squares(torch._foreach_sub(after, self._before))
+        ratios = (moved / self._squares(self._before)).sqrt()
+        self._before = None
+        device = ratios.device
+        known = torch.stack(self._rows(device))
+        self._send(torch.cat([self._parts[0], ratios, *_moments(known), _histogram(known).flatten()]))
+        self._sampled = {}
+
+    def _rows(self, device: torch.device) -> list[Tensor]:
+        missing = torch.full((SAMPLED,), math.nan, device=device)
+        return [self._sampled.get(index, missing).to(device) for index in range(len(self.layers))]
+
+    def _squares(self, samples: Sequence[Tensor]) -> Tensor:
+        """The square of each layer's norm, as its samples tell."""
+        squares = torch.stack([norm.float() for norm in torch._foreach_norm(list(samples))]).square()
+        whole = [p.numel() / max(1, sample.numel()) for p, sample in zip(self._parameters, samples, strict=True)]
+        squares = squares * torch.tensor(whole, device=squares.device)
+        return torch.stack([part.sum() for part in squares.split(self._counts)])
+
+    def _some_of(self, tensor: Tensor, *, wrap: bool = False) -> Tensor:
+        """A copy of some elements: with ``wrap`` always SAMPLED, of a small tensor some several times."""
+        flat, count = tensor.detach().reshape(-1), tensor.numel()
+        if count <= SAMPLED and not wrap:
+            return flat.clone()
+        key = (count, flat.device)
+        if key not in self._spread:
+            places = torch.arange(SAMPLED, dtype=torch.float64) * (count / SAMPLED)
+            self._spread[key] = places.long().to(flat.device, non_blocking=True)
+        return flat[self._spread[key]]
+
+    def _send(self, values: Tensor) -> None:
+        if values.device.type != "cuda":
+            self._pending = values, None
+            return
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        self._pending = host, done
+
+    def read(self, *, wait: bool = False) -> Mapping[str, object] | None:
+        """The fields of a Layers record, once they are on the host; None before, and where there is nothing new."""
+        if self._pending is None:
+            return None
+        values, done = self._pending
+        if done is not None and not (wait or done.query()):
+            return None
+        if done is not None:
+            done.synchronize()
+        self._pending = None
+        count = len(self.layers)
+        columns = values[: 5 * count].view(5, count).tolist()
+        bins = values[5 * count :].view(count, BINS).mul(100 / SAMPLED).round().int().tolist()
+        names = ("grad_norm", "update_ratio", "act_mean", "act_std", "act_max")
+        fields: dict[str, object] = {name: tuple(map(_short, column)) for name, column in zip(names, columns)}
+        return fields | {"act_log2": tuple(map(_without_ends, bins))}
+
+    def _unhook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def close(self) -> None:
+        """Removes what is left of the hooks."""
+        self._unhook()
+
+
+def _moments(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return rows.mean(1), rows.std(1), rows.abs().amax(1)
+
+
+def _histogram(rows: Tensor) -> Tensor:
+    """How many elements of each row have which power of two. A host sync is not needed: all sizes are known."""
+    powers = torch.frexp(rows.nan_to_num(0.0, 0.0, 0.0).abs()).exponent - 1 - LOW
+    powers = torch.where(rows == 0, 0, powers).clamp_(0, BINS - 1)
+    counts = torch.zeros(len(rows), BINS, device=rows.device)
+    return counts.scatter_add_(1, powers.long(), torch.isfinite(rows).float())
+
+
+def _tensor_in(output: object) -> Tensor | None:
+    """The first floating-point tensor of what a module returned."""
+    if isinstance(output, Tensor):
+        return output if output.is_floating_point() and output.numel() else None
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
+    return next((found for each in values if (found := _tensor_in(each)) is not None), None)
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _without_ends(counts: list[int]) -> tuple[int, ...]:
+    """Per cent by power of two, begun with the index of the first that is not zero; () where nothing was seen."""
+    filled = [index for index, count in enumerate(counts) if count]
+    return (filled[0], *counts[filled[0] : filled[-1] + 1]) if filled else ()
+
+
+class LayerLog:
+    """An Observer and, as ``probe``, a Probe: writes a Layers record now and then, to the log and to the sinks.
+
+    The second step is measured, and then one in ``FIRST_EVERY``, and fewer later on: see ``OF_RUN``. Fewer, too, where
+    what the host takes for it would be more than ``COST`` of the time.
+    """
+
+    def __init__(
+        self,
+        stats: LayerStats,
+        journal: Journal,
+        sinks: Sequence[Sink],
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._stats, self._journal, self._sinks = stats, journal, sinks
+        self._clock, self._wall_clock = clock, wall_clock
+        self._next, self._measured = 0, 0
+        self._paid_s, self._steps_s, self._named = 0.0, 0.0, False
+
+    def probe(self, state: TrainState) -> Mapping[str, Tensor]:
+        """A Probe that adds nothing to the step's own record."""
+        if state.step + 1 == self._measured:
+            begin_s = self._clock()
+            self._stats.before_update()
+            self._paid_s += self._clock() - begin_s
+        return {}
+
+    def observe(self, result: StepResult, state: TrainState) -> None:
+        begin_s = self._clock()
+        self._steps_s += result.step_s
+        if result.step == self._measured:
+            self._stats.after_update()
+            self._next = result.step + self.apart(result.step)
+        self._write(self._measured)
+        if result.step + 1 >= self._next and self._paid_s + self._stats.hooks_s <= COST * self._steps_s:
+            self._measured = result.step + 1
+            self._stats.begin()
+        self._paid_s += self._clock() - begin_s
+
+    @staticmethod
+    def apart(step: int) -> int:
+        """How many steps after this one the next is measured."""
+        return max(FIRST_EVERY, step // OF_RUN)
+
+    def _write(self, step: int, *, wait: bool = False) -> None:
+        fields = self._stats.read(wait=wait)
+        if fields is None:
+            return
+        names = () if self._named else tuple(layer.path for layer in self._stats.layers)
+        self._named = True
+        record = records.Layers(time_s=self._wall_clock(), step=step, layers=names, **fields)  # type: ignore[arg-type]
+        self._journal.write(record)
+        for sink in self._sinks:
+            sink.scalars(step, scalars_of(record, [layer.path for layer in self._stats.layers]))
+
+    def close(self) -> None:
+        self._stats.close()
+        self._write(self._measured, wait=True)
+
+
+def scalars_of(record: records.Layers, paths: Sequence[str]) -> dict[str, float]:
+    """What sinks get: one number for each statistic of each layer."""
+    columns = {"grad_norm": record.grad_norm, "update_ratio": record.update_ratio, "act_std": record.act_std}
+    return {
+        f"layers/{name}/{path}": value
+        for name, column in columns.items()
+        for path, value in zip(paths, column, strict=True)
+        if not math.isnan(value)
+    }
