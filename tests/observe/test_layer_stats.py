@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainwright as tw
 from trainwright.observe.layer_stats import (
@@ -125,13 +126,41 @@ def test_what_has_no_gradient_or_is_not_finite() -> None:
     assert not unused.head._forward_hooks
 
 
+class Heard(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The names of the operators that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_asked_of_the_device() -> None:
+    """No operator that reads a value, has a size that values decide, or copies something of the host there."""
+    model, x = Blocks(), torch.randint(5, (16,))
+    stats = LayerStats(model)
+    one_step(model, stats, x)
+    with Heard() as heard:
+        stats.begin()
+        model(x)
+        stats.before_update()
+        stats.after_update()
+    assert {"scatter_add_", "_foreach_norm", "stack"} <= heard.names
+    waits = {"_local_scalar_dense", "nonzero", "bincount", "masked_select", "_unique2", "lift_fresh", "item", "equal"}
+    assert not heard.names & waits
+
+
 def fit(folder: Path, **settings: object) -> Any:
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randint(5, (64, 4)), torch.randn(64, 4, 3))
-    settings = {"folder": str(folder), "precision": "fp32", **settings}
+    settings = {"folder": str(folder), "precision": "fp32", "log.doctor": False, **settings}
     return tw.fit(Blocks(), data, nn.MSELoss(), steps=60, batch=8, quiet=True, settings=settings)
 
 
+@pytest.mark.slow
 def test_a_run_has_them_and_trains_the_same_bits(tmp_path: Path) -> None:
     done, plain = fit(tmp_path / "a"), fit(tmp_path / "b", **{"log.layers": False})
     log, without = (read(Path(each.run) / "log.jsonl").records for each in (done, plain))

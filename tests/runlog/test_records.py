@@ -17,6 +17,7 @@ from trainwright.runlog.records import (
     Evidence,
     Examined,
     Found,
+    Layers,
     Logged,
     NotSaved,
     OutOfMemory,
@@ -67,6 +68,7 @@ FOUND = Found(
     consequences=("steps 1-12 are worthless",),
 )
 EXAMPLES: list[Record] = [
+    Layers(time_s=2.0, step=2, layers=("a", "b"), grad_norm=(1.5, math.inf), act_log2=((3, 40, 60), ())),
     Started(time_s=0.0, step=0, version="0.1.0", pid=7, command=("trainwright", "train", "a b.yaml")),
     Started(time_s=0.0, step=40, version="0.1.0", pid=8, resumed_from="checkpoints/step-00000040"),
     Step(**STEP),

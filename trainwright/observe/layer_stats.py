@@ -75,6 +75,7 @@ class LayerStats:
         self._sampled: dict[int, Tensor] = {}
         self._spread: dict[tuple[int, torch.device], Tensor] = {}
         self._before: list[Tensor] | None = None
+        self._stands_for: Tensor | None = None
         self._parts: list[Tensor] = []
         self._pending: tuple[Tensor, torch.cuda.Event | None] | None = None
         parameters = [p for layer in self.layers for p in layer.parameters]
@@ -104,7 +105,7 @@ class LayerStats:
         self._unhook()
         grads = [torch.zeros((), device=p.device) if p.grad is None else p.grad for p in self._parameters]
         squares = torch.stack([norm.float() for norm in torch._foreach_norm(grads)]).square()
-        norms = torch.stack([part.sum() for part in squares.split(self._counts)]).sqrt()
+        norms = torch.stack([part.sum() for part in torch.split(squares, self._counts)]).sqrt()
         self._before = [self._some_of(p) for p in self._parameters]
         self._parts = [norms]
 
@@ -130,9 +131,10 @@ class LayerStats:
     def _squares(self, samples: Sequence[Tensor]) -> Tensor:
         """The square of each layer's norm, as its samples tell."""
         squares = torch.stack([norm.float() for norm in torch._foreach_norm(list(samples))]).square()
-        whole = [p.numel() / max(1, sample.numel()) for p, sample in zip(self._parameters, samples, strict=True)]
-        squares = squares * torch.tensor(whole, device=squares.device)
-        return torch.stack([part.sum() for part in squares.split(self._counts)])
+        if self._stands_for is None:  # made once: the copy to a GPU waits
+            whole = [p.numel() / max(1, each.numel()) for p, each in zip(self._parameters, samples, strict=True)]
+            self._stands_for = torch.tensor(whole, device=squares.device)
+        return torch.stack([part.sum() for part in torch.split(squares * self._stands_for, self._counts)])
 
     def _some_of(self, tensor: Tensor, *, wrap: bool = False) -> Tensor:
         """A copy of some elements: with ``wrap`` always SAMPLED, of a small tensor some several times."""
@@ -160,7 +162,7 @@ class LayerStats:
         if self._pending is None:
             return None
         values, done = self._pending
-        if done is not None and not (wait or done.query()):
+        if done is not None and not (wait or done.query()):  # type: ignore[no-untyped-call]
             return None
         if done is not None:
             done.synchronize()

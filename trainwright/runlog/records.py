@@ -263,9 +263,9 @@ class Telemetry(Record):
 class Layers(Record):
     """Statistics by layer of one step, in the order of ``layers``, which only the first record of a process names.
 
-    ``grad_norm`` is before clipping; ``update_ratio`` is the norm of the update by that of the weights. ``act_*`` are of
-    some elements of what the layer returned; ``act_log2`` has for each layer the index of its first bin and then per
-    cent of the elements by power of two, where bin 0 is 2**-24 and less.
+    ``grad_norm`` is before clipping; ``update_ratio`` is the norm of the update by that of the weights. ``act_*`` are
+    of some elements of what the layer returned; ``act_log2`` has for each layer the index of its first bin and then
+    per cent of the elements by power of two, where bin 0 is 2**-24 and less.
     """
 
     step: int

@@ -10,7 +10,7 @@ from trainwright.training.job import Job
 
 
 def layer_logs(job: Job, logbook: Logbook) -> Iterator[LayerLog]:
-    """One, or none: ranks that divide a layer would have to put it together, and a step of the user's own tells nothing.
+    """One, or none: ranks that divide a layer would have to put it together; a step of the user's own tells nothing.
 
     A compiled model is not hooked: it would be compiled again.
     """
