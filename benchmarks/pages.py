@@ -5,8 +5,8 @@
 
 report     seconds to read a log of a tenth of ``--steps`` steps with statistics of ``--layers`` layers and to write its
            report, and the size of that
-opening    a log of ``--steps`` steps with these layers: its size, seconds until the server has answered with its page,
-           and until all of it was read
+opening    a log of ``--steps`` steps with these layers: its size by default, and with every step; of the latter seconds
+           until the server has answered with its page, and until all of it was read
 browser    the report in Chromium: seconds until it is drawn, and the longest time between two frames while it is
            scrolled from end to end, and while it is zoomed into and out of again
 load       ``--pages`` pages listen to one run, to which ``--records`` steps are written within ``--seconds``, with the
@@ -75,13 +75,14 @@ def layers_line(number: int, layers: int, *, named: bool) -> str:
     return json.dumps(record, separators=(",", ":")) + "\n"
 
 
-def make_log(root: Path, name: str, steps: int, layers: int = 0) -> RunFolder:
-    """Steps, and records by layer as rarely as a run writes them: 25 steps apart, later a thousandth of the steps."""
+def make_log(root: Path, name: str, steps: int, layers: int = 0, *, every: int = 1) -> RunFolder:
+    """One step in ``every``, and records by layer as rarely as a run has them: 25 steps apart, later a thousandth."""
     folder, due = RunFolder.create(root, name), 1
     with folder.log.open("w") as log:
         log.write(to_json(Started(time_s=1.79e9, step=0, version="0", pid=1)) + "\n")
         for number in range(1, steps + 1):
-            log.write(to_json(step(number)) + "\n")
+            if number % every == 0:
+                log.write(to_json(step(number)) + "\n")
             if layers and number == due:
                 log.write(layers_line(number, layers, named=number == 1))
                 due += max(25, number // 1000)
@@ -118,15 +119,17 @@ def report(root: Path, steps: int, layers: int) -> Path:
 
 
 def opening(root: Path, steps: int, layers: int) -> None:
-    folder = make_log(root, "long", steps, layers)
-    figure(BENCH, f"log_{steps}_size", [folder.log.stat().st_size / 1e6], unit="MB", against="the file")
+    for every in (10, 1):
+        folder = make_log(root, f"long-{every}", steps, layers, every=every)
+        against = "a step in ten, the default" if every > 1 else "every step"
+        figure(BENCH, f"log_{steps}_size_{every}", [folder.log.stat().st_size / 1e6], unit="MB", against=against)
     with server_of(root) as (_, port, token):
         ask(port, token, "/nothing").read()  # until the process is up
         begin_s = time.perf_counter()
-        text = ask(port, token, "/view?run=long").read()
+        text = ask(port, token, "/view?run=long-1").read()
         figure(BENCH, f"opening_{steps}", [time.perf_counter() - begin_s], unit="s", against="the page is there")
         while b"still being read" in text:
-            text = ask(port, token, "/data?run=long").read()
+            text = ask(port, token, "/data?run=long-1").read()
         figure(BENCH, f"opening_{steps}_all", [time.perf_counter() - begin_s], unit="s", against="all of it was read")
 
 
