@@ -93,7 +93,8 @@ AMPLE = 16
 class Job:
     """All that a run needs, live and planned; nothing of it has been trained.
 
-    ``accepted`` are the differences to an earlier part of the run that were wanted.
+    ``accepted`` are the differences to an earlier part of the run that were wanted; ``read_s`` is the part of a planned
+    step in which it waits for its data.
     """
 
     loaded: Loaded
@@ -108,6 +109,7 @@ class Job:
     mesh: RankMesh = ONE
     stages: PipelineStages | None = None
     evaluation_cost: EvaluationCost | None = None
+    read_s: float = 0.0
 
     @property
     def recipe(self) -> Recipe:
@@ -219,10 +221,10 @@ def prepare(
         raise DataError("the training data gave no batch", remedy="check that it is not empty or used up")
     plan = replace(plan, notes=(*plan.notes, *notes_of_data(provenance, data.resumed)))
     stream = chain([first], batches)
-    job = Job(loaded, parts, plan, live, device, machine, stream, provenance, accepted, mesh, stages)
+    job = Job(loaded, parts, plan, live, device, machine, stream, provenance, accepted, mesh, stages, read_s=read_s)
     require_same_data(world, provenance["data"])
     takes_part = world.rank == 0 or job.divides_weights
-    job.plan = first_of(world, _tried(job, facts, first, read_s, precision, kept) if takes_part else plan)
+    job.plan = first_of(world, _tried(job, facts, first, precision, kept) if takes_part else plan)
     if rlimits() and free_bytes(torch.device("cpu")) > AMPLE * sum((job.plan.memory_bytes or {}).values()):
         keep_blocks()
     if not earlier:
@@ -300,7 +302,7 @@ def _after_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str) -> P
     )
 
 
-def _tried(job: Job, facts: RunFacts, first: StepBatch, read_s: float, asked: str, kept: Kept) -> Plan:
+def _tried(job: Job, facts: RunFacts, first: StepBatch, asked: str, kept: Kept) -> Plan:
     if job.parts.advance is not None:
         return untried(job.plan, job.recipe)
     if job.stages is not None:
@@ -310,7 +312,7 @@ def _tried(job: Job, facts: RunFacts, first: StepBatch, read_s: float, asked: st
     plan = first_of(
         together, _after_dry_run(job, facts, first, asked)
     )  # ranks that compute together may time otherwise
-    return _with_times(replace(plan, step_s=(plan.step_s or 0.0) + read_s), job, kept)
+    return _with_times(replace(plan, step_s=(plan.step_s or 0.0) + job.read_s), job, kept)
 
 
 def _with_times(plan: Plan, job: Job, kept: Kept) -> Plan:

@@ -15,7 +15,8 @@ from trainwright.verbs.check.sandbox import Sandbox
 from trainwright.verbs.check.verdict import Checkup
 
 PARTS = "tests.verbs.check.parts"
-SHORT = Budget(read_s=20.0, range_s=3.0, one_batch_s=4.0, smoke_s=20.0, most_samples=1024)
+AMPLE = Budget(read_s=20.0, range_s=30.0, one_batch_s=30.0, smoke_s=60.0, most_samples=1024)
+"""Each part ends by its number of samples or steps, on a busy machine as well."""
 
 
 def recipe(changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def recipe(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked(changes: Mapping[str, Any]) -> Checkup:
-    return check(from_mapping(recipe(changes)), budget=SHORT)
+    return check(from_mapping(recipe(changes)), budget=AMPLE)
 
 
 def model(name: str, **args: Any) -> dict[str, Any]:

@@ -231,8 +231,9 @@ def _check_training(progress: _Progress, job: Job) -> None:
     torch.set_num_threads(job.plan.threads)
     sandbox.keep(budget.read_s)
     step_s = _step_s(job)
-    progress.add(resources.speed(sandbox, progress.train, step_s))
-    found = learning.range_test(sandbox, budget_s=budget.range_s, step_s=step_s)
+    computing_s = step_s - job.read_s
+    progress.add(resources.speed(sandbox, progress.train, computing_s))
+    found = learning.range_test(sandbox, budget_s=budget.range_s, step_s=computing_s)
     moved = learning.first_update(sandbox)
     progress.checkup.add(learning.learning_rate(found, job.plan.lr, _num_steps(job, step_s), moved))
     chance = seen.loss_call.chance() if seen.loss_call else None
@@ -246,8 +247,8 @@ def _check_training(progress: _Progress, job: Job) -> None:
 
 
 def _step_s(job: Job) -> float:
-    """Seconds of a step by the dry run: forward and backward, which is nearly all of it."""
-    return max(job.plan.step_s or 0.0, 1e-4)
+    """Seconds of a step by the dry run: reading, forward and backward, which is nearly all of it."""
+    return max(job.plan.step_s or 0.0, 1e-4 + job.read_s)
 
 
 def _num_steps(job: Job, step_s: float) -> float:
