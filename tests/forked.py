@@ -26,7 +26,7 @@ from pathlib import Path
 from trainwright.verbs.verify.trial import TrialPart
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["trainwright.training.run", "trainwright.cli", "trainwright.watching.watch"])
+CONTEXT.set_forkserver_preload(["tests.warm"])
 get_temp_dir()  # where its socket lies: before a test says that temporary files go to a folder of its own
 COMMAND_LINE = "from trainwright.cli import main; main()"
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import trainwright as tw
-import trainwright.training.fit  # before the forks
+import tests.warm  # noqa: F401  before the forks
 from tests.training.data_kinds import KINDS, Kind, parts_of
 from trainwright.build.ready import ReadyBatches
 from trainwright.build.unwrap import Unwrapped, unwrap

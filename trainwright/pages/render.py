@@ -43,7 +43,7 @@ def runs_page(views: Sequence[RunView], *, names: Sequence[str] = (), live: bool
     """
     buckets = max(LEAST_BUCKETS, BUCKETS // max(1, len(views)))
     return (
-        _environment()
+        templates()
         .get_template("runs.html")
         .render(
             _of_every_page("live" if live else "file"),
@@ -69,7 +69,7 @@ def runs_page(views: Sequence[RunView], *, names: Sequence[str] = (), live: bool
 def overview_page(overview: Overview) -> str:
     """The page of all runs of a folder."""
     return (
-        _environment()
+        templates()
         .get_template("overview.html")
         .render(_of_every_page("live"), title="runs", overview=overview, data={}, live=True)
     )
@@ -77,12 +77,12 @@ def overview_page(overview: Overview) -> str:
 
 def overview_rows(overview: Overview) -> str:
     """The rows of its table, to be put in the place of older ones."""
-    return _environment().get_template("overview_rows.html").render(overview=overview)
+    return templates().get_template("overview_rows.html").render(overview=overview)
 
 
 def parts_of(view: RunView, index: int) -> dict[str, str]:
     """The parts of a run's page that change, by the ids of their elements. ``index``: which run of the page it is."""
-    environment = _environment()
+    environment = templates()
     return {
         f"{part}-{index}": environment.get_template(f"{part}.html").render(view=view, index=index) for part in PARTS
     }
@@ -122,7 +122,8 @@ def _sha256(text: str) -> str:
 
 
 @cache
-def _environment() -> Environment:
+def templates() -> Environment:
+    """Where the pages come from; each is compiled when it is first asked for."""
     environment = Environment(
         loader=PackageLoader("trainwright.pages"),
         autoescape=True,
