@@ -174,6 +174,7 @@ val_set = train_set
 """
 
 
+@pytest.mark.slow
 def test_the_recipe_of_the_readme_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

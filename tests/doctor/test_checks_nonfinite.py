@@ -178,6 +178,7 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{}, {"on_nonfinite": "observe"}, {"raises": True}])
 def test_a_sample_that_is_not_finite(how: dict[str, Any]) -> None:
     x, y = table(0, n=256)

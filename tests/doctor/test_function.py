@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from trainwright.doctor.function.facts import FunctionFacts, GapFacts, InputsFac
 from trainwright.doctor.law import Holds
 from trainwright.runlog.json_values import strict
 from trainwright.runlog.records import Examined, Record, Watched, construct
+
+pytestmark = pytest.mark.slow
 
 X, Y = torch.randn(32, 6, generator=torch.Generator().manual_seed(0)), torch.arange(32) % 3
 IDS = torch.randint(1, 12, (32, 10), generator=torch.Generator().manual_seed(0))

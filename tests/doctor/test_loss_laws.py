@@ -70,6 +70,7 @@ HEALTHY: tuple[Loss, ...] = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_laws_hold_for_usual_losses(dtype: torch.dtype) -> None:
     for number, loss in enumerate(HEALTHY if dtype == torch.float32 else HEALTHY[:3]):
@@ -94,6 +95,7 @@ def test_a_small_step_towards_the_targets_is_not_lost_in_rounding(dtype: torch.d
     assert isinstance(verdict, Holds)
 
 
+@pytest.mark.slow
 @each_row(
     ("law", "loss"),
     [

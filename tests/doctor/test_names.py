@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from trainwright.doctor.precision.names import mechanisms
 from trainwright.recorder import probes
 from trainwright.replay import experiments, trials
@@ -49,6 +51,7 @@ def _class_of(probe: object) -> type[probes.Probe]:
     return probe
 
 
+@pytest.mark.slow
 def test_every_outcome_that_a_check_reads_is_made() -> None:
     read = named("outcomes", "newest", "facts", "_outcome", "_is_due")
     assert len(read) > 30

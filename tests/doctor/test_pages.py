@@ -127,6 +127,7 @@ def test_every_verdict_of_check_names_a_code_with_a_page() -> None:
     assert {each.value for each in named if isinstance(each, ast.Constant)} - set(codes()) == set()
 
 
+@pytest.mark.slow
 def test_whatever_a_finding_explains_can_be_emitted() -> None:
     assert len(explained()) > 30
     assert [each for each in sorted(explained()) if not fnmatch.filter(codes(), each)] == []

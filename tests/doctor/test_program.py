@@ -24,6 +24,8 @@ from trainwright.doctor.program.grammar import RULES, spelled
 from trainwright.doctor.program.measure.names import nearly
 from trainwright.runlog.records import Found, Watched
 
+pytestmark = pytest.mark.slow
+
 X = torch.randn(64, 6, generator=torch.Generator().manual_seed(0))
 Y = X[:, :3].argmax(1)
 STEPS = 14

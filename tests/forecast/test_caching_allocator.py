@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
+
 from tests.forecast.models import make_gpt
 from trainwright.forecast.caching_allocator import MIB, CachingAllocator, reserved_bytes
 from trainwright.forecast.traced_step import trace_step
@@ -42,6 +44,7 @@ def test_gaps_are_not_used_by_what_does_not_fit() -> None:
     assert reserved_bytes(pieces, changes) == 90 * MIB
 
 
+@pytest.mark.slow
 def test_a_trace_for_cuda_tells_the_gaps() -> None:
     trace = trace_step(partial(make_gpt), device="cuda")
     gaps = next(unseen.bound_bytes for unseen in trace.unseen if unseen.op == "reserved")

@@ -161,6 +161,7 @@ def test_a_thousand_ranks() -> None:
     assert best["step_s"] == pytest.approx(best["busy_s"] + best["exposed_s"] + best["bubble_s"])
 
 
+@pytest.mark.slow
 def test_ranks_without_samples_and_too_many_ranks_are_said() -> None:
     words = ["plan", str(RECIPES / "gpt-tiny.yaml"), "--device", "h100-80gb", "--set", "batch.size=8"]
     done = CliRunner().invoke(app, [*words, "--ranks", "64"])

@@ -90,6 +90,7 @@ def test_where_nothing_fits_other_training_is_proposed_and_not_silently_taken() 
     assert {"Adafactor", "LoRA", "8-bit moments"} <= names
 
 
+@pytest.mark.slow
 def test_the_average_of_the_weights_is_counted() -> None:
     plain, average = (LayoutSurvey(make_blueprint(gpt(*ask)), cpu(GIB), "fp32") for ask in ([], ["model.ema=0.99"]))
     more = average.trace(2, chunked=False).peak.total - plain.trace(2, chunked=False).peak.total
@@ -144,6 +145,7 @@ def test_a_budget_in_bytes_is_kept_by_the_true_peak() -> None:
     assert traced.peak.total <= 20 * MIB < survey.trace(24, chunked=False).peak.total
 
 
+@pytest.mark.slow
 def test_a_choice_that_cannot_be_made_is_an_error_with_a_remedy() -> None:
     with pytest.raises(UsageError, match="no micro-batch fits"):
         resolve(gpt("batch.micro=auto"), cpu(4 * MIB))

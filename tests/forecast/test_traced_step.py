@@ -64,6 +64,7 @@ def test_the_peak_with_activation_checkpointing_is_that_of_a_real_step(keep: tup
     assert any(moment.phase == "checkpointing" for moment in trace.moments)
 
 
+@pytest.mark.slow
 def test_without_autocast_s_cache_no_block_keeps_its_copies_of_weights() -> None:
     """Where blocks are computed again: ranks that hold parts of the weights must not hold copies of the whole."""
 

@@ -218,6 +218,7 @@ FORGERIES: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORGERIES)
 def test_a_forged_bundle_is_refused(whole: Path, tmp_path: Path, name: str) -> None:
     path = forged(whole, tmp_path, FORGERIES[name])
@@ -382,6 +383,7 @@ def test_a_bundle_of_a_crash_loop_is_not_replaced(tmp_path: Path) -> None:
     assert again == path and not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.slow
 def test_a_watched_run_is_replayed_from_its_bundles(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text("")
     (tmp_path / "mine.py").write_text(

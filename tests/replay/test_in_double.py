@@ -27,6 +27,7 @@ class Causal(nn.Module):
         return logits
 
 
+@pytest.mark.slow
 def test_attention_with_a_mask_of_another_dtype() -> None:
     torch.manual_seed(0)
     model = Causal()

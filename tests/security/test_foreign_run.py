@@ -49,6 +49,7 @@ def invoke(*words: str) -> Result:
     return CliRunner().invoke(app, list(words))
 
 
+@pytest.mark.slow
 def test_only_training_runs_their_code(mark: Path) -> None:
     assert invoke("train", "recipe.yaml").exit_code == 0
     assert mark.exists()
@@ -69,6 +70,7 @@ def test_only_training_runs_their_code(mark: Path) -> None:
     assert mark.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [("train", "recipe.yaml"), ("resume", "runs/theirs", "--set", "until=3steps")])
 def test_what_is_not_allowed_is_refused_before_it_is_imported(mark: Path, words: tuple[str, ...]) -> None:
     if words[0] == "resume":

@@ -116,6 +116,7 @@ def test_a_wrapped_model_has_the_names_of_its_author(wrap: Callable[[Any], nn.Mo
     assert found["embed.weight"].data_ptr() == next(wrapped.parameters()).data_ptr(), "the live memory, no copy"
 
 
+@pytest.mark.slow
 @each_wrap
 def test_weights_go_into_a_model_that_is_wrapped_otherwise(wrap: Callable[[Any], nn.Module]) -> None:
     saved = plain_state_dict(Net(seed=7))

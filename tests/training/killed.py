@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import trainwright as tw
 import tests.warm  # noqa: F401  before the forks
+import trainwright as tw
 from tests.training.data_kinds import KINDS, Kind, parts_of
 from trainwright.build.ready import ReadyBatches
 from trainwright.build.unwrap import Unwrapped, unwrap

@@ -435,6 +435,7 @@ def test_numpy_arrays_are_tensors() -> None:
         losses(x.numpy(), y.numpy()[:-1])
 
 
+@pytest.mark.slow
 def test_a_validation_loader_says_its_batch_unless_settings_do() -> None:
     val = DataLoader(TensorDataset(*data(40)), batch_size=20)
     assert asked(val=val)["evaluation"]["batch"] == 20

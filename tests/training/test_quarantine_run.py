@@ -29,6 +29,8 @@ import random
 import numpy as np
 import torch
 
+pytestmark = pytest.mark.slow
+
 
 class Flaky(torch.utils.data.Dataset):
     epoch = -1

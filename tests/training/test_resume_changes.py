@@ -22,6 +22,8 @@ from trainwright.cli import app
 from trainwright.errors import CheckpointError, RecipeError, UsageError
 from trainwright.state.store import checkpoints
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = {"device": "cpu", "precision": "fp32", "log.doctor": False}
 
 

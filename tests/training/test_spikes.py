@@ -15,6 +15,8 @@ from trainwright.runlog.reader import read
 from trainwright.runlog.records import Found, Skipped
 from trainwright.state.spikes import Spike
 
+pytestmark = pytest.mark.slow
+
 BAD = 40
 """The step whose samples are a thousand times as large."""
 

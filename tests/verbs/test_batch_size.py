@@ -89,6 +89,7 @@ def test_what_it_names_trains_under_the_same_limit(recipe: Path) -> None:
     assert '"kind":"outofmemory"' not in (Path(done["run"]) / "log.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_the_bound_and_the_margin_are_kept(recipe: Path) -> None:
     found = find_batch_size(load(recipe), most=24, margin=0.0)
     assert found.most == 24 and found.micro == 24 and "no more were to be tried" in found.bounded

@@ -483,6 +483,7 @@ def test_data_are_built_only_where_the_models_size_depends_on_them(folder: Path)
     assert export(two.run, format="safetensors").step == 10
 
 
+@pytest.mark.slow
 def test_other_models_have_no_such_layout() -> None:
     result = trained(MLP)
     with pytest.raises(UsageError, match="not for MLP") as caught:

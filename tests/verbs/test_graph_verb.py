@@ -334,6 +334,7 @@ def test_more_than_fits_into_memory_can_be_drawn() -> None:
     assert any("0-3 x 4" in line for line in drawn.lines())
 
 
+@pytest.mark.slow
 def test_the_verb_prints_draws_and_answers_in_json(tmp_path: Path) -> None:
     file = tmp_path / "graph.svg"
     args = ["graph", str(RECIPES / "gpt-tiny.yaml"), "--depth", "2", "--svg", str(file), "--json"]

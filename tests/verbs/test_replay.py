@@ -23,6 +23,8 @@ import numpy as np, random, torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+pytestmark = pytest.mark.slow
+
 class Data(torch.utils.data.Dataset):
     def __len__(self):
         return 96

@@ -211,6 +211,7 @@ def run(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "tiny"))
 
 
+@pytest.mark.slow
 def test_what_is_whole_is_ok(run: Path) -> None:
     for path, count in ((run, 2), (run / "checkpoints", 2), (run / "checkpoints/step-00000004", 1)):
         code, message = invoke("verify", "checkpoint", str(path))
@@ -349,6 +350,7 @@ def earlier_of(run: Path) -> tuple[Earlier, list[str]]:
         lock.release(clean=True)
 
 
+@pytest.mark.slow
 @each_row("name", [*DAMAGES, *METADATA])
 def test_a_resume_steps_over_what_is_damaged_or_no_run_has_written(trained: Path, tmp_path: Path, name: str) -> None:
     damage, what = {**DAMAGES, **METADATA}[name]

@@ -116,6 +116,7 @@ def test_no_batch_is_held_in_shared_memory() -> None:
     assert watched.ring.steps_to(1) is not None, "it is still the batch that was trained on"
 
 
+@pytest.mark.slow
 def test_short_steps_are_judged_together_and_a_bad_one_at_once() -> None:
     watched, state, written = session()
     advance = train(watched, state, 90)
@@ -132,6 +133,7 @@ def test_short_steps_are_judged_together_and_a_bad_one_at_once() -> None:
     assert noted == sorted(set(noted)) and noted[-1] == 92, "each step at most once, in order, the last one too"
 
 
+@pytest.mark.slow
 def test_what_waits_to_be_judged_is_let_go_too() -> None:
     watched, state, written = session()
     train(watched, state, 90)

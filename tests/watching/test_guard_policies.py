@@ -61,6 +61,7 @@ def test_what_clipping_has_seen_is_not_what_is_trusted(tmp_path: Path, how: str)
     assert torch.equal(model.weight, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["written after clipping", "clipping of a part", "by another norm"])
 def test_what_a_clip_has_left_is_taken_for_the_norm_only_where_it_was_found_so(how: str) -> None:
     torch.manual_seed(0)
@@ -102,6 +103,7 @@ def test_a_spike_is_only_warned_of(tmp_path: Path) -> None:
     assert spikes_found(watch) == [("grad.spike", "warning", 20)]
 
 
+@pytest.mark.slow
 def test_a_run_without_a_spike_is_not_warned_of(tmp_path: Path) -> None:
     _, _, watch = train(40, tmp_path / "run", bad={20: 4.0})
     assert spikes_found(watch) == []
@@ -132,6 +134,7 @@ def test_a_spike_rolls_back_to_a_snapshot(tmp_path: Path) -> None:
     assert torch.equal(weights[19], weights[skipped[0] - 2])
 
 
+@pytest.mark.slow
 def test_a_rollback_does_not_count_an_update_twice_that_was_left_out_before(tmp_path: Path) -> None:
     _, _, watch = train(40, tmp_path / "run", bad={34: math.nan, 36: 100.0}, on_spike="rollback")
     skipped = [r.step for r in read(watch.folder.log).records if isinstance(r, Skipped)]

@@ -78,6 +78,7 @@ def test_a_gan_with_two_optimizers() -> None:
     assert replays(watch)
 
 
+@pytest.mark.slow
 def test_a_frozen_backbone() -> None:
     def loop(watching: Watching) -> list[Tensor]:
         backbone, head = net(), nn.Linear(3, 3)
@@ -117,6 +118,7 @@ def test_only_parts_of_the_model_are_called() -> None:
     assert said(watch) == ""
 
 
+@pytest.mark.slow
 def test_a_wrapper_around_the_watched_model() -> None:
     class Wrapper(nn.Module):
         def __init__(self, module: nn.Module) -> None:
@@ -291,6 +293,7 @@ def test_an_update_where_autograd_is_off(off: Callable[[], AbstractContextManage
     assert replays(watch)
 
 
+@pytest.mark.slow
 def test_a_part_of_the_loss_where_autograd_is_off() -> None:
     def loop(watching: Watching) -> list[Tensor]:
         model = net()
@@ -604,6 +607,7 @@ def test_stop_ends_the_loop_by_an_exception_of_ours() -> None:
         optimizer.step()
 
 
+@pytest.mark.slow
 def test_nested_watches_and_one_after_the_other() -> None:
     def loop(watching: Watching) -> list[Tensor]:
         model = net()
@@ -624,6 +628,7 @@ def test_nested_watches_and_one_after_the_other() -> None:
     both(loop)
 
 
+@pytest.mark.slow
 def test_two_watches_of_two_models() -> None:
     def loop(watching: Watching) -> list[Tensor]:
         one, two = net(), net()

@@ -59,6 +59,7 @@ def fill(folder: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, ((folder / "log.jsonl").stat().st_size, most))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("file_size")
 @pytest.mark.parametrize(("broken", "why"), [(remove, "was deleted"), (fill, "would exceed the size limit")])
 def test_a_log_that_cannot_be_written_costs_lines(

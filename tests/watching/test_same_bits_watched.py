@@ -306,6 +306,7 @@ def test_the_same_bits_watched_and_replayed(build: Callable[[], Loop]) -> None:
     assert same(dict(bare.model.state_dict()), dict(loop.model.state_dict())), "a replay left a trace"
 
 
+@pytest.mark.slow
 def test_a_replay_leaves_the_generators_alone() -> None:
     _, _, watch = train(fp32_with_dropout, watched=True)
     before = torch.get_rng_state()

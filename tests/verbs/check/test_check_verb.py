@@ -62,6 +62,7 @@ def test_a_healthy_recipe_passes_on_one_screen(place: Path) -> None:
     assert "nothing stands in the way" in lines[-1]
 
 
+@pytest.mark.slow
 def test_a_broken_one_exits_with_3_and_says_why(place: Path) -> None:
     settings = ["--set", "data.train.args={labels: 9}"]
     done = CliRunner().invoke(app, ["check", "recipe.yaml", "--json", *settings])
@@ -77,6 +78,7 @@ def test_a_recipe_that_cannot_be_built_is_wrong_usage(place: Path) -> None:
     assert done.exit_code == 2 and "data.train" in done.stderr and "remedy" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_low_rate_is_no_fault_of_the_model_where_no_range_test_was_made(place: Path) -> None:
     """The batch is then learned at another rate than that of the recipe, which is too low for 200 steps."""
     loaded = load("recipe.yaml", overrides=["optimizer.lr=0.0003", "precision=fp32"])
