@@ -89,4 +89,5 @@ def compare(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
     for one, other in zip(found, wanted, strict=True):
         same = ("kind", "step", "lr", "samples", "tokens", "ids_hash", "skipped")
         assert {name: one.get(name) for name in same} == {name: other.get(name) for name in same}
-        assert numbers_of(one) == pytest.approx(numbers_of(other), rel=2e-6, abs=1e-6, nan_ok=True)
+        mine, theirs = numbers_of(one), numbers_of(other)
+        assert mine == pytest.approx(theirs, rel=2e-6, abs=1e-6, nan_ok=True), (one["step"], mine, theirs)
