@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 
+import psutil
+import torch
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
@@ -34,11 +37,12 @@ class Progress:
     ) -> None:
         self._console, self._clock, self._quiet = console, clock, quiet
         self.marks: Mapping[str, float] = marks or {}
-        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self._live = Live(console=console, auto_refresh=False, transient=True) if moves_cursor(console) else None
         self._cell = NotebookCell() if console.is_jupyter and not quiet else None
         self._every_s = LIVE_EVERY_S if self._live or self._cell else PLAIN_EVERY_S
         self._shown_s = clock()
         self._samples: int | None = None
+        self._tokens = 0
         self._loss: float | None = None
         self._val: float | None = None
         self._wait_s = self._work_s = 0.0
@@ -69,12 +73,13 @@ class Progress:
         self._wait_s += result.wait_s
         self._work_s += result.step_s
         if self._samples is None:
-            self._samples = state.num_samples - result.batch.size
+            self._samples, self._tokens = state.num_samples - result.batch.size, state.num_tokens
         now_s = self._clock()
         if self._quiet or now_s - self._shown_s < self._every_s:
             return
         line = self._line(result, state, now_s - self._shown_s)
-        self._shown_s, self._samples, self._wait_s, self._work_s = now_s, state.num_samples, 0.0, 0.0
+        self._shown_s, self._wait_s, self._work_s = now_s, 0.0, 0.0
+        self._samples, self._tokens = state.num_samples, state.num_tokens
         if self._live:
             self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
         elif self._cell:
@@ -92,7 +97,9 @@ class Progress:
             f"step {result.step}",
             f"loss {self._loss:.3f}",
             f"{rate:,.0f} samples/s",
+            *([f"{tokens / max(since_s, 1e-9):,.0f} tokens/s"] if (tokens := state.num_tokens - self._tokens) else []),
             f"ETA {_duration(left_s)}",
+            f"{in_use_bytes(result.grad_norm.device) / 2**30:.2f} GiB",
         ]
         if self._val is not None:
             parts.insert(3, f"val {self._val:.3f}")
@@ -115,6 +122,17 @@ class Progress:
     def close(self) -> None:
         if self._live:
             self._live.stop()
+
+
+def moves_cursor(console: Console) -> bool:
+    """Whether a line can be written anew. ``FORCE_COLOR`` asks for colours only: a file would fill up with lines."""
+    is_forced = bool(os.environ.get("FORCE_COLOR"))
+    return console.is_terminal and not console.is_dumb_terminal and (not is_forced or console.file.isatty())
+
+
+def in_use_bytes(device: torch.device) -> int:
+    """What tensors hold of a GPU, or this process of the host."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else int(psutil.Process().memory_info().rss)
 
 
 def _duration(seconds: float) -> str:
