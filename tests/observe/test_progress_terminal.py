@@ -7,14 +7,18 @@ import os
 import re
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
-from tests.observe.test_observers import batches, loss, make_state
 from trainwright.engine.loop import run
+from trainwright.engine.loss import Loss
 from trainwright.engine.step import make_step
 from trainwright.engine.until import for_steps
 from trainwright.observe.progress import Progress
+from trainwright.state.cursor import Cursor, MicroBatch, StepBatch
+from trainwright.state.train_state import TrainState
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 CURSOR = re.compile(r"\x1b\[[0-9;?]*[A-HJKlh]")
@@ -28,11 +32,18 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+def loss(model: torch.nn.Module, x: torch.Tensor) -> Loss:
+    return Loss(model(x).square().sum(), float(len(x)))
+
+
 def train(console: Console) -> None:
     seconds = iter(range(10_000))
     progress = Progress(console, clock=lambda: next(seconds) * 3.0)
     progress.say("[red]a line")
-    run(make_state(), batches(STEPS), make_step(loss), until=for_steps(STEPS), observers=[progress])
+    model = torch.nn.Linear(4, 1)
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    batch = StepBatch((MicroBatch(torch.randn(3, 4), np.arange(3)),), Cursor(0, 3))
+    run(state, [batch] * STEPS, make_step(loss), until=for_steps(STEPS), observers=[progress])
 
 
 def on_a_terminal() -> str:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainwright.errors import DataError, UsageError
 from trainwright.world import World
+
+T = TypeVar("T")
+
+
+def first_of(world: World, mine: T) -> T:
+    """What the first rank has."""
+    agreed = world.agree(mine)
+    assert agreed is not None
+    return agreed
 
 
 def begin_alike(model: nn.Module, loss: object, world: World) -> None:

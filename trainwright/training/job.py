@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -60,7 +60,7 @@ from trainwright.state.ema import Ema
 from trainwright.state.rng import seed_all, set_deterministic
 from trainwright.state.spikes import SpikeDetector
 from trainwright.state.train_state import TrainState
-from trainwright.training.alike import begin_alike, require_same_data
+from trainwright.training.alike import begin_alike, first_of, require_same_data
 from trainwright.training.layout import NOT_TRIED, lay_out, rank_layout, tensor_share
 from trainwright.training.own_objects import Live, build_live, memory_note, of_own_optimizer
 from trainwright.training.own_step import untried
@@ -79,8 +79,6 @@ from trainwright.world import (
     usable_threads,
 )
 from trainwright.world.memory import free_bytes, keep_blocks, mind_limits, rlimits
-
-T = TypeVar("T")
 
 ENDING_S = 0.5
 """What the last save and the end of the process take, about."""
@@ -366,13 +364,6 @@ def spike_handler(loaded: Loaded) -> SpikeHandler:
     if policy in ("warn", "off"):
         return NO_SPIKES
     return SpikeGuard(policy if policy in SPIKE_POLICIES else find(policy, {}, "spikes.policy", loaded.source))  # type: ignore[arg-type]
-
-
-def first_of(world: World, mine: T) -> T:
-    """What the first rank has."""
-    agreed = world.agree(mine)
-    assert agreed is not None
-    return agreed
 
 
 def make_advance(
