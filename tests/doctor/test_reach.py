@@ -46,7 +46,7 @@ def warm_for_ever(loop: Loop) -> None:
         (tenth_of_the_loss, SGD, 0.1, True),
         (clipped, SGD, 0.1, True),
     ],
-    ids=str,
+    ids=["as it is", "as it is, SGD", "warm for ever", "a tenth of the loss", "clipped"],
 )
 def test_updates_that_are_too_small(
     change: Change, optimizer: Callable[..., Optimizer], lr: float, breaks: bool
