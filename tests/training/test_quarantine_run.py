@@ -23,14 +23,13 @@ from trainwright.runlog.records import Quarantined, Step
 from trainwright.state.train_state import TrainState
 from trainwright.training.run import train
 
+pytestmark = pytest.mark.slow
+
 FLAKY = """\
 import random
 
 import numpy as np
 import torch
-
-pytestmark = pytest.mark.slow
-
 
 class Flaky(torch.utils.data.Dataset):
     epoch = -1

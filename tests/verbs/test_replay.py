@@ -18,12 +18,12 @@ from trainwright.runlog.reader import read
 from trainwright.runlog.records import Examined, Skipped, Step, Watched
 from trainwright.verbs.replay import rerun
 
+pytestmark = pytest.mark.slow
+
 PARTS = """\
 import numpy as np, random, torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-pytestmark = pytest.mark.slow
 
 class Data(torch.utils.data.Dataset):
     def __len__(self):
