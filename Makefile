@@ -1,5 +1,5 @@
 # make demo    sets everything up and trains a small GPT on the text that ships with Python
-# make quick   sets everything up, then runs the quicker tests, in little more than a minute on two cores: those marked neither
+# make quick   sets everything up, then runs the quicker tests, in about a minute on two cores: those marked neither
 #              slow (more than half a second, the zoo, the benchmarks) nor process (starts a Python process)
 # make test    sets everything up, then checks format, lint, types, structure, and runs the suite, in about thirteen
 #              minutes on two cores
