@@ -19,7 +19,7 @@ from tests.training.ranked import compare, last_weights, make_project, train, wa
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 FIT = """
-import json, sys
+import json, os, sys
 import torch
 from torch import nn
 import trainwright as tw
@@ -28,7 +28,7 @@ settings = json.loads(sys.argv[1])
 torch.manual_seed(3)
 model = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.LayerNorm(32), nn.Dropout(0.0), nn.Linear(32, 5))
 draw = torch.Generator().manual_seed(0)
-x, y = torch.randn(61, 12, generator=draw), torch.randint(5, (61,), generator=draw)
+x, y = torch.randn(37, 12, generator=draw), torch.randint(5, (37,), generator=draw)
 x_val, y_val = torch.randn(23, 12, generator=draw), torch.randint(5, (23,), generator=draw)
 counted = torch.rand(5, generator=draw) + 0.5
 
@@ -50,8 +50,9 @@ def sparse(model, batch):
     return tw.Loss(total, float(chosen.sum()), {"right": chosen.float().sum()})
 
 losses = {"mean": mean, "weighted": weighted, "sparse": sparse}
-given = {"log.every": "1steps", "evaluation.every": "3steps", "schedule.use": "constant", **settings}
-loss, until, resume = losses[given.pop("loss")], given.pop("until", "8steps"), given.pop("resume", None)
+given = {"log.every": "1steps", "evaluation.every": "3steps", "schedule.use": "constant",
+         "checkpoint.every": "3steps", "log.doctor": "RANK" in os.environ, **settings}  # alone it would run steps again
+loss, until, resume = losses[given.pop("loss")], given.pop("until", "5steps"), given.pop("resume", None)
 result = tw.fit(model, (x, y), loss, val=(x_val, y_val), until=until, lr=1e-2, precision="fp32", quiet=True,
                 settings=given, resume=resume)
 weights = torch.cat([p.detach().flatten() for p in model.parameters()]).double().tolist()
@@ -74,7 +75,7 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("loss", "micro"), [("mean", 2), ("weighted", 12), ("sparse", 2)])
 def test_any_number_of_ranks_is_one_process(tmp_path: Path, loss: str, micro: int) -> None:
-    """61 samples in batches of 12: the last step of an epoch has one sample, and some ranks none."""
+    """37 samples in batches of 12: the last step of an epoch has one sample, and some ranks none."""
     settings: dict[str, Any] = {"loss": loss, "batch.size": 12, "batch.micro": micro}
     [alone] = trained(1, tmp_path / "1", **settings)
     for count in (2, 3):
@@ -155,14 +156,14 @@ def test_a_script_may_train_twice_and_each_run_is_its_own(tmp_path: Path) -> Non
     ],
 )
 def test_ranks_that_would_not_train_one_run_are_refused(tmp_path: Path, change: str, error: str) -> None:
-    code = FIT.replace("given = {", f"import os\n{change}\ngiven = {{", 1)
+    code = FIT.replace("given = {", f"{change}\ngiven = {{", 1)
     done = ranks.run(code, 2, json.dumps({"loss": "mean"}), cwd=tmp_path)
     assert all(each.returncode == 1 and error in each.stderr for each in done), done[0].stderr
 
 
 def test_weights_are_those_of_the_first_rank(tmp_path: Path) -> None:
     """Also where a weight does not lie in memory row after row, as in channels_last."""
-    code = FIT.replace("torch.manual_seed(3)", "import os; torch.manual_seed(int(os.environ['RANK']))", 1)
+    code = FIT.replace("torch.manual_seed(3)", "torch.manual_seed(int(os.environ['RANK']))", 1)
     code = code.replace("draw = ", "model[0].weight = nn.Parameter(torch.randn(12, 32).t())\ndraw = ", 1)
     settings = {"loss": "mean", "model.ema": 0.9}
     done = ranks.run(code, 2, json.dumps(settings), cwd=tmp_path)
@@ -184,13 +185,13 @@ def test_torchrun_starts_the_ranks(project: Path) -> None:
 
 @pytest.mark.parametrize("loss", ["mean", "sparse"])
 def test_exact_gives_the_same_bits_on_any_number_of_ranks(tmp_path: Path, loss: str) -> None:
-    """61 samples in batches of 12: steps of 6 slices, and one of a single slice."""
+    """37 samples in batches of 12: steps of 6 slices, and one of a single slice."""
     settings: dict[str, Any] = {
         "loss": loss,
         "batch.size": 12,
         "batch.micro": 2,
         "parallel.exact": True,
-        "until": "20steps",
+        "until": "8steps",
     }
     [alone] = trained(1, tmp_path / "1", **settings)
     norms = [(one.get("loss"), one.get("grad_norm")) for one in steps(tmp_path / "1") if one["kind"] == "step"]

@@ -21,9 +21,10 @@ from trainwright.models.gpt import gpt
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
-SMALL: dict[str, Any] = {"vocab_size": 11, "block_size": 8, "layers": 4, "heads": 2, "d_model": 16, "tied": False}
+SMALL: dict[str, Any] = {"vocab_size": 11, "block_size": 8, "layers": 2, "heads": 2, "d_model": 16, "tied": False}
+DEEP = {"layers": 4}
 FIT = """
-import json, sys
+import json, os, sys
 import torch
 import trainwright as tw
 from torch import nn
@@ -49,7 +50,8 @@ for name, settings in json.loads(sys.argv[1]).items():
     changed = settings.pop("model", {})
     model = Own() if changed == "own" else gpt(**{**json.loads(sys.argv[2]), **changed})
     given = {"log.every": "1steps", "evaluation.every": "3steps", "optimizer.clip.at": 0.5, "folder": name,
-             "schedule.use": "constant", "optimizer.args": {"eps": 1e-3}, **settings}
+             "schedule.use": "constant", "optimizer.args": {"eps": 1e-3}, "checkpoint.every": "3steps",
+             "log.doctor": "RANK" in os.environ, **settings}  # alone it would run each step again
     result = tw.fit(model, (ids[:, :-1], target), language_model, val=(ids[:7, :-1], target[:7]), lr=1e-2, batch=8,
                     until=given.pop("until", "5steps"), precision=given.pop("precision", "fp32"),
                     quiet=True, resume=given.pop("resume", None),
@@ -95,6 +97,7 @@ TWO: dict[str, dict[str, Any]] = {
     "gpipe": {"parallel.pipeline": 2, "parallel.schedule": "gpipe"},
     "1f1b": {"parallel.pipeline": 2, "batch.micro": 3, "model.ema": 0.9},
     "interleaved": {
+        "model": DEEP,
         "parallel.pipeline": 2,
         "parallel.schedule": "interleaved",
         "batch.micro": 3,
@@ -106,7 +109,14 @@ TWO: dict[str, dict[str, Any]] = {
 def test_two_ranks_divide_layers_stages_and_sequences(tmp_path: Path) -> None:
     """23 samples in batches of 8: the last step of an epoch is short. With one and with several micro-batches."""
     own, half = {"model": "own"}, {"precision": "fp16"}
-    alone = {"whole": {}, "ema": {"model.ema": 0.9}, "modern": {"model": MODERN}, "own": own, "half": half}
+    alone = {
+        "whole": {},
+        "ema": {"model.ema": 0.9},
+        "modern": {"model": MODERN},
+        "deep": {"model": DEEP},
+        "own": own,
+        "half": half,
+    }
     trained(1, tmp_path, {**alone, "begun": {"until": "3steps"}, "begun-too": {"until": "3steps"}})
     divided = {
         **TWO,
@@ -118,7 +128,7 @@ def test_two_ranks_divide_layers_stages_and_sequences(tmp_path: Path) -> None:
     }
     trained(2, tmp_path, divided)
     for name, settings in TWO.items():
-        require_same(tmp_path, name, "ema" if "model.ema" in settings else "whole")
+        require_same(tmp_path, name, "ema" if "model.ema" in settings else "deep" if "model" in settings else "whole")
     require_same(tmp_path, "modern-context", "modern")
     require_same(tmp_path, "own-tensor", "own")
     for one, other in zip(logged(tmp_path / "half-stages", "step"), logged(tmp_path / "half", "step"), strict=True):
@@ -189,8 +199,8 @@ def test_a_killed_rank_ends_all_and_the_next_attempt_goes_on(tmp_path: Path) -> 
     ("settings", "changed", "error"),
     [
         ({"parallel.tensor": 4}, {}, r"must divide what it splits: 2 attention heads(?s:.)*tensor: 2"),
-        ({"parallel.pipeline": 4, "parallel.schedule": "interleaved"}, {}, r"has 4(?s:.)*pipeline: 2"),
-        ({"parallel.pipeline": 4}, {"tied": True}, r"tied(?s:.)*model.args.tied: false"),
+        ({"parallel.pipeline": 4, "parallel.schedule": "interleaved"}, DEEP, r"has 4(?s:.)*pipeline: 2"),
+        ({"parallel.pipeline": 4}, {**DEEP, "tied": True}, r"tied(?s:.)*model.args.tied: false"),
         ({"parallel.pipeline": 2, "parallel.tensor": 2, "parallel.replicate": 2}, {}, r"the number of ranks, 4"),
         (
             {"parallel.tensor": 2, "parallel.replicate": 2, "model.compile": True},
