@@ -1,17 +1,26 @@
-"""What statistics by layer cost: the time of a run of ``tw.fit`` with them against the same without, interleaved.
+"""What statistics by layer cost a run of ``tw.fit``, measured twice: inside of one run, and against one without them.
 
     python -m benchmarks.layer_stats [--quick]
 
 A GPT (4 blocks of 128, 12 x 64 tokens) and an MLP whose step takes about half a millisecond; both at the defaults, in
-which the statistics are on. ``*_records`` is how many of them there were in a run. Ratios are medians over pairs of
-runs, of the time between the tenth step and the last.
+which the statistics are on, but without the doctor, whose looks are many times as long. The first ten steps do not
+count.
+
+*_share    inside of a run: what the two steps that have to do with a record took more than the median of their 16
+           neighbours, summed over all records, as a share of the time of the run; for each run
+*_each     the same of one record, in steps: medians over the records of a run
+*_ratio    the time of a run with them by that of one without, for each pair of runs, which take turns
+*_records  how many records there were in a run
 """
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +36,8 @@ from trainwright.runlog.reader import read
 from trainwright.runlog.records import Layers
 
 FIRST = 10
+NEAR = 8
+"""Neighbours on each side of a record."""
 Task = tuple[nn.Module, Dataset[tuple[Tensor, ...]], Callable[..., Tensor], int]
 
 
@@ -44,31 +55,67 @@ def mlp() -> Task:
     return model, TensorDataset(torch.randn(6400, 64), torch.randint(10, (6400,))), nn.CrossEntropyLoss(), 64
 
 
-def seconds(make: Callable[[], Task], steps: int, counts: list[float], layers: bool) -> float:
-    """The time of the steps after the first few; notes how many records there are."""
+def extras_s(steps_s: Sequence[float], recorded: Sequence[int]) -> list[float]:
+    """What each record took. ``steps_s[n]`` is from the end of step n to that of step n + 1.
+
+    Hooks are set when the step before is over, and the rest is computed when the step itself is.
+    """
+    touched = {index for step in recorded for index in (step - 1, step)}
+    found = []
+    for step in recorded:
+        near = [n for n in range(max(FIRST, step - 1 - NEAR), step + 1 + NEAR) if n not in touched and n < len(steps_s)]
+        if step > FIRST and step < len(steps_s) and near:
+            usual_s = statistics.median(steps_s[n] for n in near)
+            found.append(steps_s[step - 1] + steps_s[step] - 2 * usual_s)
+    return found
+
+
+def seconds(make: Callable[[], Task], steps: int, seen: dict[str, list[float]], layers: bool) -> float:
+    """The time of the steps after the first few; notes what was seen inside of the run."""
     torch.manual_seed(0)
     model, data, loss, batch = make()
-    times: list[float] = []
+    ends = [time.perf_counter()]
     with tempfile.TemporaryDirectory() as folder:
-        settings = {"folder": folder, "log.layers": layers, "checkpoint.every": None, "precision": "fp32"}
-        observers = [lambda result, state: times.append(time.perf_counter())]
-        done = tw.fit(model, data, loss, steps=steps, batch=batch, quiet=True, settings=settings, observers=observers)
-        if layers:
-            counts.append(sum(isinstance(each, Layers) for each in read(Path(done.run) / "log.jsonl").records))
-    return times[-1] - times[FIRST - 1]
+        settings = {"folder": folder, "log.layers": layers, "log.doctor": False, "precision": "fp32"}
+        observers = [lambda result, state: ends.append(time.perf_counter())]
+        done = tw.fit(
+            model,
+            data,
+            loss,
+            steps=steps,
+            batch=batch,
+            quiet=True,
+            settings={**settings, "checkpoint.every": None},
+            observers=observers,
+        )
+        log = read(Path(done.run) / "log.jsonl").records if layers else []
+    steps_s = [after - before for before, after in itertools.pairwise(ends)]
+    total_s = ends[-1] - ends[FIRST]
+    recorded = [each.step for each in log if isinstance(each, Layers)]
+    if extras := extras_s(steps_s, recorded):
+        seen["share"].append(sum(extras) / total_s)
+        seen["each"].append(statistics.median(extras) / statistics.median(steps_s[FIRST:]))
+        seen["records"].append(len(recorded))
+    return total_s
 
 
 def main() -> None:
-    """Two JSON lines for each model."""
-    options = arguments(__doc__, rounds=(11, 2), mlp_steps=(4000, 100), gpt_steps=(150, 20))
+    """Four JSON lines for each model."""
+    options = arguments(__doc__, rounds=(11, 2), mlp_steps=(4000, 100), gpt_steps=(400, 60))
     about("layer_stats")
     torch.set_num_threads(options.threads)
     for name, make, steps in (("gpt", gpt, options.gpt_steps), ("mlp", mlp, options.mlp_steps)):
-        counts: list[float] = []
-        run = partial(seconds, make, steps, counts)
-        seen = interleaved({"without": partial(run, False), "with": partial(run, True)}, options.rounds)
-        figure("layer_stats", name, ratios(seen["with"], seen["without"]), unit="ratio", against="log.layers: false")
-        figure("layer_stats", f"{name}_records", counts, unit="records", against=f"{steps} steps")
+        seen: dict[str, list[float]] = defaultdict(list)
+        run = partial(seconds, make, steps, seen)
+        times_s = interleaved({"without": partial(run, False), "with": partial(run, True)}, options.rounds)
+        for case, unit, against in (
+            ("share", "share", "the time of the run"),
+            ("each", "steps", "one record"),
+            ("records", "records", f"{steps} steps"),
+        ):
+            figure("layer_stats", f"{name}_{case}", seen[case], unit=unit, against=against)
+        ratio = ratios(times_s["with"], times_s["without"])
+        figure("layer_stats", f"{name}_ratio", ratio, unit="ratio", against="log.layers: false")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ progress.LIVE_EVERY_S = 0.0
 x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 y = (x[:, 0] > 0).long()
 model = nn.Linear(4, 2)
-result = tw.fit(model, (x, y), nn.CrossEntropyLoss(), steps=40, batch=16, settings={"log.doctor": False})
+planted = nn.Sequential(model, nn.Softmax(1))
+result = tw.fit(planted, (x, y), nn.CrossEntropyLoss(), steps=40, batch=16)
 """
 WATCH = """
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -44,6 +45,7 @@ def test_a_run_and_a_watched_loop_in_a_notebook(tmp_path: Path, monkeypatch: pyt
     nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
     fit, watch, result = ([*cell.outputs] for cell in notebook.cells)
     [shown] = [text for text in map(html_of, fit) if "<svg" in text]
+    assert "1 critical" in shown, "the softmax before the loss"
     assert "<polyline" in shown and "step 40" in shown and "loss from step 1 to 40" in shown
     assert sum("samples/s" in html_of(each) for each in fit) == 1, "a line for each step"
     assert "loss.softmax_before_ce" in watch[-1]["data"]["text/plain"]

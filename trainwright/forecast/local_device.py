@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -65,12 +65,18 @@ def local_device(*, probe: bool = True) -> Device:
     return replace(table_row(name, total).with_memory(free), host_memory_bytes=read_machine().available_bytes)
 
 
+def known_device(device: torch.device) -> Device | None:
+    """The row of the table for a device of this machine; None for a CPU, and for a GPU that the table lacks."""
+    if device.type != "cuda":
+        return None
+    rows = _rows_of(torch.cuda.get_device_name(device))
+    return _nearest(rows, torch.cuda.mem_get_info(device)[1]) if rows else None
+
+
 def table_row(name: str, memory_bytes: int) -> Device:
     """The row of the table for a GPU that the driver calls ``name``."""
-    words = name.lower().replace("-", " ").replace("rtx ", "rtx").split()
-    table = known_devices().values()
-    named = [device for device in table if device.name.split("-")[0] in words]
-    nearest = min(named or table, key=lambda device: abs(device.memory_bytes - memory_bytes))
+    named = _rows_of(name)
+    nearest = _nearest(named or [*known_devices().values()], memory_bytes)
     if named:
         return nearest
     return Device(
@@ -82,6 +88,15 @@ def table_row(name: str, memory_bytes: int) -> Device:
         nearest.host_link,
         source=f"not in the table: figures of {nearest.name}",
     )
+
+
+def _rows_of(name: str) -> list[Device]:
+    words = name.lower().replace("-", " ").replace("rtx ", "rtx").split()
+    return [device for device in known_devices().values() if device.name.split("-")[0] in words]
+
+
+def _nearest(rows: Sequence[Device], memory_bytes: int) -> Device:
+    return min(rows, key=lambda device: abs(device.memory_bytes - memory_bytes))
 
 
 def named_device(name: str | None, table: dict[str, Device], memory_bytes: int | None) -> Device:

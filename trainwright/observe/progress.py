@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 import psutil
 import torch
@@ -15,6 +16,7 @@ from rich.text import Text
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.step import StepResult
 from trainwright.observe.notebook import NotebookCell
+from trainwright.runlog.records import Found
 from trainwright.state.train_state import TrainState
 
 LIVE_EVERY_S = 0.25
@@ -24,7 +26,8 @@ PLAIN_EVERY_S = 10.0
 class Progress:
     """An Observer. Reads the loss only when it shows it: on a GPU one host sync each quarter of a second.
 
-    ``marks`` are reference losses by name (``{"bigram": 2.46}``): the line says which are passed.
+    ``marks`` are reference losses by name (``{"bigram": 2.46}``): the line says which are passed. ``findings`` gives
+    those so far (None: nobody looks), ``peak_samples_s`` is the pace at the peak rate of the devices (None: not known).
     """
 
     def __init__(
@@ -37,6 +40,8 @@ class Progress:
     ) -> None:
         self._console, self._clock, self._quiet = console, clock, quiet
         self.marks: Mapping[str, float] = marks or {}
+        self.findings: Callable[[], Sequence[Found]] | None = None
+        self.peak_samples_s: float | None = None
         self._live = Live(console=console, auto_refresh=False, transient=True) if moves_cursor(console) else None
         self._cell = NotebookCell() if console.is_jupyter and not quiet else None
         self._every_s = LIVE_EVERY_S if self._live or self._cell else PLAIN_EVERY_S
@@ -96,13 +101,14 @@ class Progress:
             f"{state.fraction:4.0%}",
             f"step {result.step}",
             f"loss {self._loss:.3f}",
+            *([f"val {self._val:.3f}"] if self._val is not None else []),
+            *([health(self.findings())] if self.findings is not None else []),
             f"{rate:,.0f} samples/s",
             *([f"{tokens / max(since_s, 1e-9):,.0f} tokens/s"] if (tokens := state.num_tokens - self._tokens) else []),
+            *([f"MFU {rate / self.peak_samples_s:.1%}"] if self.peak_samples_s else []),
             f"ETA {_duration(left_s)}",
             f"{in_use_bytes(result.grad_norm.device) / 2**30:.2f} GiB",
         ]
-        if self._val is not None:
-            parts.insert(3, f"val {self._val:.3f}")
         wait = self._wait_s / self._work_s if self._work_s else 0.0
         if wait > 0.1:
             parts.append(f"waits for data {wait:.0%}")
@@ -122,6 +128,14 @@ class Progress:
     def close(self) -> None:
         if self._live:
             self._live.stop()
+
+
+def health(findings: Sequence[Found]) -> str:
+    """`healthy`, or `1 critical, 2 warnings`."""
+    counts = Counter(each.severity for each in findings)
+    critical, warnings = counts["critical"], counts["warning"]
+    bad = [f"{critical} critical"] * bool(critical) + [f"{warnings} warning{'s' * (warnings > 1)}"] * bool(warnings)
+    return ", ".join(bad) or "healthy"
 
 
 def moves_cursor(console: Console) -> bool:

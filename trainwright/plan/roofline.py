@@ -87,8 +87,14 @@ def _priced(rows: list[_WorkRow], device: Device, precision: str) -> StepTime:
         ]
     by_phase = {phase: max(seconds, launch[phase]) for phase, seconds in busy.items()}
     spent["launches"] = sum(by_phase.values()) - sum(busy.values())
-    peak = rate(device, "float32", precision) if precision in ("fp32", "tf32") else device.flops.get(precision, 0.0)
-    return StepTime(by_phase, spent, round(total[0]), round(total[2]), round(total[1]), peak or device.flops["fp32"])
+    peak = peak_rate(device, precision)
+    return StepTime(by_phase, spent, round(total[0]), round(total[2]), round(total[1]), peak)
+
+
+def peak_rate(device: Device, precision: str) -> float:
+    """FLOP/s that utilisation in a precision of a recipe is a share of."""
+    own = rate(device, "float32", precision) if precision in ("fp32", "tf32") else device.flops.get(precision, 0.0)
+    return own or device.flops["fp32"]
 
 
 def rate(device: Device, dtype: str, precision: str) -> float:

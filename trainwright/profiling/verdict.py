@@ -9,7 +9,7 @@ from typing import Literal
 
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_seconds
-from trainwright.plan.roofline import rate
+from trainwright.plan.roofline import peak_rate, rate
 from trainwright.profiling.facts import COMPUTE, Hot, ProfileFacts
 
 Bound = Literal["input", "communication", "overhead", "own code", "launch", "memory-bandwidth", "compute"]
@@ -70,8 +70,7 @@ def judge(facts: ProfileFacts, device: Device) -> BoundVerdict:
     bound: Bound = main if waits[main] >= min(least, 0.5) else of_compute  # type: ignore[assignment]
     named = {name for name, share in waits.items() if share >= WORTH} | {bound}
     flops = sum(work.flops for work in facts.work)
-    peak = rate(device, _DTYPES.get(facts.precision, "float32"), facts.precision)
-    mfu = flops / (facts.step_s * peak) if flops and facts.step_s else None
+    mfu = flops / (facts.step_s * peak_rate(device, facts.precision)) if flops and facts.step_s else None
     return BoundVerdict(
         bound,
         _headline(bound, facts),
@@ -80,9 +79,6 @@ def judge(facts: ProfileFacts, device: Device) -> BoundVerdict:
         spent,
         mfu,
     )
-
-
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def _spent(facts: ProfileFacts, device: Device) -> dict[str, float]:

@@ -36,7 +36,8 @@ from trainwright.engine.step import Probe, StepFn, make_step
 from trainwright.engine.until import ByTheClock, Until, for_seconds, for_steps
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import DataError, UsageError
-from trainwright.forecast.local_device import local_device, nominal_cpu
+from trainwright.forecast.local_device import known_device, local_device, nominal_cpu
+from trainwright.forecast.peak_pace import peak_samples_s
 from trainwright.forecast.resolve import Resolved, is_for, left_open, resolve, resolved_before
 from trainwright.plan.devices import Device
 from trainwright.plan.machine import Machine, read_machine
@@ -92,7 +93,7 @@ class Job:
     """All that a run needs, live and planned; nothing of it has been trained.
 
     ``accepted`` are the differences to an earlier part of the run that were wanted; ``read_s`` is the part of a planned
-    step in which it waits for its data.
+    step in which it waits for its data; ``peak_samples_s`` the pace of all ranks at the peak rate of their devices.
     """
 
     loaded: Loaded
@@ -108,6 +109,7 @@ class Job:
     stages: PipelineStages | None = None
     evaluation_cost: EvaluationCost | None = None
     read_s: float = 0.0
+    peak_samples_s: float | None = None
 
     @property
     def recipe(self) -> Recipe:
@@ -310,6 +312,9 @@ def _tried(job: Job, facts: RunFacts, first: StepBatch, asked: str, kept: Kept) 
     plan = first_of(
         together, _after_dry_run(job, facts, first, asked)
     )  # ranks that compute together may time otherwise
+    if not job.divides_weights:
+        pace = peak_samples_s(job.parts, first.micro[0], known_device(job.device), plan.precision)
+        job.peak_samples_s = pace and pace * job.world.size
     return _with_times(replace(plan, step_s=(plan.step_s or 0.0) + job.read_s), job, kept)
 
 

@@ -131,7 +131,7 @@ def _lead(
         earlier = find_earlier(resume, lock, start.accept, lines.append) if resume and lock else None
         world.agree(ResumedFrom(earlier.folder, earlier.checkpoint) if earlier else NOTHING)
         job = prepare(start.loaded, start.parts, earlier=earlier, world=world, launch=start.launch, say=progress.say)
-    progress.marks = job.marks
+    progress.marks, progress.peak_samples_s = job.marks, job.peak_samples_s
     folder = resume or RunFolder.create(job.recipe.folder, job.recipe.name)
     lock = lock or closing_down.enter_context(_held(folder, signals))
     if not lock.exclusive:
@@ -224,6 +224,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
             if is_watched(job)
             else make_ranks_observer(job, folder, logbook.journal.write, progress.say)
         )
+        progress.findings = doctor.findings if doctor else None
         extra = [*([doctor] if doctor else []), *job.built.observers, *(make(job, folder, progress) for make in extras)]
         witness = doctor.witness if doctor else SILENT
         measured = job.built.train_metrics
