@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "build": {"recipe", "plan", "world", "state", "models", "data"},
     "engine": {"state", "world"},
     "forecast": {"build", "engine", "plan", "recipe", "models", "state", "world"},
-    "observe": {"engine", "state", "world", "runlog"},
+    "observe": {"recipe", "engine", "state", "world", "runlog"},
     "recorder": {"engine", "state", "world", "runlog"},
     "replay": {"recorder", "engine", "state", "world", "runlog", "build"},
     "doctor": {"recipe", "plan", "runlog"},
@@ -34,6 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pages": {"recipe", "plan", "runlog", "doctor", "report"},
     "watching": {
         *(
+            "recipe",
             "recorder",
             "replay",
             "doctor",

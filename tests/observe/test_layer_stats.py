@@ -113,6 +113,9 @@ def test_what_has_no_gradient_or_is_not_finite() -> None:
     fields, *_ = one_step(model, LayerStats(model), torch.randint(5, (4,)))
     assert all(math.isnan(each) for each in fields["grad_norm"])
     assert math.isnan(fields["act_std"][2])
+    sparse = nn.Sequential(nn.Embedding(5, 8, sparse=True))
+    fields, _, grads = one_step(sparse, LayerStats(sparse), torch.tensor([1, 1, 3]))
+    assert fields["grad_norm"][0] == pytest.approx(float(grads["0.weight"].to_dense().norm()), rel=1e-3)
     unused = Blocks(1)
     stats = LayerStats(unused, activations=False)
     stats.begin()
@@ -136,6 +139,20 @@ class Heard(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.add(func._schema.name.removeprefix("aten::"))
         return func(*args, **(kwargs or {}))
+
+
+def test_an_evaluation_between_two_steps_is_not_seen() -> None:
+    torch.manual_seed(0)
+    model, x = Blocks(), torch.randint(5, (16,))
+    stats = LayerStats(model)
+    expected = one_step(model, stats, x, lr=0.0)[0]
+    stats.begin()
+    with torch.no_grad():
+        model(torch.zeros(4, dtype=torch.int64))
+    model(x).square().mean().backward()
+    stats.before_update()
+    stats.after_update()
+    assert (stats.read() or {})["act_std"] == expected["act_std"]
 
 
 def test_nothing_is_asked_of_the_device() -> None:

@@ -25,11 +25,11 @@ from torch import nn
 
 import trainwright as tw
 from tests import forked
-from trainwright.build.resolve import sink_factories
 from trainwright.errors import MissingExtra, UsageError
 from trainwright.observe import sinks as sinks_room
 from trainwright.observe.sinks import QueuedSink, close_sinks, open_sinks
 from trainwright.observe.sinks.csv_file import CsvFile
+from trainwright.observe.sinks.factories import sink_factories
 from trainwright.observe.sinks.tensorboard import TensorBoard
 from trainwright.recipe import SINKS, SinkRow
 
@@ -224,7 +224,7 @@ def test_a_package_that_is_not_installed(name: str) -> None:
     module = {"openmetrics": "prometheus_client"}.get(name, name)
     code = (
         f"import sys; sys.modules[{module!r}] = None\n"  # Python's own way to make an import fail
-        "from trainwright.build.resolve import sink_factories; from trainwright.errors import MissingExtra\n"
+        "from trainwright.observe.sinks.factories import sink_factories; from trainwright.errors import MissingExtra\n"
         f"try: sink_factories([{name!r}])\n"
         "except MissingExtra as error: print(error)"
     )
@@ -334,7 +334,7 @@ sys.addaudithook(refuse)
 """Nothing but the loopback can be reached, and whoever tries is named."""
 WRITE = """
 from pathlib import Path
-from trainwright.build.resolve import sink_factories
+from trainwright.observe.sinks.factories import sink_factories
 from trainwright.observe.sinks import open_sinks
 
 def warn(text):
@@ -446,7 +446,7 @@ def test_trackio_has_the_run_beside_the_runs(tmp_path: Path) -> None:
 WANDB_RUN = """
 import sys
 from pathlib import Path
-from trainwright.build.resolve import sink_factories
+from trainwright.observe.sinks.factories import sink_factories
 from trainwright.observe.sinks import open_sinks
 (sink,) = open_sinks(sink_factories(["wandb"]), Path(sys.argv[1]), {"lr": 0.1, "model": {"size": "tiny"}}, sys.exit)
 sink.scalars(1, {"loss": 2.5, "grad_norm": float("inf")})

@@ -68,9 +68,9 @@ def trained(count: int, folder: Path, **settings: Any) -> list[dict[str, Any]]:
     return [json.loads(each.stdout.splitlines()[-1]) for each in done]
 
 
-def steps(folder: Path) -> list[dict[str, Any]]:
+def steps(folder: Path, *kinds: str) -> list[dict[str, Any]]:
     log = next(folder.glob("runs/*/log.jsonl")).read_text().splitlines()
-    return [record for record in map(json.loads, log) if record["kind"] in ("step", "evaluated")]
+    return [record for record in map(json.loads, log) if record["kind"] in (kinds or ("step", "evaluated"))]
 
 
 @pytest.mark.parametrize(("loss", "micro"), [("mean", 2), ("weighted", 12), ("sparse", 2)])
@@ -85,6 +85,9 @@ def test_any_number_of_ranks_is_one_process(tmp_path: Path, loss: str, micro: in
         assert each_rank[0]["val_loss"] == pytest.approx(alone["val_loss"], rel=1e-6)
         assert len(list(tmp_path.glob(f"{count}/runs/*"))) == 1
         compare(steps(tmp_path / str(count)), steps(tmp_path / "1"))
+        [[of_all], [by_layer]] = (steps(tmp_path / name, "layers") for name in (str(count), "1"))
+        for name in ("grad_norm", "update_ratio"):  # written with four digits
+            assert of_all[name] == pytest.approx(by_layer[name], rel=1e-3, abs=1e-6), name
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:

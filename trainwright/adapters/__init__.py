@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Literal, TypedDict
@@ -28,6 +28,9 @@ class WatchChoices(TypedDict, total=False):
     patience_s: float
     laws: str | OwnLaw | Sequence[str | OwnLaw]
     profile: bool | int
+    layers: bool
+    sinks: Sequence[str]
+    alerts: Mapping[str, object] | None
     quiet: bool
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol
 
 from trainwright.errors import MissingExtra, Problem, RecipeError, UsageError, text_of
-from trainwright.recipe import SINKS, Row
+from trainwright.recipe import Row
 
 
 class RecipePlaces(Protocol):
@@ -31,16 +30,6 @@ class RecipePlaces(Protocol):
 def imported(factory: str) -> Callable[..., Any]:
     """Returns the callable that a row of the catalog names as ``package.module:callable``."""
     return pkgutil.resolve_name(factory)  # type: ignore[no-any-return]
-
-
-def sink_factories(names: Sequence[str]) -> dict[str, Callable[..., Any]]:
-    """Returns the factories of these sinks, by name. Raises MissingExtra where the package is not installed."""
-    rows = [SINKS[name] for name in dict.fromkeys(names)]
-    for row in rows:
-        module = row.module or row.extra
-        if module and importlib.util.find_spec(module) is None:
-            raise MissingExtra(module, extra=row.extra, needed_for=f"the sink {row.name!r}")
-    return {row.name: imported(row.factory) for row in rows}
 
 
 def find(use: str, names: Mapping[str, Row], path: str, source: RecipePlaces) -> Callable[..., Any]:

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from trainwright.engine.step import StepResult
-from trainwright.observe.journal import Journal
-from trainwright.observe.sinks import Sink
 from trainwright.runlog import records
 from trainwright.state.train_state import TrainState
 
@@ -92,7 +90,8 @@ class LayerStats:
     def _hook(self, index: int) -> Callable[[nn.Module, object, object], None]:
         def keep(module: nn.Module, given: object, output: object) -> None:
             begin_s = time.perf_counter()
-            if index not in self._sampled and (found := _tensor_in(output)) is not None:
+            is_new = index not in self._sampled and torch.is_grad_enabled()  # an evaluation may lie between two steps
+            if is_new and (found := _tensor_in(output)) is not None:
                 with torch.no_grad():
                     self._sampled[index] = self._some_of(found, wrap=True).float()
             self.hooks_s += time.perf_counter() - begin_s
@@ -103,7 +102,7 @@ class LayerStats:
     def before_update(self) -> None:
         """Norms of the gradients, and what the weights are before the update."""
         self._unhook()
-        grads = [torch.zeros((), device=p.device) if p.grad is None else p.grad for p in self._parameters]
+        grads = [_dense(p) for p in self._parameters]
         squares = torch.stack([norm.float() for norm in torch._foreach_norm(grads)]).square()
         norms = torch.stack([part.sum() for part in torch.split(squares, self._counts)]).sqrt()
         self._before = [self._some_of(p) for p in self._parameters]
@@ -184,6 +183,14 @@ class LayerStats:
         self._unhook()
 
 
+def _dense(parameter: nn.Parameter) -> Tensor:
+    """Its gradient; the values that are there, of a sparse one."""
+    grad = parameter.grad
+    if grad is None:
+        return torch.zeros((), device=parameter.device)
+    return grad.coalesce().values() if grad.is_sparse else grad
+
+
 def _moments(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return rows.mean(1), rows.std(1), rows.abs().amax(1)
 
@@ -215,7 +222,7 @@ def _without_ends(counts: list[int]) -> tuple[int, ...]:
 
 
 class LayerLog:
-    """An Observer and, as ``probe``, a Probe: writes a Layers record now and then, to the log and to the sinks.
+    """Writes a Layers record now and then, of the steps that it is told of.
 
     The second step is measured, and then one in ``FIRST_EVERY``, and fewer later on: see ``OF_RUN``. Fewer, too, where
     what the host takes for it would be more than ``COST`` of the time.
@@ -224,34 +231,32 @@ class LayerLog:
     def __init__(
         self,
         stats: LayerStats,
-        journal: Journal,
-        sinks: Sequence[Sink],
+        write: Callable[[records.Layers], None],
         *,
         clock: Callable[[], float] = time.perf_counter,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._stats, self._journal, self._sinks = stats, journal, sinks
-        self._clock, self._wall_clock = clock, wall_clock
+        self._stats, self._to, self._clock, self._wall_clock = stats, write, clock, wall_clock
         self._next, self._measured = 0, 0
         self._paid_s, self._steps_s, self._named = 0.0, 0.0, False
 
-    def probe(self, state: TrainState) -> Mapping[str, Tensor]:
-        """A Probe that adds nothing to the step's own record."""
-        if state.step + 1 == self._measured:
+    def before_update(self, step: int) -> None:
+        """The gradients of ``step`` are whole."""
+        if step == self._measured:
             begin_s = self._clock()
             self._stats.before_update()
             self._paid_s += self._clock() - begin_s
-        return {}
 
-    def observe(self, result: StepResult, state: TrainState) -> None:
+    def after(self, step: int, step_s: float) -> None:
+        """``step`` is over, and took so long."""
         begin_s = self._clock()
-        self._steps_s += result.step_s
-        if result.step == self._measured:
+        self._steps_s += step_s
+        if step == self._measured:
             self._stats.after_update()
-            self._next = result.step + self.apart(result.step)
+            self._next = step + self.apart(step)
         self._write(self._measured)
-        if result.step + 1 >= self._next and self._paid_s + self._stats.hooks_s <= COST * self._steps_s:
-            self._measured = result.step + 1
+        if step + 1 >= self._next and self._paid_s + self._stats.hooks_s <= COST * self._steps_s:
+            self._measured = step + 1
             self._stats.begin()
         self._paid_s += self._clock() - begin_s
 
@@ -266,14 +271,30 @@ class LayerLog:
             return
         names = () if self._named else tuple(layer.path for layer in self._stats.layers)
         self._named = True
-        record = records.Layers(time_s=self._wall_clock(), step=step, layers=names, **fields)  # type: ignore[arg-type]
-        self._journal.write(record)
-        for sink in self._sinks:
-            sink.scalars(step, scalars_of(record, [layer.path for layer in self._stats.layers]))
+        self._to(records.Layers(time_s=self._wall_clock(), step=step, layers=names, **fields))  # type: ignore[arg-type]
 
     def close(self) -> None:
+        """Writes what is on its way."""
         self._stats.close()
         self._write(self._measured, wait=True)
+
+
+class LayerObserver:
+    """An Observer and, as ``probe``, a Probe, that tells ``log`` of the steps of our own engine."""
+
+    def __init__(self, log: LayerLog) -> None:
+        self._log = log
+
+    def probe(self, state: TrainState) -> Mapping[str, Tensor]:
+        """A Probe that adds nothing to the step's own record."""
+        self._log.before_update(state.step + 1)
+        return {}
+
+    def observe(self, result: StepResult, state: TrainState) -> None:
+        self._log.after(result.step, result.step_s)
+
+    def close(self) -> None:
+        self._log.close()
 
 
 def scalars_of(record: records.Layers, paths: Sequence[str]) -> dict[str, float]:

@@ -24,7 +24,7 @@ from trainwright.build.assemble import (
 )
 from trainwright.build.assemble import prepare as prepare_parts
 from trainwright.build.count_epoch import with_epoch_counted
-from trainwright.build.resolve import find, sink_factories
+from trainwright.build.resolve import find
 from trainwright.engine.clip import make_clip
 from trainwright.engine.dry_run import Mode, dry_run, time_evaluation
 from trainwright.engine.in_stages import PipelineStages, StagedPasses
@@ -39,6 +39,7 @@ from trainwright.errors import DataError, UsageError
 from trainwright.forecast.local_device import known_device, local_device, nominal_cpu
 from trainwright.forecast.peak_pace import peak_samples_s
 from trainwright.forecast.resolve import Resolved, is_for, left_open, resolve, resolved_before
+from trainwright.observe.sinks.factories import sink_factories
 from trainwright.plan.devices import Device
 from trainwright.plan.machine import Machine, read_machine
 from trainwright.plan.make import Kept, Note, Plan, RunFacts, candidates, choose_precision, make_plan, with_dry_run

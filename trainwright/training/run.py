@@ -15,12 +15,12 @@ import torch
 from rich.console import Console
 
 from trainwright.build.assemble import Parts
-from trainwright.build.resolve import sink_factories
 from trainwright.engine.between import NEVER
 from trainwright.engine.loop import Outcome, run
 from trainwright.engine.observer import Observer
 from trainwright.engine.witness import SILENT
 from trainwright.errors import StorageError, UsageError
+from trainwright.observe.alerts.asked import alerting, require_channels
 from trainwright.observe.end_time import EndTime
 from trainwright.observe.evaluation import PeriodicEvaluation
 from trainwright.observe.heartbeat import Heartbeat
@@ -29,6 +29,7 @@ from trainwright.observe.progress import Progress
 from trainwright.observe.saving import SavePolicy, Saving
 from trainwright.observe.saving_together import SavingTogether
 from trainwright.observe.signals import Signals, grace_s
+from trainwright.observe.sinks.factories import sink_factories
 from trainwright.pages.report import leave_report
 from trainwright.pages.serve import serve_beside
 from trainwright.plan.explain import corrected, preflight
@@ -41,7 +42,6 @@ from trainwright.runlog.lock import RunLock
 from trainwright.runlog.records import Ended, Found
 from trainwright.state.rng import preserved_rng
 from trainwright.state.store import Retention
-from trainwright.training.alerts import alerting, require_channels
 from trainwright.training.compare import compares_ranks, make_ranks_observer
 from trainwright.training.evaluation import every, periodic_evaluation
 from trainwright.training.follow import NOTHING, ResumedFrom, Start, begun_by, follow, nothing_to_save
@@ -54,7 +54,7 @@ from trainwright.training.job import (
     spike_handler,
     until_of_job,
 )
-from trainwright.training.layers import layer_logs
+from trainwright.training.layers import layer_observers
 from trainwright.training.layout import require_layout
 from trainwright.training.restore import restore_best
 from trainwright.training.result import Result
@@ -101,7 +101,7 @@ def train(
     """
     launch = Launch.read(os.environ)
     require_layout(loaded, parts, launch.size)  # before the ranks wait for each other
-    require_channels(loaded.recipe)
+    require_channels(loaded.recipe.alerts)
     with (
         process_settings(),
         joined(launch, loaded.recipe.parallel.timeout.value, on_gpu=loaded.recipe.device != "cpu") as ranks,
@@ -210,7 +210,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         by_the_clock=plan.extent.seconds is not None,
         warn=progress.say,
     )
-    with alerting(job.recipe, folder, progress.say) as told, logbook:
+    with alerting(job.recipe.alerts, folder, progress.say) as told, logbook:
         restored = stage.earlier.checkpoint if stage.earlier else None
         heartbeat = Heartbeat(stage.lock, state)
         logbook.start(__version__, restored, stage.lock.died_in_step, job.accepted)
@@ -229,7 +229,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         witness = doctor.witness if doctor else SILENT
         measured = job.built.train_metrics
         logbook.recorder.window = measured.values
-        layers = tuple(layer_logs(job, logbook))
+        layers = tuple(layer_observers(job, logbook))
         probes = [each.probe for each in layers]
         advance = make_advance(job, witness, spike_handler(job.loaded), measured.keeper, probes)
         batches = signals.batches(job.batches) if alone else job.batches  # others would wait for one that stops there

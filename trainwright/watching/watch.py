@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from trainwright.errors import UsageError, require_choice, text_of
 from trainwright.observe.journal import Journal
 from trainwright.observe.module_tree import model_facts
 from trainwright.pages.report import leave_report
-from trainwright.recorder.probes import LoopObjects
+from trainwright.recorder.probes import LoopObjects, Probe
 from trainwright.recorder.ring import KEEP, enough_bytes
 from trainwright.recorder.veto import OnNonfinite
 from trainwright.report.findings import LookedAt, lines_of
@@ -36,9 +36,11 @@ from trainwright.state.weights import require_python
 from trainwright.version import __version__
 from trainwright.watching.caller_source import CallerSource
 from trainwright.watching.experiments import OwnLaw
+from trainwright.watching.layers import layer_probes
 from trainwright.watching.prepared import unprepared
 from trainwright.watching.profiled import ProfileProbe, begin_at, leave_profile
 from trainwright.watching.session import WatchOptions, WatchSession
+from trainwright.watching.told import TellingProbe
 
 
 class Watch:
@@ -53,9 +55,11 @@ class Watch:
         *,
         folder: RunFolder | None,
         console: Console | None,
+        told: TellingProbe,
         profile: ProfileProbe | None = None,
     ) -> None:
-        self.folder, self._console, self._profile = folder, console, profile
+        self.folder, self._console, self._profile, self._telling = folder, console, profile, told
+        self._config = {"model": type(roots[0]).__name__, "optimizer": type(optimizers[0]).__name__}
         self._open = ExitStack()
         self._log: Journal | None = None
         self._source = CallerSource()
@@ -73,6 +77,7 @@ class Watch:
     def __enter__(self) -> Self:
         self._source.look_at(sys._getframe(1))
         if self.folder is not None:
+            self._open.enter_context(self._telling.opened(self.folder, self._config, self._say))
             self._log = self._open.enter_context(closing(Journal(LogWriter(self.folder.log), self._say)))
         self._write(records.Started(time_s=time.time(), step=0, version=__version__, pid=os.getpid()))
         self.session.begin()
@@ -152,6 +157,7 @@ class Watch:
     def _write(self, record: Record) -> None:
         if self._log is not None:
             self._log.write(record)
+            self._telling.record(record)
 
     def _say(self, line: str) -> None:
         if self._console is not None:
@@ -179,6 +185,9 @@ def watch(
     patience_s: float = 60.0,
     laws: str | OwnLaw | Sequence[str | OwnLaw] = "all",
     profile: bool | int = False,
+    layers: bool = True,
+    sinks: Sequence[str] = (),
+    alerts: Mapping[str, object] | None = None,
     quiet: bool = False,
 ) -> Watch:
     """Watches a loop that somebody else owns: ``with tw.watch(model, optimizer, loader=loader):`` around it.
@@ -210,6 +219,11 @@ def watch(
             checkup with a ``ReplaySession`` of the step, and returns how the step breaks it, or None.
         profile: Says at the end what bounds a step, and writes profile.json and a trace: True measures some steps after
             the fiftieth, a number those after that step.
+        layers: Records statistics by layer now and then, in at most 0.5 % of the time (docs/page.md); of one optimizer,
+            and where this process holds the weights whole.
+        sinks: Other programs that get the figures, by name: ``["tensorboard", "csv"]`` (docs/sinks.md).
+        alerts: Whom to tell what happens, as the section of a recipe: ``{"command": ["./notify.sh"]}``
+            (docs/alerts.md).
         quiet: Print nothing.
 
     Raises:
@@ -222,13 +236,15 @@ def watch(
         require_python(root)
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         roots.append(loss)
-    judged_by = _judged_by(laws)
-    after = begin_at(profile)
+    judged_by, after, told = _judged_by(laws), begin_at(profile), TellingProbe(sinks, alerts)
+    told.require_out(out)
     folder = None if out is None else RunFolder.create(Path(out).parent, Path(out).name)
     if folder is not None:
         folder.write_json("model.json", model_facts(roots))
     optimizers = _several(optimizer, Optimizer, "optimizer")
     profiled = None if after is None else ProfileProbe(roots, optimizers, _listed(loader), folder, after)
+    by_layer = layer_probes(roots, optimizers) if layers and folder is not None else []
+    further: tuple[Probe | None, ...] = (profiled, told if told.is_needed else None, *by_layer)
     options = WatchOptions(
         on_nonfinite,
         on_spike,
@@ -247,11 +263,12 @@ def watch(
             schedulers=_listed(scheduler),
             accumulation=accumulation,
             patience_s=patience_s,
-            probes=() if profiled is None else (profiled,),
+            probes=tuple(each for each in further if each is not None),
         ),
         options,
         folder=folder,
         console=None if quiet else Console(stderr=True),
+        told=told,
         profile=profiled,
     )
 

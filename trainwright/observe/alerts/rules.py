@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from trainwright.runlog.records import Ended, Found, Record, Step
+from trainwright.runlog.records import Ended, Found, Record, Step, Watched
 
 SEVERITIES = ("info", "warning", "critical")
 Kind = Literal["finding", "loss", "no_step", "disk", "ended"]
@@ -24,13 +24,14 @@ class Alert(NamedTuple):
 
 @dataclass(frozen=True)
 class AlertRules:
-    """Which alerts there are; None: none of this kind."""
+    """Which alerts there are; None: none of this kind. ``watched``: losses are those of a loop under ``tw.watch``."""
 
     finding: Literal["info", "warning", "critical"] | None = "critical"
     loss_above: float | None = None
     no_step_s: float | None = 1800.0
     disk_below: int | None = 2**30
     ended: bool = True
+    watched: bool = False
 
 
 @dataclass
@@ -53,7 +54,7 @@ class RuleState:
         """A finding again only where it has become more severe; a loss again once it was in bounds."""
         if isinstance(record, Found):
             yield from self._of_finding(record)
-        elif isinstance(record, Step) and self.rules.loss_above is not None:
+        elif isinstance(record, Watched if self.rules.watched else Step) and self.rules.loss_above is not None:
             is_high = not record.loss <= self.rules.loss_above
             if is_high and not self._is_high:
                 yield Alert("loss", f"the loss is {record.loss:.4g}, above {self.rules.loss_above:.4g}", record.step)

@@ -67,7 +67,11 @@ class AlertWatch:
         return self
 
     def observe(self, result: StepResult, state: TrainState) -> None:
-        self._step = result.step
+        self.note(result.step)
+
+    def note(self, step: int) -> None:
+        """A step is over."""
+        self._step = step
 
     def close(self) -> None:
         """Alerts are told until the log is closed, which is later."""

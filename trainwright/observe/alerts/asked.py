@@ -1,4 +1,4 @@
-"""The alerts that a recipe asks for."""
+"""The alerts that the section of a recipe asks for."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from trainwright.engine.observer import Observer
 from trainwright.observe.alerts.channels import Channel, Command, Webhook, desktop
 from trainwright.observe.alerts.rules import AlertRules
 from trainwright.observe.alerts.watch import AlertWatch
-from trainwright.recipe import Recipe
 from trainwright.recipe.alerts import Alerts
 from trainwright.recipe.byte_size import parse_bytes
 from trainwright.runlog.folder import RunFolder
 
 
-def require_channels(recipe: Recipe) -> None:
+def require_channels(ask: Alerts | None) -> None:
     """Raises UsageError for what an alert would need and is missing, before the run begins."""
-    if recipe.alerts is not None:
-        list(_channels(recipe.alerts, os.environ))
+    if ask is not None:
+        list(_channels(ask, os.environ))
 
 
 def _channels(ask: Alerts, environ: Mapping[str, str]) -> Iterator[Channel]:
@@ -32,12 +30,13 @@ def _channels(ask: Alerts, environ: Mapping[str, str]) -> Iterator[Channel]:
 
 
 @contextmanager
-def alerting(recipe: Recipe, folder: RunFolder, warn: Callable[[str], None]) -> Iterator[tuple[Observer, ...]]:
-    """Inside, somebody is told what the recipe says; gives what observes the steps for that: nothing, or an observer.
+def alerting(
+    ask: Alerts | None, folder: RunFolder, warn: Callable[[str], None], *, watched: bool = False
+) -> Iterator[tuple[AlertWatch, ...]]:
+    """Inside, somebody is told what the section says; gives what hears of the steps: nothing, or a watch.
 
-    It is left after the log has got its last record.
+    It is left after the log has got its last record. ``watched``: the log is that of a loop under ``tw.watch``.
     """
-    ask = recipe.alerts
     if ask is None:
         yield ()
         return
@@ -47,6 +46,7 @@ def alerting(recipe: Recipe, folder: RunFolder, warn: Callable[[str], None]) -> 
         no_step_s=ask.no_step_for.value if ask.no_step_for else None,
         disk_below=parse_bytes(ask.disk_below) if ask.disk_below else None,
         ended=ask.ended,
+        watched=watched,
     )
     to = [*_channels(ask, os.environ)]
     with AlertWatch(folder, rules, to, every_s=ask.every.value, warn=warn) as watch:

@@ -1,0 +1,85 @@
+"""Who else is told of a loop that is watched: sinks and alerts, as a recipe names them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from trainwright.errors import UsageError
+from trainwright.observe.alerts.asked import alerting, require_channels
+from trainwright.observe.layer_stats import scalars_of
+from trainwright.observe.sinks import Sink, close_sinks, open_sinks
+from trainwright.observe.sinks.factories import sink_factories
+from trainwright.recipe import from_mapping
+from trainwright.recorder.probes import Probe
+from trainwright.recorder.program import RecordedStep
+from trainwright.runlog.folder import RunFolder
+from trainwright.runlog.records import Layers, Logged, Record, Watched
+
+ANY_RECIPE = {"model": {"use": "mlp", "args": {"sizes": [1, 1]}}, "data": {"train": "digits"}}
+"""Makes a whole recipe of two sections, so that these are checked as those of a recipe are."""
+
+
+class TellingProbe(Probe):
+    """Tells sinks what the log gets, and those who send alerts of each step. Nothing of it waits for anybody.
+
+    Raises what a recipe raises for names of sinks and a section ``alerts`` that cannot be used.
+    """
+
+    name = "told"
+
+    def __init__(self, sinks: Sequence[str], alerts: Mapping[str, object] | None) -> None:
+        asked = {**ANY_RECIPE, "log": {"sinks": [sinks] if isinstance(sinks, str) else [*sinks]}, "alerts": alerts}
+        recipe = from_mapping(asked, name="tw.watch").recipe
+        self._factories, self._alerts = sink_factories(recipe.log.sinks), recipe.alerts
+        require_channels(self._alerts)
+        self._sinks: Sequence[Sink] = ()
+        self._layers: tuple[str, ...] = ()
+        self._note: Callable[[int], None] = lambda step: None
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is anybody to tell."""
+        return bool(self._factories) or self._alerts is not None
+
+    def require_out(self, out: object) -> None:
+        """Raises UsageError where there is somebody to tell, and no run folder."""
+        if out is None and self.is_needed:
+            raise UsageError(
+                "watch: sinks and alerts go by the run folder, and out is None", remedy="give out a folder"
+            )
+
+    @contextmanager
+    def opened(self, folder: RunFolder, config: Mapping[str, object], say: Callable[[str], None]) -> Iterator[None]:
+        """Inside, they are told. To be left after the log has got its last record."""
+        process = os.getpid()
+        with alerting(self._alerts, folder, say, watched=True) as watching:
+            for each in watching:
+                self._note = each.note
+            opened = self._sinks = open_sinks(self._factories, folder.path, config, say)
+            try:
+                yield
+            finally:
+                if os.getpid() == process:
+                    close_sinks(opened, 0)
+
+    def on_closed(self, step: RecordedStep) -> None:
+        self._note(step.step)
+
+    def record(self, record: Record) -> None:
+        """Passes on what the log gets."""
+        if self._sinks and isinstance(record, Watched | Logged | Layers):
+            values = self._scalars(record)
+            for sink in self._sinks:
+                sink.scalars(record.step, values)
+
+    def _scalars(self, record: Watched | Logged | Layers) -> Mapping[str, float]:
+        if isinstance(record, Logged):
+            return record.figures
+        if isinstance(record, Layers):
+            self._layers = record.layers or self._layers
+            return scalars_of(record, self._layers)
+        values = {"loss": record.loss, "grad_norm": record.grad_norm, "lr": record.lr}
+        values |= {name: record.values[name] for name in ("step_s", "wait_s") if name in record.values}
+        return {f"train/{name}": value for name, value in values.items()}
