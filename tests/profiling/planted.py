@@ -46,3 +46,14 @@ class Net(nn.Module):
 def slow_callback(result: object, state: object) -> None:
     """An observer."""
     time.sleep(10 * WAIT_S)
+
+
+class Pictures(nn.Module):
+    """A convolution, which may keep its weights channels-last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(1, 4, 3), nn.Linear(4 * 2 * 2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.conv(x.view(-1, 1, 4, 4)).flatten(1))  # type: ignore[no-any-return]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from trainwright.cli import app
 from trainwright.errors import UsageError
 from trainwright.pages.profile import ProfilePanel
 from trainwright.profiling.verdict import Advice
+from trainwright.profiling.words import TriedAdvice
 from trainwright.recipe import Loaded, from_mapping
 from trainwright.training.job import prepare
 from trainwright.verbs.profile import ProfiledRun, profile
@@ -70,25 +72,54 @@ def test_one_worker(tmp_path: Path) -> None:
     assert found.profile.next.startswith("2 workers")
 
 
-def test_a_remedy_is_tried(tmp_path: Path) -> None:
-    """Smaller operators for the same samples: whatever the machine does meanwhile, it is measured, and is no gain."""
-    tried = []
+def trial(tmp_path: Path, advice: Sequence[Advice], *own: str, budget_s: float = 300.0) -> list[TriedAdvice]:
+    """What came of it, in blocks of a few steps: whether it is faster depends on the machine, that it ends does not."""
 
     def load(more: Sequence[str]) -> Loaded:
-        tried.append(list(more))
-        return from_mapping(recipe(tmp_path), overrides=more)
+        return from_mapping(recipe(tmp_path), overrides=[*own, *more])
 
-    advice = Advice("single samples", "a trial", ("batch.micro=1",))
-    needless = Advice("only you can", "a reason")
-    trials = list(Trials(load, prepare(load(())), 300.0, lambda line: None).of([advice, needless]))
-    assert trials[0].seen is not None, trials[0].why_not
-    assert trials[0].seen.rounds == 9
-    assert not trials[0].seen.is_proven
-    assert "no gain" in str(trials[0])
-    assert trials[1].seen is None
-    assert tried[1:] == [["precision=fp32"], ["precision=fp32", "batch.micro=1"]]
-    late = list(Trials(load, prepare(load(())), 0.0, lambda line: None).of([advice]))
-    assert "the time for trials was over" in str(late[0])
+    return list(Trials(load, prepare(load(())), budget_s, lambda line: None, block_s=0.004).of(advice))
+
+
+@pytest.mark.parametrize(
+    ("settings", "own"),
+    [
+        (("optimizer.args.fused=true",), ("optimizer.args.fused=false",)),
+        (("channels-last",), (f"model.use={HERE}:Pictures",)),
+        (("precision=bf16",), ()),
+        (("batch x 2",), ()),
+    ],
+)
+def test_a_trial_comes_to_its_end(tmp_path: Path, settings: tuple[str, ...], own: tuple[str, ...]) -> None:
+    [tried] = trial(tmp_path, [Advice("a remedy", "a trial", settings)], *own)
+    assert tried.seen is not None and tried.seen.rounds == 9, tried.why_not
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_a_trial_of_compiling_comes_to_its_end(tmp_path: Path) -> None:
+    torch._dynamo.reset()  # the warnings are torch's own, while it compiles
+    [tried] = trial(tmp_path, [Advice("compile the model", "a trial", ("model.compile=true",))])
+    assert tried.seen is not None and tried.seen.rounds == 9, tried.why_not
+
+
+def test_a_trial_says_why_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    compiles, useless = Advice("compile", "a trial", ("model.compile=true",)), Advice("only you can", "a reason")
+    wrong = Advice("a wrong setting", "a trial", ("batch.micro=-1",))
+    found = trial(tmp_path, [compiles, useless, wrong])
+    assert "needs a C++ compiler" in found[0].why_not
+    assert found[1].seen is None and found[1].why_not == ""
+    assert "batch.micro" in found[2].why_not
+    [late] = trial(tmp_path, [wrong], budget_s=0.0)
+    assert "the time for trials was over" in str(late)
+
+
+def test_smaller_operators_for_the_same_samples_are_no_gain(tmp_path: Path) -> None:
+    """Whatever the machine does meanwhile."""
+    [tried] = trial(tmp_path, [Advice("single samples", "a trial", ("batch.micro=1",))], "model.args.tiny=100")
+    assert tried.seen is not None and not tried.seen.is_proven
+    assert "no gain" in str(tried)
 
 
 def test_a_slow_callback(tmp_path: Path) -> None:

@@ -87,6 +87,11 @@ def test_fp32_where_bf16_would_do() -> None:
     assert advised(facts(), H100) == ["bf16", "tf32"]
     assert advised(facts(), CPU) == [], "it computes no bf16"
     assert "bf16" not in advised(facts(COMPUTING, replace(MATMULS, dtype="bfloat16")), H100)
+    slow = replace(CPU, flops={"fp32": 1e11, "bf16": 5e10})  # some CPUs multiply bf16 half as fast, and move it twice
+    assert advised(facts(), slow) == []
+    waits = facts(COMPUTING, MATMULS, replace(COPIES, bytes=10**10))
+    assert advised(waits, slow) == ["bf16", "compile the model"]
+    assert "half as many bytes" in judge(waits, slow).advice[0].why
 
 
 def test_a_lean_loop_has_nothing_to_gain() -> None:

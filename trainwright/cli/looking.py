@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -78,6 +79,7 @@ def profile(
     path = RunFolder.open(recipe).recipe if is_run else recipe
     environ: dict[str, str] | None = {} if is_run else None
     load(path, overrides=settings or [], environ=environ)  # before torch is imported: a wrong recipe is said at once
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its profiler warns of memory that is older than itself
     with importing_torch():
         from trainwright.verbs.profile import profile as run_profile
 

@@ -35,7 +35,7 @@ class StepTracer:
         for root in roots:
             for path, module in root.named_modules():
                 self._listen(path, module)
-        os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else it writes to stderr when it starts and stops
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it writes to stderr when it starts and stops
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         self._profile = profile(activities=activities, profile_memory=True)
         self._profile.start()

@@ -207,7 +207,7 @@ def _advice(facts: ProfileFacts, device: Device, bound: Bound, named: set[str]) 
             "a fused optimizer", f"the update takes {facts.share('update'):.0%}", ("optimizer.args.fused=true",)
         )
     if bound in ("compute", "memory-bandwidth"):
-        yield from _of_precision(facts, device)
+        yield from _of_precision(facts, device, bound)
         if any("convolution" in work.op for work in facts.work):
             yield Advice("channels-last", "the model has convolutions", ("channels-last",))
     if bound in ("launch", "memory-bandwidth") and not facts.compiled:
@@ -226,11 +226,13 @@ def _of_input(facts: ProfileFacts) -> Iterator[Advice]:
         yield Advice(f"{count} workers", f"now {facts.workers}", (f"data.workers={count}",))
 
 
-def _of_precision(facts: ProfileFacts, device: Device) -> Iterator[Advice]:
+def _of_precision(facts: ProfileFacts, device: Device, bound: Bound) -> Iterator[Advice]:
     full = {work.dtype for work in facts.work if work.flops} <= {"float32", "float64"}
     ratio = device.flops.get("bf16", 0.0) / rate(device, "float32", facts.precision)
-    if full and ratio >= WORTH_BF16:
-        why = f"the passes compute in {facts.precision}, and the device is {ratio:.1f} times as fast in bf16"
+    waits = bound == "memory-bandwidth" and "bf16" in device.flops
+    if full and (ratio >= WORTH_BF16 or waits):
+        faster = f"the device is {ratio:.1f} times as fast in bf16"
+        why = f"the passes compute in {facts.precision}, and {'bf16 is half as many bytes' if waits else faster}"
         yield Advice("bf16", why, ("precision=bf16",), changes="the rounding of the passes")
     if full and facts.precision == "fp32" and device.flops.get("tf32", 0.0) >= WORTH_BF16 * device.flops["fp32"]:
         yield Advice("tf32", "matrix products on tensor cores", ("precision=tf32",), changes="the rounding of products")

@@ -28,12 +28,21 @@ WARM_STEPS = 4
 
 
 class Trials:
-    """Tries advice after advice while ``budget_s`` lasts. ``load`` reads the recipe with further settings."""
+    """Tries advice after advice while ``budget_s`` lasts. ``load`` reads the recipe with further settings.
+
+    A block is as many steps as take ``block_s``, or one.
+    """
 
     def __init__(
-        self, load: Callable[[Sequence[str]], Loaded], job: Job, budget_s: float, say: Callable[[str], None]
+        self,
+        load: Callable[[Sequence[str]], Loaded],
+        job: Job,
+        budget_s: float,
+        say: Callable[[str], None],
+        *,
+        block_s: float = BLOCK_S,
     ) -> None:
-        self._load, self._job, self._say = load, job, say
+        self._load, self._job, self._say, self._block_s = load, job, say, block_s
         self._end_s = time.perf_counter() + budget_s
 
     def of(self, advice: Sequence[Advice]) -> Iterator[TriedAdvice]:
@@ -48,7 +57,7 @@ class Trials:
             except (TrainwrightError, StopIteration, RuntimeError) as error:
                 is_large = isinstance(error, OutOfMemoryError | torch.OutOfMemoryError)
                 text = "does not fit into memory" if is_large else f"{type(error).__name__}: {error}"
-                seen, why_not = None, text.splitlines()[0][:160]
+                seen, why_not = None, " ".join(text.split())[:160]
             yield TriedAdvice(each, seen, why_not)
 
     def _try(self, advice: Advice) -> tuple[SpeedUp | None, str]:
@@ -76,15 +85,14 @@ class Trials:
 
     def _variant(self, settings: Sequence[str]) -> _Variant:
         loaded = in_one_process(self._load(settings))
-        return _Variant(prepare(loaded), self._job.plan.threads)
+        return _Variant(prepare(loaded), self._job.plan.threads, self._block_s)
 
 
 class _Variant:
     """A live run of a recipe that is advanced block by block."""
 
-    def __init__(self, job: Job, threads: int) -> None:
-        self.job = job
-        self._threads = threads
+    def __init__(self, job: Job, threads: int, block_s: float) -> None:
+        self.job, self._threads, self._block_s = job, threads, block_s
         seed_all(job.recipe.seed)
         self._advance = make_advance(job)
         self._results = steps(job.state, job.batches, self._advance, until=for_steps(10**9))
@@ -107,7 +115,7 @@ class _Variant:
         begin_s = time.perf_counter()
         self.block()
         step_s = (time.perf_counter() - begin_s) / (settle + count)
-        self._count = max(1, min(MOST_IN_A_BLOCK, round(BLOCK_S / step_s)))
+        self._count = max(1, min(MOST_IN_A_BLOCK, round(self._block_s / step_s)))
         return step_s * (settle + self._count)
 
     def block(self) -> float:
