@@ -1,7 +1,7 @@
 """What pages cost: a report, a long log, how smoothly a browser shows it, and a server with many pages open for hours.
 
     python -m benchmarks.pages [--quick] [--steps 1000000] [--pages 20] [--seconds 600] [--records 720000]
-                               [--layers 60] [--only report,opening,browser,load]
+                               [--layers 60] [--tabs 20] [--only report,opening,browser,load,tabs]
 
 report     seconds to read a log of a tenth of ``--steps`` steps with statistics of ``--layers`` layers and to write its
            report, and the size of that
@@ -13,18 +13,22 @@ load       ``--pages`` pages listen to one run, to which ``--records`` steps are
            time stamps of 50 steps a second (720,000 are four hours): what the process of the server grew from a fifth
            of the time to the end, in MiB and in open files; the share of a core that it took; and the time from the
            writing of a step to its arrival at a page
+tabs       the same of ``--tabs`` tabs of one Chromium that show the run, each brought to the front in turn for half a
+           second, while 50 steps a second are written; ``tabs_behind`` is how long a tab takes, once it is in front, to
+           show a step that was written before
 """
 
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -194,6 +198,16 @@ def look_at(process: psutil.Process) -> tuple[float, int, float, float]:
     return process.memory_info().rss, min(files), sum(process.cpu_times()[:2]), time.perf_counter()
 
 
+def show_growth(case: str, looks: Sequence[tuple[float, int, float, float]]) -> None:
+    """What the server grew since the first look, and how busy it was."""
+    (rss, files, cpu_s, at_s), later = looks[0], looks[1:]
+    since = "a fifth of the time; at each further one"
+    figure(BENCH, f"{case}_growth", [(each[0] - rss) / 2**20 for each in later], unit="MiB", against=since)
+    figure(BENCH, f"{case}_files", [each[1] - files for each in later], unit="files", against=since)
+    core = (later[-1][2] - cpu_s) / (later[-1][3] - at_s)
+    figure(BENCH, f"{case}_core", [core], unit="share", against="one core")
+
+
 def load(root: Path, pages: int, seconds: float, records: int) -> None:
     folder = make_log(root, "busy", 1000)
     log, written_s, number = LogWriter(folder.log), dict[int, float](), 1000
@@ -214,17 +228,51 @@ def load(root: Path, pages: int, seconds: float, records: int) -> None:
                 looks.append(look_at(process))
             time.sleep(0.01)
         looks.append(look_at(process))
-        (rss, files, cpu_s, at_s), later = looks[0], looks[1:]
         wrote = number - 1000
         figure(BENCH, "load_records", [wrote], unit="records", against=f"{pages} pages, {passed_s:.0f} s")
-        since = "a fifth of the time; at each further one"
-        figure(BENCH, "load_growth", [(each[0] - rss) / 2**20 for each in later], unit="MiB", against=since)
-        figure(BENCH, "load_files", [each[1] - files for each in later], unit="files", against=since)
-        core = (later[-1][2] - cpu_s) / (later[-1][3] - at_s)
-        figure(BENCH, "load_core", [core], unit="share", against="one core")
+        show_growth("load", looks)
         late_s = [each for page in open_pages for each in page.late_s]
         figure(BENCH, "load_late", late_s, unit="s", against="the writing of a step")
     log.close()
+
+
+STEP_SHOWN = "Number(document.querySelector('.facts dd').textContent.replace(/[^0-9]/g, ''))"
+
+
+def tabs(root: Path, count: int, seconds: float) -> None:
+    folder = make_log(root, "busy", 1000)
+    done, number, behind_s = threading.Event(), [1000], list[float]()
+
+    def write() -> None:
+        log = LogWriter(folder.log)
+        while not done.wait(0.02):
+            number[0] += 1
+            log.write(step(number[0]))
+        log.close()
+
+    with server_of(root) as (process, port, token), browser_in(root / "profile") as shown:
+        threading.Thread(target=write, daemon=True).start()
+        names = [shown.tab, *(shown.new_tab() for _ in range(count - 1))]
+        for name in names:
+            shown.switch_to(name)
+            shown.open(f"http://127.0.0.1:{port}/view?run=busy&token={token}")
+        begin_s, looks = time.perf_counter(), list[tuple[float, int, float, float]]()
+        for name in itertools.cycle(names):
+            passed_s = time.perf_counter() - begin_s
+            if passed_s >= seconds:
+                break
+            if passed_s > (len(looks) + 1) * seconds / 5:
+                looks.append(look_at(process))
+            before = number[0]
+            shown.switch_to(name)
+            behind_s.append(shown.until(f"{STEP_SHOWN} >= {before}"))
+            time.sleep(0.5)
+        looks.append(look_at(process))
+        done.set()
+        assert shown.errors == []
+    figure(BENCH, "tabs_open", [count], unit="tabs", against=f"{number[0] - 1000} records, {passed_s:.0f} s")
+    show_growth("tabs", looks)
+    figure(BENCH, "tabs_behind", behind_s, unit="s", against="when a tab comes to the front")
 
 
 def main() -> None:
@@ -234,8 +282,9 @@ def main() -> None:
         pages=(20, 2),
         seconds=(600.0, 3.0),
         records=(720_000, 150),
+        tabs=(20, 2),
         layers=(60, 3),
-        only=("report,opening,browser,load", "load"),
+        only=("report,opening,browser,load,tabs", "load"),
     )
     about(BENCH)
     with tempfile.TemporaryDirectory() as folder:
@@ -248,6 +297,8 @@ def main() -> None:
             opening(root / "b", options.steps, options.layers)
         if "load" in options.only:
             load(root / "c", options.pages, options.seconds, options.records)
+        if "tabs" in options.only and CHROMIUM is not None:
+            tabs(root / "d", options.tabs, options.seconds)
 
 
 if __name__ == "__main__":

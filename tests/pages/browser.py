@@ -24,23 +24,41 @@ WAIT_S = 60.0
 
 
 class Browser:
-    """One tab. ``errors`` are what its console says of errors, ``requests`` the addresses that it asked for."""
+    """A tab, or several. ``errors`` are what consoles say of errors, ``requests`` the addresses that were asked for."""
 
     def __init__(self, to: int, from_: int) -> None:
         self._to, self._from, self._unread = to, from_, b""
-        self._numbers, self._session = itertools.count(1), ""
+        self._numbers, self.tab = itertools.count(1), ""
         self.errors: list[str] = []
         self.requests: list[str] = []
+        self._targets: dict[str, str] = {}
+        self.new_tab()
+
+    def new_tab(self) -> str:
+        """Opens a tab before the others, which are hidden then. Returns its name for ``switch_to``."""
+        self.tab = ""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.tab = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._targets[self.tab] = target
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
+        return self.tab
+
+    def switch_to(self, tab: str) -> None:
+        """Brings a tab to the front."""
+        self.tab = tab
+        self.call("Page.bringToFront")
+
+    def close(self, tab: str) -> None:
+        """Closes a tab; another one must be brought to the front."""
+        self.tab = ""
+        self.call("Target.closeTarget", targetId=self._targets.pop(tab))
 
     def call(self, method: str, **params: object) -> dict[str, Any]:
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": params}
-        if self._session:
-            message["sessionId"] = self._session
+        if self.tab:
+            message["sessionId"] = self.tab
         os.write(self._to, json.dumps(message).encode() + b"\0")
         while True:
             answer = self._next()

@@ -126,6 +126,30 @@ def test_a_new_step_and_a_finding_appear_within_two_seconds(browser: Browser, tm
         browser.open("about:blank")
 
 
+LIVE = "document.getElementById('link').textContent === 'live'"
+
+
+def test_many_tabs_of_one_browser(browser: Browser, tmp_path: Path) -> None:
+    """A browser keeps six connections to a server: those that wait for news in hidden tabs must not take them all."""
+    folder = make_run(tmp_path, "run", [started(), *map(step, range(1, 31))])
+    first, tabs = browser.tab, list[str]()
+    with site_of(tmp_path) as site:
+        browser.open(site.url)
+        for _ in range(8):
+            tabs.append(browser.new_tab())
+            browser.open(f"http://127.0.0.1:{site.port}/view?run=run")
+            browser.until(LIVE)
+        with folder.log.open("a") as log:
+            log.write(to_json(step(31)) + "\n")
+        for tab in (tabs[-1], tabs[0]):  # one that was listening, and one that was hidden when it came
+            browser.switch_to(tab)
+            browser.until("document.querySelector('.facts dd').textContent === '31'")
+        for tab in tabs:
+            browser.close(tab)
+        browser.switch_to(first)
+        browser.open("about:blank")
+
+
 def test_runs_are_chosen_and_compared(browser: Browser, tmp_path: Path) -> None:
     for lr in (0.001, 0.5):
         records = [started(), *(step(n, 1 / n + lr) for n in range(1, 31)), evaluated(30, lr), ended(30)]

@@ -65,31 +65,42 @@
     });
     return asked;
   }
+  /* A hidden page hears nothing: a browser has six connections to a server, and each page that listens takes one. */
   function listen() {
     let source = null, failures = 0;
+    const polls = new URLSearchParams(location.search).has("poll") || !window.EventSource;
     const address = (what) => (data.runs ? what + "?" + query() : "runs-" + what);
     function poll() {
-      fetch(address("data"), { cache: "no-store" })
-        .then((answer) => (answer.ok ? answer.json() : Promise.reject()))
-        .then(take, () => say("the server does not answer"))
-        .then(() => setTimeout(poll, 2000));
+      const asked = document.hidden
+        ? Promise.resolve()
+        : fetch(address("data"), { cache: "no-store" })
+            .then((answer) => (answer.ok ? answer.json() : Promise.reject()))
+            .then(take, () => say("the server does not answer"));
+      asked.then(() => setTimeout(poll, 2000));
+    }
+    function close() {
+      if (source) source.close();
+      source = null;
     }
     function connect() {
+      close();
+      if (document.hidden) return;
       source = new EventSource(address("events"));
       source.onmessage = (event) => {
         failures = 0;
         take(JSON.parse(event.data));
       };
       source.onerror = () => {
-        source.close();
+        close();
         say("the server does not answer");
         if (++failures < 3) setTimeout(connect, 1000);
         else poll();
       };
     }
-    if (new URLSearchParams(location.search).has("poll") || !window.EventSource) poll();
-    else connect();
-    addEventListener("pagehide", () => source && source.close());
+    if (polls) return poll();
+    connect();
+    addEventListener("pagehide", close);
+    addEventListener("visibilitychange", () => failures < 3 && connect());
   }
 
   /* The list of all runs: sorted, filtered, some chosen. */
