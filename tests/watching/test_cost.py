@@ -17,9 +17,9 @@ from torch import nn
 import trainwright as tw
 
 CALM, COUNTED = 128, 32
-MOST = 320
-"""Calls a step. Between two operations of torch each takes about a microsecond: so many are a third of a small MLP's
-step. The recorder makes about 200, a probe two or three: one that needs more should not read every step."""
+MOST = 200
+"""Calls a step. Between two operations of torch each takes about two microseconds: so many are a third of a small MLP's
+step. A probe that needs more than two should not read every step."""
 
 
 def calls_by_step(watching: bool) -> list[Counter[str]]:

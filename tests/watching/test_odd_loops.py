@@ -649,21 +649,26 @@ def test_other_threads_are_not_heard() -> None:
     optimizer, of_other = sgd(model), sgd(other)
     errors: list[BaseException] = []
 
-    def beside() -> None:
+    def beside(steps: int, called: nn.Module) -> None:
         try:
-            for _ in range(40):
+            for _ in range(steps):
                 of_other.zero_grad()
                 F.cross_entropy(other(X), Y).backward()
-                F.cross_entropy(model(X), Y)  # the watched one, from elsewhere
+                called(X)
                 of_other.step()
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=beside)
+    thread = threading.Thread(target=beside, args=(40, other))
     with tw.watch(model, optimizer, out=None, quiet=True) as watch:
         thread.start()
-        plain_steps(model, optimizer, 20)
+        plain_steps(model, optimizer, 10)
         thread.join()
+        for _ in range(10):
+            plain_steps(model, optimizer, 1)
+            thread = threading.Thread(target=beside, args=(1, model))  # while no step is being looked at
+            thread.start()
+            thread.join()
     assert errors == [] and watch.session.failures == [] and watch.step == 20
 
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
+import torch
 from torch import nn
 
+from trainwright.recorder.closing import StepClosing
+from trainwright.recorder.hooks import listening
 from trainwright.recorder.listener import Listener, call_each, methods_of
+from trainwright.recorder.probes import Probe
+from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.resting import CALM, EVERY, Resting
 from trainwright.watching.families import MEASURES
 
@@ -54,6 +61,57 @@ def test_a_step_with_a_reason_to_look_wakes_all_from_the_next_one_on() -> None:
     assert at not in listener.gradients
     assert set(range(at + 1, at + CALM + 1)) <= set(listener.gradients)
     assert any(step not in listener.gradients for step in listener.zeroed if step > at + CALM)
+
+
+class Closed(Probe):
+    """Notes which steps it has heard of, and which of them before an evaluation."""
+
+    closes_late = True
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.before_evaluation: list[int] | None = None
+
+    def on_closed(self, step: RecordedStep) -> None:
+        self.steps.append(step.step)
+
+    def on_forward_without_grad(self, root: nn.Module, args: object, kwargs: object) -> None:
+        self.before_evaluation = list(self.steps)
+
+
+def test_a_probe_that_is_told_late_has_all_steps_before_it_hears_of_anything_else() -> None:
+    probe, model = Closed(), nn.Linear(1, 1)
+    closing = StepClosing([probe, Probe()])
+    with listening([closing, probe], [model]):
+        for step in (1, 2):
+            closing.close(RecordedStep(step), may_wait=True)
+        model(torch.zeros(1))
+        assert probe.steps == []  # a forward call of training
+        with torch.no_grad():
+            model(torch.zeros(1))
+        assert probe.before_evaluation == [1, 2]
+        closing.close(RecordedStep(3), may_wait=True)
+        model.eval()
+        assert probe.steps == [1, 2, 3]
+        closing.close(RecordedStep(4), may_wait=False)
+    assert probe.steps == [1, 2, 3, 4]
+
+
+def test_a_call_inside_of_another_is_not_told() -> None:
+    outer = nn.Sequential(inner := nn.Linear(1, 1))
+    heard: list[nn.Module] = []
+
+    class Calls(Listener):
+        def on_forward(self, root: nn.Module, args: object, kwargs: object) -> None:
+            heard.append(root)
+
+    with listening([Calls()], [outer, inner]):
+        outer(torch.zeros(1))
+        inner(torch.zeros(1))
+        with suppress(RuntimeError):
+            outer(torch.zeros(2))
+        inner(torch.zeros(1))
+    assert heard == [outer, inner, outer, inner]
 
 
 def test_what_rests_is_a_method_of_a_listener() -> None:

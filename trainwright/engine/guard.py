@@ -78,6 +78,8 @@ class BufferGuard:
             places = [place for root in roots if root is not None for place in _places(root)]
             self._places = [(module, name) for module, name, kept in places if kept]
             self._tables = [_Table(module, name) for module, name, kept in places if not kept]
+        if not self._places and not self._tables:
+            return
         self._live = [getattr(module, name) for module, name in self._places]
         self._before = [live.clone() for live in self._live]
         for table in self._tables:

@@ -172,8 +172,7 @@ class UpdateGuard:
         """Of the gradients of all updates together; 0 where there was none."""
         if len(self._norms) == 1:
             return self._norms[0]
-        squares = [norm.square() for norm in self._norms]
-        return torch.stack(squares).sum().sqrt() if squares else torch.zeros((), device=device)
+        return torch.linalg.vector_norm(torch.stack(self._norms)) if self._norms else torch.zeros((), device=device)
 
 
 def _strange(optimizer: Optimizer) -> UsageError:

@@ -192,7 +192,7 @@ class GradientRecorder(Listener):
     ) -> None:
         self._versions, self._is_clipped = None, True
         self.current.program.append(ClipGradients(by, at, self._numbers_of(parameters), function))
-        found = None if norm is None else norm.detach()
+        found = None if norm is None else float(norm.detach()) if norm.is_cpu else norm.detach()
         self._happened("clip", {"by": by, "at": at, "norm": found, "parameters": len(parameters)})
 
     def _norm_left_by_clip(self) -> float | None:
@@ -200,9 +200,9 @@ class GradientRecorder(Listener):
         if self._edits or self._versions is None:
             return None
         kind, clip = self.current.events[-1] if self.current.events else ("", {})
-        if kind != "clip" or clip["by"] != "norm" or clip["norm"] is None or clip["norm"].device.type != "cpu":
+        if kind != "clip" or clip["by"] != "norm" or not isinstance(clip["norm"], float):
             return None
-        norm, at = float(clip["norm"]), float(clip["at"])
+        norm, at = clip["norm"], float(clip["at"])
         return norm * min(1.0, at / (norm + 1e-6))  # as torch clips
 
     def _numbers_of(self, parameters: Iterable[Tensor]) -> list[int]:

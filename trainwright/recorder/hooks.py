@@ -67,21 +67,31 @@ def listening(group: Sequence[Listener], roots: Sequence[nn.Module]) -> Iterator
 def listening_to_calls(group: Sequence[Listener], modules: Sequence[nn.Module]) -> Iterator[None]:
     """Registers listeners for every forward call of ``modules`` in this thread.
 
-    Calls inside of backward are left out: there activation checkpointing calls the model, not the loop.
+    Calls inside of another one of them are left out: they are not the loop's. So are calls inside of backward, where
+    activation checkpointing calls the model.
     """
-    thread = threading.get_ident()
+    thread, first = threading.get_ident(), group[0]
     begins, ends = methods_of(group, "on_forward"), methods_of(group, "on_output")
     begins_without_grad = methods_of(group, "on_forward_without_grad")
 
+    def is_heard() -> bool:
+        return thread == threading.get_ident() and has_listeners() and not inside.backward
+
     def before(root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        if thread == threading.get_ident() and has_listeners() and not inside.backward:
-            call_each(begins, root, args, kwargs)
-            if not torch.is_grad_enabled():
-                call_each(begins_without_grad, root, args, kwargs)
+        if not is_heard():
+            return
+        first.depth += 1
+        if first.depth > 1:
+            return
+        if not torch.is_grad_enabled():
+            call_each(begins_without_grad, root, args, kwargs)
+        call_each(begins, root, args, kwargs)
 
     def after(root: nn.Module, args: Args, output: object) -> None:
-        if thread == threading.get_ident() and has_listeners() and not inside.backward:
-            call_each(ends, root, output)
+        if is_heard():
+            first.depth = max(0, first.depth - 1)
+            if not first.depth:
+                call_each(ends, root, output)
 
     with ExitStack() as undo:
         for module in modules:
@@ -173,7 +183,7 @@ def _wrap_backward(original: TorchFunction) -> TorchFunction:
         if inside.backward or not has_listeners():
             return original(tensors, *args, **kwargs)
         losses = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-        options = dict(zip(_OF_BACKWARD, args)) | kwargs
+        options = dict(zip(_OF_BACKWARD, args)) | kwargs if args else kwargs
         tell("on_backward", losses, options)
         inside.enter("backward")
         try:

@@ -27,6 +27,8 @@ class Listener:
     rests: frozenset[str] = frozenset()
     """Names of methods that are not called while ``is_resting``."""
     is_resting = False
+    depth = 0
+    """Of the first listener of a group: forward calls that the thread is in."""
 
     def fail(self, error: Exception) -> None:
         """Called with what a method has raised; after it no method is called."""
@@ -34,11 +36,15 @@ class Listener:
 
     def on_epoch(self, loader: Loader, iterator: object) -> None: ...
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None: ...
-    def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None: ...
-    def on_forward_without_grad(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        """The same call as ``on_forward``, where autograd is off."""
+    def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        """A forward call that is not inside of another one."""
 
-    def on_output(self, root: nn.Module, output: object) -> None: ...
+    def on_forward_without_grad(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        """Where autograd is off: right before ``on_forward`` of the same call."""
+
+    def on_output(self, root: nn.Module, output: object) -> None:
+        """The same call is over. ``output`` is None where it raised."""
+
     def on_backward_called(self) -> None: ...
     def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None: ...
     def on_gradients(self) -> None: ...
@@ -109,8 +115,16 @@ def tell(event: str, *arguments: object) -> None:
     """Calls the methods of this thread's listeners that hear ``event``."""
     thread = threading.get_ident()
     methods = _methods.get((thread, event))
-    if methods is not None and thread not in _muted:
-        call_each(methods, *arguments)
+    if methods is None or thread in _muted:
+        return
+    for listener, call, rests in methods:  # as ``call_each``, without the call: an event is told many times a step
+        if listener.failed is None and not (rests and listener.is_resting):
+            try:
+                call(*arguments)
+            except TrainwrightError:
+                raise
+            except Exception as error:
+                listener.fail(error)
 
 
 def call_each(methods: Methods, *arguments: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,17 +42,21 @@ class Numbers(NamedTuple):
 def begin_reading(step: RecordedStep) -> Callable[[], Numbers]:
     """Starts to copy the numbers of a step to the host; the function that it returns waits for them."""
     losses = [each for each in step.losses if each.numel() == 1]
-    clips = [value["norm"] for kind, value in step.events if kind == "clip" and isinstance(value["norm"], Tensor)]
+    clips = [value["norm"] for kind, value in step.events if kind == "clip" and value["norm"] is not None]
     own = [] if step.loss is None else [step.loss]
     norm = [] if step.grad_norm is None else [step.grad_norm]
     read = late([*losses, *own, *norm, *clips])
+    known: Numbers | None = None
 
     def numbers() -> Numbers:
-        values = read()
-        of_losses, at = tuple(values[: len(losses)]), len(losses)
-        loss = values[at] if own else sum(of_losses) / len(of_losses) if of_losses else math.nan
-        at += len(own)
-        return Numbers(of_losses, loss, values[at] if norm else 0.0, tuple(values[at + len(norm) :]))
+        nonlocal known
+        if known is None:
+            values = read()
+            of_losses, at = tuple(values[: len(losses)]), len(losses)
+            loss = values[at] if own else sum(of_losses) / len(of_losses) if of_losses else math.nan
+            at += len(own)
+            known = Numbers(of_losses, loss, values[at] if norm else 0.0, tuple(values[at + len(norm) :]))
+        return known
 
     return numbers
 
@@ -61,7 +65,10 @@ def late(values: Sequence[Tensor | float]) -> Callable[[], list[float]]:
     """Starts to copy 0-d tensors to the host; on the CPU they are read at once, for the loop may write to them."""
     tensors = [v for v in values if isinstance(v, Tensor)]
     if not any(map(_IS_CUDA, tensors)):
-        known = [float(own_part(v.detach())) if isinstance(v, Tensor) else v for v in values]
+        known = [
+            v if not isinstance(v, Tensor) else v.item() if type(v) is Tensor else float(own_part(v.detach()))
+            for v in values
+        ]
         return lambda: known
     device = next(t.device for t in tensors if t.is_cuda)
     with torch.no_grad():
@@ -97,12 +104,11 @@ def as_record(step: RecordedStep, numbers: Numbers | None = None) -> Watched:
         grad_norm=numbers.norm,
         lr=step.lr,
         events=[
-            (kind, value | {"norm": _next(clips, value)} if kind == "clip" else value) for kind, value in step.events
+            (
+                kind,
+                value | {"norm": next(clips, value["norm"])} if kind == "clip" and value["norm"] is not None else value,
+            )
+            for kind, value in step.events
         ],
         values=values,
     )
-
-
-def _next(clips: Iterator[float], clip: Facts) -> float | None:
-    norm = clip["norm"]
-    return next(clips) if isinstance(norm, Tensor) else None if norm is None else float(norm)

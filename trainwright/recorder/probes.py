@@ -56,6 +56,8 @@ class Probe(Listener):
     name = ""
     urgent = False
     """Set by a probe whose facts should not wait for the next checkup. Unset by ``values``."""
+    closes_late = False
+    """``on_closed`` may come some calm steps later, for several of them: it reads nothing that changes meanwhile."""
 
     def begin(self, site: WatchSite) -> None:
         """The watch begins."""

@@ -191,7 +191,15 @@ def alive(program: list[Instruction]) -> list[Instruction]:
 def constants_of(value: object) -> list[Constant]:
     """All Constants in nested containers, in order."""
     found: list[Constant] = []
-    mapped(value, lambda leaf: found.append(leaf) if isinstance(leaf, Constant) else None)
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if type(each) is Constant:
+            found.append(each)
+        elif isinstance(each, tuple | list):
+            waiting.extend(reversed(each))
+        elif isinstance(each, Mapping):
+            waiting.extend(reversed([each[key] for key in each]))
     return found
 
 

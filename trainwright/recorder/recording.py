@@ -54,7 +54,6 @@ class LoopRecorder(GradientRecorder):
         modules = list({id(m): m for root in roots for m in root.modules()}.values())
         self._state, self._kind = CallState(modules, self.parameters, self.device), self.device.type
         self._fetched = FetchedBatches()
-        self._depth = 0
         self._call: Call | None = None
         self._stepped: set[int] = set()
         self._last_lines: list[list[str]] | None = None
@@ -66,9 +65,7 @@ class LoopRecorder(GradientRecorder):
         self._fetched.add(ids, batch, wait_s)
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        self._depth += 1
-        if self._depth > 1:  # a root inside another
-            return
+        self.tape.is_resting = self.is_resting
         grad = torch.is_grad_enabled()
         index = self._root_of[id(root)]
         self._happened("forward", (index, root.training, grad))
@@ -86,8 +83,9 @@ class LoopRecorder(GradientRecorder):
         written, rng = (self.tape.write(args), self.tape.write(kwargs)), state.rng(step.step)
         self._call = call = Call(index, *written, rng, state.modes(), autocast_now(self._kind))
         call.part, call.batch, call.wanted = self._paths[id(root)], len(step.ids) - 1, state.wanted()
-        step.program += self.tape.operations
-        self.tape.operations = []
+        if self.tape.operations:
+            step.program += self.tape.operations
+            self.tape.operations = []
         step.program.append(call)
 
     def _shorten(self) -> None:
@@ -104,8 +102,7 @@ class LoopRecorder(GradientRecorder):
             step.blind = "between two updates there was more than the recorder may hold"
 
     def on_output(self, root: nn.Module, output: object) -> None:
-        self._depth = max(0, self._depth - 1)
-        if self._depth or self._call is None:
+        if self._call is None:
             return
         if output is None:
             self.current.blind = "a forward pass raised, or returned nothing"
@@ -179,7 +176,7 @@ class LoopRecorder(GradientRecorder):
         self.tape.forget()
         self._stepped.clear()
         self._scaled_losses.clear()
-        self._depth, self._call, self._versions = 0, None, None
+        self.depth, self._call, self._versions = 0, None, None
         self._was_clipped, self._is_clipped = self._is_clipped, False
         done.ended_s = time.time()
         done.num_bytes, self.tape.num_bytes = self.tape.num_bytes, 0
@@ -198,7 +195,7 @@ class LoopRecorder(GradientRecorder):
         self.tape.forget()
         self.tape.num_bytes, self.tape.failed = 0, None
         self._scaled_losses.clear()
-        self._depth, self._call = 0, None
+        self.depth, self._call = 0, None
         self.current = RecordedStep(self.current.step)
 
     def on_forked(self) -> None:

@@ -18,7 +18,7 @@ class Resting:
     def __init__(self, group: Sequence[Listener]) -> None:
         self._group = group
         self._disturbed_at = 0
-        self._rests = False
+        self.rests = False
 
     def judged(self, step: int, *, calm: bool) -> None:
         """``step`` was judged. Not ``calm``: bad, spiked, or urgent; then all is heard from now on."""
@@ -28,7 +28,7 @@ class Resting:
     def prepare_next(self, step: int) -> None:
         """Must be called when ``step`` is over."""
         rests = step - self._disturbed_at >= CALM and step % EVERY != 0
-        if rests != self._rests:
-            self._rests = rests
+        if rests != self.rests:
+            self.rests = rests
             for each in self._group:
                 each.is_resting = rests

@@ -19,14 +19,15 @@ from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 _SIMPLE = frozenset({int, float, bool, str, type(None), torch.dtype})
 _LIKE = frozenset({"rand_like", "randn_like", "randint_like", "zeros_like", "ones_like", "full_like", "empty_like"})
 _WANTS_GRADIENT = operator.attrgetter("requires_grad")
+_NO_AUTOCAST: Autocast = (False, torch.float32, True)
 SMALL = 16  # elements: a copy of so little is cheaper than a check whether it was written to
 
 
 def autocast_now(device_type: str) -> Autocast:
     """The present state of autocast for a type of device."""
-    on = torch.is_autocast_enabled(device_type)
-    dtype = torch.get_autocast_dtype(device_type) if on else torch.float32
-    return (on, dtype, torch.is_autocast_cache_enabled())
+    if not torch.is_autocast_enabled(device_type):
+        return _NO_AUTOCAST
+    return (True, torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled())
 
 
 class Tape(PausableMode):
@@ -46,7 +47,8 @@ class Tape(PausableMode):
         self.grafted = False  # a tensor with a graph that the program does not know was used
         self.operations: list[Instruction] = []
         self.failed: tuple[str, object, str | None] | None = None  # a function that raised, its arguments and its line
-        self.is_careful = False
+        self.is_careful = self.is_resting = False
+        self._has_workers = False  # once seen, each batch is asked whether a worker made it, in calm steps too
         self.lines: dict[tuple[str, str], None] = {}  # where operations were called, in careful mode
         self._off: list[Operation] = []  # the last operations, where autograd was off
         self._made_off: dict[int, list[Operation]] = {}  # by the number of the slot: what was made beside it
@@ -113,12 +115,18 @@ class Tape(PausableMode):
                 self.leaves = True
             else:
                 self.num_bytes += leaf.nbytes
-            if type(leaf) is Tensor and not leaf.requires_grad and is_of_worker(leaf):
-                leaf = self._copies.of(leaf)
+            if (self._has_workers or not self.is_resting) and not leaf.requires_grad and type(leaf) is Tensor:
+                leaf = self._private(leaf)
             return Constant(leaf, leaf._version)
         self.grafted |= leaf.grad_fn is not None
         copy = leaf.detach().clone() if leaf.numel() <= SMALL else leaf.detach()
         return Constant(copy, copy._version)
+
+    def _private(self, leaf: Tensor) -> Tensor:
+        if not is_of_worker(leaf):
+            return leaf
+        self._has_workers = True
+        return self._copies.of(leaf)
 
     def slots(self, made: Iterable[Tensor]) -> list[int]:
         """New slots for tensors that the program made."""

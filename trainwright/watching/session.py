@@ -20,6 +20,7 @@ from trainwright.doctor.law import Law
 from trainwright.engine.spikes import OnSpike
 from trainwright.errors import TrainwrightError
 from trainwright.recorder.calls import parts_of
+from trainwright.recorder.closing import StepClosing
 from trainwright.recorder.hooks import listening, listening_to_calls
 from trainwright.recorder.listener import call_each, methods_of
 from trainwright.recorder.numbers import Numbers, begin_reading, lateness
@@ -46,6 +47,12 @@ _URGENT = operator.attrgetter("urgent")
 
 def _are_urgent(probes: Sequence[Probe]) -> bool:
     return any(map(_URGENT, probes))
+
+
+def _warn_of_spike(detector: SpikeDetector, step: RecordedStep, numbers: Numbers) -> None:
+    norm = numbers.clips[-1] if numbers.clips else numbers.norm
+    if math.isfinite(norm) and (spike := detector.detect(step.step, norm)) is not None:
+        step.values["spike"] = [spike.grad_norm, spike.usual, spike.initial, "warn"]
 
 
 @dataclass(frozen=True)
@@ -110,8 +117,9 @@ class WatchSession:
         self._looks, self._snapshots = LookSchedule(0), SnapshotSchedule(options.keep)
         self._went_back, self._pid, self._listens_to_children = -1, os.getpid(), False
         self._unread: deque[tuple[RecordedStep, Callable[[], Numbers]]] = deque()
-        self._late, self._resting = lateness(self.recording.device), Resting(self._probes)
-        self._methods_on_closed = methods_of(self._probes, "on_closed", Probe)
+        self._late, self._resting = lateness(self.recording.device), Resting([self.recording, *self._probes])
+        self._closing = StepClosing(self._probes)
+        self._group = [self.recording, self._closing, *self._probes]
         self._methods_on_read = methods_of(self._probes, "on_read", Probe)
         self._blind = what_is_shared(roots, parameters) or self._objects.is_closed  # why no step can be run again
 
@@ -119,7 +127,7 @@ class WatchSession:
         """Starts to listen to the loop."""
         self._begin_s, self._pid = time.perf_counter(), os.getpid()
         begin_all(self._probes, self._site)
-        self._open.enter_context(listening([self.recording, *self._probes], self._roots))
+        self._open.enter_context(listening(self._group, self._roots))
         self._prepare_next(self.step)
 
     def listen_to_children(self) -> None:
@@ -127,11 +135,12 @@ class WatchSession:
         if not self._listens_to_children:
             self._listens_to_children = True
             parts = [part for root in self._roots for part in parts_of(root)]
-            self._open.enter_context(listening_to_calls([self.recording, *self._probes], parts))
+            self._open.enter_context(listening_to_calls(self._group, parts))
 
     def end(self, error: BaseException | None) -> None:
         """Looks at the last step, and at one that was not finished; then stops listening."""
         self.recording.tape.stop()
+        self._closing.tell()
         end_all(self._probes, error)
         try:
             if error is None or isinstance(error, Exception):
@@ -171,10 +180,11 @@ class WatchSession:
         self.step, self._trained_s = step.step, self._trained_s + step.values["step_s"]
         step.blind = self._blind or step.blind
         self.ring.add(step)
-        call_each(self._methods_on_closed, step)
+        self._closing.close(step, may_wait=self._resting.rests and step.step % AT_ONCE != 0)
         self._unread.append((step, begin_reading(step)))
         at_once, bad = "vetoed" in step.values, False  # at once: the host knows, for it has waited
         if len(self._unread) >= AT_ONCE or not self._may_wait(step):
+            self._closing.tell()
             while len(self._unread) > (0 if at_once else self._late):
                 bad |= self._judge(*self._unread.popleft())
         if self.recording.misses_calls:
@@ -187,8 +197,9 @@ class WatchSession:
             raise NonFiniteStep(f"step {step.step} is not finite", remedy="\n".join(lines))
 
     def _may_wait(self, step: RecordedStep) -> bool:
-        in_time = self._looks.may_wait(step.step, step.values["step_s"]) and not _are_urgent(self._probes)
-        return not self._late and in_time and step.values.keys() <= ORDINARY and self._unread[-1][1]().are_finite
+        in_time = not self._late and self._looks.may_wait(step.step, step.values["step_s"])
+        is_calm = in_time and not _are_urgent(self._probes) and step.values.keys() <= ORDINARY
+        return is_calm and self._unread[-1][1]().are_finite
 
     def _judge(self, step: RecordedStep, read: Callable[[], Numbers]) -> bool:
         """Returns whether the step is bad; looks at it closely where that is due or there is reason to."""
@@ -199,7 +210,7 @@ class WatchSession:
         values = step.values
         bad = not numbers.are_finite or "nonfinite" in values or values.get("vetoed", "skip list") != "skip list"
         if self._options.on_spike == "warn" and not bad:
-            self._warn_of_spike(step, numbers)
+            _warn_of_spike(self._detector, step, numbers)
         self.findings_log.note(step, numbers)
         urgent = self.step - step.step <= self._late and _are_urgent(self._probes)  # they heard the newest step
         self._resting.judged(step.step, calm=not (bad or urgent or "spike" in values))
@@ -212,11 +223,6 @@ class WatchSession:
         if bad:
             self._incidents.keep_bundle(step.step, [found.code for found in self.findings()])
         return bad
-
-    def _warn_of_spike(self, step: RecordedStep, numbers: Numbers) -> None:
-        norm = numbers.clips[-1] if numbers.clips else numbers.norm
-        if math.isfinite(norm) and (spike := self._detector.detect(step.step, norm)) is not None:
-            step.values["spike"] = [spike.grad_norm, spike.usual, spike.initial, "warn"]
 
     def _note_veto(self, step: RecordedStep) -> None:
         """Records an update that was left out; for a rollback, restores an earlier state."""

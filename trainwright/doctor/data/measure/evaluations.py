@@ -48,15 +48,12 @@ class EvaluationsProbe(Probe):
         self._copies: set[int] = set()
         self._open = ExitStack()
         self._tape = EscapeTape()
-        self._depth = self._steps = self._passes = self._rows = 0
+        self._steps = self._passes = self._rows = 0
         self._in_step = self._is_open = self._is_begun = False
         self._before: Mapping[str, float] = {}
         self._facts: EvaluationFacts | None = None
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        self._depth += 1
-        if self._depth > 1:
-            return
         if self._tape.pushed:  # what the model does is none of the evaluation's doing
             self._tape.stop()
         if torch.is_grad_enabled():
@@ -77,8 +74,7 @@ class EvaluationsProbe(Probe):
         return (number <= EACH or number.bit_count() == 1) and 2 * number <= max(2 * EACH, self._steps)
 
     def on_output(self, root: nn.Module, output: object) -> None:
-        self._depth = max(0, self._depth - 1)
-        if self._depth == 0 and self._is_open and not self._in_step:
+        if self._is_open and not self._in_step:
             self._tape.called(output, self._rows)
             self._tape.start()
 
@@ -98,7 +94,7 @@ class EvaluationsProbe(Probe):
             self._tape.stop()
         if self._is_begun:
             self._close()
-        self._depth, self._in_step, self._steps = 0, False, step.step
+        self._in_step, self._steps = False, step.step
 
     def on_forked(self) -> None:
         self._tape.stop()

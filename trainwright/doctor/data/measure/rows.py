@@ -31,9 +31,10 @@ class InputRows(Probe):
     """Each step that is read takes about 100 us. The digests wait, on a GPU there, for the next look."""
 
     name = RowsFacts.experiment
+    closes_late = True
 
     def __init__(self) -> None:
-        self._steps = self._depth = 0
+        self._steps = 0
         self._seen: set[int] = set()
         self._rows = 0
         self._new: deque[float] = deque(maxlen=8)
@@ -60,9 +61,6 @@ class InputRows(Probe):
         self._source = self._loaders.get(iterator, 0)
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        self._depth += 1
-        if self._depth > 1:
-            return
         if torch.is_grad_enabled():
             self._whole = max(self._whole, self._source)
         else:
@@ -71,11 +69,8 @@ class InputRows(Probe):
                 digests = row_digests(tensors_of((args, kwargs), 3))
                 self._gap += [] if digests is None else [digests]
 
-    def on_output(self, root: nn.Module, output: object) -> None:
-        self._depth = max(0, self._depth - 1)
-
     def on_closed(self, step: RecordedStep) -> None:
-        self._steps, self._depth = step.step, 0
+        self._steps = step.step
         self._end_gap()
         if (step.step > EVERY_STEP and step.step % PERIOD >= WINDOW) or not step.calls:
             return

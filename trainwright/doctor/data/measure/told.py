@@ -22,6 +22,7 @@ class Told(Probe):
     """Nothing is read but in the steps around an evaluation, and at a look."""
 
     name = ToldFacts.experiment
+    closes_late = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._numbers = watched.numbers

@@ -24,6 +24,7 @@ class TrainingAveragesProbe(Probe):
     """An epoch ends where a loader begins anew, or the model goes into eval mode. Later epochs are not read."""
 
     name = TrainingAveragesFacts.experiment
+    closes_late = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._numbers, self._kept = watched.numbers, KeptNumbers()

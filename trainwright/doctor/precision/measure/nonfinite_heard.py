@@ -29,6 +29,7 @@ class NonFinite(Probe):
     """
 
     name = "nonfinite"
+    closes_late = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         subject = watched.subject

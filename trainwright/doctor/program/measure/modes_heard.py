@@ -33,7 +33,7 @@ class Modes(Probe):
         )
         self._was_training: set[int] = set()
         self._eval: dict[int, int] = {}  # modules that are in eval mode in training, and since when
-        self._depth = self._steps = 0
+        self._steps = 0
         self._num_closed = 0  # of our own engine only the steps that are run again
         self._feeding: int | None = None  # the iterator whose batches are trained on
         self._fetched: int | None = None  # the one that gave a batch since the last step
@@ -51,21 +51,16 @@ class Modes(Probe):
             self._lines.update({id(each): line for each in module.modules()})
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        self._depth += 1
-        if self._depth > 1:
-            return
         if torch.is_grad_enabled():
             self._feeding = self._fetched
         elif self._depends and (self._fetched is None or self._fetched != self._feeding):
             self._gap.add(root.training and all(self._modules[n].training for n in self._depends))
 
-    def on_output(self, root: nn.Module, output: object) -> None:
-        self._depth = max(0, self._depth - 1)
-
     def on_closed(self, step: RecordedStep) -> None:
-        self._steps, self._depth, self._fetched = step.step, 0, None
+        self._steps, self._fetched = step.step, None
         self._num_closed += 1
-        self._note_evaluation()
+        if self._gap:
+            self._note_evaluation()
         calls = step.calls
         if not calls or (len(calls) == 1 and calls[0].training is self._same):
             return

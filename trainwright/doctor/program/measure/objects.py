@@ -52,6 +52,7 @@ class ObjectsProbe(Probe):
     """Hears what is scaled, unscaled, stepped, scheduled and put into eval mode."""
 
     name = ObjectsFacts.experiment
+    closes_late = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._roots = watched.subject.roots

@@ -100,8 +100,8 @@ class ScheduleProbe(Probe):
         self._backwards = 0
         if step.losses and step.losses[0].numel() == 1:
             self._window_losses.append(step.losses[0])
-        rates = [float(g["lr"]) for o in self._optimizers for g in o.param_groups]
-        self._note_lr(step.lr if step.is_told_late else max(rates, default=0.0))
+        rates = [step.lr] if step.is_told_late else [float(g["lr"]) for o in self._optimizers for g in o.param_groups]
+        self._note_lr(max(rates, default=0.0))
 
     def _note_lr(self, lr: float) -> None:
         before = self._changes[-1][1] if self._changes else None

@@ -42,6 +42,7 @@ class KeptProbe(Probe):
     """Remembers the dictionaries that ``state_dict`` of a watched model returned, and hears what becomes of them."""
 
     name = KeptFacts.experiment
+    closes_late = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._roots = watched.subject.roots
@@ -107,6 +108,7 @@ class WarningsProbe(Probe):
     """Collects the warnings that are shown."""
 
     name = WarningsFacts.experiment
+    closes_late = True
 
     def __init__(self) -> None:
         self._steps = 0

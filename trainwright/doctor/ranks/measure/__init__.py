@@ -74,7 +74,7 @@ class RanksProbe(StepListener):
     # the end of a step
 
     def on_closed(self, step: RecordedStep) -> None:
-        so_far, self._step, self._depth = self._step, StepSoFar(), 0
+        so_far, self._step = self._step, StepSoFar()
         self._steps = step.step
         self._at("between")
         whole_s = float(step.values.get("step_s", 0.0))

@@ -52,7 +52,7 @@ class StepListener(Probe):
         self._parameters, self._optimizers = watched.subject.parameters, watched.subject.optimizers
         self._replica = Replica(watched.subject)
         self._exchange: Exchange | None = None
-        self._steps, self._depth = 0, 0
+        self._steps = 0
         self._step = StepSoFar()
         self._sums = SumWatch(self._parameters)
 
@@ -61,9 +61,6 @@ class StepListener(Probe):
             self._exchange.at(self._steps, phase)
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        self._depth += 1
-        if self._depth > 1:
-            return
         self._at("forward" if torch.is_grad_enabled() else "evaluation")
         if not torch.is_grad_enabled():
             return
@@ -77,9 +74,6 @@ class StepListener(Probe):
                 step.first_rng, step.inputs = step.rng, start_checksums(tensors_of((args, kwargs), 3))
 
     def on_output(self, root: nn.Module, output: object) -> None:
-        self._depth = max(0, self._depth - 1)
-        if self._depth:
-            return
         self._at("between")
         step = self._step
         if step.rng is not None and torch.is_grad_enabled() and not step.draws:

@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 
 from trainwright.recorder.probes import Probe, WatchedObjects, probe
 from trainwright.recorder.program import RecordedStep, tensors_of
-from trainwright.recorder.user_types import Args, Kwargs, Loader
+from trainwright.recorder.user_types import Kwargs, Loader
 from trainwright.runlog.json_values import Facts
 
 REMEMBERED = 64
@@ -36,13 +36,14 @@ class Memory(Probe):
     """Keeps nothing alive: weak references show what the loop still holds."""
 
     name = "memory"
-    rests = frozenset({"on_forward", "on_output", "on_backward"})
+    closes_late = True
+    rests = frozenset({"on_output", "on_backward"})
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._roots = watched.subject.roots
         self._losses: deque[tuple[int, weakref.ref[Tensor], weakref.ref[_Mark]]] = deque(maxlen=REMEMBERED)
         self._outputs: deque[tuple[int, weakref.ref[Tensor]]] = deque(maxlen=REMEMBERED)
-        self._steps = self._depth = 0
+        self._steps = 0
         self._rests = False  # a leak shows in every fourth step as well
         self._nodes: list[list[int]] = []
         self._counted_at = 0
@@ -59,12 +60,8 @@ class Memory(Probe):
         if getattr(loader, "num_workers", 0) and _is_forked(loader):
             self._loader, self._iterator, self._private = loader, weakref.ref(iterator), []
 
-    def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        self._depth += 1
-
     def on_output(self, root: nn.Module, output: object) -> None:
-        self._depth -= self._depth > 0
-        if self._depth == 0 and not self._rests:
+        if not self._rests:
             for tensor in tensors_of(output)[:4]:
                 if tensor.grad_fn is not None and tensor.numel() > 1:
                     self._outputs.append((self._steps, weakref.ref(tensor)))
@@ -81,7 +78,7 @@ class Memory(Probe):
             self._nodes.append([self._steps + 1, _count(node), int(bool(options.get("retain_graph")))])
 
     def on_closed(self, step: RecordedStep) -> None:
-        self._steps, self._depth = step.step, 0
+        self._steps = step.step
         self._rests = step.step > REMEMBERED and step.step % 4 > 0
 
     def values(self) -> Facts:

@@ -28,6 +28,7 @@ class Steadiness(Probe):
     """Until EARLY about 10 us a step. ``urgent``: a random state or a part of the data came again, as it should not."""
 
     name = SteadyFacts.experiment
+    closes_late = True
 
     def __init__(self) -> None:
         self._steps = 0

@@ -30,6 +30,7 @@ class MovingWeights(Probe):
     """Reads all weights at a look: one pass over their memory. Between looks it only counts updates."""
 
     name = VitalsFacts.experiment
+    closes_late = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         subject = watched.subject

@@ -1,0 +1,42 @@
+"""Tells probes that a step is over: some of calm steps later, of several at a time, when the code of it is warm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainwright.recorder.listener import Listener, call_each, methods_of
+from trainwright.recorder.probes import Probe
+from trainwright.recorder.program import RecordedStep
+
+
+class StepClosing(Listener):
+    """Calls ``on_closed`` of probes; of those of ``closes_late`` it may wait for the next steps.
+
+    It waits at most until something happens that is no part of an ordinary step, so that such a probe has all steps
+    before it hears of an epoch, an evaluation, a state, a warning, ... Must be told of these before the probes are.
+    """
+
+    def __init__(self, probes: Sequence[Probe]) -> None:
+        late = [each for each in probes if each.closes_late]
+        at_once = [each for each in probes if not each.closes_late]
+        self._methods, self._late = methods_of(at_once, "on_closed", Probe), methods_of(late, "on_closed", Probe)
+        self._steps: list[RecordedStep] = []
+
+    def close(self, step: RecordedStep, *, may_wait: bool) -> None:
+        """``step`` is over."""
+        call_each(self._methods, step)
+        self._steps.append(step)
+        if not may_wait:
+            self.tell()
+
+    def tell(self, *_: object) -> None:
+        """Tells the probes of the steps that wait, in order."""
+        if self._steps:
+            steps, self._steps = self._steps, []
+            for step in steps:
+                call_each(self._late, step)
+
+    # whatever they are told
+    on_epoch = on_forward_without_grad = on_mode = on_warning = tell  # type: ignore[assignment]
+    on_state_dict = on_loaded = on_saved = on_copied = tell  # type: ignore[assignment]
+    on_scaled = on_unscale = on_scaler_step = on_scaler_update = on_autograd_grad = tell  # type: ignore[assignment]
