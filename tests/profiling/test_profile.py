@@ -155,9 +155,15 @@ def test_a_run_that_is_too_short(tmp_path: Path) -> None:
         profiled(tmp_path, "until=5steps")
 
 
+def test_a_model_that_was_passed_in_python_is_refused(tmp_path: Path) -> None:
+    given = {**recipe(tmp_path), "model": {"use": "live:Net"}}
+    with pytest.raises(UsageError, match="the model Net was passed in Python"):
+        profile(lambda more: from_mapping(given, overrides=more))
+
+
 def test_the_command_on_a_run_and_its_page(tmp_path: Path) -> None:
     result = tw.train(from_mapping(recipe(tmp_path) | {"until": "20steps"}), quiet=True)
-    said = CliRunner().invoke(app, ["profile", str(result.run), "--seconds", "0.05", "--budget", "0", "--json"])
+    said = CliRunner().invoke(app, ["profile", str(result.run), "--seconds", "0.05", "--budget", "0s", "--json"])
     assert said.exit_code == 0, said.output
     seen = json.loads(said.stdout.splitlines()[-1])
     panel = ProfilePanel.read(Path(seen["run"]))

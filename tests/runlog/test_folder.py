@@ -95,6 +95,9 @@ def test_open_suggests_what_may_be_meant(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         RunFolder.open(tmp_path / "nothing-alike" / "x")
     assert caught.value.remedy == "give a run folder: runs/<name>"
+    with pytest.raises(UsageError) as caught:
+        RunFolder.open(tmp_path / "unlike")
+    assert caught.value.remedy.startswith("give a run folder, such as") and str(run.path) in caught.value.remedy
 
 
 def test_json_is_strict_and_leaves_no_draft(tmp_path: Path) -> None:

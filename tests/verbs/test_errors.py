@@ -336,9 +336,12 @@ def test_folds_predict_what_they_have_not_seen(run: Path) -> None:
     said: list[str] = []
     found = errors_in_folds(run, 2, by=["mine_erring:sign"], count=20, batch=None, say=said.append)
     assert found.count == 60 and "2 folds" in found.data and len(said) == 2
+    assert "None" not in "\n".join(found.lines()), "it is no step of the run"
     assert sorted({each.id for each in found.worst}) == sorted(each.id for each in found.worst)
     assert sum(each.count for each in found.slices if each.grouping == "sign") == 60
     assert not [path for path in run.parent.iterdir() if path != run], "the folds leave nothing behind"
+    with pytest.raises(UsageError, match="nowhere:at_all: there is no module 'nowhere'"):
+        errors_in_folds(run, 2, by=["nowhere:at_all"], count=20, batch=None, say=said.append)
     with pytest.raises(UsageError, match="leave --folds out"):
         errors_in_folds(run, 31, by=[], count=20, batch=None, say=said.append)
     done = CliRunner().invoke(app, ["errors", str(run), "--folds", "2"])

@@ -22,7 +22,7 @@ from trainwright.build.optim.choose import make_optimizer
 from trainwright.build.optim.groups import GroupRule
 from trainwright.build.optim.own import as_one, takes_first
 from trainwright.build.ready import ReadyBatches, Say, silent
-from trainwright.build.resolve import find, make, parameters_of
+from trainwright.build.resolve import LIVE, find, make, parameters_of
 from trainwright.build.schedule import make_schedule
 from trainwright.build.stepped_schedule import ScheduleFn, SteppedSchedule, function_of_step, own_schedule
 from trainwright.build.unwrap import Unwrapped, length_of, unwrap
@@ -42,8 +42,6 @@ from trainwright.world import device_name, low_precision
 from trainwright.world.group import SOLO, World
 
 ENOUGH_TRIES = 16  # samples that are tried until one can be read, to count its tokens
-LIVE = "live"
-"""The module in ``use:`` of an object that was passed in Python and cannot be built from a file."""
 
 
 @dataclass

@@ -15,6 +15,9 @@ from typing import Any, Protocol
 from trainwright.errors import MissingExtra, Problem, RecipeError, UsageError, text_of
 from trainwright.recipe import Row
 
+LIVE = "live"
+"""The module in ``use:`` of an object that was passed in Python and cannot be built from a file."""
+
 
 class RecipePlaces(Protocol):
     """Maps a dotted path of a recipe to the place in the user's files where it was written."""
@@ -49,6 +52,9 @@ def find(use: str, names: Mapping[str, Row], path: str, source: RecipePlaces) ->
     def problem(rule: str, remedy: str) -> RecipeError:
         return RecipeError(Problem(f"{path}.use", rule, got=use, remedy=remedy, where=source.where(f"{path}.use")))
 
+    if module_name == LIVE:
+        rule = f"is the {attribute} that was passed in Python, and no file says how it is made"
+        raise problem(rule, "name it as package.module:callable in a recipe, or go on in Python")
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

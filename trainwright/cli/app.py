@@ -105,6 +105,20 @@ def options(
 ) -> None: ...
 
 
+def seconds_of(text: str, option: str) -> float:
+    """Seconds by the clock, as an option says them: ``90s``, ``2min``, or a bare number."""
+    from trainwright.errors import UsageError
+    from trainwright.recipe.duration import Duration
+
+    try:
+        duration = Duration.parse(text if text[-1:].isalpha() else f"{text}s", allow_zero=True)
+    except UsageError:
+        duration = None
+    if duration is None or duration.unit != "s":
+        raise UsageError(f"{option} {text} is no time by the clock", remedy="give for example 90s or 2min")
+    return duration.value
+
+
 @contextmanager
 def importing_torch() -> Iterator[None]:
     """For the imports of a verb that trains: the garbage collector waits until they are done.

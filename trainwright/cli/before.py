@@ -19,6 +19,7 @@ from trainwright.cli.app import (
     of_run,
     prints_aside,
     say_to,
+    seconds_of,
     verb,
 )
 
@@ -113,19 +114,20 @@ def batch_size(
     margin: Annotated[float, typer.Option(help="Share of the memory to leave free.")] = 0.1,
     most: Annotated[int | None, typer.Option(min=1, help="Samples to try at most; else the dataset's.")] = None,
     memory: Annotated[str | None, typer.Option(help="Memory to use at most: 8GiB; else all that is free.")] = None,
-    budget: Annotated[float, typer.Option(help="Seconds that the search may take.")] = 120.0,
+    budget: Annotated[str, typer.Option(metavar="TIME", help="How long the search may take.")] = "2min",
     as_json: Json = False,
 ) -> None:
     """Find the largest micro-batch that trains without running out of memory."""
     from trainwright.recipe import load
 
+    budget_s = seconds_of(budget, "--budget")
     loaded = load(recipe, overrides=settings or [])
     from trainwright.recipe.byte_size import parse_bytes
     from trainwright.verbs.batch_size import find_batch_size
 
     limit, say = parse_bytes(memory) if memory else None, say_to(as_json)
     with prints_aside(as_json):
-        found = find_batch_size(loaded, margin=margin, most=most, memory_bytes=limit, budget_s=budget, say=say)
+        found = find_batch_size(loaded, margin=margin, most=most, memory_bytes=limit, budget_s=budget_s, say=say)
     say("\n".join(found.lines()))
     if as_json:
         print(json.dumps(found.to_json()))

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from trainwright.cli.app import Json, Settings, answer, console_for, importing_torch, say_to, verb
+from trainwright.cli.app import Json, Settings, answer, console_for, importing_torch, say_to, seconds_of, verb
 
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")]
 
@@ -67,7 +67,7 @@ def serve(
 def profile(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE|RUN", help="A recipe, or the folder of a run of one.")],
     seconds: Annotated[float, typer.Option(min=0.05, help="How long steps are timed at full speed.")] = 1.0,
-    budget: Annotated[float, typer.Option(min=0.0, help="Seconds in which remedies are tried; 0 tries none.")] = 60.0,
+    budget: Annotated[str, typer.Option(metavar="TIME", help="How long remedies are tried; 0s tries none.")] = "60s",
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
@@ -75,6 +75,7 @@ def profile(
     from trainwright.recipe import load
     from trainwright.runlog.folder import RunFolder
 
+    budget_s = seconds_of(budget, "--budget")
     is_run = (recipe / "recipe.yaml").is_file()
     path = RunFolder.open(recipe).recipe if is_run else recipe
     environ: dict[str, str] | None = {} if is_run else None
@@ -86,7 +87,7 @@ def profile(
     seen = run_profile(
         lambda more: load(path, overrides=[*(settings or []), *more], environ=environ),
         for_s=seconds,
-        budget_s=budget,
+        budget_s=budget_s,
         console=console_for(as_json),
     )
     answer(seen, as_json)

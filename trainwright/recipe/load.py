@@ -131,8 +131,8 @@ def _did_you_mean(path: Path) -> str:
     nearby: dict[str, Path] = {}
     for folder in (path.parent, Path("recipes"), box()):  # of two with one name the first
         for file in _recipes(folder):
-            nearby.setdefault(file.name, file)
-    close = difflib.get_close_matches(path.with_suffix(".yaml").name[:100] if path.name else "", nearby, n=1)
+            nearby.setdefault(file.stem, file)
+    close = difflib.get_close_matches(path.stem[:100], nearby, n=1)
     if close:
         return f"did you mean {nearby[close[0]]}?"
     if nearby:

@@ -131,7 +131,8 @@ def bad_cases_in(text: str) -> BadCases | None:
 
 
 def _lines(cases: BadCases) -> Iterator[str]:
-    of = f"{cases.run}, step {cases.step}: " if cases.run else ""
+    at = "" if cases.step is None else f", step {cases.step}"
+    of = f"{cases.run}{at}: " if cases.run else ""
     right = "" if cases.accuracy is None else f", {cases.accuracy:.2%} of the {cases.unit} right"
     yield f"{of}{cases.count:,} samples of {cases.data}, loss {cases.loss:.4g}{right}"
     yield from _listed("the largest losses", cases.worst, cases)

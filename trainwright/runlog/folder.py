@@ -94,9 +94,10 @@ class RunFolder:
             return cls(path)
         what = "holds no run" if path.is_dir() else "is not a folder" if path.exists() else "does not exist"
         meant = _meant(path)
-        remedy = (
-            f"did you mean {' or '.join(str(run) for run in meant)}?" if meant else "give a run folder: runs/<name>"
-        )
+        there = ", ".join(map(str, _newest(path.parent)))
+        remedy = f"give a run folder, such as {there}" if there else "give a run folder: runs/<name>"
+        if meant:
+            remedy = f"did you mean {' or '.join(str(run) for run in meant)}?"
         raise UsageError(f"{path} {what}", remedy=remedy)
 
     def write_text(self, name: str, text: str) -> Path:
@@ -145,10 +146,15 @@ def _written_ns(run: Path) -> int:
 def _meant(path: Path) -> list[Path]:
     """Runs that ``path`` may have meant: one around it, those in it, or those with a similar name."""
     around = [parent for parent in path.parents if _is_run(parent)][:1]
-    inside = sorted(runs_in(path), key=_written_ns, reverse=True)[:3]
+    inside = _newest(path)
     siblings = {run.name: run for run in runs_in(path.parent)}
     similar = [siblings[name] for name in difflib.get_close_matches(path.name, siblings, n=3)]
     return around or inside or similar
+
+
+def _newest(root: Path) -> list[Path]:
+    """The three runs in a folder that were written last."""
+    return sorted(runs_in(root), key=_written_ns, reverse=True)[:3]
 
 
 def _sync_folder(path: Path) -> None:

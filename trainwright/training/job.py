@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from trainwright.build.assemble import (
-    LIVE,
     Parts,
     at_recipe,
     build_loading,
@@ -24,7 +23,7 @@ from trainwright.build.assemble import (
 )
 from trainwright.build.assemble import prepare as prepare_parts
 from trainwright.build.count_epoch import with_epoch_counted
-from trainwright.build.resolve import find
+from trainwright.build.resolve import LIVE, find
 from trainwright.engine.clip import make_clip
 from trainwright.engine.dry_run import Mode, dry_run, time_evaluation
 from trainwright.engine.in_stages import PipelineStages, StagedPasses

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainwright.build.assemble import LIVE, Parts, at_recipe, build_dataset, build_model
+from trainwright.build.assemble import Parts, at_recipe, build_dataset, build_model
+from trainwright.build.resolve import LIVE
 from trainwright.build.split_plan import SplitPlan, model_shape, split_plan
 from trainwright.engine.in_stages import PipelineStages, StagedPasses
 from trainwright.engine.loss import Batch, Loss, LossFn, as_loss_fn

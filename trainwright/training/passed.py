@@ -9,8 +9,8 @@ from typing import NamedTuple
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainwright.build.assemble import LIVE
 from trainwright.build.optim.own import makes_own_groups, takes_first
+from trainwright.build.resolve import LIVE
 from trainwright.build.stepped_schedule import function_of_step
 from trainwright.errors import UsageError
 

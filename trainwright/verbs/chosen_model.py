@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from trainwright.build.assemble import LIVE, build_dataset, build_loss
+from trainwright.build.assemble import build_dataset, build_loss
 from trainwright.build.data import EvaluationBatches, Loading
-from trainwright.build.resolve import make
+from trainwright.build.resolve import LIVE, make
 from trainwright.build.unwrap import Unwrapped, unwrap
 from trainwright.engine.loss import Loss, OfModel
 from trainwright.errors import UsageError, text_of

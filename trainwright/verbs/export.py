@@ -15,7 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trainwright.build.assemble import LIVE, at_recipe, build_model
+from trainwright.build.assemble import at_recipe, build_model
+from trainwright.build.resolve import LIVE
 from trainwright.errors import CheckpointError, MissingExtra, StorageError, UsageError, require_choice
 from trainwright.models.lora import add_lora, merge_lora
 from trainwright.recipe import Loaded, Recipe, load

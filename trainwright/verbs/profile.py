@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from trainwright.build.resolve import LIVE
 from trainwright.engine.observer import Observer, Stop
 from trainwright.engine.step import StepResult
 from trainwright.errors import UsageError
@@ -61,6 +62,11 @@ def profile(load: Load, *, for_s: float = FOR_S, budget_s: float = 60.0, console
     """
     console = console or Console()
     loaded = in_one_process(load(()))
+    if (name := loaded.recipe.model.use).startswith(f"{LIVE}:"):
+        raise UsageError(
+            f"the model {name.removeprefix(f'{LIVE}:')} was passed in Python, and no recipe says how it is made",
+            remedy="profile a recipe that names it, or put `tw.watch(model, optimizer, profile=True)` around a loop",
+        )
     log = loaded.recipe.log.model_copy(update={"doctor": False})  # its looks have a budget over the run, spent early
     recipe = loaded.recipe.model_copy(update={"name": f"{loaded.recipe.name}-profile", "log": log})
     observers: list[ProfileObserver] = []

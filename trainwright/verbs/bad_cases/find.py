@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from trainwright.build.data import EvaluationBatches
 from trainwright.build.resolve import find
 from trainwright.engine.loss import Loss
+from trainwright.errors import RecipeError, UsageError
 from trainwright.pages.report import write_report
 from trainwright.recipe import load
 from trainwright.report.bad_cases import NAME, BadCase, BadCases, LossSlice, ShownSample
@@ -100,7 +101,11 @@ def errors_in_folds(
 def _found(by: Sequence[str], folder: RunFolder) -> dict[str, Grouping]:
     """Columns and functions by their names."""
     source = load(folder.recipe, environ={}).source
-    return {_name_of(each): find(each, {}, "--by", source) if ":" in each else each for each in by}
+    try:
+        return {_name_of(each): find(each, {}, "--by", source) if ":" in each else each for each in by}
+    except RecipeError as error:  # it is not the recipe that says so
+        [problem] = error.problems
+        raise UsageError(f"--by {problem.got}: {problem.rule}", remedy=problem.remedy) from None
 
 
 def _kept(found: BadCases, folder: RunFolder) -> BadCases:

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Subset
 
-from trainwright.build.assemble import LIVE, Parts, build_dataset, build_loss, build_model
+from trainwright.build.assemble import Parts, build_dataset, build_loss, build_model
 from trainwright.build.data import EvaluationBatches, Loading
+from trainwright.build.resolve import LIVE
 from trainwright.build.unwrap import length_of
 from trainwright.errors import StoppedError, UsageError
 from trainwright.recipe import Loaded, load

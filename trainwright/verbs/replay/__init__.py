@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainwright.build.assemble import LIVE
+from trainwright.build.resolve import LIVE
 from trainwright.errors import UsageError
 from trainwright.recipe import load
 from trainwright.replay import bundle as bundles
