@@ -53,9 +53,8 @@ def global_norm(grads: list[Tensor]) -> Tensor:
     Where ranks hold parts of them, it is that of the whole, and every rank must ask for it.
     """
     if _are_alike(grads):  # then none is divided
-        with torch.no_grad():
-            norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
-        return norm
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+        return norm.detach() if norm.requires_grad else norm  # cheaper than a context, and seldom needed
     return _norm_of_parts(grads) if any(is_divided(grad) for grad in grads) else get_total_norm(grads)
 
 
