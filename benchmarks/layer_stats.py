@@ -11,6 +11,8 @@ count.
 *_each     the same of one record, in steps: medians over the records of a run
 *_ratio    the time of a run with them by that of one without, for each pair of runs, which take turns
 *_records  how many records there were in a run
+
+gpt_watched_* are those of the same GPT in a plain loop under ``tw.watch``, with the laws that run no step again.
 """
 
 from __future__ import annotations
@@ -20,20 +22,20 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import trainwright as tw
 from benchmarks.figures import about, arguments, figure, interleaved, ratios
 from trainwright.models.gpt import gpt as gpt_model
 from trainwright.runlog.reader import read
-from trainwright.runlog.records import Layers
+from trainwright.runlog.records import Layers, Record
 
 FIRST = 10
 NEAR = 8
@@ -89,6 +91,29 @@ def seconds(make: Callable[[], Task], steps: int, seen: dict[str, list[float]], 
             observers=observers,
         )
         log = read(Path(done.run) / "log.jsonl").records if layers else []
+    return seen_inside(ends, log, seen)
+
+
+def watched_seconds(make: Callable[[], Task], steps: int, seen: dict[str, list[float]]) -> float:
+    """The same of a plain loop that is watched."""
+    torch.manual_seed(0)
+    model, data, loss, batch = make()
+    optimizer, loader = torch.optim.AdamW(model.parameters()), DataLoader(data, batch, shuffle=True)
+    batches = itertools.chain.from_iterable(loader for _ in itertools.count())
+    ends = [time.perf_counter()]
+    with tempfile.TemporaryDirectory() as folder:
+        with tw.watch(model, optimizer, out=Path(folder) / "run", laws="cheap", quiet=True):
+            for x, y in itertools.islice(batches, steps):
+                optimizer.zero_grad()
+                loss(model(x), y).backward()
+                optimizer.step()
+                ends.append(time.perf_counter())
+        log = read(Path(folder) / "run" / "log.jsonl").records
+    return seen_inside(ends, log, seen)
+
+
+def seen_inside(ends: Sequence[float], log: Iterable[Record], seen: dict[str, list[float]]) -> float:
+    """Notes what the records of a run took; returns the time of the steps after the first few."""
     steps_s = [after - before for before, after in itertools.pairwise(ends)]
     total_s = ends[-1] - ends[FIRST]
     recorded = [each.step for each in log if isinstance(each, Layers)]
@@ -99,8 +124,17 @@ def seconds(make: Callable[[], Task], steps: int, seen: dict[str, list[float]], 
     return total_s
 
 
+def show(name: str, steps: int, seen: Mapping[str, list[float]]) -> None:
+    for case, unit, against in (
+        ("share", "share", "the time of the run"),
+        ("each", "steps", "one record"),
+        ("records", "records", f"{steps} steps"),
+    ):
+        figure("layer_stats", f"{name}_{case}", seen[case], unit=unit, against=against)
+
+
 def main() -> None:
-    """Four JSON lines for each model."""
+    """Four JSON lines for each model, three for the watched loop."""
     options = arguments(__doc__, rounds=(11, 2), mlp_steps=(4000, 100), gpt_steps=(400, 60))
     about("layer_stats")
     torch.set_num_threads(options.threads)
@@ -108,14 +142,13 @@ def main() -> None:
         seen: dict[str, list[float]] = defaultdict(list)
         run = partial(seconds, make, steps, seen)
         times_s = interleaved({"without": partial(run, False), "with": partial(run, True)}, options.rounds)
-        for case, unit, against in (
-            ("share", "share", "the time of the run"),
-            ("each", "steps", "one record"),
-            ("records", "records", f"{steps} steps"),
-        ):
-            figure("layer_stats", f"{name}_{case}", seen[case], unit=unit, against=against)
+        show(name, steps, seen)
         ratio = ratios(times_s["with"], times_s["without"])
         figure("layer_stats", f"{name}_ratio", ratio, unit="ratio", against="log.layers: false")
+    watched: dict[str, list[float]] = defaultdict(list)
+    for _ in range(options.rounds):
+        watched_seconds(gpt, options.gpt_steps, watched)
+    show("gpt_watched", options.gpt_steps, watched)
 
 
 if __name__ == "__main__":

@@ -113,6 +113,8 @@ def test_what_cannot_be_told_is_refused_before_the_loop(tmp_path: Path) -> None:
 
     with pytest.raises(RecipeError, match="tensorboard"):
         watch(sinks=["tensorbord"])
+    with pytest.raises(RecipeError, match="must be a list"):
+        watch(sinks=3)
     with pytest.raises(RecipeError, match="sent to nobody"):
         watch(alerts={"loss_above": 3.0})
     with pytest.raises(UsageError, match="TOLD is not set"):

@@ -29,8 +29,9 @@ class TellingProbe(Probe):
 
     name = "told"
 
-    def __init__(self, sinks: Sequence[str], alerts: Mapping[str, object] | None) -> None:
-        asked = {**ANY_RECIPE, "log": {"sinks": [sinks] if isinstance(sinks, str) else [*sinks]}, "alerts": alerts}
+    def __init__(self, sinks: object, alerts: object) -> None:
+        names = list(sinks) if isinstance(sinks, tuple | set) else [sinks] if isinstance(sinks, str) else sinks
+        asked = {**ANY_RECIPE, "log": {"sinks": names}, "alerts": alerts}
         recipe = from_mapping(asked, name="tw.watch").recipe
         self._factories, self._alerts = sink_factories(recipe.log.sinks), recipe.alerts
         require_channels(self._alerts)
