@@ -13,6 +13,7 @@ from trainwright.recorder.listener import Listener, call_each, methods_of
 from trainwright.recorder.probes import Probe
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.resting import CALM, EVERY, Resting
+from trainwright.recorder.tape import Tape
 from trainwright.watching.families import MEASURES
 
 
@@ -112,6 +113,22 @@ def test_a_call_inside_of_another_is_not_told() -> None:
             outer(torch.zeros(2))
         inner(torch.zeros(1))
     assert heard == [outer, inner, outer, inner]
+
+
+def test_batches_of_workers_are_copied_in_calm_steps_too_once_one_was_seen() -> None:
+    tape, shared = Tape("cpu"), torch.zeros(64).share_memory_()
+
+    def written() -> torch.Tensor:
+        (constant,) = tape.write((shared,))
+        kept: torch.Tensor = constant.tensor
+        return kept
+
+    tape.is_resting = True
+    assert written() is shared  # nobody has asked yet
+    tape.is_resting = False
+    assert not written().is_shared()
+    tape.is_resting = True
+    assert not written().is_shared()
 
 
 def test_what_rests_is_a_method_of_a_listener() -> None:

@@ -74,11 +74,8 @@ def listening_to_calls(group: Sequence[Listener], modules: Sequence[nn.Module]) 
     begins, ends = methods_of(group, "on_forward"), methods_of(group, "on_output")
     begins_without_grad = methods_of(group, "on_forward_without_grad")
 
-    def is_heard() -> bool:
-        return thread == threading.get_ident() and has_listeners() and not inside.backward
-
     def before(root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        if not is_heard():
+        if thread != threading.get_ident() or inside.backward or not has_listeners():
             return
         first.depth += 1
         if first.depth > 1:
@@ -88,10 +85,11 @@ def listening_to_calls(group: Sequence[Listener], modules: Sequence[nn.Module]) 
         call_each(begins, root, args, kwargs)
 
     def after(root: nn.Module, args: Args, output: object) -> None:
-        if is_heard():
-            first.depth = max(0, first.depth - 1)
-            if not first.depth:
-                call_each(ends, root, output)
+        if thread != threading.get_ident() or inside.backward or not has_listeners():
+            return
+        first.depth = max(0, first.depth - 1)
+        if not first.depth:
+            call_each(ends, root, output)
 
     with ExitStack() as undo:
         for module in modules:
