@@ -19,7 +19,7 @@ import trainwright as tw
 from trainwright.watching import look_schedule
 
 CALM, COUNTED = 128, 32
-MOST = 270
+MOST = 200
 """Calls a step. Between two operations of torch each takes about two microseconds: so many are a third of a small MLP's
 step. A probe that needs more than two should not read every step."""
 

@@ -96,6 +96,7 @@ class LayerStats:
                     self._sampled[index] = self._some_of(found, wrap=True).float()
             self.hooks_s += time.perf_counter() - begin_s
 
+        keep.is_recorders = True  # type: ignore[attr-defined]  # not one of the loop's own, which a replay must have
         return keep
 
     @torch.no_grad()
