@@ -180,8 +180,8 @@ def test_a_gpu_that_is_not_in_the_table_says_so() -> None:
 
 
 def two_billion(*settings: str) -> Loaded:
-    """2.1 G parameters: few layers, which are traced one by one, d 4608, SwiGLU; an untied head over 32,000 tokens."""
-    shape = ("layers=7", "d_model=4608", "heads=36")
+    """2.1 G parameters: few layers, which are traced one by one, d 6784, SwiGLU; an untied head over 32,000 tokens."""
+    shape = ("layers=3", "d_model=6784", "heads=53")
     return load(RECIPES / "llama-7b.yaml", overrides=[*(f"model.args.{each}" for each in shape), *settings], environ={})
 
 
