@@ -1,6 +1,6 @@
 """How many steps after its onset a fault is found: one small loop, faults of each family, three onsets.
 
-    python -m benchmarks.law_delays [--onsets 1 20 100] [--steps 128] [--only PATTERN]
+    python -m benchmarks.law_delays [--onsets 1 20 100] [--steps 160] [--only PATTERN]
 
 The doctor is asked after every step what it has found so far, so a delay is that of the look, and not that of the
 record. What is asked for: nothing that is not finite reaches an update; a fault of gradient, update, function or loss
@@ -157,7 +157,7 @@ def main() -> None:
     """Prints a line for each fault with its delays, and the share within what is allowed for each onset."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--onsets", type=int, nargs="+", default=[1, 20, 100])
-    parser.add_argument("--steps", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--only", default="*")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -120,6 +120,14 @@ def uphill(loop: Loop) -> None:
     loop.before_update = lambda step: loop.optimizer.param_groups[0].update(lr=1e-2 * (5 - step))
 
 
+def stopped(loop: Loop) -> None:
+    loop.before_update = lambda step: loop.optimizer.param_groups[0].update(lr=1e-2 if step < 5 else 0.0)
+
+
+def decayed(loop: Loop) -> None:
+    loop.before_update = lambda step: loop.optimizer.param_groups[0].update(lr=1e-2 * 0.2 ** min(step, 4) * (step < 5))
+
+
 def of_constants(loop: Loop) -> None:
     """The loss has a graph to the weights, and no value from them."""
     model = loop.model
@@ -149,6 +157,7 @@ HEALTHY: dict[str, Callable[[], set[str]]] = {
     "momentum": lambda: broken(watched(optimizer=torch.optim.SGD, lr=0.1), "vitals"),
     "views": lambda: broken(watched(by_slices), "vitals"),
     "eval mode": lambda: broken(watched(evaluated_for_good), "vitals"),
+    "decayed": lambda: broken(watched(decayed), "vitals"),
     "frozen": lambda: broken(watched(frozen_and_held), "vitals"),
 }
 
@@ -181,6 +190,7 @@ def test_what_was_looked_at_is_told() -> None:
         (frozen_with_its_gradient, "frozen_stays", "0"),
         (frozen_with_decay, "frozen_stays", "0"),
         (uphill, "rates_are_positive", None),
+        (stopped, "rates_are_positive", None),
         (of_constants, "loss_moves", None),
         (clamped, "loss_moves", None),
     ],
@@ -207,6 +217,11 @@ def test_a_rate_that_is_off_by_orders_of_magnitude() -> None:
     assert "rate_is_useful" in broken(watched(lr=1e-6, steps=26), "vitals")
     assert "rate_is_useful" not in broken(watched(lr=1e-3, steps=26), "vitals")
     assert "rate_is_useful" in broken(watched(scaled_down, lr=1e-2, steps=26, optimizer=torch.optim.SGD), "vitals")
+
+
+def test_a_rate_of_0_from_the_first_step_on_is_no_warm_up() -> None:
+    told = found(watched(lr=0.0, steps=20), "law.vitals.rates_are_positive")
+    assert (told.severity, told.symptom) == ("warning", "the learning rate was 0 in all of 20 updates")
 
 
 def scaled_down(loop: Loop) -> None:

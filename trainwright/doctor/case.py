@@ -59,6 +59,15 @@ class Case:
         """All facts of a kind with the step that each is about, oldest first."""
         return [(each.step, construct(kind, each.values)) for each in self._seen(kind)]
 
+    def since_change(self, kind: type[F]) -> list[tuple[int, F]]:
+        """All facts of a kind since the program of the loop changed last; all of them where there are none since."""
+        every = self.every(kind)
+        return [(step, facts) for step, facts in every if step >= self._changed_at] or every
+
+    @cached_property
+    def _changed_at(self) -> int:
+        return max((each.step for each in self.watched if "changed" in each.values), default=0)
+
     def blind(self, kind: type[FactsOfFamily]) -> str | None:
         """Why facts of a kind could not be measured, where there are none and it was tried."""
         outcomes = self.outcomes(kind.experiment)

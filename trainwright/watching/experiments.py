@@ -51,6 +51,7 @@ class ExperimentRunner:
         self._cost_s: dict[str, float] = {}  # processor seconds, of the last time
         self._left_s = math.inf  # of the look
         self._left_out: dict[str, None] = {}  # what the doctor had requested
+        self._standing: dict[str, None] = {}  # what the doctor had requested for no step of its own
         self._session: ReplaySession | None = None
 
     def _session_of(self, step: int) -> ReplaySession:
@@ -75,6 +76,11 @@ class ExperimentRunner:
             return self._run([e.name for e in EXPERIMENTS.values() if e.when == "incident"], step)
         return self._run(self._due(), step) | self._look_at_own(step)
 
+    def begin_again(self) -> None:
+        """The loop does something else now: what was run once is due again, also what the doctor had requested."""
+        self._left_out |= dict.fromkeys(name for name in self._runs if EXPERIMENTS[name].when == "first")
+        self._left_out |= dict.fromkeys(self._standing)
+
     def _due(self) -> list[str]:
         """What is run once and has not been, what was left out, and then what was run least often."""
         first = [e.name for e in EXPERIMENTS.values() if e.when == "first" and not self._runs[e.name]]
@@ -98,6 +104,8 @@ class ExperimentRunner:
         facts: Facts = {}
         for request in requests if self._replays else ():
             facts |= self._run([request.experiment], request.step or step)
+            if request.step is None:
+                self._standing[request.experiment] = None
             if not self._runs[request.experiment] and request.experiment in EXPERIMENTS:
                 self._left_out[request.experiment] = None
         return facts

@@ -46,9 +46,10 @@ class LookSchedule:
         self._spent_s, self._last_s, self._next_s = 0.0, 0.0, 0.0
         self._looked_at = -16
         self._begin_s: float | None = None
-        self._now_s = self._step_s = 0.0
+        self._begin_step = first_step
+        self._now_s = self._changed_s = self._step_s = 0.0
         self._due: set[int] = set()
-        self._bad_in_a_row = 0
+        self._bad_in_a_row, self._has_changed = 0, False
         self._mean = self._deviation = 0.0  # of the loss, moving
 
     @property
@@ -64,9 +65,11 @@ class LookSchedule:
     def is_next_due(self, step: int, now_s: float) -> bool:
         """Whether the step after ``step`` will be looked at. ``now_s`` is of the same clock as that of ``paid``."""
         taken = step - self._first_step
-        self._begin_s, self._now_s = now_s if self._begin_s is None else self._begin_s, now_s
-        if taken:
-            self._step_s = max(0.0, now_s - self._begin_s - self._spent_s) / taken
+        if self._begin_s is None:
+            self._begin_s = self._changed_s = now_s
+        self._now_s = now_s
+        if step > self._begin_step:
+            self._step_s = max(0.0, now_s - self._begin_s - self._spent_s) / (step - self._begin_step)
         if taken < CHECKUPS[-1]:
             due = taken + 1 in CHECKUPS and self._is_worth(taken)
         else:
@@ -98,20 +101,33 @@ class LookSchedule:
         """Whether a step without reason to be looked at may be judged together with the next ones."""
         return step_s <= SHORT_S and step - self._first_step > CHECKUPS[-1] and step not in self._due
 
-    def wants(self, step: int, loss: float, *, bad: bool, spiked: bool, urgent: bool = False) -> bool:
+    def wants(
+        self, step: int, loss: float, *, bad: bool, spiked: bool, urgent: bool = False, changed: bool = False
+    ) -> bool:
         """Whether ``step``, which is over, is looked at.
 
         It is due, or ``bad``, or a probe is ``urgent``; or its loss jumped or its gradient norm ``spiked``, of which
-        not every one is looked at.
+        not every one is looked at; or its program has ``changed``, and then later, where there is no time for it now:
+        steps are counted anew from there.
         """
+        if changed:
+            self._begin_again(step)
         self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
         is_news = bad and (self._bad_in_a_row <= 4 or self._bad_in_a_row % 4 == 0)  # each look replays the step
         is_odd = (self._jumped(step, loss) or spiked) and step > self._looked_at + 16 and self._is_odd_affordable()
-        wanted = is_news or step in self._due or is_odd or urgent
+        is_other = self._has_changed and self._is_odd_affordable()
+        wanted = is_news or step in self._due or is_odd or is_other or urgent
         if wanted:
+            self._has_changed = False
             self._due.discard(step)
             self._looked_at = step
         return wanted
+
+    def _begin_again(self, step: int) -> None:
+        """Another program is another loop: its first steps are looked at in what looks at odd steps may take."""
+        self._has_changed, self._first_step = True, step - 1
+        self._early_s = max(self._early_s, self._spent_s + ODD_SHARE * (self._now_s - self._changed_s))
+        self._changed_s = self._now_s
 
     def paid(self, cost_s: float, now_s: float) -> None:
         """A look took ``cost_s`` of the processor."""
@@ -120,8 +136,7 @@ class LookSchedule:
         self._next_s = now_s + cost_s / SHARE
 
     def _is_odd_affordable(self) -> bool:
-        allowed_s = self._early_s + ODD_SHARE * (self._now_s - (self._begin_s or 0.0))
-        return self._spent_s + self._last_s <= allowed_s
+        return self._spent_s + self._last_s <= self._early_s + ODD_SHARE * (self._now_s - (self._begin_s or 0.0))
 
     def _jumped(self, step: int, loss: float) -> bool:
         """Whether the loss is far above its moving average: by more than 6 times its mean deviation."""

@@ -26,6 +26,7 @@ from trainwright.recorder.listener import call_each, methods_of
 from trainwright.recorder.numbers import Numbers, begin_reading, lateness
 from trainwright.recorder.probes import LoopObjects, Probe, WatchSite, begin_all, end_all, make_probes
 from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.program_changes import ProgramChanges
 from trainwright.recorder.ranks import what_is_shared
 from trainwright.recorder.recording import LoopRecorder
 from trainwright.recorder.resting import Resting
@@ -110,7 +111,9 @@ class WatchSession:
         self.ring = Ring(keep=options.keep, budget_bytes=options.budget_bytes)
         self._objects = LiveObjects(roots, optimizers, parameters)
         self.runner = runner = ExperimentRunner(self._objects, self.ring, options.own_laws, replays=options.replays)
-        self._probes = [*make_probes(self._objects, objects), *probes_of_families(self._objects, objects, live=True)]
+        self._changes = ProgramChanges(parameters)
+        of_families = probes_of_families(self._objects, objects, live=True)
+        self._probes = [*make_probes(self._objects, objects), *of_families, self._changes]
         self._listeners = {"recording": self.recording, **{probe.name: probe for probe in self._probes}}
         self.findings_log = FindingsLog(runner, self._probes, write, point_at, laws=options.laws)
         self._incidents = Incidents(options.bundles, runner, write)
@@ -213,8 +216,11 @@ class WatchSession:
             _warn_of_spike(self._detector, step, numbers)
         self.findings_log.note(step, numbers)
         urgent = self.step - step.step <= self._late and _are_urgent(self._probes)  # they heard the newest step
-        self._resting.judged(step.step, calm=not (bad or urgent or "spike" in values))
-        if self._looks.wants(step.step, numbers.loss, bad=bad, urgent=urgent, spiked="spike" in values):
+        odd, changed = "spike" in values, "changed" in values
+        self._resting.judged(step.step, calm=not (bad or urgent or odd or changed))
+        if changed:
+            self.runner.begin_again()
+        if self._looks.wants(step.step, numbers.loss, bad=bad, urgent=urgent, spiked=odd, changed=changed):
             begin_s = time.thread_time()  # of the processor: on a busy machine the looks are the same
             allowed_s = math.inf if bad or urgent else self._looks.allowed_s(step.step, values["step_s"])
             why = "incident" if bad else "checkup"
@@ -249,6 +255,8 @@ class WatchSession:
         if is_due and not self.ring.refused_bytes and self._blind is None:
             self._keep_state(step)
             self._snapshots.paid(step, time.perf_counter() - now_s, self._trained_s / max(1, step))
+        if self._changes.failed is None:
+            self._changes.prepare_next(step)
 
     def _keep_state(self, step: int) -> None:
         try:

@@ -6,12 +6,18 @@ from collections.abc import Iterator, Sequence
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.data import evaluation, figures
-from trainwright.doctor.data.facts import DrawsFacts, Feature, FeaturesFacts, LoaderEpochs, RowsFacts, StandardisedFacts
+from trainwright.doctor.data.facts import (
+    SAME,
+    DrawsFacts,
+    Feature,
+    FeaturesFacts,
+    LoaderEpochs,
+    RowsFacts,
+    StandardisedFacts,
+)
 from trainwright.doctor.finding import ExperimentRequest, Finding, RemedyTrial, finding
 from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
 
-SAME = 8
-"""Steps in a row on the same batch that are no chance, and no few updates on each batch."""
 COMPARED = 16
 """Pairs of steps that are compared before anything is said."""
 MICRO = 3

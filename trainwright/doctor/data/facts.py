@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+SAME = 8
+"""Steps in a row on the same batch that are no chance, and no few updates on each batch."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedRows:

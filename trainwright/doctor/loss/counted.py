@@ -17,7 +17,7 @@ CHANCE = 0.01
 
 def every_row_counts(case: Case) -> Iterator[Verdict]:
     """No place in the batch is left out of the loss."""
-    every = case.every(CountedFacts)
+    every = case.since_change(CountedFacts)
     if not every and (why := case.blind(CountedFacts)) is not None:
         yield NotApplicable(why)
         return

@@ -10,6 +10,7 @@ from trainwright.doctor.finding import ExperimentRequest, Finding, RemedyTrial, 
 from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
 from trainwright.doctor.vitals.facts import Drift, OtherRatesFacts, SteadyFacts, StillnessFacts, VitalsFacts
 from trainwright.doctor.vitals.frozen import fresh_weights_are_trained
+from trainwright.doctor.vitals.rates import rates_are_positive
 from trainwright.doctor.vitals.reach import way_is_used
 from trainwright.runlog.records import Watched, Where
 
@@ -199,28 +200,6 @@ def _fall(losses: Sequence[float]) -> float:
     return (losses[0] - losses[-1]) / abs(losses[0])
 
 
-def rates_are_positive(case: Case) -> Iterator[Verdict]:
-    """No update is made at a learning rate below 0."""
-    facts = case.newest(VitalsFacts)
-    if facts is None or not facts.steps:
-        return
-    if facts.lowest_rate >= 0.0:
-        yield Holds(f"{facts.steps} steps")
-        return
-    yield finding(
-        "law.vitals.rates_are_positive",
-        "warning",
-        facts.steps,
-        symptom=f"the learning rate is {facts.lowest_rate:.3g} in step {facts.lowest_at}: the update goes uphill",
-        cause="a factor of the schedule is below 0: a cosine without its 1, a decay that goes on past the end",
-        remedy="print the rate of every step of a schedule before it is used; max(0.0, ...) around it",
-        sure=0.95,
-        stage="update",
-        since_step=facts.lowest_at,
-        evidence=[("lowest learning rate", facts.lowest_rate, ">= 0")],
-    )
-
-
 def scales_hold(case: Case) -> Iterator[Verdict]:
     """No weight grows or shrinks steadily by orders of magnitude within 48 steps, or while the steps double."""
     known = case.every(VitalsFacts)
@@ -367,7 +346,7 @@ LAWS: tuple[Law, ...] = (
     Law("vitals.loss_moves", loss_moves, named_by=_STANDING),
     Law("vitals.rate_is_useful", rate_is_useful, effort="replay", named_by=_SLOW),
     Law("vitals.way_is_used", way_is_used, effort="replay", named_by=(*_SLOW, "law.vitals.rate_is_useful")),
-    Law("vitals.rates_are_positive", rates_are_positive),
+    Law("vitals.rates_are_positive", rates_are_positive, named_by=("sched.*", "loop.*")),
     Law("vitals.scales_hold", scales_hold, named_by=_RUNAWAY),
     Law("vitals.frozen_stays", frozen_stays),
     Law("vitals.fresh_weights_are_trained", fresh_weights_are_trained, effort="replay"),

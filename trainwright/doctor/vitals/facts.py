@@ -30,8 +30,9 @@ class VitalsFacts:
     ``still`` are names of those that did not move, or only so. ``has_gradient``: some tensor had another gradient than
     0. ``stands_since`` is the last step after which anything had changed. ``frozen_moved`` cannot be trained,
     belong to an optimizer and changed all the same, of ``frozen``. ``lowest_rate`` is below 0 where an update was made
-    at such a learning rate, the lowest in step ``lowest_at``. ``frozen_still`` matrices cannot be trained
-    and never moved.
+    at such a learning rate, the lowest in step ``lowest_at``. ``at_0_since`` is the step since which the rates of all
+    groups are 0 (0: they are not), ``rate_before_0`` the highest in the step before, ``highest_rate`` in any.
+    ``frozen_still`` matrices cannot be trained and never moved.
     """
 
     experiment: ClassVar[str] = "vitals"
@@ -50,6 +51,9 @@ class VitalsFacts:
     drifts: tuple[Drift, ...] = ()
     lowest_rate: float = 0.0
     lowest_at: int = 0
+    at_0_since: int = 0
+    rate_before_0: float = 0.0
+    highest_rate: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from trainwright.doctor.data.facts import EvaluatedRows, RowsFacts
+from trainwright.doctor.data.facts import SAME, EvaluatedRows, RowsFacts
 from trainwright.doctor.data.measure.digests import is_continuous, row_digests
 from trainwright.recorder.datasets import length_of
 from trainwright.recorder.probes import Probe
@@ -19,6 +19,8 @@ from trainwright.runlog.json_values import Facts, strict
 
 EVERY_STEP, PERIOD, WINDOW = 128, 128, 9
 """Until this step every step is read, then the first WINDOW of every PERIOD: neighbours are compared."""
+OFTEN = 32
+"""Of the first steps on a CPU so many are compared at once; later those of a window."""
 MOST_ROWS = 1 << 16
 """Rows that are remembered."""
 CALLS, EVALUATIONS = 64, 8
@@ -28,7 +30,10 @@ READ = 512
 
 
 class InputRows(Probe):
-    """Each step that is read takes about 100 us. The digests wait, on a GPU there, for the next look."""
+    """Each step that is read takes about 100 us. The digests wait, on a GPU there, for the next look.
+
+    ``urgent``: a batch of a larger set is trained on again and again, for the first time.
+    """
 
     name = RowsFacts.experiment
     closes_late = True
@@ -78,6 +83,10 @@ class InputRows(Probe):
         if any(groups):
             self._note_source(step.calls[0])
             self._waiting.append((step.step, groups))
+        is_end = step.step % OFTEN == 0 if step.step <= EVERY_STEP else step.step % PERIOD == WINDOW - 1
+        if is_end and self._longest < SAME - 1 and not any(each.is_cuda for group in groups for each in group):
+            self._take_waiting()
+            self.urgent = self._longest >= SAME - 1 and self._whole > self._batch
 
     def _note_source(self, call: Call) -> None:
         """The rows of a tensor of which the input is a part."""
@@ -157,6 +166,7 @@ class InputRows(Probe):
             self._whole = max(self._whole, len(set(rows)))
 
     def values(self) -> Facts | None:
+        self.urgent = False
         self._take_waiting()
         if not self._rows:
             return None

@@ -14,7 +14,7 @@ from trainwright.recorder.program import Constant, RecordedStep, constants_of
 from trainwright.runlog.json_values import Facts, strict
 
 EARLY, EVERY = 64, 8
-"""Until this step every step is looked at, then every so many."""
+"""Until this step every step is looked at, then every so many, and as many after one in which something came again."""
 MOST = 4096
 """Random states and parts of tensors that are remembered."""
 LARGE = 1 << 22
@@ -31,7 +31,7 @@ class Steadiness(Probe):
     closes_late = True
 
     def __init__(self) -> None:
-        self._steps = 0
+        self._steps, self._close_until = 0, EARLY
         self._draws = False
         self._states: dict[int, int] = {}
         self._repeats: list[tuple[int, int]] = []
@@ -42,7 +42,7 @@ class Steadiness(Probe):
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps = step.step
-        if (step.step > EARLY and step.step % EVERY) or not step.calls:
+        if (step.step > self._close_until and step.step % EVERY) or not step.calls:
             return
         self._note_state(step)
         given = [each for call in step.calls for each in constants_of((call.args, call.kwargs))]
@@ -64,6 +64,7 @@ class Steadiness(Probe):
         first = self._states.setdefault(state, step.step)
         if first != step.step:
             self._num_repeats += 1
+            self._close_until = max(self._close_until, step.step + EVERY)
             self._repeats = self._repeats or [(step.step, first)]
             self.urgent = self.urgent or self._num_repeats == 4
         elif len(self._states) > MOST:
@@ -86,6 +87,7 @@ class Steadiness(Probe):
             self._came_again += 1
             if known[1] != digest:
                 self._changed += 1
+                self._close_until = max(self._close_until, self._steps + EVERY)
                 self._since_changed = self._since_changed or self._steps
                 self.urgent = self.urgent or self._changed == 4
         elif len(self._parts) < MOST:

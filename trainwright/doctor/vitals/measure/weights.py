@@ -48,7 +48,8 @@ class MovingWeights(Probe):
         self._with_gradient: set[int] = set()
         self._sizes: list[tuple[int, list[float]]] = []
         self._steps = self._updates = self._stands_since = self._lowest_at = 0
-        self._lowest = 0.0
+        self._lowest = self._highest = self._rate = self._rate_before_0 = 0.0
+        self._at_0_since = 0
 
     def begin(self, site: WatchSite) -> None:
         self._begin = self._last = self._checksums()
@@ -60,9 +61,19 @@ class MovingWeights(Probe):
         if "vetoed" in step.values or "scaler_skipped" in [kind for kind, _ in step.events]:
             return
         rates = [_rate(group) for each in step.program if isinstance(each, OptimizerStep) for group in each.groups]
-        self._updates += max(rates, default=0.0) > 0.0
+        self._note_rate(max(rates, default=0.0))
         if min(rates, default=0.0) < self._lowest:
             self._lowest, self._lowest_at = min(rates), self._steps
+
+    def _note_rate(self, rate: float) -> None:
+        """``rate`` is the highest of all groups in an update."""
+        self._updates += rate > 0.0
+        self._highest = max(self._highest, rate)
+        if rate != 0.0:
+            self._at_0_since = 0
+        elif not self._at_0_since:
+            self._at_0_since, self._rate_before_0 = self._steps, self._rate
+        self._rate = rate
 
     def values(self) -> Facts | None:
         if not self._begin:
@@ -94,6 +105,9 @@ class MovingWeights(Probe):
             drifts=tuple(self._drifts()),
             lowest_rate=self._lowest,
             lowest_at=self._lowest_at,
+            at_0_since=self._at_0_since,
+            rate_before_0=self._rate_before_0 if self._at_0_since else 0.0,
+            highest_rate=self._highest,
         )
         return dict(strict(vars(facts)))
 

@@ -1,0 +1,110 @@
+"""Hears whether a loop does something else than before: another program is a reason to look at a step."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from trainwright.recorder.probes import Probe
+from trainwright.recorder.program import (
+    Backward,
+    Call,
+    ClipGradients,
+    Instruction,
+    Operation,
+    OptimizerStep,
+    RecordedStep,
+    Slot,
+)
+from trainwright.recorder.resting import CALM, EVERY
+from trainwright.recorder.user_types import Kwargs
+
+MOST = 16
+"""Programs: a loop with more of them chooses its program by chance or by its data."""
+_LARGEST_DIMENSION = 8
+"""Integers up to here may be dimensions, and belong to the program; larger ones are sizes, and differ by batch."""
+_MOST_NODES = 20_000
+
+
+class ProgramChanges(Probe):
+    """Compares what a loop does with what it did: in every step at first, then in each sixteenth.
+
+    A program is made of the operations of the tape, of the nodes of the autograd graph behind the losses, of the calls
+    that make and change gradients, of how often the loop writes to each parameter, of the modes of the modules, and of
+    whether the learning rate is 0. A step with another one than all before gets the value ``changed``.
+    """
+
+    name = "program_changes"
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = [p for p in parameters if not p.is_inference()]
+        self._nodes: list[Hashable] = []
+        self._versions: list[int] = []
+        self._known: set[int] = set()
+        self._is_due = True
+
+    def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
+        if self._is_due and len(self._nodes) < _MOST_NODES:
+            self._nodes += [name for loss in losses for name in _names_of_nodes(loss.grad_fn)]
+
+    def prepare_next(self, step: int) -> None:
+        """Must be called when all that a watch does after ``step`` is done: replays write to the parameters, too."""
+        self._is_due = len(self._known) <= MOST and (step < CALM or step % EVERY == 0)
+        self._nodes = []
+        self._versions = [p._version for p in self._parameters] if self._is_due else []
+
+    def on_closed(self, step: RecordedStep) -> None:
+        if not self._is_due:
+            return
+        writes = tuple(p._version - before for p, before in zip(self._parameters, self._versions))
+        program = hash((tuple(self._nodes), writes, step.lr == 0, "edited" in step.values, *map(_key_of, step.program)))
+        if program in self._known:
+            return
+        self._known.add(program)
+        if step.step > 2:  # the state of an optimizer is made in its first step
+            step.values["changed"] = True
+
+
+def _names_of_nodes(first: Node | None) -> list[str]:
+    """The kinds of nodes behind a loss, in the order in which they are met."""
+    names: list[str] = []
+    waiting = [] if first is None else [first]
+    seen = set(waiting)
+    while waiting and len(names) < _MOST_NODES:
+        node = waiting.pop()
+        names.append(node.name())
+        for behind, _ in node.next_functions:
+            if behind is not None and behind not in seen:
+                seen.add(behind)
+                waiting.append(behind)
+    return names
+
+
+def _key_of(instruction: Instruction) -> Hashable:
+    """What two steps of the same program have in common of an instruction."""
+    if isinstance(instruction, Operation):
+        plain = [_plain(value) for value in (*instruction.args, *instruction.kwargs.items())]
+        return (instruction.name, instruction.with_grad, *plain)
+    if isinstance(instruction, Call):
+        return (instruction.root, instruction.part, instruction.training, instruction.wanted, instruction.autocast)
+    if isinstance(instruction, Backward):
+        return (instruction.slot is None, instruction.retain, instruction.gradient is None)
+    if isinstance(instruction, ClipGradients):
+        return instruction.by, instruction.at
+    return type(instruction).__name__, instruction.optimizer if isinstance(instruction, OptimizerStep) else None
+
+
+def _plain(value: object) -> Hashable:
+    """What of an argument belongs to the program: no sizes, and no numbers that a schedule may change."""
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    if isinstance(value, slice):
+        return _plain((value.start, value.stop, value.step))
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value if abs(value) <= _LARGEST_DIMENSION else "size"
+    if value is None or isinstance(value, bool | str | torch.dtype):
+        return value
+    return "slot" if isinstance(value, Slot) else type(value).__name__
