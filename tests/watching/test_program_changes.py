@@ -124,7 +124,7 @@ SAME: dict[str, Callable[[Loop], object]] = {
 
 def test_other_numbers_are_no_other_program() -> None:
     at = {"another factor in each step": 1}  # where it begins, there is a multiplication more
-    assert {name: changed(run(SAME[name], at.get(name, ONSET))) for name in SAME} == dict.fromkeys(SAME, [])
+    assert {name: changed(run(SAME[name], at.get(name, ONSET))) for name in SAME} == {name: [] for name in SAME}
 
 
 def test_a_loop_that_takes_turns_is_known_after_the_first_steps() -> None:
@@ -140,4 +140,4 @@ def test_a_program_by_chance_is_not_followed() -> None:
         loop.loss = lambda out, y: sum((out.sum() * 0.0 for _ in range(next(names))), F.cross_entropy(out, y))
 
     heard = changed(run(by_chance, onset=1))
-    assert heard and max(heard) <= 80
+    assert heard == list(range(3, 18))

@@ -50,6 +50,15 @@ def _are_urgent(probes: Sequence[Probe]) -> bool:
     return any(map(_URGENT, probes))
 
 
+def _why_not_kept(ring: Ring, objects: LiveObjects, step: int) -> str | None:
+    """Keeps the state before ``step``; says why it cannot: then the loop is watched without replays."""
+    try:
+        ring.keep_state(objects, step)
+    except Exception as error:  # a kind of tensor that torch cannot copy so
+        return f"a state of it cannot be kept: {type(error).__name__}: {str(error)[:200]}"
+    return None
+
+
 def _warn_of_spike(detector: SpikeDetector, step: RecordedStep, numbers: Numbers) -> None:
     norm = numbers.clips[-1] if numbers.clips else numbers.norm
     if math.isfinite(norm) and (spike := detector.detect(step.step, norm)) is not None:
@@ -253,16 +262,9 @@ class WatchSession:
         self._resting.prepare_next(step)
         is_due = looks_next or self._snapshots.is_due(step) or self._went_back == step
         if is_due and not self.ring.refused_bytes and self._blind is None:
-            self._keep_state(step)
+            self._blind = _why_not_kept(self.ring, self._objects, step + 1)
             self._snapshots.paid(step, time.perf_counter() - now_s, self._trained_s / max(1, step))
-        if self._changes.failed is None:
-            self._changes.prepare_next(step)
-
-    def _keep_state(self, step: int) -> None:
-        try:
-            self.ring.keep_state(self._objects, step + 1)
-        except Exception as error:  # a kind of tensor that torch cannot copy so: the loop is watched without replays
-            self._blind = f"a state of it cannot be kept: {type(error).__name__}: {str(error)[:200]}"
+        self._changes.prepare_next(step)
 
     @property
     def failures(self) -> list[str]:
