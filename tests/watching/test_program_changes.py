@@ -115,15 +115,21 @@ def annealed(loop: Loop) -> None:
     loop.loss = lambda out, y: F.cross_entropy(out, y) * (1.0 / next(factors))
 
 
+def clipped_as_it_goes(loop: Loop) -> None:
+    thresholds = iter(range(1, 1000))
+    loop.before_update = lambda: nn.utils.clip_grad_norm_(loop.model.parameters(), float(next(thresholds)))
+
+
 SAME: dict[str, Callable[[Loop], object]] = {
     "other rows and sizes": set_all(rows=lambda step: slice(None, 9 + step % 20)),
     "another rate": lambda loop: loop.optimizer.param_groups[0].update(lr=0.001),
     "another factor in each step": annealed,
+    "another threshold in each step": clipped_as_it_goes,
 }
 
 
 def test_other_numbers_are_no_other_program() -> None:
-    at = {"another factor in each step": 1}  # where it begins, there is a multiplication more
+    at = dict.fromkeys(("another factor in each step", "another threshold in each step"), 1)  # that it is there is new
     assert {name: changed(run(SAME[name], at.get(name, ONSET))) for name in SAME} == {name: [] for name in SAME}
 
 

@@ -34,7 +34,7 @@ class ProgramChanges(Probe):
 
     A program is made of the operations of the tape, of the nodes of the autograd graph behind the losses, of the calls
     that make and change gradients, of how often the loop writes to each parameter, of the modes of the modules, and of
-    whether the learning rate is 0. A step with another one than all before gets the value ``changed``.
+    whether the learning rate is 0. A step with another program than all before gets the value ``changed``.
     """
 
     name = "program_changes"
@@ -87,13 +87,13 @@ def _key_of(instruction: Instruction) -> Hashable:
     """What two steps of the same program have in common of an instruction."""
     if isinstance(instruction, Operation):
         plain = [_plain(value) for value in (*instruction.args, *instruction.kwargs.items())]
-        return (instruction.name, instruction.with_grad, *plain)
+        return instruction.name, instruction.with_grad, *plain
     if isinstance(instruction, Call):
-        return (instruction.root, instruction.part, instruction.training, instruction.wanted, instruction.autocast)
+        return instruction.root, instruction.part, instruction.training, instruction.wanted, instruction.autocast
     if isinstance(instruction, Backward):
-        return (instruction.slot is None, instruction.retain, instruction.gradient is None)
+        return instruction.slot is None, instruction.retain, instruction.gradient is None
     if isinstance(instruction, ClipGradients):
-        return instruction.by, instruction.at
+        return instruction.by  # at what threshold may change with the step
     return type(instruction).__name__, instruction.optimizer if isinstance(instruction, OptimizerStep) else None
 
 
