@@ -177,16 +177,24 @@ def heavy():
 
 
 def test_interrupted_twice_it_does_not_wait_for_a_write(folder: Path) -> None:
+    """Between the look at the folder and the signals a write may come to its end: five tries, one is enough."""
     (folder / "heavy.py").write_text(HEAVY)
+    tries = (_interrupted_twice_in_a_write(folder, f"slow-{number}") for number in range(5))
+    assert any(tries), "it was not waited for"
+
+
+def _interrupted_twice_in_a_write(folder: Path, name: str) -> bool:
+    """Whether the write was left as it was."""
     settings = [
         "model={use: 'heavy:heavy'}",
         "until=5000steps",
         "checkpoint.every=2steps",
         "precision=fp32",
         "log.doctor=false",
+        f"name={name}",
     ]
     running = start("train", "slow.yaml", *(o for each in settings for o in ("--set", each)), cwd=folder)
-    aside = folder / "runs/slow/checkpoints"
+    aside = folder / "runs" / name / "checkpoints"
     while not list(aside.glob(".step-*")):  # a write is in flight
         assert running.poll() is None
         time.sleep(0.001)
@@ -194,8 +202,8 @@ def test_interrupted_twice_it_does_not_wait_for_a_write(folder: Path) -> None:
     running.send_signal(signal.SIGTERM)  # two of one kind could be delivered as one
     said, _ = running.communicate(timeout=120)
     assert running.returncode == 130 and "Traceback" not in said, said
-    assert list(aside.glob(".step-*")), "it was not waited for"
     assert newest_valid(aside)[1] == []
+    return bool(list(aside.glob(".step-*")))
 
 
 def test_an_error_in_a_callback_costs_no_step(folder: Path) -> None:
