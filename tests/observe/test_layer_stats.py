@@ -129,6 +129,34 @@ def test_what_has_no_gradient_or_is_not_finite() -> None:
     assert not unused.head._forward_hooks
 
 
+def test_each_of_several_optimizers_is_measured_before_its_own_update() -> None:
+    torch.manual_seed(0)
+    model, x = Blocks(), torch.randint(5, (16,))
+    stats = LayerStats(model)
+    expected = one_step(model, stats, x, lr=0.1)[0]
+    torch.manual_seed(0)
+    model, x = Blocks(), torch.randint(5, (16,))
+    stats = LayerStats(model)
+    matrices = torch.optim.SGD([p for p in model.parameters() if p.ndim > 1], 0.1)
+    rest = torch.optim.SGD([p for p in model.parameters() if p.ndim < 2], 0.1)
+    stats.begin()
+    model(x).square().mean().backward()
+    for optimizer in (matrices, rest):
+        stats.before_update(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    stats.before_update(matrices)  # a second update in the same step
+    stats.after_update()
+    assert stats.read() == expected
+    stats.begin()
+    model(x).square().mean().backward()
+    stats.before_update(rest)
+    rest.step()
+    stats.after_update()
+    alone = stats.read() or {}
+    assert alone["grad_norm"][0] == alone["update_ratio"][0] == 0.0 < alone["update_ratio"][1]
+
+
 class Heard(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The names of the operators that run inside."""
 

@@ -62,6 +62,8 @@ def test_it_learns_and_is_logged_watched_and_resumed() -> None:
     assert records(result.run, "found") == [] and result.findings == ()
     plan = json.loads((result.run / "plan.json").read_text())
     assert plan["precision"] == "fp32"
+    (layers,) = records(result.run, "layers")
+    assert layers["step"] == 2 and layers["grad_norm"][0] > 0 and layers["act_log2"][0]
     assert {"dry run", "precision", "clip"} <= {note["topic"] for note in plan["notes"]}
     assert "use: live:step" in (result.run / "recipe.yaml").read_text()
     assert tw.fit(net(), data(), advance=step, until="14steps", lr=0.05, batch=16, resume=result.run).step == 14

@@ -72,16 +72,38 @@ def test_layers_of_a_watched_loop(tmp_path: Path) -> None:
     assert not any(isinstance(each, Layers) for each in log_of(other))
 
 
-def test_optimizers_that_take_turns_have_no_layers(tmp_path: Path) -> None:
+def test_a_step_that_is_run_again_is_not_the_one_that_is_measured(tmp_path: Path) -> None:
+    """After the first step it is looked at, when the hooks for the second are set already."""
     model = net()
-    optimizers = [sgd(model[0]), sgd(model[3])]
-    with tw.watch(model, optimizers, out=tmp_path / "gan", laws="cheap", quiet=True) as watch:
+    optimizer, largest = sgd(model), list[float]()
+    with tw.watch(model, optimizer, out=tmp_path / "run", quiet=True) as watch:
+        for rows in torch.arange(16).split(8):
+            optimizer.zero_grad()
+            logits = model(X[rows] * (1 + rows[0]))
+            largest.append(float(logits.detach().abs().max()))
+            F.cross_entropy(logits, Y[rows]).backward()
+            optimizer.step()
+    [record] = [each for each in log_of(watch) if isinstance(each, Layers)]
+    assert record.act_max[1] == pytest.approx(largest[1], rel=1e-3)
+
+
+def test_layers_of_optimizers_that_take_turns(tmp_path: Path) -> None:
+    """Each is measured before its own update: when the second takes its turn, the first has no gradients any more."""
+    models, norms = (net()[0], net()[3]), list[list[float]]()
+    optimizers = [sgd(each) for each in models]
+    with tw.watch(models, optimizers, out=tmp_path / "gan", laws="cheap", quiet=True) as watch:
         for _ in range(4):
-            F.cross_entropy(model(X), Y).backward()
-            for each in optimizers:
-                each.step()
-    assert watch.folder is not None
-    assert not any(isinstance(each, Layers) for each in log_of(watch))
+            norms.append([])
+            for model, optimizer, width in zip(models, optimizers, (X.shape[1], models[1].in_features), strict=True):
+                model(torch.ones(3, width)).square().mean().backward()
+                norms[-1].append(float(nn.utils.get_total_norm([p.grad for p in model.parameters()])))
+                optimizer.step()
+                optimizer.zero_grad()
+    assert watch.session.failures == []
+    first, *_ = [each for each in log_of(watch) if isinstance(each, Layers)]
+    assert (first.step, len(first.layers)) == (2, 2)
+    assert first.grad_norm == pytest.approx(norms[1], rel=1e-3)
+    assert all(each > 0 for each in (*first.update_ratio, *first.act_std))
 
 
 def test_sinks_get_what_the_log_gets(tmp_path: Path) -> None:

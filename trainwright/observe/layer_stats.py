@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from trainwright.engine.step import StepResult
@@ -40,14 +41,19 @@ class Layer:
     parameters: tuple[nn.Parameter, ...]
 
 
-def layers_of(model: nn.Module) -> list[Layer]:
-    """Each block by the first number in its path, such as ``blocks.3``; beside blocks, the modules with parameters."""
-    modules = dict(model.named_modules())
-    found: dict[str, list[nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            found.setdefault(_path_of(name), []).append(parameter)
-    layers = [Layer(path, modules.get(path), tuple(parameters)) for path, parameters in found.items()]
+def layers_of(*models: nn.Module) -> list[Layer]:
+    """Each block by the first number in its path, such as ``blocks.3``; beside blocks, the modules with parameters.
+
+    Of several models, such as those of a GAN, the path begins with the number of the model.
+    """
+    layers = []
+    for number, model in enumerate(models):
+        modules, prefix = dict(model.named_modules()), f"{number}." if len(models) > 1 else ""
+        found: dict[str, list[nn.Parameter]] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                found.setdefault(_path_of(name), []).append(parameter)
+        layers += [Layer(prefix + path, modules.get(path), tuple(own)) for path, own in found.items()]
     return layers if len(layers) <= MOST_LAYERS else layers[: MOST_LAYERS // 2] + layers[-(MOST_LAYERS // 2) :]
 
 
@@ -61,28 +67,29 @@ class LayerStats:
     """The statistics of one step at a time.
 
     ``begin`` before its forward pass, ``before_update`` once the gradients are whole, ``after_update`` after the step;
-    then ``read`` gives the record when the host has it, without waiting for it.
+    then ``read`` gives the record when the host has it, without waiting for it. A forward pass counts where ``is_live``
+    says that it is one of the training.
     """
 
-    def __init__(self, model: nn.Module, *, activations: bool = True) -> None:
-        self.layers = layers_of(model)
-        self._with_activations = activations
+    def __init__(
+        self, *models: nn.Module, activations: bool = True, is_live: Callable[[], bool] = torch.is_grad_enabled
+    ) -> None:
+        self.layers = layers_of(*models)
+        self._with_activations, self._is_live = activations, is_live
         self.hooks_s = 0.0
         """Seconds that hooks took, in all."""
         self._handles: list[RemovableHandle] = []
         self._sampled: dict[int, Tensor] = {}
         self._spread: dict[tuple[int, torch.device], Tensor] = {}
-        self._before: list[Tensor] | None = None
+        self._measured: dict[int, tuple[Tensor, Tensor]] = {}
         self._stands_for: Tensor | None = None
-        self._parts: list[Tensor] = []
         self._pending: tuple[Tensor, torch.cuda.Event | None] | None = None
-        parameters = [p for layer in self.layers for p in layer.parameters]
-        self._parameters = parameters
+        self._parameters = [p for layer in self.layers for p in layer.parameters]
         self._counts = [len(layer.parameters) for layer in self.layers]
 
     def begin(self) -> None:
         """Hooks the layers for one forward pass; of several micro-batches the first counts."""
-        self._sampled, self._before, self._parts = {}, None, []
+        self._sampled, self._measured = {}, {}
         for index, layer in enumerate(self.layers if self._with_activations else ()):
             if layer.module is not None:
                 self._handles.append(layer.module.register_forward_hook(self._hook(index)))
@@ -90,7 +97,7 @@ class LayerStats:
     def _hook(self, index: int) -> Callable[[nn.Module, object, object], None]:
         def keep(module: nn.Module, given: object, output: object) -> None:
             begin_s = time.perf_counter()
-            is_new = index not in self._sampled and torch.is_grad_enabled()  # an evaluation may lie between two steps
+            is_new = index not in self._sampled and self._is_live()  # an evaluation may lie between two steps
             if is_new and (found := _tensor_in(output)) is not None:
                 with torch.no_grad():
                     self._sampled[index] = self._some_of(found, wrap=True).float()
@@ -100,41 +107,58 @@ class LayerStats:
         return keep
 
     @torch.no_grad()
-    def before_update(self) -> None:
-        """Norms of the gradients, and what the weights are before the update."""
-        self._unhook()
-        grads = [_dense(p) for p in self._parameters]
-        squares = torch.stack([norm.float() for norm in torch._foreach_norm(grads)]).square()
-        norms = torch.stack([part.sum() for part in torch.split(squares, self._counts)]).sqrt()
-        self._before = [self._some_of(p) for p in self._parameters]
-        self._parts = [norms]
+    def before_update(self, optimizer: Optimizer | None = None) -> None:
+        """Norms of the gradients, and what the weights are before the update: of what ``optimizer`` holds, or of all.
+
+        Of several optimizers each must be told of before its own update. What comes first in a step counts.
+        """
+        owned = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
+        new = [
+            (index, p)
+            for index, p in enumerate(self._parameters)
+            if index not in self._measured and (owned is None or id(p) in owned)
+        ]
+        if not new:
+            return
+        norms = torch._foreach_norm([_dense(p) for _, p in new])
+        for (index, p), norm in zip(new, norms, strict=True):
+            self._measured[index] = norm.float().square(), self._some_of(p)
+        if len(self._measured) == len(self._parameters):
+            self._unhook()
 
     @torch.no_grad()
     def after_update(self) -> None:
         """How far the update went, as a share of the weights; starts the copy of all to the host."""
         self._unhook()
-        if self._before is None:  # the step did not come so far
+        measured, self._measured = self._measured, {}
+        if not measured:  # the step did not come so far
             return
         after = [self._some_of(p) for p in self._parameters]
-        moved = self._squares(torch._foreach_sub(after, self._before))
-        ratios = (moved / self._squares(self._before)).sqrt()
-        self._before = None
-        device = ratios.device
-        known = torch.stack(self._rows(device))
-        self._send(torch.cat([self._parts[0], ratios, *_moments(known), _histogram(known).flatten()]))
+        for index in measured.keys() ^ range(len(after)):  # not updated in this step: it did not move
+            measured[index] = after[index].new_zeros((), dtype=torch.float32), after[index]
+        squares, before = zip(*(measured[index] for index in range(len(after))), strict=True)
+        moved = self._by_layer(torch._foreach_sub(after, list(before)))
+        ratios = (moved / self._by_layer(before)).sqrt()
+        norms = self._summed(torch.stack(squares)).sqrt()
+        known = torch.stack(self._rows(ratios.device))
+        self._send(torch.cat([norms, ratios, *_moments(known), _histogram(known).flatten()]))
         self._sampled = {}
 
     def _rows(self, device: torch.device) -> list[Tensor]:
         missing = torch.full((SAMPLED,), math.nan, device=device)
         return [self._sampled.get(index, missing).to(device) for index in range(len(self.layers))]
 
-    def _squares(self, samples: Sequence[Tensor]) -> Tensor:
-        """The square of each layer's norm, as its samples tell."""
+    def _by_layer(self, samples: Sequence[Tensor]) -> Tensor:
+        """The square of each layer's norm, as samples of its parameters tell."""
         squares = torch.stack([norm.float() for norm in torch._foreach_norm(list(samples))]).square()
         if self._stands_for is None:  # made once: the copy to a GPU waits
             whole = [p.numel() / max(1, each.numel()) for p, each in zip(self._parameters, samples, strict=True)]
             self._stands_for = torch.tensor(whole, device=squares.device)
-        return torch.stack([part.sum() for part in torch.split(squares * self._stands_for, self._counts)])
+        return self._summed(squares * self._stands_for)
+
+    def _summed(self, squares: Tensor) -> Tensor:
+        """Of each layer, over its parameters."""
+        return torch.stack([part.sum() for part in torch.split(squares, self._counts)])
 
     def _some_of(self, tensor: Tensor, *, wrap: bool = False) -> Tensor:
         """A copy of some elements: with ``wrap`` always SAMPLED, of a small tensor some several times."""
@@ -241,11 +265,11 @@ class LayerLog:
         self._next, self._measured = 0, 0
         self._paid_s, self._steps_s, self._named = 0.0, 0.0, False
 
-    def before_update(self, step: int) -> None:
-        """The gradients of ``step`` are whole."""
+    def before_update(self, step: int, optimizer: Optimizer | None = None) -> None:
+        """The gradients of ``step`` are whole: those of ``optimizer``, or all."""
         if step == self._measured:
             begin_s = self._clock()
-            self._stats.before_update()
+            self._stats.before_update(optimizer)
             self._paid_s += self._clock() - begin_s
 
     def after(self, step: int, step_s: float) -> None:

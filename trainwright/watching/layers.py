@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainwright.observe.layer_stats import LayerLog, LayerStats
 from trainwright.recorder.calls import is_compiled
+from trainwright.recorder.listener import has_listeners
 from trainwright.recorder.probes import Probe, WatchSite
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args
@@ -20,15 +22,15 @@ class LayerProbe(Probe):
 
     name = "layers"
 
-    def __init__(self, stats: LayerStats, optimizer: Optimizer) -> None:
-        self._stats, self._optimizer, self._step = stats, optimizer, 1
+    def __init__(self, stats: LayerStats, optimizers: Sequence[Optimizer]) -> None:
+        self._stats, self._optimizers, self._step = stats, optimizers, 1
 
     def begin(self, site: WatchSite) -> None:
         self._log = LayerLog(self._stats, site.write)
 
     def on_step(self, optimizer: Optimizer, args: Args) -> None:
-        if optimizer is self._optimizer:
-            self._log.before_update(self._step)
+        if optimizer in self._optimizers:
+            self._log.before_update(self._step, optimizer if len(self._optimizers) > 1 else None)
 
     def on_closed(self, step: RecordedStep) -> None:
         self._log.after(step.step, step.values["step_s"])
@@ -38,18 +40,19 @@ class LayerProbe(Probe):
         self._log.close()
 
 
+def _is_of_the_loop() -> bool:
+    """Whether a forward pass is neither an evaluation nor one of a step that is run again."""
+    return torch.is_grad_enabled() and has_listeners()
+
+
 def layer_probes(roots: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[LayerProbe]:
-    """One for the first model, or none: several optimizers take turns, and a rank's part of a weight is not the whole.
+    """One, or none: a rank's part of a weight is not the whole.
 
     A compiled model is not hooked: it would be compiled again.
     """
-    model = roots[0]
-    is_divided = any(is_traceable_wrapper_subclass(each) for each in model.parameters())
-    if (
-        len(optimizers) > 1
-        or is_divided
-        or any("FullyShardedDataParallel" in type(m).__name__ for m in model.modules())
-    ):
+    modules = [module for root in roots for module in root.modules()]
+    is_divided = any(is_traceable_wrapper_subclass(each) for root in roots for each in root.parameters())
+    if is_divided or any("FullyShardedDataParallel" in type(each).__name__ for each in modules):
         return []
-    stats = LayerStats(model, activations=not any(map(is_compiled, model.modules())))
-    return [LayerProbe(stats, optimizers[0])] if stats.layers else []
+    stats = LayerStats(*roots, activations=not any(map(is_compiled, modules)), is_live=_is_of_the_loop)
+    return [LayerProbe(stats, optimizers)] if stats.layers else []

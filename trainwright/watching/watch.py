@@ -219,8 +219,8 @@ def watch(
             checkup with a ``ReplaySession`` of the step, and returns how the step breaks it, or None.
         profile: Says at the end what bounds a step, and writes profile.json and a trace: True measures some steps after
             the fiftieth, a number those after that step.
-        layers: Records statistics by layer now and then, in at most 0.5 % of the time (docs/page.md); of one optimizer,
-            and where this process holds the weights whole.
+        layers: Records statistics by layer now and then, in at most 0.5 % of the time (docs/page.md), where this
+            process holds the weights whole.
         sinks: Other programs that get the figures, by name: ``["tensorboard", "csv"]`` (docs/sinks.md).
         alerts: Whom to tell what happens, as the section of a recipe: ``{"command": ["./notify.sh"]}``
             (docs/alerts.md).
