@@ -22,6 +22,7 @@ from trainwright.observe.alerts.channels import Command, NotDeliveredError, Webh
 from trainwright.observe.alerts.rules import Alert, AlertRules, Batcher, RuleState
 from trainwright.observe.alerts.watch import AlertWatch
 from trainwright.recipe import from_mapping
+from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.writer import LogWriter
 
 ALERT = Alert("loss", "the loss is <b>12 & more", 7)
@@ -191,6 +192,26 @@ def test_what_nobody_takes_is_said_once_and_training_goes_on(tmp_path: Path, hoo
         log.write(step(1))
         log.write(found())
     assert said == ["alerts: the webhook took none of 3 tries: the server answered 500"] and hook.asked == 6
+    log.close()
+
+
+def test_the_end_does_not_wait_for_tries_that_come_too_late(tmp_path: Path, hook: Hook) -> None:
+    """Nor for a second one, where a channel was given up before."""
+    hook.failures, said = 10**6, list[str]()
+    log = LogWriter(make_run(tmp_path, "mine", [started()]).log)
+    rules, channel = AlertRules(loss_above=0.0), Webhook(hook.url)
+    options: dict[str, Any] = {"every_s": 0.0, "warn": said.append, "poll_s": 0.01}
+    with AlertWatch(RunFolder(tmp_path / "mine"), rules, [channel], **options, retry_s=[0.01, 3600.0]):
+        log.write(step(1))
+    assert hook.asked == 2
+    assert said == ["not all alerts were delivered before the end (the webhook: the server answered 500)"]
+    with AlertWatch(RunFolder(tmp_path / "mine"), rules, [channel], **options, retry_s=[0.01]) as watch:
+        log.write(step(2))
+        while len(said) < 2:
+            watch.note(2)
+        asked = hook.asked
+        log.write(ended(2))
+    assert (hook.asked, said[1:]) == (asked + 1, ["alerts: the webhook took none of 2 tries: the server answered 500"])
     log.close()
 
 

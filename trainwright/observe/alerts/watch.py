@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from trainwright.engine.step import StepResult
-from trainwright.observe.alerts.channels import TIMEOUT_S, Channel, NotDeliveredError
+from trainwright.observe.alerts.channels import Channel, NotDeliveredError
 from trainwright.observe.alerts.rules import Alert, AlertRules, Batcher, RuleState
 from trainwright.runlog.folder import RunFolder
 from trainwright.runlog.reader import decoded
@@ -21,18 +21,19 @@ from trainwright.state.train_state import TrainState
 POLL_S = 1.0
 RETRY_S = (1.0, 4.0, 15.0, 60.0)
 """Waits between the tries of a channel that does not take an alert; then it is given up."""
-CLOSING_S = 15.0
-"""How long the end of a run waits for alerts that are not delivered yet."""
+CLOSING_S = 10.0
+"""How long the end of a run waits at most for alerts that are not delivered yet; two more tries fit in."""
 
 
 @dataclass
 class _Letter:
-    """An alert on its way to one channel."""
+    """An alert on its way to one channel, and why that has not taken it."""
 
     alert: Alert
     channel: Channel
     tries: int = 0
     due_s: float = 0.0
+    why_not: str = "did not answer in time"
 
 
 class AlertWatch:
@@ -80,9 +81,10 @@ class AlertWatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closing.set()
-        self._thread.join(CLOSING_S + TIMEOUT_S)
-        if self._thread.is_alive() or self._letters:
-            self._warn("not all alerts were delivered: a channel did not answer in time")
+        self._thread.join(CLOSING_S)
+        if late := {each.channel.name: each.why_not for each in self._letters}:
+            channels = "; ".join(f"the {name}: {why}" for name, why in late.items())
+            self._warn(f"not all alerts were delivered before the end ({channels})")
 
     def _run(self) -> None:
         try:
@@ -91,9 +93,11 @@ class AlertWatch:
                 self._deliver()
             self._look(is_last=True)
             give_up_s = time.monotonic() + CLOSING_S
+            for letter in self._letters:
+                letter.due_s = 0.0  # each has one more try
             self._deliver()
-            while self._letters and time.monotonic() < give_up_s:
-                time.sleep(max(0.0, min(give_up_s, *(each.due_s for each in self._letters)) - time.monotonic()))
+            while self._letters and (due_s := min(each.due_s for each in self._letters)) < give_up_s:
+                time.sleep(max(0.0, due_s - time.monotonic()))
                 self._deliver()
         except Exception as error:  # training goes on, whatever is wrong here
             self._warn(f"no more alerts: {type(error).__name__}")
@@ -119,8 +123,10 @@ class AlertWatch:
                 self._letters.remove(letter)
 
     def _again_or_not(self, letter: _Letter, error: NotDeliveredError) -> None:
-        if letter.tries < len(self._retry_s):
+        is_over = self._closing.is_set() and letter.channel.name in self._failed  # nobody waits for it once more
+        if letter.tries < len(self._retry_s) and not is_over:
             letter.due_s, letter.tries = time.monotonic() + self._retry_s[letter.tries], letter.tries + 1
+            letter.why_not = error.message
             return
         self._letters.remove(letter)
         if letter.channel.name not in self._failed:
