@@ -34,10 +34,10 @@ class Browser:
         self._targets: dict[str, str] = {}
         self.new_tab()
 
-    def new_tab(self) -> str:
-        """Opens a tab before the others, which are hidden then. Returns its name for ``switch_to``."""
+    def new_tab(self, *, window: bool = False) -> str:
+        """Opens a tab before the others, which are hidden then, or a window beside them. Returns its name."""
         self.tab = ""
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        target = self.call("Target.createTarget", url="about:blank", newWindow=window)["targetId"]
         self.tab = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         self._targets[self.tab] = target
         for domain in ("Page", "Runtime", "Log", "Network"):

@@ -150,6 +150,33 @@ def test_many_tabs_of_one_browser(browser: Browser, tmp_path: Path) -> None:
         browser.open("about:blank")
 
 
+def test_many_windows_that_are_all_seen(browser: Browser, tmp_path: Path) -> None:
+    """Four of them listen, and leave connections to the others, which ask."""
+    folder = make_run(tmp_path, "run", [started(), *map(step, range(1, 31))])
+    first, windows = browser.tab, list[str]()
+    with site_of(tmp_path) as site:
+        browser.open(site.url)
+        browser.open("about:blank")
+        for _ in range(7):
+            windows.append(browser.new_tab(window=True))
+            browser.open(f"http://127.0.0.1:{site.port}/view?run=run")
+            browser.until(LIVE)
+        with folder.log.open("a") as log:
+            log.write(to_json(step(31)) + "\n")
+        for number, window in enumerate(windows):
+            browser.tab = window
+            assert not browser.value("document.hidden")
+            browser.until("document.querySelector('.facts dd').textContent === '31'")
+            held = browser.value("navigator.locks.query().then((all) => all.held.length)")
+            assert held == 4, number
+        browser.close(windows.pop(0))  # its seat is taken by another one
+        browser.tab = windows[-1]
+        browser.until("navigator.locks.query().then((all) => all.held.length === 4)")
+        for window in windows:
+            browser.close(window)
+        browser.tab = first
+
+
 def test_runs_are_chosen_and_compared(browser: Browser, tmp_path: Path) -> None:
     for lr in (0.001, 0.5):
         records = [started(), *(step(n, 1 / n + lr) for n in range(1, 31)), evaluated(30, lr), ended(30)]

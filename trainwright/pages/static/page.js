@@ -65,26 +65,45 @@
     });
     return asked;
   }
-  /* A hidden page hears nothing: a browser has six connections to a server, and each page that listens takes one. */
+  /* A browser has six connections to a server, and each page that listens takes one: with more none could be loaded.
+     So a hidden page hears nothing, and where as many listen as there are seats, the others ask again and again. */
+  const SEATS = 4;
+  function seat(number, then) {
+    if (!navigator.locks) return then(() => {});
+    navigator.locks.request("listens-" + number, { ifAvailable: true }, (lock) => {
+      if (lock) return new Promise((leave) => then(leave));
+      number + 1 < SEATS ? seat(number + 1, then) : then(null);
+    });
+  }
   function listen() {
-    let source = null, failures = 0;
-    const polls = new URLSearchParams(location.search).has("poll") || !window.EventSource;
+    let source = null, leave = null, timer = 0, turn = 0, failures = 0;
+    let asks = new URLSearchParams(location.search).has("poll") || !window.EventSource;
     const address = (what) => (data.runs ? what + "?" + query() : "runs-" + what);
-    function poll() {
-      const asked = document.hidden
-        ? Promise.resolve()
-        : fetch(address("data"), { cache: "no-store" })
-            .then((answer) => (answer.ok ? answer.json() : Promise.reject()))
-            .then(take, () => say("the server does not answer"));
-      asked.then(() => setTimeout(poll, 2000));
-    }
     function close() {
+      turn += 1;
+      clearTimeout(timer);
       if (source) source.close();
-      source = null;
+      if (leave) leave();
+      source = leave = null;
     }
-    function connect() {
+    function begin() {
       close();
       if (document.hidden) return;
+      const mine = turn;
+      if (asks) return ask(mine);
+      seat(0, (given) => {
+        if (mine !== turn) return given && given();
+        leave = given;
+        given ? connect() : ask(mine);
+      });
+    }
+    function ask(mine) {
+      fetch(address("data"), { cache: "no-store" })
+        .then((answer) => (answer.ok ? answer.json() : Promise.reject()))
+        .then((message) => mine === turn && take(message), () => say("the server does not answer"))
+        .then(() => mine === turn && (timer = setTimeout(begin, 2000)));
+    }
+    function connect() {
       source = new EventSource(address("events"));
       source.onmessage = (event) => {
         failures = 0;
@@ -93,14 +112,13 @@
       source.onerror = () => {
         close();
         say("the server does not answer");
-        if (++failures < 3) setTimeout(connect, 1000);
-        else poll();
+        asks = ++failures >= 3;
+        timer = setTimeout(begin, 1000);
       };
     }
-    if (polls) return poll();
-    connect();
+    begin();
     addEventListener("pagehide", close);
-    addEventListener("visibilitychange", () => failures < 3 && connect());
+    addEventListener("visibilitychange", begin);
   }
 
   /* The list of all runs: sorted, filtered, some chosen. */
