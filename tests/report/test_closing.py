@@ -44,7 +44,7 @@ def test_a_healthy_run() -> None:
     [
         ({"ended": replace(ENDED, val_loss=math.nan)}, "the loss is not finite"),
         ({"ended": replace(ENDED, skipped=3)}, "3 of 100 updates were skipped"),
-        ({"wait_share": 0.5}, "50% of the time went into waiting for data"),
+        ({"wait_share": 0.5, "wait_s": 0.1}, "50% of the time went into waiting for data (raise data.workers)"),
         ({"saved": False}, "the last state could not be saved"),
         ({"findings": [found("critical")]}, "finished, but the doctor found loss.wrong_sign (critical)"),
         ({"findings": [found("info"), found("warning")]}, "finished, but the doctor found loss.wrong_sign (warning)"),
@@ -53,6 +53,10 @@ def test_a_healthy_run() -> None:
 def test_trouble_is_said_instead_of_health(change: dict[str, object], said: str) -> None:
     verdict = closing(replace(HEALTHY, **change))[0]  # type: ignore[arg-type]
     assert said in verdict and "healthy" not in verdict
+
+
+def test_a_wait_that_no_worker_would_shorten_is_no_trouble() -> None:
+    assert "finished and healthy" in closing(replace(HEALTHY, wait_share=0.5, wait_s=2e-4))[0]
 
 
 def test_an_info_is_no_trouble() -> None:

@@ -53,7 +53,7 @@ class StepLog:
         self._process = psutil.Process()
         self._memory, self._memory_due_s = 0, -math.inf
         self._by_the_clock = by_the_clock
-        self._all_steps_s, self._all_waits_s = 0.0, 0.0
+        self._all_steps_s, self._all_waits_s, self._all_count = 0.0, 0.0, 0
         self.step = 0
         self.num_skipped = already_skipped
         self.last_evaluated: records.Evaluated | None = None
@@ -73,6 +73,12 @@ class StepLog:
         """The share of the time of all steps of this process that went into waiting for data."""
         self._add_up()
         return self._all_waits_s / self._all_steps_s if self._all_steps_s else 0.0
+
+    @property
+    def wait_s(self) -> float:
+        """How long a step of this process waited for data, in the mean."""
+        self._add_up()
+        return self._all_waits_s / max(1, self._all_count)
 
     def observe(self, result: StepResult, state: TrainState) -> None:
         self.step = result.step
@@ -96,6 +102,7 @@ class StepLog:
         self._wait_s += sum(waits_s)
         self._all_steps_s += sum(steps_s)
         self._all_waits_s += sum(waits_s)
+        self._all_count += len(steps_s)
         if self._by_the_clock:
             self._fractions.extend(fractions)
 

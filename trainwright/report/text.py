@@ -9,13 +9,17 @@ from pathlib import Path
 
 from trainwright.runlog.records import Ended, Evaluated, Found
 
+WAITS_S = 1e-3
+"""A mean wait for each step below which none is told: to hand a batch over takes a worker as long."""
+
 
 @dataclass(frozen=True)
 class Ending:
     """The facts for the closing lines. ``again`` is the command that continues the run.
 
     ``longer`` is the option that doubles its length, appended to ``again``; ``saved``: the last state is on disk.
-    ``findings`` are the doctor's. ``wait_share`` is the share of the time of all steps that went into waiting for data.
+    ``findings`` are the doctor's. ``wait_s`` is how long a step waited for data in the mean, and ``wait_share`` the
+    share of the time of all steps that this was; ``reads_faster`` is what would make it less.
     """
 
     ended: Ended
@@ -27,6 +31,8 @@ class Ending:
     again: str
     longer: str
     findings: Sequence[Found] = ()
+    wait_s: float = 0.0
+    reads_faster: str = "raise data.workers"
 
 
 def closing(ending: Ending) -> list[str]:
@@ -53,8 +59,8 @@ def verdict(ending: Ending) -> str:
         troubles.append("the loss is not finite")
     if ended.skipped:
         troubles.append(f"{ended.skipped} of {ended.step} updates were skipped (log.jsonl names each)")
-    if ending.wait_share > 0.3:
-        troubles.append(f"{ending.wait_share:.0%} of the time went into waiting for data (raise data.workers)")
+    if ending.wait_share > 0.3 and ending.wait_s > WAITS_S:
+        troubles.append(f"{ending.wait_share:.0%} of the time went into waiting for data ({ending.reads_faster})")
     if not ending.saved:
         troubles.append("the last state could not be saved")
     if faults := [f"{found.code} ({found.severity})" for found in ending.findings if found.severity != "info"]:

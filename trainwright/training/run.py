@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 
 from trainwright.build.assemble import Parts
+from trainwright.build.ready import ReadyBatches
 from trainwright.engine.between import NEVER
 from trainwright.engine.loop import Outcome, run
 from trainwright.engine.observer import Observer
@@ -346,6 +347,10 @@ def _closed(
         again=again(folder, live=job.live),
         longer="" if job.live else doubled(job.recipe.until),
         findings=findings,
+        wait_s=recorder.wait_s,
+        reads_faster="let the loader read ahead"
+        if isinstance(job.parts.train.dataset, ReadyBatches)
+        else "raise data.workers",
     )
     for line in closing(ending):
         progress.say(line)
