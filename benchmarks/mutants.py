@@ -1,13 +1,15 @@
 """The doctor on faults that nobody has listed: mutants of ten healthy programs under ``tw.watch``.
 
-    python -m benchmarks.mutants [--kept-out] [--only PATTERN] [--part 0.25] [--seeds 1] [--jobs 2] [--missed] [--json]
+    python -m benchmarks.mutants [--kept-out | --wide] [--only PATTERN] [--part 0.25] [--seeds 1] [--jobs 2] [--missed]
+                                 [--json]
     python -m benchmarks.mutants --twins [--seeds 5]      the programs unchanged: any alarm is a false one
     python -m benchmarks.mutants --healthy [--kept-out]   healthy programs with legal techniques: likewise
-    python -m benchmarks.mutants --judge                  measures again which mutants do harm (zoo/mutants.json)
+    python -m benchmarks.mutants --judge [--wide]         measures again which mutants do harm (zoo/mutants.json)
 
 detected: a warning or worse that the same program unchanged does not have. right: its family fits what was changed,
 and its module does where the model was; or it points at the line. line: at most two lines away. A third of the pairs of
-operator and host is kept out: it is measured at the end of a piece of work, and nothing is written to please it.
+operator and host is kept out: it is measured at the end of a piece of work, and nothing is written to please it. --wide
+takes further sites of the open pairs (zoo/mutants_wide.json), to write laws by.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
         if options.judge:
-            _judge(pool, options.only)
+            _judge(pool, options.only, options.wide)
         elif options.twins or options.healthy:
             _healthy(pool, options)
         else:
@@ -49,7 +51,9 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--kept-out", action="store_true", help="the third that is for the end")
+    part = parser.add_mutually_exclusive_group()
+    part.add_argument("--kept-out", action="store_true", help="the third that is for the end")
+    part.add_argument("--wide", action="store_true", help="further sites of the other two thirds")
     parser.add_argument("--twins", action="store_true")
     parser.add_argument("--healthy", action="store_true")
     parser.add_argument("--judge", action="store_true")
@@ -63,7 +67,8 @@ def _arguments() -> argparse.Namespace:
 
 
 def _mutants(pool: ProcessPoolExecutor, options: argparse.Namespace) -> None:
-    names = [name for name in mutant_bed.bed(kept_out=options.kept_out) if fnmatch.fnmatch(name, options.only)]
+    bed = mutant_bed.bed(kept_out=options.kept_out, wide=options.wide)
+    names = [name for name in bed if fnmatch.fnmatch(name, options.only)]
     names = [name for name in names if _share(name) < options.part]
     if not names:
         sys.exit("no mutant has such a name")
@@ -80,7 +85,7 @@ def _mutants(pool: ProcessPoolExecutor, options: argparse.Namespace) -> None:
             print(json.dumps(score.to_json()), flush=True)
         elif options.missed and not score.detected:
             print(_line(score), flush=True)
-    print(_table("kept out" if options.kept_out else "open", scores))
+    print(_table("kept out" if options.kept_out else "wide" if options.wide else "open", scores))
     for of in (lambda each: each.effect, lambda each: f"host {each.host}", lambda each: f"operator {each.operator}"):
         for row in _rows(scores, of):
             print(row)
@@ -134,16 +139,16 @@ def _alarms(name: str, seed: int, seen: Watched) -> str:
     return f"{name} seed {seed}  {seen.seconds} s: {said} {seen.error or ''} {' '.join(seen.failures)}".rstrip()
 
 
-def _judge(pool: ProcessPoolExecutor, only: str) -> None:
+def _judge(pool: ProcessPoolExecutor, only: str, wide: bool) -> None:
     """One task for each host, whose own runs are needed once."""
     chosen = {host: [each for each in OPERATORS if fnmatch.fnmatch(f"{host}:{each}", only)] for host in HOSTS}
-    found = {name: [each.kind, each.why] for name, each in mutant_bed.judged().items()}
-    running = {pool.submit(mutant_bed.judge, host, chosen[host]): host for host in HOSTS if chosen[host]}
+    found = {name: [each.kind, each.why] for name, each in mutant_bed.judged(wide=wide).items()}
+    running = {pool.submit(mutant_bed.judge, host, chosen[host], wide): host for host in HOSTS if chosen[host]}
     for done in as_completed(running):
         host, new = running[done], done.result()
         kept = {name: each for name, each in found.items() if not fnmatch.fnmatch(name.rpartition(":")[0], only)}
         found = {name: each for name, each in found.items() if name.split(":")[0] != host or name in kept} | new
-        mutant_bed.store(found, [host] if len(chosen[host]) == len(OPERATORS) else [])
+        mutant_bed.store(found, [host] if len(chosen[host]) == len(OPERATORS) else [], wide=wide)
         print(host, dict(Counter(kind for kind, _ in new.values())), flush=True)
 
 

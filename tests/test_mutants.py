@@ -78,6 +78,13 @@ def test_each_part_of_the_bed_has_every_host() -> None:
     assert not set(mutant_bed.bed(kept_out=False)) & set(mutant_bed.bed(kept_out=True))
 
 
+def test_the_wide_bed_has_further_sites_of_open_pairs_alone() -> None:
+    wide = mutant_bed.judged(wide=True)
+    assert wide and not set(wide) & set(mutant_bed.judged())
+    assert not any(by_name(name).kept_out for name in wide)
+    assert not any(mutant_bed.is_stale(host, wide=True) for host in {name.split(":")[0] for name in wide})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "kind"),

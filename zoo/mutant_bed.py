@@ -1,7 +1,8 @@
 """The bed: which mutants count, as they were judged, and how a watch does on them.
 
 ``mutants.json`` holds the verdicts. They are measured by ``python -m benchmarks.mutants --judge``, and stale as soon as
-a host, what judges it or an operator changes.
+a host, what judges it or an operator changes. ``mutants_wide.json`` holds those on further sites of the open pairs, by
+``--judge --wide``: laws that were written for the mutants of the first file are measured with those of the second.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TypedDict, cast
 
 import torch
 
@@ -20,9 +22,11 @@ from trainwright.runlog.records import Found
 from zoo.mutant_runs import Verdict, Watched, verdict, watched_mutant
 from zoo.mutate import FOLDER, HOSTS, Mutant, by_name, drawn, is_kept_out, program
 
-VERDICTS = Path(__file__).parent / "mutants.json"
+VERDICTS, WIDE_VERDICTS = (Path(__file__).parent / name for name in ("mutants.json", "mutants_wide.json"))
 DRAWN, TRIED = 1, 4
 """Of each operator and host so many mutants that do harm, found among so many sites."""
+WIDE_DRAWN, WIDE_TRIED = 2, 4
+"""The same for the sites that were not tried so."""
 SHARED = ("worlds.py", "corridor.py", "quality.py", "report.py")
 OPERATED = ("program.py", "mutation_operators.py")
 
@@ -99,16 +103,26 @@ class Score:
         return self.name.split(":")[1]
 
 
-def judged() -> dict[str, Verdict]:
+class Stored(TypedDict):
+    """A file of verdicts: the state that each host had, and the verdicts by name."""
+
+    hosts: dict[str, str]
+    verdicts: dict[str, list[str]]
+
+
+def judged(*, wide: bool = False) -> dict[str, Verdict]:
     """The verdicts that are stored, by the name of the mutant."""
-    if not VERDICTS.exists():
-        return {}
-    return {name: Verdict(*each) for name, each in json.loads(VERDICTS.read_text())["verdicts"].items()}
+    return {name: Verdict(*each) for name, each in _stored(wide)["verdicts"].items()}
 
 
-def bed(*, kept_out: bool) -> list[str]:
-    """Names of the mutants that do harm, of one part."""
-    names = [name for name, each in judged().items() if each.kind == "harmful"]
+def _stored(wide: bool) -> Stored:
+    file = WIDE_VERDICTS if wide else VERDICTS
+    return cast(Stored, json.loads(file.read_text())) if file.exists() else Stored(hosts={}, verdicts={})
+
+
+def bed(*, kept_out: bool = False, wide: bool = False) -> list[str]:
+    """Names of the mutants that do harm, of one part. The wide bed has none that is kept out."""
+    names = [name for name, each in judged(wide=wide).items() if each.kind == "harmful"]
     return [name for name in names if is_kept_out(name.split(":")[1], name.split(":")[0]) == kept_out]
 
 
@@ -119,33 +133,42 @@ def state_of(host: str) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
-def is_stale(host: str) -> bool:
-    return bool(json.loads(VERDICTS.read_text())["hosts"].get(host) != state_of(host))
+def is_stale(host: str, *, wide: bool = False) -> bool:
+    return bool(_stored(wide)["hosts"].get(host) != state_of(host))
 
 
-def judge(host: str, operators: Sequence[str]) -> dict[str, list[str]]:
+def judge(host: str, operators: Sequence[str], wide: bool = False) -> dict[str, list[str]]:
     """Verdicts on mutants of a host: by each operator in the order drawn, until enough of them do harm."""
     torch.set_num_threads(1)
+    enough = WIDE_DRAWN if wide else DRAWN
     found: dict[str, list[str]] = {}
     for operator in operators:
         harmful = 0
-        for mutant in drawn(host, operator)[:TRIED]:
+        for mutant in _tried(host, operator, wide):
             one = verdict(host, mutant.source)
             found[mutant.name] = [one.kind, one.why]
             harmful += one.kind == "harmful"
-            if harmful == DRAWN:
+            if harmful == enough:
                 break
     return found
 
 
-def store(verdicts: Mapping[str, Sequence[str]], fresh: Sequence[str]) -> None:
+def _tried(host: str, operator: str, wide: bool) -> Sequence[Mutant]:
+    mutants = drawn(host, operator)
+    if not wide:
+        return mutants[:TRIED]
+    known = judged()
+    new = [each for each in mutants if each.name not in known]
+    return [] if is_kept_out(operator, host) else new[:WIDE_TRIED]
+
+
+def store(verdicts: Mapping[str, Sequence[str]], fresh: Sequence[str], *, wide: bool = False) -> None:
     """Writes the verdicts; ``fresh`` are the hosts that were judged with every operator."""
     order = {host: i for i, host in enumerate(HOSTS)}
     names = sorted(verdicts, key=lambda each: (order[each.split(":")[0]], each))
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(list(verdicts[name]))}" for name in names)
-    known = json.loads(VERDICTS.read_text())["hosts"] if VERDICTS.exists() else {}
-    hosts = json.dumps({**known, **{host: state_of(host) for host in fresh}}, indent=1)
-    VERDICTS.write_text(f'{{"hosts": {hosts},\n "verdicts": {{\n{lines}\n}}}}\n')
+    hosts = json.dumps({**_stored(wide)["hosts"], **{host: state_of(host) for host in fresh}}, indent=1)
+    (WIDE_VERDICTS if wide else VERDICTS).write_text(f'{{"hosts": {hosts},\n "verdicts": {{\n{lines}\n}}}}\n')
 
 
 def twin(host: str, seed: int) -> Watched:
@@ -164,7 +187,7 @@ def score(name: str, seed: int, known: Set[str]) -> Score:
     lines = [fits_line(each, mutant) for each in new]
     right = [line or (family and fits_module(each, mutant, seen)) for each, family, line in zip(new, families, lines)]
     return Score(
-        name, seed, mutant.diff, judged().get(name, Verdict("")).why, mutant.kept_out,
+        name, seed, mutant.diff, (judged() | judged(wide=True)).get(name, Verdict("")).why, mutant.kept_out,
         bool(new), any(families), any(lines), any(right),
         [f"{each.code}@{each.step}" for each in new], [f"{each.code}@{each.step}" for each in seen.found],
         seen.seconds, seen.error or "; ".join(seen.failures) or None,
