@@ -9,6 +9,8 @@ from trainwright.doctor.case import Case
 from trainwright.doctor.data.facts import EvaluatedRows, EvaluationFacts, RowsFacts, ToldFacts
 from trainwright.doctor.finding import finding
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
+from trainwright.doctor.program.facts import ObjectsFacts, WrittenFacts
+from trainwright.runlog.records import Where
 
 SHARE = 0.05
 """Of rows: less is a few that are there twice."""
@@ -116,7 +118,10 @@ def evaluation_is_the_same(case: Case) -> Iterator[Verdict]:
 def evaluation_goes_on(case: Case) -> Iterator[Verdict]:
     """A run that evaluates on its way goes on to do so."""
     facts = case.newest(RowsFacts)
-    if facts is None or not facts.num_evaluations or not case.finished:
+    if not case.finished:
+        return
+    if facts is None or not facts.num_evaluations:
+        yield from _never_evaluated(case)
         return
     if facts.evaluated_at > facts.steps / 3 or facts.evaluated_at < EARLY or facts.steps < LONG:
         yield Holds(f"{facts.num_evaluations} evaluations, the last after step {facts.evaluated_at}")
@@ -132,6 +137,28 @@ def evaluation_goes_on(case: Case) -> Iterator[Verdict]:
         sure=0.7,
         since_step=facts.evaluated_at,
         evidence=[("step of the last evaluation", facts.evaluated_at, facts.steps)],
+    )
+
+
+def _never_evaluated(case: Case) -> Iterator[Verdict]:
+    """The loop has a line that evaluates the model, at a period that the run was long enough for, and it never ran."""
+    written, objects = case.newest(WrittenFacts), case.newest(ObjectsFacts)
+    if written is None or objects is None or not written.evaluated_by or objects.evaluations or objects.copies:
+        return
+    if objects.steps < max(LONG, *written.periods):
+        yield NotApplicable(f"a run of {objects.steps} steps")
+        return
+    yield finding(
+        "law.data.evaluation_goes_on",
+        "warning",
+        objects.steps,
+        symptom=f"the model was never evaluated in {objects.steps} steps, though the loop has a line for it",
+        cause="the condition in front of the evaluation is never true",
+        remedy="print the condition in each step; evaluate after each epoch",
+        sure=0.75,
+        stage="loop",
+        where=Where(source=f"{written.file}:{written.evaluated_by[0]}"),
+        evidence=[("evaluations of the model", 0, objects.steps)],
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from trainwright.doctor.law import Law
 from trainwright.doctor.program import laws
 from trainwright.doctor.program.course import base_is_the_highest, rate_has_its_course
+from trainwright.doctor.program.written import sums_are_made_in_their_loop, values_are_read
 
 LAWS: tuple[Law, ...] = (
     Law(
@@ -31,4 +32,6 @@ LAWS: tuple[Law, ...] = (
     Law("program.schedule_is_followed", laws.schedule_is_followed, named_by=("sched.*",)),
     Law("program.rate_has_its_course", rate_has_its_course, named_by=("sched.*", "law.vitals.rates_are_positive")),
     Law("program.base_is_the_highest", base_is_the_highest, named_by=("sched.*",)),
+    Law("program.values_are_read", values_are_read),
+    Law("program.sums_are_made_in_their_loop", sums_are_made_in_their_loop),
 )  # fmt: skip

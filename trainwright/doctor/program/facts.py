@@ -139,3 +139,42 @@ class RatesFacts:
 
     experiment: ClassVar[str] = "rates"
     schedulers: tuple[RateFacts, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnreadValue:
+    """A value of the program that nothing reads, by its name and line. ``kind``: a ``sum``, a ``list`` that grows, a
+    ``value`` that is computed, one that is ``replaced`` before it is read, a ``part`` of a batch, an ``argument``.
+    """
+
+    kind: str
+    name: str
+    line: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MisplacedSum:
+    """A sum or list that is added to ``behind`` the loop that makes what is added, is ``begun anew`` in each round of
+    it, gets the same ``twice``, is ``never added to``, or ``never set`` though it is read behind it.
+    """
+
+    kind: str
+    name: str
+    line: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenFacts:
+    """What the source of a loop shows, with that of the functions of its ``file`` that it may call.
+
+    ``evaluated_by`` are the lines of calls in the loop that evaluate the model, by a function without gradients.
+    ``periods`` are the whole numbers that a step is divided by in the conditions in front of these.
+    """
+
+    experiment: ClassVar[str] = "written"
+    file: str
+    functions: int
+    unread: tuple[UnreadValue, ...] = ()
+    misplaced: tuple[MisplacedSum, ...] = ()
+    evaluated_by: tuple[int, ...] = ()
+    periods: tuple[int, ...] = ()

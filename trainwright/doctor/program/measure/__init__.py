@@ -9,6 +9,7 @@ from trainwright.doctor.program.measure.names import NamesProbe
 from trainwright.doctor.program.measure.objects import ObjectsProbe
 from trainwright.doctor.program.measure.rates import RatesProbe
 from trainwright.doctor.program.measure.states import KeptProbe, WarningsProbe
+from trainwright.doctor.program.measure.written import WrittenProbe
 from trainwright.recorder.probes import Probe, WatchedObjects
 
 
@@ -20,4 +21,5 @@ def probes(watched: WatchedObjects) -> list[Probe]:
         NamesProbe(watched),
         WarningsProbe(),
         RatesProbe(),
+        WrittenProbe(watched),
     ]

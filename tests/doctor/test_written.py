@@ -1,0 +1,176 @@
+"""Laws of what the source shows: they hold for healthy programs, and are broken at the line of each mistake."""
+
+from __future__ import annotations
+
+import ast
+import runpy
+from pathlib import Path
+
+import pytest
+
+from trainwright.doctor.program.evaluated import evaluations
+from trainwright.doctor.program.sums import misplaced_sums
+from trainwright.doctor.program.syntax import ProgramSyntax
+from trainwright.doctor.program.unread import unread_values
+from zoo.mutate import HOSTS, program
+
+LOOP = """
+import copy
+import torch
+import torch.nn.functional as F
+from torch import nn
+import trainwright as tw
+
+torch.manual_seed(0)
+X, Y = torch.randn(64, 6), torch.randint(3, (64,))
+
+def halves(x, scale):
+    return x * scale
+
+@torch.no_grad()
+def evaluate(model, batches):
+    model.eval()
+    loss, right, rows = 0.0, 0, 0
+    for x, y in batches:
+        logits = model(x)
+        loss += F.cross_entropy(logits, y, reduction="sum").item()
+        right += (logits.argmax(1) == y).sum().item()
+        rows += len(y)
+    model.train()
+    return loss / rows, right / rows
+
+def train(epochs=10):
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = list(zip(X.split(16), Y.split(16)))
+    best = copy.deepcopy(model.state_dict())
+    losses, step, shown = [], 0, (0.0, 0.0)
+    with tw.watch(model, optimizer, loader=batches, out=None, quiet=True, laws="cheap") as watch:
+        for epoch in range(epochs):
+            running, seen = 0.0, 0
+            for x, y in batches:
+                step += 1
+                loss = F.cross_entropy(model(halves(x, 0.5)), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                running += loss.item() * len(y)
+                seen += len(y)
+            losses.append(running / seen)
+            if step % 8 == 0:
+                shown = evaluate(model, batches)
+                best = copy.deepcopy(model.state_dict())
+        model.load_state_dict(best)
+    print(losses, shown)
+    return watch
+"""
+
+
+def syntax(source: str) -> ProgramSyntax:
+    tree = ast.parse(source)
+    loops = [each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name in ("train", "fit", "run")]
+    return ProgramSyntax(tree, loops[0].lineno)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_hosts_read_what_they_make(host: str) -> None:
+    of = syntax(program(host).source)
+    assert [*unread_values(of), *misplaced_sums(of)] == []
+    assert len(of.functions) > 4
+
+
+def test_a_healthy_loop_has_nothing_left_over() -> None:
+    of = syntax(LOOP)
+    assert [*unread_values(of), *misplaced_sums(of)] == []
+    assert [each.lineno for each in evaluations(of)] == [LOOP[: LOOP.index("shown = ev")].count("\n") + 1]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind", "name"),
+    [
+        ("losses.append(running / seen)", "pass", "sum", "running"),
+        ("model.load_state_dict(best)", "pass", "value", "best"),
+        ("print(losses, shown", "print(shown", "list", "losses"),
+        ("logits = model(x)\n", "logits = model(x)\n        logits = model(x * 2)\n", "replaced", "logits"),
+        ("return x * scale", "return x", "argument", "scale"),
+        ("model(halves(x, 0.5)), y)", "model(halves(x, 0.5)), Y[:16])", "part", "y"),
+    ],
+)
+def test_what_nothing_reads_is_found(before: str, after: str, kind: str, name: str) -> None:
+    assert LOOP.count(before) == 1
+    source = LOOP.replace(before, after)
+    if kind == "part":
+        source = source.replace("len(y)", "16", 3).replace("rows += 16", "rows += len(y)")
+    assert (kind, name) in [(each.kind, each.name) for each in unread_values(syntax(source))]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("losses.append(running / seen)", "_running = running"),
+        ("model.load_state_dict(best)", "print(locals())"),
+        ("model.load_state_dict(best)", "final = train_again(model)"),
+        ("for x, y in batches:\n                step", "for n, (x, y) in enumerate(batches):\n                step"),
+        ("shown = evaluate", "shown, rest = evaluate"),
+        ("return x * scale", "return (lambda: x * scale)()"),
+        ("halves(x, 0.5)", "halves(x, epoch)"),
+    ],
+)
+def test_what_may_be_left_over_is_not(before: str, after: str) -> None:
+    found = [each.name for each in unread_values(syntax(LOOP.replace(before, after)))]
+    assert not set(found) - {"running", "seen", "best"} and "final" not in found
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind", "name"),
+    [
+        ("right += (logits", "right += (logits.argmax(1) == y).sum().item(); right += (logits", "twice", "right"),
+        ("        right += (logits.argmax(1) == y).sum().item()\n", "", "never added to", "right"),
+        ("    loss, right, rows = 0.0, 0, 0\n    for x, y in batches:\n",
+         "    for x, y in batches:\n        loss, right, rows = 0.0, 0, 0\n", "begun anew", "rows"),
+        ("        rows += len(y)\n", "    rows += len(y)\n", "behind", "rows"),
+        ("                shown = evaluate(model, batches)\n", "", "never set", "shown"),
+        ("                seen += len(y)\n", "            seen += len(y)\n", "behind", "seen"),
+    ],
+)  # fmt: skip
+def test_sums_in_the_wrong_place_are_found(before: str, after: str, kind: str, name: str) -> None:
+    assert LOOP.count(before) == 1
+    assert (kind, name) in [(each.kind, each.name) for each in misplaced_sums(syntax(LOOP.replace(before, after)))]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("losses.append(running / seen)", "losses.append(loss.item())"),
+        ("running += loss.item() * len(y)", "running += next(loss); running += next(loss)"),
+        (
+            "step += 1",
+            "step += 1\n                rows = []\n                rows.append(y)\n                print(rows)",
+        ),
+    ],
+)
+def test_sums_that_may_be_so_are_not_found(before: str, after: str) -> None:
+    assert list(misplaced_sums(syntax(LOOP.replace(before, after)))) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after", "code"),
+    [
+        ("", "", None),
+        ("model.load_state_dict(best)", "pass", "law.program.values_are_read"),
+        ("        rows += len(y)\n", "    rows += len(y)\n", "law.program.sums_are_made_in_their_loop"),
+        ("if step % 8 == 0:", "if step % 8 == 9:", "law.data.evaluation_goes_on"),
+        ("if step % 8 == 0:", "if step % 80 == 0:", None),
+    ],
+)
+def test_the_watch_reads_the_program(before: str, after: str, code: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(LOOP.replace(before, after, 1) if before else LOOP)
+    watch = runpy.run_path(str(file))["train"]()
+    assert watch.session.failures == []
+    mine = ("law.program.values", "law.program.sums", "law.data.evaluation_goes")
+    found = [each for each in watch.findings() if each.code.startswith(mine)]
+    assert [each.code for each in found] == ([code] if code else [])
+    assert all(str(each.where.source).startswith("program.py:") for each in found)

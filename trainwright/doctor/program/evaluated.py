@@ -1,0 +1,47 @@
+"""The calls of a loop that evaluate its model, from its syntax."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+
+from trainwright.doctor.loops import name_of
+from trainwright.doctor.program.syntax import FunctionSyntax, ProgramSyntax
+
+NO_GRADIENTS = ("no_grad", "inference_mode")
+
+
+def evaluations(program: ProgramSyntax) -> list[ast.Call]:
+    """The calls of functions without gradients that are given what the watch was given."""
+    found = [each for each in ast.walk(program.loop.node) if isinstance(each, ast.With) and program.is_watch(each)]
+    calls = [each for block in found for each in ast.walk(block) if isinstance(each, ast.Call)]
+    own = [(each, program.by_name.get(name_of(each.func))) for each in calls]
+    return [
+        call for call, function in own
+        if function is not None and _is_without_gradients(function) and _model_of(call) & program.given
+    ]  # fmt: skip
+
+
+def _model_of(call: ast.Call) -> set[str]:
+    return {name_of(each) for each in (*call.args, *(each.value for each in call.keywords))}
+
+
+def _is_without_gradients(function: FunctionSyntax) -> bool:
+    above = [*getattr(function.node, "decorator_list", [])]
+    above += [item.context_expr for each in function.node.body if isinstance(each, ast.With) for item in each.items]
+    return any(name_of(getattr(each, "func", each)).rpartition(".")[2] in NO_GRADIENTS for each in above)
+
+
+def periods(program: ProgramSyntax, calls: Sequence[ast.Call], numbers: Mapping[str, float]) -> Iterator[int]:
+    """The whole numbers that something is divided by in the conditions around the calls, where they are known."""
+    for each in ast.walk(program.loop.node):
+        if isinstance(each, ast.If) and any(call is node for call in calls for node in ast.walk(each)):
+            divisions = [n for n in ast.walk(each.test) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod)]
+            for division in divisions:
+                by = (
+                    division.right.value
+                    if isinstance(division.right, ast.Constant)
+                    else numbers.get(name_of(division.right))
+                )
+                if isinstance(by, int | float):
+                    yield int(by)

@@ -1,0 +1,172 @@
+"""What a program makes of its model and its data and nothing reads."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+
+from trainwright.doctor.loops import last_name, name_of
+from trainwright.doctor.program.facts import UnreadValue
+from trainwright.doctor.program.syntax import (
+    FunctionSyntax,
+    ProgramSyntax,
+    arguments,
+    is_fresh,
+    name_of_function,
+    names_read,
+    root_of,
+    statement_value,
+    stored,
+    targets_of,
+)
+
+MODULES = ("torch", "nn", "F", "functional", "copy", "math", "np", "numpy")
+"""Their functions do nothing but return a value, unless they end in an underscore."""
+EFFECTS = ("load_state_dict", "train", "eval", "to", "cuda", "step", "backward", "save", "load", "pop", "next")
+"""What is called for what it does: its result is often left over."""
+LEAVES = (ast.Return, ast.Break, ast.Continue, ast.Raise, ast.Yield, ast.Try)
+
+
+def unread_values(program: ProgramSyntax) -> Iterator[UnreadValue]:
+    """The values that are made and never read, in the functions that the loop may reach."""
+    for function in program.functions:
+        if not function.is_open:
+            yield from _never_read(program, function)
+            yield from _replaced(program, function)
+            yield from _unused_parts(program, function)
+            yield from _unread_arguments(program, function)
+
+
+def _never_read(program: ProgramSyntax, function: FunctionSyntax) -> Iterator[UnreadValue]:
+    """Names that are set or added to, and read nowhere. Those of a file or a notebook may be read elsewhere."""
+    if isinstance(function.node, ast.Module):
+        return
+    for name in sorted(function.of_data - function.read - set(function.parameters)):
+        statements = [] if name.startswith("_") else function.assigned(name)
+        added = [each for each in statements if isinstance(each, ast.AugAssign | ast.Expr)]
+        made = [each for each in statements if each not in added and not is_fresh(statement_value(each))]
+        if added and not made:
+            is_list = all(isinstance(each, ast.Expr) for each in added)
+            yield _unread("list" if is_list else "sum", name, added[0])
+        elif made and not added and all(_is_costly(program, function, each) for each in made):
+            yield _unread("value", name, made[-1])
+
+
+def _is_costly(program: ProgramSyntax, function: FunctionSyntax, statement: ast.stmt) -> bool:
+    """Whether it is computed by calls that do nothing else, and nothing else that the statement sets is read."""
+    if not isinstance(statement, ast.Assign | ast.AnnAssign) or stored(statement) & function.read:
+        return False
+    if any(not isinstance(each, ast.Name) for each in targets_of(statement)):
+        return False
+    calls = [each for each in ast.walk(statement) if isinstance(each, ast.Call)]
+    return bool(calls) and all(_only_returns(program, function, each) for each in calls)
+
+
+def _only_returns(program: ProgramSyntax, function: FunctionSyntax, call: ast.Call) -> bool:
+    name, root = last_name(call), root_of(call.func)
+    if not name or name.endswith("_") or name in EFFECTS or name.startswith("register"):
+        return False
+    own = program.by_name.get(name_of(call.func))
+    if own is not None:
+        loose = [each for each in own.statements if isinstance(each, ast.Expr) and not stored(each)]
+        return all(last_name(each.value) in ("train", "eval") or isinstance(each.value, ast.Constant) for each in loose)
+    if root is None:
+        return isinstance(call.func, ast.Attribute)  # a method of what another call returns
+    if root.id[:1].isupper():
+        return True  # an object is made
+    return root.id in MODULES or root.id in function.of_data or name in ("DataLoader", "deepcopy", "len", "list", "sum")
+
+
+def _replaced(program: ProgramSyntax, function: FunctionSyntax) -> Iterator[UnreadValue]:
+    """What is set again in the same block before anything has read it."""
+    for block in function.blocks:
+        for place, statement in enumerate(block):
+            name = _single(statement)
+            if not name or name.startswith("_") or name not in function.of_data or name in function.in_nested:
+                continue
+            calls = [each for each in ast.walk(statement) if isinstance(each, ast.Call)]
+            is_costly = bool(calls) and all(_only_returns(program, function, each) for each in calls)
+            if is_costly and _is_replaced(name, block[place + 1 :]):
+                yield _unread("replaced", name, statement)
+
+
+def _single(statement: ast.stmt) -> str:
+    target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
+    return target.id if isinstance(target, ast.Name) else ""
+
+
+def _is_replaced(name: str, later: Sequence[ast.stmt]) -> bool:
+    for each in later:
+        if name in names_read(each) | _added_to(each) or any(isinstance(n, LEAVES) for n in ast.walk(each)):
+            return False
+        if _single(each) == name:
+            return True
+    return False
+
+
+def _added_to(statement: ast.stmt) -> set[str]:
+    return {name for each in ast.walk(statement) if isinstance(each, ast.AugAssign) for name in stored(each)}
+
+
+def _unused_parts(program: ProgramSyntax, function: FunctionSyntax) -> Iterator[UnreadValue]:
+    """Parts of a batch that one loop over data reads and another one of the same shape does not."""
+    for loop in _data_loops(function):
+        parts = _parts(loop)
+        for place, name in enumerate(parts):
+            is_left = name and not name.startswith("_") and name not in function.read
+            if is_left and _is_read_elsewhere(program, loop, place):
+                yield _unread("part", name, loop)
+
+
+def _data_loops(function: FunctionSyntax) -> list[ast.For]:
+    loops = [each for each in function.statements if isinstance(each, ast.For)]
+    return [each for each in loops if names_read(each.iter) & function.of_data]
+
+
+def _parts(loop: ast.For) -> list[str]:
+    """The names of the parts of a batch, also where the batches are numbered."""
+    target, over = loop.target, loop.iter
+    if isinstance(over, ast.Call) and last_name(over) == "enumerate" and isinstance(target, ast.Tuple):
+        target, over = target.elts[-1], over.args[0]
+    is_plain = isinstance(over, ast.Name | ast.Attribute) or (isinstance(over, ast.Call) and last_name(over) == "tqdm")
+    return [name_of(each) for each in target.elts] if is_plain and isinstance(target, ast.Tuple) else []
+
+
+def _is_read_elsewhere(program: ProgramSyntax, loop: ast.For, place: int) -> bool:
+    for function in program.functions:
+        for parts in (_parts(each) for each in _data_loops(function) if each is not loop):
+            if len(parts) == len(_parts(loop)) and parts[place] in function.read:
+                return True
+    return False
+
+
+def _unread_arguments(program: ProgramSyntax, function: FunctionSyntax) -> Iterator[UnreadValue]:
+    """Parameters that nothing reads, and that every call gives a number to, or what comes of the data."""
+    node = function.node
+    if isinstance(node, ast.Module) or function is program.loop:
+        return
+    for name in function.parameters:
+        if name in function.read or name.startswith("_") or name in ("self", "cls"):
+            continue
+        if function.is_method:
+            is_given = node.name == "forward" and name not in function.with_default
+        else:
+            is_given = program.is_only_called(node.name) and _is_always_given(program, function, name)
+        if is_given:
+            yield _unread("argument", name, node)
+
+
+def _is_always_given(program: ProgramSyntax, function: FunctionSyntax, name: str) -> bool:
+    calls = program.calls(name_of_function(function))
+    given = [(owner, dict(arguments(call, function)).get(name)) for owner, call in calls]
+    return bool(given) and all(_is_of_worth(owner, value) for owner, value in given)
+
+
+def _is_of_worth(owner: FunctionSyntax, value: ast.expr | None) -> bool:
+    """A number, or what is made of the data; a name that is handed on may be there for the form."""
+    is_number = isinstance(value, ast.Constant) and isinstance(value.value, int | float)
+    return is_number or bool(names_read(value) & (owner.of_data - set(owner.parameters)))
+
+
+def _unread(kind: str, name: str, statement: ast.stmt) -> UnreadValue:
+    return UnreadValue(kind=kind, name=name, line=statement.lineno)

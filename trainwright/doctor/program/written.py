@@ -1,0 +1,79 @@
+"""Laws of what the source shows: what is made is read, and sums are made where their terms are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from trainwright.doctor.case import Case
+from trainwright.doctor.finding import finding, listed
+from trainwright.doctor.law import Holds, Verdict
+from trainwright.doctor.program.facts import MisplacedSum, UnreadValue, WrittenFacts
+from trainwright.runlog.records import Where
+
+_UNREAD = {
+    "sum": ("is added up, and nothing reads it", "the line that used it is gone, or uses another name"),
+    "list": ("grows, and nothing reads it", "it is left over, or the line that used it is gone"),
+    "value": ("is computed, and nothing reads it", "the line that used it is gone, or uses another name"),
+    "replaced": ("is computed, and replaced before anything reads it", "the second value was to be made of the first"),
+    "part": ("is a part of the batch that nothing reads, as another loop over such batches does", "a part is left out"),
+    "argument": ("is given to a function that does not read it", "the function uses another name or a fixed value"),
+}
+_MISPLACED = {
+    "behind": ("is added to once, behind the loop whose rounds make what is added", "put the line into the loop"),
+    "begun anew": ("is set back in each round of the loop that it is updated in", "put the line in front of the loop"),
+    "never added to": ("is begun with other sums, divided in the end, and never added to", "add to it in the loop"),
+    "never set": ("is 0 before the loop, is read behind it, and is set nowhere else", "set it in the loop"),
+    "twice": ("gets the same twice in a row", "leave one of the two lines out"),
+}
+
+
+def values_are_read(case: Case) -> Iterator[Verdict]:
+    """What the program makes of its model and its data, something reads."""
+    facts = case.newest(WrittenFacts)
+    if facts is None:
+        return
+    if not facts.unread:
+        yield Holds(f"{facts.functions} functions of {facts.file}")
+        return
+    first: UnreadValue = min(facts.unread, key=lambda each: each.kind == "list")
+    what, why = _UNREAD[first.kind]
+    yield finding(
+        "law.program.values_are_read",
+        "info" if first.kind == "list" else "warning",
+        max(1, case.last_step),
+        symptom=f"{first.name} {what}",
+        cause=why,
+        remedy=f"use {first.name} where it is meant to be used, or delete the line",
+        sure=0.75,
+        stage="loop",
+        where=Where(source=f"{facts.file}:{first.line}"),
+        evidence=[("values that nothing reads", _listed(facts.unread), [])],
+    )
+
+
+def sums_are_made_in_their_loop(case: Case) -> Iterator[Verdict]:
+    """What adds up over the rounds of a loop begins before it, and is added to within it, once a round."""
+    facts = case.newest(WrittenFacts)
+    if facts is None:
+        return
+    if not facts.misplaced:
+        yield Holds(f"{facts.functions} functions of {facts.file}")
+        return
+    first: MisplacedSum = facts.misplaced[0]
+    what, remedy = _MISPLACED[first.kind]
+    yield finding(
+        "law.program.sums_are_made_in_their_loop",
+        "warning",
+        max(1, case.last_step),
+        symptom=f"{first.name} {what}",
+        cause="a line stands in another block than it was written for, or is there twice",
+        remedy=remedy,
+        sure=0.85,
+        stage="loop",
+        where=Where(source=f"{facts.file}:{first.line}"),
+        evidence=[("sums in the wrong place", _listed(facts.misplaced), [])],
+    )
+
+
+def _listed(found: Sequence[UnreadValue | MisplacedSum]) -> str:
+    return listed([f"{each.name} (line {each.line})" for each in found])
