@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.engine.clip import ClipFn
+from trainwright.recorder.engine_changes import EngineChanges
 from trainwright.recorder.program import Ids, RecordedStep
 from trainwright.recorder.ring import Ring
 from trainwright.recorder.shared_memory import PrivateCopies, is_of_worker
@@ -58,17 +59,18 @@ class StepInputs:
 
 
 class InputRecorder:
-    """The witness of a live run: it records the inputs of each step.
+    """The witness of a live run: it records the inputs of each step, and lets ``changes`` hear what it does.
 
     ``let_go`` frees what the doctor holds, and returns whether that was anything.
     """
 
-    def __init__(self, let_go: Callable[[], bool] = lambda: False) -> None:
-        self.memory_ran_out = let_go
+    def __init__(self, let_go: Callable[[], bool] = lambda: False, changes: EngineChanges | None = None) -> None:
+        self.memory_ran_out, self.changes = let_go, changes or EngineChanges((), ())
         self.newest: StepInputs | None = None
 
     def step_begins(self, state: TrainState, batch: StepBatch, generators: TorchGenerators) -> None:
         scaler = state.scaler
+        self.changes.step_begins()
         self.newest = StepInputs(
             state.step + 1,
             batch,
@@ -81,7 +83,9 @@ class InputRecorder:
         )
 
     def gradients_are_cleared(self, optimizer: Optimizer) -> None: ...
-    def loss_is_scaled(self, loss: Tensor, scaled: Tensor) -> None: ...
+    def loss_is_scaled(self, loss: Tensor, scaled: Tensor) -> None:
+        self.changes.loss_is_made(loss)
+
     def gradients_are_multiplied(self, factor: Tensor | float) -> None: ...
     def gradients_are_clipped(self, clip: ClipFn, parameters: Sequence[Tensor], total_norm: Tensor) -> None: ...
 

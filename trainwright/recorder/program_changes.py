@@ -29,8 +29,26 @@ _LARGEST_DIMENSION = 8
 _MOST_NODES = 20_000
 
 
+class KnownPrograms:
+    """The programs of a run's steps so far, by their hash: of every step at first, then of each sixteenth."""
+
+    def __init__(self) -> None:
+        self._known: set[int] = set()
+
+    def is_next_due(self, step: int) -> bool:
+        """Whether the step after ``step`` is compared."""
+        return len(self._known) <= MOST and (step < CALM or step % EVERY == 0)
+
+    def is_new(self, step: int, *program: Hashable) -> bool:
+        """Whether ``step`` had another program than all before."""
+        known, key = self._known, hash(program)
+        is_new = key not in known and len(known) > 0
+        known.add(key)
+        return is_new and step > 2  # the state of an optimizer is made in its first step
+
+
 class ProgramChanges(Probe):
-    """Compares what a loop does with what it did: in every step at first, then in each sixteenth.
+    """Compares what a loop does with what it did.
 
     A program is made of the operations of the tape, of the nodes of the autograd graph behind the losses, of the calls
     that make and change gradients, of how often the loop writes to each parameter, of the modes of the modules, and of
@@ -43,16 +61,16 @@ class ProgramChanges(Probe):
         self._parameters = [p for p in parameters if not p.is_inference()]
         self._nodes: list[Hashable] = []
         self._versions: list[int] = []
-        self._known: set[int] = set()
+        self._known = KnownPrograms()
         self._is_due = True
 
     def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
         if self._is_due and len(self._nodes) < _MOST_NODES:
-            self._nodes += [name for loss in losses for name in _names_of_nodes(loss.grad_fn)]
+            self._nodes += [name for loss in losses for name in names_of_nodes(loss.grad_fn)]
 
     def prepare_next(self, step: int) -> None:
         """Must be called when all that a watch does after ``step`` is done: replays write to the parameters, too."""
-        self._is_due = len(self._known) <= MOST and (step < CALM or step % EVERY == 0)
+        self._is_due = self._known.is_next_due(step)
         self._nodes = []
         self._versions = [p._version for p in self._parameters] if self._is_due else []
 
@@ -60,15 +78,12 @@ class ProgramChanges(Probe):
         if not self._is_due:
             return
         writes = tuple(p._version - before for p, before in zip(self._parameters, self._versions))
-        program = hash((tuple(self._nodes), writes, step.lr == 0, "edited" in step.values, *map(_key_of, step.program)))
-        if program in self._known:
-            return
-        self._known.add(program)
-        if step.step > 2:  # the state of an optimizer is made in its first step
+        called = map(_key_of, step.program)
+        if self._known.is_new(step.step, tuple(self._nodes), writes, step.lr == 0, "edited" in step.values, *called):
             step.values["changed"] = True
 
 
-def _names_of_nodes(first: Node | None) -> list[str]:
+def names_of_nodes(first: Node | None) -> list[str]:
     """The kinds of nodes behind a loss, in the order in which they are met."""
     names: list[str] = []
     waiting = [] if first is None else [first]

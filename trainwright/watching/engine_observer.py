@@ -17,6 +17,7 @@ from trainwright.engine.step import StepResult
 from trainwright.engine.witness import StepWitness
 from trainwright.errors import OutOfMemoryError, TrainwrightError, text_of
 from trainwright.observe.journal import Journal
+from trainwright.recorder.engine_changes import EngineChanges
 from trainwright.recorder.inputs import InputRecorder, InputRing, StepInputs
 from trainwright.recorder.numbers import Numbers, late, lateness
 from trainwright.recorder.probes import LoopObjects, Probe, WatchSite, begin_all, make_probes
@@ -41,12 +42,16 @@ NEEDS_A_LIVE_LOOP = {"loaded", "loaders"}
 
 
 class _Unjudged(NamedTuple):
-    """A step that is over. ``read`` returns its loss and gradient norm, which are on their way from a GPU."""
+    """A step that is over. ``read`` returns its loss and gradient norm, which are on their way from a GPU.
+
+    ``is_new``: its program is another than all before.
+    """
 
     result: StepResult
     inputs: StepInputs
     ended_s: float
     read: Callable[[], list[float]] | None
+    is_new: bool
 
     def numbers(self) -> Numbers:
         loss, norm = self.read() if self.read else (float(self.result.loss), float(self.result.grad_norm))
@@ -79,7 +84,8 @@ class EngineSession:
         objects = self._bench.objects
         self.device = objects.parameters[0].device
         self.witness: StepWitness
-        self.witness = self._inputs = InputRecorder(self.let_go)
+        self._changes = EngineChanges([m for root in objects.roots for m in root.modules()], objects.parameters)
+        self.witness = self._inputs = InputRecorder(self.let_go, self._changes)
         self.ring = InputRing(keep=KEEP, budget_bytes=enough_bytes(objects.roots), record=self._bench.record)
         self.runner = ExperimentRunner(objects, self.ring)
         loop = LoopObjects(accumulation=accumulation)
@@ -119,9 +125,10 @@ class EngineSession:
             inputs = dataclasses.replace(inputs, batch=result.batch, left_out=reason)
         if result.spike is not None and result.spike.action == "rollback":
             self._went_back = result.step  # the state after it is another
+        is_new = _is_applied(result) and self._changes.is_new(result.step - self._first_step, result.lr)
         read = late([result.loss, result.grad_norm]) if self._late else None
-        self._unjudged.append(_Unjudged(result, inputs, time.time(), read))
-        if len(self._unjudged) >= AT_ONCE or not self._may_wait(result):
+        self._unjudged.append(_Unjudged(result, inputs, time.time(), read, is_new))
+        if is_new or len(self._unjudged) >= AT_ONCE or not self._may_wait(result):
             self._judge_all_but(self._late)
         self._prepare_next(result.step)
 
@@ -145,6 +152,8 @@ class EngineSession:
         step.values = {"step_s": result.step_s, "wait_s": result.wait_s}
         if result.spike is not None:
             _note_spike(step, result.spike)
+        if unjudged.is_new:
+            step.values["changed"] = True
         return step
 
     def _judge(self, step: RecordedStep, numbers: Numbers) -> None:
@@ -152,7 +161,10 @@ class EngineSession:
         if self._warns and not bad and (spike := self._state.spikes.detect(step.step, norm)) is not None:
             _note_spike(step, SpikeDecision(spike, "warn"))
         self.log.note(step, numbers)
-        if self._looks.wants(step.step, loss, bad=bad, spiked="spike" in step.values):
+        spiked, changed = "spike" in step.values, "changed" in step.values
+        if changed:
+            self.runner.begin_again()
+        if self._looks.wants(step.step, loss, bad=bad, spiked=spiked, changed=changed):
             begin_s = time.thread_time()
             allowed_s = math.inf if bad else self._looks.allowed_s(step.step, step.values["step_s"])
             self._make_program(step, numbers)
@@ -187,6 +199,7 @@ class EngineSession:
             self._keep_state(step + 1)
             step_s = self._trained_s / max(1, step - self._first_step)
             self._snapshots.paid(step, time.perf_counter() - now_s, step_s)
+        self._changes.prepare_next(step - self._first_step)
 
     def _keep_state(self, step: int) -> None:
         try:
@@ -277,7 +290,10 @@ class EngineObserver:
         Where memory runs out, what was kept is dropped, and the next step is watched.
         """
         if self._failed is None:
-            self._guarded(lambda: self.session.note(result))
+            try:
+                self.session.note(result)
+            except Exception as error:
+                self._give_up(error)
 
     def findings(self) -> list[Found]:
         """The findings so far, the first cause first."""
@@ -290,7 +306,10 @@ class EngineObserver:
         self._is_closed = True
         error = sys.exc_info()[1]
         if self._failed is None:
-            self._guarded(lambda: self.session.end(error))
+            try:
+                self.session.end(error)
+            except Exception as failure:
+                self._give_up(failure)
         if self._failed is not None:
             kind = type(self._failed).__name__
             self._say(f"the doctor stopped watching at step {self.session.step}: {kind}: {str(self._failed)[:200]}")
@@ -299,15 +318,18 @@ class EngineObserver:
             self._say(line)
         self._journal.close()
 
-    def _guarded(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except TrainwrightError:
-            raise
-        except Exception as error:
-            self.session.let_go()
-            if not free_what_it_holds(error, self.session.device):
-                self._failed = error
+    def _give_up(self, error: Exception) -> None:
+        """Drops what was kept, and watches no more, unless it was memory that ran out. Raises what was raised so."""
+        if isinstance(error, TrainwrightError):
+            raise error
+        self.session.let_go()
+        if not free_what_it_holds(error, self.session.device):
+            self._failed = error
+
+
+def _is_applied(result: StepResult) -> bool:
+    """Whether its update was; of a GPU it is not asked: there an update that is left out writes as often."""
+    return result.spike is None and not (result.skipped.device.type == "cpu" and bool(result.skipped))
 
 
 def _note_spike(step: RecordedStep, decision: SpikeDecision) -> None:
