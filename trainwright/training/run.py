@@ -26,6 +26,7 @@ from trainwright.observe.end_time import EndTime
 from trainwright.observe.evaluation import PeriodicEvaluation
 from trainwright.observe.heartbeat import Heartbeat
 from trainwright.observe.logbook import Logbook
+from trainwright.observe.older_objects import OlderObjectsRest
 from trainwright.observe.progress import Progress
 from trainwright.observe.saving import SavePolicy, Saving
 from trainwright.observe.saving_together import SavingTogether
@@ -231,7 +232,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         measured = job.built.train_metrics
         logbook.recorder.window = measured.values
         layers = tuple(layer_observers(job, logbook))
-        probes = [each.probe for each in layers]
+        probes, collector = [each.probe for each in layers], [OlderObjectsRest()] if doctor else []
         advance = make_advance(job, witness, spike_handler(job.loaded), measured.keeper, probes)
         batches = signals.batches(job.batches) if alone else job.batches  # others would wait for one that stops there
         saver = SavingTogether(stage.world, saving) if job.divides_weights else saving
@@ -243,7 +244,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
                 batches,
                 advance,
                 until=until_of_job(job),
-                observers=(measured, *watching, *extra, *told, *layers, signals, heartbeat),
+                observers=(measured, *watching, *extra, *told, *layers, *collector, signals, heartbeat),
                 evaluation=evaluation or NEVER,
                 saving=saver,
                 world=stage.world,

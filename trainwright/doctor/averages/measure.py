@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +18,7 @@ from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.runlog.json_values import Facts, strict
 from trainwright.state.snapshot import LiveObjects, Snapshot
+from trainwright.world.memory import every_object
 
 SEARCHED_AT, FOLLOWED = 24, 16
 """After which step copies are searched for, once: it takes 0.1 s. For so many steps they are followed."""
@@ -246,7 +246,7 @@ def _holders(
 ) -> Iterator[tuple[object, str, list[Tensor]]]:
     """Modules, dicts and lists with tensors of the shapes of an original, in its order."""
     lengths = {len(shapes) for shapes in by_shapes}
-    every = gc.get_objects()
+    every = every_object()
     ours = {id(each.parameters) for each in every if type(each) is Snapshot}
     for each in every:
         kind = type(each)

@@ -1,0 +1,92 @@
+"""After its first steps a run leaves older objects to the garbage collector of the end."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.observe.test_observers import batches, make_state
+from trainwright.engine.loop import run
+from trainwright.engine.loss import Loss
+from trainwright.engine.step import StepResult, make_step
+from trainwright.engine.until import for_steps
+from trainwright.observe.older_objects import STEPS, OlderObjectsRest
+from trainwright.state.train_state import TrainState
+from trainwright.world.memory import every_object, give_back, older_objects
+
+
+class Cycle:
+    """Is not freed before the garbage collector finds it."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def is_freed(cycle: weakref.ref[Cycle]) -> bool:
+    return cycle() is None  # here, for an assert would hold it
+
+
+def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> Loss:
+    return Loss(model(batch[0]).sum(), float(len(batch[0])))
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_new_process() -> Iterator[None]:
+    """The suite freezes what it has imported. No collection comes by chance."""
+    gc.unfreeze()
+    gc.disable()
+    yield
+    gc.enable()
+    gc.freeze()
+
+
+def frozen_by_step(*, frozen_before: bool) -> tuple[list[bool], bool, bool]:
+    """After which steps objects rest; whether a cycle of before and one of a late step were freed at the last."""
+    dead = [weakref.ref(Cycle())]
+    if frozen_before:
+        gc.freeze()
+    resting: list[bool] = []
+    freed: list[bool] = []
+
+    def look(result: StepResult, state: TrainState) -> None:
+        resting.append(gc.get_freeze_count() > 0)
+        if result.step == STEPS + 1:
+            dead.append(weakref.ref(Cycle()))
+        if result.step == STEPS + 2:
+            gc.collect(1)
+            freed.extend(map(is_freed, dead))
+
+    run(
+        make_state(),
+        batches(STEPS + 2),
+        make_step(loss),
+        until=for_steps(STEPS + 2),
+        observers=[OlderObjectsRest(), look],  # type: ignore[list-item]
+    )
+    return resting, *freed  # type: ignore[return-value]
+
+
+def test_from_some_step_on_only_new_objects_are_looked_through() -> None:
+    resting, is_old_freed, is_new_freed = frozen_by_step(frozen_before=False)
+    assert resting == [step >= STEPS for step in range(1, STEPS + 3)]
+    assert is_new_freed and not is_old_freed and gc.get_freeze_count() == 0
+
+
+def test_where_memory_is_short_or_all_is_searched_older_objects_do_not_rest() -> None:
+    for end in (every_object, lambda: give_back(torch.device("cpu"))):
+        dead, kept = weakref.ref(Cycle()), Cycle()
+        older_objects.rest()
+        end()
+        gc.collect(0)
+        assert gc.get_freeze_count() == 0 and id(kept) in {id(each) for each in every_object()}
+        gc.collect()
+        assert is_freed(dead)
+
+
+def test_what_somebody_else_froze_stays_frozen() -> None:
+    resting, _, is_new_freed = frozen_by_step(frozen_before=True)
+    assert all(resting) and is_new_freed and gc.get_freeze_count() > 0
