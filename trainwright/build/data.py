@@ -104,8 +104,9 @@ class StepBatches:
         for fetched in self._fetched(found):
             if isinstance(fetched, Failed):
                 raise fetched.error()
-            bad += fetched.bad
-            found.update(each.id for each in fetched.bad)
+            if fetched.bad:
+                bad += fetched.bad
+                found.update(each.id for each in fetched.bad)
             if len(fetched.ids) or not fetched.key.counted:
                 window.append(MicroBatch(to_device(fetched.data, self.loading.device), fetched.ids))
             if fetched.key.closes and window:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
-from contextlib import nullcontext
 from itertools import count, islice
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -116,7 +115,10 @@ class Fetch(torch.utils.data.Dataset["Fetched | Failed"]):
     def __getitem__(self, key: Key) -> Fetched | Failed:
         if hasattr(self.dataset, "set_epoch"):  # for every batch: an evaluation may share the dataset
             self.dataset.set_epoch(key.epoch)
-        with preserved_rng() if self.samples_draw or self.batches_draw else nullcontext():
+        if self.samples_draw or self.batches_draw:
+            with preserved_rng():
+                fetched = self._fetched(key)
+        else:
             fetched = self._fetched(key)
         self.in_progress.begin(-1, 0)
         return fetched

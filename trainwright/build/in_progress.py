@@ -22,7 +22,7 @@ class InProgress:
 
     def begin(self, first: int, count: int = 1) -> None:
         """``count`` samples are read now, all at once; 0: they have been read."""
-        if info := get_worker_info():
+        if self._first and (info := get_worker_info()):
             self._first[info.id], self._count[info.id] = first, count
 
     def of(self, pid: int | None) -> tuple[int, int]:

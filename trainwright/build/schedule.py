@@ -22,6 +22,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from trainwright.build.resolve import imported
@@ -90,9 +91,21 @@ class ConstantSchedule:
             return span
         return round(span * self.total)
 
+    @cached_property
+    def _warmup(self) -> tuple[float, bool]:
+        """The length of the warm-up, and whether that is in steps."""
+        return self._length(self.warmup), self._in_steps(self.warmup)
+
+    @cached_property
+    def _decay_span(self) -> tuple[float, float]:
+        """Where the decay begins and how long it is, in steps, or in shares of a run without ``total``."""
+        warmup, in_steps = self._warmup
+        start = warmup if in_steps == (self.total is not None) else 0
+        return start, (1.0 if self.total is None else self.total) - start
+
     def _warm(self, step: int, fraction: float) -> float:
-        warmup = self._length(self.warmup)
-        done = step + 1 if self._in_steps(self.warmup) else fraction
+        warmup, in_steps = self._warmup
+        done = step + 1 if in_steps else fraction
         return 1.0 if done >= warmup else self.warmup_floor + (1 - self.warmup_floor) * done / warmup
 
     def _since_warmup(self, step: int, fraction: float, unit: Span) -> float:
@@ -103,10 +116,9 @@ class ConstantSchedule:
 
     def _position(self, step: int, fraction: float) -> float:
         """Returns t of the module docstring."""
-        whole = 1.0 if self.total is None else self.total
-        start = self._length(self.warmup) if self._in_steps(self.warmup) == self._in_steps(1.0) else 0
-        left = whole - start
-        return min(1.0, self._since_warmup(step, fraction, 1.0) / left) if left > 0 else 0.0
+        start, length = self._decay_span
+        past = (fraction if self.total is None else step) - start
+        return min(1.0, max(0.0, past) / length) if length > 0 else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainwright.engine.between import NEVER, Evaluator, LastGood, Saver, Whole, each_batch
-from trainwright.engine.observer import Observer, Stop, as_observer, asked
+from trainwright.engine.observer import Observer, Stop, as_observer, as_stop
 from trainwright.engine.step import StepFn, StepResult
 from trainwright.engine.until import Until
 from trainwright.state.cursor import StepBatch
@@ -96,8 +96,9 @@ def run(
                             evaluation(state)
                             last.evaluation = evaluation.last
                     finally:  # the state is saved where it raises, so the step belongs into the log
-                        stops = [found for each in observers if (found := asked(each, last, state)) is not None]
-                stop = world.agree(min(stops, key=lambda found: found.save, default=None))  # a poisoned state first
+                        answers = [each.observe(last, state) for each in observers]
+                        told = [as_stop(each, by) for each, by in zip(answers, observers) if each is not None]
+                stop = world.agree(min(told, key=lambda found: found.save) if told else None)  # a poisoned state first
                 if stop:
                     break
                 if saving.due(state):

@@ -63,11 +63,10 @@ def as_observer(given: object) -> Observer:
     return FunctionObserver(given)
 
 
-def asked(observer: Observer, result: StepResult, state: TrainState) -> Stop | None:
-    """What an observer asks for after a step. Raises UsageError for what is no Stop."""
-    found: object = observer.observe(result, state)
-    if found is None or isinstance(found, Stop):
-        return found
+def as_stop(answer: object, observer: Observer) -> Stop:
+    """What an observer returned after a step, where that is not None. Raises UsageError for what is no Stop."""
+    if isinstance(answer, Stop):
+        return answer
     owner = observer.function if isinstance(observer, FunctionObserver) else type(observer)
     name = f"{getattr(owner, '__name__', type(owner).__name__)}{'' if owner is not type(observer) else '.observe'}"
-    raise UsageError(f"{name} returned {found!r}", remedy="return None or a tw.Stop(why)")
+    raise UsageError(f"{name} returned {answer!r}", remedy="return None or a tw.Stop(why)")

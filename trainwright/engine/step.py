@@ -269,7 +269,7 @@ def _finish(state: TrainState, done: Accumulated, parts: _Parts) -> _Gradients:
         fill_missing(state.optimizer, world)
         done = combine(done, world, device_of(state.optimizer))
     parameters, grads = collect_grads(state.optimizer, done)
-    if grads:
+    if grads and (state.scaler.scale is not None or done.correction is not None):
         _unscale(state, locals_of(grads), done, witness)
     if is_to_sum:
         world.sum_(locals_of(grads))

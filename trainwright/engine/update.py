@@ -35,8 +35,7 @@ class Update:
 
     def __call__(self, skipped: Tensor, state: TrainState, batch: StepBatch) -> tuple[OomReport, ...]:
         """Returns a report of the try that failed, if one did."""
-        optimizer, micro = state.optimizer, max(micro.size for micro in batch.micro)
-        device = optimizer.param_groups[0]["params"][0].device
+        optimizer = state.optimizer
         reports: tuple[OomReport, ...] = ()
         while True:
             before = _Written(optimizer)
@@ -46,13 +45,15 @@ class Update:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
+                device: torch.device = optimizer.param_groups[0]["params"][0].device
                 seen = replace(oom_snapshot(error, state, batch, device), phase="update", module="")
             if state.is_divided or not before.is_undone():
                 raise _torn(state, seen.error)
             self._witness.memory_ran_out()
             if reports:
                 self._recovery.put_back(state)
-            reports += (make_room(seen, batch, None if reports else micro, state, device),)
+            micro = None if reports else max(micro.size for micro in batch.micro)
+            reports += (make_room(seen, batch, micro, state, device),)
             if len(reports) > 1:
                 raise _does_not_fit(state, reports)
             for group in optimizer.param_groups:

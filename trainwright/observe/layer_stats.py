@@ -181,6 +181,11 @@ class LayerStats:
         done.record()
         self._pending = host, done
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether there is something to read, now or soon."""
+        return self._pending is not None
+
     def read(self, *, wait: bool = False) -> Mapping[str, object] | None:
         """The fields of a Layers record, once they are on the host; None before, and where there is nothing new."""
         if self._pending is None:
@@ -279,7 +284,8 @@ class LayerLog:
         if step == self._measured:
             self._stats.after_update()
             self._next = step + self.apart(step)
-        self._write(self._measured)
+        if self._stats.is_pending:
+            self._write(self._measured)
         if step + 1 >= self._next and self._paid_s + self._stats.hooks_s <= COST * self._steps_s:
             self._measured = step + 1
             self._stats.begin()

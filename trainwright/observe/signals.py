@@ -129,19 +129,25 @@ class Signals:
     def at_once(self, what: str) -> Iterator[None]:
         """Inside, a signal raises StopRequest wherever that is, and ``what`` is said; so does one that came before."""
         try:
-            self._at_once = what
-            if self.received is not None:
-                raise StopRequest(self._stop(self.received))
+            self._from_now_at_once(what)
             yield
         finally:
             self._at_once = ""
+
+    def _from_now_at_once(self, what: str) -> None:
+        self._at_once = what
+        if self.received is not None:
+            raise StopRequest(self._stop(self.received))
 
     def batches(self, batches: Iterable[StepBatch]) -> Iterator[StepBatch]:
         """Yields the batches; a signal that comes while the run waits for one ends the wait by StopRequest."""
         stream = iter(batches)
         while True:
-            with self.at_once("saving now, while no step is in progress"):
+            try:  # as ``at_once``, without a context of its own in each step
+                self._from_now_at_once("saving now, while no step is in progress")
                 batch = next(stream, None)
+            finally:
+                self._at_once = ""
             if batch is None:
                 return
             yield batch
