@@ -137,7 +137,9 @@ class Sweep:
     def __init__(self, case: str, kind: str, threads: int, precise: int) -> None:
         self.case, self.kind, self.threads, self.precise = case, kind, threads, precise
         self._processes = multiprocessing.get_context("forkserver")
-        self._processes.set_forkserver_preload(["benchmarks.memory_limits", "trainwright.training.run"])
+        self._processes.set_forkserver_preload(
+            ["benchmarks.memory_limits", "trainwright.training.run", "trainwright.training.fit"]
+        )
         self.known: dict[tuple[str, int], int | None] = {}
 
     def micro(self, side: str, mib: int) -> int | None:

@@ -108,6 +108,23 @@ def test_where_memory_is_short_training_waits_and_it_is_said(tmp_path: Path) -> 
     saving.close()
 
 
+def test_where_memory_ran_out_before_the_first_save_no_copy_is_thought_of(tmp_path: Path) -> None:
+    heard, state = Heard(), state_at(1)
+    asked: list[int] = []
+    state.micro_limit = 1
+
+    def free_memory() -> int:
+        asked.append(1)
+        return 2**40
+
+    saving = Saving(tmp_path, SavePolicy(), listener=heard, warn=heard.said.append, free_memory=free_memory)
+    saving.due(state)
+    saving(state)
+    assert [step_of(path) for path in checkpoints(tmp_path)] == [1], "it is there when the call returns"
+    saving.close()
+    assert asked == heard.said == []
+
+
 def test_one_write_at_a_time_and_none_is_lost(tmp_path: Path) -> None:
     heard = Heard()
     saving = saving_in(tmp_path, heard, retention=Retention(100))

@@ -222,10 +222,10 @@ class Saving:
             self.close()
 
     def _look(self, state: TrainState) -> None:
-        """Starts to allocate memory for the copy while training goes on, unless it would not fit."""
+        """Starts to allocate memory for the copy while training goes on, unless it would not fit or memory ran out."""
         self._looked = True
         tensors = tensors_of(state)
-        if not self._policy.asynchronous or isinstance(self._thread, _NoThread):
+        if not self._policy.asynchronous or isinstance(self._thread, _NoThread) or state.micro_limit is not None:
             return
         needed = num_bytes(tensors)
         if needed > MOST_OF_FREE_MEMORY * self._free_memory():

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
-STACK_BYTES = 2**20
+STACK_BYTES = 2**18
 
 
 @contextlib.contextmanager
 def small_stacks() -> Iterator[None]:
-    """A thread of ours that starts inside has a stack of 1 MiB: the usual 8 MiB count where memory is limited."""
+    """A thread of ours that starts inside has a stack of 256 KiB: the usual 8 MiB count where memory is limited."""
     before = threading.stack_size(STACK_BYTES)
     try:
         yield
