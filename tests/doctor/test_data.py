@@ -355,3 +355,21 @@ def test_evaluated_inputs_are_as_those_of_training(
         loop.end = end
 
     assert states(watched(change, dtype=dtype), "data")["evaluation_is_alike"].state == state
+
+
+@pytest.mark.parametrize(("every", "state"), [(1, "held"), (2, "broken"), (4, "broken"), (9, "not looked at")])
+def test_a_model_is_called_for_each_batch_of_an_evaluation(every: int, state: str) -> None:
+    """At 9 it is not called at all: the pass is no evaluation of it."""
+    loader = DataLoader(rows(), BATCH)
+
+    def change(loop: Loop) -> None:
+        def end(step: int) -> None:
+            if step % 5 == 4:
+                with torch.no_grad():
+                    for number, (x, _) in enumerate(loader):
+                        if every < 9 and number % every == 0:
+                            loop.model(x)
+
+        loop.end = end
+
+    assert states(watched(change), "data")["evaluated_batches_are_used"].state == state

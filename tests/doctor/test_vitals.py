@@ -300,9 +300,36 @@ def test_fresh_weights_that_nobody_trains(name: str) -> None:
     assert (law.severity, law.where.module) == ("warning", "" if name == "up" else name)
 
 
+def of_few_weights() -> nn.Module:
+    """Its head has 16 weights."""
+    return nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, CLASSES))
+
+
+def of_few_trained() -> nn.Module:
+    """No weight of it has the values of an initialisation."""
+    model = of_few_weights()
+    for p in model.parameters():
+        p.data.mul_(1.5)
+    return model
+
+
+def test_few_weights_that_nobody_trains() -> None:
+    watch = watched(freezing("2"), model=of_few_weights, steps=17)
+    assert found(watch, "law.vitals.fresh_weights_are_trained").where.module == "2"
+
+
+def test_what_stood_is_told_of_when_the_rate_is_0() -> None:
+    def at_0_in_the_end(loop: Loop) -> None:
+        cut(loop)
+        loop.end = lambda step: loop.optimizer.param_groups[0].update(lr=0.0) if step == 20 else None
+
+    assert "weights_move" in broken(watched(at_0_in_the_end, steps=22), "vitals")
+
+
 @pytest.mark.parametrize(
     ("change", "model", "state"),
     [
+        (freezing("2"), of_few_trained, "held"),
         (freezing(), WithBranch, "not applicable"),
         (freezing("first"), WithBranch, "held"),
         (freezing("middle", "head", "up"), trained_before, "held"),

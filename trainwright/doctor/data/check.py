@@ -264,6 +264,7 @@ LAWS: tuple[Law, ...] = (
     Law("data.evaluation_is_apart", evaluation.evaluation_is_apart, named_by=("data.train_val_overlap",)),
     Law("data.evaluation_is_alike", evaluation.evaluation_is_alike),
     Law("data.evaluation_is_the_same", evaluation.evaluation_is_the_same),
+    Law("data.evaluated_batches_are_used", evaluation.evaluated_batches_are_used),
     Law("data.evaluation_goes_on", evaluation.evaluation_goes_on),
     Law("data.evaluation_is_possible", evaluation.evaluation_is_possible),
     Law("data.figures_are_averages", figures.figures_are_averages),

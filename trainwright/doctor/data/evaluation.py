@@ -6,12 +6,14 @@ import math
 from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.data.facts import EvaluatedRows, EvaluationFacts, RowsFacts, ToldFacts
+from trainwright.doctor.data.facts import DrawsFacts, EvaluatedRows, EvaluationFacts, RowsFacts, ToldFacts
 from trainwright.doctor.finding import finding
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
 from trainwright.doctor.program.facts import ObjectsFacts, WrittenFacts
 from trainwright.runlog.records import Where
 
+TWICE = 2
+"""Passes: in one of them a loop may try something."""
 SHARE = 0.05
 """Of rows: less is a few that are there twice."""
 EARLY, LONG = 4, 32
@@ -112,6 +114,28 @@ def evaluation_is_the_same(case: Case) -> Iterator[Verdict]:
         sure=0.5,
         stage="input",
         evidence=[("rows of the last evaluations", [each.rows for each in facts.evaluations])],
+    )
+
+
+def evaluated_batches_are_used(case: Case) -> Iterator[Verdict]:
+    """A model is called for each batch of a pass in which it is evaluated."""
+    facts = case.newest(DrawsFacts)
+    if facts is None or not facts.passes:
+        return
+    if facts.passes_with_fewer < TWICE or 2 * facts.passes_with_fewer < facts.passes:
+        yield Holds(f"{facts.passes} passes over data")
+        return
+    yield finding(
+        "law.data.evaluated_batches_are_used",
+        "warning",
+        case.last_step,
+        symptom=f"an evaluation goes over {facts.batches} batches and calls the model {facts.calls} times, in "
+        f"{facts.passes_with_fewer} passes",
+        cause="the outputs of one batch are used for others too: what each round makes anew is made once",
+        remedy="call the model with each batch",
+        sure=0.8,
+        stage="loop",
+        evidence=[("calls of the model in the last such pass", facts.calls, facts.batches)],
     )
 
 

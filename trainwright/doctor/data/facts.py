@@ -84,6 +84,9 @@ class DrawsFacts:
 
     Of the ``given`` ones that the watch was called with, ``given_read`` were iterated over; ``others_trained``: batches
     of other loaders that came in a mode with gradients; ``others_evaluated``: one of these gave batches without, too.
+
+    Passes over a loader without gradients, in which a watched model was called: ``passes`` of them with ``batches``,
+    and ``passes_with_fewer`` calls than three quarters of their batches; the last of these had ``calls``.
     """
 
     experiment: ClassVar[str] = "draws"
@@ -92,6 +95,10 @@ class DrawsFacts:
     given_read: int = 0
     others_trained: int = 0
     others_evaluated: bool = False
+    passes: int = 0
+    passes_with_fewer: int = 0
+    batches: int = 0
+    calls: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

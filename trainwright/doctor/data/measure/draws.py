@@ -1,4 +1,4 @@
-"""Counts which samples the loaders that are trained on draw in an epoch, by the numbers that their samplers give."""
+"""Counts which samples loaders draw in an epoch, by the numbers that their samplers give, and what becomes of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import weakref
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -18,12 +19,14 @@ from torch.utils.data import (
 from trainwright.doctor.data.facts import DrawsFacts, LoaderEpochs
 from trainwright.recorder.datasets import length_of
 from trainwright.recorder.probes import Probe, WatchedObjects
-from trainwright.recorder.user_types import Loader
+from trainwright.recorder.user_types import Args, Kwargs, Loader
 from trainwright.runlog.json_values import Facts, strict
 
 MOST_SAMPLES = 1 << 17
 """Of a larger data set nothing is counted."""
 LISTED = 16
+LEAST, USED = 3, 0.75
+"""Batches of a pass that is judged, and what share of them a model must be called for: some may be left out."""
 
 
 @dataclass
@@ -33,6 +36,25 @@ class _Epoch:
     drawn: int = 0
     trained: int = 0
     ids: set[int] = field(default_factory=set)
+
+
+@dataclass
+class _Passes:
+    """Passes over loaders without gradients. ``batches`` and ``calls`` are of the one that runs."""
+
+    batches: int = 0
+    calls: int = 0
+    over: int = 0
+    with_fewer: int = 0
+    last: tuple[int, int] = (0, 0)
+
+    def end(self) -> None:
+        if self.calls and self.batches >= LEAST:
+            self.over += 1
+            if self.calls < USED * self.batches:
+                self.with_fewer += 1
+                self.last = self.batches, self.calls
+        self.batches = self.calls = 0
 
 
 @dataclass
@@ -54,12 +76,17 @@ class Draws(Probe):
         self._read: set[int] = set()
         self._of: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._others = 0
+        self._passes = _Passes()
         self._trained: set[int] = set()
         self._evaluated: set[int] = set()
         self._sources: weakref.WeakKeyDictionary[Loader, _Source] = weakref.WeakKeyDictionary()
         self._iterators: weakref.WeakKeyDictionary[object, _Source] = weakref.WeakKeyDictionary()
 
+    def on_forward_without_grad(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        self._passes.calls += self._passes.batches > 0
+
     def on_epoch(self, loader: Loader, iterator: object) -> None:
+        self._passes.end()
         self._read.add(id(loader))
         self._of[iterator] = id(loader)
         size = length_of(getattr(loader, "dataset", None)) or 0
@@ -72,6 +99,7 @@ class Draws(Probe):
         self._iterators[iterator] = source
 
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
+        self._passes.batches += not torch.is_grad_enabled()
         if (loader := self._of.get(iterator)) is not None and loader not in self._given:
             self._others += torch.is_grad_enabled()
             (self._trained if torch.is_grad_enabled() else self._evaluated).add(loader)
@@ -82,8 +110,9 @@ class Draws(Probe):
             source.running.ids.update(ids)
 
     def values(self) -> Facts | None:
+        self._passes.end()
         rows = [_facts(loader, each) for loader, each in self._sources.items() if len(each.over) == 2]
-        if not rows and not self._given:
+        if not rows and not self._given and not self._passes.over:
             return None
         facts = DrawsFacts(
             epochs=tuple(rows),
@@ -91,6 +120,10 @@ class Draws(Probe):
             given_read=len(self._given & self._read),
             others_trained=self._others,
             others_evaluated=bool(self._trained & self._evaluated),
+            passes=self._passes.over,
+            passes_with_fewer=self._passes.with_fewer,
+            batches=self._passes.last[0],
+            calls=self._passes.last[1],
         )
         return dict(strict(vars(facts)))
 

@@ -18,8 +18,10 @@ from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 from trainwright.runlog.json_values import Facts, strict
 
-FEW, MOST = 64, 8
-"""Elements of which a distribution can be told; tensors that are looked at."""
+FEW, ENOUGH, MOST = 16, 64, 8
+"""Elements of which anything, and of which a distribution can be told; tensors that are looked at."""
+EDGE = 8
+"""Of so few, the largest lies within this many times the bound over their number of it: 0.03 % of draws do not."""
 CRITICAL = 1.36
 """Of Kolmogorov and Smirnov's statistic times the root of the number: 5 % of uniform draws lie above it."""
 SAMPLE = 4096
@@ -55,11 +57,19 @@ def _is_fresh(parameter: Tensor) -> bool:
         return False
     if not bool(flat.any()):
         return True
-    flat = flat[:: max(1, flat.numel() // SAMPLE)]
-    bound = float(flat.abs().max()) * (1 + 1 / flat.numel())
+    flat, usual = flat[:: max(1, flat.numel() // SAMPLE)], _bound(parameter)
+    largest = float(flat.abs().max())
+    if flat.numel() < ENOUGH and not usual * (1 - EDGE / flat.numel()) < largest <= usual * (1 + 1e-6):
+        return False
+    bound = usual if flat.numel() < ENOUGH else largest * (1 + 1 / flat.numel())
     at = (flat.sort().values / bound + 1) / 2
     places = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device) / flat.numel()
     return float((at - places).abs().max()) * math.sqrt(flat.numel()) < CRITICAL
+
+
+def _bound(weight: Tensor) -> float:
+    """What torch draws the weights of its linear and convolutional layers up to."""
+    return 1.0 / math.sqrt(weight.numel() // weight.shape[0])
 
 
 @dataclass

@@ -45,6 +45,7 @@ class MovingWeights(Probe):
         self._moved: set[int] = set()
         self._frozen_moved: set[int] = set()
         self._was_frozen: set[int] = set()
+        self._updated: set[int] = set()
         self._with_gradient: set[int] = set()
         self._sizes: list[tuple[int, list[float]]] = []
         self._steps = self._updates = self._stands_since = self._lowest_at = 0
@@ -55,6 +56,7 @@ class MovingWeights(Probe):
         self._begin = self._last = self._checksums()
         self._sizes = [(0, self._rms())]
         self._was_frozen = self._frozen()
+        self._held()
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps = step.step
@@ -123,10 +125,11 @@ class MovingWeights(Probe):
         return tuple(self._names[n] for n in numbers[:MOST_NAMES])
 
     def _held(self) -> set[int]:
-        """What belongs to an optimizer in a group whose rate is above 0."""
+        """What belongs to an optimizer in a group whose rate is, or was at a look, above 0."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups if _rate(group) > 0.0]
         held = {id(p) for group in groups for p in group["params"]}
-        return {n for n, p in enumerate(self._parameters) if id(p) in held}
+        self._updated |= {n for n, p in enumerate(self._parameters) if id(p) in held}
+        return self._updated
 
     def _frozen(self) -> set[int]:
         return {n for n, p in enumerate(self._parameters) if not p.requires_grad}
