@@ -1,6 +1,8 @@
-"""The doctor's marks for faults of several ranks: every program of ``zoo/ranks.py`` on two gloo processes, watched.
+"""The doctor's marks for faults of several ranks: programs of two gloo processes, watched.
 
-    python -m benchmarks.rank_zoo [--only X01,HX1] [--seeds 2] [--json]
+    python -m benchmarks.rank_zoo [--apart] [--only X01,HX1] [--seeds 2] [--json]
+
+The programs are those of ``zoo/ranks.py``, with ``--apart`` those of ``zoo/ranks_apart.py``.
 
 recall: the right code is among the first three alarms of a rank. guilty: where a fault lies on one rank alone, that
 rank and no other is named. For healthy runs: how many of them have an alarm.
@@ -18,7 +20,7 @@ from typing import Any
 if not __package__:
     sys.exit("run it as a module, python -m benchmarks.rank_zoo: run by its path it hides the package zoo")
 
-import zoo.ranks  # noqa: F401  registers the programs
+import zoo.ranks_apart  # noqa: F401  registers all programs
 from benchmarks.pairs import run_pair
 from zoo.ranks_host import RANK_ENTRIES, score
 
@@ -27,10 +29,15 @@ def main() -> None:
     """Prints a line for each run, and two with the marks."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="")
+    parser.add_argument("--apart", action="store_true")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    names = [name for name in sorted(RANK_ENTRIES) if not options.only or name in options.only.split(",")]
+    names = (
+        options.only.split(",")
+        if options.only
+        else sorted(each for each in RANK_ENTRIES if is_apart(each) == options.apart)
+    )
     with tempfile.TemporaryDirectory() as folder:
         ask = {"names": names, "seeds": list(range(options.seeds)), "folder": folder}
         told = run_pair("zoo.ranks_host", ask, Path(folder))
@@ -38,6 +45,11 @@ def main() -> None:
     for each in scores:
         print(json.dumps(each) if options.json else _line(each))
     print(json.dumps(marks(scores)))
+
+
+def is_apart(name: str) -> bool:
+    """Whether the program is of group Y."""
+    return name.removeprefix("H").startswith("Y")
 
 
 def marks(scores: list[dict[str, Any]]) -> dict[str, Any]:

@@ -17,10 +17,12 @@ from zoo.host import Rows, Watch, table
 from zoo.ranks_host import RANKS, STEPS, batches, healthy_ranks, net, rank_fault
 
 
-def wrapped(seed: int, rank: int, dropout: float = 0.0, **more: bool) -> DistributedDataParallel:
+def wrapped(
+    seed: int, rank: int, dropout: float = 0.0, *, find_unused: bool = False, **more: bool
+) -> DistributedDataParallel:
     """The model on this rank, and then random numbers of its own."""
     torch.manual_seed(seed)
-    model = DistributedDataParallel(net(dropout, **more))
+    model = DistributedDataParallel(net(dropout, **more), find_unused_parameters=find_unused)
     torch.manual_seed(1000 * seed + rank)
     return model
 

@@ -120,7 +120,7 @@ def bits_of(models: list[nn.Module]) -> str:
 
 def main(ask: dict[str, Any]) -> None:
     """Prints one line of JSON for each program and seed."""
-    import zoo.ranks  # noqa: F401  registers the entries
+    import zoo.ranks_apart  # noqa: F401  registers all entries
 
     logging.disable()
     torch.set_num_threads(1)
