@@ -24,7 +24,7 @@ def clipped(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, *,
     optimizer.step()
 
 
-@rank_fault("Y01", "mode.eval_during_training", guilty=0)
+@rank_fault("Y01", "dist.programs_differ", "mode.eval_during_training", guilty=0)
 def the_rank_that_evaluates_stays_in_eval_mode(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank, 0.2)
     optimizer, data = adam(model), batches(seed, rank)
@@ -37,7 +37,7 @@ def the_rank_that_evaluates_stays_in_eval_mode(watch: Watch, seed: int, rank: in
             update(optimizer, F.cross_entropy(model(x), y))
 
 
-@rank_fault("Y02", "dist.gradients_differ")
+@rank_fault("Y02", "dist.programs_differ", "dist.gradients_differ")
 def one_rank_does_not_clip(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     optimizer, data = adam(model), batches(seed, rank)

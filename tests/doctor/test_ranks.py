@@ -23,6 +23,7 @@ from trainwright.runlog.json_values import strict
 from trainwright.runlog.records import Examined, Found, construct, from_json, to_json
 
 NAMES = ("a.weight", "b.weight")
+TRAITS = {"modes": "3 of 3 modules in training mode", "changes of the gradients": "clipped by norm at 1"}
 SYNCED = ExchangeFacts(calls=1, wrapped_calls=1, synced_calls=1, last_synced=True, collectives=1)
 Change = Callable[[RankStep], RankStep]
 
@@ -36,8 +37,12 @@ def row(rank: int, step: int) -> RankStep:
         step=step,
         weights=(10 + step, 20 + step),
         gradients=(step, -step),
+        reduced=(step, -step),
+        moments=(3 * step, None),
         buffers=(7, None),
+        program=TRAITS,
         groups=({"lr": 0.1},),
+        factor=0.4,
         micro_batches=1,
         samples=(100 * rank + step,),
         rng=1000 * rank + step,
@@ -77,7 +82,7 @@ def on_all(**changes: object) -> Change:
 
 def drifting(exchange: ExchangeFacts) -> Change:
     """From step 3 on the gradients of rank 1 are others, and so are then its weights."""
-    other = {"weights": (1, 2), "gradients": (3, 4)}
+    other = {"weights": (1, 2), "gradients": (3, 4), "reduced": (3, 4), "moments": (5, None)}
     return lambda row: replace(row, exchange=exchange, **other) if row.rank == 1 and row.step >= 3 else row
 
 
@@ -88,7 +93,7 @@ def test_healthy_ranks_are_found_healthy() -> None:
 def test_facts_come_back_from_json() -> None:
     facts = compared(drifting(SYNCED))
     assert construct(RanksFacts, json.loads(json.dumps(strict(facts)))) == facts
-    assert len(facts.disagreements) == 2
+    assert len(facts.disagreements) == 4
 
 
 @each_row(
@@ -107,6 +112,11 @@ def test_facts_come_back_from_json() -> None:
         (on_all(rng=5), "dist.same_rng", 1),
         (on_all(summed=True), "dist.sum_not_mean", 1),
         (on(1, 1, own_s=0.019), "perf.straggler", 4),
+        (on(1, 3, gradients=(3, 4), weights=(1, 2)), "dist.gradients_differ", 3),
+        (on(1, 4, moments=(8, None), weights=(1, 2)), "dist.replicas_diverged", 4),
+        (on(0, 2, program={**TRAITS, "modes": "1 of 3 modules in training mode"}), "dist.programs_differ", 2),
+        (on_all(shrunk=True), "dist.averaged_twice", 1),
+        (on(1, 1, factor=0.41), "dist.gradients_differ", 1),
     ],
 )
 def test_a_broken_law_has_one_finding(change: Change, code: str, since: int | None) -> None:
@@ -142,6 +152,11 @@ def test_a_slow_machine_is_named_by_its_ranks() -> None:
         lambda row: on(1, 1, own_s=0.019)(replace(row, steps=1)),  # rows of single steps
         lambda row: on(1, 1, own_s=0.019)(replace(row, step_s=0.5)),  # next to nothing of a step
         lambda row: replace(row, without_gradient=("b.weight",)),  # unused everywhere
+        lambda row: replace(row, reduced=(row.rank, row.step)),  # the loop reduces by itself, after backward
+        lambda row: replace(row, factor=0.4 + 1e-5 * row.rank),  # rounding of norms
+        on(1, 2, moments=(None, None)),  # another rank updates them (ZeRO)
+        on(0, 6, program={**TRAITS, "modes": "none"}),  # once
+        on(0, 6, shrunk=True),
     ],
 )
 def test_what_is_no_fault_is_not_found(change: Change) -> None:
@@ -210,3 +225,21 @@ def test_a_flipped_bit_is_named_with_its_rank_and_parameter() -> None:
     assert (found.code, found.where.rank, found.where.module, found.since_step) == ("hw.silent_corruption", 1, "b", 4)
     both = replace(facts, statuses=tuple(RankStatus(rank=rank, changes=(change,)) for rank in (0, 1)))
     assert findings(both)[0].where.rank is None
+
+
+def test_a_rank_whose_code_writes_to_its_weights_is_named() -> None:
+    """Several parameters at once: no defect of a machine."""
+    changes = tuple(WeightsChange(step=3, parameter=name, one_bit=False) for name in NAMES)
+    facts = compared(on(1, 4, weights=(1, 2)), size=2)
+    [found] = findings(replace(facts, statuses=(RankStatus(rank=0), RankStatus(rank=1, changes=changes))))
+    assert (found.code, found.where.rank, found.since_step) == ("dist.replicas_diverged", 1, 3)
+    assert "the weights of rank 1 changed" in found.symptom
+
+
+def test_a_rank_in_another_mode_is_named_and_clips_are_told_apart() -> None:
+    off = {**TRAITS, "modes": "1 of 3 modules in training mode"}
+    assert findings(compared(on(0, 2, program=off), size=2))[0].where.rank == 0
+    unclipped = on(1, 2, program={**TRAITS, "changes of the gradients": "none"}, gradients=(3, 4), weights=(1, 2))
+    [found] = findings(compared(unclipped, size=2))
+    assert (found.code, found.severity) == ("dist.programs_differ", "critical")
+    assert "rank 0: clipped by norm at 1; rank 1: none" in found.symptom

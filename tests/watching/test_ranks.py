@@ -47,6 +47,7 @@ def test_no_look_communicates(tmp_path: Path) -> None:
         assert "communicates with other processes" in watched["codes"]["loop.unseen"], alone["program"]
         if alone["program"] != "nan":  # there the watch leaves the update out
             assert [each["weights"] for each in mine] == [alone["weights"]] * 2, alone["program"]
+            assert watched["collectives"] == alone["collectives"] > 0, alone["program"]
             assert [each["weights"] for each in theirs] == [theirs[0]["weights"]] * 2, alone["program"]
         faults = {"nan": ("num.nonfinite", "data.nonfinite_input"), "no_zero_grad": ("opt.missing_zero_grad",)}
         assert set(watched["codes"]) <= {"loop.unseen", *faults.get(alone["program"], ())}

@@ -11,7 +11,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import trainwright as tw
+from trainwright.recorder.ranks import num_collectives
 
 STEPS, RANKS = 14, 2
 
@@ -51,6 +52,12 @@ def prepared(program: str, inner: nn.Module) -> nn.Module:
     return inner if is_plain else DistributedDataParallel(inner)
 
 
+def batches(loader: DataLoader[Any], epochs: int) -> Iterator[Any]:
+    for epoch in range(epochs):
+        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        yield from loader
+
+
 def train(program: str, seed: int, rank: int, watching: Callable[..., Any]) -> tuple[nn.Module, Any]:
     torch.manual_seed(seed)
     x, y = torch.randn(224, 8), torch.randint(0, 4, (224,))
@@ -64,8 +71,17 @@ def train(program: str, seed: int, rank: int, watching: Callable[..., Any]) -> t
         optimizer = kind(model.parameters(), lr=1e-2)
     data = TensorDataset(x, y)
     loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data, RANKS, rank, seed=seed))
+    average = [p.detach().clone() for p in model.parameters()] if program == "sharded" else []
     with watching(inner if program == "inside" else model, optimizer, loader=loader) as watch:
-        for number, (rows, target) in enumerate(loader):
+        for number, (rows, target) in enumerate(batches(loader, 3 if average else 1)):
+            if average:  # parts of each weight, long enough to be searched for; and gradients are dropped late
+                loss = F.cross_entropy(model(rows), target)
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                torch._foreach_lerp_(average, [p.detach() for p in model.parameters()], 0.1)
+                continue
             if program != "no_zero_grad":
                 optimizer.zero_grad()
             is_alone = program == "first_batches_alone" and number < 5
@@ -88,6 +104,7 @@ def outcome(ask: dict[str, Any], program: str, seed: int, is_watched: bool) -> d
     rank = ask["rank"]
     watched = is_watched and (seed % 2 == 0 or rank == 0)
     out = f"{ask['folder']}/{program}-{seed}-{rank}"
+    begun = num_collectives()
     model, watch = train(
         program,
         seed,
@@ -97,7 +114,12 @@ def outcome(ask: dict[str, Any], program: str, seed: int, is_watched: bool) -> d
         else lambda *_, **__: nullcontext(),
     )
     said = hashlib.sha256(b"".join(whole(p).numpy().tobytes() for p in model.state_dict().values())).hexdigest()[:16]
-    facts: dict[str, Any] = {"program": program, "seed": seed, "weights": said}
+    facts: dict[str, Any] = {
+        "program": program,
+        "seed": seed,
+        "weights": said,
+        "collectives": num_collectives() - begun,
+    }
     if watched:
         facts |= {
             "codes": {found.code: found.symptom for found in watch.findings()},

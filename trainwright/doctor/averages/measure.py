@@ -15,6 +15,7 @@ from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.listener import has_listeners
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.runlog.json_values import Facts, strict
 from trainwright.state.snapshot import LiveObjects, Snapshot
@@ -64,6 +65,8 @@ class _Pair:
         if copy is None or copy.shape != original.shape:
             return None
         one, other = _sampled(copy), _sampled(original)
+        if one.shape != other.shape or (self.first is not None and one.shape != self.first.shape):
+            return None  # of one of them this process holds a part
         if self.first is None or self.first_original is None:
             self.first, self.first_original = one, other
         self.has_moved |= not torch.equal(one, self.first)
@@ -175,7 +178,7 @@ class CopiesProbe(Probe):
 
 
 def _sampled(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().reshape(-1)
+    flat = own_part(tensor.detach()).reshape(-1)  # of a DTensor: to slice the whole would exchange something
     return flat[:: max(1, flat.numel() // ELEMENTS)][:ELEMENTS].to("cpu", torch.float64, copy=True)
 
 

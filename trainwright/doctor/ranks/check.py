@@ -60,6 +60,7 @@ def stale_buckets(facts: RanksFacts) -> Iterator[Finding]:
     """DistributedDataParallel was called as it should be, and its hooks are on parameters that are no longer used."""
     differing, exchange = facts.disagreement("gradients"), facts.exchange
     found = differing is not None and exchange is not None and exchange.last_synced and not facts.missing
+    found = found and not facts.are_changed_apart
     if not found and not _all_unused(facts):
         return
     yield finding(
@@ -147,13 +148,31 @@ def sum_not_mean(facts: RanksFacts) -> Iterator[Finding]:
     )
 
 
+def averaged_twice(facts: RanksFacts) -> Iterator[Finding]:
+    """Losses are divided by the number of ranks, and the exchange takes the mean once more."""
+    if facts.shrunk_since is None:
+        return
+    yield finding(
+        "dist.averaged_twice",
+        "warning",
+        max(1, facts.newest),
+        symptom=f"the loss is divided by {facts.size}, and DistributedDataParallel divides by {facts.size} again",
+        cause=f"it takes the mean of the gradients by itself: the step is {facts.size} times too short",
+        remedy="leave the division by the number of ranks out of the loss",
+        sure=0.8,
+        stage="backward",
+        since_step=facts.shrunk_since,
+        evidence=[("gradient at the update / mean over the ranks", 1.0 / facts.size, 1.0)],
+    )
+
+
 def silent_corruption(facts: RanksFacts) -> Iterator[Finding]:
     """The weights of one rank changed without an update, or came out otherwise from the same gradients."""
     differing = facts.disagreement("weights")
     changed = [(each.rank, change) for each in facts.statuses for change in each.changes]
     ranks = {rank for rank, _ in changed}
     alone = changed if len(ranks) == 1 and len(facts.statuses) > 1 else []
-    if differing is None or differing.agreed < 0:
+    if differing is None or differing.agreed < 0 or facts.writers:
         return
     gradients = facts.disagreement("gradients")
     if gradients is not None and gradients.step <= differing.step:
@@ -162,7 +181,9 @@ def silent_corruption(facts: RanksFacts) -> Iterator[Finding]:
         return
     guilty = [alone[0][0]] if alone else list(differing.ranks)
     is_flip = differing.one_bit or any(change.one_bit for _, change in alone)
-    if not guilty and not is_flip:
+    moments = facts.disagreement("moments")
+    has_other_moments = not alone and moments is not None and moments.step <= differing.step
+    if has_other_moments or not (guilty or is_flip):
         return
     at = alone[0][1] if alone else None
     name = at.parameter if at else next(iter(differing.names), "a weight")
@@ -217,6 +238,7 @@ def _law(rule: Callable[[RanksFacts], Iterator[Finding]]) -> Law:
 LAWS: tuple[Law, ...] = (
     _law(laws.replicas_agree),
     _law(laws.gradients_agree),
+    _law(laws.ranks_do_the_same),
     _law(laws.data_are_disjoint),
     _law(laws.random_numbers_differ),
     _law(laws.losses_are_finite_on_every_rank),
@@ -230,5 +252,6 @@ NAMES: tuple[Check, ...] = (
     _over_facts(unused_parameters),
     _over_facts(uneven_steps),
     _over_facts(sum_not_mean),
+    _over_facts(averaged_twice),
     _over_facts(silent_corruption),
 )

@@ -11,6 +11,7 @@ from trainwright.doctor.ranks.facts import (
     Disagreement,
     ExchangeFacts,
     PaceFacts,
+    ProgramDifference,
     RanksFacts,
     RankStatus,
     RankStep,
@@ -19,6 +20,8 @@ from trainwright.doctor.ranks.facts import (
 SAME: tuple[tuple[str, Callable[[RankStep], tuple[object, ...]]], ...] = (
     ("weights", lambda row: row.weights),
     ("gradients", lambda row: row.gradients),
+    ("reduced gradients", lambda row: row.reduced),
+    ("moments", lambda row: row.moments),
     ("buffers", lambda row: row.buffers),
     ("hyperparameters", lambda row: tuple(tuple(sorted(group.items())) for group in row.groups)),
     ("micro_batches", lambda row: (row.micro_batches,) if row.step else ()),
@@ -29,6 +32,8 @@ OTHER: tuple[tuple[str, Callable[[RankStep], Hashable]], ...] = (
     ("random numbers", lambda row: row.rng if row.draws else None),
 )
 """What differs between replicas. None was not measured."""
+SAME_FACTOR = 1e-3
+"""Quotients of norms that differ by less are the same factor: norms in fp32, gradients that are rounded to bf16."""
 ROWS, STEPS_OF_ROW = 3, 4
 """So many rows, each the median of at least so many steps of its own, must show the same slow rank."""
 MUCH_SLOWER, SHARE, LEAST_S = 1.5, 0.2, 0.005
@@ -45,7 +50,11 @@ class Comparison:
         self._differing: dict[str, Disagreement] = {}
         self._alike: dict[str, Coincidence] = {}
         self._exchange: ExchangeFacts | None = None
+        self._programs: dict[str, ProgramDifference] = {}
+        self._are_reduced = False
+        self._factors: tuple[tuple[float, ...], int | None] = ((), None)
         self._summed_since: int | None = None
+        self._shrunk: list[int] = []
         self._missing: tuple[tuple[str, ...], int | None] = ((), None)
         self._rows: deque[Sequence[RankStep]] = deque(maxlen=ROWS)
         self._is_wrapped = False
@@ -63,8 +72,13 @@ class Comparison:
                 self._note_alike(name, {row.rank: value_of(row) for row in rows})
         if self._exchange is None and "gradients" in self._differing:
             self._exchange = min((row.exchange for row in rows), key=lambda each: (each.last_synced, each.synced_calls))
+        self._are_reduced |= all(row.reduced for row in rows)
+        self._note_programs(rows)
+        self._note_factors(rows)
         if self._summed_since is None and all(row.summed for row in rows):
             self._summed_since = self._step
+        if all(row.shrunk for row in rows):
+            self._shrunk.append(self._step)
         self._note_missing(rows)
         if min(row.steps for row in rows) >= STEPS_OF_ROW:
             self._rows.append(rows)
@@ -81,13 +95,35 @@ class Comparison:
             coincidences=tuple(self._alike.values()),
             exchange=self._exchange,
             is_wrapped=self._is_wrapped,
+            programs=tuple(self._programs.values()),
+            are_reduced=self._are_reduced,
+            factors=self._factors[0],
+            factors_since=self._factors[1],
             summed_since=self._summed_since,
+            shrunk_since=self._shrunk[0] if self._is_usual(len(self._shrunk)) else None,
             missing=names,
             missing_on=rank,
             statuses=tuple(statuses),
             pace=self._pace(),
             lost=lost,
         )
+
+    def _is_usual(self, count: int) -> bool:
+        """In two of the compared steps, and in half of them."""
+        return count >= 2 and 2 * count >= self._compared
+
+    def _note_programs(self, rows: Sequence[RankStep]) -> None:
+        for what in rows[0].program:
+            words = tuple(row.program.get(what, "") for row in rows)
+            if all(words) and len(set(words)) > 1:
+                before = self._programs.get(what)
+                since, count = (before.since, before.rows) if before else (self._step, 0)
+                self._programs[what] = ProgramDifference(what=what, since=since, rows=count + 1, words=words)
+
+    def _note_factors(self, rows: Sequence[RankStep]) -> None:
+        factors = [row.factor for row in rows if row.factor is not None]
+        if not self._factors[0] and len(factors) == len(rows) and max(factors) > (1 + SAME_FACTOR) * min(factors):
+            self._factors = tuple(factors), self._step
 
     def _compare(self, what: str, values: Mapping[int, tuple[object, ...]]) -> None:
         """Notes the first step in which ``what`` is not the same on all ranks."""
@@ -117,7 +153,7 @@ class Comparison:
         )
 
     def _names_of(self, what: str, indices: Sequence[int], values: Mapping[int, tuple[object, ...]]) -> list[str]:
-        if what in ("weights", "gradients"):
+        if what in ("weights", "gradients", "reduced gradients", "moments"):
             return [self._names[index] for index in indices[:8]]
         if what != "hyperparameters":
             return []

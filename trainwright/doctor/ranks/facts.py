@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 FOLDS = 64
@@ -30,11 +30,15 @@ class ExchangeFacts:
 class RankStep:
     """One step as one rank saw it; step 0 is the state at the begin.
 
-    ``weights``, ``gradients`` (at the update) and ``buffers`` (those that did not change since the begin; None for
-    others) are checksums of bits, in the order of the model. ``groups`` are the numbers in the optimizer's parameter
-    groups. ``samples`` are the ids of the step, [] where they are not known; ``batch`` is a checksum of the inputs.
+    ``weights``, ``gradients`` (at the update), ``reduced`` (as the last backward pass left them), ``moments`` (what the
+    optimizer keeps; None where this rank keeps nothing) and ``buffers`` (None for those that may differ) are checksums
+    of bits, in the order of the model. ``factor`` is what the gradients of a part were multiplied by between backward
+    pass and update. ``program`` is what the rank does, in words. ``groups`` are the numbers in the optimizer's
+    parameter groups. ``samples`` are the ids of the step, [] where they are not known; ``batch`` is a checksum of the
+    inputs.
     ``rng`` is a checksum of the generators' state before the first forward call, ``draws`` whether the calls drew
-    from them. ``summed``: the gradients are sums over the ranks, of losses that are means, and were not divided.
+    from them. ``summed``: the gradients are sums over the ranks, of losses that are means, and were not divided;
+    ``shrunk``: they are means over the ranks, of losses that were divided by the number of ranks before.
     Of the last ``steps`` steps, those since the last row, ``own_s`` is the median time outside of calls in which ranks
     wait for each other, ``step_s`` that of the whole.
     """
@@ -43,7 +47,11 @@ class RankStep:
     step: int
     weights: tuple[int, ...] = ()
     gradients: tuple[int, ...] = ()
+    reduced: tuple[int, ...] = ()
+    moments: tuple[int | None, ...] = ()
     buffers: tuple[int | None, ...] = ()
+    factor: float | None = None
+    program: dict[str, str] = field(default_factory=dict)
     groups: tuple[dict[str, float], ...] = ()
     micro_batches: int = 0
     samples: tuple[int, ...] = ()
@@ -51,6 +59,7 @@ class RankStep:
     rng: int | None = None
     draws: bool = False
     summed: bool = False
+    shrunk: bool = False
     without_gradient: tuple[str, ...] = ()
     exchange: ExchangeFacts = ExchangeFacts()
     steps: int = 0
@@ -141,6 +150,21 @@ class Coincidence:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProgramDifference:
+    """What the ranks do differently, in ``rows`` compared steps since ``since``: the words of each rank."""
+
+    what: str
+    since: int
+    rows: int
+    words: tuple[str, ...]
+
+    @property
+    def is_no_chance(self) -> bool:
+        """In two compared steps: which program runs may depend on the data."""
+        return self.rows >= 2
+
+
+@dataclass(frozen=True, kw_only=True)
 class PaceFacts:
     """Medians of the last ``rows`` rows of each rank: ``own_s`` and ``step_s``, in the order of the ranks.
 
@@ -160,6 +184,8 @@ class RanksFacts:
     """What the first rank found when it compared the ranks.
 
     ``present`` are the ranks that are watched, of ``size``. ``compared`` steps were compared, the last is ``newest``.
+    ``are_reduced``: gradients were compared as the backward passes left them, too. ``factors`` are what each rank
+    multiplied its part of the gradients by in step ``factors_since``, where these differ.
     ``exchange`` is that of the first step in which gradients differed, on the rank that exchanged least. ``missing``
     are parameters that had no gradient on one rank and one on others. ``is_wrapped``: there is a
     DistributedDataParallel around the model. ``lost``: why the ranks can no longer be compared.
@@ -174,7 +200,12 @@ class RanksFacts:
     coincidences: tuple[Coincidence, ...] = ()
     exchange: ExchangeFacts | None = None
     is_wrapped: bool = False
+    programs: tuple[ProgramDifference, ...] = ()
+    are_reduced: bool = False
+    factors: tuple[float, ...] = ()
+    factors_since: int | None = None
     summed_since: int | None = None
+    shrunk_since: int | None = None
     missing: tuple[str, ...] = ()
     missing_on: int | None = None
     statuses: tuple[RankStatus, ...] = ()
@@ -187,6 +218,24 @@ class RanksFacts:
 
     def coincidence(self, what: str) -> Coincidence | None:
         return next((each for each in self.coincidences if each.what == what), None)
+
+    @property
+    def are_changed_apart(self) -> bool:
+        """The gradients of all ranks were the same after the exchange, and no longer at the update."""
+        at_update, before = self.disagreement("gradients"), self.disagreement("reduced gradients")
+        return at_update is not None and self.are_reduced and (before is None or before.step > at_update.step)
+
+    @property
+    def writers(self) -> dict[int, int]:
+        """Ranks whose code wrote to several parameters between two updates, where others did not: in which step."""
+        changed: dict[tuple[int, int], set[str]] = {}
+        for status in self.statuses:
+            for change in status.changes:
+                changed.setdefault((status.rank, change.step), set()).add(change.parameter)
+        ranks = {rank for rank, _ in changed}
+        if len(ranks) == len(self.statuses):
+            return {}
+        return {rank: step for (rank, step), names in reversed(changed.items()) if len(names) > 1}
 
     @property
     def ended_early(self) -> list[RankStatus]:

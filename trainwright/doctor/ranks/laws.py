@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from trainwright.doctor.finding import Finding, finding, listed
-from trainwright.doctor.ranks.facts import Disagreement, RanksFacts, RankStatus
+from trainwright.doctor.ranks.facts import Disagreement, ProgramDifference, RanksFacts, RankStatus
 from trainwright.runlog.records import Where
 
 
@@ -27,12 +28,15 @@ def _one(ranks: Sequence[int]) -> Where:
 
 
 def replicas_agree(facts: RanksFacts) -> Iterator[Finding]:
-    """Weights, constant buffers, hyperparameters and the number of micro-batches are the same on every replica."""
-    broken = [each for each in facts.disagreements if each.what != "gradients"]
+    """Weights, moments, buffers, hyperparameters and the number of micro-batches are the same on every replica."""
+    order = ("hyperparameters", "micro_batches", "buffers", "moments", "weights")
+    broken = [each for each in facts.disagreements if each.what in order]
     if not broken:
         return
-    order = ("hyperparameters", "micro_batches", "weights", "buffers")
     first = min(broken, key=lambda each: (each.step, order.index(each.what)))
+    if facts.writers and first.what in ("moments", "weights"):
+        yield _written_to(facts, first)
+        return
     names = f" ({listed(first.names)})" if first.names else ""
     at_begin = first.what in ("weights", "buffers") and first.agreed < 0 and first.step == 0
     has_other_gradients = at_begin or first.what == "micro_batches"
@@ -60,24 +64,105 @@ def replicas_agree(facts: RanksFacts) -> Iterator[Finding]:
     )
 
 
+def _written_to(facts: RanksFacts, first: Disagreement) -> Finding:
+    """The code of one rank has written to its weights outside of an update."""
+    ranks = sorted(facts.writers)
+    return finding(
+        "dist.replicas_diverged",
+        "critical",
+        max(1, facts.newest),
+        symptom=f"the weights of {in_ranks(ranks)} changed after the update of step {facts.writers[ranks[0]]}, and "
+        "those of the others did not",
+        cause="the code of this rank alone writes to its weights: a checkpoint that is loaded, averaged weights that "
+        "are put in their place, a reset",
+        remedy="let every rank do the same, or broadcast weights and optimizer state of rank 0 afterwards",
+        sure=0.9,
+        stage="input",
+        since_step=facts.writers[ranks[0]],
+        where=_one(ranks),
+        evidence=[("parameters that differ", list(first.names), [])],
+        explains=("dist.gradients_differ",),
+    )
+
+
+def ranks_do_the_same(facts: RanksFacts) -> Iterator[Finding]:
+    """Every replica runs the same program: modes, precision, loss, changes of the gradients."""
+    differing = [each for each in facts.programs if each.is_no_chance]
+    if not differing:
+        return
+    first = min(differing, key=lambda each: each.since)
+    said = "; ".join(f"rank {rank}: {words}" for rank, words in list(zip(facts.present, first.words))[:4])
+    changes = any(each.what == "changes of the gradients" for each in differing)
+    yield finding(
+        "dist.programs_differ",
+        "critical" if changes else "warning",
+        max(1, facts.newest),
+        symptom=f"the ranks differ in their {first.what}: {said}",
+        cause="a branch of the loop depends on the rank, or on what one rank alone has seen or was given",
+        remedy="let every rank take the same branch: decide on one rank and broadcast, or decide by numbers that are "
+        "the same on all",
+        sure=0.9,
+        stage="loop",
+        since_step=first.since,
+        where=Where(rank=_unlike(facts.present, first)),
+        evidence=[(each.what, list(each.words[:8])) for each in differing],
+        explains=("dist.gradients_differ", "dist.replicas_diverged") if changes else (),
+    )
+
+
+def _unlike(present: Sequence[int], differing: ProgramDifference) -> int | None:
+    """The one rank that does not do what most do; of two, the one that has fewer modules in training mode."""
+    counts = Counter(differing.words)
+    rare = [rank for rank, words in zip(present, differing.words) if counts[words] == 1]
+    if len(rare) == 2 and differing.what == "modes":
+        rare = [min(zip(present, differing.words), key=lambda each: int(each[1].split()[0]))[0]]
+    return rare[0] if len(rare) == 1 else None
+
+
 def gradients_agree(facts: RanksFacts) -> Iterator[Finding]:
     """At the update every replica has the same gradients: the reduction of those of all."""
     differing = facts.disagreement("gradients")
     if differing is None:
+        yield from _same_factor(facts)
         return
+    is_late = facts.are_changed_apart
     yield finding(
         "dist.gradients_differ",
         "critical",
         max(1, facts.newest),
         symptom=f"the ranks update with different gradients, {since(differing)}",
-        cause="the gradients of this step were not combined over the ranks",
-        remedy="call the model through DistributedDataParallel, or all-reduce every gradient and divide by the ranks",
+        cause="they were the same after the exchange: what changes them before the update (clipping, unscaling, hooks) "
+        "is not the same on all ranks"
+        if is_late
+        else "the gradients of this step were not combined over the ranks",
+        remedy="do the same with the gradients on every rank"
+        if is_late
+        else "call the model through DistributedDataParallel, or all-reduce every gradient and divide by the ranks",
         sure=0.9,
         stage="backward",
         since_step=differing.step,
         where=_one(differing.ranks),
         evidence=[("parameters whose gradients differ", list(differing.names), [])],
         explains=("dist.replicas_diverged",),
+    )
+
+
+def _same_factor(facts: RanksFacts) -> Iterator[Finding]:
+    """Of ranks that hold parts of the gradients: what all parts are multiplied by is one number."""
+    if facts.factors_since is None:
+        return
+    numbers = ", ".join(f"{each:.3g}" for each in facts.factors[:8])
+    yield finding(
+        "dist.gradients_differ",
+        "critical",
+        max(1, facts.newest),
+        symptom=f"each rank multiplies its part of the gradients by another number before the update: {numbers}",
+        cause="the norm that clips, or the scale, is that of the part of one rank and not of all parts",
+        remedy="use torch.nn.utils.clip_grad_norm_ on the sharded parameters, or sum the squared norms over the ranks",
+        sure=0.9,
+        stage="backward",
+        since_step=facts.factors_since,
+        evidence=[("factor by rank", [round(each, 6) for each in facts.factors])],
     )
 
 

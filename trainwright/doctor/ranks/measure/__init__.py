@@ -14,7 +14,9 @@ from trainwright.doctor.ranks.facts import FOLDS, ExchangeFacts, NonfiniteFacts,
 from trainwright.doctor.ranks.measure.alarm import findings_of, raise_alarm
 from trainwright.doctor.ranks.measure.exchange import Exchange, Site
 from trainwright.doctor.ranks.measure.listen import StepListener, StepSoFar
+from trainwright.doctor.ranks.measure.reduction import is_divided_again
 from trainwright.doctor.ranks.measure.replica import EVERY, RowSums, is_due
+from trainwright.doctor.ranks.measure.traits import traits_of
 from trainwright.errors import text_of
 from trainwright.recorder.numbers import Numbers
 from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
@@ -81,9 +83,10 @@ class RanksProbe(StepListener):
         self._seconds.append((max(0.0, whole_s - so_far.joint_s), whole_s))
         if self._exchange is None:
             return
-        weights, buffers = self._replica.after_update(step.step, whole_s)
+        weights = self._replica.after_update(step.step, whole_s)
         if is_due(step.step):
-            sums = RowSums(weights, so_far.gradients, so_far.inputs, buffers)
+            moments, reduced = self._replica.moments(), so_far.reduced
+            sums = RowSums(weights, so_far.gradients, so_far.inputs, so_far.buffers, moments, reduced)
             self._unread[step.step] = (self._row(step, so_far), sums)
         self._look_at(self._exchange.facts)
 
@@ -110,7 +113,10 @@ class RanksProbe(StepListener):
             samples=samples_of(step) if is_known else (),
             rng=so_far.first_rng,
             draws=so_far.draws,
+            factor=so_far.factor,
+            program=traits_of(step),
             summed=self._sums.are_undivided(step, self._exchange.size),
+            shrunk=so_far.last_synced and is_divided_again(step, self._exchange.size, so_far.micro_batches),
             without_gradient=tuple(so_far.missing[:FOLDS]),
             exchange=ExchangeFacts(
                 calls=so_far.calls,

@@ -73,11 +73,11 @@ class EngineRows:
         now_s, in_exchanges_s = time.perf_counter(), exchanged_s()
         whole_s = now_s - self._last_s
         self._seconds.append((max(0.0, whole_s - in_exchanges_s + self._exchanged_s), whole_s))
-        weights, buffers = self._replica.after_update(result.step, whole_s)
-        row = sums = None
+        weights, row, sums = self._replica.after_update(result.step, whole_s), None, None
         if is_due(result.step):
-            row = self._row(result)
-            sums = RowSums(weights, [self._replica.gradients(self._optimizer)], no_checksums, buffers)
+            row, gradients = self._row(result), [self._replica.gradients(self._optimizer)]
+            buffers, moments = self._replica.constant_buffers(), self._replica.moments()
+            sums = RowSums(weights, gradients, no_checksums, buffers, moments)
         read, ids = late([result.loss, result.grad_norm, *self._losses]), self._ids()
         self._unread.append(lambda: self._tell(result.step, row, sums, read(), ids))
         self._read_all_but(self._late)

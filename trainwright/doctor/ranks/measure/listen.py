@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from trainwright.doctor.ranks.facts import RanksFacts
 from trainwright.doctor.ranks.measure.exchange import Exchange
 from trainwright.doctor.ranks.measure.reduction import SumWatch
-from trainwright.doctor.ranks.measure.replica import Replica, is_due
+from trainwright.doctor.ranks.measure.replica import KnownSums, Replica, is_due
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import tensors_of
-from trainwright.recorder.ranks import num_collectives
+from trainwright.recorder.ranks import num_collectives, own_part
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.state.checksums import Checksums, no_checksums, start_checksums
 
@@ -39,6 +39,10 @@ class StepSoFar:
     first_rng: int | None = None
     draws: bool = False
     inputs: Checksums = no_checksums
+    buffers: KnownSums = no_checksums
+    reduced: Checksums = no_checksums
+    norm: Tensor | None = None
+    factor: float | None = None
     gradients: list[Checksums] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
@@ -72,6 +76,7 @@ class StepListener(Probe):
             step.rng = _generators(self._parameters)
             if step.calls == 1:
                 step.first_rng, step.inputs = step.rng, start_checksums(tensors_of((args, kwargs), 3))
+                step.buffers = self._replica.shared_buffers()
 
     def on_output(self, root: nn.Module, output: object) -> None:
         self._at("between")
@@ -86,6 +91,8 @@ class StepListener(Probe):
 
     def on_waited(self, seconds: float) -> None:
         self._step.joint_s += seconds
+        if is_due(self._steps + 1) and self._step.calls <= 1 and torch.is_grad_enabled():
+            self._step.buffers = self._replica.shared_buffers()  # DistributedDataParallel has just made them alike
 
     def on_reduce(self, tensor: Tensor, operation: object) -> None:
         self._at("exchange")
@@ -108,6 +115,13 @@ class StepListener(Probe):
         self._at("between")
         if is_due(self._steps + 1):
             self._sums.made()
+            self._step.reduced = no_checksums if self._replica.is_split else self._sums.as_made
+            self._step.norm = self._norm()
+
+    def _norm(self) -> Tensor | None:
+        """Of the gradients of this rank's part, where each rank has a part of them."""
+        grads = [own_part(p.grad) for p in self._parameters if p.grad is not None] if self._replica.is_split else []
+        return nn.utils.get_total_norm(grads) if grads else None
 
     def on_unscale(self, scaler: GradScaler, optimizer: Optimizer) -> None:
         self._sums.used()
@@ -122,6 +136,8 @@ class StepListener(Probe):
             return  # one within another, which updates a part (ZeRO)
         self._at("update")
         self._replica.before_update()
+        if is_due(self._steps + 1) and (before := self._step.norm) is not None and (now := self._norm()) is not None:
+            self._step.factor = float(now / before) if float(before) > 0 else None
         if is_due(self._steps + 1) and not self._replica.is_split:
             self._sums.used()
             self._step.gradients.append(self._replica.gradients(optimizer))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, distributed
 
 from trainwright.recorder.program import Backward, Operation, RecordedStep, Slot
-from trainwright.state.checksums import Checksums, start_checksums
+from trainwright.state.checksums import Checksums, no_checksums, start_checksums
 
 _MEANS = frozenset(
     {
@@ -48,6 +48,11 @@ class SumWatch:
         self._forget()
         self._made = start_checksums([p.grad for p in self._parameters])
 
+    @property
+    def as_made(self) -> Checksums:
+        """The checksums of the gradients as the last backward pass left them."""
+        return self._made or no_checksums
+
     def before(self, tensor: Tensor, operation: object) -> None:
         """``tensor`` is about to be reduced."""
         if operation == distributed.ReduceOp.SUM and (index := self._index_of(tensor)) is not None:
@@ -78,19 +83,30 @@ class SumWatch:
             return False
         before = made()
         went_in = all(first()[0] == before[index] for index, (first, _) in given.items())
-        return went_in and is_mean(step, num_ranks)
+        divisor = divisor_of_mean(step)
+        return went_in and divisor is not None and divisor % num_ranks != 0
 
 
-def is_mean(step: RecordedStep, num_ranks: int) -> bool:
-    """Whether the loss of a step is a mean over the batch of one rank, and not divided by the number of ranks."""
+def is_divided_again(step: RecordedStep, num_ranks: int, micro_batches: int) -> bool:
+    """Whether the loss is a mean that was divided by the number of ranks, beside that of micro-batches.
+
+    Half a squared error is not taken for one of two ranks.
+    """
+    divisor = divisor_of_mean(step)
+    is_half = divisor == 2 and any(isinstance(each, Operation) and each.name == "mse_loss" for each in step.program)
+    return divisor == num_ranks * max(1, micro_batches) and not is_half
+
+
+def divisor_of_mean(step: RecordedStep) -> float | None:
+    """What the loss of a step is divided by after a mean over the batch of one rank; None where it is no such mean."""
     made_by = {number: each for each in step.program if isinstance(each, Operation) for number in each.outputs}
     last = next((each for each in reversed(step.program) if isinstance(each, Backward)), None)
     slot, divisor = last.slot if last else None, 1.0
     while slot is not None and (operation := made_by.get(slot)) is not None:
         if operation.name in _MEANS:
-            return operation.kwargs.get("reduction", "mean") == "mean" and divisor % num_ranks != 0
+            return divisor if operation.kwargs.get("reduction", "mean") == "mean" else None
         first, *others = operation.args
         if operation.name not in _DIVISIONS or not others or not isinstance(others[0], int | float):
-            return False
+            return None
         divisor, slot = divisor * others[0], first.number if isinstance(first, Slot) else None
-    return False
+    return None

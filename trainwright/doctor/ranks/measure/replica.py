@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -25,6 +25,9 @@ EARLY, EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24), 32
 ALWAYS, SHARE = 64, 0.01
 """After so many updates weights are kept until the next one; then as often as this share of the time allows."""
 
+KnownSums = Callable[[], Sequence[int | None]]
+"""Returns checksums as ``Checksums`` does; None where a tensor is not there, or need not be the same on all ranks."""
+
 
 def is_due(step: int) -> bool:
     """Whether the ranks tell each other of this step."""
@@ -37,7 +40,9 @@ class RowSums(NamedTuple):
     weights: Checksums
     gradients: Sequence[Checksums]
     inputs: Checksums
-    buffers: Checksums
+    buffers: KnownSums
+    moments: KnownSums
+    reduced: Checksums = no_checksums
 
 
 class Replica:
@@ -81,8 +86,24 @@ class Replica:
         groups = [group for optimizer in self._subject.optimizers for group in optimizer.param_groups]
         return tuple(_numbers_in(group) for group in groups[:8])
 
-    def after_update(self, step: int, step_s: float) -> tuple[Checksums, Checksums]:
-        """What reads the checksums of weights and buffers, where the step is due or its weights are kept."""
+    def moments(self) -> KnownSums:
+        """Of what the optimizers keep of each parameter."""
+        if self.is_split:
+            return no_checksums
+        kept: list[list[Tensor]] = []
+        for parameter in self.parameters:
+            states = [optimizer.state.get(parameter, {}) for optimizer in self._subject.optimizers]
+            kept.append([value for state in states for value in state.values() if isinstance(value, Tensor)])
+        read = start_checksums([each for of_one in kept for each in of_one])
+
+        def by_parameter() -> list[int | None]:
+            sums = iter(read())
+            return [sum(next(sums) for _ in of_one) if of_one else None for of_one in kept]
+
+        return by_parameter
+
+    def after_update(self, step: int, step_s: float) -> Checksums:
+        """What reads the checksums of the weights, where the step is due or they are kept."""
         every = max(1, math.ceil(2 * self._cost_s / (SHARE * max(step_s, 1e-6))))
         keeps = step <= ALWAYS or step % every == 0
         weights = no_checksums
@@ -91,7 +112,21 @@ class Replica:
             weights = self._weights()
             self._cost_s = time.perf_counter() - begin_s
             self._since = (step, weights) if keeps else None
-        return weights, self._buffers() if is_due(step) and not self.is_split else no_checksums
+        return weights
+
+    def constant_buffers(self) -> KnownSums:
+        """Of those that have not changed since the begin."""
+        if self.is_split:
+            return no_checksums
+        read = self._buffers()
+        return lambda: [now if now == then else None for now, then in zip(read(), self._buffers_at_begin)]
+
+    def shared_buffers(self) -> KnownSums:
+        """Of all but the running statistics of norms, which training does not read."""
+        if self.is_split:
+            return no_checksums
+        read, own = self._buffers(), [_is_statistic(*place) for place in self._subject.buffers()]
+        return lambda: [None if is_own else now for now, is_own in zip(read(), own)]
 
     def before_update(self) -> None:
         """Compares the weights with those after the last update, where these were kept."""
@@ -113,12 +148,14 @@ class Replica:
 
     def completed(self, row: RankStep, sums: RowSums) -> RankStep:
         """The row with its checksums."""
-        inputs, buffers = sums.inputs(), zip(sums.buffers(), self._buffers_at_begin)
+        inputs = sums.inputs()
         return replace(
             row,
             weights=folded(sums.weights()),
             gradients=folded([sum(column) for column in zip(*(each() for each in sums.gradients))]),
-            buffers=tuple(now if now == then else None for now, then in buffers),
+            reduced=folded(sums.reduced()),
+            moments=folded_known(sums.moments()),
+            buffers=tuple(sums.buffers()),
             batch=hash(tuple(inputs)) if inputs else None,
         )
 
@@ -135,6 +172,13 @@ def folded(sums: Sequence[int]) -> tuple[int, ...]:
     return tuple(_wrapped(sum(sums[at : at + width])) for at in range(0, len(sums), width))
 
 
+def folded_known(sums: Sequence[int | None]) -> tuple[int | None, ...]:
+    """The same; None where one of those that are added up is not known."""
+    width = max(1, math.ceil(len(sums) / FOLDS))
+    known = folded([each or 0 for each in sums])
+    return tuple(None if None in sums[n * width : (n + 1) * width] else each for n, each in enumerate(known))
+
+
 def folded_names(names: Sequence[str]) -> list[str]:
     """What each number of ``folded`` is of."""
     width = max(1, math.ceil(len(names) / FOLDS))
@@ -145,6 +189,12 @@ def folded_names(names: Sequence[str]) -> list[str]:
 def _wrapped(number: int) -> int:
     """As an integer of 64 bits."""
     return (number + 2**63) % 2**64 - 2**63
+
+
+def _is_statistic(module: nn.Module, name: str) -> bool:
+    """Whether a buffer is a running statistic of a norm."""
+    is_tracked = bool(getattr(module, "track_running_stats", False))
+    return is_tracked and name in ("running_mean", "running_var", "num_batches_tracked")
 
 
 def _numbers_in(group: Mapping[str, object]) -> dict[str, float]:
