@@ -230,6 +230,15 @@ def test_threads_that_wait_for_each_other_are_not_used() -> None:
     assert choose_threads((4,), {}) == (4, ())
 
 
+@pytest.mark.parametrize(("bf16", "chosen"), [(0.2, ("fp32", 1, 0.075)), (0.05, ("bf16", 2, 0.05))])
+def test_a_precision_is_held_against_the_best_that_was_timed(bf16: float, chosen: tuple[str, int, float]) -> None:
+    """On a busy machine two threads wait for each other, in both precisions: that says nothing of bf16."""
+    seconds = {("fp32", 2): 0.3, ("fp32", 1): 0.075, ("bf16", 2): bf16}
+    planned = {"precision": "auto", "facts": FACTS, "loss": 1.0, "outputs": None, "memory_bytes": {}}
+    plan = with_dry_run(make_plan(recipe(until="100steps"), FACTS), seconds=seconds, **planned)  # type: ignore[arg-type]
+    assert (plan.precision, plan.threads, plan.step_s) == chosen
+
+
 def test_memory_by_optimizer() -> None:
     adamw = memory_bytes("adamw", {}, parameters=100, trainable=60, activations=7)
     assert adamw == {"weights": 400, "gradients": 240, "optimizer": 480, "activations": 7}

@@ -219,16 +219,19 @@ def with_dry_run(
     and number of threads: each precision with the most threads, and the first one with all numbers; where memory is
     short the first one with the most threads alone.
     """
+    most = facts.threads[0]
     threads, thread_notes = choose_threads(facts.threads, seconds)
-    by_precision = {name: took for (name, count), took in seconds.items() if count == facts.threads[0]}
+    by_precision = {name: took for each in (most, threads) for (name, count), took in seconds.items() if count == each}
     chosen, note = choose_precision(precision, facts.device, facts.low_precision, by_precision)
+    if (chosen, threads) not in seconds:  # the other precision beats the first one with fewer threads, too
+        threads, thread_notes = most, ()
     return replace(
         plan,
         precision=chosen,
         initial_loss=loss,
         expected_loss=math.log(outputs) if facts.classes and outputs else None,
         memory_bytes=dict(memory_bytes),
-        step_s=seconds.get((chosen, threads), by_precision[chosen]),
+        step_s=by_precision[chosen],
         threads=threads,
         notes=(*plan.notes, *thread_notes, note),
     )
