@@ -198,3 +198,10 @@ def test_a_float_keeps_its_bits() -> None:
     back = from_json(to_json(Step(**{**STEP, "probed": values})))
     assert isinstance(back, Step)
     assert {k: v.hex() for k, v in back.probed.items()} == {k: v.hex() for k, v in values.items()}
+
+
+def test_findings_print_themselves_in_a_line_each() -> None:
+    found = Found(
+        time_s=0.0, code="loss.nan", severity="critical", step=3, symptom="it is nan", cause="", remedy="", sure=1
+    )
+    assert str([found]) == "[<critical: loss.nan (step 3): it is nan>]"

@@ -174,8 +174,21 @@ def test_resume_in_python_is_the_same_bits() -> None:
 def test_mistakes_name_their_remedy() -> None:
     with pytest.raises(UsageError, match="Module"):
         tw.fit({}, data(), nn.CrossEntropyLoss())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="learning_rate"):
-        tw.fit(net(), data(), nn.CrossEntropyLoss(), learning_rate=1)  # type: ignore[call-arg]
+    for given, said in (
+        ({"learning_rate": 1}, "write lr= for learning_rate="),
+        ({"max_epochs": 4, "callbacks": []}, r"max_epochs and none callbacks(.|\n)*epochs= for .*observers= for"),
+        ({"gradient_clip_val": 0.5}, r"settings={'optimizer.clip.at': ...}"),
+        ({"num_workers": 2}, r"settings={'data.workers': ...}"),
+        ({"epoch": 2}, r"did you mean epochs=\?"),
+        ({"qwxyz": 2}, "the arguments are model, data, loss"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            tw.fit(net(), data(), nn.CrossEntropyLoss(), **given)  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match=r"did you mean bf16\?"):
+        tw.fit(net(), data(), nn.CrossEntropyLoss(), precision="bf16-mixed")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="not callable") as raised:
+        tw.fit(net(), data(), lambda net, batch: net(batch[0]).sum(), steps=1, quiet=True)
+    assert "was called as loss(output, target)" in raised.value.__notes__[0]
     with pytest.raises(UsageError, match="no dataset"):
         tw.fit(net(), 7, nn.CrossEntropyLoss())
     with pytest.raises(RecipeError, match="until"):

@@ -85,8 +85,16 @@ def require_callable(loss: object) -> None:
         got = f"{loss!r}" if isinstance(loss, str) else f"a {type(loss).__name__}"
         raise UsageError(f"the loss must be a function or a module; got {got}", remedy=_FORMS)
     if not _accepts(loss, 2) and not (takes_model(loss) and any(_accepts(loss, count) for count in range(3, 9))):
-        shown = f"{getattr(loss, '__name__', type(loss).__name__)}{inspect.signature(_called(loss))}"
-        raise UsageError(f"the loss {shown} does not take two arguments, (output, target)", remedy=_FORMS)
+        raise UsageError(f"the loss {_shown(loss)} does not take two arguments, (output, target)", remedy=_FORMS)
+
+
+def _shown(loss: Callable[..., object]) -> str:
+    """Its name and parameters; a builtin may have none that are known."""
+    name = getattr(loss, "__name__", type(loss).__name__)
+    try:
+        return f"{name}{inspect.signature(_called(loss))}"
+    except ValueError:
+        return str(name)
 
 
 def _called(loss: Callable[..., object]) -> Callable[..., object]:
@@ -197,7 +205,14 @@ class _Supervised:
             )
         *inputs, target = batch
         output = model(*inputs)
-        return Scored(self.loss(output, target), output, target)
+        try:
+            return Scored(self.loss(output, target), output, target)
+        except (TypeError, AttributeError) as error:  # perhaps it takes something else, by names of its own
+            error.add_note(
+                f"{_shown(self.loss)} was called as loss(output, target), with what the model returned: to get the "
+                "model and the batch instead, name its first parameter model"
+            )
+            raise
 
 
 class _Unpacked:

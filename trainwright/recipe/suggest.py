@@ -28,6 +28,7 @@ _FAMILIAR = {
     "accumulate_grad_batches": "batch.accumulation",
     "epochs": "until",
     "num_epochs": "until",
+    "num_train_epochs": "until",
     "max_epochs": "until",
     "max_steps": "until",
     "steps": "until",
@@ -39,18 +40,29 @@ _FAMILIAR = {
     "dtype": "precision",
     "amp": "precision",
     "output_dir": "folder",
+    "default_root_dir": "folder",
+    "logger": "log.sinks",
+    "report_to": "log.sinks",
 }
 _FAMILIAR_VALUES = {
     "gpu": "cuda",
     "float32": "fp32",
     "float16": "fp16",
     "half": "fp16",
+    "16-mixed": "fp16",
+    "bf16-mixed": "bf16",
+    "32-true": "fp32",
     "bfloat16": "bf16",
     "16": "fp16",
     "32": "fp32",
     "off": "none",
     "false": "none",
 }
+
+
+def path_of_key(key: str) -> str:
+    """Returns the path of a setting by its last key, or by its name in another training system; "" for none."""
+    return _FAMILIAR.get(key) or next(iter(keys_named(key)), "")
 
 
 def for_unknown_key(keys: tuple[str, ...]) -> str:

@@ -208,7 +208,7 @@ class Tried:
     result: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Found(Record):
     """A finding. ``severity`` is critical, warning or info; ``sure`` is between 0 and 1."""
 
@@ -224,6 +224,10 @@ class Found(Record):
     evidence: tuple[Evidence, ...] = ()
     tried: tuple[Tried, ...] = ()
     consequences: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """In one line: a list of findings is printed."""
+        return f"<{self.severity}: {self.code} (step {self.step}): {self.symptom}>"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from trainwright.plan.make import Note
 from trainwright.recipe import from_mapping
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
 from trainwright.runlog.folder import RunFolder
+from trainwright.training.arguments import naming_remedies
 from trainwright.training.own_step import no_loss, require_no_loss_needed
 from trainwright.training.passed import Passed, live_name, passed
 from trainwright.training.result import Result
@@ -56,6 +57,7 @@ SHORT_NAMES = {
 """Arguments of ``fit`` that set one key of the recipe, and that key."""
 
 
+@naming_remedies
 def fit(
     model: nn.Module,
     data: object,
