@@ -330,6 +330,83 @@ def test_perfect_predictions_are_right(evaluate: Evaluate, state: str) -> None:
         assert (source or "").startswith("test_figures.py:")
 
 
+def distance_of(figure: Callable[[Tensor, Tensor], Tensor]) -> Evaluate:
+    """A figure of outputs and of a reference of the same shape."""
+    reference = torch.randn(24, CLASSES)
+
+    def evaluate(model: nn.Module, batches: Batches) -> object:
+        return figure(model(batches[0][0]), reference).item()
+
+    return evaluate
+
+
+def between_sets(out: Tensor, real: Tensor) -> Tensor:
+    within = torch.cdist(out, out).mean() / 2 + torch.cdist(real, real).mean() / 2
+    return torch.cdist(out, real).mean() - within
+
+
+def without_bias(out: Tensor, real: Tensor) -> Tensor:
+    pairs = len(out) * (len(out) - 1)
+    within = torch.cdist(out, out).sum() / pairs + torch.cdist(real, real).sum() / pairs
+    return torch.cdist(out, real).mean() - within / 2
+
+
+@pytest.mark.parametrize(
+    ("figure", "state"),
+    [
+        (between_sets, "held"),
+        (without_bias, "held"),
+        (lambda out, y: (out - y).abs().mean(), "held"),
+        (lambda out, y: -F.mse_loss(out, y), "held"),
+        (lambda out, y: 1 - (y - out).square().sum() / (y - y.mean()).square().sum(), "held"),
+        (lambda out, y: torch.cdist(out, y).mean() - torch.cdist(out, out).mean() / 2, "broken"),
+        (lambda out, y: torch.cdist(out, y).mean() + torch.cdist(out, out).mean() / 2, "broken"),
+        (lambda out, y: torch.cdist(out, y).sum() - torch.cdist(out, out).mean(), "broken"),
+        (lambda out, y: (out - 2 * y).abs().mean() - (out - y).abs().mean(), "not applicable"),
+        (lambda out, y: F.mse_loss(out, y) + 0.1 * torch.ones(3).sum(), "not applicable"),
+        (lambda out, y: ((out - y).square() + out.exp()).mean(), "not applicable"),
+    ],
+)
+def test_distances_vanish(figure: Callable[[Tensor, Tensor], Tensor], state: str) -> None:
+    watch = evaluated(distance_of(figure))
+    assert states(watch, "data")["distances_vanish"].state == state
+    if state == "broken":
+        finding = found(watch, "law.data.distances_vanish")
+        assert (finding.where.source or "").startswith("test_figures.py:") and finding.symptom.startswith("shown")
+
+
+def of_calls_without_a_loss(right: Callable[[Tensor, Tensor], Tensor]) -> Evaluate:
+    """A share with padding, of which no name says that it is an accuracy; the loss is of other calls."""
+
+    def evaluate(model: nn.Module, batches: Batches) -> object:
+        loss, correct, rows = 0.0, 0.0, 0
+        for x, y in batches:
+            loss += F.cross_entropy(model(x), y, reduction="sum").item()
+            correct += right(model(x).argmax(1), y).sum().item()
+            rows += (y != 0).sum().item()
+        return loss / rows, correct / rows
+
+    return evaluate
+
+
+@pytest.mark.parametrize(
+    ("right", "state"),
+    [
+        (lambda out, y: (out == y) & (y != 0), "held"),
+        (lambda out, y: out.ne(y) & (y != 0), "held"),
+        (lambda out, y: out == y, "broken"),
+        (lambda out, y: (out == y) | (y != 0), "broken"),
+        (lambda out, y: (out == y) & (y == 0), "broken"),
+        (lambda out, y: (out == 2) & (y != 0), "not applicable"),
+    ],
+)
+def test_decisions_are_right_where_they_equal_the_targets(
+    right: Callable[[Tensor, Tensor], Tensor], state: str
+) -> None:
+    watch = evaluated(of_calls_without_a_loss(right))
+    assert states(watch, "data")["perfect_predictions_are_right"].state == state
+
+
 def test_a_program_runs_again_on_other_outputs() -> None:
     program, out, total = FigureProgram(), torch.randn(6, 3), torch.zeros(2)
     program.called((out, None))

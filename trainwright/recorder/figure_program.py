@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -25,8 +25,11 @@ class _Output:
 
 
 @dataclass(frozen=True, slots=True)
-class _Function:
-    """A torch function of what came of outputs. ``writes``: into its first argument."""
+class FigureCall:
+    """A torch function of what came of outputs. ``writes``: into its first argument.
+
+    In its arguments a Slot stands for each tensor that came of outputs; others are there as they are.
+    """
 
     function: TorchFunction
     args: Args
@@ -43,8 +46,37 @@ class _Number:
     escape: int
 
 
+def leaves_of(call: FigureCall) -> list[object]:
+    """Its arguments, and what their containers hold."""
+    leaves: list[object] = []
+    mapped((call.args, call.kwargs), leaves.append)
+    return leaves
+
+
+def name_of(call: FigureCall) -> str:
+    return str(getattr(call.function, "__name__", "?")).strip("_")
+
+
+def compared_by(calls: Sequence[FigureCall], names: Container[str]) -> Iterator[tuple[int, Tensor]]:
+    """Slots, and the tensors that came of no output which they are given beside to a function of these names."""
+    for call in calls:
+        pair = [*call.args, *call.kwargs.values()][:2]
+        if name_of(call) in names and len(pair) == 2:
+            for one, other in (pair, pair[::-1]):
+                if isinstance(one, Slot) and isinstance(other, Tensor):
+                    yield one.number, other
+
+
 Change: TypeAlias = Callable[[int, Sequence[Tensor]], Sequence[Tensor]]
 """The number of a call and its outputs to the outputs that are used."""
+
+
+Put: TypeAlias = Callable[[int, Tensor], Tensor]
+"""A slot and its value to the value that is used."""
+
+
+def _as_it_is(slot: int, value: Tensor) -> Tensor:
+    return value
 
 
 class FigureProgram:
@@ -57,7 +89,7 @@ class FigureProgram:
         self.outputs: list[list[Tensor]] = []
         self.is_whole = True
         self._slots: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self._steps: list[_Output | _Function | _Number] = []
+        self._steps: list[_Output | FigureCall | _Number] = []
         self._next = self._num_bytes = 0
 
     def called(self, output: object) -> None:
@@ -91,7 +123,7 @@ class FigureProgram:
         if not made:
             return
         writes = bool(args) and any(each is args[0] for each in made)
-        self._steps.append(_Function(function, known[0], known[1], self._made(made), writes))
+        self._steps.append(FigureCall(function, known[0], known[1], self._made(made), writes))
         self._hold(outside)
 
     def left(self, tensor: object, escape: int) -> None:
@@ -100,8 +132,37 @@ class FigureProgram:
         if slot is not None:
             self._steps.append(_Number(slot, escape))
 
-    def run(self, change: Change) -> dict[int, Tensor]:
-        """What leaves torch, by the number of the escape, with other outputs. Raises what a function raises."""
+    @property
+    def calls(self) -> list[FigureCall]:
+        """The functions in their order."""
+        return [each for each in self._steps if isinstance(each, FigureCall)]
+
+    @property
+    def numbers(self) -> dict[int, int]:
+        """The slot of each number that left torch, by the number of the escape."""
+        return {each.escape: each.slot for each in self._steps if isinstance(each, _Number)}
+
+    def calls_behind(self, slot: int, stop: Container[int]) -> list[FigureCall] | None:
+        """The functions that made a slot of those in ``stop``; None where it is made of other outputs too."""
+        made_by = {made: call for call in self.calls for made in call.slots}
+        to_see, seen, found = [slot], {slot}, []
+        while to_see:
+            slot = to_see.pop()
+            if slot in stop:
+                continue
+            if slot not in made_by:
+                return None
+            found.append(made_by[slot])
+            new = {each.number for each in leaves_of(found[-1]) if isinstance(each, Slot)} - seen
+            seen |= new
+            to_see += new
+        return found
+
+    def run(self, change: Change, put: Put = _as_it_is) -> dict[int, Tensor]:
+        """What leaves torch, by the number of the escape, with other outputs. Raises what a function raises.
+
+        ``put`` gives the value of each slot in place of the one that was computed.
+        """
         values: dict[int, Tensor] = {}
         numbers: dict[int, Tensor] = {}
 
@@ -112,7 +173,8 @@ class FigureProgram:
 
         for each in self._steps:
             if isinstance(each, _Output):
-                values.update(zip(each.slots, change(each.call, self.outputs[each.call])))
+                made = change(each.call, self.outputs[each.call])
+                values.update((slot, put(slot, value)) for slot, value in zip(each.slots, made))
             elif isinstance(each, _Number):
                 numbers[each.escape] = values[each.slot]
             else:
@@ -121,7 +183,7 @@ class FigureProgram:
                     args = (args[0].clone(), *args[1:])
                 result = each.function(*args, **kwargs)
                 made = [args[0]] if each.writes else tensors_of(result, 2)
-                values.update(zip(each.slots, made))
+                values.update((slot, put(slot, value)) for slot, value in zip(each.slots, made))
         return numbers
 
     def _made(self, tensors: Sequence[Tensor]) -> list[int]:

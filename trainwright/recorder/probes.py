@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
 
+from torch import nn
+
 from trainwright.recorder.hooks import Listener
 from trainwright.recorder.listener import call_each
 from trainwright.recorder.numbers import Numbers
@@ -21,7 +23,8 @@ class LoopObjects:
     """The objects of a loop that the watch was called with, and the micro-batches of a step (None: not declared).
 
     ``patience_s``: a rank that makes no progress for so long is reported to the others. ``numbers`` returns the numbers
-    among the local names of the function that holds the loop, ``code`` that function. ``probes`` are further ones.
+    among the local names of the function that holds the loop, ``modules`` the modules, ``code`` that function.
+    ``probes`` are further ones.
     """
 
     loaders: tuple[object, ...] = ()
@@ -30,6 +33,7 @@ class LoopObjects:
     accumulation: int | None = None
     patience_s: float = 60.0
     numbers: Callable[[], Mapping[str, float]] = dict
+    modules: Callable[[], Sequence[nn.Module]] = list
     code: Callable[[], CodeType | None] = lambda: None
     probes: tuple[Probe, ...] = ()
 

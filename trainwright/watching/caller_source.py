@@ -1,4 +1,4 @@
-"""The function that holds the loop: its source, and the numbers that it has."""
+"""The function that holds the loop: its source, and the numbers and modules that it has."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CLOSED = (nn.Module, Tensor, ModuleType, FunctionType, type)
 
 
 class CallerSource:
-    """The function or script that holds the loop: its source, read when a finding asks for a line; its numbers."""
+    """The function or script that holds the loop: its source, read when a finding asks for a line; its values."""
 
     def __init__(self) -> None:
         self._code: CodeType | None = None
@@ -46,6 +46,13 @@ class CallerSource:
             elif not name.startswith("__"):
                 numbers |= {f"{name}{key}": item for key, item in _held(value) if _is_number(item)}
         return numbers
+
+    def modules(self) -> list[nn.Module]:
+        """The modules in its variables, and in what these hold."""
+        names = dict(self._frame.f_locals) if self._frame is not None else {}
+        values = [value for name, value in list(names.items())[: 8 * MOST] if not name.startswith("__")]
+        held = [item for value in values if not isinstance(value, nn.Module) for _, item in _held(value)]
+        return [each for each in (*values, *held) if isinstance(each, nn.Module)]
 
     def forget(self) -> None:
         """The loop is over: its function may go."""

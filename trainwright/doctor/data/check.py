@@ -270,6 +270,7 @@ LAWS: tuple[Law, ...] = (
     Law("data.figures_are_averages", figures.figures_are_averages),
     Law("data.training_averages_are_averages", figures.training_averages_are_averages),
     Law("data.perfect_predictions_are_right", figures.perfect_predictions_are_right),
+    Law("data.distances_vanish", figures.distances_vanish),
     Law("data.features_share_a_scale", features_share_a_scale, effort="replay", named_by=_SCALE),
     Law("data.inputs_keep_their_scale", inputs_keep_their_scale, effort="replay", named_by=_SCALE),
 )

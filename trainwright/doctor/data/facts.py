@@ -216,7 +216,8 @@ class Likeness:
 @dataclass(frozen=True, kw_only=True)
 class DecidedFigure:
     """The sum of ``times`` numbers of decisions that left torch at ``line``: as they were ``told``, with predictions
-    that the loss of the same evaluation calls ``perfect``, and with those of a ``wrong`` class each.
+    that the loss of the same evaluation calls ``perfect``, and with those of a ``wrong`` class each. ``compared``: no
+    loss says what is perfect, but what the decisions are tested for equality with.
     """
 
     line: str | None
@@ -225,6 +226,20 @@ class DecidedFigure:
     told: float
     perfect: float
     wrong: float
+    compared: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistanceFigure:
+    """The mean of the numbers that left torch at ``line``, of outputs and what they are compared with, of ``rows`` at
+    least: as it was ``told``, with both ``equal``, and ``apart``, where the same mean stands for every row.
+    """
+
+    line: str | None
+    rows: int
+    told: float
+    equal: float
+    apart: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,3 +264,4 @@ class EvaluationFacts:
     mass_line: str | None = None
     likeness: Likeness | None = None
     decided: tuple[DecidedFigure, ...] = ()
+    distances: tuple[DistanceFigure, ...] = ()

@@ -10,6 +10,7 @@ from trainwright.doctor.case import Case
 from trainwright.doctor.data.facts import (
     Computed,
     DecidedFigure,
+    DistanceFigure,
     EvaluationFacts,
     KeptNumber,
     ToldFacts,
@@ -27,6 +28,9 @@ LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", 
 """Functions whose mean is no accuracy."""
 ROUNDED = 1e-5
 """Of a mean over a batch in float32."""
+NEARLY, BIAS = 0.1, 8.0
+"""Of the distance of outputs that know nothing. An estimate without bias is off by a few parts in the number of rows
+for two samples that are the same."""
 NOISE = 2.0
 """Standard errors of a mean over the rows: what is less than these off, other rows would give as well."""
 OF_OTHERS = ("best", "min", "max", "prev", "last", "old", "first", "init", "base", "ema", "smooth", "avg", "target")
@@ -142,19 +146,27 @@ def perfect_predictions_are_right(case: Case) -> Iterator[Verdict]:
     facts = case.newest(EvaluationFacts)
     if facts is None:
         return
-    named = {each.line: each for each in facts.numbers if "acc" in each.name.lower() and not each.wrong and each.whole}
+    kept = {each.line: each for each in facts.numbers if each.decided and not each.wrong and each.whole}
     known = [
-        (named[each.line], each, each.perfect / (each.times if each.is_mean else named[each.line].whole))
+        (kept[each.line], each, each.perfect / (each.times if each.is_mean else kept[each.line].whole))
         for each in facts.decided
-        if each.line in named and (each.perfect != each.told or each.wrong != each.told)
+        if each.line in kept
+        and ("acc" in kept[each.line].name.lower() or each.compared)
+        and (each.perfect != each.told or each.wrong != each.told)
     ]
-    off = [(number, decided, best) for number, decided, best in known if abs(best - 1.0) > ROUNDED]
+    off = [each for each in known if not _is_best(*each)]
     if off:
         yield _not_best(facts, *off[0])
     elif known:
         yield Holds(", ".join(f"{number.name} of perfect predictions is 1" for number, _, _ in known[:2]))
     else:
         yield NotApplicable("no evaluation computes both an accuracy that the loop has, and a loss over classes")
+
+
+def _is_best(number: KeptNumber, decided: DecidedFigure, best: float) -> bool:
+    """Of a number without the name of an accuracy it is not known whether it counts what is right or what is wrong."""
+    bests = (1.0,) if "acc" in number.name.lower() else (0.0, 1.0)
+    return any(abs(best - each) <= ROUNDED for each in bests)
 
 
 def _not_best(facts: EvaluationFacts, number: KeptNumber, decided: DecidedFigure, best: float) -> Finding:
@@ -172,6 +184,43 @@ def _not_best(facts: EvaluationFacts, number: KeptNumber, decided: DecidedFigure
         stage="loop",
         where=Where(source=decided.line),
         evidence=[("accuracy of perfect predictions", best, 1.0), ("accuracy of wrong ones", worst, 0.0)],
+    )
+
+
+def distances_vanish(case: Case) -> Iterator[Verdict]:
+    """A distance between outputs and a reference is 0 where they are equal."""
+    facts = case.newest(EvaluationFacts)
+    if facts is None:
+        return
+    off = [each for each in facts.distances if not _vanishes(each)]
+    if off:
+        yield _not_nought(facts, off[0])
+    elif facts.distances:
+        yield Holds(", ".join(f"{each.equal:.3g} for equal outputs, {each.line}" for each in facts.distances[:2]))
+    else:
+        yield NotApplicable("no evaluation compares outputs with a reference of their shape by distances alone")
+
+
+def _vanishes(figure: DistanceFigure) -> bool:
+    """Of a share that is explained (R squared) the best is 1."""
+    room = max(NEARLY, BIAS / figure.rows) * max(abs(figure.apart), abs(figure.told))
+    return abs(figure.equal) <= room or any(abs(figure.equal - best) <= ROUNDED * best for best in (1, 100))
+
+
+def _not_nought(facts: EvaluationFacts, figure: DistanceFigure) -> Finding:
+    name = next((each.name for each in facts.numbers if each.line == figure.line), "what leaves torch here")
+    return finding(
+        "law.data.distances_vanish",
+        "warning",
+        max(1, facts.after),
+        symptom=f"{name} would be {figure.equal:.4g} if the outputs were equal to what they are compared with; it is "
+        f"{figure.told:.4g}, and {figure.apart:.4g} for the same output in each row",
+        cause="a term of the distance is missing, has another sign or factor, or is a sum beside means",
+        remedy="compute the figure of the reference against itself: it must be 0",
+        sure=0.75,
+        stage="loop",
+        where=Where(source=figure.line),
+        evidence=[("distance of equal outputs", figure.equal, 0.0), ("as it is told", figure.told)],
     )
 
 

@@ -3,49 +3,82 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from trainwright.doctor.data.facts import DecidedFigure
+from trainwright.doctor.data.measure.distances import as_they_are, in_place
 from trainwright.recorder.escapes import Escape
-from trainwright.recorder.figure_program import Change, FigureProgram
+from trainwright.recorder.figure_program import Change, FigureCall, FigureProgram, compared_by
 
 SURE = 30.0
 """By which the logit of a class is larger than any other: its probability is as good as 1."""
+EQUALITY = frozenset({"eq", "ne"})
+"""Functions that tell right from wrong."""
 LEAST = 8
 """Positions with a target: of fewer one negative derivative each may be chance."""
 
 
 def decided_figures(program: FigureProgram, escapes: Sequence[Escape]) -> Iterator[DecidedFigure]:
-    """The derivative of a loss over classes is negative for one class of each position: that is its target.
+    """What decisions are worth that are right by the loss, or that equal what they are compared with.
 
-    Yields nothing where the program does not give the same numbers again, or there is no such loss.
+    Yields nothing where the program does not give the same numbers again.
     """
-    if not program.is_whole or not any(each.origin is not None and each.origin.decided for each in escapes):
+    decisions = [n for n, each in enumerate(escapes) if each.origin is not None and each.origin.decided]
+    if not program.is_whole or not decisions:
         return
+    values: dict[int, Tensor] = {}
     cards = {each.device.index for one in program.outputs for each in one if each.is_cuda}
     with torch.random.fork_rng(devices=list(cards)):
-        told = program.run(lambda call, outputs: outputs)
+        told = program.run(as_they_are, values.setdefault)
         same = {n for n, value in told.items() if float(value) == escapes[n].value}
         targets = _targets(program, escapes, same)
-        if targets is None:
+        if targets is not None:
+            best = [program.run(_with_class(targets, shift)) for shift in (0, 1)]
+            yield from _figures(decisions, escapes, same, best)
             return
-        perfect, wrong = (program.run(_with_class(targets, shift)) for shift in (0, 1))
-    decisions = [n for n, each in enumerate(escapes) if each.origin is not None and each.origin.decided]
+        labels = _labels(program.calls, values)
+        if labels:
+            others = {
+                slot: values[slot].roll(1, 0) if each.dtype == torch.bool else each + 1 for slot, each in labels.items()
+            }
+            best = [program.run(as_they_are, in_place(of)) for of in (labels, others)]
+            slots = program.numbers
+            alone = [n for n in decisions if n in slots and program.calls_behind(slots[n], labels) is not None]
+            yield from _figures(alone, escapes, same, best, compared=True)
+
+
+def _figures(
+    decisions: Sequence[int],
+    escapes: Sequence[Escape],
+    same: set[int],
+    best: Sequence[Mapping[int, Tensor]],
+    *,
+    compared: bool = False,
+) -> Iterator[DecidedFigure]:
     for line in dict.fromkeys(escapes[n].line for n in decisions):
         numbers = [n for n in decisions if escapes[n].line == line]
         at = [escapes[n] for n in numbers]
         if same.issuperset(numbers):
+            perfect, wrong = (math.fsum(float(of[n]) for n in numbers) for of in best)
             yield DecidedFigure(
                 line=line,
                 times=len(numbers),
                 is_mean=all(each.origin is not None and each.origin.reduction == "mean" for each in at),
                 told=math.fsum(escapes[n].value for n in numbers),
-                perfect=math.fsum(float(perfect[n]) for n in numbers),
-                wrong=math.fsum(float(wrong[n]) for n in numbers),
+                perfect=perfect,
+                wrong=wrong,
+                compared=compared,
             )
+
+
+def _labels(calls: Sequence[FigureCall], values: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """What is tested for equality with a tensor of its shape that came of no output, and has several values."""
+    known = [(slot, values[slot], label) for slot, label in compared_by(calls, EQUALITY) if slot in values]
+    alike = [each for each in known if each[1].shape == each[2].shape and each[2].numel() >= LEAST]
+    return {slot: label.to(value) for slot, value, label in alike if bool((label != label.flatten()[0]).any())}
 
 
 Targets = Sequence[tuple[int, Tensor, int, Tensor]]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from typing import TypeVar
 
 import torch
 from torch import nn
 
-from trainwright.doctor.data.facts import Computed, DecidedFigure, EvaluationFacts
+from trainwright.doctor.data.facts import Computed, EvaluationFacts
 from trainwright.doctor.data.measure.alike import Likenesses
 from trainwright.doctor.data.measure.best_predictions import decided_figures
+from trainwright.doctor.data.measure.distances import distance_figures
 from trainwright.doctor.data.measure.figure_parts import (
     EscapeLine,
     EscapeLines,
@@ -23,9 +25,10 @@ from trainwright.doctor.data.measure.figure_parts import (
 from trainwright.doctor.data.measure.kept_numbers import KeptNumbers
 from trainwright.doctor.data.measure.told import figures_among
 from trainwright.recorder.copies import is_a_copy
-from trainwright.recorder.escapes import EscapeTape
+from trainwright.recorder.escapes import Escape, EscapeTape
+from trainwright.recorder.figure_program import FigureProgram
 from trainwright.recorder.hooks import listening_to_calls, muted
-from trainwright.recorder.probes import Probe, WatchedObjects
+from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
 from trainwright.recorder.program import RecordedStep, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, Loader
 from trainwright.runlog.json_values import Facts, strict
@@ -34,6 +37,9 @@ EACH = 4
 """Evaluations that are recorded, each; then every one whose number is a power of two."""
 PLACES = 12
 """Lines with numbers that are looked at."""
+COPIES = 4
+"""Copies of a model that are heard: a loop may make one for each evaluation."""
+Again = TypeVar("Again")
 
 
 class EvaluationsProbe(Probe):
@@ -42,16 +48,19 @@ class EvaluationsProbe(Probe):
     name = EvaluationFacts.experiment
 
     def __init__(self, watched: WatchedObjects) -> None:
-        self._numbers, self._code = watched.numbers, watched.code
+        self._numbers, self._modules, self._code = watched.numbers, watched.modules, watched.code
         self._kept, self._likenesses = KeptNumbers(), Likenesses()
         self._roots = watched.subject.roots
-        self._copies: set[int] = set()
+        self._copies: list[nn.Module] = []
         self._open = ExitStack()
         self._tape = EscapeTape()
         self._steps = self._passes = self._rows = 0
         self._in_step = self._is_open = self._is_begun = False
         self._before: Mapping[str, float] = {}
         self._facts: EvaluationFacts | None = None
+
+    def begin(self, site: WatchSite) -> None:
+        self._hear(self._modules())
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if self._tape.pushed:  # what the model does is none of the evaluation's doing
@@ -80,14 +89,24 @@ class EvaluationsProbe(Probe):
 
     def on_epoch(self, loader: Loader, iterator: object) -> None:
         self._tape.passes += 1
+        if not self._in_step:
+            self._hear(self._modules())
 
     def on_mode(self, module: nn.Module, training: bool) -> None:
         if not training and self._is_open:  # of two evaluations in a row the last counts
             self._tape.forget()
             self._likenesses.forget()
-        if not training and id(module) not in self._copies and is_a_copy(module, self._roots):
-            self._copies.add(id(module))
-            self._open.enter_context(listening_to_calls([self], [module]))
+        if not training:
+            self._hear([module])
+
+    def _hear(self, modules: Sequence[nn.Module]) -> None:
+        """Listens to the calls of those that are copies of what is trained: a loop may evaluate these."""
+        known = {id(each) for each in (*self._roots, *self._copies)}
+        for module in modules:
+            if len(self._copies) < COPIES and id(module) not in known and is_a_copy(module, self._roots):
+                known.add(id(module))
+                self._copies.append(module)
+                self._open.enter_context(listening_to_calls([self], [module]))
 
     def on_closed(self, step: RecordedStep) -> None:
         if self._tape.pushed:
@@ -123,18 +142,19 @@ class EvaluationsProbe(Probe):
                 mass=worst[0],
                 mass_line=worst[1],
                 likeness=self._likenesses.close(),
-                decided=tuple(self._decided()),
+                decided=self._run_again(decided_figures),
+                distances=self._run_again(distance_figures),
             )
         tape.forget()
         self._is_open = self._is_begun = False
         self._before = numbers
 
-    def _decided(self) -> list[DecidedFigure]:
+    def _run_again(self, figures: Callable[[FigureProgram, Sequence[Escape]], Iterator[Again]]) -> tuple[Again, ...]:
         try:
             with muted():
-                return list(decided_figures(self._tape.program, self._tape.escapes))
+                return tuple(figures(self._tape.program, self._tape.escapes))
         except (RuntimeError, TypeError, ValueError, IndexError, KeyError, NotImplementedError):
-            return []  # functions that cannot be run again so: they write, or insist on something
+            return ()  # functions that cannot be run again so: they write, or insist on something
 
     def values(self) -> Facts | None:
         self._close()
