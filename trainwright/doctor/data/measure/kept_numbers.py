@@ -186,15 +186,16 @@ class KeptNumbers:
             Forms([form for each in known for form in (*_wrong(each), *self._carried(each))]),
         ]
         new = [name for name, value in numbers.items() if before.get(name) != value and value and math.isfinite(value)]
-        forms = {name: self._form(name, numbers[name], groups) for name in new if type(numbers[name]) is float}
+        forms = {name: self._form(name, numbers[name], groups, away) for name in new if type(numbers[name]) is float}
         settled = {_key(form) for form in forms.values() if form is not None and not (form.wrong or form.is_plain)}
         whole = {value for value in numbers.values() if type(value) is int}
         values = [numbers[name] for name in forms]
         kept = []
         for name in new:
             form = forms.get(name)
-            if form is None and is_meant(name) and is_over:
-                form = self._course(name, numbers[name], known, settled)
+            if form is None and is_over:
+                may_be = known if is_meant(name) else [each for each in known if _is_returned(each, away)]
+                form = self._course(name, numbers[name], may_be, settled)
             if form is not None and form.is_plain and not name.startswith(LOGGED):
                 is_on_its_way = form.reading.place not in away or _divisors(form) & whole
                 form = replace(form, wrong="") if is_on_its_way else form
@@ -228,9 +229,11 @@ class KeptNumbers:
             ):
                 yield _kept(name, value, Form(parts[0], value, "as an evaluation before has left it"))
 
-    def _form(self, name: str, value: float, groups: Sequence[Forms]) -> Form | None:
+    def _form(self, name: str, value: float, groups: Sequence[Forms], away: Set[EscapeLine]) -> Form | None:
         found = next((each for group in groups if (each := group.like(value)) is not None), None)
-        return None if found is not None and found.is_factor and not is_meant(name) else found
+        if found is None or not found.is_factor or is_meant(name) or _is_returned(found.reading, away):
+            return found
+        return None
 
     def _course(self, name: str, value: float, known: Sequence[FigureParts], settled: set[Key]) -> Form | None:
         """What of it has stood still over several evaluations."""
@@ -271,6 +274,11 @@ _CARRIED = "with what the evaluations before it have summed up"
 def is_meant(name: str) -> bool:
     """Whether it is named as a loss or an accuracy."""
     return any(word in name.lower() for word in SHARED)
+
+
+def _is_returned(reading: FigureParts, away: Set[EscapeLine]) -> bool:
+    """Whether another function has averaged a loss: what it returns is a figure under any name."""
+    return reading.place in away and reading.place.reduction == "mean" and not reading.place.decided
 
 
 def _key(form: Form) -> Key:
