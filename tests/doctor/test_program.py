@@ -328,6 +328,31 @@ def test_a_name_is_nearly_another_by_one_edit(name: str, known: str | None) -> N
     assert nearly(name, ["momentum", "weight_decay", "lr"]) == known
 
 
+def of_constants(*layers: nn.Module, **options: Any) -> Loop:
+    loop = Loop()
+    loop.model = nn.Sequential(nn.Linear(6, 8), *layers, nn.Linear(8, 3))
+    kind = AdamW if "betas" in options else SGD
+    loop.optimizer = kind(loop.model.parameters(), lr=0.01, **options)
+    loop.scheduler = CosineAnnealingLR(loop.optimizer, 40)
+    return loop
+
+
+@each_row(
+    ("loop", "odd"),
+    [
+        (lambda: of_constants(nn.LeakyReLU(0.3), betas=(0.0, 0.9)), None),
+        (lambda: of_constants(nn.BatchNorm1d(8, momentum=None), nn.PReLU(), momentum=0.99), None),
+        (lambda: of_constants(betas=(0.99, 0.5)), "betas[1] of AdamW"),
+        (lambda: of_constants(nn.LeakyReLU(20.0)), "negative_slope of LeakyReLU"),
+        (lambda: of_constants(nn.LayerNorm(8, eps=1.0)), "eps of LayerNorm"),
+        (lambda: of_constants(nn.BatchNorm1d(8, momentum=1.0)), "momentum of BatchNorm1d"),
+    ],
+)
+def test_constants_lie_where_they_are_of_use(loop: Callable[[], Loop], odd: str | None) -> None:
+    found = broken(loop().run(3)).get("constants_are_usual")
+    assert found is None if odd is None else found is not None and odd in found.symptom
+
+
 def test_a_warning_is_kept_with_its_line_and_what_it_means() -> None:
     class Ill(Loop):
         def after(self) -> None:

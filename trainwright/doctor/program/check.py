@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trainwright.doctor.law import Law
 from trainwright.doctor.program import laws
+from trainwright.doctor.program.constants import constants_are_usual
 from trainwright.doctor.program.course import base_is_the_highest, rate_has_its_course
 from trainwright.doctor.program.written import sums_are_made_in_their_loop, values_are_read
 
@@ -24,6 +25,7 @@ LAWS: tuple[Law, ...] = (
     Law("program.modes_come_back", laws.modes_come_back, named_by=("mode.*",)),
     Law("program.kept_states_are_copies", laws.kept_states_are_copies, named_by=("ckpt.*",)),
     Law("program.names_are_read", laws.names_are_read, named_by=("opt.nothing_trainable",)),
+    Law("program.constants_are_usual", constants_are_usual, named_by=("model.excess_dropout",)),
     Law(
         "program.warnings_are_heeded",
         laws.warnings_are_heeded,

@@ -94,6 +94,27 @@ class NamesFacts:
 
 
 @dataclass(frozen=True)
+class OddConstant:
+    """A constant of an optimizer, or of the module at the path ``module``, that is not between ``low`` and ``high``."""
+
+    owner: str
+    module: str | None
+    name: str
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class ConstantsFacts:
+    """The constants of ``looked_at`` objects have values as they should, but for the ``odd`` ones."""
+
+    experiment: ClassVar[str] = "constants"
+    looked_at: int
+    odd: tuple[OddConstant, ...] = ()
+
+
+@dataclass(frozen=True)
 class ShownWarning:
     """A warning that was shown ``count`` times, first in step ``step``, at ``source``."""
 
