@@ -328,6 +328,17 @@ def test_a_name_is_nearly_another_by_one_edit(name: str, known: str | None) -> N
     assert nearly(name, ["momentum", "weight_decay", "lr"]) == known
 
 
+def test_a_loop_without_a_round_is_found() -> None:
+    assert set(broken(Loop().run(0))) == {"steps_are_made"}
+    loop = Loop()
+    loop.one_step = lambda rows: loop.loss(rows).backward()  # type: ignore[method-assign]
+    loop.update = lambda: None  # type: ignore[method-assign]
+    assert "steps_are_made" not in broken(loop.run(2))
+    with pytest.raises(ZeroDivisionError), tw.watch(loop.model, loop.optimizer, out=None, quiet=True) as watch:
+        raise ZeroDivisionError
+    assert "steps_are_made" not in broken(watch)
+
+
 def of_constants(*layers: nn.Module, **options: Any) -> Loop:
     loop = Loop()
     loop.model = nn.Sequential(nn.Linear(6, 8), *layers, nn.Linear(8, 3))

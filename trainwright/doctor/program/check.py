@@ -5,10 +5,11 @@ from __future__ import annotations
 from trainwright.doctor.law import Law
 from trainwright.doctor.program import laws
 from trainwright.doctor.program.constants import constants_are_usual
-from trainwright.doctor.program.course import base_is_the_highest, rate_has_its_course
+from trainwright.doctor.program.course import base_is_the_highest, rate_has_its_course, steps_are_made
 from trainwright.doctor.program.written import sums_are_made_in_their_loop, values_are_read
 
 LAWS: tuple[Law, ...] = (
+    Law("program.steps_are_made", steps_are_made),
     Law(
         "program.calls_come_in_order",
         laws.calls_come_in_order,

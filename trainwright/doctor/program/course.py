@@ -1,4 +1,4 @@
-"""The law of the course of the learning rate over a whole run."""
+"""The laws of the course of a whole run: it makes steps, and its learning rate goes up and down as rates do."""
 
 from __future__ import annotations
 
@@ -19,6 +19,32 @@ ABOVE = 1.5
 """Times the rate that the optimizer was made with."""
 TO_A_PEAK = ("OneCycleLR", "CyclicLR", "ExponentialLR", "MultiplicativeLR")
 """Schedules that are told where to rise to."""
+
+
+def steps_are_made(case: Case) -> Iterator[Verdict]:
+    """A loop that is watched makes a step."""
+    if case.watched:
+        yield Holds(f"{len(case.watched)} steps are known")
+        return
+    unfinished: Facts = case.facts("unfinished")
+    if not case.finished or not unfinished or unfinished["error"] is not None:
+        return
+    if unfinished["events"]:
+        yield NotApplicable("a step was begun, or one that cannot be seen")
+        return
+    yield finding(
+        "law.program.steps_are_made",
+        "warning",
+        1,
+        symptom="the watch was left without a step: no model was called, and no optimizer stepped",
+        cause="the loop makes no round (a range or a loader that is empty), or runs elsewhere, with other objects than "
+        "the watch was given",
+        remedy="print the number of epochs and len(loader); watch the objects that the loop uses, in its thread",
+        sure=0.8,
+        stage="loop",
+        evidence=[("steps", 0, ">= 1")],
+        explains=("loop.unseen",),
+    )
 
 
 def rate_has_its_course(case: Case) -> Iterator[Verdict]:
