@@ -169,7 +169,9 @@ def _never_evaluated(case: Case) -> Iterator[Verdict]:
     written, objects = case.newest(WrittenFacts), case.newest(ObjectsFacts)
     if written is None or objects is None or not written.evaluated_by or objects.evaluations or objects.copies:
         return
-    if objects.steps < max(LONG, *written.periods):
+    if case.newest(EvaluationFacts) is not None:  # of a copy that is heard there
+        return
+    if objects.steps < max([LONG, *written.periods]):
         yield NotApplicable(f"a run of {objects.steps} steps")
         return
     yield finding(

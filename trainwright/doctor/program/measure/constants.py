@@ -58,17 +58,19 @@ def _of_optimizer(optimizer: Optimizer) -> Iterator[OddConstant]:
         if isinstance(betas, tuple | list) and len(betas) == 2:
             known |= {"betas[0]": (betas[0], *FIRST), "betas[1]": (betas[1], *SECOND)}
         for name, (value, low, high) in known.items():
-            if _is_odd(value, low, high) and (name, value) not in seen:
-                seen.add((name, value))
-                yield OddConstant(owner, None, name, value, low, high)
+            number = _number(value)
+            if (number < low or number > high) and (name, number) not in seen:
+                seen.add((name, number))
+                yield OddConstant(owner, None, name, number, low, high)
 
 
 def _of_module(path: str, module: nn.Module) -> Iterator[OddConstant]:
     for kinds, name, low, high in LOOKED_AT:
-        value = getattr(module, name, None) if isinstance(module, kinds) else None
-        if _is_odd(value, low, high):
-            yield OddConstant(type(module).__name__, path, name, value, low, high)
+        number = _number(getattr(module, name, None)) if isinstance(module, kinds) else math.nan
+        if number < low or number > high:
+            yield OddConstant(type(module).__name__, path, name, number, low, high)
 
 
-def _is_odd(value: object, low: float, high: float) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and not low <= value <= high
+def _number(value: object) -> float:
+    """NaN for what is none, such as a tensor."""
+    return float(value) if isinstance(value, int | float) else math.nan
