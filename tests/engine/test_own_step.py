@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
+from torch.optim import optimizer as optimizer_module
 
 import trainwright as tw
 from tests.engine.plain import assert_same_bits, bits, cut
@@ -239,3 +240,16 @@ def test_the_data_of_several_micro_batches_are_not_those_of_one() -> None:
     with pytest.raises(UsageError, match="the batch has 2 micro-batches"):
         _ = cut(data(0), 4).data
     assert cut(data(0), 8).data[0].shape == (8, 4)
+
+
+def test_the_hooks_of_a_step_go_with_its_function() -> None:
+    hooks = (optimizer_module._global_optimizer_pre_hooks, optimizer_module._global_optimizer_post_hooks)
+    before = [len(each) for each in hooks]
+    optimizer, step = in_turns(model := Pair())
+    advance = tw.make_own_step(step)
+    for number in range(3):
+        advance(tw.TrainState(model, optimizer), cut(data(number), 8))
+    assert [len(each) for each in hooks] == [count + 1 for count in before], "one of each kind, however many steps"
+    SGD(nn.Linear(1, 1).parameters(), lr=0.1).step()  # between two steps another optimizer may step
+    del advance
+    assert [len(each) for each in hooks] == before

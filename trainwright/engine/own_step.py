@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
@@ -13,8 +15,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from trainwright.engine.clip import global_norm
-from trainwright.engine.guard import APPLIED, SKIPPED, BufferGuard, must_skip
+from trainwright.engine.clip import norm_on_host
+from trainwright.engine.guard import APPLIED, SKIPPED, BufferGuard
 from trainwright.engine.loss import Loss, checked
 from trainwright.engine.metrics import OutputKeeper
 from trainwright.engine.over_ranks import Counted, of_all_ranks
@@ -62,16 +64,17 @@ def make_own_step(
         raise UsageError(f"the step is a {type(step).__name__}", remedy="give a function step(state, batch)")
     if keeper is not None:
         step = keeper.around(step)  # type: ignore[arg-type, assignment]  # it gets the state, not the model
-    buffers = BufferGuard()
+    buffers, updates = BufferGuard(), UpdateGuard()
 
     def advance(state: TrainState, batch: StepBatch) -> StepResult:
-        witness.step_begins(state, batch, TorchGenerators.read(device_of(state.optimizer)))
+        if witness is not SILENT:
+            witness.step_begins(state, batch, TorchGenerators.read(device_of(state.optimizer)))
         lr = set_lr(state.optimizer, schedule(state.step, state.fraction))
         buffers.keep(state.model, state.loss)
         witness.gradients_are_cleared(state.optimizer)
         clear_grads(state.optimizer)
         try:
-            with UpdateGuard(parts_of(state.optimizer)) as updates:
+            with updates.of(parts_of(state.optimizer)):
                 output = step(state, batch)
             loss, weight, metrics = _read(output, batch, state.step + 1)
             buffers.restore_if(updates.skipped)
@@ -80,7 +83,7 @@ def make_own_step(
             tell_torn(state, error)
             raise
         count_step(state, batch, Counted(batch.size, batch.tokens))
-        norm = updates.norm(device_of(state.optimizer))
+        norm = updates.norm()
         if updates.skipped is not APPLIED:
             state.ledger.note(
                 state.step,
@@ -93,6 +96,7 @@ def make_own_step(
             )
         return StepResult(state.step, loss, norm, lr, weight, updates.skipped, batch, metrics)
 
+    weakref.finalize(advance, updates.close)
     return advance
 
 
@@ -106,40 +110,56 @@ def _read(output: object, batch: StepBatch, step: int) -> tuple[Tensor, Tensor |
 
 
 class UpdateGuard:
-    """Looks at the gradients of each update inside the context; an optimizer that finds none changes nothing.
+    """Looks at the gradients of each update inside its context; an optimizer that finds none changes nothing.
 
-    ``skipped`` is true once an update was left out. Raises UsageError where another optimizer than these steps.
+    A context may be entered for each step. The hooks stay from the first one until ``close``: to register them takes
+    longer than what they do. ``skipped`` is true once an update of the step was left out.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = optimizers
+    def __init__(self) -> None:
+        self._optimizers: Sequence[Optimizer] = ()
         self._handles: list[RemovableHandle] = []
+        self._is_open = False
+        self._begin()
+
+    def _begin(self) -> None:
         self._stepping: Optimizer | None = None
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
-        self._norms: list[Tensor] = []
+        self._norms: list[float] = []
         self._before_closure: _Before | None = None
         self.skipped = APPLIED
 
-    def __enter__(self) -> Self:
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
-        ]
+    def of(self, optimizers: Sequence[Optimizer]) -> Self:
+        """The context of a step that these may update. Inside, UsageError is raised where another one steps."""
+        self._optimizers = optimizers
         return self
+
+    def __enter__(self) -> None:
+        if not self._handles:
+            self._handles = [
+                register_optimizer_step_pre_hook(self._before),
+                register_optimizer_step_post_hook(self._after),
+            ]
+        self._begin()
+        self._is_open = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._is_open = False
+
+    def close(self) -> None:
+        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
 
     def _before(self, optimizer: Optimizer, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-        if self._stepping is not None:  # an optimizer that has another one inside
+        if not self._is_open or self._stepping is not None:  # no step of ours; an optimizer that has another one inside
             return
         if optimizer not in self._optimizers:
             raise _strange(optimizer)
         self._stepping = optimizer
-        if any(callable(each) for each in (*args, *kwargs.values())):
+        if (len(args) > 1 or kwargs) and any(map(callable, (*args, *kwargs.values()))):  # the first is the optimizer
             self._before_closure = _Before(optimizer)
         elif not self._are_finite(optimizer):
             self._hidden = [(p, p.grad) for p in _owned(optimizer)]
@@ -147,7 +167,7 @@ class UpdateGuard:
                 p.grad = None
 
     def _after(self, optimizer: Optimizer, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-        if optimizer is not self._stepping:
+        if optimizer is not self._stepping or not self._is_open:
             return
         self._stepping = None
         for p, grad in self._hidden:
@@ -162,17 +182,17 @@ class UpdateGuard:
         grads = [grad for p in _owned(optimizer) if (grad := p.grad) is not None]
         if not grads:
             return True
-        self._norms.append(global_norm(grads))
-        if not bool(must_skip(self._norms[-1], 1.0)):
+        self._norms.append(norm := norm_on_host(grads))
+        if math.isfinite(norm):
             return True
         self.skipped = SKIPPED
         return False
 
-    def norm(self, device: torch.device) -> Tensor:
+    def norm(self) -> Tensor:
         """Of the gradients of all updates together; 0 where there was none."""
-        if len(self._norms) == 1:
-            return self._norms[0]
-        return torch.linalg.vector_norm(torch.stack(self._norms)) if self._norms else torch.zeros((), device=device)
+        parameter = _owned(self._optimizers[0])[0]
+        dtype = torch.promote_types(parameter.dtype, torch.float32).to_real()
+        return torch.full((), math.hypot(*self._norms), dtype=dtype, device=parameter.device)
 
 
 def _strange(optimizer: Optimizer) -> UsageError:

@@ -178,7 +178,8 @@ def count_step(state: TrainState, batch: StepBatch, counted: Counted) -> None:
     state.num_samples += counted.samples
     state.num_tokens += counted.tokens
     state.data = batch.cursor
-    state.quarantine.update(bad.id for bad in batch.bad)
+    if batch.bad:
+        state.quarantine.update(bad.id for bad in batch.bad)
 
 
 class _Parts(NamedTuple):
