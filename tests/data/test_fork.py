@@ -49,6 +49,25 @@ def test_what_is_yielded_there_comes_back() -> None:
     assert torch.equal(tensor, torch.arange(10**6))
 
 
+def test_tensors_come_back_as_they_were_and_without_the_rest_of_their_storage() -> None:
+    whole = torch.arange(10**6, dtype=torch.float32)
+    sent = [
+        whole[3:9].view(2, 3).t(),
+        torch.tensor(3),
+        torch.ones(2, dtype=torch.bfloat16),
+        torch.ones(2, dtype=torch.complex64).conj(),
+        torch.zeros(0, 4),
+        torch.nn.Parameter(torch.ones(2)),
+    ]
+    ((came, same),) = read_in_fork(lambda begin: iter([(sent, sent[0])]), limit_s=60)
+    for one, other in zip(came, sent, strict=True):
+        assert type(one) is type(other) and one.dtype == other.dtype and one.requires_grad == other.requires_grad
+        assert torch.equal(one, other)
+    assert same is came[0] and same.untyped_storage().nbytes() == 24
+    same.add_(1)  # it is no view of what was received
+    assert not torch.equal(same, sent[0])
+
+
 def test_it_leaves_no_trace_here() -> None:
     state, done = torch.get_rng_state(), []
     list(read_in_fork(numbers(lambda: [torch.randn(3), done.append(1)]), limit_s=60))

@@ -292,8 +292,8 @@ class _Run:
 
     def _read(self, written: Any, loss: bool = False) -> Any:
         """Arguments with tensors in place of slots and constants."""
-        size, rows = batch_size(self.recorded), self.intervention.rows
-        rows = self.replayer.rows if rows is None else rows
+        rows = self.replayer.rows if self.intervention.rows is None else self.intervention.rows
+        size = None if rows is None else batch_size(self.recorded)
 
         def tensor_of(leaf: object) -> object:
             if isinstance(leaf, Slot):
@@ -340,7 +340,7 @@ class _HandledOps(TorchFunctionMode):
 
 def batch_size(recorded: RecordedStep) -> int | None:
     """The first dimension of the first input tensor of a model."""
-    for call in recorded.calls:
+    for call in (each for each in recorded.program if isinstance(each, Call)):
         for constant in constants_of((call.args, call.kwargs)):
             if constant.tensor.dim():
                 return int(constant.tensor.shape[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ from trainwright.verbs.check.verdict import Checkup
 PARTS = "tests.verbs.check.parts"
 AMPLE = Budget(read_s=20.0, range_s=30.0, one_batch_s=30.0, smoke_s=60.0, most_samples=1024)
 """Each part ends by its number of samples or steps, on a busy machine as well."""
+AFTER_TRAINING = ("", "output", "activations", "weights", "learning rate")
+"""What the lines are about that training decides; the others are written before it, and need none of it."""
+UNTRAINED = replace(AMPLE, range_s=0.0, one_batch_s=0.0, smoke_s=0.0)
 
 
 def recipe(changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,8 +49,8 @@ def recipe(changes: Mapping[str, Any]) -> dict[str, Any]:
     return mapping
 
 
-def checked(changes: Mapping[str, Any]) -> Checkup:
-    return check(from_mapping(recipe(changes)), budget=AMPLE)
+def checked(changes: Mapping[str, Any], budget: Budget = AMPLE) -> Checkup:
+    return check(from_mapping(recipe(changes)), budget=budget)
 
 
 def model(name: str, **args: Any) -> dict[str, Any]:
@@ -103,7 +107,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "dead ReLU": (model("dead"), "fail", "activations", "every unit of 1 is 0"),
     "all weights zero": (model("zeros"), "fail", "weights", "stay 0"),
     "weights too large": (model("large"), "warn", "initial loss", ""),
-    "deep without residuals": (model("Deep"), "fail", "", ""),
+    "deep without residuals": (model("Deep"), "fail", "output", "same for every sample"),
     "output ignores the input": (model("Blind"), "fail", "output", "same for every sample"),
     "output of the wrong size": (model("net", outputs=3), "fail", "labels", "0 to 2"),
     "input of the wrong size": (model("net", inputs=7), "fail", "first batch", "mat1 and mat2"),
@@ -158,7 +162,7 @@ HEALTHY: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_finds_the_planted_fault(name: str) -> None:
     changes, word, what, words = FAULTS[name]
-    found = checked(changes)
+    found = checked(changes, AMPLE if what in AFTER_TRAINING else UNTRAINED)
     lines = [f"{v.word} {v.what}: {v.seen} [{v.code}]" for v in found.verdicts]
     graver = [v for v in found.verdicts if v.word in (word, "fail") and what in v.what]
     assert any(words in f"{v.seen} {v.code}" and v.remedy for v in graver), "\n".join(lines)
@@ -174,6 +178,13 @@ def test_a_range_test_has_all_of_its_steps_or_gives_no_verdict(budget_s: float, 
     assert range_test(sandbox, budget_s=budget_s, step_s=step_s) is None
     whole = range_test(sandbox, budget_s=60.0, step_s=1e-3)
     assert whole is not None and (whole.stopped_at or len(whole.lrs) == RANGE_STEPS)
+
+
+def test_no_time_is_no_fault() -> None:
+    """A validation set whose first batch took all of it has been evaluated on that batch."""
+    found = checked({}, UNTRAINED)
+    assert [v for v in found.verdicts if v.word in ("warn", "fail")] == []
+    assert "evaluation" in [v.what for v in found.verdicts if v.word == "ok"]
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ class FunctionFacts:
 
 @dataclass(frozen=True)
 class InputsFacts:
-    """Of ``tensors`` inputs that vary from sample to sample those without an effect on any output, by place.
+    """Of the first ``tensors`` inputs that vary from sample to sample those without an effect on any output, by place.
 
     ``columns`` of the first one that vary; ``idle_columns`` are those of them without an effect.
     """

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, cycle
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from trainwright.training.job import Job
 from trainwright.training.own_objects import Live, build_live
 from trainwright.world.threads import undisturbed_s
 
+T = TypeVar("T")
 KEPT, KEPT_BYTES = 4, 2**28
 
 
@@ -100,7 +102,7 @@ def _bytes(data: object) -> int:
     return sum(_bytes(value) for value in values)
 
 
-def within(batches: Iterator[StepBatch], seconds: float) -> Iterator[StepBatch]:
+def within(batches: Iterator[T], seconds: float) -> Iterator[T]:
     """The batches until the time is over, at least one."""
     end_s = time.perf_counter() + seconds
     for batch in batches:

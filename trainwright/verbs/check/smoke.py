@@ -114,8 +114,7 @@ def _evaluate(sandbox: Sandbox, state: TrainState, run: SmokeRun, budget_s: floa
     batches = validation_batches(job.parts, job.recipe, loading)
     if batches is None:
         return
-    end_s = time.perf_counter() + budget_s
-    in_time = (micro for micro in islice(batches, 32) if time.perf_counter() < end_s)
+    in_time = within(iter(islice(batches, 32)), budget_s)
     try:
         run.val_loss = evaluate(state.model, job.parts.loss, in_time, precision=job.precision).loss
     except Exception as error:

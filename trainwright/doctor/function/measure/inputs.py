@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -14,12 +15,14 @@ from trainwright.replay.replayer import Intervention
 
 COLUMNS_OF = {2: 1, 4: 1}
 """By the number of dimensions of an input: which one holds columns or channels, and not places."""
+MOST = 8
+"""Inputs that are tried, each by a forward pass of the whole step; those of further micro-batches go the same way."""
 
 
 def idle_inputs(passes: EvalPasses) -> InputsFacts:
     """The inputs, and the columns of the first one, that all samples can have of the first one without any effect."""
     size = passes.session.size
-    inputs = [x for x in passes.session.inputs if x.dim() and x.shape[0] == size and _varies(x)]
+    inputs = list(islice((x for x in passes.session.inputs if x.dim() and x.shape[0] == size and _varies(x)), MOST))
     idle = [n for n, x in enumerate(inputs) if not _has_effect(passes, x, _of_first(x))]
     if not inputs or idle:
         return InputsFacts(len(inputs), idle=tuple(idle))
@@ -28,7 +31,8 @@ def idle_inputs(passes: EvalPasses) -> InputsFacts:
     if dim is None or not first.is_floating_point():
         return InputsFacts(len(inputs))
     columns = [n for n in range(int(first.shape[dim])) if _varies(first.select(dim, n))]
-    suspects = [n for n in columns if n in _without_gradient(passes, first, dim)]
+    without = _without_gradient(passes, first, dim)
+    suspects = [n for n in columns if n in without]
     if not suspects or len(suspects) == len(columns):
         return InputsFacts(len(inputs), len(columns))
     changed = first.clone()
