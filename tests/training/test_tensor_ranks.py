@@ -85,7 +85,8 @@ def require_same(folder: Path, name: str, reference: str = "whole", *, resumed: 
     theirs, mine = weights(folder / reference), weights(folder / name)
     assert mine.keys() == theirs.keys()
     for key, tensor in mine.items():
-        assert torch.allclose(tensor, theirs[key], atol=1e-6), (name, key)
+        apart = float((tensor - theirs[key]).abs().max())
+        assert torch.allclose(tensor, theirs[key], atol=1e-6), (name, key, apart)
 
 
 MODERN = {"norm": "rms", "positions": "rope", "activation": "swiglu", "bias": False, "tied": True, "bigram": 30}
@@ -94,7 +95,9 @@ TWO: dict[str, dict[str, Any]] = {
     "tensor": {"parallel.tensor": 2, "batch.micro": 3},
     "sequence": {"parallel.tensor": 2, "parallel.sequence": True, "model.activation_checkpointing": "block"},
     "context": {"parallel.context": 2, "batch.micro": 3, "model.ema": 0.9, "model.activation_checkpointing": "block"},
+    "sequence-in-three": {"parallel.tensor": 2, "parallel.sequence": True, "batch.micro": 3},
     "gpipe": {"parallel.pipeline": 2, "parallel.schedule": "gpipe"},
+    "gpipe-in-three": {"parallel.pipeline": 2, "parallel.schedule": "gpipe", "batch.micro": 3},
     "1f1b": {"parallel.pipeline": 2, "batch.micro": 3, "model.ema": 0.9},
     "interleaved": {
         "model": DEEP,
