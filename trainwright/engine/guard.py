@@ -35,6 +35,9 @@ def update_unless(skipped: Tensor, optimizer: Optimizer) -> None:
     weights are divided among ranks.
     """
     for part in parts_of(optimizer):
+        if skipped is APPLIED:  # nearly every step of a CPU
+            part.step()
+            continue
         takes_flag = getattr(part, "_step_supports_amp_scaling", False)
         if skipped.device.type != "cpu" and takes_flag and not _is_divided(part):
             update_on_device(skipped, part)
@@ -87,7 +90,7 @@ class BufferGuard:
 
     def restore_if(self, skipped: Tensor) -> None:
         """Puts them back where ``skipped`` is true; on a GPU without asking."""
-        if skipped.device.type == "cpu" and not bool(skipped):
+        if skipped is APPLIED or (skipped.device.type == "cpu" and not bool(skipped)):
             return
         with torch.no_grad():
             for (module, name), before in zip(self._places, self._before):

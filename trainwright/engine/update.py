@@ -15,6 +15,7 @@ from trainwright.engine.recover import Recovery, make_room
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import OomReport, OutOfMemoryError
 from trainwright.state.chained import parts_of
+from trainwright.state.codec import StateDict
 from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState
 
@@ -32,13 +33,14 @@ class Update:
     def __init__(self, recovery: Recovery, witness: StepWitness = SILENT) -> None:
         self._recovery, self._witness = recovery, witness
         self._num_made = 0  # parameters that have their moments
+        self._written: _Written | None = None
 
     def __call__(self, skipped: Tensor, state: TrainState, batch: StepBatch) -> tuple[OomReport, ...]:
         """Returns a report of the try that failed, if one did."""
         optimizer = state.optimizer
         reports: tuple[OomReport, ...] = ()
         while True:
-            before = _Written(optimizer)
+            before = self._before(optimizer)
             try:
                 self._update(skipped, optimizer)
                 return reports
@@ -60,11 +62,19 @@ class Update:
                 if "foreach" in group and not group.get("fused"):  # has temporaries as large as the weights
                     group["foreach"] = False
 
+    def _before(self, optimizer: Optimizer) -> _Written:
+        """What is written now. Its tensors are listed once: to search for them takes 2 % of a small step."""
+        if self._written is None or not self._written.is_of(optimizer):
+            self._written = _Written(optimizer)
+        self._written.begin()
+        return self._written
+
     def _update(self, skipped: Tensor, optimizer: Optimizer) -> None:
-        num_due = sum([p.grad is not None for group in optimizer.param_groups for p in group["params"]])
-        if num_due > self._num_made and not (skipped.device.type == "cpu" and bool(skipped)):
-            make_moments(optimizer)
-            self._num_made = num_due
+        if self._num_made < sum([len(group["params"]) for group in optimizer.param_groups]):
+            num_due = sum([p.grad is not None for group in optimizer.param_groups for p in group["params"]])
+            if num_due > self._num_made and not (skipped.device.type == "cpu" and bool(skipped)):
+                make_moments(optimizer)
+                self._num_made = num_due
         update_unless(skipped, optimizer)
 
 
@@ -89,11 +99,30 @@ class _Written:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer, self._parts = optimizer, parts_of(optimizer)
         self._is_counted = all(_writes_counted(part) for part in self._parts)
+        self._states = [part.state for part in self._parts]
+        self._sizes = self._sizes_now()
+        self._tensors: list[Tensor] = []
+        self._numbers: list[tuple[StateDict, str]] = []
         if self._is_counted:
-            states = [own for part in self._parts for own in part.state.values()]
-            self._versions = [p._version for group in optimizer.param_groups for p in group["params"]]
-            self._values = [v._version if isinstance(v, Tensor) else v for own in states for v in own.values()]
-            self._sizes = [[len(own) for own in part.state.values()] for part in self._parts]
+            self._tensors += [p for group in optimizer.param_groups for p in group["params"]]
+            for own in [own for state in self._states for own in state.values()]:
+                self._tensors += [value for value in own.values() if isinstance(value, Tensor)]
+                self._numbers += [(own, name) for name, value in own.items() if not isinstance(value, Tensor)]
+
+    def _sizes_now(self) -> list[list[int]]:
+        return [[len(own) for own in state.values()] for state in self._states if self._is_counted]
+
+    def is_of(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer has the states that are listed here: to load others replaces them."""
+        states = [part.state for part in parts_of(optimizer)]
+        return [*map(id, states)] == [*map(id, self._states)] and self._sizes_now() == self._sizes
+
+    def begin(self) -> None:
+        """What is written from here on counts."""
+        self._versions, self._values = self._now()
+
+    def _now(self) -> tuple[list[int], list[object]]:
+        return [each._version for each in self._tensors], [own.get(name) for own, name in self._numbers]
 
     def is_undone(self) -> bool:
         """Drops what was added to the state, which may be made in part. False: there was, or may be, more."""
@@ -106,7 +135,8 @@ class _Written:
                 for name in list(own)[size:]:
                     del own[name]
         now = _Written(self._optimizer)
-        return (now._versions, now._values, now._sizes) == (self._versions, self._values, self._sizes)
+        is_same = [*map(id, now._tensors)] == [*map(id, self._tensors)] and now._sizes == self._sizes
+        return is_same and self._now() == (self._versions, self._values)
 
 
 def _writes_counted(optimizer: Optimizer) -> bool:

@@ -165,8 +165,10 @@ class RunLock:
 
     def _write(self, step: int | None) -> None:
         self._step = step
-        with contextlib.suppress(OSError):
+        try:  # noqa: SIM105  in each step: a context takes as long as the write
             os.pwrite(self._fd, self._rest(step), len(_COUNTED))
+        except OSError:
+            pass
 
     def _rest(self, step: int | None) -> bytes:
         """The line after the part that says whether the process is excused."""
