@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -27,6 +26,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from benchmarks.figures import about, figure, ratios
+from benchmarks.processes import python
 from benchmarks.step_overhead_variants import CLIP_AT, FIRST, LR, Clock, Task, make_task
 
 CASES = ("several", "schedule", "metrics")
@@ -131,15 +131,13 @@ def run(request: dict[str, object]) -> float:
     return statistics.median(after - before for before, after in zip(times[first:], times[first + 1 :]))
 
 
-def in_a_process(request: dict[str, object]) -> float:
+def in_a_process(request: dict[str, object], quick: bool) -> float:
     path = os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environ = {**os.environ, "OMP_NUM_THREADS": str(request["threads"]), "PYTHONPATH": path}
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.own_objects", json.dumps(request)]
+    words = ["-W", "ignore", "-m", "benchmarks.own_objects", json.dumps(request)]
     with tempfile.TemporaryDirectory(prefix="objects-") as folder:
-        done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{request} failed:\n{done.stderr[-3000:]}")
-    return float(done.stdout.splitlines()[-1])
+        printed = python(words, cwd=Path(folder), env=environ, forks=quick)
+    return float(printed.splitlines()[-1])
 
 
 def main() -> None:
@@ -162,7 +160,7 @@ def main() -> None:
                 for side in ("hand", "ours") if number % 2 else ("ours", "hand"):
                     count = steps if name == "mlp" or options.quick else steps // 12
                     request = {"task": name, "case": case, "side": side, "steps": count, "threads": options.threads}
-                    seen[side].append(in_a_process(request))
+                    seen[side].append(in_a_process(request, options.quick))
             figure(
                 "own_objects",
                 f"{name}_{case}",

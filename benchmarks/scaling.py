@@ -13,12 +13,12 @@ import json
 import os
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from benchmarks.figures import about, arguments, figure, ratios
+from benchmarks.processes import Started
 
 PROGRAM = """
 import json, statistics, sys, time
@@ -51,7 +51,7 @@ with joined(Launch.read(os.environ), 60.0) as world:
 """
 
 
-def measured(ranks: int, steps: int) -> dict[str, float]:
+def measured(ranks: int, steps: int, quick: bool) -> dict[str, float]:
     """What the first of ``ranks`` processes prints."""
     with socket.socket() as free, tempfile.TemporaryDirectory(prefix="scaling-") as folder:
         free.bind(("127.0.0.1", 0))
@@ -61,18 +61,15 @@ def measured(ranks: int, steps: int) -> dict[str, float]:
         shared = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "WORLD_SIZE": str(ranks)}
         shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         started = [
-            subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-c", PROGRAM, str(steps)],
-                cwd=folder,
+            Started(
+                ["-W", "ignore", "-c", PROGRAM, str(steps)],
+                cwd=Path(folder),
                 env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                text=True,
+                forks=quick,
             )
             for rank in range(ranks)
         ]
-        printed = [each.communicate()[0] for each in started]
-    if any(each.returncode for each in started):
-        raise SystemExit(f"a rank ended with {[each.returncode for each in started]}")
+        printed = [each.output() for each in started]
     seen: dict[str, float] = json.loads(printed[0].splitlines()[-1])
     return seen
 
@@ -84,7 +81,7 @@ def main() -> None:
     alone, spread = [], []
     for number in range(int(options.rounds)):
         for count in (1, ranks) if number % 2 == 0 else (ranks, 1):
-            (alone if count == 1 else spread).append(measured(count, steps))
+            (alone if count == 1 else spread).append(measured(count, steps, options.quick))
     gained = ratios([each["step_s"] for each in alone], [each["step_s"] for each in spread])
     against = f"one process, {os.cpu_count()} cores"
     figure("scaling", "one_step", [each["step_s"] for each in alone], unit="s", against="absolute")

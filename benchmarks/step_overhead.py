@@ -26,14 +26,13 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.figures import about, figure, ratios
+from benchmarks.processes import python
 from benchmarks.step_overhead_variants import FIRST, OURS, VARIANTS
 
 PEERS = {"fabric": "lightning", "accelerate": "accelerate", "transformers": "transformers", "lightning": "lightning"}
@@ -60,17 +59,10 @@ def measured(
             {"task": task, "variant": variant, "steps": steps, "optimizer": optimizer, "device": options.device}
         )
         begin_s = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "benchmarks.step_overhead_variants", request],
-            cwd=folder,
-            env=environ,
-            capture_output=True,
-            text=True,
-        )
+        words = ["-W", "ignore", "-m", "benchmarks.step_overhead_variants", request]
+        printed = python(words, cwd=Path(folder), env=environ, forks=options.quick)
         process_s = time.perf_counter() - begin_s
-    if done.returncode:
-        raise SystemExit(f"{task} {variant} failed ({done.returncode}):\n{done.stderr[-3000:]}")
-    return {**json.loads(done.stdout.splitlines()[-1]), "process_s": process_s}
+    return {**json.loads(printed.splitlines()[-1]), "process_s": process_s}
 
 
 class Rounds:

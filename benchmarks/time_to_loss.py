@@ -14,7 +14,7 @@ Every training has a process of its own, one after the other.
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 import tempfile
 from itertools import chain
@@ -29,6 +29,7 @@ from torch import nn
 from benchmarks import nanogpt
 from benchmarks.figures import about, arguments, figure
 from benchmarks.nanogpt import BLOCK
+from benchmarks.processes import python
 from trainwright.data.text import CharText, python_topics
 from trainwright.engine.step import StepResult
 from trainwright.observe.progress import Progress
@@ -111,13 +112,11 @@ def train_here(side: str, budget_s: float, seed: int, threads: int, every: int) 
     print(json.dumps({"plain": train_plain, "ours": train_ours}[side](budget_s, seed, every)))
 
 
-def trained(side: str, budget_s: float, *, seed: int, threads: int, every: int) -> Trained:
+def trained(side: str, budget_s: float, *, seed: int, threads: int, every: int, quick: bool) -> Trained:
     """Trains in a fresh process and waits for it."""
     asked = f"{side!r}, {budget_s!r}, {seed}, {threads}, {every}"
-    command = [sys.executable, "-c", f"from benchmarks import time_to_loss; time_to_loss.train_here({asked})"]
-    printed = subprocess.run(
-        command, cwd=Path(__file__).parents[1], check=True, stdout=subprocess.PIPE, text=True
-    ).stdout
+    words = ["-c", f"from benchmarks import time_to_loss; time_to_loss.train_here({asked})"]
+    printed = python(words, cwd=Path(__file__).parents[1], env=os.environ, forks=quick)
     seen = Trained(*json.loads(printed.splitlines()[-1]))
     print(f"{side:5} {seen.seconds:6.2f} s  {seen.steps:5} steps  loss {seen.loss:.4f}", file=sys.stderr, flush=True)
     return seen
@@ -131,6 +130,7 @@ def main() -> None:
     reached: list[float] = []
     for number in range(options.pairs):
         how = {"seed": 1337 + number, "threads": options.threads, "every": 32 if options.quick else 1}
+        how["quick"] = options.quick
         plain, full = trained("plain", options.seconds, **how), trained("ours", options.seconds, **how)
         theirs.append(plain)
         ours.append(full)
