@@ -110,6 +110,24 @@ def of_the_last_batch(model: nn.Module, batches: Batches) -> Figures:
     return {name: total / len(batches) for name, total in totals.items()}
 
 
+def negated(model: nn.Module, batches: Batches) -> tuple[float, float]:
+    loss, accuracy = with_loss_over_rows(model, batches).values()
+    return -loss, accuracy
+
+
+def negated_share(model: nn.Module, batches: Batches) -> tuple[float, float]:
+    loss, accuracy = with_loss_over_rows(model, batches).values()
+    return loss, -accuracy / 100
+
+
+def as_a_score(model: nn.Module, batches: Batches) -> Figures:
+    return {"neg_error": -with_loss_over_rows(model, batches)["loss"]}
+
+
+def sum_over_rows(model: nn.Module, batches: Batches) -> float:
+    return sum(F.cross_entropy(model(x), y).item() * len(y) for x, y in batches)
+
+
 def one_row_more(model: nn.Module, batches: Batches) -> Figures:
     loss, rows = 0.0, 1
     for x, y in batches:
@@ -235,7 +253,7 @@ def test_averages_are_averages(evaluate: Evaluate) -> None:
     assert "shown.loss" in law.why and "shown.accuracy" in law.why
 
 
-@pytest.mark.parametrize("evaluate", [by_meters, transformed, as_a_tuple, sum_and_count, of_both_parts])
+@pytest.mark.parametrize("evaluate", [by_meters, transformed, as_a_tuple, sum_and_count, of_both_parts, as_a_score])
 def test_figures_of_other_forms_are_no_finding(evaluate: Evaluate) -> None:
     assert states(evaluated(evaluate), "data")["figures_are_averages"].state in ("held", "not applicable")
 
@@ -256,6 +274,9 @@ def test_what_cannot_be_told_is_not_judged(evaluate: Evaluate) -> None:
         (begun_at_one, "30 is added to its sum"),
         (of_the_last_assigned, "what its last batch adds over its rows"),
         (over_the_last, "rows of its last batch"),
+        (negated, "with the other sign"),
+        (negated_share, "with the other sign"),
+        (sum_over_rows, "the sum over its rows, divided by nothing"),
         (squared, "30 times the mean"),
         (Summed(), "before it have summed up"),
     ],

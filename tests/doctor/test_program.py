@@ -209,6 +209,11 @@ def stepped_again(self: Loop) -> None:
         self.scheduler.step()
 
 
+def each_twice(self: Loop) -> None:
+    self.optimizer.step()
+    self.scheduler.step()
+
+
 @each_row(
     ("update", "law", "words"),
     [
@@ -221,6 +226,7 @@ def stepped_again(self: Loop) -> None:
         (overruled, "schedule_is_followed", "another learning rate"),
         (of_two_schedulers, "schedule_is_followed", "another learning rate"),
         (stepped_again, "schedule_is_followed", "once more"),
+        (each_twice, "schedule_is_followed", "twice in a row"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -353,7 +359,9 @@ def of_constants(*layers: nn.Module, **options: Any) -> Loop:
     [
         (lambda: of_constants(nn.LeakyReLU(0.3), betas=(0.0, 0.9)), None),
         (lambda: of_constants(nn.BatchNorm1d(8, momentum=None), nn.PReLU(), momentum=0.99), None),
-        (lambda: of_constants(betas=(0.99, 0.5)), "betas[1] of AdamW"),
+        (lambda: of_constants(betas=(0.9, 0.5)), "betas[0] of AdamW"),
+        (lambda: of_constants(betas=(0.98, 0.9)), "betas[0] of AdamW"),
+        (lambda: of_constants(betas=(0.5, 0.099)), "of AdamW"),
         (lambda: of_constants(nn.LeakyReLU(20.0)), "negative_slope of LeakyReLU"),
         (lambda: of_constants(nn.LayerNorm(8, eps=1.0)), "eps of LayerNorm"),
         (lambda: of_constants(nn.BatchNorm1d(8, momentum=1.0)), "momentum of BatchNorm1d"),

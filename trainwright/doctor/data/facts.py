@@ -171,7 +171,8 @@ class KeptNumber:
 
     ``of`` says what these are, ``right`` the mean of them over the ``whole`` number of rows, ``noise`` its standard
     error. ``wrong`` says what is wrong with the number; empty: nothing. ``is_plain``: it is one of them, or a sum.
-    ``decided``: it is a share of decisions. ``is_factor``: the mean over the rows times a number.
+    ``decided``: it is a share of decisions. ``is_factor``: the mean over the rows times a number. ``is_negated``: the
+    mean with the other sign.
     """
 
     name: str
@@ -182,6 +183,7 @@ class KeptNumber:
     wrong: str = ""
     decided: bool = False
     is_factor: bool = False
+    is_negated: bool = False
     right: float = 0.0
     whole: float = 0.0
     noise: float = 0.0

@@ -28,6 +28,8 @@ LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", 
 """Functions whose mean is no accuracy."""
 ROUNDED = 1e-5
 """Of a mean over a batch in float32."""
+MORE_IS_BETTER = ("neg", "score", "reward", "fit", "util", "objective", "gain", "elbo", "like", "ll", "quality")
+"""What a part of the name of a loss begins with that is told with the other sign."""
 NEARLY, BIAS = 0.1, 8.0
 """Of the distance of outputs that know nothing. An estimate without bias is off by a few parts in the number of rows
 for two samples that are the same."""
@@ -46,6 +48,7 @@ def figures_are_averages(case: Case) -> Iterator[Verdict]:
     known = [each for each in facts.numbers if _is_average(each.name)]
     wrong = [each for each in known if each.wrong and (not each.is_factor or _is_off_beside_training(each, case))]
     swapped = [each for each in known if not each.wrong and not each.is_plain and _is_named_otherwise(each)]
+    negated = [each for each in known if not each.wrong and each.is_negated and _is_meant_positive(each, case)]
     right = [each.name for each in known if not each.wrong and not each.is_plain]
     others = {} if told is None else {name: facts.figures[name] for name in told.names if name in facts.figures}
     judged = _not_recognised(others, facts)
@@ -54,6 +57,8 @@ def figures_are_averages(case: Case) -> Iterator[Verdict]:
         yield _wrong(facts, max(wrong, key=_deviation))
     elif swapped:
         yield _swapped(facts, swapped[0])
+    elif negated:
+        yield _negated(facts, negated[0])
     elif off:
         yield _off(facts, *off[0])
     elif right or any(ranges for _, _, ranges in judged):
@@ -68,6 +73,14 @@ def _is_named_otherwise(number: KeptNumber) -> bool:
     """A loss that is a share of decisions, or an accuracy that is the mean of a loss function."""
     is_loss, is_share = ("loss" in number.name.lower(), "acc" in number.name.lower())
     return is_loss != is_share and ((is_loss and number.decided) or (is_share and number.of.startswith(LOSSES)))
+
+
+def _is_meant_positive(number: KeptNumber, case: Case) -> bool:
+    """A share is; a loss is where those of training are, unless its name says that more of it is better."""
+    if any(part.startswith(MORE_IS_BETTER) for part in re.split("[^a-z]+", number.name.lower())):
+        return False
+    losses = [each.loss for each in case.watched[-16:] if math.isfinite(each.loss)]
+    return number.decided or (number.of.startswith(LOSSES) and bool(losses) and min(losses) > 0.0)
 
 
 def _not_recognised(others: dict[str, float], facts: EvaluationFacts) -> list[tuple[str, float, list[Computed]]]:
@@ -123,6 +136,22 @@ def _swapped(facts: EvaluationFacts, number: KeptNumber) -> Finding:
         stage="loop",
         where=Where(source=number.line),
         evidence=[(number.name, number.value, "a share" if "acc" in number.name.lower() else "a loss")],
+    )
+
+
+def _negated(facts: EvaluationFacts, number: KeptNumber) -> Finding:
+    return finding(
+        "law.data.figures_are_averages",
+        "warning",
+        max(1, facts.after),
+        symptom=f"{number.name} is {number.value:.4g}, the mean of {number.of} over the rows of the evaluation with "
+        "the other sign",
+        cause="a sign too much: a difference for a sum, a minus before one of the parts",
+        remedy="tell the mean itself; call what is negated on purpose a score",
+        sure=0.8,
+        stage="loop",
+        where=Where(source=number.line),
+        evidence=[(number.name, number.value, number.right)],
     )
 
 

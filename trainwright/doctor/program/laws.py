@@ -327,7 +327,8 @@ def schedule_is_followed(case: Case) -> Iterator[Verdict]:
     if not facts.schedulers:
         yield NotApplicable("no scheduler is stepped")
         return
-    broken = [found for each in facts.schedulers for found in (*_overruled(case, each), *_two_units(case, each))]
+    judges = (_overruled, _two_units, _each_twice)
+    broken = [found for each in facts.schedulers for judge in judges for found in judge(case, each)]
     yield broken[0] if broken else Holds(f"{sum(each.updates for each in facts.schedulers)} updates")
 
 
@@ -363,4 +364,22 @@ def _two_units(case: Case, rate: RateFacts) -> Iterator[Finding]:
         remedy="call it in one of them, in the unit that the schedule counts in",
         sure=0.85,
         evidence=[("calls that no update came before", twice, 0), ("calls after one update", often)],
+    )
+
+
+def _each_twice(case: Case, rate: RateFacts) -> Iterator[Finding]:
+    """As often without an update since the call before as with some, and not all at the begin."""
+    twice, others = dict(rate.gaps).get(0, 0), sum(count for updates, count in rate.gaps if updates > 0)
+    if others < 3 or abs(twice - others) > 1:
+        return
+    yield finding(
+        "law.program.schedule_is_followed",
+        "warning",
+        case.last_step,
+        symptom=f"{rate.kind} is stepped twice in a row, {twice} times",
+        cause="scheduler.step() stands there twice, or in a function that is called twice: the schedule runs at double "
+        "speed, and a plateau is one after half of its patience",
+        remedy="call scheduler.step() once for each epoch or update",
+        sure=0.8,
+        evidence=[("calls that no update came before", twice, 0), ("calls after updates", others)],
     )

@@ -30,8 +30,8 @@ class Form:
     """A value that a loop may make of a reading. ``wrong`` says what is; empty: nothing.
 
     ``is_plain``: one of the numbers that left torch, or their sum: it may be on its way to a figure. ``is_factor``: a
-    figure times a number that may be meant. ``rest``: the figure of the rows that are not in it; where that is kept as
-    well, there were two evaluations.
+    figure times a number that may be meant. ``is_negated``: a figure with the other sign. ``rest``: the figure of the
+    rows that are not in it; where that is kept as well, there were two evaluations.
     """
 
     reading: FigureParts
@@ -39,6 +39,7 @@ class Form:
     wrong: str = ""
     is_plain: bool = False
     is_factor: bool = False
+    is_negated: bool = False
     rest: float = 0.0
 
 
@@ -46,7 +47,7 @@ def _right(reading: FigureParts) -> Iterator[Form]:
     figure = reading.figure
     yield Form(reading, figure)
     yield Form(reading, 100 * figure)
-    yield Form(reading, -figure)
+    yield Form(reading, -figure, is_negated=True)
     yield Form(reading, 1.0 - figure)
     if reading.place.decided:
         yield Form(reading, 100 * (1.0 - figure))
@@ -68,7 +69,8 @@ def _plain(reading: FigureParts) -> Iterator[Form]:
     total = math.fsum(reading.told)
     wrong = "the sum over the batches, divided by nothing" if more and reading.place.reduction == "mean" else ""
     yield Form(reading, total, wrong, is_plain=True)
-    yield Form(reading, math.fsum(reading.terms), "", is_plain=True)
+    of_rows = "the sum over its rows, divided by nothing" if more and reading.place.reduction == "mean" else ""
+    yield Form(reading, math.fsum(reading.terms), of_rows, is_plain=True)
     for place, value in enumerate(reading.told):
         is_mean, is_last = more and reading.place.reduction == "mean", place == len(reading.told) - 1
         yield Form(reading, value, _LAST if is_mean and is_last else "", is_plain=True)
@@ -300,6 +302,7 @@ def _kept(name: str, value: float, form: Form) -> KeptNumber:
         wrong=form.wrong,
         decided=reading.place.decided,
         is_factor=form.is_factor,
+        is_negated=form.is_negated,
         right=reading.figure,
         whole=math.fsum(reading.counts),
         noise=reading.noise,

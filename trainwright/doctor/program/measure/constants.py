@@ -15,7 +15,7 @@ from trainwright.state.names import named_modules
 
 FIRST, SECOND = (0.0, 0.995), (0.8, 1.0)
 """Of the decays of two moments. A second moment over fewer than five steps is hardly one: the update becomes the sign
-of the gradient."""
+of the gradient. The first forgets sooner than the second, or what gradients no longer are divides their mean."""
 OF_GROUPS: Mapping[str, tuple[float, float]] = {"momentum": (0.0, 0.9995), "alpha": (0.5, 1.0), "eps": (0.0, 1.0)}
 """Of an optimizer; ``alpha`` is the decay of RMSprop."""
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)
@@ -56,7 +56,8 @@ def _of_optimizer(optimizer: Optimizer) -> Iterator[OddConstant]:
         betas = group.get("betas")
         known = {name: (group.get(name), *bounds) for name, bounds in OF_GROUPS.items()}
         if isinstance(betas, tuple | list) and len(betas) == 2:
-            known |= {"betas[0]": (betas[0], *FIRST), "betas[1]": (betas[1], *SECOND)}
+            second = _number(betas[1])
+            known |= {"betas[0]": (betas[0], FIRST[0], min(FIRST[1], second)), "betas[1]": (second, *SECOND)}
         for name, (value, low, high) in known.items():
             number = _number(value)
             if (number < low or number > high) and (name, number) not in seen:
