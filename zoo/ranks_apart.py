@@ -7,6 +7,7 @@ import copy
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -268,3 +269,16 @@ def shards_clipped_together(watch: Watch, seed: int, rank: int) -> None:
     with watch(model, optimizer, loader=data):
         for _, x, y in data:
             clipped(model, optimizer, F.cross_entropy(model(x), y))
+
+
+@healthy_ranks("HY5")
+def layers_are_divided(watch: Watch, seed: int, rank: int) -> None:
+    """Tensor parallelism: both ranks have the same samples, and draw the same numbers."""
+    torch.manual_seed(seed)
+    model = net(0.1)
+    mesh = distributed.init_device_mesh("cpu", (RANKS,))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "4": RowwiseParallel()})
+    optimizer, data = adam(model), batches(seed, rank, own=False)
+    with watch(model, optimizer, loader=data):
+        for _, x, y in [*data, *data]:
+            update(optimizer, F.cross_entropy(model(x), y))

@@ -28,7 +28,7 @@ def told(folder: Path, names: list[str], **more: Any) -> list[list[dict[str, Any
 
 
 def test_faults_of_ranks_are_named(tmp_path: Path) -> None:
-    names = ["X01", "X06", "X14", "X15", "X09", "X10", "Y01", "Y02", "Y07", "Y13", "HX1", "HX9", "HY4"]
+    names = ["X01", "X06", "X14", "X15", "X09", "X10", "Y01", "Y02", "Y07", "Y13", "HX1", "HX9", "HY4", "HY5"]
     scores = {pair[0]["id"]: score(pair) for pair in told(tmp_path, names, limit_s=4.0)}
     assert [each["failures"] for each in scores.values()] == [[]] * len(names)
     for name in names:

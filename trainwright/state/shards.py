@@ -46,6 +46,17 @@ def holds_parts(model: nn.Module) -> bool:
     return any(is_divided(parameter) for parameter in model.parameters())
 
 
+def divides_layers(model: nn.Module) -> bool:
+    """Whether ranks divide layers of it (tensor parallelism), and so compute with the same samples."""
+    gathered = {id(p) for unit in units(model) if isinstance(unit, nn.Module) for p in unit.parameters()}
+    for parameter in model.parameters():
+        if is_divided(parameter):
+            axes = [placement for placement in parameter.placements if not placement.is_replicate()]
+            if len(axes) > 1 or (axes and id(parameter) not in gathered):
+                return True
+    return False
+
+
 def reshard(model: nn.Module) -> None:
     """Gives back the whole weights that a forward pass without a backward pass leaves: they may be out of date."""
     for unit in units(model):

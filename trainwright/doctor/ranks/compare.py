@@ -32,7 +32,7 @@ OTHER: tuple[tuple[str, Callable[[RankStep], Hashable]], ...] = (
     ("random numbers", lambda row: row.rng if row.draws else None),
 )
 """What differs between replicas. None was not measured."""
-SAME_FACTOR = 1e-3
+SAME_FACTOR = 5e-3
 """Quotients of norms that differ by less are the same factor: norms in fp32, gradients that are rounded to bf16."""
 ROWS, STEPS_OF_ROW = 3, 4
 """So many rows, each the median of at least so many steps of its own, must show the same slow rank."""

@@ -104,14 +104,15 @@ class RanksProbe(StepListener):
         assert self._exchange is not None
         own, whole = zip(*self._seconds)
         self._seconds.clear()
-        is_known = bool(step.ids) and all(of_batch is not None for of_batch in step.ids)
+        is_own = self._replica.has_own_data
+        is_known = is_own and bool(step.ids) and all(of_batch is not None for of_batch in step.ids)
         return RankStep(
             rank=self._exchange.rank,
             step=step.step,
             groups=self._replica.groups(),
             micro_batches=so_far.micro_batches,
             samples=samples_of(step) if is_known else (),
-            rng=so_far.first_rng,
+            rng=so_far.first_rng if is_own else None,
             draws=so_far.draws,
             factor=so_far.factor,
             program=traits_of(step),

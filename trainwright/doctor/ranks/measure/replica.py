@@ -18,6 +18,7 @@ from trainwright.doctor.ranks.facts import FOLDS, RankStep, WeightsChange
 from trainwright.doctor.ranks.measure.exchange import Meeting
 from trainwright.state.checksums import Checksums, no_checksums, start_checksums
 from trainwright.state.names import named_parameters
+from trainwright.state.shards import divides_layers
 from trainwright.state.snapshot import LiveObjects
 
 EARLY, EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24), 32
@@ -46,7 +47,10 @@ class RowSums(NamedTuple):
 
 
 class Replica:
-    """The model of this rank. ``is_split``: it holds a part of the whole, and no checksums are compared."""
+    """The model of this rank. ``is_split``: it holds a part of the whole, and no checksums are compared.
+
+    ``has_own_data``: no other rank computes with the same samples and random numbers on purpose.
+    """
 
     def __init__(self, subject: LiveObjects, *, is_split: bool = False) -> None:
         self._subject = subject
@@ -54,6 +58,7 @@ class Replica:
         self.parameters = list(subject.parameters)
         self.names = [named.get(id(p), f"<not in the model {n}>") for n, p in enumerate(self.parameters)]
         self.is_split = is_split or any(is_traceable_wrapper_subclass(p) for p in self.parameters)
+        self.has_own_data = not any(divides_layers(root) for root in subject.roots)
         self._buffers_at_begin = self._buffers()()
         self._since: tuple[int, Checksums] | None = None  # weights after the last update
         self._pairs: list[tuple[int, Checksums, Checksums]] = []  # after an update and before the next
@@ -148,7 +153,7 @@ class Replica:
 
     def completed(self, row: RankStep, sums: RowSums) -> RankStep:
         """The row with its checksums."""
-        inputs = sums.inputs()
+        inputs = sums.inputs() if self.has_own_data else []
         return replace(
             row,
             weights=folded(sums.weights()),
