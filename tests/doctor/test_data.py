@@ -114,6 +114,10 @@ def one_large_feature(loop: Loop) -> None:
     loop.x[:, 3] *= 1e4
 
 
+def far_from_0(loop: Loop) -> None:
+    loop.x += 1e3
+
+
 def one_small_feature(loop: Loop) -> None:
     loop.x[:, 3] *= 1e-4
 
@@ -173,6 +177,7 @@ def test_the_laws_hold_on_a_healthy_loop(name: str) -> None:
         (evaluating_once, "evaluation_goes_on"),
         (evaluating_others_each_time, "evaluation_is_the_same"),
         (one_large_feature, "features_share_a_scale"),
+        (far_from_0, "features_share_a_scale"),
         (growing, "inputs_keep_their_scale"),
         (shrinking, "inputs_keep_their_scale"),
         (blanked, "inputs_keep_their_scale"),

@@ -9,7 +9,6 @@ from trainwright.doctor.data import evaluation, figures
 from trainwright.doctor.data.facts import (
     SAME,
     DrawsFacts,
-    Feature,
     FeaturesFacts,
     LoaderEpochs,
     RowsFacts,
@@ -178,46 +177,55 @@ def given_loader_is_read(case: Case) -> Iterator[Verdict]:
 
 
 def features_share_a_scale(case: Case) -> Iterator[Verdict]:
-    """Where features vary unequally, the same steps do not learn far more with inputs that are standardised."""
+    """Where features vary unequally, or far from 0, the same steps do not learn far more with standardised inputs."""
     known = next(((step, each) for step, each in reversed(case.every(FeaturesFacts)) if each.features > 1), None)
-    if known is None or known[1].largest is None or known[1].smallest is None:
+    if known is None:
         return
     step, facts = known
-    largest, smallest = known[1].largest, known[1].smallest
-    if largest.std < UNEVEN * smallest.std:
-        yield Holds(f"{facts.features} features, of deviations {smallest.std:.3g} to {largest.std:.3g}")
+    if facts.largest is None or facts.smallest is None:
+        return
+    is_even = facts.largest.std < UNEVEN * facts.smallest.std
+    is_far = facts.farthest is not None and abs(facts.farthest.mean) > UNEVEN * facts.farthest.std
+    if is_even and not is_far:
+        yield Holds(f"{facts.features} features, of deviations {facts.smallest.std:.3g} to {facts.largest.std:.3g}")
         return
     trial = case.newest(StandardisedFacts)
     if trial is not None:
-        yield _judged(step, largest, smallest, trial)
+        yield _judged(step, facts, trial, is_even=is_even)
     elif (why := case.blind(StandardisedFacts)) is not None:
         yield NotApplicable(why)
     elif step >= LEARNED or case.finished:
         yield ExperimentRequest(StandardisedFacts.experiment)
 
 
-def _judged(step: int, largest: Feature, smallest: Feature, trial: StandardisedFacts) -> Verdict:
+def _judged(step: int, facts: FeaturesFacts, trial: StandardisedFacts, *, is_even: bool) -> Verdict:
     was, now = trial.as_it_was, trial.standardised
     if len(was) < LEARNED // 2 or len(now) != len(was):
         return NotApplicable("too few steps can be run again")
     first, (end, other) = was[0], map(_last_quarter, (was, now))
     if not first - other > max(1.2 * (first - end), first - end + GAIN * abs(first)):
         return Holds(f"the loss comes to {end:.3g} in {len(was)} steps, and with standardised inputs to {other:.3g}")
+    largest, smallest, farthest = facts.largest, facts.smallest, facts.farthest
+    assert largest is not None and smallest is not None
+    what = (
+        f"feature {largest.number} varies {largest.std / smallest.std:.2g} times as much as feature {smallest.number}"
+    )
+    evidence = ("deviations of the two", [largest.std, smallest.std])
+    if is_even and farthest is not None:
+        what = f"feature {farthest.number} varies by {farthest.std:.3g} around {farthest.mean:.3g}"
+        evidence = ("its mean and deviation", [farthest.mean, farthest.std])
     return finding(
         "law.data.features_share_a_scale",
         "warning",
         step,
-        symptom=f"feature {largest.number} varies {largest.std / smallest.std:.2g} times as much as feature "
-        f"{smallest.number}; {len(was)} steps take the loss from {first:.3g} to {end:.3g}, with standardised inputs to "
+        symptom=f"{what}; {len(was)} steps take the loss from {first:.3g} to {end:.3g}, with standardised inputs to "
         f"{other:.3g}",
-        cause="features are not normalised each by itself: by the deviation of all together, by something else, or not",
+        cause="features are not normalised each by itself: by the mean or deviation of all together, of something "
+        "else, or not",
         remedy="standardise each feature, with its own mean and deviation over the training data",
         sure=0.8,
         stage="input",
-        evidence=[
-            ("deviations of the two", [largest.std, smallest.std]),
-            (f"loss after {len(was)} steps, as it was and standardised", end, other),
-        ],
+        evidence=[evidence, (f"loss after {len(was)} steps, as it was and standardised", end, other)],
         trial=RemedyTrial("standardised_inputs"),
     )
 

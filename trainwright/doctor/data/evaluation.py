@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.data.facts import DrawsFacts, EvaluatedRows, EvaluationFacts, RowsFacts, ToldFacts
-from trainwright.doctor.finding import finding
+from trainwright.doctor.finding import Finding, finding
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
 from trainwright.doctor.program.facts import ObjectsFacts, WrittenFacts
 from trainwright.runlog.records import Where
@@ -18,8 +18,8 @@ SHARE = 0.05
 """Of rows: less is a few that are there twice."""
 EARLY, LONG = 4, 32
 """Steps before which an evaluation is a test of itself; steps of a run that is long enough to evaluate again."""
-KNOWS = 0.8
-"""Of the loss at chance: a model with less knows something of the classes."""
+KNOWS, KNOWS_MUCH, MANY = 0.8, 0.5, 64
+"""Of the loss at chance: a model with less knows something, or much, of the classes; rows that tell chance from it."""
 ENOUGH = 16
 """Losses of training to compare with."""
 SHIFT, SCALE, CERTAIN = 1.0, 2.0, 6.0
@@ -73,6 +73,9 @@ def evaluation_is_alike(case: Case) -> Iterator[Verdict]:
         yield NotApplicable("too few samples of floating-point inputs are known of both")
         return
     is_moved = likeness.shift > max(SHIFT, CERTAIN * likeness.noise)
+    if likeness.is_cut:
+        yield _cut(facts)
+        return
     if not is_moved and 1 / SCALE < likeness.ratio < SCALE:
         yield Holds(f"{likeness.samples} samples, {likeness.shift:.2g} deviations apart, {likeness.ratio:.3g} as wide")
         return
@@ -94,6 +97,20 @@ def evaluation_is_alike(case: Case) -> Iterator[Verdict]:
     )
 
 
+def _cut(facts: EvaluationFacts) -> Finding:
+    return finding(
+        "law.data.evaluation_is_alike",
+        "warning",
+        max(1, facts.after),
+        symptom="the inputs of training are whole numbers, and those of the evaluation are not",
+        cause="the data of training were cast to integers, or rounded, on their way",
+        remedy="cast data to a floating dtype, and prepare both by one function",
+        sure=0.8,
+        stage="input",
+        evidence=[("values of training that are no whole numbers", 0)],
+    )
+
+
 def evaluation_is_the_same(case: Case) -> Iterator[Verdict]:
     """Every evaluation reads the same rows."""
     facts = case.newest(RowsFacts)
@@ -102,6 +119,9 @@ def evaluation_is_the_same(case: Case) -> Iterator[Verdict]:
     before, last = facts.evaluations[-2:]
     if before.digest == last.digest:
         yield Holds(f"{len(facts.evaluations)} evaluations of {last.rows} rows")
+        return
+    if _is_turned(facts):
+        yield _turned(facts, last)
         return
     yield finding(
         "law.data.evaluation_is_the_same",
@@ -114,6 +134,30 @@ def evaluation_is_the_same(case: Case) -> Iterator[Verdict]:
         sure=0.5,
         stage="input",
         evidence=[("rows of the last evaluations", [each.rows for each in facts.evaluations])],
+    )
+
+
+def _is_turned(facts: RowsFacts) -> bool:
+    """Whether hardly a row of an evaluation ever comes again, while those of training come again to the last bit."""
+    last = facts.evaluations[-2:]
+    is_new = (
+        len(facts.evaluations) > TWICE and len({each.rows for each in last}) == 1 and not any(e.again for e in last)
+    )
+    return is_new and facts.is_continuous and facts.new_lately == 0.0 and facts.rows >= 2 * facts.distinct
+
+
+def _turned(facts: RowsFacts, last: EvaluatedRows) -> Finding:
+    return finding(
+        "law.data.evaluation_is_the_same",
+        "warning",
+        facts.steps,
+        symptom=f"the {last.rows} rows of an evaluation are others each time, and the "
+        f"{facts.distinct} rows of training come again to the last bit",
+        cause="augmentation or noise is on in the evaluation, and off in training",
+        remedy="give the random transformations to the data of training",
+        sure=0.75,
+        stage="input",
+        evidence=[("rows that an evaluation before had read", last.again, last.rows)],
     )
 
 
@@ -201,7 +245,8 @@ def evaluation_is_possible(case: Case) -> Iterator[Verdict]:
     of_accuracies = [each for each in told if "acc" in each[0].lower()]
     first, now = sum(losses[:4]) / 4, sum(losses[-16:]) / len(losses[-16:])
     wrong = [(n, v, why) for n, v in of_losses if (why := _wrong_loss(v, first, now))]
-    wrong += [(n, v, why) for n, v in of_accuracies if (why := _wrong_accuracy(v, now, _classes(case)))]
+    rows = 0 if (evaluated := case.newest(EvaluationFacts)) is None else evaluated.rows
+    wrong += [(n, v, why) for n, v in of_accuracies if (why := _wrong_accuracy(v, now, _classes(case), rows))]
     if not wrong and not of_losses and not of_accuracies:
         yield NotApplicable("no local name of the loop holds a loss or an accuracy that changes with its evaluations")
     elif not wrong:
@@ -234,13 +279,19 @@ def _wrong_loss(value: float, first: float, now: float) -> str:
     )
 
 
-def _wrong_accuracy(value: float, loss: float, classes: int) -> str:
+def _wrong_accuracy(value: float, loss: float, classes: int, rows: int) -> str:
     """A model that is surer than chance is right more often than by chance. Above 1 an accuracy is one in percent."""
     if not 0.0 <= value <= 100.0:
         return "no share"
     share = value if value <= 1.0 else value / 100.0
-    knows = classes > 1 and loss < KNOWS * math.log(classes)
-    return f"less than half of chance, {1 / classes:.3g}," if knows and share < 0.5 / classes else ""
+    if classes < 2:
+        return ""
+    chance = 1 / classes
+    if loss < KNOWS * math.log(classes) and share < 0.5 * chance:
+        return f"less than half of chance, {chance:.3g},"
+    by_chance = chance + 2 * math.sqrt(chance * (1 - chance) / max(1, rows))
+    is_blind = loss < KNOWS_MUCH * math.log(classes) and rows >= MANY and share < by_chance
+    return f"no better than chance, {chance:.3g}," if is_blind else ""
 
 
 def _classes(case: Case) -> int:

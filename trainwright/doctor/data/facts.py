@@ -15,6 +15,7 @@ class EvaluatedRows:
     """An evaluation: after which step, how many rows, and how many of them had been trained on by now.
 
     ``mixed`` of its ``calls`` read some rows that had been trained on and some that had not, a tenth of each at least.
+    ``again`` are rows that an evaluation before it had read.
     """
 
     step: int
@@ -23,6 +24,7 @@ class EvaluatedRows:
     shared: int
     mixed: int
     digest: int
+    again: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +117,7 @@ class FeaturesFacts:
     """The features of the floating-point inputs of the last steps, over ``rows``. ``rms`` is that of all together.
 
     ``usual`` is the median of the deviations of those ``features`` that vary; ``largest`` and ``smallest`` vary most
-    and least of them.
+    and least of them, ``farthest`` has its mean the most deviations away from 0.
     """
 
     experiment: ClassVar[str] = "features"
@@ -126,6 +128,7 @@ class FeaturesFacts:
     usual: float = 0.0
     largest: Feature | None = None
     smallest: Feature | None = None
+    farthest: Feature | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,17 +205,19 @@ class TrainingAveragesFacts:
 class Likeness:
     """The inputs of an evaluation, over ``samples``, against those of training: of the median feature how far the means
     are apart, in deviations of training, with its standard error ``noise``, and the ``ratio`` of the deviations.
+    ``is_cut``: training has whole numbers alone, and most of those of the evaluation are none.
     """
 
     samples: int
     shift: float
     ratio: float
     noise: float
+    is_cut: bool = False
 
     @property
     def distance(self) -> float:
         """How unlike they are: the shift, or the logarithm of the ratio."""
-        return max(self.shift, abs(math.log(max(self.ratio, 1e-6))))
+        return math.inf if self.is_cut else max(self.shift, abs(math.log(max(self.ratio, 1e-6))))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ class InputMoments:
     def __init__(self) -> None:
         self.samples = 0
         self._count, self._sum, self._squares = 0, torch.zeros(()), torch.zeros(())
+        self._fractions = torch.zeros(())
 
     @torch.no_grad()
     def add(self, tensors: Sequence[Tensor]) -> None:
@@ -31,6 +32,12 @@ class InputMoments:
         wide, rows = x.double(), next(len(each) for each in tensors if each.is_floating_point() and each.dim() > 1)
         self.samples, self._count = self.samples + rows, self._count + len(wide)
         self._sum, self._squares = self._sum.to(wide) + wide.sum(0), self._squares.to(wide) + wide.square().sum(0)
+
+        self._fractions = self._fractions.to(wide) + (x != x.round()).double().mean(1).sum(0)
+
+    def fractions(self) -> float:
+        """The share of values that are no whole numbers."""
+        return float(self._fractions) / max(1, self._count)
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Mean and deviation of each feature."""
@@ -91,4 +98,7 @@ class Likenesses:
                 continue
             shift, ratio = ((mean - usual).abs() / spread)[varies].median(), (std / spread)[varies].median()
             noise = math.sqrt(1 / evaluated.samples + 1 / part.samples)
-            yield Likeness(samples=evaluated.samples, shift=float(shift), ratio=float(ratio), noise=noise)
+            is_cut = not part.fractions() and evaluated.fractions() > 0.5
+            yield Likeness(
+                samples=evaluated.samples, shift=float(shift), ratio=float(ratio), noise=noise, is_cut=is_cut
+            )

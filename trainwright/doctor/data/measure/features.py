@@ -59,6 +59,7 @@ def _facts(x: Tensor) -> FeaturesFacts:
         usual=usual,
         largest=_feature(mean, std, int(std.argmax())) if usual else None,
         smallest=_feature(mean, std, int(torch.where(varies, std, torch.inf).argmin())) if usual else None,
+        farthest=_feature(mean, std, int(torch.where(varies, mean.abs() / std, 0.0).argmax())) if usual else None,
     )
 
 

@@ -58,6 +58,7 @@ class InputRows(Probe):
         self._gap_calls = 0
         self._evaluations: list[EvaluatedRows] = []
         self._num_evaluations = self._evaluated_at = 0
+        self._evaluated: set[int] = set()
 
     def on_epoch(self, loader: Loader, iterator: object) -> None:
         self._loaders[iterator] = length_of(getattr(loader, "dataset", None)) or 0
@@ -160,7 +161,10 @@ class InputRows(Probe):
             shared=sum(row in self._seen for row in rows),
             mixed=sum(0.1 < share < 0.9 for share in shares),
             digest=sum(rows) % 2**53,
+            again=sum(row in self._evaluated for row in rows),
         )
+        if len(self._evaluated) < MOST_ROWS:
+            self._evaluated.update(rows)
         self._evaluations = [*self._evaluations[-EVALUATIONS + 1 :], now]
         if self._last and self._last[-1] < set(rows):
             self._whole = max(self._whole, len(set(rows)))
