@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.doctor.law_loops import BATCH, Change, Loop, states, watched
-from trainwright.doctor.data.evaluation import _wrong_accuracy
+from trainwright.doctor.data.evaluation import _misled, _wrong_accuracy
 
 TRAINED, EVERY = 80, 5
 Prepare = Callable[[Tensor], Tensor]
@@ -98,3 +98,18 @@ def test_other_rows_each_time_are_an_info_where_training_has_them_too() -> None:
 )
 def test_an_accuracy_beside_the_losses_of_training(value: float, loss: float, rows: int, wrong: bool) -> None:
     assert bool(_wrong_accuracy(value, loss, 4, rows)) == wrong
+
+
+@pytest.mark.parametrize(
+    ("value", "first", "now", "wrong"),
+    [
+        (1.9, 1.4, 0.3, True),
+        (1.8, 1.6, 0.6, True),
+        (5.0, 1.2, 0.01, True),
+        (1.6, 1.4, 0.3, False),
+        (1.9, 1.4, 0.9, False),
+        (1.9, 4.0, 0.3, False),
+    ],
+)
+def test_a_loss_above_that_of_knowing_nothing(value: float, first: float, now: float, wrong: bool) -> None:
+    assert bool(_misled(value, first, now, 4)) == wrong

@@ -163,6 +163,7 @@ def test_sums_that_may_be_so_are_not_found(before: str, after: str) -> None:
         ("        rows += len(y)\n", "    rows += len(y)\n", "law.program.sums_are_made_in_their_loop"),
         ("if step % 8 == 0:", "if step % 8 == 9:", "law.data.evaluation_goes_on"),
         ("if step % 8 == 0:", "if step % 80 == 0:", None),
+        ("loss = F.cross", "evaluate(model, batches[:1]); loss = F.cross", None),
     ],
 )
 def test_the_watch_reads_the_program(before: str, after: str, code: str | None, tmp_path: Path) -> None:
@@ -174,3 +175,12 @@ def test_the_watch_reads_the_program(before: str, after: str, code: str | None, 
     found = [each for each in watch.findings() if each.code.startswith(mine)]
     assert [each.code for each in found] == ([code] if code else [])
     assert all(str(each.where.source).startswith("program.py:") for each in found)
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_never_comes_beside_passes_of_another_kind(tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    inside = LOOP.replace("loss = F.cross", "model(x).detach() if step else None; loss = F.cross", 1)
+    file.write_text(inside.replace("model(x).detach()", "evaluate(model, batches[:1])").replace("% 8 == 0", "% 8 == 9"))
+    [found] = [each for each in runpy.run_path(str(file))["train"]().findings() if "evaluation_goes" in each.code]
+    assert found.symptom.startswith("shown is 0 after 40 steps")

@@ -25,6 +25,8 @@ ENOUGH = 16
 SHIFT, SCALE, CERTAIN = 1.0, 2.0, 6.0
 """Deviations between the means, and between the deviations a factor: augmentation changes both by less. Standard errors
 that a shift must have."""
+BY_CHANCE = 1.25
+"""Times the loss at chance: a first loss of a fresh model is less far from it."""
 TOO_LARGE, TOO_SMALL = 20.0, 0.02
 """Times the losses of training: a model that is sure and wrong comes to several times chance; dropout, smoothing and
 augmentation make training losses several times as large as those of an evaluation."""
@@ -188,8 +190,9 @@ def evaluation_goes_on(case: Case) -> Iterator[Verdict]:
     facts = case.newest(RowsFacts)
     if not case.finished:
         return
-    if facts is None or not facts.num_evaluations:
-        yield from _never_evaluated(case)
+    never = list(_never_evaluated(case))
+    if facts is None or not facts.num_evaluations or any(isinstance(each, Finding) for each in never):
+        yield from never
         return
     if facts.evaluated_at > facts.steps / 3 or facts.evaluated_at < EARLY or facts.steps < LONG:
         yield Holds(f"{facts.num_evaluations} evaluations, the last after step {facts.evaluated_at}")
@@ -211,7 +214,9 @@ def evaluation_goes_on(case: Case) -> Iterator[Verdict]:
 def _never_evaluated(case: Case) -> Iterator[Verdict]:
     """The loop has a line that evaluates the model, at a period that the run was long enough for, and it never ran."""
     written, objects = case.newest(WrittenFacts), case.newest(ObjectsFacts)
-    if written is None or objects is None or not written.evaluated_by or objects.evaluations or objects.copies:
+    if written is None or objects is None or not written.evaluated_by:
+        return
+    if (objects.evaluations or objects.copies) and not written.unset:
         return
     if case.newest(EvaluationFacts) is not None:  # of a copy that is heard there
         return
@@ -222,13 +227,15 @@ def _never_evaluated(case: Case) -> Iterator[Verdict]:
         "law.data.evaluation_goes_on",
         "warning",
         objects.steps,
-        symptom=f"the model was never evaluated in {objects.steps} steps, though the loop has a line for it",
+        symptom=f"{written.unset[0]} is 0 after {objects.steps} steps: the evaluation that sets it never ran"
+        if written.unset
+        else f"the model was never evaluated in {objects.steps} steps, though the loop has a line for it",
         cause="the condition in front of the evaluation is never true",
         remedy="print the condition in each step; evaluate after each epoch",
         sure=0.75,
         stage="loop",
         where=Where(source=f"{written.file}:{written.evaluated_by[0]}"),
-        evidence=[("evaluations of the model", 0, objects.steps)],
+        evidence=[("calls that evaluate the model, by their lines", list(written.evaluated_by))],
     )
 
 
@@ -244,9 +251,12 @@ def evaluation_is_possible(case: Case) -> Iterator[Verdict]:
     of_losses = [each for each in told if _is_of_a_loss(each[0])] if min(losses) > 0.0 else []
     of_accuracies = [each for each in told if "acc" in each[0].lower()]
     first, now = sum(losses[:4]) / 4, sum(losses[-16:]) / len(losses[-16:])
-    wrong = [(n, v, why) for n, v in of_losses if (why := _wrong_loss(v, first, now))]
-    rows = 0 if (evaluated := case.newest(EvaluationFacts)) is None else evaluated.rows
-    wrong += [(n, v, why) for n, v in of_accuracies if (why := _wrong_accuracy(v, now, _classes(case), rows))]
+    classes, evaluated = _classes(case), case.newest(EvaluationFacts)
+    rows = 0 if evaluated is None else evaluated.rows
+    wrong = [
+        (n, v, why) for n, v in of_losses if (why := _wrong_loss(v, first, now) or _misled(v, first, now, classes))
+    ]
+    wrong += [(n, v, why) for n, v in of_accuracies if (why := _wrong_accuracy(v, now, classes, rows))]
     if not wrong and not of_losses and not of_accuracies:
         yield NotApplicable("no local name of the loop holds a loss or an accuracy that changes with its evaluations")
     elif not wrong:
@@ -277,6 +287,14 @@ def _wrong_loss(value: float, first: float, now: float) -> str:
         if value < TOO_SMALL * min(first, now)
         else ""
     )
+
+
+def _misled(value: float, first: float, now: float, classes: int) -> str:
+    """Whether knowing nothing would be better, of a model that knows much of what it is trained on."""
+    chance = math.log(classes) if classes > 1 else math.inf
+    is_over_classes = chance / BY_CHANCE < first < BY_CHANCE * chance
+    is_misled = is_over_classes and now < KNOWS_MUCH * chance and value > BY_CHANCE * chance
+    return f"more than that of knowing nothing, {chance:.3g}," if is_misled else ""
 
 
 def _wrong_accuracy(value: float, loss: float, classes: int, rows: int) -> str:

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator, Mapping, Sequence
 
 from trainwright.doctor.loops import name_of
-from trainwright.doctor.program.syntax import FunctionSyntax, ProgramSyntax
+from trainwright.doctor.program.syntax import FunctionSyntax, ProgramSyntax, is_number_zero, set_to, stored
 
 NO_GRADIENTS = ("no_grad", "inference_mode")
 
@@ -30,6 +30,15 @@ def _is_without_gradients(function: FunctionSyntax) -> bool:
     above = [*getattr(function.node, "decorator_list", [])]
     above += [item.context_expr for each in function.node.body if isinstance(each, ast.With) for item in each.items]
     return any(name_of(getattr(each, "func", each)).rpartition(".")[2] in NO_GRADIENTS for each in above)
+
+
+def figures(program: ProgramSyntax, calls: Sequence[ast.Call]) -> list[str]:
+    """The names that are 0.0 until one of the calls sets them."""
+    set_by = [each for each in program.loop.statements if isinstance(each, ast.Assign) and each.value in calls]
+    names = [name for each in set_by for name in stored(each)]
+    begun = [each for each in program.loop.statements if isinstance(each, ast.Assign) and each not in set_by]
+    zero = [name for each in begun for name, value in set_to(each) if is_number_zero(value)]
+    return sorted(set(names) & set(zero))
 
 
 def periods(program: ProgramSyntax, calls: Sequence[ast.Call], numbers: Mapping[str, float]) -> Iterator[int]:

@@ -189,7 +189,8 @@ class WrittenFacts:
     """What the source of a loop shows, with that of the functions of its ``file`` that it may call.
 
     ``evaluated_by`` are the lines of calls in the loop that evaluate the model, by a function without gradients.
-    ``periods`` are the whole numbers that a step is divided by in the conditions in front of these.
+    ``periods`` are the whole numbers that a step is divided by in the conditions in front of these. ``unset`` are names
+    that these calls set, and that are still 0.0.
     """
 
     experiment: ClassVar[str] = "written"
@@ -199,3 +200,4 @@ class WrittenFacts:
     misplaced: tuple[MisplacedSum, ...] = ()
     evaluated_by: tuple[int, ...] = ()
     periods: tuple[int, ...] = ()
+    unset: tuple[str, ...] = ()

@@ -13,8 +13,10 @@ from trainwright.doctor.program.syntax import (
     FunctionSyntax,
     ProgramSyntax,
     is_fresh,
+    is_number_zero,
     names_read,
     root_of,
+    set_to,
     statement_value,
     stored,
     targets_of,
@@ -50,7 +52,7 @@ def _never_set(function: FunctionSyntax) -> Iterator[MisplacedSum]:
     inside = [node for each in loops for node in ast.walk(each)]
     last = max((each.end_lineno or 0 for each in loops), default=0)
     for begin in (each for each in function.statements if isinstance(each, ast.Assign) and each not in inside):
-        names = [name for name, value in _set_to(begin) if _is_number_zero(value)]
+        names = [name for name, value in set_to(begin) if is_number_zero(value)]
         for name in (each for each in names if begin.lineno < last and function.assigned(each) == [begin]):
             reads = [
                 n
@@ -59,19 +61,6 @@ def _never_set(function: FunctionSyntax) -> Iterator[MisplacedSum]:
             ]
             if reads and all(each.lineno > last for each in reads) and name not in function.in_nested:
                 yield MisplacedSum(kind="never set", name=name, line=begin.lineno)
-
-
-def _set_to(begin: ast.Assign) -> Iterator[tuple[str, ast.expr]]:
-    """The names that a statement sets, each with its value."""
-    names, values = targets_of(begin), getattr(begin.value, "elts", [begin.value])
-    single = [begin.value] * len(names) if len(values) != len(names) else values
-    yield from ((each.id, value) for each, value in zip(names, single) if isinstance(each, ast.Name))
-
-
-def _is_number_zero(value: ast.expr) -> bool:
-    """``0.0``, or several of them; a whole number may be a code that is returned."""
-    parts = getattr(value, "elts", [value])
-    return bool(parts) and all(isinstance(n, ast.Constant) and n.value == 0 and type(n.value) is float for n in parts)
 
 
 def _is_zero(begin: ast.Assign) -> bool:

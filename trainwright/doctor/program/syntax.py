@@ -168,6 +168,19 @@ def targets_of(statement: ast.stmt) -> list[ast.expr]:
     return []
 
 
+def set_to(begin: ast.Assign) -> Iterator[tuple[str, ast.expr]]:
+    """The names that a statement sets, each with its value."""
+    names, values = targets_of(begin), getattr(begin.value, "elts", [begin.value])
+    single = [begin.value] * len(names) if len(values) != len(names) else values
+    yield from ((each.id, value) for each, value in zip(names, single) if isinstance(each, ast.Name))
+
+
+def is_number_zero(value: ast.expr) -> bool:
+    """``0.0``, or several of them; a whole number may be a code that is returned."""
+    parts = getattr(value, "elts", [value])
+    return bool(parts) and all(isinstance(n, ast.Constant) and n.value == 0 and type(n.value) is float for n in parts)
+
+
 def statement_value(statement: ast.stmt) -> ast.expr | None:
     """What a statement sets names to, iterates over or puts into a container."""
     if isinstance(statement, ast.With):

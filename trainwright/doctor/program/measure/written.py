@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import linecache
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import CodeType
 
-from trainwright.doctor.program.evaluated import evaluations, periods
+from trainwright.doctor.program.evaluated import evaluations, figures, periods
 from trainwright.doctor.program.facts import WrittenFacts
 from trainwright.doctor.program.sums import misplaced_sums
 from trainwright.doctor.program.syntax import ProgramSyntax
@@ -20,38 +21,56 @@ MOST_LINES = 4000
 
 
 class WrittenProbe(Probe):
-    """Reads it once, at the first look."""
+    """Reads it at the first look. Later it is told again where a figure of the evaluations has got a value."""
 
     name = WrittenFacts.experiment
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._watched = watched
         self._is_read = False
+        self._facts: WrittenFacts | None = None
 
     def values(self) -> Facts | None:
-        code = self._watched.code()
-        if self._is_read or code is None:
+        if not self._is_read:
+            self._is_read = True
+            self._facts = _facts(self._watched)
+        elif self._facts is not None and self._facts.unset:
+            left = _unset(self._facts.unset, self._watched)
+            if left == self._facts.unset:
+                return None
+            self._facts = replace(self._facts, unset=left)
+        else:
             return None
-        self._is_read = True
-        lines = linecache.getlines(code.co_filename) if Path(code.co_filename).suffix == ".py" else []
-        if not 0 < len(lines) <= MOST_LINES:
-            return None
-        facts = _facts(code, "".join(lines), self._watched)
-        return None if facts is None else dict(strict(vars(facts)))
+        return None if self._facts is None else dict(strict(vars(self._facts)))
 
 
-def _facts(code: CodeType, source: str, watched: WatchedObjects) -> WrittenFacts | None:
+def _facts(watched: WatchedObjects) -> WrittenFacts | None:
+    code = watched.code()
+    lines = linecache.getlines(code.co_filename) if code and code.co_filename.endswith(".py") else []
+    if code is None or not 0 < len(lines) <= MOST_LINES:
+        return None
     try:
-        tree = ast.parse(source)
+        tree = ast.parse("".join(lines))
     except (SyntaxError, ValueError, RecursionError):
         return None
     program = ProgramSyntax(tree, 0 if code.co_name == "<module>" else code.co_firstlineno)
-    evaluated = evaluations(program)
+    evaluated, numbers = evaluations(program), watched.numbers()
     return WrittenFacts(
         file=Path(code.co_filename).name,
         functions=len(program.functions),
         unread=tuple(unread_values(program)),
         misplaced=tuple(misplaced_sums(program)),
         evaluated_by=tuple(each.lineno for each in evaluated),
-        periods=tuple(periods(program, evaluated, watched.numbers())),
+        periods=tuple(periods(program, evaluated, numbers)),
+        unset=_unset(figures(program, evaluated), watched),
     )
+
+
+def _unset(names: Sequence[str], watched: WatchedObjects) -> tuple[str, ...]:
+    """Those that still hold the very constant of the source: a 0.0 that was computed is another object."""
+    code, numbers = watched.code(), watched.numbers()
+    constants = [
+        part for each in (code.co_consts if code else ()) for part in (each if type(each) is tuple else (each,))
+    ]
+    held = [(name, numbers.get(name, numbers.get(f"{name}.0"))) for name in names]
+    return tuple(name for name, value in held if value is not None and any(value is each for each in constants))
