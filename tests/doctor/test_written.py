@@ -130,6 +130,8 @@ def test_what_may_be_left_over_is_not(before: str, after: str) -> None:
         ("    loss, right, rows = 0.0, 0, 0\n    for x, y in batches:\n",
          "    for x, y in batches:\n        loss, right, rows = 0.0, 0, 0\n", "begun anew", "rows"),
         ("        rows += len(y)\n", "    rows += len(y)\n", "behind", "rows"),
+        ("return loss / rows", "return loss * rows", "multiplied", "loss"),
+        ("losses.append(running / seen)", "losses.append(sum(losses) * len(losses))", "multiplied", "sum(losses)"),
         ("                shown = evaluate(model, batches)\n", "", "never set", "shown"),
         ("                seen += len(y)\n", "            seen += len(y)\n", "behind", "seen"),
     ],
@@ -139,10 +141,17 @@ def test_sums_in_the_wrong_place_are_found(before: str, after: str, kind: str, n
     assert (kind, name) in [(each.kind, each.name) for each in misplaced_sums(syntax(LOOP.replace(before, after)))]
 
 
+def test_two_entries_that_get_the_same() -> None:
+    both = LOOP.replace("step += 1", 'step += 1\n                t["a"] += len(x)\n                t["b"] += len({})')
+    assert [each.name for each in misplaced_sums(syntax(both.format("x")))] == ["t['b']"]
+    assert list(misplaced_sums(syntax(both.format("y")))) == []
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
         ("losses.append(running / seen)", "losses.append(loss.item())"),
+        ("losses.append(running / seen)", "losses.append(running * 2 / seen)"),
         ("running += loss.item() * len(y)", "running += next(loss); running += next(loss)"),
         (
             "step += 1",

@@ -218,7 +218,7 @@ def _never_evaluated(case: Case) -> Iterator[Verdict]:
         return
     if (objects.evaluations or objects.copies) and not written.unset:
         return
-    if case.newest(EvaluationFacts) is not None:  # of a copy that is heard there
+    if case.newest(EvaluationFacts) is not None and not written.unset:  # of a copy that is heard there
         return
     if objects.steps < max([LONG, *written.periods]):
         yield NotApplicable(f"a run of {objects.steps} steps")

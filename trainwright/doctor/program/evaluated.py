@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 
-from trainwright.doctor.loops import name_of
+from trainwright.doctor.loops import calls, name_of
 from trainwright.doctor.program.syntax import FunctionSyntax, ProgramSyntax, is_number_zero, set_to, stored
 
 NO_GRADIENTS = ("no_grad", "inference_mode")
@@ -14,8 +14,7 @@ NO_GRADIENTS = ("no_grad", "inference_mode")
 def evaluations(program: ProgramSyntax) -> list[ast.Call]:
     """The calls of functions without gradients that are given what the watch was given."""
     found = [each for each in ast.walk(program.loop.node) if isinstance(each, ast.With) and program.is_watch(each)]
-    calls = [each for block in found for each in ast.walk(block) if isinstance(each, ast.Call)]
-    own = [(each, program.by_name.get(name_of(each.func))) for each in calls]
+    own = [(each, program.by_name.get(name_of(each.func))) for block in found for each in calls(block)]
     return [
         call for call, function in own
         if function is not None and _is_without_gradients(function) and _model_of(call) & program.given
@@ -32,19 +31,19 @@ def _is_without_gradients(function: FunctionSyntax) -> bool:
     return any(name_of(getattr(each, "func", each)).rpartition(".")[2] in NO_GRADIENTS for each in above)
 
 
-def figures(program: ProgramSyntax, calls: Sequence[ast.Call]) -> list[str]:
+def figures(program: ProgramSyntax, evaluated: Sequence[ast.Call]) -> list[str]:
     """The names that are 0.0 until one of the calls sets them."""
-    set_by = [each for each in program.loop.statements if isinstance(each, ast.Assign) and each.value in calls]
+    set_by = [each for each in program.loop.statements if isinstance(each, ast.Assign) and each.value in evaluated]
     names = [name for each in set_by for name in stored(each)]
     begun = [each for each in program.loop.statements if isinstance(each, ast.Assign) and each not in set_by]
     zero = [name for each in begun for name, value in set_to(each) if is_number_zero(value)]
     return sorted(set(names) & set(zero))
 
 
-def periods(program: ProgramSyntax, calls: Sequence[ast.Call], numbers: Mapping[str, float]) -> Iterator[int]:
+def periods(program: ProgramSyntax, evaluated: Sequence[ast.Call], numbers: Mapping[str, float]) -> Iterator[int]:
     """The whole numbers that something is divided by in the conditions around the calls, where they are known."""
     for each in ast.walk(program.loop.node):
-        if isinstance(each, ast.If) and any(call is node for call in calls for node in ast.walk(each)):
+        if isinstance(each, ast.If) and any(call is node for call in evaluated for node in ast.walk(each)):
             divisions = [n for n in ast.walk(each.test) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod)]
             for division in divisions:
                 by = (

@@ -176,7 +176,8 @@ class UnreadValue:
 @dataclass(frozen=True, kw_only=True)
 class MisplacedSum:
     """A sum or list that is added to ``behind`` the loop that makes what is added, is ``begun anew`` in each round of
-    it, gets the same ``twice``, is ``never added to``, or ``never set`` though it is read behind it.
+    it, gets the same ``twice``, or ``the same`` as another entry, is ``never added to``, is ``multiplied`` by a
+    sum beside it, or ``never set`` though it is read behind it.
     """
 
     kind: str

@@ -28,9 +28,11 @@ def misplaced_sums(program: ProgramSyntax) -> Iterator[MisplacedSum]:
     for function in program.functions:
         for block in function.blocks:
             yield from _twice(function, block)
+            yield from _the_same(function, block)
             yield from _behind(function, block)
         yield from _never_added_to(function)
         yield from _never_set(function)
+        yield from _multiplied(function)
         for loop in (each for each in function.statements if isinstance(each, ast.For)):
             yield from _begun_in_each_round(function, loop)
 
@@ -78,6 +80,29 @@ def _twice(function: FunctionSyntax, block: Sequence[ast.stmt]) -> Iterator[Misp
         is_equal = ast.dump(one) == ast.dump(two) and names_read(one) & function.of_data and not _is_new_each_time(one)
         if is_equal and (name := _added_to(one)):
             yield MisplacedSum(kind="twice", name=name, line=two.lineno)
+
+
+def _the_same(function: FunctionSyntax, block: Sequence[ast.stmt]) -> Iterator[MisplacedSum]:
+    """Two entries of one dictionary get the same."""
+    added: dict[tuple[str, str], str] = {}
+    for each in block:
+        if not isinstance(each, ast.AugAssign) or not isinstance(each.target, ast.Subscript):
+            continue
+        place, value = _place_of(each), ast.dump(each.value)
+        known = added.setdefault((ast.unparse(each.target.value), value), place)
+        if known != place and names_read(each.value) & function.of_data:
+            yield MisplacedSum(kind="the same", name=place, line=each.lineno)
+
+
+def _multiplied(function: FunctionSyntax) -> Iterator[MisplacedSum]:
+    """Two sums of one loop are multiplied by each other, or a sum by the number of its terms."""
+    sums = {name for each in function.statements if isinstance(each, ast.AugAssign) and (name := _added_to(each))}
+    for each in ast.walk(function.node):
+        if isinstance(each, ast.BinOp) and isinstance(each.op, ast.Mult):
+            left, right = ast.unparse(each.left), ast.unparse(each.right)
+            is_count = left.startswith("sum(") and right == f"len({left.removeprefix('sum(')}"
+            if is_count or (left in sums and right in sums and left != right and {left, right} & function.of_data):
+                yield MisplacedSum(kind="multiplied", name=left, line=each.lineno)
 
 
 def _is_new_each_time(statement: ast.stmt) -> bool:

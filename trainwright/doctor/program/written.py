@@ -23,6 +23,8 @@ _MISPLACED = {
     "begun anew": ("is set back in each round of the loop that it is updated in", "put the line in front of the loop"),
     "never added to": ("is begun with other sums, divided in the end, and never added to", "add to it in the loop"),
     "never set": ("is 0 before the loop, is read behind it, and is set nowhere else", "set it in the loop"),
+    "the same": ("gets the same as another sum of its dictionary", "add what belongs to its key"),
+    "multiplied": ("is multiplied by another sum of its loop, or by the number of its terms", "divide by the count"),
     "twice": ("gets the same twice in a row", "leave one of the two lines out"),
 }
 

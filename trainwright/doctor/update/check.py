@@ -11,7 +11,6 @@ from trainwright.doctor.case import Case
 from trainwright.doctor.finding import Finding, Severity, finding, listed
 from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
 from trainwright.doctor.update.facts import Differing, UpdateFacts, WritesFacts
-from trainwright.doctor.update.moments import squares_are_averaged_longer
 from trainwright.runlog.records import Where
 
 Looks = Sequence[tuple[int, UpdateFacts]]
@@ -270,6 +269,5 @@ LAWS: tuple[Law, ...] = (
     ),
     Law("update.follows_its_rule", follows_its_rule, "replay", named_by=("prec.*", "num.*")),
     Law("update.is_kept", is_kept, "replay", named_by=("prec.*", "opt.lr_too_low")),
-    Law("update.squares_are_averaged_longer", squares_are_averaged_longer),
     Law("update.descends", descends, "replay", named_by=("loss.wrong_sign", "opt.weight_decay_too_high")),
 )

@@ -154,8 +154,6 @@ class Contract(Probe):
         for group in optimizer.param_groups:
             numbers = {k: float(group[k]) for k in HYPERPARAMETERS if _is_number(group, k)}
             with_grad = [p for p in group["params"] if p.grad is not None]
-            if isinstance(betas := group.get("betas"), tuple) and len(betas) == 2:
-                numbers |= {"first_decay": float(betas[0]), "second_decay": float(betas[1])}
             groups.append(numbers | {"parameters": len(group["params"]), "with_grad": len(with_grad)})
         return {
             "kind": type(optimizer).__name__,
