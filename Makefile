@@ -3,10 +3,12 @@
 #              slow (more than half a second, the zoo, the benchmarks) nor process (starts a Python process)
 # make test    sets everything up, then checks format, lint, types, structure, and runs the suite, in about thirteen
 #              minutes on two cores
+# make sinks   the tests of MLflow and Trackio, which are installed apart: they bring along a hundred packages
 PYTHON ?= python3
 BIN := .venv/bin
+SITE := import site; print(*site.getsitepackages())
 
-.PHONY: demo quick test check clean
+.PHONY: demo quick test check sinks clean
 
 demo: .venv/core
 	$(BIN)/trainwright demo $(ARGS)
@@ -20,6 +22,15 @@ test: .venv/dev
 
 check: .venv/dev
 	scripts/check
+
+sinks: .venv/sinks/done
+	.venv/sinks/bin/python -m pytest -n 0 tests/observe/test_sinks.py -k "mlflow or trackio"
+
+.venv/sinks/done: .venv/dev
+	$(PYTHON) -m venv .venv/sinks
+	$(BIN)/python -c "$(SITE)" > $$(.venv/sinks/bin/python -c "$(SITE)")/dev.pth
+	.venv/sinks/bin/pip install --quiet --disable-pip-version-check mlflow trackio
+	@touch $@
 
 .venv/core: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
