@@ -3,12 +3,12 @@
 #              slow (more than half a second, the zoo, the benchmarks) nor process (starts a Python process)
 # make test    sets everything up, then checks format, lint, types, structure, and runs the suite, in about thirteen
 #              minutes on two cores
-# make sinks   the tests of MLflow and Trackio, which are installed apart: they bring along a hundred packages
+# make others  the tests of MLflow, Trackio and keras, which are installed apart: they bring along a hundred packages
 PYTHON ?= python3
 BIN := .venv/bin
 SITE := import site; print(*site.getsitepackages())
 
-.PHONY: demo quick test check sinks clean
+.PHONY: demo quick test check others clean
 
 demo: .venv/core
 	$(BIN)/trainwright demo $(ARGS)
@@ -23,13 +23,13 @@ test: .venv/dev
 check: .venv/dev
 	scripts/check
 
-sinks: .venv/sinks/done
-	.venv/sinks/bin/python -m pytest -n 0 tests/observe/test_sinks.py -k "mlflow or trackio"
+others: .venv/others/done
+	.venv/others/bin/python -m pytest -n 0 tests/observe/test_sinks.py tests/test_migrate.py -k "mlflow or trackio or keras"
 
-.venv/sinks/done: .venv/dev
-	$(PYTHON) -m venv .venv/sinks
-	$(BIN)/python -c "$(SITE)" > $$(.venv/sinks/bin/python -c "$(SITE)")/dev.pth
-	.venv/sinks/bin/pip install --quiet --disable-pip-version-check mlflow trackio
+.venv/others/done: .venv/dev
+	$(PYTHON) -m venv .venv/others
+	$(BIN)/python -c "$(SITE)" > $$(.venv/others/bin/python -c "$(SITE)")/dev.pth
+	.venv/others/bin/pip install --quiet --disable-pip-version-check mlflow trackio keras
 	@touch $@
 
 .venv/core: pyproject.toml constraints.txt

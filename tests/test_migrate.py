@@ -48,8 +48,11 @@ def noise(tmp_path_factory: pytest.TempPathFactory) -> float:
         return 3 * 2**0.5 * stdev(loss_of("theirs: plain", seed) for seed in range(SEEDS))
 
 
-@pytest.mark.parametrize("library", ["plain", "lightning", "transformers", "accelerate"])
-def test_both_codes_reach_the_same_loss_and_ours_is_not_longer(library: str, noise: float) -> None:
+@pytest.mark.parametrize("library", ["plain", "lightning", "transformers", "accelerate", "keras"])
+def test_both_codes_reach_the_same_loss_and_ours_is_not_longer(
+    library: str, noise: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
     if library != "plain":
         pytest.importorskip(library)
     ours, theirs = loss_of(f"ours: {library}"), loss_of(f"theirs: {library}")
