@@ -6,7 +6,7 @@ import time
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 WAIT_S = 0.003
 
@@ -41,6 +41,19 @@ class Net(nn.Module):
         if self.syncs and x.sum().item() > 1e9:
             x = -x
         return self.layers(x)  # type: ignore[no-any-return]
+
+
+def in_memory() -> Dataset[tuple[Tensor, ...]]:
+    """The same rows, which are read in whole batches."""
+    rows = Rows()
+    return TensorDataset(rows.x, rows.y)
+
+
+class Wide(nn.Sequential):
+    """Nearly all of a step is one product."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(16, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 4))
 
 
 def slow_callback(result: object, state: object) -> None:

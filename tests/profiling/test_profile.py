@@ -150,6 +150,15 @@ def test_tiny_operators_and_a_host_sync(tmp_path: Path) -> None:
     assert max(found.profile.facts.memory) > 0
 
 
+def test_a_lean_loop(tmp_path: Path) -> None:
+    """Large products in half the bytes, of rows that lie in memory."""
+    parts = (f"model.use={HERE}:Wide", f"data.train.use={HERE}:in_memory", "optimizer.args.fused=true")
+    lean = (*parts, "precision=bf16", "batch.size=256")
+    found = profiled(tmp_path, *lean)
+    assert found.profile.verdict.bound == "compute", str(found.profile)
+    assert found.profile.next == "nothing to gain"
+
+
 def test_a_run_that_is_too_short(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="over after 5 steps"):
         profiled(tmp_path, "until=5steps")
