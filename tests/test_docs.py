@@ -1,5 +1,7 @@
 """Every block of Python in the README and in docs/ runs: those of a page in order, in one namespace, in a folder.
 
+Every block of YAML is a part of a recipe, and every command is one, with options that it has.
+
 A page may use what its reader has already, which is below. A block that cannot run here has a comment before it that
 says why: ``<!-- not run: ... -->``.
 """
@@ -7,16 +9,22 @@ says why: ``<!-- not run: ... -->``.
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import typer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
+from trainwright.cli import app
+from trainwright.recipe import from_mapping
+from trainwright.recipe.yaml_core import read
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"(?:^<!-- not run: (?P<why>[^>]+) -->\n)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -62,3 +70,37 @@ def test_a_block_that_does_not_run_says_why() -> None:
     reasons = [(page.name, why) for page in PAGES for _, _, why in blocks(page) if why]
     assert all(len(why.split()) > 3 for _, why in reasons), reasons
     assert len(reasons) <= 4, reasons
+
+
+ANY_RECIPE = {"model": {"use": "mlp", "args": {"sizes": [4, 2]}}, "data": {"train": "digits"}}
+ALL_PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+
+
+def test_every_block_of_yaml_is_part_of_a_recipe() -> None:
+    block = re.compile(r"^```yaml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    found = [(page, text) for page in ALL_PAGES for text in block.findall(page.read_text())]
+    of_devices = [text for page, text in found if page.name == "plan.md"]
+    assert (len(found) > 12, len(of_devices)) == (True, 1)
+    for page, text in found:
+        if text not in of_devices:
+            assert from_mapping({**ANY_RECIPE, **read(text, page.name).value}), page.name
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The words of each command, without ``trainwright`` and what explains it."""
+    for line in re.findall(r"^(?: {4}|\$ )?trainwright (.+)$|`trainwright ([^`\n]+)`", text, re.MULTILINE):
+        yield shlex.split(re.split(r" {3}| #| -- ", "".join(line))[0])
+
+
+def test_every_command_is_one() -> None:
+    found = [(page.name, words) for page in ALL_PAGES for words in commands(page.read_text())]
+    assert len(found) > 80
+    root = typer.main.get_command(app)
+    for name, words in found:
+        command, rest = root, words
+        while rest and (verbs := getattr(command, "commands", {})):
+            assert rest[0] in verbs, f"{name}: trainwright {' '.join(words)}"
+            command, rest = verbs[rest[0]], rest[1:]
+        known = {opt for each in command.params for opt in (*each.opts, *each.secondary_opts)} | {"--help"}
+        options = {word.partition("=")[0] for word in rest if word.startswith("--")}
+        assert options <= known, f"{name}: trainwright {' '.join(words)}"
