@@ -113,6 +113,16 @@ def steps_of(folder: Path, run: str) -> list[dict[str, Any]]:
     return [record for record in map(json.loads, log) if record["kind"] in ("step", "evaluated")]
 
 
+def assert_same_layers(run: Path, other: Path) -> None:
+    """Statistics by layer: 4 digits are written. What the layers return is that of each rank's own samples."""
+    logs = [(each / "log.jsonl").read_text().splitlines() for each in (run, other)]
+    (mine,), (theirs,) = ([each for each in map(json.loads, log) if each["kind"] == "layers"] for log in logs)
+    assert (mine["step"], mine["layers"]) == (theirs["step"], theirs["layers"]) and mine["act_log2"][0]
+    for name in ("grad_norm", "update_ratio"):
+        ours, alone = (list(map(float, each[name])) for each in (mine, theirs))
+        assert ours == pytest.approx(alone, rel=2e-3, abs=1e-7, nan_ok=True), name
+
+
 def assert_same_state(run: Path, other: Path, step: int) -> None:
     """Weights, moments and averages, name by name; random numbers are each rank's own."""
     for file in ("model.safetensors", "rest.safetensors"):
@@ -145,6 +155,7 @@ def test_any_layout_is_one_process(
         assert_same_state(tmp_path / ours["run"], folder / theirs["run"], 5)
         assert ours["val_loss"] == pytest.approx(theirs["val_loss"], rel=1e-6)
         compare(steps_of(tmp_path, ours["run"]), steps_of(folder, theirs["run"]))
+        assert_same_layers(tmp_path / ours["run"], folder / theirs["run"])
 
 
 def test_a_run_goes_on_in_any_layout(tmp_path: Path) -> None:

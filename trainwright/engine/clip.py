@@ -82,12 +82,12 @@ def _norm_of_parts(grads: Sequence[Tensor]) -> Tensor:
     squares = []
     for alike in kinds.values():
         norms = torch.stack(torch._foreach_norm(locals_of(alike)))
-        squares.append(_summed_over_parts(norms.double().square().sum(), alike[0]))
+        squares.append(summed_over_parts(norms.double().square().sum(), alike[0]))
     wide = torch.promote_types(grads[0].dtype, torch.float32)
     return torch.stack(squares).sum().sqrt().to(wide)
 
 
-def _summed_over_parts(number: Tensor, of: Tensor, *, but: int | None = None) -> Tensor:
+def summed_over_parts(number: Tensor, of: Tensor, *, but: int | None = None) -> Tensor:
     """Sums what each rank has of its part of a tensor; ``but`` not over ranks that divide this dimension."""
     if is_divided(of):
         for axis, placement in enumerate(of.placements):
@@ -144,4 +144,4 @@ def _unit_norms(weight: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(local(weight), dim=dims, keepdim=dims is not None)
     if not is_divided(weight):
         return norm
-    return _summed_over_parts(norm.square(), weight, but=0 if dims else None).sqrt()
+    return summed_over_parts(norm.square(), weight, but=0 if dims else None).sqrt()

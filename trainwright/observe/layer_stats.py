@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainwright.engine.step import StepResult
 from trainwright.runlog import records
+from trainwright.state.shards import local
 from trainwright.state.train_state import TrainState
 
 SAMPLED = 4096
@@ -68,14 +69,19 @@ class LayerStats:
 
     ``begin`` before its forward pass, ``before_update`` once the gradients are whole, ``after_update`` after the step;
     then ``read`` gives the record when the host has it, without waiting for it. A forward pass counts where ``is_live``
-    says that it is one of the training.
+    says that it is one of the training. Where a rank holds parts of the parameters, these are measured, and
+    ``put_together`` makes of their squared norms, (3, parameters), those of the whole.
     """
 
     def __init__(
-        self, *models: nn.Module, activations: bool = True, is_live: Callable[[], bool] = torch.is_grad_enabled
+        self,
+        *models: nn.Module,
+        activations: bool = True,
+        is_live: Callable[[], bool] = torch.is_grad_enabled,
+        put_together: Callable[[Tensor, Sequence[Tensor]], None] | None = None,
     ) -> None:
         self.layers = layers_of(*models)
-        self._with_activations, self._is_live = activations, is_live
+        self._with_activations, self._is_live, self._put_together = activations, is_live, put_together
         self.hooks_s = 0.0
         """Seconds that hooks took, in all."""
         self._handles: list[RemovableHandle] = []
@@ -100,7 +106,7 @@ class LayerStats:
             is_new = index not in self._sampled and self._is_live()  # an evaluation may lie between two steps
             if is_new and (found := _tensor_in(output)) is not None:
                 with torch.no_grad():
-                    self._sampled[index] = self._some_of(found, wrap=True).float()
+                    self._sampled[index] = self._some_of(local(found), wrap=True).float()
             self.hooks_s += time.perf_counter() - begin_s
 
         keep.is_recorders = True  # type: ignore[attr-defined]  # not one of the loop's own, which a replay must have
@@ -122,7 +128,7 @@ class LayerStats:
             return
         norms = torch._foreach_norm([_dense(p) for _, p in new])
         for (index, p), norm in zip(new, norms, strict=True):
-            self._measured[index] = norm.float().square(), self._some_of(p)
+            self._measured[index] = norm.float().square(), self._some_of(local(p))
         if len(self._measured) == len(self._parameters):
             self._unhook()
 
@@ -133,13 +139,16 @@ class LayerStats:
         measured, self._measured = self._measured, {}
         if not measured:  # the step did not come so far
             return
-        after = [self._some_of(p) for p in self._parameters]
+        after = [self._some_of(local(p)) for p in self._parameters]
         for index in measured.keys() ^ range(len(after)):  # not updated in this step: it did not move
             measured[index] = after[index].new_zeros((), dtype=torch.float32), after[index]
-        squares, before = zip(*(measured[index] for index in range(len(after))), strict=True)
-        moved = self._by_layer(torch._foreach_sub(after, list(before)))
-        ratios = (moved / self._by_layer(before)).sqrt()
-        norms = self._summed(torch.stack(squares)).sqrt()
+        grads, before = zip(*(measured[index] for index in range(len(after))), strict=True)
+        moved = torch._foreach_sub(after, list(before))
+        squares = torch.stack([torch.stack(grads), self._squares(moved), self._squares(before)])
+        if self._put_together is not None:
+            self._put_together(squares, self._parameters)
+        layers = torch.stack([part.sum(1) for part in torch.split(squares, self._counts, dim=1)])
+        norms, ratios = layers[:, 0].sqrt(), (layers[:, 1] / layers[:, 2]).sqrt()
         known = torch.stack(self._rows(ratios.device))
         self._send(torch.cat([norms, ratios, *_moments(known), _histogram(known).flatten()]))
         self._sampled = {}
@@ -148,17 +157,13 @@ class LayerStats:
         missing = torch.full((SAMPLED,), math.nan, device=device)
         return [self._sampled.get(index, missing).to(device) for index in range(len(self.layers))]
 
-    def _by_layer(self, samples: Sequence[Tensor]) -> Tensor:
-        """The square of each layer's norm, as samples of its parameters tell."""
+    def _squares(self, samples: Sequence[Tensor]) -> Tensor:
+        """The square of each parameter's norm, as samples of it tell."""
         squares = torch.stack([norm.float() for norm in torch._foreach_norm(list(samples))]).square()
         if self._stands_for is None:  # made once: the copy to a GPU waits
-            whole = [p.numel() / max(1, each.numel()) for p, each in zip(self._parameters, samples, strict=True)]
+            whole = [local(p).numel() / max(1, each.numel()) for p, each in zip(self._parameters, samples, strict=True)]
             self._stands_for = torch.tensor(whole, device=squares.device)
-        return self._summed(squares * self._stands_for)
-
-    def _summed(self, squares: Tensor) -> Tensor:
-        """Of each layer, over its parameters."""
-        return torch.stack([part.sum() for part in torch.split(squares, self._counts)])
+        return squares * self._stands_for
 
     def _some_of(self, tensor: Tensor, *, wrap: bool = False) -> Tensor:
         """A copy of some elements: with ``wrap`` always SAMPLED, of a small tensor some several times."""
@@ -214,10 +219,10 @@ class LayerStats:
 
 
 def _dense(parameter: nn.Parameter) -> Tensor:
-    """Its gradient; the values that are there, of a sparse one."""
-    grad = parameter.grad
-    if grad is None:
+    """Its gradient, or this rank's part of it; the values that are there, of a sparse one."""
+    if parameter.grad is None:
         return torch.zeros((), device=parameter.device)
+    grad = local(parameter.grad)
     return grad.coalesce().values() if grad.is_sparse else grad
 
 
@@ -255,7 +260,7 @@ class LayerLog:
     """Writes a Layers record now and then, of the steps that it is told of.
 
     The second step is measured, and then one in ``FIRST_EVERY``, and fewer later on: see ``OF_RUN``. Fewer, too, where
-    what the host takes for it would be more than ``COST`` of the time.
+    what the host takes for it would be more than ``COST`` of the time; not so ``in_step``, where all ranks take part.
     """
 
     def __init__(
@@ -263,10 +268,12 @@ class LayerLog:
         stats: LayerStats,
         write: Callable[[records.Layers], None],
         *,
+        in_step: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._stats, self._to, self._clock, self._wall_clock = stats, write, clock, wall_clock
+        self._in_step = in_step
         self._next, self._measured = 0, 0
         self._paid_s, self._steps_s, self._named = 0.0, 0.0, False
 
@@ -286,7 +293,8 @@ class LayerLog:
             self._next = step + self.apart(step)
         if self._stats.is_pending:
             self._write(self._measured)
-        if step + 1 >= self._next and self._paid_s + self._stats.hooks_s <= COST * self._steps_s:
+        may_cost = self._in_step or self._paid_s + self._stats.hooks_s <= COST * self._steps_s
+        if step + 1 >= self._next and may_cost:
             self._measured = step + 1
             self._stats.begin()
         self._paid_s += self._clock() - begin_s

@@ -21,6 +21,7 @@ from trainwright.runlog.folder import RunFolder
 from trainwright.training.compare import make_ranks_observer
 from trainwright.training.evaluation import periodic_evaluation
 from trainwright.training.job import Job, make_advance, prepare, spike_handler, until_of
+from trainwright.training.layers import layer_observers
 from trainwright.training.resume import follow_earlier, interrupted_run
 from trainwright.world import Launch, World
 
@@ -80,12 +81,14 @@ def follow(start: Start, signals: Signals) -> Followed:
     if job.accepted:
         saving(job.state)
     doctor = make_ranks_observer(job, folder)
+    layers = tuple(layer_observers(job))
+    witness, probes = doctor.witness if doctor else SILENT, [each.probe for each in layers]
     outcome = run(
         job.state,
         job.batches,
-        make_advance(job, doctor.witness if doctor else SILENT, spike_handler(job.loaded)),
+        make_advance(job, witness, spike_handler(job.loaded), probes=probes),
         until=until_of(job.plan),
-        observers=(*([doctor] if doctor else []), signals),
+        observers=(*([doctor] if doctor else []), *layers, signals),
         evaluation=evaluation or NEVER,
         saving=saving,
         world=world,

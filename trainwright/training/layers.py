@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from torch import Tensor
 from torch.optim import Optimizer
 
+from trainwright.engine.clip import summed_over_parts
 from trainwright.observe.layer_stats import LayerLog, LayerObserver, LayerStats, scalars_of
 from trainwright.observe.logbook import Logbook
 from trainwright.runlog.records import Layers
 from trainwright.state.chained import parts_of
+from trainwright.state.shards import is_divided
 from trainwright.state.train_state import TrainState
 from trainwright.training.job import Job
 
@@ -35,21 +38,35 @@ class OwnStepLayers(LayerObserver):
         super().close()
 
 
-def layer_observers(job: Job, logbook: Logbook) -> Iterator[LayerObserver]:
-    """One, or none: ranks that divide a layer would have to put it together.
+def layer_observers(job: Job, logbook: Logbook | None = None) -> Iterator[LayerObserver]:
+    """One, or none: of the stages of a pipeline each has other layers. ``logbook``: of the rank that writes.
 
-    Of ranks with whole copies the first one measures: gradients and updates are those of all, activations its own. A
-    compiled model is not hooked: it would be compiled again.
+    Of ranks with whole copies the first one measures: gradients and updates are those of all, activations its own.
+    Where ranks divide the weights all of them measure their parts, in the same steps. A compiled model is not hooked:
+    it would be compiled again.
     """
-    if not job.recipe.log.layers or job.divides_weights:
+    in_parts = job.divides_weights
+    if not job.recipe.log.layers or job.plan.degrees.pipeline > 1 or (logbook is None and not in_parts):
         return
-    stats = LayerStats(job.parts.model, activations=not job.recipe.model.compile)
+    activations = logbook is not None and not job.recipe.model.compile
+    stats = LayerStats(job.state.model, activations=activations, put_together=_summed if in_parts else None)
 
     def write(record: Layers) -> None:
-        logbook.journal.write(record)
-        for sink in logbook.sinks:
-            sink.scalars(record.step, scalars_of(record, [layer.path for layer in stats.layers]))
+        if logbook is not None:
+            logbook.journal.write(record)
+            for sink in logbook.sinks:
+                sink.scalars(record.step, scalars_of(record, [layer.path for layer in stats.layers]))
 
     if stats.layers:
-        log = LayerLog(stats, write)
+        log = LayerLog(stats, write, in_step=in_parts)
         yield LayerObserver(log) if job.parts.advance is None else OwnStepLayers(log, job.state)
+
+
+def _summed(squares: Tensor, parameters: Sequence[Tensor]) -> None:
+    """Adds up what the ranks have of each parameter, in place: one exchange for each way in which they are divided."""
+    ways: dict[object, list[int]] = {}
+    for index, parameter in enumerate(parameters):
+        if is_divided(parameter):
+            ways.setdefault((parameter.device_mesh, parameter.placements), []).append(index)
+    for indices in ways.values():
+        squares[:, indices] = summed_over_parts(squares[:, indices], parameters[indices[0]])
