@@ -18,9 +18,10 @@ _LIBRARIES = tuple(
     {*site.getsitepackages(), site.getusersitepackages(), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))}
 )
 
+_LOOP = f"{_OURS}engine/loop.py"
+"""Calls ``observe`` of each observer."""
 _FILES = {
     f"{_OURS}engine/between.py:each_batch": "data",
-    f"{_OURS}engine/observer.py:asked": "looking",
     f"{_OURS}engine/clip.py": "update",
     f"{_OURS}engine/guard.py": "update",
     f"{_OURS}engine/update.py": "update",
@@ -82,8 +83,8 @@ def place_of(frame: FrameType | None) -> HostPlace:
         is_ours = is_ours or code.co_filename.startswith(_OURS)
         if not own and not is_ours and _is_users(code):
             own, label = f"{Path(code.co_filename).name}:{frame.f_lineno}", code.co_qualname
-        if phase == "looking" and code.co_name == "asked":
-            owner = frame.f_locals.get("observer")
+        if code.co_name == "observe" and frame.f_back is not None and frame.f_back.f_code.co_filename == _LOOP:
+            owner = frame.f_locals.get(code.co_varnames[0])
             owner = getattr(owner, "function", owner)
             return HostPlace(inner or "looking", getattr(owner, "__name__", type(owner).__name__), own)
         if phase in _INNERMOST:
