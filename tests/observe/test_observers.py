@@ -15,6 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from tests.observe.small_run import batches, make_state
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.loop import run
 from trainwright.engine.loss import Loss
@@ -30,27 +31,9 @@ from trainwright.observe.step_log import StepLog
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Found, Quarantined, Skipped, Step
 from trainwright.runlog.writer import LogWriter
-from trainwright.state.cursor import BadSample, Cursor, MicroBatch, StepBatch
+from trainwright.state.cursor import BadSample
 from trainwright.state.store import checkpoints
 from trainwright.state.train_state import TrainState
-
-
-def make_state() -> TrainState:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 1)
-    return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.01))
-
-
-def batches(count: int, *, poisoned: int = -1) -> list[StepBatch]:
-    generator = torch.Generator().manual_seed(0)
-    made = []
-    for step in range(count):
-        x = torch.randn(3, 4, generator=generator)
-        if step == poisoned:
-            x[1] = float("nan")
-        ids = np.arange(3 * step, 3 * step + 3)
-        made.append(StepBatch((MicroBatch((x, x.sum(1, keepdim=True)), ids),), Cursor(0, 3 * step + 3)))
-    return made
 
 
 def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> Loss:

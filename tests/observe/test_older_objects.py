@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.observe.test_observers import batches, make_state
+from tests.observe.small_run import batches, make_state
 from trainwright.engine.loop import run
 from trainwright.engine.loss import Loss
 from trainwright.engine.step import StepResult, make_step

@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import trainwright as tw
-from tests.watching.test_engine_session import make
+from trainwright.engine.spikes import SpikeHandler
+from trainwright.engine.step import StepFn
+from trainwright.engine.witness import StepWitness
 from trainwright.recorder.engine_changes import EngineChanges
 from trainwright.recorder.inputs import InputRecorder
 from trainwright.recorder.resting import EVERY
@@ -22,6 +24,10 @@ from trainwright.watching import look_schedule
 from trainwright.watching.engine_observer import EngineSession
 
 ONSET, STEPS = 70, 90
+
+
+def make(witness: StepWitness, spikes: SpikeHandler) -> StepFn:
+    return tw.make_step(nn.CrossEntropyLoss(), witness=witness, spikes=spikes)
 
 
 class Net(nn.Module):
