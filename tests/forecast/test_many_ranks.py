@@ -6,12 +6,14 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import nn
 from typer.testing import CliRunner
 
 from tests import ranks
+from tests.plan.traces import GIB
 from trainwright.build.assemble import Parts
 from trainwright.build.unwrap import unwrap
 from trainwright.cli import app
@@ -154,6 +156,7 @@ def test_a_thousand_ranks() -> None:
     plan = json.loads(done.stdout.splitlines()[-1])
     assert (done.exit_code, plan["fits"]) == (3, False)  # as written every rank holds the whole model
     assert plan["planned_s"] < 60
+    assert psutil.Process().memory_info().rss < 8 * GIB
     best = plan["best"]
     assert best["fits"] and best["degrees"]["shard"] > 1
     assert {(row["axis"], row["collective"]) for row in best["traffic"]} >= {("shard", "all-gather")}
