@@ -16,6 +16,7 @@ Tree: TypeAlias = Any
 StateDict: TypeAlias = dict[str, Tree]
 """What ``state_dict()`` returns."""
 
+_AS_THEY_ARE = frozenset({int, bool, str, type(None)})
 _MARKS = ("__tensor__", "__tuple__", "__items__", "__float__", "__dtype__", "__sparse__")
 
 
@@ -31,6 +32,11 @@ def encode(tree: Tree) -> tuple[dict[str, Tensor], Tree]:
 
     def below(path: str, key: object) -> str:
         return f"{path}.{key}" if path else str(key)
+
+    def each(items: Sequence[Tree], path: str) -> list[Tree]:
+        if _AS_THEY_ARE.issuperset(map(type, items)):  # the state of a generator is a thousand numbers
+            return [*items]
+        return [walk(item, below(path, i)) for i, item in enumerate(items)]
 
     def walk(value: Tree, path: str) -> Tree:
         match value:
@@ -50,9 +56,9 @@ def encode(tree: Tree) -> tuple[dict[str, Tensor], Tree]:
                     return {key: walk(item, below(path, key)) for key, item in value.items()}
                 return {"__items__": [[walk(key, path), walk(item, below(path, key))] for key, item in value.items()]}
             case tuple():
-                return {"__tuple__": [walk(item, below(path, i)) for i, item in enumerate(value)]}
+                return {"__tuple__": each(value, path)}
             case list():
-                return [walk(item, below(path, i)) for i, item in enumerate(value)]
+                return each(value, path)
             case torch.dtype():
                 return {"__dtype__": str(value).removeprefix("torch.")}
             case float() if not math.isfinite(value):
