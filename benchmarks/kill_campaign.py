@@ -34,6 +34,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from benchmarks.killable import Place, Running, end_orphans, watched
 from trainwright.errors import CheckpointError
 from trainwright.runlog import reader
@@ -330,13 +332,15 @@ def arguments() -> argparse.Namespace:
 def conduct_all(options: argparse.Namespace, folder: Path) -> Counts:
     """The undisturbed training, then the jobs side by side."""
     os.environ["OMP_NUM_THREADS"] = "1"  # two trainings that spin for each other crawl
+    torch.set_num_threads(1)  # of those that are forked
     os.environ["TMPDIR"] = str(folder)  # where torch's workers leave a socket when their parent is killed
     places = [Place(folder / f"job-{number}", options.fork, options.ranks) for number in range(options.jobs)]
     undisturbed = Place(folder / "undisturbed", ranks=options.ranks)
     for place in (undisturbed, *places):
         given = {name: getattr(options, name) for name in ("steps", "workers", "step_ms", "parallel")}
         place.make(**given, keep=KEEP)
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh:  # its torch takes one thread
+    context = multiprocessing.get_context("fork" if options.fork else "spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as fresh:
         reference = fresh.submit(train_undisturbed, undisturbed, options.steps).result()
     shares = [options.kills // options.jobs + (number < options.kills % options.jobs) for number in range(options.jobs)]
     campaigns = [
@@ -344,7 +348,7 @@ def conduct_all(options: argparse.Namespace, folder: Path) -> Counts:
         for number, (place, share) in enumerate(zip(places, shares, strict=True))
     ]
     counts = Counts()
-    with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
         for seen in pool.map(conduct, campaigns):
             counts.add(seen)
     return counts

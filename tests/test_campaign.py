@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import kill_campaign
+from tests import forked
 from trainwright.state.manifest import verify, write_manifest
 
 STEPS = 12
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 def test_twenty_kills_lose_nothing() -> None:
     options = ["--kills", "20", "--seed", "7", "--steps", "40", "--jobs", "1", "--fork"]
-    done = subprocess.run([sys.executable, "-m", "benchmarks.kill_campaign", *options], capture_output=True, text=True)
+    done = forked.run("from benchmarks.kill_campaign import main; main()", *options)
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen["kills"] == 20 and seen["runs"] >= 1 and seen["resumes"] > 10, seen
