@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainwright.doctor.function import laws
+from trainwright.doctor.function.attention import attention_is_an_average, attention_tells_apart
 from trainwright.doctor.law import Law
 
 LAWS: tuple[Law, ...] = (
@@ -37,5 +38,9 @@ LAWS: tuple[Law, ...] = (
         effort="replay",
         named_by=("model.*", "mode.*", "num.*"),
     ),
+    Law(
+        "function.attention_is_an_average", attention_is_an_average, effort="replay", named_by=("model.mixes_samples",)
+    ),
+    Law("function.attention_tells_apart", attention_tells_apart, effort="replay", named_by=("num.*", "grad.vanishing")),
     Law("function.ties_hold", laws.ties_hold, named_by=("opt.stale_params",)),
 )

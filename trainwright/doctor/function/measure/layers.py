@@ -80,7 +80,7 @@ class _Layers(StepInspector):
         elif name == "multi_head_attention_forward":
             self._note_module(args, kwargs)
         if name in _PRODUCTS:
-            self._note_product(args)
+            self._note_product(name, args)
         elif name in _KEEPS and args and id(args[0]) in self._scores:
             self._scores[id(result)] = self._scores[id(args[0])]
             self._kept.append(result)
@@ -126,16 +126,22 @@ class _Layers(StepInspector):
 
     # attention: a softmax whose result is multiplied by values
 
-    def _note_product(self, args: Args) -> None:
-        for weights in [t for t in tensors_of(args, 2) if id(t) in self._scores]:
+    def _note_product(self, name: str, args: Args) -> None:
+        for place, weights in [(n, t) for n, t in enumerate(tensors_of(args, 2)) if id(t) in self._scores]:
             path, scores, spread = self._scores[id(weights)]
             if scores.dim() >= 3 and scores.shape[-1] > 1:
-                self._note_attention(path, scores.float(), spread.float())
+                of_a_product = name.strip("_") in ("matmul", "bmm") and weights.shape == spread.shape
+                sums = spread.float().sum(-2 if place else -1) if of_a_product else torch.ones(1)
+                self._note_attention(path, scores.float(), spread.float(), float((sums - 1).abs().median()))
 
-    def _note_attention(self, path: str, scores: Tensor, weights: Tensor) -> None:
-        unmasked = scores[scores.isfinite() & (scores.abs() < 1e4)]
+    def _note_attention(self, path: str, scores: Tensor, weights: Tensor, off: float = 0.0) -> None:
+        """``off``: by how much the weights of what they are multiplied with differ from 1 in their sum."""
+        allowed_scores = scores.isfinite() & (scores.abs() < 1e4)
+        unmasked = scores[allowed_scores]
         if not unmasked.numel():
             return
+        top, least = (scores.masked_fill(~allowed_scores, sign * -torch.inf).mul(sign).amax(-1) for sign in (1, -1))
+        several = allowed_scores.sum(-1) > 1
         entropy = -(weights * weights.clamp(min=1e-30).log()).sum(-1)
         allowed = (weights > 0).sum(-1).clamp(min=1).float()
         even = entropy[allowed > 1] / allowed[allowed > 1].log() if bool((allowed > 1).any()) else torch.ones(1)
@@ -143,6 +149,8 @@ class _Layers(StepInspector):
             "highest": float(unmasked.abs().max()),
             "spread": float(unmasked.std()),
             "evenness": float(even.mean()),
+            "contrast": float((top + least)[several].mean()) if bool(several.any()) else 0.0,
+            "off": off,
         }
         known = self.attention.get(path)
         if known is None or facts["highest"] > known["highest"]:
