@@ -141,6 +141,17 @@ def test_sums_in_the_wrong_place_are_found(before: str, after: str, kind: str, n
     assert (kind, name) in [(each.kind, each.name) for each in misplaced_sums(syntax(LOOP.replace(before, after)))]
 
 
+@pytest.mark.parametrize(
+    ("returned", "is_found"), [("len(parts)", True), ("sum(parts) / len(parts)", False), ("parts", False)]
+)
+def test_a_list_that_is_only_counted(returned: str, is_found: bool) -> None:
+    source = LOOP.replace("rows += len(y)", "rows += len(y)\n        parts.append(loss)")
+    source = source.replace("    loss, right", "    parts = []\n    loss, right").replace(
+        "return loss /", f"return {returned}, loss /"
+    )
+    assert (("counted", "parts") in [(each.kind, each.name) for each in unread_values(syntax(source))]) == is_found
+
+
 def test_two_entries_that_get_the_same() -> None:
     both = LOOP.replace("step += 1", 'step += 1\n                t["a"] += len(x)\n                t["b"] += len({})')
     assert [each.name for each in misplaced_sums(syntax(both.format("x")))] == ["t['b']"]

@@ -164,8 +164,10 @@ class RatesFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class UnreadValue:
-    """A value of the program that nothing reads, by its name and line. ``kind``: a ``sum``, a ``list`` that grows, a
-    ``value`` that is computed, one that is ``replaced`` before it is read, a ``part`` of a batch, an ``argument``.
+    """A value of the program that nothing reads, by its name and line.
+
+    ``kind``: a ``sum``, a ``list`` that grows or is only ``counted``, a ``value`` that is computed, one that is
+    ``replaced`` before it is read, a ``part`` of a batch, an ``argument``.
     """
 
     kind: str

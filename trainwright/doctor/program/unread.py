@@ -32,6 +32,7 @@ def unread_values(program: ProgramSyntax) -> Iterator[UnreadValue]:
     for function in program.functions:
         if not function.is_open:
             yield from _never_read(program, function)
+            yield from _only_counted(function)
             yield from _replaced(program, function)
             yield from _unused_parts(program, function)
             yield from _unread_arguments(program, function)
@@ -50,6 +51,22 @@ def _never_read(program: ProgramSyntax, function: FunctionSyntax) -> Iterator[Un
             yield _unread("list" if is_list else "sum", name, added[0])
         elif made and not added and all(_is_costly(program, function, each) for each in made):
             yield _unread("value", name, made[-1])
+
+
+def _only_counted(function: FunctionSyntax) -> Iterator[UnreadValue]:
+    """Lists that grow by what comes of the data, and of which a function returns the length and nothing else."""
+    grown = [each for each in function.statements if isinstance(each, ast.Expr) and stored(each) & function.of_data]
+    counts = [each for each in ast.walk(function.node) if isinstance(each, ast.Call) and name_of(each.func) == "len"]
+    returned = {id(node) for each in function.statements if isinstance(each, ast.Return) for node in ast.walk(each)}
+    for name in sorted({name for each in grown for name in stored(each)} - set(function.parameters)):
+        put = {id(n) for each in grown for n in ast.walk(each) if isinstance(n, ast.Name)}
+        counted = {id(call.args[0]): call for call in counts if call.args and name_of(call.args[0]) == name}
+        reads = [
+            id(n) for n in ast.walk(function.node)
+            if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load) and id(n) not in put
+        ]  # fmt: skip
+        if reads and all(each in counted and id(counted[each]) in returned for each in reads):
+            yield _unread("counted", name, next(each for each in grown if name in stored(each)))
 
 
 def _is_costly(program: ProgramSyntax, function: FunctionSyntax, statement: ast.stmt) -> bool:
