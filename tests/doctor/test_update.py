@@ -174,6 +174,32 @@ def test_weights_that_are_put_back_were_not_written_to() -> None:
     assert states(watched(after=evaluate))["nothing_else_writes"] == "held"
 
 
+def zeroed(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
+    nn.init.zeros_(model[3].bias)
+
+
+def pinned(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
+    model[3].bias.data.clamp_(0.3, 0.3)
+
+
+def put_back(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
+    model[3].bias.data.copy_(torch.full((3,), 0.5))
+
+
+def within_bounds(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
+    model[3].bias.data.clamp_(-0.2, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("act", "severity"),
+    [(zeroed, "warning"), (pinned, "warning"), (put_back, "warning"), (within_bounds, "info")],
+)
+def test_updates_that_are_undone(act: Act, severity: str) -> None:
+    broken = found(watched(after=act, steps=12))["law.update.nothing_else_writes"]
+    assert broken.severity == severity
+    assert (broken.where.module == "3" and "is undone" in broken.symptom) == (severity == "warning")
+
+
 def hooked(parameters: Iterable[Tensor]) -> Optimizer:
     """A function of the user's shrinks a weight after each update."""
     optimizer = adamw(parameters)

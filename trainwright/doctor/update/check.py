@@ -21,6 +21,8 @@ NEAR_ITS_TOP = 0.5
 
 USUAL = 3
 """So many times as far as the loss usually moves from a step to the next is no chance."""
+PINNED = 5
+"""Looks at which a weight that is written to has the same values: a clamp that one reaches now and then is fewer."""
 
 
 def _looks(case: Case) -> Looks:
@@ -49,6 +51,9 @@ def nothing_else_writes(case: Case) -> Iterator[Verdict]:
         whole = f"all weights at {compared} steps, " if compared else ""
         yield Holds(f"{whole}a sample of them at {heard.compared}") if heard else NotApplicable("no live loop")
         return
+    if pinned := _pinned([facts for _, facts in looks if facts.is_compared]):
+        yield _undone(case, pinned)
+        return
     newest = max((step for step in seen), default=steps[-1])
     names = [each.name for each in seen[newest].written] if seen else []
     effects = {step: facts.loss - facts.replayed_loss for step, facts in looks if step in steps}
@@ -76,6 +81,28 @@ def nothing_else_writes(case: Case) -> Iterator[Verdict]:
             ("loss of the batch with the written weights, and without", list(losses) if losses else None),
         ],
         explains=("hw.not_reproducible",),
+    )
+
+
+def _pinned(looks: Sequence[UpdateFacts]) -> list[str]:
+    """Weights that began every step that was looked at with the same values, though the update had left others."""
+    held = [{(each.name, each.live_norm, each.live_sum) for each in facts.written} for facts in looks]
+    return sorted(name for name, _, _ in set.intersection(*held)) if len(held) >= PINNED else []
+
+
+def _undone(case: Case, names: Sequence[str]) -> Finding:
+    return finding(
+        "law.update.nothing_else_writes",
+        "warning",
+        case.last_step,
+        symptom=f"every update of {listed(names)} is undone: it has the same values at the begin of each step",
+        cause="a clamp whose bounds are equal or do not hold the first value, or a copy that is put back each time",
+        remedy="look at what writes to it between step() and the next forward pass, and at the bounds of a clamp",
+        sure=0.85,
+        stage="update",
+        since_step=2,
+        where=_where(names),
+        evidence=[("weights that are put back", listed(names), "none")],
     )
 
 
