@@ -208,6 +208,28 @@ def test_an_input_without_effect_is_found_once_it_stays_so(
     assert len(found) == bool(idle or columns)
 
 
+PASSES: list[int] = []
+
+
+class Counted(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        PASSES.append(len(x))
+        return super().forward(x)
+
+
+def passes(columns: int) -> int:
+    """How many forward passes the step and the looks at it took."""
+    PASSES.clear()
+    x = torch.randn(32, columns, generator=torch.Generator().manual_seed(0))
+    case = watched(Counted(columns, 3), lambda model: F.cross_entropy(model(x), Y))
+    assert case.newest(InputsFacts) is not None
+    return len(PASSES)
+
+
+def test_looks_take_as_many_passes_whatever_the_number_of_columns() -> None:
+    assert passes(24) == passes(3)
+
+
 def trained(*gaps: tuple[int, GapFacts], loss: float = 1.0) -> Case:
     """A run whose loss begins at 2; its modules depend on the mode."""
     steps = range(1, gaps[-1][0] + 1 if gaps else 42)
