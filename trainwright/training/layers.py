@@ -69,4 +69,7 @@ def _summed(squares: Tensor, parameters: Sequence[Tensor]) -> None:
         if is_divided(parameter):
             ways.setdefault((parameter.device_mesh, parameter.placements), []).append(index)
     for indices in ways.values():
-        squares[:, indices] = summed_over_parts(squares[:, indices], parameters[indices[0]])
+        if len(indices) == len(parameters):  # to take some of the columns costs a host sync
+            summed_over_parts(squares, parameters[0])
+        else:
+            squares[:, indices] = summed_over_parts(squares[:, indices], parameters[indices[0]])
