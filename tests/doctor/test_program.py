@@ -404,7 +404,8 @@ def test_no_rule_is_against_a_usual_word(rule: Any, good: str) -> None:
 def words(*letters: str) -> list[Finding]:
     """What the law says of steps with these calls."""
     kinds = {"z": ("zero_grad", 0), "f": ("forward", (0, True, True)), "b": ("backward", {"carried": True}),
-             "c": ("clip", None), "s": ("step", {"optimizer": 0}), "l": ("schedule", "StepLR")}  # fmt: skip
+             "c": ("clip", None), "s": ("step", {"optimizer": 0}), "l": ("schedule", "StepLR"),
+             "Z": ("zero_grad", 1), "S": ("step", {"optimizer": 1})}  # fmt: skip
     steps = [
         Watched(time_s=0.0, step=n + 1, loss=1.0, grad_norm=1.0, lr=0.1, events=[kinds[each] for each in word])
         for n, word in enumerate(letters)
@@ -423,6 +424,13 @@ def words(*letters: str) -> list[Finding]:
         (("zfbs", "s", "zfbs", "zfbs", "zfbs"), None),
         (("s",) * 6, None),
         (("zfbs", "zfbls", "zfbls", "zfbls"), 2),
+        (("zfbsZfbS",) * 4, None),
+        (("zZfbszZfbS",) * 4, None),
+        (("zZfbfbsS",) * 4, None),
+        (("zfbszfbszfbsZfbS",) * 4, None),
+        (("zfbsZfbzfbsZfbzfbsZfbS",) * 4, 1),
+        (("zZfbzZfbsS",) * 4, 1),
+        (("zfbsZfbS", "zfbsZfbZfbS", "zfbsZfbZzfbsZfbS", "zfbsZfbzfbsZfbS"), 3),
     ],
     ids=str,
 )

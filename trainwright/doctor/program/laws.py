@@ -8,6 +8,7 @@ from trainwright.doctor.call_lines import calls_at
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import Finding, finding, listed
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
+from trainwright.doctor.program.discarded import dropped_by_all
 from trainwright.doctor.program.facts import (
     EvaluatedCopy,
     KeptFacts,
@@ -45,6 +46,9 @@ def calls_come_in_order(case: Case) -> Iterator[Verdict]:
         if (kept := _kept_gradients(case, words)) is not None:
             yield kept
             return
+    if (dropped := dropped_by_all(case, steps, numbers)) is not None:
+        yield dropped
+        return
     yield Holds(f"{len(steps)} steps: {spelled(word(steps[-1], numbers[-1]))}")
 
 
