@@ -83,3 +83,19 @@ def test_an_optimizer_that_cannot_be_copied_is_not_timed() -> None:
     batch = StepBatch((MicroBatch(torch.randn(1, 4), np.arange(1)),))
     state = TrainState(model, Alone(model.parameters(), lr=1.0))
     assert dry_run(state, batch, lambda model, x: model(x).mean(), modes=[Mode(FP32, 1)]).update_s == 0.0
+
+
+def test_waiting_is_no_work_of_the_thread() -> None:
+    """A busy machine lets a step wait: its processor time stays."""
+
+    class Waiting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            time.sleep(0.05)
+            return super().forward(x)
+
+    model = Waiting(8, 1)
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = StepBatch((MicroBatch(torch.randn(1, 8), np.arange(1)),))
+    seen = dry_run(state, batch, lambda model, x: model(x).mean(), modes=[Mode(FP32, 1)], budget_s=0.0)
+    assert seen.seconds["fp32", 1] >= 0.05
+    assert 0 < seen.thread_s["fp32", 1] < 0.025

@@ -18,6 +18,7 @@ from trainwright.plan.make import (
     RunFacts,
     Spent,
     candidates,
+    choose_mode,
     choose_precision,
     choose_threads,
     make_plan,
@@ -205,6 +206,7 @@ def test_the_preflight_says_what_a_person_needs() -> None:
         loss=2.31,
         outputs=10,
         seconds={("fp32", 2): 0.02, ("fp32", 1): 0.03, ("bf16", 2): 0.01},
+        thread_s={("fp32", 1): 0.03, ("bf16", 1): 0.015},
         memory_bytes=memory_bytes("adamw", {}, parameters=5000, trainable=5000, activations=1 << 20),
     )
     assert plan.expected_loss == math.log(10)
@@ -230,13 +232,19 @@ def test_threads_that_wait_for_each_other_are_not_used() -> None:
     assert choose_threads((4,), {}) == (4, ())
 
 
-@pytest.mark.parametrize(("bf16", "chosen"), [(0.2, ("fp32", 1, 0.075)), (0.05, ("bf16", 2, 0.05))])
-def test_a_precision_is_held_against_the_best_that_was_timed(bf16: float, chosen: tuple[str, int, float]) -> None:
-    """On a busy machine two threads wait for each other, in both precisions: that says nothing of bf16."""
-    seconds = {("fp32", 2): 0.3, ("fp32", 1): 0.075, ("bf16", 2): bf16}
-    planned = {"precision": "auto", "facts": FACTS, "loss": 1.0, "outputs": None, "memory_bytes": {}}
-    plan = with_dry_run(make_plan(recipe(until="100steps"), FACTS), seconds=seconds, **planned)  # type: ignore[arg-type]
-    assert (plan.precision, plan.threads, plan.step_s) == chosen
+@each_row(("bf16_s", "precision"), [(0.05, "bf16"), (0.07, "fp32")])
+def test_a_busy_machine_chooses_no_other_precision(bf16_s: float, precision: str) -> None:
+    """There two threads wait for each other, and everything takes longer but by the processor time of one thread."""
+    facts = replace(FACTS, device="cpu", low_precision=("bf16",), threads=(2, 1))
+    planned = {"precision": "auto", "facts": facts, "loss": 1.0, "outputs": None, "memory_bytes": {}}
+    planned["thread_s"] = {("fp32", 2): 0.04, ("fp32", 1): 0.075, ("bf16", 1): bf16_s}
+    for fp32, slower in (((0.04, 0.075), 1.0), ((0.3, 0.1), 4.0)):
+        seconds = {("fp32", 2): fp32[0], ("fp32", 1): fp32[1], ("bf16", 1): slower * bf16_s}
+        mode = choose_mode("auto", facts, seconds, planned["thread_s"])  # type: ignore[arg-type]
+        seconds.setdefault(mode, 0.123)
+        plan = with_dry_run(make_plan(recipe(until="100steps"), facts), seconds=seconds, **planned)  # type: ignore[arg-type]
+        assert (plan.precision, plan.threads) == mode and mode[0] == precision
+        assert plan.step_s == seconds[mode]
 
 
 def test_memory_by_optimizer() -> None:

@@ -241,10 +241,10 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again_with_the_same
         shutil.rmtree(checkpoint)
     plan = planned(begun.run)
     choice = "bf16" if plan["precision"] == "fp32" else "fp32"  # what this machine would not choose
-    (begun.run / "plan.json").write_text(json.dumps({**plan, "precision": choice}))
+    (begun.run / "plan.json").write_text(json.dumps({**plan, "precision": choice, "threads": 3}))
     again, watch = train(settings, until="6steps", resume=begun.run)
     assert (again.ending, again.step, min(watch.lrs)) == ("finished", 6, 1)
-    assert planned(begun.run)["precision"] == choice
+    assert (planned(begun.run)["precision"], planned(begun.run)["threads"]) == (choice, 3)
     (begun.run / "provenance.json").unlink()  # killed before it was laid down: nothing to go on from
     for checkpoint in checkpoints(begun.run / "checkpoints"):
         shutil.rmtree(checkpoint)

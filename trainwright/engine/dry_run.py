@@ -54,15 +54,16 @@ class DryRun:
     """``loss`` of the untrained model on the first micro-batch, in fp32; ``mean``: the loss returned a plain mean.
 
     ``seconds`` holds the shortest time of forward and backward of the batch, by mode: other work of the machine can
-    only add to it. ``update_s`` is that of the optimizer's update, 0 where it was not measured, and
-    ``optimizer_bytes`` what it keeps since. ``activation_bytes`` is
-    what autograd saves for the backward pass of one micro-batch, without the weights. ``outputs`` is the last dimension
-    of the model's output.
+    only add to it. ``thread_s`` is the same by the processor time of the calling thread, which does not count that it
+    waits: all the work of a mode of one thread. ``update_s`` is that of the optimizer's update, 0 where it was not
+    measured, and ``optimizer_bytes`` what it keeps since. ``activation_bytes`` is what autograd saves for the backward
+    pass of one micro-batch, without the weights. ``outputs`` is the last dimension of the model's output.
     """
 
     loss: float
     mean: bool
     seconds: dict[tuple[PrecisionName, int], float]
+    thread_s: dict[tuple[PrecisionName, int], float]
     activation_bytes: int
     outputs: int | None
     update_s: float = 0.0
@@ -139,7 +140,10 @@ def dry_run(
         try:
             timed = _timed(state, part, loss, modes, budget_s, updates=not reports, world=world)
             scale = batch.size / part.size if part.size else 1.0  # a rank may have had no sample left
-            return replace(timed, seconds={mode: least_s * scale for mode, least_s in timed.seconds.items()})
+            seconds, work = (
+                {mode: least_s * scale for mode, least_s in each.items()} for each in (timed.seconds, timed.thread_s)
+            )
+            return replace(timed, seconds=seconds, thread_s=work)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -164,6 +168,7 @@ def _timed(
     loss_fn = as_loss_fn(loss)
     unscaled = replace(state, scaler=NoScaler())
     times: dict[tuple[PrecisionName, int], list[float]] = {(mode.precision.name, mode.threads): [] for mode in modes}
+    of_thread: dict[tuple[PrecisionName, int], list[float]] = {mode: [] for mode in times}
     with _traceless(state):
         first = _look_inside(state, batch, loss_fn)
         begin_s = time.perf_counter()
@@ -171,15 +176,16 @@ def _timed(
             for precision, threads in modes:
                 torch.set_num_threads(threads)
                 clear_grads(state.optimizer)
-                started_s = time.perf_counter()
+                started_s, thread_s = time.perf_counter(), time.thread_time()
                 float(accumulate(unscaled, batch, loss_fn, precision).loss)  # waits for the device
                 times[precision.name, threads].append(time.perf_counter() - started_s)
+                of_thread[precision.name, threads].append(time.thread_time() - thread_s)
             elapsed_s = time.perf_counter() - begin_s
             if world.least(int(elapsed_s >= budget_s and done >= (3 if elapsed_s < SLOW_S else 2))):
                 break
         update_s, kept = _update(state) if updates and world.size == 1 else (0.0, None)
-    seconds = {mode: min(each) for mode, each in times.items()}
-    return replace(first, seconds=seconds, update_s=update_s, optimizer_bytes=kept)
+    seconds, work = ({mode: min(each) for mode, each in every.items()} for every in (times, of_thread))
+    return replace(first, seconds=seconds, thread_s=work, update_s=update_s, optimizer_bytes=kept)
 
 
 def time_evaluation(
@@ -263,7 +269,7 @@ def _look_inside(state: TrainState, batch: StepBatch, loss_fn: LossFn) -> DryRun
     finally:
         handle.remove()
     mean = isinstance(output, Tensor)
-    return DryRun(_value(output), mean, {}, sum(storages.values()), outputs[-1] if outputs else None)
+    return DryRun(_value(output), mean, {}, {}, sum(storages.values()), outputs[-1] if outputs else None)
 
 
 def _value(output: Loss | Tensor) -> float:

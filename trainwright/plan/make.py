@@ -15,9 +15,9 @@ from trainwright.plan.parallel import ONE_RANK, Degrees, solve_layout
 from trainwright.recipe import Recipe
 
 PrecisionName = Literal["fp32", "tf32", "bf16", "fp16"]
-# Both gains are measured before each start, and a default must not make two starts of one recipe differ: models for
-# which bf16 does not pay measure 0.9 to 1.15, those for which it does 1.6 and more, and fewer threads are faster only
-# where threads wait for cores, by factors.
+# Both gains are measured before each start, and a default must not make two starts of one recipe differ. By the
+# processor time of one thread, which a busy machine does not change, models for which bf16 does not pay measure 0.9 to
+# 1.15, those for which it does 1.6 and more. Fewer threads are faster only where threads wait for cores, by factors.
 BF16_PAYS_ABOVE = 1.3
 FEWER_THREADS_PAY_ABOVE = 2.0
 
@@ -210,31 +210,44 @@ def with_dry_run(
     loss: float,
     outputs: int | None,
     seconds: Mapping[tuple[PrecisionName, int], float],
+    thread_s: Mapping[tuple[PrecisionName, int], float],
     memory_bytes: Mapping[str, int],
 ) -> Plan:
     """The plan with what the dry run of the first batch showed: precision, memory, time, initial loss.
 
     ``precision`` is the recipe's. ``outputs`` is the last dimension of the model's output: an untrained classifier of
     so many classes has the loss ln(outputs). ``seconds`` is the time of one step's forward and backward, by precision
-    and number of threads: each precision with the most threads, and the first one with all numbers; where memory is
-    short the first one with the most threads alone.
+    and number of threads, and ``thread_s`` the processor time of it in the calling thread: the first precision with all
+    numbers of threads, each with one, and the ``choose_mode`` of these; where memory is short the first mode alone.
     """
-    most = facts.threads[0]
     threads, thread_notes = choose_threads(facts.threads, seconds)
-    by_precision = {name: took for each in (most, threads) for (name, count), took in seconds.items() if count == each}
-    chosen, note = choose_precision(precision, facts.device, facts.low_precision, by_precision)
-    if (chosen, threads) not in seconds:  # the other precision beats the first one with fewer threads, too
-        threads, thread_notes = most, ()
+    chosen, note = choose_precision(precision, facts.device, facts.low_precision, _of_one_thread(thread_s))
     return replace(
         plan,
         precision=chosen,
         initial_loss=loss,
         expected_loss=math.log(outputs) if facts.classes and outputs else None,
         memory_bytes=dict(memory_bytes),
-        step_s=by_precision[chosen],
+        step_s=seconds[chosen, threads],
         threads=threads,
         notes=(*plan.notes, *thread_notes, note),
     )
+
+
+def choose_mode(
+    setting: str,
+    facts: RunFacts,
+    seconds: Mapping[tuple[PrecisionName, int], float],
+    thread_s: Mapping[tuple[PrecisionName, int], float],
+) -> tuple[PrecisionName, int]:
+    """The precision and the number of threads of a run, by what the dry run measured; as in ``with_dry_run``."""
+    chosen, _ = choose_precision(setting, facts.device, facts.low_precision, _of_one_thread(thread_s))
+    return chosen, choose_threads(facts.threads, seconds)[0]
+
+
+def _of_one_thread(thread_s: Mapping[tuple[PrecisionName, int], float]) -> dict[PrecisionName, float]:
+    """By precision; where memory was too short for more than the first mode, of as many threads as it has."""
+    return {name: work_s for (name, _), work_s in sorted(thread_s.items(), key=lambda each: -each[0][1])}
 
 
 def candidates(setting: str, device: str, low_precision: tuple[str, ...]) -> tuple[PrecisionName, ...]:
@@ -266,7 +279,10 @@ def choose_threads(
 def choose_precision(
     setting: str, device: str, low_precision: tuple[str, ...], seconds: Mapping[PrecisionName, float]
 ) -> tuple[PrecisionName, Note]:
-    """The precision of the forward pass, and why. ``setting`` is the recipe's."""
+    """The precision of the forward pass, and why. ``setting`` is the recipe's.
+
+    ``seconds`` is the processor time of a step in one thread: what else the machine does is not in it.
+    """
     if setting == "tf32" and device == "cpu":
         return "fp32", Note("precision", "fp32", "tf32 is a mode of NVIDIA tensor cores; a CPU has none")
     if setting != "auto":
@@ -280,8 +296,8 @@ def choose_precision(
         if "bf16" in low_precision:
             why = "memory is too short to try bf16" if seconds else "bf16 was not timed"
         return "fp32", Note("precision", "fp32", why)
-    gain = seconds["fp32"] / seconds["bf16"]
-    timed = f"one step takes {seconds['fp32'] * 1e3:.3g} ms in fp32 and {seconds['bf16'] * 1e3:.3g} ms in bf16"
+    gain = seconds["fp32"] / (seconds["bf16"] or 1.0)  # 0 where the clock is too coarse
+    timed = f"one thread works {seconds['fp32'] * 1e3:.3g} ms a step in fp32 and {seconds['bf16'] * 1e3:.3g} ms in bf16"
     chosen: PrecisionName = "bf16" if gain > BF16_PAYS_ABOVE else "fp32"
     return chosen, Note("precision", chosen, f"measured in the dry run: {timed}")
 

@@ -25,7 +25,7 @@ from trainwright.build.assemble import prepare as prepare_parts
 from trainwright.build.count_epoch import with_epoch_counted
 from trainwright.build.resolve import LIVE, find
 from trainwright.engine.clip import make_clip
-from trainwright.engine.dry_run import Mode, dry_run, time_evaluation
+from trainwright.engine.dry_run import Mode, time_evaluation
 from trainwright.engine.in_stages import PipelineStages, StagedPasses
 from trainwright.engine.metrics import OutputKeeper
 from trainwright.engine.own_step import make_own_step
@@ -41,7 +41,7 @@ from trainwright.forecast.resolve import Resolved, is_for, left_open, resolve, r
 from trainwright.observe.sinks.factories import sink_factories
 from trainwright.plan.devices import Device
 from trainwright.plan.machine import Machine, read_machine
-from trainwright.plan.make import Kept, Note, Plan, RunFacts, candidates, choose_precision, make_plan, with_dry_run
+from trainwright.plan.make import Kept, Note, Plan, RunFacts, choose_precision, make_plan, with_dry_run
 from trainwright.plan.memory import memory_bytes
 from trainwright.plan.parallel import solve_layout
 from trainwright.plan.run_time import (
@@ -62,6 +62,7 @@ from trainwright.state.rng import seed_all, set_deterministic
 from trainwright.state.spikes import SpikeDetector
 from trainwright.state.train_state import TrainState
 from trainwright.training.alike import begin_alike, first_of, require_same_data
+from trainwright.training.first_batch import try_batch
 from trainwright.training.layout import NOT_TRIED, lay_out, rank_layout, tensor_share
 from trainwright.training.own_objects import Live, build_live, memory_note, of_own_optimizer
 from trainwright.training.own_step import untried
@@ -269,12 +270,8 @@ def _require_something_left(recipe: Recipe, plan: Plan, state: TrainState) -> No
 def _after_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str) -> Plan:
     """Returns the plan with what the first micro-batch showed: loss, time by precision and threads, activations."""
     one = replace(first, micro=(copy.deepcopy(first.micro[0]),))  # a model may write into its input
-    names = candidates(asked, job.device.type, facts.low_precision)
-    most, *fewer = facts.threads
-    modes = [Mode(job.precision_of(names[0]), threads) for threads in (most, *fewer)]
-    modes += [Mode(job.precision_of(name), most) for name in names[1:]]
     together = job.world if job.divides_weights else SOLO
-    seen = dry_run(job.state, one, job.parts.loss, modes=first_of(together, modes), world=together)
+    seen = try_batch(job.state, one, job.parts.loss, job.precision_of, facts, asked, together)
     plan = job.plan
     if seen.mean:
         why = "the loss returns a plain mean tensor; tw.Loss(total, weight) would count tokens exactly"
@@ -288,6 +285,7 @@ def _after_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str) -> P
         loss=seen.loss,
         outputs=seen.outputs,
         seconds={mode: seconds * len(first.micro) + seen.update_s for mode, seconds in seen.seconds.items()},
+        thread_s={mode: seconds * len(first.micro) for mode, seconds in seen.thread_s.items()},
         memory_bytes=memory_bytes(
             job.recipe.optimizer.use,
             job.recipe.optimizer.args,

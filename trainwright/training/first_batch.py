@@ -1,0 +1,46 @@
+"""Tries the first batch in each precision that a recipe leaves open, and times the one that is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import Tensor
+
+from trainwright.engine.dry_run import DryRun, Mode, dry_run
+from trainwright.engine.loss import Loss
+from trainwright.engine.precision import Precision, PrecisionName
+from trainwright.plan.make import RunFacts, candidates, choose_mode
+from trainwright.state.cursor import StepBatch
+from trainwright.state.train_state import TrainState
+from trainwright.training.alike import first_of
+from trainwright.world import World
+
+
+def try_batch(
+    state: TrainState,
+    batch: StepBatch,
+    loss: Callable[..., Loss | Tensor],
+    precision_of: Callable[[PrecisionName], Precision],
+    facts: RunFacts,
+    asked: str,
+    world: World,
+) -> DryRun:
+    """Runs ``batch`` in each mode that the run may have. ``asked`` is the precision of the recipe.
+
+    Precisions are compared by one thread each, numbers of threads in the first precision, and the mode that is chosen
+    is timed as well. Of ranks that compute together (``world``) the first one chooses the modes.
+    """
+    names = candidates(asked, facts.device, facts.low_precision)
+    tried = [(names[0], count) for count in facts.threads]
+    tried += [(name, 1) for name in (names if len(names) > 1 else ()) if (name, 1) not in tried]
+
+    def run(modes: list[tuple[PrecisionName, int]]) -> DryRun:
+        made = [Mode(precision_of(name), count) for name, count in modes]
+        return dry_run(state, batch, loss, modes=made, world=world)
+
+    seen = run(first_of(world, tried))
+    chosen = first_of(world, choose_mode(asked, facts, seen.seconds, seen.thread_s))
+    if chosen in seen.seconds:
+        return seen
+    return replace(seen, seconds={**seen.seconds, **run([chosen]).seconds})
