@@ -19,6 +19,8 @@ from tests.house import files, modules, own_names, shown, tree
 
 pytestmark = pytest.mark.slow  # the first of them parses every file
 
+NAMED = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
 
 def test_a_public_class_name_is_defined_once() -> None:
     places = defaultdict(list)
@@ -34,6 +36,20 @@ def test_no_room_for_leftovers() -> None:
     assert not names & {"utils", "util", "helpers", "misc", "common"}
     classes = [node.name for path in files() for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef)]
     assert not [name for name in classes if name.endswith(("Manager", "Helper", "Utils"))]
+
+
+OLD_WORDS = {
+    *("Attendant", "Casebook", "Examiner", "Terms", "Segment", "Bench", "Player", "Played", "Edit", "Wish", "Told"),
+    *("Shortage", "Glimpse", "Way", "rehearse", "at_hand", "papers", "anatomy", "recomputation", "remat", "own_loop"),
+}
+"""Names that the field has other words for: WatchSession, ReplaySession, dry run, activation checkpointing, ..."""
+
+
+def test_things_have_the_names_of_the_field() -> None:
+    defined = {(node.name, shown(path)) for path in files() for node in ast.walk(tree(path)) if isinstance(node, NAMED)}
+    defined |= {(path.stem, shown(path)) for path in files()}
+    assert len(defined) > 2000
+    assert sorted((name, where) for name, where in defined if name in OLD_WORDS) == []
 
 
 def test_every_file_says_what_it_is_for() -> None:

@@ -329,7 +329,7 @@ def test_what_a_recipe_asks_for_is_applied_and_noted() -> None:
     assert prepared("none").notes == ()
     for ask, words in (("block", "3 blocks whole"), ("selective", "3 blocks but for matmul, convolution, attention")):
         (note,) = prepared(ask).notes
-        assert (note.topic, note.choice) == ("recompute", "3 blocks")
+        assert (note.topic, note.choice) == ("activation checkpointing", "3 blocks")
         assert words in note.why
     planned = Checkpointing((None, (), ("matmul:0", "matmul:2", "gelu")))
     (note,) = prepared("12GiB", planned).notes

@@ -154,7 +154,7 @@ def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Checkpo
         with at_recipe(loaded, "model.activation_checkpointing"):
             applied = checkpointing_as_requested(model, recipe.model.activation_checkpointing, planned)
         if applied.count:
-            notes.append(Note("recompute", f"{applied.count} blocks", describe(applied)))
+            notes.append(Note("activation checkpointing", f"{applied.count} blocks", describe(applied)))
     model.to(device)
     if isinstance(parts.loss, nn.Module):  # it may hold class weights, or a frozen teacher
         parts.loss.to(device)

@@ -173,8 +173,8 @@ class CopiesProbe(Probe):
         if facts == self._said:
             return None
         self._said = facts
-        told: Facts = strict(vars(facts))
-        return told
+        values: Facts = strict(vars(facts))
+        return values
 
 
 def _sampled(tensor: Tensor) -> Tensor:

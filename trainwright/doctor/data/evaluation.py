@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.data.facts import DrawsFacts, EvaluatedRows, EvaluationFacts, RowsFacts, ToldFacts
+from trainwright.doctor.data.facts import DrawsFacts, EvaluatedRows, EvaluationFacts, LoopFiguresFacts, RowsFacts
 from trainwright.doctor.finding import Finding, finding
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
 from trainwright.doctor.program.facts import ObjectsFacts, WrittenFacts
@@ -243,7 +243,7 @@ def evaluation_is_possible(case: Case) -> Iterator[Verdict]:
     """What a loop calls a loss or an accuracy, and changes with its evaluations only, can be true beside the losses of
     training.
     """
-    facts = case.newest(ToldFacts)
+    facts = case.newest(LoopFiguresFacts)
     losses = [each.loss for each in case.watched if math.isfinite(each.loss)]
     if facts is None or len(losses) < ENOUGH:
         return

@@ -141,7 +141,7 @@ class StandardisedFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToldFacts:
+class LoopFiguresFacts:
     """Numbers that the loop keeps under a local name, and that change with its evaluations and at no other step.
 
     ``names`` and ``values`` belong together: the last value of each. ``changes`` is how often it changed.

@@ -13,7 +13,7 @@ from trainwright.doctor.data.facts import (
     DistanceFigure,
     EvaluationFacts,
     KeptNumber,
-    ToldFacts,
+    LoopFiguresFacts,
     TrainingAveragesFacts,
 )
 from trainwright.doctor.finding import Finding, finding
@@ -42,7 +42,7 @@ NO_AVERAGES = (*OF_OTHERS, "scale", "weight", "coef", "total", "sum", "run", "ba
 
 def figures_are_averages(case: Case) -> Iterator[Verdict]:
     """A figure that the loop has of an evaluation is the sum over its rows, divided by their number."""
-    facts, told = case.newest(EvaluationFacts), case.newest(ToldFacts)
+    facts, told = case.newest(EvaluationFacts), case.newest(LoopFiguresFacts)
     if facts is None:
         return
     known = [each for each in facts.numbers if _is_average(each.name)]

@@ -23,7 +23,7 @@ from trainwright.doctor.data.measure.figure_parts import (
     rows_of,
 )
 from trainwright.doctor.data.measure.kept_numbers import KeptNumbers
-from trainwright.doctor.data.measure.told import figures_among
+from trainwright.doctor.data.measure.loop_figures import figures_among
 from trainwright.recorder.copies import is_a_copy
 from trainwright.recorder.escapes import Escape, EscapeTape
 from trainwright.recorder.figure_program import FigureProgram

@@ -52,8 +52,8 @@ def derivative(session: ReplaySession) -> Facts:
         facts = _Comparison(session, "fp64").facts()
     except (RuntimeError, TypeError, NotImplementedError):  # a part of the model insists on its dtype
         facts = _Comparison(session, "fp32").facts()
-    told: Facts = strict(vars(facts))
-    return told
+    values: Facts = strict(vars(facts))
+    return values
 
 
 class _Comparison:

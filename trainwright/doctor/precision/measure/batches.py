@@ -56,8 +56,8 @@ class BatchesProbe(Probe):
         if not self._is_new:
             return None
         self._is_new = False
-        told: Facts = strict(vars(BatchesFacts(self._compared, self._since, tuple(self._narrowed[:4]))))
-        return told
+        values: Facts = strict(vars(BatchesFacts(self._compared, self._since, tuple(self._narrowed[:4]))))
+        return values
 
 
 def _used(step: RecordedStep) -> Iterator[tuple[str, Tensor]]:

@@ -57,8 +57,8 @@ def in_float64(session: ReplaySession) -> Facts:
         worst=functions.worst,
         high=functions.high,
     )
-    told: Facts = strict(vars(facts))
-    return told
+    values: Facts = strict(vars(facts))
+    return values
 
 
 def _first(session: ReplaySession) -> range | None:

@@ -78,5 +78,5 @@ class WritesProbe(Probe):
         if facts == self._said or not self._compared:
             return None
         self._said = facts
-        told: Facts = strict(vars(facts))
-        return told
+        values: Facts = strict(vars(facts))
+        return values

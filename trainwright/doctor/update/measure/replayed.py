@@ -222,8 +222,8 @@ def update_made(session: ReplaySession) -> Facts:
         optimizers=tuple(type(session.optimizers[made.optimizer]).__name__ for made in updates.made),
         maximises=any(bool(group.get("maximize")) for o in session.optimizers for group in o.param_groups),
     )
-    told: Facts = strict(vars(facts))
-    return told
+    values: Facts = strict(vars(facts))
+    return values
 
 
 def _owned(session: ReplaySession, made: _Made) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from trainwright.doctor.data.facts import ToldFacts
+from trainwright.doctor.data.facts import LoopFiguresFacts
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs
@@ -18,10 +18,10 @@ WORDS = ("loss", "acc")
 """In the names that are read; others are nobody's business."""
 
 
-class Told(Probe):
+class LoopFigures(Probe):
     """Nothing is read but in the steps around an evaluation, and at a look."""
 
-    name = ToldFacts.experiment
+    name = LoopFiguresFacts.experiment
     closes_late = True
 
     def __init__(self, watched: WatchedObjects) -> None:
@@ -58,7 +58,7 @@ class Told(Probe):
             self._read(evaluated=True)  # of an evaluation that no step has followed
         names = [name for name in self._changes if name not in self._moving]
         values, changes = [self._known[name] for name in names], [self._changes[name] for name in names]
-        facts = ToldFacts(names=tuple(names), values=tuple(values), changes=tuple(changes))
+        facts = LoopFiguresFacts(names=tuple(names), values=tuple(values), changes=tuple(changes))
         return dict(strict(vars(facts))) if self._changes else None
 
 
