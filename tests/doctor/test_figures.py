@@ -402,7 +402,7 @@ def of_calls_without_a_loss(right: Callable[[Tensor, Tensor], Tensor]) -> Evalua
     def evaluate(model: nn.Module, batches: Batches) -> object:
         loss, correct, rows = 0.0, 0.0, 0
         for x, y in batches:
-            loss += F.cross_entropy(model(x), y, reduction="sum").item()
+            loss += F.cross_entropy(model(x), y, reduction="sum", ignore_index=0).item()
             correct += right(model(x).argmax(1), y).sum().item()
             rows += (y != 0).sum().item()
         return loss / rows, correct / rows
@@ -415,10 +415,13 @@ def of_calls_without_a_loss(right: Callable[[Tensor, Tensor], Tensor]) -> Evalua
     [
         (lambda out, y: (out == y) & (y != 0), "held"),
         (lambda out, y: out.ne(y) & (y != 0), "held"),
+        (lambda out, y: (out == y)[y != 0], "held"),
         (lambda out, y: out == y, "broken"),
         (lambda out, y: (out == y) | (y != 0), "broken"),
+        (lambda out, y: (out == y) & (y < 2), "broken"),
         (lambda out, y: (out == y) & (y == 0), "broken"),
         (lambda out, y: (out == 2) & (y != 0), "not applicable"),
+        (lambda out, y: ((out == y) | (out == (y + 1) % CLASSES)) & (y != 0), "not applicable"),
     ],
 )
 def test_decisions_are_right_where_they_equal_the_targets(

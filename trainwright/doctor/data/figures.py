@@ -194,8 +194,10 @@ def perfect_predictions_are_right(case: Case) -> Iterator[Verdict]:
 
 def _is_best(number: KeptNumber, decided: DecidedFigure, best: float) -> bool:
     """Of a number without the name of an accuracy it is not known whether it counts what is right or what is wrong."""
-    bests = (1.0,) if "acc" in number.name.lower() else (0.0, 1.0)
-    return any(abs(best - each) <= ROUNDED for each in bests)
+    if "acc" in number.name.lower():
+        return abs(best - 1.0) <= ROUNDED
+    worst = decided.wrong / (decided.times if decided.is_mean else number.whole)
+    return any(abs(best - each) <= ROUNDED and abs(worst - 1.0 + each) <= ROUNDED for each in (0.0, 1.0))
 
 
 def _not_best(facts: EvaluationFacts, number: KeptNumber, decided: DecidedFigure, best: float) -> Finding:

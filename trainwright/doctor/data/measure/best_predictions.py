@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -75,10 +76,22 @@ def _figures(
 
 
 def _labels(calls: Sequence[FigureCall], values: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """What is tested for equality with a tensor of its shape that came of no output, and has several values."""
-    known = [(slot, values[slot], label) for slot, label in compared_by(calls, EQUALITY) if slot in values]
+    """What is tested for equality with one tensor of its shape that came of no output, and has several values."""
+    pairs = list(compared_by(calls, EQUALITY))
+    often = Counter(slot for slot, _ in pairs)
+    known = [(slot, values[slot], label) for slot, label in pairs if slot in values and often[slot] == 1]
     alike = [each for each in known if each[1].shape == each[2].shape and each[2].numel() >= LEAST]
     return {slot: label.to(value) for slot, value, label in alike if bool((label != label.flatten()[0]).any())}
+
+
+def _counted(calls: Sequence[FigureCall], label: Tensor) -> Tensor:
+    """Where a loss of the same evaluation that is given these labels does not leave them out."""
+    for call in calls:
+        left_out, given = call.kwargs.get("ignore_index"), [*call.args[1:2], call.kwargs.get("target")]
+        targets = [each for each in given if isinstance(each, Tensor) and each.numel() == label.numel()]
+        if left_out is not None and any(torch.equal(each.flatten(), label.flatten()) for each in targets):
+            return label.ne(torch.as_tensor(left_out))
+    return torch.ones_like(label, dtype=torch.bool)
 
 
 Targets = Sequence[tuple[int, Tensor, int, Tensor]]
