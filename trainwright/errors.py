@@ -161,10 +161,10 @@ class StoppedError(TrainwrightError):
 def text_of(error: BaseException, *, lines: int | None = None) -> str:
     """The type of an error and what it says, at most its first ``lines``. That of a user may raise when it is asked."""
     try:
-        said = str(error).strip().splitlines()[:lines]
+        shown = str(error).strip().splitlines()[:lines]
     except Exception as another:
-        said = [f"(its text cannot be shown: {type(another).__name__})"]
-    return ": ".join([type(error).__name__, *filter(None, ["\n".join(said)])])
+        shown = [f"(its text cannot be shown: {type(another).__name__})"]
+    return ": ".join([type(error).__name__, *filter(None, ["\n".join(shown)])])
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

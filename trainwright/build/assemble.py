@@ -355,8 +355,8 @@ def _made_dataset(loaded: Loaded, part: Dataset, path: str) -> Unwrapped:
 
 def _require_in_set(train: Unwrapped, loaded: Loaded) -> None:
     """Raises RecipeError for positions in quarantine that the training set does not have."""
-    size, asked = length_of(train.dataset), loaded.recipe.data.quarantine
-    beyond = [] if size is None else [i for i in asked if i >= size]
+    size, quarantine = length_of(train.dataset), loaded.recipe.data.quarantine
+    beyond = [] if size is None else [i for i in quarantine if i >= size]
     if beyond:
         path, rule = "data.quarantine", f"must be positions in the training set, 0 to {(size or 0) - 1}"
         remedy = "leave it out; positions count from 0, in the order of the dataset and not of training"

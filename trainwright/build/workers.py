@@ -55,17 +55,17 @@ def read_in_workers(
     Raises DataError, which names the sample, when a worker dies or a micro-batch does not come in time.
     """
     source.in_progress = InProgress(how.count)
-    asked: deque[Key] = deque()
+    requested: deque[Key] = deque()
     earlier = set(multiprocessing.active_children())
     with sigchld_as_it_was():
-        fetched = _started(source, None if keys is None else _noted(keys, asked), how)
+        fetched = _started(source, None if keys is None else _noted(keys, requested), how)
     watch = _Watch(
-        [each for each in multiprocessing.active_children() if each not in earlier], source.in_progress, asked
+        [each for each in multiprocessing.active_children() if each not in earlier], source.in_progress, requested
     )
     try:
         while (batch := _next(fetched, watch, how.timeout_s)) is not None:
-            if asked:
-                asked.popleft()
+            if requested:
+                requested.popleft()
             yield batch
     except GeneratorExit:
         raise
@@ -104,9 +104,9 @@ class _OneIterator:
         return self.keys
 
 
-def _noted(keys: Iterator[Key], asked: deque[Key]) -> Iterator[Key]:
+def _noted(keys: Iterator[Key], requested: deque[Key]) -> Iterator[Key]:
     for key in keys:
-        asked.append(key)
+        requested.append(key)
         yield key
 
 
@@ -139,7 +139,7 @@ class _Watch:
 
     workers: list[BaseProcess]
     in_progress: InProgress
-    asked: Sequence[Key]
+    requested: Sequence[Key]
 
     def dead(self, *, wait: bool) -> BaseProcess | None:
         """A worker that has ended. ``wait``: a socket broke, so one is about to have."""
@@ -154,13 +154,15 @@ class _Watch:
     def samples(self, worker: BaseProcess) -> list[int]:
         """The samples that a worker is reading."""
         first, count = self.in_progress.of(worker.pid)
-        of_key = next((key.ids.tolist() for key in self.asked if len(key.ids) == count and key.ids[0] == first), None)
+        of_key = next(
+            (key.ids.tolist() for key in self.requested if len(key.ids) == count and key.ids[0] == first), None
+        )
         return of_key or list(range(first, first + count))  # one alone, or those of a stream
 
     def hanging(self) -> list[int]:
         """The samples that keep the trainer waiting."""
         reading = [each for each in map(self.samples, self.workers) if each]
-        awaited = set(self.asked[0].ids.tolist()) if self.asked else set(reading[0] if reading else ())
+        awaited = set(self.requested[0].ids.tolist()) if self.requested else set(reading[0] if reading else ())
         return next((each for each in reading if not awaited.isdisjoint(each)), sorted(awaited))
 
 

@@ -38,9 +38,9 @@ def launch_slurm(
     from trainwright.verbs.launch import Shape, slurm_job
 
     named = {"time": time, "partition": partition, "account": account}
-    asked = [*(f"{key}={value}" for key, value in named.items() if value), *(directives or [])]
+    pairs = [*(f"{key}={value}" for key, value in named.items() if value), *(directives or [])]
     loaded = load(recipe, overrides=settings or [])
-    job = slurm_job(loaded, Shape.parse(ranks), settings=settings or [], grace_s=grace, directives=asked)
+    job = slurm_job(loaded, Shape.parse(ranks), settings=settings or [], grace_s=grace, directives=pairs)
     answer(job.written(output), as_json)
 
 

@@ -53,8 +53,8 @@ def ranks_of(options: Sequence[str]) -> int | None:
 
 def _says_where_to_meet(options: Sequence[str]) -> bool:
     names = ("nnodes", "standalone", "rdzv-backend", "rdzv-endpoint", "master-addr", "master-port")
-    given = {option.partition("=")[0].lstrip("-").replace("_", "-") for option in options if option.startswith("-")}
-    return not given.isdisjoint(names)
+    flags = {option.partition("=")[0].lstrip("-").replace("_", "-") for option in options if option.startswith("-")}
+    return not flags.isdisjoint(names)
 
 
 def _value(options: Sequence[str], name: str) -> str | None:

@@ -97,8 +97,10 @@ def run(
                             last.evaluation = evaluation.last
                     finally:  # the state is saved where it raises, so the step belongs into the log
                         answers = [each.observe(last, state) for each in observers]
-                        told = [as_stop(each, by) for each, by in zip(answers, observers) if each is not None]
-                stop = world.agree(min(told, key=lambda found: found.save) if told else None)  # a poisoned state first
+                        stops = [as_stop(each, by) for each, by in zip(answers, observers) if each is not None]
+                stop = world.agree(
+                    min(stops, key=lambda found: found.save) if stops else None
+                )  # a poisoned state first
                 if stop:
                     break
                 if saving.due(state):

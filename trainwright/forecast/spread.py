@@ -63,9 +63,9 @@ def _degrees(many: ManyRanks, recipe: Recipe, ranks: int) -> list[Degrees]:
         require_fitting(recipe, degrees, many.shape)
         return [degrees]
     fixed = ("tensor", "pipeline", "context")
-    asked = [
+    candidates = [
         each
         for each in layouts_of(ranks, many, BUILT)
         if ask.replicate in ("auto", each.replicate) and all(getattr(each, a) == getattr(ask, a) for a in fixed)
     ]
-    return [each for each in asked if is_trainable(recipe, each, many.shape)] or [solve_layout(recipe, ranks)]
+    return [each for each in candidates if is_trainable(recipe, each, many.shape)] or [solve_layout(recipe, ranks)]

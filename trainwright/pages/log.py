@@ -224,10 +224,10 @@ def _number(text: bytes) -> float:
 def _one_by_one(lines: bytes, beginning: bytes) -> Iterator[list[float]]:
     for record in decoded(line for line in lines.split(b"\n") if line.startswith(beginning[1:])).records:
         if isinstance(record, Step):
-            said = [getattr(record, name) for name in COLUMNS[1:]]
+            values = [getattr(record, name) for name in COLUMNS[1:]]
         elif isinstance(record, Watched):
-            said = [record.time_s, record.step, record.loss, record.grad_norm, record.lr]
-            said += [record.values.get(name) for name in ("step_s", "wait_s")]
+            values = [record.time_s, record.step, record.loss, record.grad_norm, record.lr]
+            values += [record.values.get(name) for name in ("step_s", "wait_s")]
         else:
             continue
-        yield [_number(b"" if each is None else str(each).encode()) for each in said]
+        yield [_number(b"" if each is None else str(each).encode()) for each in values]

@@ -225,9 +225,9 @@ def _changed_s(path: Path) -> float:
 
 def _evaluations_of(log: LogSoFar) -> list[Evaluated]:
     """Those of our own engine, and what a watched loop has told of its own."""
-    told = [_as_evaluation(each) for each in log.notes(Logged) if isinstance(each, Logged)]
+    logged = [_as_evaluation(each) for each in log.notes(Logged) if isinstance(each, Logged)]
     seen = [each for each in log.notes(Evaluated) if isinstance(each, Evaluated)]
-    return [*seen, *(each for each in told if each is not None)]
+    return [*seen, *(each for each in logged if each is not None)]
 
 
 _OF_EVALUATIONS = ("val", "test", "eval", "held")

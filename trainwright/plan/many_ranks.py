@@ -223,10 +223,10 @@ def is_trainable(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> bool:
     """Whether the engine of this version can train a recipe in a layout, whatever layout the recipe asks for."""
     ask = recipe.parallel.model_copy(update={axis: getattr(degrees, axis) for axis in BUILT})
     model = recipe.model.model_copy(update={"activation_checkpointing": "none"})
-    asked = recipe.model_copy(update={"parallel": ask, "model": model})
+    variant = recipe.model_copy(update={"parallel": ask, "model": model})
     try:
-        solve_layout(asked, degrees.ranks)
-        require_fitting(asked, degrees, shape)
+        solve_layout(variant, degrees.ranks)
+        require_fitting(variant, degrees, shape)
     except RecipeError:
         return False
     return all(getattr(degrees, axis) == 1 for axis in AXES if axis not in BUILT)

@@ -81,5 +81,5 @@ class StepCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _leaves_device(args: OpArgs, result: OpResult) -> bool:
     """Whether a tensor of a GPU was copied to the host, which waits for it."""
-    given, made = next(tensors_in(args), None), next(tensors_in((result,)), None)
-    return given is not None and made is not None and given.device.type == "cuda" and made.device.type == "cpu"
+    taken, made = next(tensors_in(args), None), next(tensors_in((result,)), None)
+    return taken is not None and made is not None and taken.device.type == "cuda" and made.device.type == "cpu"

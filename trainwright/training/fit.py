@@ -260,10 +260,10 @@ def _not_used(train: Unwrapped, val: Unwrapped | None) -> Iterator[Note]:
 
 def _until(until: str | None, epochs: float | None, steps: int | None) -> str | None:
     """The length of the run in the words of a recipe."""
-    given = {"until": until, "epochs": epochs, "steps": steps}
-    said = [name for name, value in given.items() if value is not None]
-    if len(said) > 1:
-        raise UsageError(f"the length of the run is given twice: {' and '.join(said)}", remedy="keep one of them")
+    lengths = {"until": until, "epochs": epochs, "steps": steps}
+    named = [name for name, value in lengths.items() if value is not None]
+    if len(named) > 1:
+        raise UsageError(f"the length of the run is given twice: {' and '.join(named)}", remedy="keep one of them")
     if epochs is not None:
         return f"{epochs}ep"
     return until if steps is None else f"{steps}steps"

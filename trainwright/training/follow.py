@@ -100,9 +100,9 @@ def follow(start: Start, signals: Signals) -> Followed:
 def heard(world: World, kind: type[T]) -> T:
     """What another rank says."""
     mine: T | None = None
-    said = world.agree(mine)
-    assert isinstance(said, kind)
-    return said
+    agreed = world.agree(mine)
+    assert isinstance(agreed, kind)
+    return agreed
 
 
 @contextmanager

@@ -31,7 +31,7 @@ def require_no_loss_needed(recipe: Recipe) -> None:
 
 def require_own_step_fits(recipe: Recipe, ranks: int) -> None:
     """Raises UsageError for what a recipe asks of the step that the engine cannot do within one of the user's own."""
-    for wrong, said, remedy in (
+    for wrong, words, remedy in (
         (ranks > 1, f"it runs in {ranks} processes", "run it in one, or give a loss instead"),
         (
             recipe.precision not in FULL,
@@ -45,7 +45,7 @@ def require_own_step_fits(recipe: Recipe, ranks: int) -> None:
         ),
     ):
         if wrong:
-            raise UsageError(f"a step of your own (advance=) does not work where {said}", remedy=remedy)
+            raise UsageError(f"a step of your own (advance=) does not work where {words}", remedy=remedy)
 
 
 def untried(plan: Plan, recipe: Recipe) -> Plan:

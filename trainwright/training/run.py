@@ -212,7 +212,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         by_the_clock=plan.extent.seconds is not None,
         warn=progress.say,
     )
-    with alerting(job.recipe.alerts, folder, progress.say) as told, logbook:
+    with alerting(job.recipe.alerts, folder, progress.say) as alerts, logbook:
         restored = stage.earlier.checkpoint if stage.earlier else None
         heartbeat = Heartbeat(stage.lock, state)
         logbook.start(__version__, restored, stage.lock.died_in_step, job.accepted)
@@ -244,7 +244,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
                 batches,
                 advance,
                 until=until_of_job(job),
-                observers=(measured, *watching, *extra, *told, *layers, *collector, signals, heartbeat),
+                observers=(measured, *watching, *extra, *alerts, *layers, *collector, signals, heartbeat),
                 evaluation=evaluation or NEVER,
                 saving=saver,
                 world=stage.world,

@@ -91,8 +91,8 @@ def slurm_job(
     Raises RecipeError where the layout of the recipe does not suit the ranks, UsageError for wrong options.
     """
     _require(loaded, shape, grace_s)
-    asked = {text.partition("=")[0].lstrip("-"): text.lstrip("-") for text in directives}
-    if any(not re.fullmatch(r"[a-z][a-z-]*(=\S+)?", each) for each in asked.values()):
+    options = {text.partition("=")[0].lstrip("-"): text.lstrip("-") for text in directives}
+    if any(not re.fullmatch(r"[a-z][a-z-]*(=\S+)?", each) for each in options.values()):
         raise UsageError(f"no options of sbatch: {list(directives)}", remedy="write for example --sbatch partition=gpu")
     own = {
         "job-name": f"job-name={loaded.recipe.name}",
@@ -103,7 +103,7 @@ def slurm_job(
         "requeue": "requeue",
         "open-mode": "open-mode=append",
     }
-    header = "\n".join(f"#SBATCH --{each}" for each in {**own, **asked}.values())
+    header = "\n".join(f"#SBATCH --{each}" for each in {**own, **options}.values())
     program = [sys.executable, "-m", "trainwright", *_command(str(Path(loaded.source.name).absolute()), settings)]
     meeting = f'"$first:$port" --rdzv-id "$SLURM_JOB_ID" {_limits(grace_s)}'
     return JobFile(

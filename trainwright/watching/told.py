@@ -31,8 +31,8 @@ class TellingProbe(Probe):
 
     def __init__(self, sinks: object, alerts: object) -> None:
         names = list(sinks) if isinstance(sinks, tuple | set) else [sinks] if isinstance(sinks, str) else sinks
-        asked = {**ANY_RECIPE, "log": {"sinks": names}, "alerts": alerts}
-        recipe = from_mapping(asked, name="tw.watch").recipe
+        mapping = {**ANY_RECIPE, "log": {"sinks": names}, "alerts": alerts}
+        recipe = from_mapping(mapping, name="tw.watch").recipe
         self._factories, self._alerts = sink_factories(recipe.log.sinks), recipe.alerts
         require_channels(self._alerts)
         self._sinks: Sequence[Sink] = ()

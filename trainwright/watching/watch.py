@@ -127,10 +127,10 @@ class Watch:
         Raises:
             UsageError: For what is no number.
         """
-        told = {name: _figure(name, value) for name, value in figures.items()}
-        self._told |= {f"log.{name}": value for name, value in told.items()}
+        numbers = {name: _figure(name, value) for name, value in figures.items()}
+        self._told |= {f"log.{name}": value for name, value in numbers.items()}
         at = self.step if step is None else step
-        self.session.findings_log.remember(records.Logged(time_s=time.time(), step=at, figures=told))
+        self.session.findings_log.remember(records.Logged(time_s=time.time(), step=at, figures=numbers))
 
     def _numbers(self) -> dict[str, float]:
         return self._source.numbers() | self._told
@@ -236,15 +236,15 @@ def watch(
         require_python(root)
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         roots.append(loss)
-    judged_by, after, told = _judged_by(laws), begin_at(profile), TellingProbe(sinks, alerts)
-    told.require_out(out)
+    judged_by, after, telling = _judged_by(laws), begin_at(profile), TellingProbe(sinks, alerts)
+    telling.require_out(out)
     folder = None if out is None else RunFolder.create(Path(out).parent, Path(out).name)
     if folder is not None:
         folder.write_json("model.json", model_facts(roots))
     optimizers = _several(optimizer, Optimizer, "optimizer")
     profiled = None if after is None else ProfileProbe(roots, optimizers, _listed(loader), folder, after)
     by_layer = layer_probes(roots, optimizers) if layers and folder is not None else []
-    further: tuple[Probe | None, ...] = (profiled, told if told.is_needed else None, *by_layer)
+    further: tuple[Probe | None, ...] = (profiled, telling if telling.is_needed else None, *by_layer)
     options = WatchOptions(
         on_nonfinite,
         on_spike,
@@ -268,7 +268,7 @@ def watch(
         options,
         folder=folder,
         console=None if quiet else Console(stderr=True),
-        told=told,
+        told=telling,
         profile=profiled,
     )
 
@@ -307,10 +307,10 @@ def _to_skip(value: str | Path | Iterable[Iterable[int]]) -> frozenset[frozenset
 
 def _judged_by(laws: str | OwnLaw | Sequence[str | OwnLaw]) -> tuple[tuple[Law, ...], tuple[OwnLaw, ...], bool]:
     """Laws, those of the user's own, and whether steps are run again for them."""
-    asked = list(laws) if isinstance(laws, list | tuple) else [laws]
-    names = [each for each in asked if isinstance(each, str)]
-    own = tuple(each for each in asked if callable(each))
-    if len(names) + len(own) < len(asked):
+    chosen = list(laws) if isinstance(laws, list | tuple) else [laws]
+    names = [each for each in chosen if isinstance(each, str)]
+    own = tuple(each for each in chosen if callable(each))
+    if len(names) + len(own) < len(chosen):
         raise UsageError("laws: some are neither names nor functions", remedy="give names, or functions of a session")
     return choose_laws(names), own, bool(own) or names != ["cheap"]
 

@@ -48,7 +48,7 @@ def make_optimizer(
     Raises UsageError for an unknown name or argument, for a value that the optimizer refuses, and for ``offload`` of
     one that gains nothing by it.
     """
-    given = {key: tuple(value) if isinstance(value, list) else value for key, value in (args or {}).items()}
+    arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in (args or {}).items()}
     shared: GroupSettings = {
         "lr": lr,
         "weight_decay": weight_decay,
@@ -58,15 +58,15 @@ def make_optimizer(
     if callable(name):
         _require_no_groups(name, shared, offload=offload)
         params, rate = arguments_of(name, model, lambda: param_groups(model, **shared), lr)
-        return as_one(_call(name, params, {**rate, **given}, offload=offload), model)
+        return as_one(_call(name, params, {**rate, **arguments}, offload=offload), model)
     require_choice("optimizer", name, OPTIMIZERS)
-    _require_known(name, given)
-    if offload and (why := why_not_offloaded(name, given)):
+    _require_known(name, arguments)
+    if offload and (why := why_not_offloaded(name, arguments)):
         raise UsageError(f"{name} cannot be offloaded: {why}", remedy="set offload to false, or choose adamw")
     row = OPTIMIZERS[name]
-    groups = imported(row.groups)(model, given, **shared) if row.groups else param_groups(model, **shared)
-    given = {**row.defaults, **_implementation(name, model, given), **given}
-    made = _call(imported(row.factory), groups, {"lr": lr, **given}, offload=offload)
+    groups = imported(row.groups)(model, arguments, **shared) if row.groups else param_groups(model, **shared)
+    arguments = {**row.defaults, **_implementation(name, model, arguments), **arguments}
+    made = _call(imported(row.factory), groups, {"lr": lr, **arguments}, offload=offload)
     assert isinstance(made, Optimizer)
     return made
 

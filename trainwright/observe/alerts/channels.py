@@ -90,11 +90,11 @@ class Command:
         return cls(tuple(argv))
 
     def send(self, run: str, alert: Alert) -> None:
-        given = json.dumps({"run": run, **alert._asdict()})
+        message = json.dumps({"run": run, **alert._asdict()})
         try:
             done = subprocess.run(
                 self.argv,
-                input=given.encode(),
+                input=message.encode(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 timeout=TIMEOUT_S,

@@ -33,10 +33,10 @@ class Groups:
 
     def watching(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         """The same batches; on their way the samples in them are asked for their values."""
-        asked = {name: by for name, by in self.by.items() if isinstance(by, str) or callable(by)}
+        columns = {name: by for name, by in self.by.items() if isinstance(by, str) or callable(by)}
         for micro in batches:
-            for sample in each_sample(micro) if asked else ():
-                for name, by in asked.items():
+            for sample in each_sample(micro) if columns else ():
+                for name, by in columns.items():
                     value = self._column(sample, by) if isinstance(by, str) else _called(name, by, sample)
                     self._values.setdefault(name, []).append(_plain(value))
             yield micro

@@ -225,8 +225,8 @@ class _Layouts:
         code, printed = self.run_ranks(["train", str(self.path), *words], ranks, self.folder)
         if code != 0:
             last = [line for line in printed.splitlines() if line.strip()][-12:]
-            said = "\n  ".join(last)
-            error = TrainwrightError(f"the run of {what} ended with {code}:\n  {said}", remedy="mend what it names")
+            text = "\n  ".join(last)
+            error = TrainwrightError(f"the run of {what} ended with {code}:\n  {text}", remedy="mend what it names")
             error.exit_code = code if code in (1, 2) else 1
             raise error
         return _read(self.folder / "runs" / name, self.steps)
