@@ -188,6 +188,8 @@ def test_which_errors_are_out_of_memory() -> None:
     assert is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
     assert is_out_of_memory(RuntimeError("std::bad_alloc")) and is_out_of_memory(OSError(errno.ENOMEM, "mmap"))
     assert not is_out_of_memory(OSError(errno.ENOSPC, "write"))
+    primitive = RuntimeError("could not create a primitive")  # of oneDNN: it has no memory, or no code for a shape
+    assert is_out_of_memory(primitive, was_short=True) and not is_out_of_memory(primitive)
     assert not is_out_of_memory(RuntimeError("expected memory format")) and not is_out_of_memory(ValueError("batch"))
 
 

@@ -680,7 +680,8 @@ def test_a_loop_in_another_thread() -> None:
         thread.start()
         thread.join()
     assert watch.step == 0
-    assert "not in the thread" in said(watch)
+    [found] = [each for each in watch.findings() if each.code == "law.program.steps_are_made"]
+    assert "in its thread" in found.remedy
 
 
 @pytest.mark.parametrize("memory_bytes", [1, 1_000, 20_000])

@@ -29,6 +29,8 @@ _SAYINGS = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
+_SHORT_SAYINGS = ("could not create a primitive", "could not execute a primitive")
+"""Of oneDNN, which says the same of a shape that it cannot compute."""
 _ASKED = re.compile(r"tried to allocate (\d+(?:\.\d+)?) ?(bytes|KiB|MiB|GiB|KB|MB|GB)?", re.IGNORECASE)
 _UNITS = {"": 1, "bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 2**10, "mb": 2**20, "gb": 2**30}
 
@@ -55,13 +57,17 @@ class OomSnapshot:
         return int(float(found[1]) * _UNITS[(found[2] or "").lower()]) if found else None
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` is, or was caused by, an allocation that failed."""
+def is_out_of_memory(error: BaseException, *, was_short: bool = False) -> bool:
+    """Whether ``error`` is, or was caused by, an allocation that failed.
+
+    ``was_short``: memory ran out before in this run, so what may have another cause is taken for the same.
+    """
+    sayings = (*_SAYINGS, *_SHORT_SAYINGS) if was_short else _SAYINGS
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, MemoryError | torch.OutOfMemoryError):
             return True
-        if isinstance(seen, RuntimeError) and any(saying in text_of(seen) for saying in _SAYINGS):
+        if isinstance(seen, RuntimeError) and any(saying in text_of(seen) for saying in sayings):
             return True
         if isinstance(seen, OSError) and seen.errno == errno.ENOMEM:
             return True

@@ -98,7 +98,7 @@ class Recovery:
         try:
             return None, (passes(state, pieces),)
         except Exception as error:
-            if is_out_of_memory(error):
+            if is_out_of_memory(error, was_short=self._ran_out or state.micro_limit is not None):
                 return oom_snapshot(error, state, pieces, device), None
             if not again or isinstance(error, TrainwrightError):
                 raise

@@ -15,6 +15,7 @@ from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState
 from trainwright.training.alike import first_of
 from trainwright.world import World
+from trainwright.world.memory import rlimits
 
 
 def try_batch(
@@ -32,6 +33,10 @@ def try_batch(
     is timed as well. Of ranks that compute together (``world``) the first one chooses the modes.
     """
     names = candidates(asked, facts.device, facts.low_precision)
+    if (
+        rlimits()
+    ):  # what oneDNN compiles for bf16 takes memory of its own for each shape, and without it the process dies
+        names = names[:1]
     tried = [(names[0], count) for count in facts.threads]
     tried += [(name, 1) for name in (names if len(names) > 1 else ()) if (name, 1) not in tried]
 
