@@ -1,7 +1,7 @@
 # make demo    sets everything up and trains a small GPT on the text that ships with Python
 # make quick   sets everything up, then runs the quicker tests, in about a minute on two cores: those marked neither
 #              slow (more than half a second, the zoo, the benchmarks) nor process (starts a Python process)
-# make test    sets everything up, then checks format, lint, types, structure, and runs the suite, in about thirteen
+# make test    sets everything up, then checks format, lint, types, structure, and runs the suite, in about eleven
 #              minutes on two cores
 # make others  the tests of MLflow, Trackio and keras, which are installed apart: they bring along a hundred packages
 PYTHON ?= python3

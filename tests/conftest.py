@@ -43,9 +43,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     """What hundreds of test modules and their imports hold is looked through by no collection any more: the engine
-    collects garbage whenever memory runs out, at a second each time over such a heap."""
+    collects garbage whenever memory runs out, at a second each time over such a heap.
+
+    From here on no bytecode is kept: a module that a test writes anew, as long and in the same second, would be taken
+    for the one before.
+    """
     gc.collect()
     gc.freeze()
+    sys.dont_write_bytecode = True
 
 
 @pytest.fixture(autouse=True)
