@@ -193,6 +193,25 @@ def test_which_errors_are_out_of_memory() -> None:
     assert not is_out_of_memory(RuntimeError("expected memory format")) and not is_out_of_memory(ValueError("batch"))
 
 
+class Uncompiled(Small):
+    """Short of memory once; afterwards oneDNN has none for the code of more than four samples, in its words."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_first, self.was_short = not getattr(self, "was_short", False), True
+        if is_first:
+            raise MemoryError
+        if len(x) > 4:
+            raise RuntimeError("could not create a primitive")
+        return super().forward(x)
+
+
+def test_what_cannot_be_compiled_after_memory_ran_out_is_tried_in_smaller_micro_batches() -> None:
+    short, results = stepped(Uncompiled(99), 16)
+    straight, _ = stepped(Small(99), 4)
+    assert_same_bits(bits(short.model), bits(straight.model))
+    assert short.micro_limit == 4 and [each.micro for each in results[0].oom_reports] == [16, 16, 8]
+
+
 def test_a_buffer_too_large_to_be_kept_twice_is_told() -> None:
     model = Small(4)
     model.register_buffer("cache", torch.zeros(LARGEST_TABLE + 1, dtype=torch.uint8), persistent=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.engine.precision import Precision
-from trainwright.plan.make import RunFacts, choose_mode
+from trainwright.plan.make import RunFacts, choose_mode, choose_precision
 from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.state.train_state import TrainState
 from trainwright.training.first_batch import try_batch
@@ -46,3 +47,22 @@ def test_the_mode_that_is_chosen_is_timed() -> None:
         assert {("fp32", count) for count in threads} < seen.seconds.keys()
         alone = try_batch(state, batch, lambda model, x: model(x).mean(), Precision, facts, "fp32", SOLO)
         assert alone.seconds.keys() == {("fp32", count) for count in threads}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are set by Linux's rlimits")
+def test_under_a_limit_of_memory_bf16_is_not_tried() -> None:
+    import resource
+
+    model = nn.Linear(8, 1)
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = StepBatch((MicroBatch(torch.randn(1, 8), np.arange(1)),))
+    facts = replace(FACTS, low_precision=("bf16",), threads=(1,))
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (2**45, before[1]))  # more than any machine has, and a limit
+    try:
+        seen = try_batch(state, batch, lambda model, x: model(x).mean(), Precision, facts, "auto", SOLO)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+    assert seen.seconds.keys() == {("fp32", 1)}
+    _, note = choose_precision("auto", "cpu", ("bf16",), {"fp32": seen.thread_s["fp32", 1]})
+    assert "memory is limited" in note.why

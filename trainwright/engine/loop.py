@@ -98,9 +98,8 @@ def run(
                     finally:  # the state is saved where it raises, so the step belongs into the log
                         answers = [each.observe(last, state) for each in observers]
                         stops = [as_stop(each, by) for each, by in zip(answers, observers) if each is not None]
-                stop = world.agree(
-                    min(stops, key=lambda found: found.save) if stops else None
-                )  # a poisoned state first
+                first = min(stops, key=lambda found: found.save) if stops else None  # a poisoned state comes first
+                stop = world.agree(first)
                 if stop:
                     break
                 if saving.due(state):

@@ -294,7 +294,7 @@ def choose_precision(
     if "bf16" not in seconds:
         why = "this CPU computes no bf16 in hardware"
         if "bf16" in low_precision:
-            why = "memory is too short to try bf16" if seconds else "under a limit of memory bf16 is not timed"
+            why = "memory is limited or too short, so bf16 was not tried" if seconds else "bf16 was not timed"
         return "fp32", Note("precision", "fp32", why)
     gain = seconds["fp32"] / (seconds["bf16"] or 1.0)  # 0 where the clock is too coarse
     timed = f"one thread works {seconds['fp32'] * 1e3:.3g} ms a step in fp32 and {seconds['bf16'] * 1e3:.3g} ms in bf16"

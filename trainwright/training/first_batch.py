@@ -33,9 +33,7 @@ def try_batch(
     is timed as well. Of ranks that compute together (``world``) the first one chooses the modes.
     """
     names = candidates(asked, facts.device, facts.low_precision)
-    if (
-        rlimits()
-    ):  # what oneDNN compiles for bf16 takes memory of its own for each shape, and without it the process dies
+    if rlimits():  # oneDNN compiles bf16 code for each shape; where it gets no memory for that, the process dies
         names = names[:1]
     tried = [(names[0], count) for count in facts.threads]
     tried += [(name, 1) for name in (names if len(names) > 1 else ()) if (name, 1) not in tried]
