@@ -140,6 +140,24 @@ def test_only_the_steps_that_are_asked_for_have_a_program() -> None:
     assert [each.step for each in run.ring.recorded(3)] == [1, 2, 3]
 
 
+def test_the_state_before_the_newest_step_is_kept_where_there_is_room() -> None:
+    run = Run(clip=CLIPS["norm"], precision=tw.Precision("fp32", "cpu"), micro=1, loss=nn.CrossEntropyLoss())
+    kept = run.replay(STEPS).base()
+    assert [each.step for each in run.ring.snapshots] == [1, STEPS] and kept is run.ring.snapshots[-1]
+    run.ring.snapshots.pop()
+    again = run.replay(STEPS).base()  # by the programs of the steps before
+    assert kept.groups == again.groups and kept.attributes == again.attributes and kept.hooks == again.hooks
+    for ours, theirs in zip([*kept.parameters, *kept.buffers], [*again.parameters, *again.buffers]):
+        assert ours is theirs is None or torch.equal(ours, theirs)
+    for number, state in kept.states[0].items():
+        assert all(torch.equal(value, again.states[0][number][key]) for key, value in state.items())
+
+    small = Run(clip=CLIPS["norm"], precision=tw.Precision("fp32", "cpu"), micro=1, loss=nn.CrossEntropyLoss())
+    small.ring.budget_bytes = small.ring.num_bytes + kept.num_bytes - 1
+    small.replay(STEPS)
+    assert [each.step for each in small.ring.snapshots] == [1]
+
+
 def test_an_input_that_was_written_to_is_not_taken_again() -> None:
     run = Run(clip=CLIPS["norm"], precision=tw.Precision("fp32", "cpu"), micro=1, loss=nn.CrossEntropyLoss())
     x, _ = run.ring.inputs_of(STEPS).batch.micro[0].data

@@ -90,8 +90,11 @@ class InputRecorder:
     def gradients_are_clipped(self, clip: ClipFn, parameters: Sequence[Tensor], total_norm: Tensor) -> None: ...
 
 
-RecordFn = Callable[[Snapshot, Sequence[tuple[RecordedStep, StepInputs]]], None]
-"""Runs steps again from a state and their inputs, and writes a program into each RecordedStep that has none."""
+RecordFn = Callable[[Snapshot, Sequence[tuple[RecordedStep, StepInputs]]], Snapshot]
+"""Runs steps again from a state and their inputs, and writes a program into each RecordedStep that has none.
+
+Returns the state before the last of them.
+"""
 
 
 class InputRing(Ring):
@@ -141,8 +144,13 @@ class InputRing(Ring):
         found = super().steps_to(step)
         if found is None:
             return None
-        self._fill(*found)
+        before = self._fill(*found)
+        if before is not None and before.step > self.snapshots[-1].step and self._has_room_for(before):
+            self.add_snapshot(before)  # a replay of this step need not begin with those before it
         return super().steps_to(step)  # a program may show that a step cannot be replayed
+
+    def _has_room_for(self, snapshot: Snapshot) -> bool:
+        return self.num_bytes + snapshot.num_bytes <= self.budget_bytes
 
     def steps_from(self, snapshot: Snapshot, step: int) -> list[RecordedStep] | None:
         steps = self._steps_between(snapshot, step)
@@ -168,13 +176,14 @@ class InputRing(Ring):
                 self.steps_from(snapshot, max(snapshot.step, oldest - 1))
         return [each for each in self.steps if each.step <= step and each.program]
 
-    def _fill(self, snapshot: Snapshot, steps: list[RecordedStep]) -> None:
+    def _fill(self, snapshot: Snapshot, steps: list[RecordedStep]) -> Snapshot | None:
         if all(each.program or each.blind for each in steps):
-            return
+            return None
         for each in steps:
             inputs = self._inputs[each.step]
             each.ids = inputs.ids
             if not inputs.is_unchanged:
                 each.blind = "the model writes into its input, so the step cannot be taken again"
-        if not any(each.blind for each in steps):
-            self._record(snapshot, [(each, self._inputs[each.step]) for each in steps])
+        if any(each.blind for each in steps):
+            return None
+        return self._record(snapshot, [(each, self._inputs[each.step]) for each in steps])

@@ -77,14 +77,22 @@ class EngineBench:
     def tape(self) -> Tape:
         return self._recorder.tape
 
-    def record(self, snapshot: Snapshot, steps: Sequence[tuple[RecordedStep, StepInputs]]) -> None:
-        """Writes the program of each step that has none. An exception of the user's code is not caught."""
+    def record(self, snapshot: Snapshot, steps: Sequence[tuple[RecordedStep, StepInputs]]) -> Snapshot:
+        """Writes the program of each step that has none; returns the state before the last of them.
+
+        An exception of the user's code is not caught.
+        """
+        before = snapshot
         with staged(self.objects, snapshot):
             for recorded, inputs in steps:
+                if recorded is steps[-1][0] and len(steps) > 1:
+                    inputs.generators.restore(self._recorder.device)
+                    before = self.objects.snapshot(inputs.step)
                 if recorded.program:
                     self._advance(self._state_at(inputs), inputs.batch)
                 else:
                     _complete(recorded, self._recorded(inputs))
+        return before
 
     def record_unfinished(
         self, snapshot: Snapshot, steps: Sequence[StepInputs]

@@ -26,7 +26,7 @@ SHARE = 0.004
 """Of the time of all later steps: what the looks may take, and again what snapshots may take."""
 LAST_SHARE = 0.05
 """Of a run that is counted in seconds: what the look at its end may take, or ``FIRST_S_OF_SECONDS``."""
-LOOK_STEPS, LAST_LOOK_STEPS = 44, 28
+LOOK_STEPS, LAST_LOOK_STEPS = 44, 68
 """How many steps a whole look takes as long as, and the one at the end: measured on the recipes in the box."""
 
 
