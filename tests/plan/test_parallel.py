@@ -41,6 +41,16 @@ def test_tensor_ranks_are_neighbours_and_stages_lie_farthest_apart() -> None:
     assert nearest(Degrees(tensor=3), 8)[0] in (Degrees(2, tensor=4), Degrees(4, tensor=2))
 
 
+def test_what_does_not_go_with_synced_norms_is_refused_all_at_once() -> None:
+    asked = {"model": {"use": "resnet", "compile": True}, "data": {"train": "digits"}}
+    parallel = {"sync_batchnorm": True, "exact": True, "tensor": 2}
+    recipe = from_mapping({**asked, "parallel": parallel}).recipe
+    with pytest.raises(RecipeError) as raised:
+        solve_layout(recipe, 4)
+    for part in ("parallel.exact", "model.compile", "parallel.tensor"):
+        assert f"cannot be true with {part}" in str(raised.value) or f"work with {part}" in str(raised.value)
+
+
 def test_what_does_not_go_with_sharding_is_refused_all_at_once() -> None:
     asked = {
         "until": "1steps",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainwright.engine.loss import Loss, LossFn, call_loss
 from trainwright.engine.precision import Precision
+from trainwright.engine.synced_norms import OWN_STATISTICS, SyncedNorms
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import UsageError
 from trainwright.state.cursor import MicroBatch, StepBatch
@@ -79,27 +80,29 @@ def run_divided(
     divisor: int,
     where: str,
     witness: StepWitness = SILENT,
+    norms: SyncedNorms = OWN_STATISTICS,
 ) -> Loss:
     """Forward and scaled backward of one micro-batch, whose total is divided by a number known beforehand.
 
     Returns the loss, detached; a mean counts as many times as there are samples.
     """
-    with precision.autocast():
-        output = call_loss(loss_fn, state.model, micro, where)
-        if isinstance(output, Tensor):
-            output = Loss(output * micro.size, float(micro.size))
-        if not micro.size:
-            output = weighing_nothing(output)
-        objective = output.total / divisor
-    if objective.requires_grad:
-        scaled = state.scaler.scaled(objective)
-        witness.loss_is_scaled(objective, scaled)
-        scaled.backward()  # type: ignore[no-untyped-call]
-    elif is_sharded(state.model):
-        raise UsageError(
-            f"the loss of {where} depends on no parameter, and the other ranks wait for its gradient",
-            remedy="let it depend on the model's output also where nothing is counted: output.sum() * 0",
-        )
+    with norms.synchronised(counts=micro.size > 0):
+        with precision.autocast():
+            output = call_loss(loss_fn, state.model, micro, where)
+            if isinstance(output, Tensor):
+                output = Loss(output * micro.size, float(micro.size))
+            if not micro.size:
+                output = weighing_nothing(output)
+            objective = output.total / divisor
+        if objective.requires_grad:
+            scaled = state.scaler.scaled(objective)
+            witness.loss_is_scaled(objective, scaled)
+            scaled.backward()  # type: ignore[no-untyped-call]
+        elif is_sharded(state.model) or norms.exchange:
+            raise UsageError(
+                f"the loss of {where} depends on no parameter, and the other ranks wait for its gradient",
+                remedy="let it depend on the model's output also where nothing is counted: output.sum() * 0",
+            )
     metrics = {name: value.detach() for name, value in output.metrics.items()}
     return Loss(output.total.detach(), output.weight, metrics)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from trainwright.engine.in_stages import StagedPasses
+from trainwright.engine.synced_norms import OWN_STATISTICS, SyncedNorms
 from trainwright.world.group import SOLO, World
 
 
@@ -16,7 +17,7 @@ class RankLayout(NamedTuple):
     the same bits on any number of ranks, see ``accumulate_exactly``. ``zero`` is about a model that FSDP has sharded,
     see ``ShardedPasses``. ``divided``: ranks compute parts of the same layers or sequences, and exchange something in
     each pass. ``stages``: they compute layers that follow each other (pipeline parallelism). ``stream`` is the number
-    of this rank's random numbers, by default its rank in ``sums``.
+    of this rank's random numbers, by default its rank in ``sums``. ``norms`` exchange statistics of a batch.
     """
 
     sums: World = SOLO
@@ -26,6 +27,7 @@ class RankLayout(NamedTuple):
     divided: bool = False
     stages: StagedPasses | None = None
     stream: int | None = None
+    norms: SyncedNorms = OWN_STATISTICS
 
 
 ALONE = RankLayout()

@@ -19,6 +19,7 @@ from trainwright.engine.oom_report import is_out_of_memory, oom_snapshot
 from trainwright.engine.over_ranks import as_number
 from trainwright.engine.precision import Precision
 from trainwright.engine.recover import given_up, make_room
+from trainwright.engine.synced_norms import OWN_STATISTICS, SyncedNorms
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import OutOfMemoryError
 from trainwright.state.cursor import StepBatch
@@ -33,11 +34,14 @@ class ShardedPasses:
     """Runs the micro-batches of a rank of ``world``; the parts of the summed gradients are in ``.grad`` then.
 
     Each total is divided by the number of samples of the step, which all ranks know beforehand; ``correction`` makes
-    the sum exact. ``zero`` 1: gradients are summed after the last micro-batch, and stay whole until then.
+    the sum exact. ``zero`` 1: gradients are summed after the last micro-batch, and stay whole until then. ``norms``
+    exchange statistics of a batch.
     """
 
-    def __init__(self, world: World, zero: int, witness: StepWitness = SILENT) -> None:
-        self._world, self._zero, self._witness = world, zero, witness
+    def __init__(
+        self, world: World, zero: int, witness: StepWitness = SILENT, norms: SyncedNorms = OWN_STATISTICS
+    ) -> None:
+        self._world, self._zero, self._witness, self._norms = world, zero, witness, norms
         self._used = _Used()
 
     def __call__(self, state: TrainState, batch: StepBatch, loss_fn: LossFn, precision: Precision) -> Accumulated:
@@ -48,7 +52,7 @@ class ShardedPasses:
             if len(batch.micro) > 1:
                 self._exchange(state.model, is_last=index == len(batch.micro) - 1)
             what = f"micro-batch {index} of step {state.step + 1}"
-            outputs.append(run_divided(state, micro, loss_fn, precision, number, what, self._witness))
+            outputs.append(run_divided(state, micro, loss_fn, precision, number, what, self._witness, self._norms))
         return self._combined(state, outputs, number)
 
     def _exchange(self, model: nn.Module, *, is_last: bool) -> None:

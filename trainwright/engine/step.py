@@ -125,7 +125,7 @@ def make_step(
     _require_made(schedule, precision, clip)
     own = loss if isinstance(loss, nn.Module) else None
     world, data, stream = ranks.sums, ranks.data or ranks.sums, ranks.stream
-    sharded = ShardedPasses(world, ranks.zero, witness)
+    sharded = ShardedPasses(world, ranks.zero, witness, ranks.norms)
     loss_fn = as_loss_fn(loss) if keeper is None else keeper.around(as_loss_fn(loss))
     parts = _Parts(loss_fn, precision, clip, probes, ranks, seed, sharded, witness, keeper)
     recovery = Recovery(lambda state: clear_grads(state.optimizer), world, witness)
@@ -216,7 +216,7 @@ def _gradients(
     if ranks.exact:
         done = accumulate_exactly(state, batch, parts.loss_fn, parts.precision, ranks.sums, seed=parts.seed)
         return _finish(state, done, parts), batch, ()
-    if ranks.stages is not None or ranks.divided or is_sharded(state.model):
+    if ranks.stages is not None or ranks.divided or ranks.norms.exchange or is_sharded(state.model):
         done = without_retry(lambda: _joint_passes(state, batch, parts), state, batch)
         return _finish(state, done, parts), batch, ()
     if ranks.sums.size == 1:
@@ -243,17 +243,17 @@ def _joint_passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumul
     """
     parts.witness.gradients_are_cleared(state.optimizer)
     clear_grads(state.optimizer)
-    number, loss_fn, precision = len(batch.global_ids), parts.loss_fn, parts.precision
-    if not is_sharded(state.model):
+    number, loss_fn, precision, ranks = len(batch.global_ids), parts.loss_fn, parts.precision, parts.ranks
+    if not (is_sharded(state.model) or ranks.norms.exchange):
         number *= max(1, batch.tokens // max(1, batch.size))
-    if parts.ranks.stages is not None:
-        done = divided_before(parts.ranks.stages.train(state, batch, loss_fn, precision, number), number)
-        return combine(done, parts.ranks.sums, device_of(state.optimizer)) if is_sharded(state.model) else done
+    if ranks.stages is not None:
+        done = divided_before(ranks.stages.train(state, batch, loss_fn, precision, number), number)
+        return combine(done, ranks.sums, device_of(state.optimizer)) if is_sharded(state.model) else done
     if is_sharded(state.model):
         return parts.sharded(state, batch, loss_fn, precision)
-    where = f"of step {state.step + 1}"
+    step, witness, norms = state.step + 1, parts.witness, ranks.norms
     outputs = [
-        run_divided(state, micro, loss_fn, precision, number, f"micro-batch {index} {where}", parts.witness)
+        run_divided(state, micro, loss_fn, precision, number, f"micro-batch {index} of step {step}", witness, norms)
         for index, micro in enumerate(batch.micro)
     ]
     return divided_before(outputs, number)

@@ -96,6 +96,8 @@ def solve_layout(recipe: Recipe, ranks: int) -> Degrees:
     """The degrees of a recipe on so many ranks. Raises RecipeError for a layout in which it cannot be trained."""
     degrees = solve_degrees(recipe.parallel, ranks)
     problems = list(_of_sharding(recipe)) if degrees.shard > 1 else []
+    if recipe.parallel.sync_batchnorm and ranks > 1:
+        problems += _of_synced(recipe, degrees)
     if problems:
         raise RecipeError(problems)
     return degrees
@@ -118,6 +120,21 @@ def _of_sharding(recipe: Recipe) -> Iterator[Problem]:
     if recipe.optimizer.offload is True:
         rule = "cannot be true with parallel.shard: each rank has a part of the optimizer's state already"
         yield Problem("optimizer.offload", rule, got="true", remedy="leave it out, or raise parallel.shard")
+
+
+def _of_synced(recipe: Recipe, degrees: Degrees) -> Iterator[Problem]:
+    """What does not go together with statistics that ranks exchange in each forward pass."""
+    path, remedy = "parallel.sync_batchnorm", "leave it out, or use GroupNorm or LayerNorm"
+    if recipe.parallel.exact:
+        rule = "cannot be true with parallel.exact: running statistics follow the order of the slices"
+        yield Problem(path, rule, got="true", remedy=remedy)
+    if recipe.model.compile:
+        rule = "cannot be true with model.compile: a compiled pass does not exchange them"
+        yield Problem(path, rule, got="true", remedy="leave one of the two out")
+    for axis in ("tensor", "pipeline", "context"):
+        if getattr(degrees, axis) > 1:
+            rule = f"was not shown to work with parallel.{axis}"
+            yield Problem(path, rule, got="true", remedy="use parallel.replicate or parallel.shard, or GroupNorm")
 
 
 def nearest(wanted: Degrees, ranks: int, count: int = 2) -> list[Degrees]:

@@ -59,6 +59,10 @@ class Parallel(Section):
         description="In which order stages compute: all forward passes first (gpipe), one forward and one backward in "
         "turn (1f1b), or so with two stages on each rank (interleaved).",
     )
+    sync_batchnorm: bool = Field(
+        default=False,
+        description="BatchNorm has the statistics of the samples of all ranks, as in one process, and not of its own.",
+    )
     exact: bool = Field(
         default=False,
         description="The same bits on any number of ranks: slices of batch.micro samples, summed in a fixed tree.",

@@ -51,7 +51,8 @@ def _require_no_exchange(model: nn.Module) -> None:
             raise UsageError(
                 "the model has SyncBatchNorm, which exchanges statistics in each forward pass, also where one rank "
                 "alone tries the first batch",
-                remedy="use BatchNorm (each rank has its own statistics of a batch), GroupNorm or LayerNorm",
+                remedy="use BatchNorm in the model, and parallel.sync_batchnorm: true, which does the same in the "
+                "steps of the training alone",
             )
 
 

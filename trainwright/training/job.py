@@ -388,7 +388,7 @@ def make_advance(
         precision=job.precision,
         clip=make_clip(clip.by, clip.at),
         probes=probes,
-        ranks=rank_layout(job.mesh, job.recipe.parallel, job.staged(job.plan.batch.micro)),
+        ranks=rank_layout(job.parts, job.mesh, job.recipe.parallel, job.staged(job.plan.batch.micro)),
         seed=job.recipe.seed,
         spikes=spikes,
         witness=witness,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from trainwright.engine.in_stages import PipelineStages, StagedPasses
 from trainwright.engine.loss import Batch, Loss, LossFn, as_loss_fn
 from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.rank_layout import RankLayout
+from trainwright.engine.synced_norms import OWN_STATISTICS, SyncedNorms
 from trainwright.errors import OutOfMemoryError, TrainwrightError, UsageError
 from trainwright.plan.make import Note
 from trainwright.plan.parallel import Degrees, solve_layout
@@ -67,14 +68,23 @@ def lay_out(parts: Parts, loaded: Loaded, mesh: RankMesh, device: torch.device) 
 
     The layers first, then the stages, and what is left of the weights last.
     """
+    noted = tuple(_synced(parts.model, parts.loss, loaded.recipe.parallel, mesh))
     if mesh.degrees.ranks == mesh.degrees.replicate:
-        return LaidOut(parts)
+        return LaidOut(parts, notes=noted)
     if mesh.degrees.pipeline > 1:
         _require_no_weights(parts.loss)
     stages = _divide_layers(parts.model, loaded, mesh, device)
     parts = replace(parts, loss=_loss_of_part(parts.loss, parts.model, mesh))
     notes = _shard(parts.model, loaded, mesh) if mesh.degrees.shard > 1 else ()
-    return LaidOut(parts, stages, notes)
+    return LaidOut(parts, stages, (*noted, *notes))
+
+
+def _synced(model: nn.Module, loss: object, ask: Parallel, mesh: RankMesh) -> Iterator[Note]:
+    """Of which BatchNorms the ranks exchange statistics."""
+    if ask.sync_batchnorm and mesh.sums.size > 1:
+        number = len(SyncedNorms.of((model, loss), mesh.sums).norms)
+        why = f"statistics of the samples of all {mesh.sums.size} ranks" if number else "the model has no BatchNorm"
+        yield Note("sync_batchnorm", f"{number} BatchNorm{'' if number == 1 else 's'}", why)
 
 
 def _divide_layers(model: nn.Module, loaded: Loaded, mesh: RankMesh, device: torch.device) -> PipelineStages | None:
@@ -158,8 +168,9 @@ def tensor_share(model: nn.Module, degrees: Degrees) -> float:
     return min(1.0, held / sum(parameter.numel() for parameter in parameters)) if degrees.tensor > 1 else 1.0
 
 
-def rank_layout(mesh: RankMesh, ask: Parallel, stages: StagedPasses | None) -> RankLayout:
+def rank_layout(parts: Parts, mesh: RankMesh, ask: Parallel, stages: StagedPasses | None) -> RankLayout:
     """How the ranks of the mesh divide each step."""
+    is_synced = ask.sync_batchnorm and mesh.sums.size > 1
     return RankLayout(
         mesh.sums,
         data=mesh.data,
@@ -168,6 +179,7 @@ def rank_layout(mesh: RankMesh, ask: Parallel, stages: StagedPasses | None) -> R
         divided=max(mesh.degrees.tensor, mesh.degrees.context) > 1,
         stages=stages,
         stream=mesh.stream(divides_sequence=ask.sequence),
+        norms=SyncedNorms.of((parts.model, parts.loss), mesh.sums) if is_synced else OWN_STATISTICS,
     )
 
 
