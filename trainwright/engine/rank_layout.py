@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from trainwright.engine.compressed import GradientSum, sum_whole
 from trainwright.engine.in_stages import StagedPasses
 from trainwright.engine.synced_norms import OWN_STATISTICS, SyncedNorms
 from trainwright.world.group import SOLO, World
@@ -18,6 +19,7 @@ class RankLayout(NamedTuple):
     see ``ShardedPasses``. ``divided``: ranks compute parts of the same layers or sequences, and exchange something in
     each pass. ``stages``: they compute layers that follow each other (pipeline parallelism). ``stream`` is the number
     of this rank's random numbers, by default its rank in ``sums``. ``norms`` exchange statistics of a batch.
+    ``sum_gradients`` sums what copies of the model have.
     """
 
     sums: World = SOLO
@@ -28,6 +30,7 @@ class RankLayout(NamedTuple):
     stages: StagedPasses | None = None
     stream: int | None = None
     norms: SyncedNorms = OWN_STATISTICS
+    sum_gradients: GradientSum = sum_whole
 
 
 ALONE = RankLayout()

@@ -273,7 +273,7 @@ def _finish(state: TrainState, done: Accumulated, parts: _Parts) -> _Gradients:
     if grads and (state.scaler.scale is not None or done.correction is not None):
         _unscale(state, locals_of(grads), done, witness)
     if is_to_sum:
-        world.sum_(locals_of(grads))
+        ranks.sum_gradients(world, state, locals_of(grads), done.weight)
     probed = {name: value for probe in parts.probes for name, value in probe(state).items()}
     grad_norm = global_norm(grads) if grads else _zero_norm(state.optimizer)
     if ranks.stages is not None:

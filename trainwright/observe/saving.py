@@ -126,7 +126,7 @@ class Saving:
         try:
             snapshot = self._captured(state)
         except Exception as error:
-            if state.is_divided:  # the other ranks cannot know that this one did not take part to the end
+            if state.saves_together:  # the other ranks cannot know that this one did not take part to the end
                 raise
             self._not_saved(state.step, error)
             return
@@ -152,7 +152,7 @@ class Saving:
                 reserving.result()
             return capture(state, self._staging, self._run_metadata)
         except (MemoryError, RuntimeError) as error:  # torch has no room: RuntimeError
-            if state.is_divided:
+            if state.saves_together:
                 raise
             snapshot = capture(state, None, self._run_metadata)  # raises again unless it was the copy
             self._staging = None

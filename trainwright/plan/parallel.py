@@ -98,6 +98,8 @@ def solve_layout(recipe: Recipe, ranks: int) -> Degrees:
     problems = list(_of_sharding(recipe)) if degrees.shard > 1 else []
     if recipe.parallel.sync_batchnorm and ranks > 1:
         problems += _of_synced(recipe, degrees)
+    if recipe.parallel.compress != "none" and ranks > 1:
+        problems += _of_compressed(recipe, degrees)
     if problems:
         raise RecipeError(problems)
     return degrees
@@ -135,6 +137,20 @@ def _of_synced(recipe: Recipe, degrees: Degrees) -> Iterator[Problem]:
         if getattr(degrees, axis) > 1:
             rule = f"was not shown to work with parallel.{axis}"
             yield Problem(path, rule, got="true", remedy="use parallel.replicate or parallel.shard, or GroupNorm")
+
+
+def _of_compressed(recipe: Recipe, degrees: Degrees) -> Iterator[Problem]:
+    """What does not go together with gradients of which a part is sent."""
+    path, got = "parallel.compress", recipe.parallel.compress
+    if recipe.parallel.exact:
+        rule = "cannot be used with parallel.exact: what is sent depends on the number of ranks"
+        yield Problem(path, rule, got=got, remedy="leave one of the two out")
+    if degrees.ranks > degrees.replicate:
+        rule = f"is for copies of the model, and {degrees} divides it: torch sums the gradients of its parts itself"
+        yield Problem(path, rule, got=got, remedy="leave it out, or write parallel.replicate alone")
+    if got == "powersgd" and recipe.spikes.policy not in ("warn", "off"):
+        rule = f"does not go with spikes.policy: {recipe.spikes.policy}: what it leaves out comes later"
+        yield Problem(path, rule, got=got, remedy="write spikes.policy: warn, or parallel.compress: bf16")
 
 
 def nearest(wanted: Degrees, ranks: int, count: int = 2) -> list[Degrees]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, GetJsonSchemaHandler, field_validator, model_validator
 from pydantic.json_schema import JsonSchemaValue
@@ -10,6 +10,7 @@ from pydantic_core import CoreSchema
 
 from trainwright.recipe.duration import Duration
 from trainwright.recipe.section import Count, Section, on_the_clock
+from trainwright.recipe.showing import LARGEST_INT
 
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved"]
 TensorStyle = Literal["column", "row", "column_gathered", "input", "per_head", "sequence", "scatter"]
@@ -62,6 +63,15 @@ class Parallel(Section):
     sync_batchnorm: bool = Field(
         default=False,
         description="BatchNorm has the statistics of the samples of all ranks, as in one process, and not of its own.",
+    )
+    compress: Literal["none", "bf16", "powersgd"] = Field(
+        default="none",
+        description="What copies of the model send of their gradients: all, each number rounded to bf16, or two thin "
+        "factors of each matrix (PowerSGD).",
+    )
+    compress_rank: Count = Field(default=4, description="Columns of the factors of PowerSGD.", examples=[8])
+    compress_after: Annotated[int, Field(ge=0, le=LARGEST_INT)] = Field(
+        default=1000, description="Steps before PowerSGD begins; a tenth of the run is usual.", examples=[200]
     )
     exact: bool = Field(
         default=False,

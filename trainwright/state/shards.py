@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from trainwright.world.group import Ranks
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
@@ -101,6 +103,15 @@ def divided_like(tensor: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def row_of_each_rank(tensor: Tensor, world: Ranks) -> Tensor:
+    """Tensors of one shape of which every rank has its own, as one with a row for each; ``whole`` gathers it."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = DeviceMesh.from_group(world.group, tensor.device.type)
+    return DTensor.from_local(tensor[None], mesh, [Shard(0)], run_check=False)
 
 
 def _chunk(tensor: Tensor, count: int, index: int, dim: int) -> Tensor:

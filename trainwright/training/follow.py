@@ -77,7 +77,8 @@ def follow(start: Start, signals: Signals) -> Followed:
         job = prepare(start.loaded, start.parts, earlier=earlier, world=world, launch=start.launch)
     folder = heard(world, RunFolder)
     evaluation = periodic_evaluation(job)
-    saving = SavingTogether(world, stages=job.mesh.stages_of_first) if job.divides_weights else NEVER
+    gives_parts = job.divides_weights or job.state.saves_together
+    saving = SavingTogether(world, stages=job.mesh.stages_of_first) if gives_parts else NEVER
     if job.accepted:
         saving(job.state)
     doctor = make_ranks_observer(job, folder)

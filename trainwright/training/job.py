@@ -63,7 +63,7 @@ from trainwright.state.spikes import SpikeDetector
 from trainwright.state.train_state import TrainState
 from trainwright.training.alike import begin_alike, first_of, require_same_data
 from trainwright.training.first_batch import try_batch
-from trainwright.training.layout import NOT_TRIED, lay_out, rank_layout, tensor_share
+from trainwright.training.layout import NOT_TRIED, keep_compression, lay_out, rank_layout, tensor_share
 from trainwright.training.own_objects import Live, build_live, memory_note, of_own_optimizer
 from trainwright.training.own_step import untried
 from trainwright.training.resume import Earlier, doubled
@@ -200,13 +200,13 @@ def prepare(
     plan, state = live.plan, live.state
     state.spikes, state.stages = SpikeDetector(recipe.spikes.factor), mesh.stages
     state.loss = loss_module
+    keep_compression(state, recipe.parallel, mesh.sums)
     sink_factories(recipe.log.sinks)  # a package that is missing is said before the first step
     provenance = describe_origin(recipe, parts) | {
         "launch": {"job": launch.job, "call": launch.call, "ranks": world.size}
     }
     seed_all(recipe.seed)  # training draws the same numbers whatever was done to get here
-    precision: str = recipe.precision
-    accepted: list[str] = []
+    precision, accepted = str(recipe.precision), list[str]()
     if earlier:
         precision = chosen = earlier.precision(recipe.precision, facts)
         state.scaler = Precision(chosen, device.type).scaler(device)
@@ -388,7 +388,7 @@ def make_advance(
         precision=job.precision,
         clip=make_clip(clip.by, clip.at),
         probes=probes,
-        ranks=rank_layout(job.parts, job.mesh, job.recipe.parallel, job.staged(job.plan.batch.micro)),
+        ranks=rank_layout(job.parts, job.mesh, job.recipe.parallel, job.staged(job.plan.batch.micro), job.state),
         seed=job.recipe.seed,
         spikes=spikes,
         witness=witness,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from trainwright.build.assemble import Parts, at_recipe, build_dataset, build_model
 from trainwright.build.resolve import LIVE
 from trainwright.build.split_plan import SplitPlan, model_shape, split_plan
+from trainwright.engine.compressed import GradientSum, PowerSgd, sum_in_bf16, sum_whole
 from trainwright.engine.in_stages import PipelineStages, StagedPasses
 from trainwright.engine.loss import Batch, Loss, LossFn, as_loss_fn
 from trainwright.engine.oom_report import is_out_of_memory
@@ -25,9 +26,12 @@ from trainwright.plan.splits import require_fitting
 from trainwright.recipe import Loaded
 from trainwright.recipe.parallel import Parallel
 from trainwright.state.shards import local
+from trainwright.state.train_state import TrainState
 from trainwright.training.own_step import require_own_step_fits
-from trainwright.world import RankMesh
+from trainwright.world import RankMesh, World
+from trainwright.world.group import Ranks
 
+POWERSGD = "powersgd"
 NOT_TRIED = Note("dry run", "none", "the stages of a pipeline are not tried beforehand: no times, no first loss")
 
 
@@ -68,7 +72,7 @@ def lay_out(parts: Parts, loaded: Loaded, mesh: RankMesh, device: torch.device) 
 
     The layers first, then the stages, and what is left of the weights last.
     """
-    noted = tuple(_synced(parts.model, parts.loss, loaded.recipe.parallel, mesh))
+    noted = tuple(_exchanged(parts.model, parts.loss, loaded.recipe.parallel, mesh))
     if mesh.degrees.ranks == mesh.degrees.replicate:
         return LaidOut(parts, notes=noted)
     if mesh.degrees.pipeline > 1:
@@ -79,8 +83,12 @@ def lay_out(parts: Parts, loaded: Loaded, mesh: RankMesh, device: torch.device) 
     return LaidOut(parts, stages, (*noted, *notes))
 
 
-def _synced(model: nn.Module, loss: object, ask: Parallel, mesh: RankMesh) -> Iterator[Note]:
-    """Of which BatchNorms the ranks exchange statistics."""
+def _exchanged(model: nn.Module, loss: object, ask: Parallel, mesh: RankMesh) -> Iterator[Note]:
+    """Of which BatchNorms the ranks exchange statistics, and what they send of their gradients."""
+    if ask.compress != "none" and mesh.sums.size > 1:
+        from_step = f"; {ask.compress_rank} columns, from step {ask.compress_after + 1:,} on"
+        why = "what ranks send of their gradients" + (from_step if ask.compress == "powersgd" else "")
+        yield Note("compress", ask.compress, why)
     if ask.sync_batchnorm and mesh.sums.size > 1:
         number = len(SyncedNorms.of((model, loss), mesh.sums).norms)
         why = f"statistics of the samples of all {mesh.sums.size} ranks" if number else "the model has no BatchNorm"
@@ -168,7 +176,22 @@ def tensor_share(model: nn.Module, degrees: Degrees) -> float:
     return min(1.0, held / sum(parameter.numel() for parameter in parameters)) if degrees.tensor > 1 else 1.0
 
 
-def rank_layout(parts: Parts, mesh: RankMesh, ask: Parallel, stages: StagedPasses | None) -> RankLayout:
+def keep_compression(state: TrainState, ask: Parallel, world: World) -> None:
+    """Makes what PowerSGD remembers a part of the state of the run."""
+    if ask.compress == "powersgd" and isinstance(world, Ranks):
+        state.stateful[POWERSGD] = PowerSgd(world, rank=ask.compress_rank, after=ask.compress_after)
+
+
+def _gradient_sum(state: TrainState, ask: Parallel, world: World) -> GradientSum:
+    kept = state.stateful.get(POWERSGD)
+    if isinstance(kept, PowerSgd):
+        return kept
+    return sum_in_bf16 if ask.compress == "bf16" and world.size > 1 else sum_whole
+
+
+def rank_layout(
+    parts: Parts, mesh: RankMesh, ask: Parallel, stages: StagedPasses | None, state: TrainState
+) -> RankLayout:
     """How the ranks of the mesh divide each step."""
     is_synced = ask.sync_batchnorm and mesh.sums.size > 1
     return RankLayout(
@@ -180,6 +203,7 @@ def rank_layout(parts: Parts, mesh: RankMesh, ask: Parallel, stages: StagedPasse
         stages=stages,
         stream=mesh.stream(divides_sequence=ask.sequence),
         norms=SyncedNorms.of((parts.model, parts.loss), mesh.sums) if is_synced else OWN_STATISTICS,
+        sum_gradients=_gradient_sum(state, ask, mesh.sums),
     )
 
 

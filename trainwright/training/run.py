@@ -235,7 +235,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         probes, collector = [each.probe for each in layers], [OlderObjectsRest()] if doctor else []
         advance = make_advance(job, witness, spike_handler(job.loaded), measured.keeper, probes)
         batches = signals.batches(job.batches) if alone else job.batches  # others would wait for one that stops there
-        saver = SavingTogether(stage.world, saving) if job.divides_weights else saving
+        saver = SavingTogether(stage.world, saving) if job.divides_weights or state.saves_together else saving
         with _noting_the_checkpoint(job, folder, saving):
             if job.accepted:  # a kill before the next save would ask for it again
                 saver(state)

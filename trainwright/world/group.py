@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, distributed
+from torch.futures import Future
 
 from trainwright.errors import RankError, text_of
 
@@ -91,6 +93,35 @@ class Solo:
 SOLO = Solo()
 
 
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that are summed together, as a communication hook of torch asks for them: its GradBucket."""
+
+    number: int
+    flat: Tensor
+    shapes: Sequence[torch.Size]
+    last: bool
+
+    def index(self) -> int:
+        return self.number
+
+    def buffer(self) -> Tensor:
+        """All elements, shape (n,); the hook may write into it."""
+        return self.flat
+
+    def gradients(self) -> list[Tensor]:
+        """Views of the buffer."""
+        parts = torch.split(self.flat, [shape.numel() for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def is_last(self) -> bool:
+        return self.last
+
+
+CommunicationHook: TypeAlias = Callable[[Any], Future[Tensor]]
+"""torch's hooks of DistributedDataParallel, with their state: bucket -> the mean of its buffer over the ranks."""
+
+
 class Ranks:
     """The processes of a group of torch.distributed, by default of all, initialised with a CPU backend (gloo).
 
@@ -100,6 +131,12 @@ class Ranks:
     def __init__(self, group: distributed.ProcessGroup | None = None) -> None:
         self._group = group
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
+
+    @property
+    def group(self) -> distributed.ProcessGroup:
+        group = self._group or distributed.group.WORLD
+        assert group is not None
+        return group
 
     def agree(self, value: T | None) -> T | None:
         """Costs an all-reduce of eight bytes; where there is a value, an exchange of pickled ones, too."""
@@ -139,6 +176,18 @@ class Ranks:
             flat = _flattened(bucket)
             with _raising_rank_error("sum gradients"):
                 distributed.all_reduce(flat, group=self._group)
+            _spread(flat, bucket)
+
+    @torch.no_grad()
+    def sum_by_(self, hook: CommunicationHook, tensors: Sequence[Tensor]) -> None:
+        """As ``sum_``, but what is sent of a bucket is the hook's to decide, which returns the mean over the ranks."""
+        buckets = list(_buckets(tensors))
+        for index, bucket in enumerate(buckets):
+            flat = _flattened(bucket)
+            shown = Bucket(index, flat, [each.shape for each in bucket], index + 1 == len(buckets))
+            with _raising_rank_error("sum compressed gradients"):
+                mean = hook(shown).wait()
+            flat.copy_(mean).mul_(self.size)
             _spread(flat, bucket)
 
     @torch.no_grad()

@@ -1,0 +1,97 @@
+"""Sums of gradients that send less: the communication hooks of torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+from trainwright.state.codec import StateDict, Tree
+from trainwright.state.shards import row_of_each_rank
+from trainwright.state.train_state import TrainState
+from trainwright.world.group import Ranks, World
+
+CompressionName = Literal["none", "bf16", "powersgd"]
+
+
+class GradientSum(Protocol):
+    """Sums the gradients of all ranks, in place. ``weight`` is what the step counts on all of them."""
+
+    def __call__(self, world: World, state: TrainState, grads: Sequence[Tensor], weight: Tensor | float, /) -> None: ...
+
+
+def sum_whole(world: World, state: TrainState, grads: Sequence[Tensor], weight: Tensor | float) -> None:
+    """Sends all."""
+    world.sum_(grads)
+
+
+def sum_in_bf16(world: World, state: TrainState, grads: Sequence[Tensor], weight: Tensor | float) -> None:
+    """Sends half of the bytes of fp32: each rank's gradient is rounded to bfloat16, and so is each partial sum."""
+    assert isinstance(world, Ranks)
+    world.sum_by_(partial(bf16_compress_hook, world.group), grads)
+
+
+class PowerSgd:
+    """Sends two thin factors in place of each matrix (Vogels et al., 2019, https://arxiv.org/abs/1905.13727).
+
+    What the factors leave out of a rank's gradient is added to its next one (error feedback). So it is state, on each
+    rank another, and a checkpoint holds a row of it for each. On another number of ranks the first goes on with the
+    sum of them: nothing is lost, and other last bits come out.
+
+    The sums of the first ``after`` steps are whole. So is that of a step which will be skipped, or in which other
+    parameters have a gradient than in the first that was compressed: what is left out waits for the next.
+    """
+
+    saves_together = True
+
+    def __init__(self, world: Ranks, *, rank: int, after: int) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+        self._world, self._rank, self._after = world, rank, after
+        self._compressed: list[int] = []  # numbers of the parameters
+        self._memory = PowerSGDState(world.group, rank, start_powerSGD_iter=2)
+        self._memory.iter = 2  # which steps are whole is decided here
+
+    def __call__(self, world: World, state: TrainState, grads: Sequence[Tensor], weight: Tensor | float) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
+
+        parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
+        present = [number for number, p in enumerate(parameters) if p.grad is not None]
+        is_same = present == self._compressed or not self._compressed
+        if state.step < self._after or not is_same or not _will_be_applied(world, grads, weight):
+            world.sum_(grads)
+            return
+        self._compressed = present
+        self._world.sum_by_(partial(powerSGD_hook, self._memory), grads)
+
+    def state_dict(self) -> StateDict:
+        """The rows of all ranks are one tensor, which they must gather at the same time."""
+        memory = self._memory
+        errors = {str(bucket): row_of_each_rank(each, self._world) for bucket, each in memory.error_dict.items()}
+        factors = {str(bucket): [memory.p_memory_dict[bucket], q] for bucket, q in memory.q_memory_dict.items()}
+        return {"rank": self._rank, "compressed": self._compressed, "factors": factors, "errors": errors}
+
+    def load_state_dict(self, saved: Mapping[str, Tree]) -> None:
+        self._compressed = list(saved["compressed"])
+        for bucket, rows in saved["errors"].items():
+            self._memory.error_dict[int(bucket)] = self._share(rows)
+        if saved["rank"] == self._rank:  # else they begin anew, as in the first step
+            for bucket, (p, q) in saved["factors"].items():
+                self._memory.p_memory_dict[int(bucket)], self._memory.q_memory_dict[int(bucket)] = p.clone(), q.clone()
+
+    def _share(self, rows: Tensor) -> Tensor:
+        if len(rows) == self._world.size:
+            return rows[self._world.rank].clone()
+        return rows.sum(0) if self._world.rank == 0 else torch.zeros_like(rows[0])
+
+
+def _will_be_applied(world: World, grads: Sequence[Tensor], weight: Tensor | float) -> bool:
+    """Whether all ranks have finite gradients: a NaN that is left out once would stay. Costs a host sync on a GPU."""
+    if not grads or not bool(weight != 0):
+        return False
+    norms = torch.stack(torch._foreach_norm(list(grads)))
+    return bool(world.least(int(bool(norms.isfinite().all()))))
