@@ -228,7 +228,8 @@ def recipe(**sections: Any) -> Any:
 @pytest.mark.parametrize(
     ("sections", "ranks", "said"),
     [
-        ({}, 2, "which 2 ranks cannot share"),
+        ({"parallel": {"exact": True}, "batch": {"size": 8}}, 2, "cannot be true for ready batches"),
+        ({"parallel": {"pipeline": 2}}, 2, "was not shown to work with ready batches"),
         ({"batch": {"size": 8, "micro": 4}}, 1, "batch.micro.*cannot be chosen for ready batches"),
         ({"data": {"train": "digits", "quarantine": [3]}}, 1, "samples are not left out of them"),
         ({"optimizer": {"lr_rule": {"rule": "linear", "base_batch": 8}}}, 1, "is not known"),
@@ -238,7 +239,7 @@ def test_what_such_data_cannot_give_is_refused(sections: dict[str, Any], ranks: 
     with pytest.raises(RecipeError, match=said) as caught:
         require_fits(recipe(**sections).recipe, OwnBatches(None, None, ready=True), ranks)
     assert all(problem.remedy for problem in caught.value.problems)
-    require_fits(recipe().recipe, OwnBatches(None, None, ready=True), 1)
+    require_fits(recipe().recipe, OwnBatches(None, None, ready=True), ranks)
 
 
 def test_the_batch_of_such_data() -> None:

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.engine.plain import assert_same_bits, bits, cut, one_micro
-from trainwright.engine.cut import cut as cut_batch
-from trainwright.engine.cut import cut_micro
 from trainwright.engine.dry_run import Mode, dry_run
 from trainwright.engine.evaluate import evaluate
 from trainwright.engine.guard import LARGEST_TABLE
@@ -27,6 +25,8 @@ from trainwright.engine.precision import FP32
 from trainwright.engine.step import make_step
 from trainwright.errors import OutOfMemoryError, UsageError
 from trainwright.state.cursor import BadSample, MicroBatch
+from trainwright.state.cut import cut as cut_batch
+from trainwright.state.cut import cut_micro
 from trainwright.state.ema import Ema
 from trainwright.state.scaler import LossScaler
 from trainwright.state.train_state import TrainState

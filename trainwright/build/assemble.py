@@ -300,7 +300,9 @@ def validation_batches(parts: Parts, recipe: Recipe, loading: Loading) -> Evalua
         order=parts.val.order,
         joined=1,
     )
-    return EvaluationBatches(parts.val.dataset, how, limit=None if limit is None else -(-limit // ranks))
+    if limit is not None and parts.val.own_batches is None:  # else ranks share each batch as it is
+        limit = -(-limit // ranks)
+    return EvaluationBatches(parts.val.dataset, how, limit=limit)
 
 
 def validation_sets(parts: Parts, recipe: Recipe, loading: Loading) -> dict[str, EvaluationBatches]:

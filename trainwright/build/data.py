@@ -22,8 +22,9 @@ from trainwright.build.ready import ReadyBatches, ReadyStream, Say, compared, si
 from trainwright.build.unwrap import length_of
 from trainwright.build.workers import WorkerInit, Workers, read_in_workers
 from trainwright.data.order import epoch_order
-from trainwright.errors import DataError
+from trainwright.errors import DataError, UsageError
 from trainwright.state.cursor import BadSample, Cursor, Ids, MicroBatch, StepBatch
+from trainwright.state.cut import share_of
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class Loading:
     ``quarantine`` holds dataset positions that are never trained on; ``on_bad_sample`` says whether a sample that
     cannot be read is added to them or ends the run. Of the batches of an epoch, each ``every``-th one is read.
     With an ``order`` of batches, or ready batches, ``joined`` of them are a step.
-    ``rank`` is which of ``ranks`` shares of every step is read; where that is ``exact``, a step has the same
-    micro-batches on any number of ranks.
+    ``rank`` is which of ``ranks`` shares of every step is read, of ready batches which rows; where that is ``exact``,
+    a step has the same micro-batches on any number of ranks.
     """
 
     batch_size: int
@@ -94,8 +95,10 @@ class StepBatches:
         stream = ReadyStream(self.dataset, self.cursor, seed=loading.seed, epochs=loading.epochs, say=self.say)
         for batches, cursor in stream.steps(loading.joined):
             self.resumed = stream.resumed
-            micro = (MicroBatch(to_device(batch.data, loading.device), batch.ids) for batch in batches)
-            yield StepBatch(tuple(micro), cursor)
+            shares = [_share(MicroBatch(*batch), loading) for batch in batches]
+            micro = (MicroBatch(to_device(share.data, loading.device), share.ids) for share in shares)
+            of_all = np.concatenate([batch.ids for batch in batches]) if loading.ranks > 1 else None
+            yield StepBatch(tuple(micro), cursor, of_all=of_all)
 
     def _read(self) -> Iterator[StepBatch]:
         window: list[MicroBatch] = []
@@ -208,6 +211,18 @@ class StepBatches:
                 mine = _kept(ids[some], None if kept is None else kept[some])
                 yield Key(epoch, start, mine, stop == end, after if stop == end else Cursor(epoch, stop))
                 start = stop
+
+
+def _share(whole: MicroBatch, loading: Loading) -> MicroBatch:
+    """The rows of this rank. Raises DataError for a ready batch that ranks cannot share."""
+    try:
+        return share_of(whole, loading.rank, loading.ranks)
+    except UsageError as error:
+        raise DataError(
+            f"{loading.ranks} ranks share the rows of a ready batch, and this has none to share: {error.message}",
+            remedy="give batches whose tensors have a row for each sample, a Dataset of samples with a collate_fn, or "
+            "train in one process",
+        ) from error
 
 
 class _Planned(NamedTuple):

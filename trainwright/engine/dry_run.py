@@ -17,7 +17,6 @@ from torch import Tensor, UntypedStorage, nn
 
 from trainwright.engine.accumulate import accumulate
 from trainwright.engine.clip import global_norm
-from trainwright.engine.cut import cut_micro
 from trainwright.engine.evaluate import evaluate
 from trainwright.engine.head import head_of
 from trainwright.engine.loss import Loss, LossFn, as_loss_fn, call_loss
@@ -28,6 +27,7 @@ from trainwright.engine.recover import ONE_IS_TOO_MUCH, given_up, make_room
 from trainwright.engine.step import clear_grads
 from trainwright.errors import OomReport
 from trainwright.state.cursor import MicroBatch, StepBatch
+from trainwright.state.cut import cut_micro
 from trainwright.state.rng import preserved_rng
 from trainwright.state.scaler import NoScaler
 from trainwright.state.train_state import TrainState

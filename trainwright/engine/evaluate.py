@@ -13,13 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainwright.engine.cut import cut_micro
 from trainwright.engine.loss import Loss, LossFn, as_loss_fn, call_loss
 from trainwright.engine.metrics import NO_METRICS, MetricSet, OutputKeeper
 from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.precision import FP32, Precision
 from trainwright.errors import OutOfMemoryError, UsageError, suggest
 from trainwright.state.cursor import MicroBatch
+from trainwright.state.cut import cut_micro
 from trainwright.state.rng import preserved_rng
 from trainwright.state.shards import holds_parts, reshard
 from trainwright.world.group import SOLO, World

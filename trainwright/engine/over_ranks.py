@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.engine.accumulate import Accumulated
+from trainwright.errors import DataError
 from trainwright.state.cursor import MicroBatch, StepBatch
 from trainwright.state.rng import reseed, seed_of
 from trainwright.state.shards import is_divided
@@ -96,8 +97,19 @@ def of_all_ranks(batch: StepBatch) -> StepBatch:
 
 
 def count(batch: StepBatch, tokens: int, world: World) -> Counted:
-    """What all ranks trained on. ``tokens`` are those of this rank."""
+    """What all ranks trained on. ``tokens`` are those of this rank.
+
+    Raises DataError where ranks share data whose order is not ours, and have gone over others.
+    """
     if world.size == 1:
         return Counted(batch.size, tokens)
-    samples, all_tokens = world.gather(torch.tensor([batch.size, tokens])).sum(0).tolist()
-    return Counted(samples, all_tokens)
+    seen = int(batch.cursor.digest[:15] or "0", 16)
+    samples, all_tokens, digests = world.gather(torch.tensor([batch.size, tokens, seen])).unbind(1)
+    if bool((digests != digests[0]).any()):
+        rank = int((digests != digests[0]).nonzero()[0])
+        raise DataError(
+            f"rank {rank} was given other data in epoch {batch.cursor.epoch} than rank 0; each trains a part of them",
+            remedy="give every rank the same batches in the same order: draw from torch's global generators, or seed "
+            "your own alike, and leave it to Trainwright to share them (a DistributedSampler needs num_replicas=1)",
+        )
+    return Counted(int(samples.sum()), int(all_tokens.sum()))

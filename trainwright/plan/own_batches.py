@@ -13,7 +13,7 @@ from trainwright.recipe import Recipe
 class OwnBatches:
     """Batches that the data come in: samples of each, as far as that is known, and how many an epoch has.
 
-    ``ready``: they are made by the user's own iterator, so nothing can be left out of them and no rank has a share.
+    ``ready``: they are made by the user's own iterator, so nothing is left out of them, and ranks share rows of each.
     """
 
     size: int | None = None
@@ -34,11 +34,13 @@ def _problems(recipe: Recipe, own: OwnBatches, ranks: int) -> Iterator[Problem]:
         yield Problem("optimizer.lr_rule", why, got=rule.rule, remedy="set optimizer.lr to what suits their batches")
     if not own.ready:
         return
-    if ranks > 1:
-        why = f"is a stream of ready batches, which {ranks} ranks cannot share: each would train on all of it"
-        yield Problem(
-            "data.train", why, remedy="give a Dataset or an IterableDataset of samples, or train in one process"
-        )
+    if recipe.parallel.exact:
+        why = "cannot be true for ready batches: there is no size of a slice that is the same on any number of ranks"
+        yield Problem("parallel.exact", why, got="true", remedy="leave it out, or give a Dataset of samples")
+    if recipe.parallel.pipeline > 1 and ranks > 1:
+        why = "was not shown to work with ready batches, which are not of one size"
+        remedy = "give a Dataset or an IterableDataset of samples, or use parallel.shard"
+        yield Problem("parallel.pipeline", why, got=str(recipe.parallel.pipeline), remedy=remedy)
     if isinstance(batch.micro, int):
         why = "cannot be chosen for ready batches: each is one micro-batch, of the size that it comes in"
         yield Problem("batch.micro", why, got=str(batch.micro), remedy="leave it out, and make smaller batches")

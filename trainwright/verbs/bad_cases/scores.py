@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from trainwright.engine.cut import cut_micro
 from trainwright.engine.evaluate import evaluating
 from trainwright.engine.loss import Batch, Loss, LossFn, as_loss_fn, call_loss, member, scored
 from trainwright.state.cursor import MicroBatch
+from trainwright.state.cut import cut_micro
 from trainwright.verbs.bad_cases.tally import Tally
 
 IGNORE = -100

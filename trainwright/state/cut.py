@@ -39,6 +39,22 @@ def cut_micro(micro: MicroBatch, limit: int) -> list[MicroBatch]:
     return [MicroBatch(piece(some), micro.ids[some]) for some in rows]
 
 
+def share_of(micro: MicroBatch, rank: int, ranks: int) -> MicroBatch:
+    """The rows of ``rank``, of even shares. One that has none takes the first row, without an id: it weighs nothing.
+
+    Raises UsageError as ``cut`` does.
+    """
+    if ranks == 1:
+        return micro
+    piece = _piece_of(micro.data, micro.size, "batch")
+    if piece is None:
+        raise _refused("nothing in it has a row for each sample", micro.size)
+    ids = np.array_split(micro.ids, ranks)
+    begin = sum(map(len, ids[:rank]))
+    rows = slice(begin, begin + len(ids[rank])) if len(ids[rank]) else slice(0, 1)
+    return MicroBatch(piece(rows), ids[rank])
+
+
 def _piece_of(data: object, size: int, path: str) -> Piece | None:
     """How to take samples out of ``data``; None for a number, a string or the like, which count for all samples.
 
