@@ -141,6 +141,35 @@ def test_sums_in_the_wrong_place_are_found(before: str, after: str, kind: str, n
     assert (kind, name) in [(each.kind, each.name) for each in misplaced_sums(syntax(LOOP.replace(before, after)))]
 
 
+def test_a_count_beside_a_list_that_is_never_added_to() -> None:
+    listed = LOOP.replace("loss, right, rows = 0.0, 0, 0", "loss, right, rows, all_x = 0.0, 0, 0, []")
+    listed = listed.replace("rows += len(y)", "rows += len(y)\n        all_x.append(x)\n    print(all_x)", 1)
+    assert list(misplaced_sums(syntax(listed))) == []
+    [found] = misplaced_sums(syntax(listed.replace("        right += (logits.argmax(1) == y).sum().item()\n", "")))
+    assert (found.kind, found.name) == ("never added to", "right")
+
+
+@pytest.mark.parametrize(("added", "is_found"), [("pass", True), ("gains += x.sum(1)", False), ("print(gains)", False)])
+def test_zeros_that_nothing_is_added_to(added: str, is_found: bool) -> None:
+    program = LOOP.replace(
+        "loss, right, rows = 0.0, 0, 0", "loss, right, rows = 0.0, 0, 0\n    gains = torch.zeros(16)"
+    )
+    program = program.replace("rows += len(y)", f"rows += len(y)\n        {added}", 1)
+    program = program.replace("return loss / rows, right / rows", "return loss / rows, right / rows + gains.mean()")
+    kinds = [(each.kind, each.name) for each in misplaced_sums(syntax(program))]
+    assert kinds == ([("never set", "gains")] if is_found else [])
+
+
+@pytest.mark.parametrize(
+    ("made", "is_evaluated"),
+    [("copy.deepcopy(model)", True), ("optimizer.param_groups", False), ("nn.Linear(6, 3)", False)],
+)
+def test_what_was_made_of_the_model_is_evaluated(made: str, is_evaluated: bool) -> None:
+    program = LOOP.replace("losses, step, shown =", f"average = {made}\n    losses, step, shown =")
+    program = program.replace("= evaluate(model, batches)", "= evaluate(average, [(X, Y)])")
+    assert bool(evaluations(syntax(program))) == is_evaluated
+
+
 @pytest.mark.parametrize(
     ("returned", "is_found"), [("len(parts)", True), ("sum(parts) / len(parts)", False), ("parts", False)]
 )

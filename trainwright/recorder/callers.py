@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
+from typing import TypeAlias
 
 import torch
 
@@ -16,6 +17,9 @@ _PACKAGES = (f"{Path(torch.__file__).parent}/", *_OURS)
 _STANDARD = f"{Path(contextlib.__file__).parent}/"
 _LIBRARIES = ("lightning", "pytorch_lightning", "transformers", "accelerate")
 """Training libraries whose loop is not the user's either."""
+
+Line: TypeAlias = int | None
+"""Of a file; None where there is none."""
 
 
 def caller() -> str | None:
@@ -38,6 +42,14 @@ def calling_frame() -> FrameType | None:
             return frame
         frame = frame.f_back
     return None
+
+
+def line_within(code: CodeType | None) -> Line:
+    """The line at which the function ``code`` stands on this stack; None where it does not."""
+    frame: FrameType | None = sys._getframe(1) if code is not None else None
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return None if frame is None else frame.f_lineno
 
 
 def _is_standard(name: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Literal, TypeAlias
@@ -49,8 +49,8 @@ Reduction: TypeAlias = Literal["mean", "sum", "other"]
 class MadeOf:
     """How a tensor was made of outputs of a model: the last function, and over how many elements it reduces.
 
-    ``decided``: it is made of decisions, such as which of the classes is the largest. ``calls``: which calls of the
-    model, by number, gave the outputs.
+    ``decided``: it is made of decisions, such as which of the classes is the largest. ``at_once``: one of them was
+    taken over all rows and all columns at once. ``calls``: which calls of the model, by number, gave the outputs.
     """
 
     function: str
@@ -58,6 +58,7 @@ class MadeOf:
     count: int = 1
     decided: bool = False
     calls: frozenset[int] = frozenset()
+    at_once: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +123,19 @@ class EscapeTape(PausableMode):
         elif name in ARRAYS:
             self.arrays += self._origin(args[0]) is not None
         elif isinstance(result, Tensor | tuple) and (of := self._origins((args, kwargs))):
+            at_once = any(each.at_once for each in of) or self._is_taken_at_once(name, args, result, of)
             for each in tensors_of(result, 2):
-                self._remember(each, _made(name, args, kwargs, each, of))
+                self._remember(each, replace(_made(name, args, kwargs, each, of), at_once=at_once))
             if name == "nll_loss":
                 self._weigh(args, kwargs)
+
+    def _is_taken_at_once(self, name: str, args: Args, result: object, of: Sequence[MadeOf]) -> bool:
+        """Whether it is one decision where there are several rows and several columns."""
+        if name not in ("argmax", "argmin") or not isinstance(result, Tensor) or result.dim() or len(of) != 1:
+            return False
+        shape = args[0].shape if args and isinstance(args[0], Tensor) else ()
+        rows = sum(self.rows[call] for call in of[0].calls)
+        return len(shape) > 1 and shape[0] == rows > 1 and shape.numel() > rows
 
     def _weigh(self, args: Args, kwargs: Kwargs) -> None:
         x = args[0] if args else kwargs.get("input")
@@ -161,7 +171,7 @@ def _made(name: str, args: Args, kwargs: Kwargs, result: Tensor, of: list[MadeOf
     if plain in LOSSES:
         reduction, count = _of_loss(args, kwargs)
         return MadeOf(plain, reduction, count, decided, calls)
-    if plain == "mean" and result.numel() < elements:
+    if plain == "mean" and (result.numel() < elements or elements == 1):
         return MadeOf(plain, "mean", over, decided, calls)
     if plain in ("sum", "count_nonzero") and result.numel() < elements:
         if first.reduction == "mean":

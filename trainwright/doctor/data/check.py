@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from trainwright.doctor.case import Case
-from trainwright.doctor.data import evaluation, figures
+from trainwright.doctor.data import amounts, evaluation, figures
 from trainwright.doctor.data.facts import (
     SAME,
     DrawsFacts,
@@ -276,6 +276,9 @@ LAWS: tuple[Law, ...] = (
     Law("data.evaluation_goes_on", evaluation.evaluation_goes_on),
     Law("data.evaluation_is_possible", evaluation.evaluation_is_possible),
     Law("data.figures_are_averages", figures.figures_are_averages),
+    Law("data.figures_do_not_grow", amounts.figures_do_not_grow, named_by=("law.data.figures_are_averages",)),
+    Law("data.evaluation_has_rows", amounts.evaluation_has_rows),
+    Law("data.rows_are_decided_apart", amounts.rows_are_decided_apart),
     Law("data.training_averages_are_averages", figures.training_averages_are_averages),
     Law("data.perfect_predictions_are_right", figures.perfect_predictions_are_right),
     Law("data.distances_vanish", figures.distances_vanish),

@@ -175,7 +175,8 @@ class KeptNumber:
     ``of`` says what these are, ``right`` the mean of them over the ``whole`` number of rows, ``noise`` its standard
     error. ``wrong`` says what is wrong with the number; empty: nothing. ``is_plain``: it is one of them, or a sum.
     ``decided``: it is a share of decisions. ``is_factor``: the mean over the rows times a number. ``is_negated``: the
-    mean with the other sign.
+    mean with the other sign. ``is_sum``: the sum over its rows, as another function has returned it. ``elements``: of
+    so many the numbers that left torch were made.
     """
 
     name: str
@@ -187,6 +188,8 @@ class KeptNumber:
     decided: bool = False
     is_factor: bool = False
     is_negated: bool = False
+    is_sum: bool = False
+    elements: int = 0
     right: float = 0.0
     whole: float = 0.0
     noise: float = 0.0
@@ -255,7 +258,9 @@ class EvaluationFacts:
     what the loop has now.
 
     ``figures``: losses and accuracies, by their names, that it did not have before. ``arrays``: outputs that left torch
-    as arrays, of which nothing is known. ``mass``: what was given to ``nll_loss``
+    as arrays, of which nothing is known. ``most_rows``: of a call. ``single``: the mean that left torch at
+    ``single_line`` where it is of one element, and there is no other. ``at_once``: lines where numbers left torch that
+    are made of one decision over all rows and columns. ``mass``: what was given to ``nll_loss``
     at ``mass_line`` as logarithms of probabilities, by how much their sum differs from 1; -1 where it was not called.
     """
 
@@ -263,6 +268,7 @@ class EvaluationFacts:
     after: int
     calls: int
     rows: int
+    most_rows: int
     arrays: int
     computed: tuple[Computed, ...]
     numbers: tuple[KeptNumber, ...]
@@ -272,3 +278,6 @@ class EvaluationFacts:
     likeness: Likeness | None = None
     decided: tuple[DecidedFigure, ...] = ()
     distances: tuple[DistanceFigure, ...] = ()
+    at_once: tuple[str, ...] = ()
+    single: float | None = None
+    single_line: str | None = None

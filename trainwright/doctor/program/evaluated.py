@@ -6,23 +6,47 @@ import ast
 from collections.abc import Iterator, Mapping, Sequence
 
 from trainwright.doctor.loops import calls, name_of
-from trainwright.doctor.program.syntax import FunctionSyntax, ProgramSyntax, is_number_zero, set_to, stored
+from trainwright.doctor.program.syntax import (
+    FunctionSyntax,
+    ProgramSyntax,
+    is_number_zero,
+    root_of,
+    set_to,
+    statement_value,
+    stored,
+)
 
 NO_GRADIENTS = ("no_grad", "inference_mode")
+DIVISIONS = (ast.Div, ast.FloorDiv, ast.Mod)
 
 
 def evaluations(program: ProgramSyntax) -> list[ast.Call]:
-    """The calls of functions without gradients that are given what the watch was given."""
+    """The calls of functions without gradients that are given what the watch was given, or what was made of it before:
+    a copy, or the average of its weights.
+    """
     found = [each for each in ast.walk(program.loop.node) if isinstance(each, ast.With) and program.is_watch(each)]
     own = [(each, program.by_name.get(name_of(each.func))) for block in found for each in calls(block)]
+    known = program.given | {name for block in found for name in _made_before(block, program)}
     return [
         call for call, function in own
-        if function is not None and _is_without_gradients(function) and _model_of(call) & program.given
+        if function is not None and _is_without_gradients(function) and _arguments(call) & known
     ]  # fmt: skip
 
 
-def _model_of(call: ast.Call) -> set[str]:
-    return {name_of(each) for each in (*call.args, *(each.value for each in call.keywords))}
+def _made_before(block: ast.With, program: ProgramSyntax) -> Iterator[str]:
+    """The names that calls which are given what the watch is given set before it."""
+    for statement in program.loop.statements:
+        value = statement_value(statement)
+        if value is None or statement.lineno > block.lineno:
+            continue
+        if any(_arguments(each) & program.given for each in calls(value)):
+            yield from stored(statement)
+
+
+def _arguments(call: ast.Call) -> set[str]:
+    """The names that a call is given, or whose attributes it is given."""
+    roots = [root_of(each) for each in (*call.args, *(each.value for each in call.keywords))]
+    return {each.id for each in roots if each is not None}
 
 
 def _is_without_gradients(function: FunctionSyntax) -> bool:
@@ -53,3 +77,12 @@ def periods(program: ProgramSyntax, evaluated: Sequence[ast.Call], numbers: Mapp
                 )
                 if isinstance(by, int | float):
                     yield int(by)
+
+
+def worked_with(program: ProgramSyntax) -> list[str]:
+    """The names of the loop that something is made of: by a division, or by a function of the program."""
+    nodes = list(ast.walk(program.loop.node))
+    divisions = [n for n in nodes if isinstance(n, ast.BinOp | ast.AugAssign) and isinstance(n.op, DIVISIONS)]
+    own = [n for n in nodes if isinstance(n, ast.Call) and name_of(n.func) in program.by_name]
+    given = [part for call in own for part in (*call.args, *(each.value for each in call.keywords))]
+    return sorted({each.id for node in (*divisions, *given) for each in ast.walk(node) if isinstance(each, ast.Name)})

@@ -193,7 +193,8 @@ class WrittenFacts:
 
     ``evaluated_by`` are the lines of calls in the loop that evaluate the model, by a function without gradients.
     ``periods`` are the whole numbers that a step is divided by in the conditions in front of these. ``unset`` are names
-    that these calls set, and that are still 0.0.
+    that these calls set, and that are still 0.0. ``worked_with`` are names of the loop that something is made
+    of, by a division or a function of the program.
     """
 
     experiment: ClassVar[str] = "written"
@@ -204,3 +205,4 @@ class WrittenFacts:
     evaluated_by: tuple[int, ...] = ()
     periods: tuple[int, ...] = ()
     unset: tuple[str, ...] = ()
+    worked_with: tuple[str, ...] = ()

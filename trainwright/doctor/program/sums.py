@@ -39,22 +39,22 @@ def misplaced_sums(program: ProgramSyntax) -> Iterator[MisplacedSum]:
 
 def _never_added_to(function: FunctionSyntax) -> Iterator[MisplacedSum]:
     """Of several sums that one line begins, one is only divided, and never added to."""
-    for begin in (each for each in function.statements if isinstance(each, ast.Assign) and _is_zero(each)):
-        names = stored(begin)
-        added = {_added_to(each) for each in function.statements} & names
-        for name in sorted(names - added - function.in_nested):
+    for begin in (each for each in function.statements if isinstance(each, ast.Assign) and _is_empty(each)):
+        added = {_added_to(each) for each in function.statements} & stored(begin)
+        zero = {name for name, value in set_to(begin) if isinstance(value, ast.Constant)}
+        for name in sorted(zero - added - function.in_nested):
             is_divided = any(name in names_read(n.left) for n in ast.walk(function.node) if _is_division(n))
             if added and is_divided and function.assigned(name) == [begin]:
                 yield MisplacedSum(kind="never added to", name=name, line=begin.lineno)
 
 
 def _never_set(function: FunctionSyntax) -> Iterator[MisplacedSum]:
-    """What is 0.0 in front of a loop, is set nowhere else, and is read behind all loops only."""
+    """What is 0.0 in front of a loop, or a tensor of zeros, is set nowhere else, and is read behind all loops only."""
     loops = [each for each in function.statements if isinstance(each, LOOPS)]
     inside = [node for each in loops for node in ast.walk(each)]
     last = max((each.end_lineno or 0 for each in loops), default=0)
     for begin in (each for each in function.statements if isinstance(each, ast.Assign) and each not in inside):
-        names = [name for name, value in set_to(begin) if is_number_zero(value)]
+        names = [name for name, value in set_to(begin) if is_number_zero(value) or _is_zeros(value)]
         for name in (each for each in names if begin.lineno < last and function.assigned(each) == [begin]):
             reads = [
                 n
@@ -65,9 +65,21 @@ def _never_set(function: FunctionSyntax) -> Iterator[MisplacedSum]:
                 yield MisplacedSum(kind="never set", name=name, line=begin.lineno)
 
 
-def _is_zero(begin: ast.Assign) -> bool:
+def _is_empty(begin: ast.Assign) -> bool:
+    """Whether it begins several sums and lists."""
     parts = begin.value.elts if isinstance(begin.value, ast.Tuple) else []
-    return len(parts) > 1 and all(isinstance(each, ast.Constant) and each.value == 0 for each in parts)
+    return len(parts) > 1 and all(_is_nought(each) or ast.unparse(each) in ("[]", "{}") for each in parts)
+
+
+def _is_zeros(value: ast.expr) -> bool:
+    return isinstance(value, ast.Call) and _is_nought(value)
+
+
+def _is_nought(value: ast.expr) -> bool:
+    """``0``, ``0.0``, or a tensor of zeros."""
+    if isinstance(value, ast.Call):
+        return last_name(value) in ("zeros", "zeros_like")
+    return isinstance(value, ast.Constant) and type(value.value) in (int, float) and value.value == 0
 
 
 def _is_division(node: ast.AST) -> TypeGuard[ast.BinOp]:

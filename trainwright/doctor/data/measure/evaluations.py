@@ -13,6 +13,7 @@ from torch import nn
 from trainwright.doctor.data.facts import Computed, EvaluationFacts
 from trainwright.doctor.data.measure.alike import Likenesses
 from trainwright.doctor.data.measure.best_predictions import decided_figures
+from trainwright.doctor.data.measure.call_places import CallPlaces
 from trainwright.doctor.data.measure.distances import distance_figures
 from trainwright.doctor.data.measure.figure_parts import (
     EscapeLine,
@@ -24,6 +25,7 @@ from trainwright.doctor.data.measure.figure_parts import (
 )
 from trainwright.doctor.data.measure.kept_numbers import KeptNumbers
 from trainwright.doctor.data.measure.loop_figures import figures_among
+from trainwright.recorder.callers import line_within
 from trainwright.recorder.copies import is_a_copy
 from trainwright.recorder.escapes import Escape, EscapeTape
 from trainwright.recorder.figure_program import FigureProgram
@@ -55,7 +57,8 @@ class EvaluationsProbe(Probe):
         self._open = ExitStack()
         self._tape = EscapeTape()
         self._steps = self._passes = self._rows = 0
-        self._in_step = self._is_open = self._is_begun = False
+        self._in_step = self._is_open = self._is_begun = self._is_heard = False
+        self._places = CallPlaces()
         self._before: Mapping[str, float] = {}
         self._facts: EvaluationFacts | None = None
 
@@ -69,11 +72,27 @@ class EvaluationsProbe(Probe):
             self._in_step = True
             if self._likenesses.wants_training:
                 self._likenesses.train(root, tensors_of((args, kwargs), 3))
-        elif not self._in_step and self._is_wanted():
+        elif not self._in_step and self._is_of_an_evaluation() and self._is_wanted():
             given = tensors_of((args, kwargs), 3)
             self._rows = given[0].shape[0] if given and given[0].dim() else 1
             self._is_open = True
             self._likenesses.evaluate(root, given)
+
+    def _is_of_an_evaluation(self) -> bool:
+        """Where some lines of the loop call the model before each step, and others do not, the evaluations are theirs;
+        they are counted from the first of them.
+        """
+        had = self._places.has_evaluations
+        self._is_heard = not self._places.is_of_the_step(line_within(self._code()))
+        if self._places.has_evaluations and not had:
+            self._passes = 0
+            self._begin_anew()
+            self._is_begun = self._is_open = False
+        return self._is_heard
+
+    def _begin_anew(self) -> None:
+        self._tape.forget()
+        self._likenesses.forget()
 
     def _is_wanted(self) -> bool:
         if self._is_begun:
@@ -83,7 +102,7 @@ class EvaluationsProbe(Probe):
         return (number <= EACH or number.bit_count() == 1) and 2 * number <= max(2 * EACH, self._steps)
 
     def on_output(self, root: nn.Module, output: object) -> None:
-        if self._is_open and not self._in_step:
+        if self._is_open and self._is_heard and not self._in_step:
             self._tape.called(output, self._rows)
             self._tape.start()
 
@@ -94,8 +113,7 @@ class EvaluationsProbe(Probe):
 
     def on_mode(self, module: nn.Module, training: bool) -> None:
         if not training and self._is_open:  # of two evaluations in a row the last counts
-            self._tape.forget()
-            self._likenesses.forget()
+            self._begin_anew()
         if not training:
             self._hear([module])
 
@@ -113,6 +131,7 @@ class EvaluationsProbe(Probe):
             self._tape.stop()
         if self._is_begun:
             self._close()
+        self._places.close()
         self._in_step, self._steps = False, step.step
 
     def on_forked(self) -> None:
@@ -130,11 +149,13 @@ class EvaluationsProbe(Probe):
         if self._is_open and tape.rows:
             places = dict(list(by_place(tape.escapes).items())[:PLACES])
             away = away_from(self._code(), places)
+            single = _single(places, tape.rows)
             worst = max(tape.mass, key=lambda each: each[0], default=(-1.0, None))
             self._facts = EvaluationFacts(
                 after=self._steps,
                 calls=len(tape.rows),
                 rows=sum(tape.rows),
+                most_rows=max(tape.rows),
                 arrays=tape.arrays,
                 computed=tuple(_computed(places, tape.rows)),
                 numbers=tuple(self._kept.read(numbers, self._before, all_readings(places, tape.rows), away)),
@@ -144,6 +165,9 @@ class EvaluationsProbe(Probe):
                 likeness=self._likenesses.close(),
                 decided=self._run_again(decided_figures),
                 distances=self._run_again(distance_figures),
+                at_once=tuple({each.line or "": None for each in tape.escapes if each.origin and each.origin.at_once}),
+                single=None if single is None else single.value,
+                single_line=None if single is None else single.line,
             )
         tape.forget()
         self._is_open = self._is_begun = False
@@ -159,6 +183,13 @@ class EvaluationsProbe(Probe):
     def values(self) -> Facts | None:
         self._close()
         return None if self._facts is None else dict(strict(vars(self._facts)))
+
+
+def _single(places: EscapeLines, rows: Sequence[int]) -> Escape | None:
+    """The mean that left torch, where there is one, of one element of one row."""
+    means = [each for place, several in places.items() if place.reduction == "mean" for each in several]
+    is_single = max(rows) == len(means) == 1 and means[0].origin is not None and means[0].origin.count == 1
+    return means[0] if is_single else None
 
 
 def _computed(places: EscapeLines, rows: Sequence[int]) -> Iterator[Computed]:

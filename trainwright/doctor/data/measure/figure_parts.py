@@ -60,7 +60,7 @@ def rows_of(escapes: Sequence[Escape], rows: Sequence[int]) -> list[int]:
 class FigureParts:
     """Numbers of a place as parts of a figure: it is the sum of ``terms`` over the sum of ``counts``.
 
-    ``counted`` says what the counts are. ``told``: the numbers as they left torch.
+    ``counted`` says what the counts are. ``told``: the numbers as they left torch, made of so many ``elements``.
     """
 
     place: EscapeLine
@@ -68,6 +68,7 @@ class FigureParts:
     told: tuple[float, ...]
     terms: tuple[float, ...]
     counts: tuple[float, ...]
+    elements: int = 0
 
     @cached_property
     def figure(self) -> float:
@@ -88,12 +89,13 @@ def readings(places: EscapeLines, place: EscapeLine, rows: Sequence[int]) -> Ite
     """What the numbers of a place may be parts of: means are weighted, sums are divided, by each known count."""
     escapes = places[place]
     told = tuple(each.value for each in escapes)
+    elements = sum(each.origin.count for each in escapes if each.origin is not None)
     for counted, counts in _counts(places, place, rows):
         if min(counts) > 0 and all(map(math.isfinite, (*told, *counts))):
             if place.reduction != "mean":
-                yield FigureParts(place, counted, told, told, counts)
+                yield FigureParts(place, counted, told, told, counts, elements)
             if place.reduction != "sum":
-                yield FigureParts(place, counted, told, tuple(map(operator.mul, told, counts)), counts)
+                yield FigureParts(place, counted, told, tuple(map(operator.mul, told, counts)), counts, elements)
 
 
 def _counts(places: EscapeLines, place: EscapeLine, rows: Sequence[int]) -> Iterator[tuple[str, tuple[float, ...]]]:

@@ -30,7 +30,8 @@ class Form:
     """A value that a loop may make of a reading. ``wrong`` says what is; empty: nothing.
 
     ``is_plain``: one of the numbers that left torch, or their sum: it may be on its way to a figure. ``is_factor``: a
-    figure times a number that may be meant. ``is_negated``: a figure with the other sign. ``rest``: the figure of the
+    figure times a number that may be meant. ``is_negated``: a figure with the other sign. ``is_sum``: that over all
+    rows. ``rest``: the figure of the
     rows that are not in it; where that is kept as well, there were two evaluations.
     """
 
@@ -40,6 +41,7 @@ class Form:
     is_plain: bool = False
     is_factor: bool = False
     is_negated: bool = False
+    is_sum: bool = False
     rest: float = 0.0
 
 
@@ -68,7 +70,7 @@ def _plain(reading: FigureParts) -> Iterator[Form]:
     more = len(reading.told) > 1
     total = math.fsum(reading.told)
     wrong = "the sum over the batches, divided by nothing" if more and reading.place.reduction == "mean" else ""
-    yield Form(reading, total, wrong, is_plain=True)
+    yield Form(reading, total, wrong, is_plain=True, is_sum=reading.place.reduction == "sum")
     of_rows = "the sum over its rows, divided by nothing" if more and reading.place.reduction == "mean" else ""
     yield Form(reading, math.fsum(reading.terms), of_rows, is_plain=True)
     for place, value in enumerate(reading.told):
@@ -112,6 +114,7 @@ def _wrong(reading: FigureParts) -> Iterator[Form]:
     yield Form(reading, reading.figure / 2, "half of the mean over its rows", is_factor=True)
 
 
+_SUM = "the sum over its rows"
 _LAST = "of the last batch alone"
 _MEANS = "a mean of batches that are not alike, each of the same weight"
 
@@ -188,19 +191,21 @@ class KeptNumbers:
             Forms([form for each in known for form in (*_wrong(each), *self._carried(each))]),
         ]
         new = [name for name, value in numbers.items() if before.get(name) != value and value and math.isfinite(value)]
-        forms = {name: self._form(name, numbers[name], groups, away) for name in new if type(numbers[name]) is float}
+        forms = {name: self._form(name, numbers[name], groups, away) for name in new}
         settled = {_key(form) for form in forms.values() if form is not None and not (form.wrong or form.is_plain)}
         whole = {value for value in numbers.values() if type(value) is int}
         values = [numbers[name] for name in forms]
         kept = []
         for name in new:
             form = forms.get(name)
-            if form is None and is_over:
+            if form is None and is_over and type(numbers[name]) is float:
                 may_be = known if is_meant(name) else [each for each in known if _is_returned(each, away)]
                 form = self._course(name, numbers[name], may_be, settled)
             if form is not None and form.is_plain and not name.startswith(LOGGED):
                 is_on_its_way = form.reading.place not in away or _divisors(form) & whole
                 form = replace(form, wrong="") if is_on_its_way else form
+            if form is not None and form.is_sum:
+                form = replace(form, is_sum=form.reading.place in away and form.reading.elements not in whole)
             if form is not None and form.rest and any(math.isclose(form.rest, each, rel_tol=EXACT) for each in values):
                 form = replace(form, wrong="")
             if form is not None and _key(form) in settled:
@@ -233,6 +238,8 @@ class KeptNumbers:
 
     def _form(self, name: str, value: float, groups: Sequence[Forms], away: Set[EscapeLine]) -> Form | None:
         found = next((each for group in groups if (each := group.like(value)) is not None), None)
+        if type(value) is int:  # many are equal by chance: a sum of decisions is none where it comes again
+            return found if found is not None and found.is_sum and found.reading.place.decided else None
         if found is None or not found.is_factor or is_meant(name) or _is_returned(found.reading, away):
             return found
         return None
@@ -249,7 +256,7 @@ class KeptNumbers:
 
     def _is_sure(self, name: str, form: Form) -> bool:
         """Of small whole numbers others may be made by chance, but not twice in the same way."""
-        words = re.sub(r"[0-9.]+", "", form.wrong)
+        words = re.sub(r"[0-9.]+", "", form.wrong or _SUM * form.is_sum)
         seen, self._words[name] = self._words.get(name, ""), words
         return not words or seen == words or not form.reading.place.decided
 
@@ -303,6 +310,8 @@ def _kept(name: str, value: float, form: Form) -> KeptNumber:
         decided=reading.place.decided,
         is_factor=form.is_factor,
         is_negated=form.is_negated,
+        is_sum=form.is_sum,
+        elements=reading.elements,
         right=reading.figure,
         whole=math.fsum(reading.counts),
         noise=reading.noise,

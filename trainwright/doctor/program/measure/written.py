@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trainwright.doctor.program.evaluated import evaluations, figures, periods
+from trainwright.doctor.program.evaluated import evaluations, figures, periods, worked_with
 from trainwright.doctor.program.facts import WrittenFacts
 from trainwright.doctor.program.sums import misplaced_sums
 from trainwright.doctor.program.syntax import ProgramSyntax
@@ -63,6 +63,7 @@ def _facts(watched: WatchedObjects) -> WrittenFacts | None:
         evaluated_by=tuple(each.lineno for each in evaluated),
         periods=tuple(periods(program, evaluated, numbers)),
         unset=_unset(figures(program, evaluated), watched),
+        worked_with=tuple(worked_with(program)),
     )
 
 
