@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.utils.data import DataLoader, DistributedSampler
 
 import trainwright as tw
@@ -29,7 +30,9 @@ from zoo.host import Rows, Watch, table
 RANKS = 2
 STEPS = 24
 LIMIT_S = 6.0
-"""The timeout of each program's group: what hangs ends then."""
+"""The timeout of each program's group once its ranks have met: what hangs in the program ends then."""
+MEET_S = 60.0
+"""How long ranks wait for each other before: on a busy machine a connection may take longer than a step that hangs."""
 Program = Callable[[Watch, int, int], None]
 """``(watch, seed, rank)``: trains as one of two ranks."""
 
@@ -124,7 +127,7 @@ def main(ask: dict[str, Any]) -> None:
 
     logging.disable()
     torch.set_num_threads(1)
-    store = TCPStore("127.0.0.1", ask["port"], RANKS, ask["rank"] == 0, timedelta(seconds=60))
+    store = TCPStore("127.0.0.1", ask["port"], RANKS, ask["rank"] == 0, timedelta(seconds=MEET_S))
     for name in ask["names"] or sorted(RANK_ENTRIES):
         for seed in ask["seeds"]:
             told = one(ask, name, seed, store)
@@ -143,7 +146,10 @@ def one(ask: dict[str, Any], name: str, seed: int, store: TCPStore, *, watched: 
     own.set(f"here/{ask['rank']}", "")
     own.wait([f"here/{rank}" for rank in range(RANKS)])  # one may have waited long in the program before
     limit = timedelta(seconds=ask.get("limit_s", LIMIT_S))
-    distributed.init_process_group("gloo", store=own, rank=ask["rank"], world_size=RANKS, timeout=limit)
+    meet = timedelta(seconds=MEET_S)
+    distributed.init_process_group("gloo", store=own, rank=ask["rank"], world_size=RANKS, timeout=meet)
+    distributed.barrier()
+    _set_pg_timeout(limit)
     told = run(RANK_ENTRIES[name], seed, ask["rank"], Path(ask["folder"]), watched=watched)
     distributed.destroy_process_group()
     return told
