@@ -1,8 +1,9 @@
-"""Updates that are several times too small are found by what three times their way would give."""
+"""Updates that are many times too small are found by what three times their way, or ten times the rate, would give."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,13 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from tests.doctor.law_loops import Change, Loop, as_it_is, broken, watched
+from tests.doctor.law_loops import Change, Loop, as_it_is, broken, states, watched
 from tests.rows import each_row
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import Finding
 from trainwright.doctor.law import Holds, NotApplicable
-from trainwright.doctor.vitals.facts import ReachFacts, VitalsFacts
-from trainwright.doctor.vitals.reach import way_is_used
+from trainwright.doctor.vitals.facts import HigherRatesFacts, ReachFacts, VitalsFacts
+from trainwright.doctor.vitals.reach import higher_rates_gain_little, way_is_used
 from trainwright.runlog.json_values import strict
 from trainwright.runlog.records import Examined, Watched
 
@@ -34,6 +35,41 @@ def clipped(loop: Loop) -> None:
 def warm_for_ever(loop: Loop) -> None:
     for group in loop.optimizer.param_groups:
         group["lr"] /= 10
+
+
+def comes_down_at_once(loop: Loop) -> None:
+    def come_down(step: int) -> None:
+        loop.optimizer.param_groups[0]["lr"] *= 0.05 if step == 20 else 1.0
+
+    loop.end = come_down
+
+
+def rises_all_the_time(loop: Loop) -> None:
+    def rise(step: int) -> None:
+        loop.optimizer.param_groups[0]["lr"] = 1e-5 * step
+
+    loop.begin = rise
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "optimizer", "lr", "state"),
+    [
+        (as_it_is, AdamW, 1e-2, "held"),
+        (as_it_is, partial(SGD, momentum=0.9), 0.1, "held"),
+        (warm_for_ever, AdamW, 1e-2, "broken"),
+        (tenth_of_the_loss, SGD, 0.1, "broken"),
+        (clipped, SGD, 0.1, "broken"),
+        (comes_down_at_once, AdamW, 1e-2, "broken"),
+        (rises_all_the_time, AdamW, 1e-2, "not applicable"),
+    ],
+    ids=["as it is", "as it is, SGD", "a tenth", "a tenth of the loss", "clipped", "comes down", "warms up"],
+)
+def test_rates_that_ten_times_as_much_would_beat(
+    change: Change, optimizer: Callable[..., Optimizer], lr: float, state: str
+) -> None:
+    watch = watched(change, steps=66, optimizer=optimizer, lr=lr)
+    assert states(watch, "vitals")["higher_rates_gain_little"].state == state
 
 
 @pytest.mark.slow
@@ -56,7 +92,10 @@ def test_updates_that_are_too_small(
 
 
 def case_of(
-    *facts: ReachFacts, rate: Callable[[int], float] = lambda step: 0.1, steps: int = 130, frozen: int = 0
+    *facts: ReachFacts | HigherRatesFacts,
+    rate: Callable[[int], float] = lambda step: 0.1,
+    steps: int = 130,
+    frozen: int = 0,
 ) -> Case:
     event: dict[str, object] = {"optimizer": 0}
     records = [
@@ -64,7 +103,9 @@ def case_of(
         for n in range(1, steps + 1)
     ]
     vitals = VitalsFacts(steps=steps, updates=steps, tensors=4, frozen_still=frozen)
-    seen = [Examined(time_s=0.0, step=each.until, experiment="reach", values=strict(vars(each))) for each in facts]
+    seen = [
+        Examined(time_s=0.0, step=each.until, experiment=each.experiment, values=strict(vars(each))) for each in facts
+    ]
     last = Examined(time_s=0.0, step=steps, experiment="vitals", values=strict(vars(vitals)))
     return Case([*records, *seen, last], finished=True)
 
@@ -91,3 +132,44 @@ def test_a_trial_of_a_few_steps_is_told_no_more_than_that() -> None:
     for steps, severity in ((60, "info"), (130, "warning")):
         [finding] = [each for each in way_is_used(case_of(STRAIGHT, again, steps=steps)) if isinstance(each, Finding)]
         assert finding.found.severity == severity
+
+
+SLOW = HigherRatesFacts(90, 130, 2.0, 1.9, 1.7, 1.2, fell=True, surely=True)
+
+
+@each_row(
+    ("case", "kind"),
+    [
+        (case_of(SLOW), Finding),
+        (case_of(replace(SLOW, surely=False)), Holds),
+        (case_of(replace(SLOW, fell=False)), Holds),
+        (case_of(replace(SLOW, tenfold=1.89)), Holds),
+        (case_of(replace(SLOW, drawn=True)), NotApplicable),
+        (case_of(SLOW, frozen=1), NotApplicable),
+        (case_of(SLOW, rate=lambda step: 0.1 * step), NotApplicable),
+        (case_of(SLOW, rate=lambda step: 0.1 if step < 60 else 0.01), Finding),
+    ],
+    ids=lambda value: "",
+)
+def test_a_rate_must_surely_be_too_small(case: Case, kind: type) -> None:
+    verdicts = [each for each in higher_rates_gain_little(case) if isinstance(each, Finding | Holds | NotApplicable)]
+    assert [type(each) for each in verdicts] == [kind]
+
+
+@pytest.mark.parametrize(
+    ("facts", "steps", "rate", "severity"),
+    [
+        (SLOW, 130, 0.1, "info"),
+        (SLOW, 130, 0.05, "info"),
+        (SLOW, 130, 0.01, "warning"),
+        (replace(SLOW, since=20, until=48), 48, 0.01, "info"),
+        (replace(SLOW, since=20, until=48, updates=96), 48, 0.01, "warning"),
+    ],
+    ids=["perhaps short", "came down a little", "came down", "a trial", "resumed"],
+)
+def test_what_may_be_a_run_that_is_too_short_is_an_info(
+    facts: HigherRatesFacts, steps: int, rate: float, severity: str
+) -> None:
+    case = case_of(facts, steps=steps, rate=lambda step: 0.1 if step < 20 else rate)
+    [finding] = [each for each in higher_rates_gain_little(case) if isinstance(each, Finding)]
+    assert finding.found.severity == severity

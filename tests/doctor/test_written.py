@@ -94,6 +94,7 @@ def test_a_healthy_loop_has_nothing_left_over() -> None:
         ("print(losses, shown", "print(shown", "list", "losses"),
         ("logits = model(x)\n", "logits = model(x)\n        logits = model(x * 2)\n", "replaced", "logits"),
         ("return x * scale", "return x", "argument", "scale"),
+        ("for epoch in range(epochs)", "for epoch in range(10)", "setting", "epochs"),
         ("model(halves(x, 0.5)), y)", "model(halves(x, 0.5)), Y[:16])", "part", "y"),
     ],
 )
@@ -103,6 +104,42 @@ def test_what_nothing_reads_is_found(before: str, after: str, kind: str, name: s
     if kind == "part":
         source = source.replace("len(y)", "16", 3).replace("rows += 16", "rows += len(y)")
     assert (kind, name) in [(each.kind, each.name) for each in unread_values(syntax(source))]
+
+
+PLAY = """
+def play(actor, world, steps=8):
+    state, rewards = world.reset(), []
+    for _ in range(steps):
+        state, reward, done, _, info = world.step(actor(state))
+        rewards.append(reward)
+        if done:
+            state = world.reset()
+    return rewards
+
+def train(world, actor, updates=4):
+    for update in range(updates):
+        print(play(actor, world, 16))
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "unread"),
+    [
+        ("", "", []),
+        ("if done", "if info", ["done"]),
+        ("rewards.append(reward)", "rewards.append(state)", ["reward"]),
+        ("reward, done, _, info", "_, done, _, info", []),
+        ("range(updates)", "range(4)", ["updates"]),
+        ("updates=4", "updates=None", []),
+        ("range(steps)", "range(8)", []),  # a default of another function than that of the loop may be there for others
+        ("world.step(actor(state))", "world.turn(actor(state))", []),
+    ],
+)
+def test_what_a_step_of_an_environment_says_is_read(before: str, after: str, unread: list[str]) -> None:
+    source = PLAY.replace(before, after, 1) if before else PLAY
+    if before == "range(steps)":
+        source = source.replace(", 16)", ")")
+    assert [each.name for each in unread_values(syntax(source))] == unread
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,8 @@ class UnreadValue:
     """A value of the program that nothing reads, by its name and line.
 
     ``kind``: a ``sum``, a ``list`` that grows or is only ``counted``, a ``value`` that is computed, one that is
-    ``replaced`` before it is read, a ``part`` of a batch, an ``argument``.
+    ``replaced`` before it is read, a ``part`` of a batch, an ``argument``, a ``setting`` of the loop's function, an
+    ``outcome`` of an environment's step.
     """
 
     kind: str

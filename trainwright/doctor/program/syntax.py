@@ -41,10 +41,10 @@ class FunctionSyntax:
         return [] if isinstance(self.node, ast.Module) else [each.arg for each in self.node.args.args]
 
     @cached_property
-    def with_default(self) -> set[str]:
-        """The parameters that a call need not give."""
-        defaults = [] if isinstance(self.node, ast.Module) else self.node.args.defaults
-        return set(self.parameters[len(self.parameters) - len(defaults) :])
+    def defaults(self) -> dict[str, ast.expr]:
+        """The parameters that a call need not give, and what they are without it."""
+        values = [] if isinstance(self.node, ast.Module) else self.node.args.defaults
+        return dict(zip(self.parameters[len(self.parameters) - len(values) :], values))
 
     @cached_property
     def statements(self) -> list[ast.stmt]:

@@ -24,6 +24,8 @@ MODULES = ("torch", "nn", "F", "functional", "copy", "math", "np", "numpy")
 """Their functions do nothing but return a value, unless they end in an underscore."""
 EFFECTS = ("load_state_dict", "train", "eval", "to", "cuda", "step", "backward", "save", "load", "pop", "next")
 """What is called for what it does: its result is often left over."""
+OUTCOMES = (3, 4, 5)
+"""Of a step of an environment: state, reward and end, perhaps split into two, perhaps with further information."""
 LEAVES = (ast.Return, ast.Break, ast.Continue, ast.Raise, ast.Yield, ast.Try)
 
 
@@ -36,6 +38,8 @@ def unread_values(program: ProgramSyntax) -> Iterator[UnreadValue]:
             yield from _replaced(program, function)
             yield from _unused_parts(program, function)
             yield from _unread_arguments(program, function)
+            yield from _unread_settings(program, function)
+            yield from _unread_outcomes(function)
 
 
 def _never_read(program: ProgramSyntax, function: FunctionSyntax) -> Iterator[UnreadValue]:
@@ -166,7 +170,7 @@ def _unread_arguments(program: ProgramSyntax, function: FunctionSyntax) -> Itera
         if name in function.read or name.startswith("_") or name in ("self", "cls"):
             continue
         if function.is_method:
-            is_given = node.name == "forward" and name not in function.with_default
+            is_given = node.name == "forward" and name not in function.defaults
         else:
             is_given = program.is_only_called(node.name) and _is_always_given(program, function, name)
         if is_given:
@@ -185,5 +189,26 @@ def _is_of_worth(owner: FunctionSyntax, value: ast.expr | None) -> bool:
     return is_number or bool(names_read(value) & (owner.of_data - set(owner.parameters)))
 
 
-def _unread(kind: str, name: str, statement: ast.stmt) -> UnreadValue:
+def _unread_settings(program: ProgramSyntax, function: FunctionSyntax) -> Iterator[UnreadValue]:
+    """Parameters of the function with the loop that have a number as their default: nobody else gives it its form."""
+    if function is not program.loop or function.parameters[:1] in (["self"], ["cls"]):
+        return
+    for name, value in function.defaults.items():
+        is_number = isinstance(value, ast.Constant) and type(value.value) in (int, float)
+        if is_number and name not in function.read and not name.startswith("_"):
+            yield _unread("setting", name, value)
+
+
+def _unread_outcomes(function: FunctionSyntax) -> Iterator[UnreadValue]:
+    """What ``state, reward, done, info = environment.step(action)`` says of reward and end."""
+    for statement in function.statements:
+        value = statement.value if isinstance(statement, ast.Assign) else None
+        names = list(map(name_of, targets_of(statement)))
+        if isinstance(value, ast.Call) and last_name(value) == "step" and value.args and len(names) in OUTCOMES:
+            for name in names[1:3]:
+                if name.isidentifier() and not name.startswith("_") and name not in function.read:
+                    yield _unread("outcome", name, statement)
+
+
+def _unread(kind: str, name: str, statement: ast.stmt | ast.expr) -> UnreadValue:
     return UnreadValue(kind=kind, name=name, line=statement.lineno)

@@ -18,6 +18,8 @@ _UNREAD = {
     "replaced": ("is computed, and replaced before anything reads it", "the second value was to be made of the first"),
     "part": ("is a part of the batch that nothing reads, as another loop over such batches does", "a part is left out"),
     "argument": ("is given to a function that does not read it", "the function uses another name or a fixed value"),
+    "setting": ("is a number that the loop's function takes, and nothing reads it", "another name is in its place"),
+    "outcome": ("is what a step of the environment returns, and nothing reads it", "rewards and ends go unheard"),
 }
 _MISPLACED = {
     "behind": ("is added to once, behind the loop whose rounds make what is added", "put the line into the loop"),

@@ -11,7 +11,7 @@ from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
 from trainwright.doctor.vitals.facts import Drift, OtherRatesFacts, SteadyFacts, StillnessFacts, VitalsFacts
 from trainwright.doctor.vitals.frozen import fresh_weights_are_trained
 from trainwright.doctor.vitals.rates import rates_are_positive
-from trainwright.doctor.vitals.reach import way_is_used
+from trainwright.doctor.vitals.reach import higher_rates_gain_little, way_is_used
 from trainwright.runlog.records import Watched, Where
 
 FIRST, ENOUGH, LATE = 4, 12, 40
@@ -346,6 +346,12 @@ LAWS: tuple[Law, ...] = (
     Law("vitals.loss_moves", loss_moves, named_by=_STANDING),
     Law("vitals.rate_is_useful", rate_is_useful, effort="replay", named_by=_SLOW),
     Law("vitals.way_is_used", way_is_used, effort="replay", named_by=(*_SLOW, "law.vitals.rate_is_useful")),
+    Law(
+        "vitals.higher_rates_gain_little",
+        higher_rates_gain_little,
+        effort="replay",
+        named_by=(*_SLOW, "law.vitals.rate_is_useful", "law.vitals.way_is_used"),
+    ),
     Law("vitals.rates_are_positive", rates_are_positive, named_by=("sched.*", "loop.*")),
     Law("vitals.scales_hold", scales_hold, named_by=_RUNAWAY),
     Law("vitals.frozen_stays", frozen_stays),

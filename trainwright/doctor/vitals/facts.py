@@ -146,3 +146,27 @@ class ReachFacts:
     now: float
     beyond: float
     surely: bool
+
+
+@dataclass(frozen=True)
+class HigherRatesFacts:
+    """The last steps once more, from step ``since`` on, with rates of other sizes; and what that does to the batches
+    that followed: their mean loss ``before`` these steps and after them, with the rates ``as_it_was``, ``thrice`` and
+    ``tenfold``.
+
+    ``fell``: surely. ``surely``: the tenfold rate took off more than twice as much, and the threefold one more than
+    one and a half times as much. ``updates`` are those that the optimizer counts in its life (0: it does not).
+    ``drawn``: the step draws samples of the model's own.
+    """
+
+    experiment: ClassVar[str] = "higher_rates"
+    since: int
+    until: int
+    before: float
+    as_it_was: float
+    thrice: float
+    tenfold: float
+    fell: bool
+    surely: bool
+    updates: int = 0
+    drawn: bool = False

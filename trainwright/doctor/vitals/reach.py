@@ -1,4 +1,4 @@
-"""The law of how far updates go."""
+"""Laws of how far updates go, and of how much further larger ones would."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trainwright.doctor.case import Case
 from trainwright.doctor.finding import ExperimentRequest, RemedyTrial, finding
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
 from trainwright.doctor.loss.facts import ComparisonsFacts
-from trainwright.doctor.vitals.facts import ReachFacts, VitalsFacts
+from trainwright.doctor.vitals.facts import HigherRatesFacts, ReachFacts, VitalsFacts
 
 FIRST, SECOND, APART = 40, 48, 8
 """Steps before the first measurement, before the second, and between any two that count."""
@@ -17,10 +17,15 @@ TRIAL, LONG = 96, 128
 """Steps of a run that is no trial of a few; those after which even a long run is no more at its begin."""
 TRIES = 4
 """Looks at which it may be impossible to measure."""
-MUCH = 0.02
-"""Of the loss: what is forgone at the least."""
+MUCH, PER_WAY = 0.02, 0.01
+"""Of the loss: what is forgone at the least, by all that was done so far and by the last way of some 20 steps."""
 STEADY = 0.5
 """Of the highest rate: below it the rate is in its warm-up or at its end."""
+DOWN, EARLY = 0.1, 0.25
+"""Of the highest rate: what it has come down to; and the share of the run's steps for which none but the end of a usual
+schedule is so low: a cosine is for a fifth."""
+RISES = 1.02
+"""Times the rate at the begin of a way: with more at its end it is in its warm-up."""
 KNOWS = 0.8
 """Of the loss at chance: with less the model was trained before."""
 
@@ -68,6 +73,69 @@ def way_is_used(case: Case) -> Iterator[Verdict]:
     )
 
 
+def higher_rates_gain_little(case: Case) -> Iterator[Verdict]:
+    """Ten times the rate would not have taken twice as much off the loss in the last steps."""
+    facts = case.newest(HigherRatesFacts)
+    if facts is None:
+        if (why := case.blind(HigherRatesFacts)) is not None:
+            yield NotApplicable(why)
+        elif case.finished and case.last_step >= FIRST:
+            yield ExperimentRequest(HigherRatesFacts.experiment)
+        return
+    if (why := _why_not_paced(case, facts)) is not None:
+        yield NotApplicable(why)
+        return
+    forgone = facts.as_it_was - facts.tenfold
+    if not (facts.fell and facts.surely and forgone > PER_WAY * abs(facts.as_it_was)):
+        yield Holds(f"loss {facts.before:.4g} to {facts.as_it_was:.4g}, at ten times the rate {facts.tenfold:.4g}")
+        return
+    lr = max(each.lr for each in case.watched if facts.since <= each.step <= facts.until)
+    came_down = _came_down_early(case)
+    is_long = max(facts.updates, case.last_step) >= TRIAL
+    yield finding(
+        "law.vitals.higher_rates_gain_little",
+        "warning" if is_long and came_down else "info",
+        case.last_step,
+        symptom=f"steps {facts.since} to {facts.until} at a learning rate of {lr:.3g} take the loss of other batches "
+        f"from {facts.before:.4g} to {facts.as_it_was:.4g}; at ten times that rate they take it to {facts.tenfold:.4g}",
+        cause="the learning rate came down while the loss was still falling"
+        if came_down
+        else "the updates are many times too small, by the learning rate or by what scales the loss or the gradients, "
+        "or the run is many times too short",
+        remedy=f"a learning rate between {3 * lr:.3g} and {10 * lr:.3g} for as long as the loss falls",
+        sure=0.75,
+        stage="update",
+        since_step=facts.since,
+        evidence=[
+            ("loss at three times the rate", round(facts.thrice, 6), f">= {_after(facts, 1.5):.6g}"),
+            ("loss at ten times the rate", round(facts.tenfold, 6), f">= {_after(facts, 2.0):.6g}"),
+        ],
+        trial=RemedyTrial("other_lr", {"factor": 3.0, "recorded": True}),
+    )
+
+
+def _came_down_early(case: Case) -> bool:
+    """Whether the rate is and was near the end of its schedule for more of the run than schedules are."""
+    highest = max(each.lr for each in case.watched)
+    last_high = max(each.step for each in case.watched if each.lr > DOWN * highest)
+    return case.last_step - last_high > EARLY * (case.last_step - case.watched[0].step + 1)
+
+
+def _after(facts: HigherRatesFacts, times: float) -> float:
+    """The loss if so many times as much had been taken off it."""
+    return facts.before - times * (facts.before - facts.as_it_was)
+
+
+def _why_not_paced(case: Case, facts: HigherRatesFacts) -> str | None:
+    """Why the law says nothing of this run."""
+    if facts.drawn:
+        return "the model learns from samples of its own"
+    rates = [each.lr for each in case.watched if facts.since <= each.step <= facts.until]
+    if not rates or rates[-1] > RISES * rates[0]:
+        return "the learning rate rises"
+    return _why_not(case, goes_on=facts.updates > case.last_step)
+
+
 def _is_straight(facts: ReachFacts) -> bool:
     forgone = facts.now - facts.beyond
     return facts.surely and facts.before > facts.now and forgone > MUCH * abs(facts.now)
@@ -80,8 +148,8 @@ def _is_steady(case: Case, until: int) -> bool:
     return bool(lately) and min(lately) >= STEADY * max(lr for _, lr in rates) > 0.0
 
 
-def _why_not(case: Case) -> str | None:
-    """Why the law says nothing of this run."""
+def _why_not(case: Case, *, goes_on: bool = False) -> str | None:
+    """Why neither law says anything of this run; ``goes_on``: it was resumed with the state of its optimizer."""
     if (
         len({each["optimizer"] for kind, each in case.watched[-1].events if kind == "step"} if case.watched else ())
         != 1
@@ -91,6 +159,8 @@ def _why_not(case: Case) -> str | None:
     if vitals is not None and vitals.frozen_still:
         return "a part is frozen: what was trained before is trained on with care"
     first = next((facts for step, facts in case.every(ComparisonsFacts) if step == 1), None)
-    if first is not None and any(math.isfinite(each.value) and each.value < KNOWS * each.blank for each in first.calls):
+    if goes_on or first is None:
+        return None
+    if any(math.isfinite(each.value) and each.value < KNOWS * each.blank for each in first.calls):
         return "the model was trained before"
     return None
