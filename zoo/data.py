@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -225,6 +226,7 @@ def trained_on_the_validation_set(watch: Watch, seed: int) -> None:
             with torch.no_grad():
                 for _, x, t in validation:
                     right += int((model(x).argmax(1) == t).sum())
+            logging.info("accuracy %.3f", right / len(held_out))
 
 
 @fault("D11", "data.label_feature_misaligned", delay="B", fixable=False)
