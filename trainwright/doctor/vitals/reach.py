@@ -21,9 +21,9 @@ MUCH, PER_WAY = 0.02, 0.01
 """Of the loss: what is forgone at the least, by all that was done so far and by the last way of some 20 steps."""
 STEADY = 0.5
 """Of the highest rate: below it the rate is in its warm-up or at its end."""
-DOWN, EARLY = 0.1, 0.25
+DOWN, EARLY = 0.1, 0.4
 """Of the highest rate: what it has come down to; and the share of the run's steps for which none but the end of a usual
-schedule is so low: a cosine is for a fifth."""
+schedule is so low: a cosine is for a fifth, a parabola for a third."""
 RISES = 1.02
 """Times the rate at the begin of a way: with more at its end it is in its warm-up."""
 KNOWS = 0.8
@@ -74,13 +74,16 @@ def way_is_used(case: Case) -> Iterator[Verdict]:
 
 
 def higher_rates_gain_little(case: Case) -> Iterator[Verdict]:
-    """Ten times the rate would not have taken twice as much off the loss in the last steps."""
+    """Where the rate came down early, ten times of it would not have taken twice as much off the loss."""
+    if not case.finished or case.last_step < FIRST:
+        return
+    if not _came_down_early(case):  # a rate that was always low may be that of a short run, and to try it takes long
+        yield NotApplicable("the learning rate has not come down early")
+        return
     facts = case.newest(HigherRatesFacts)
     if facts is None:
-        if (why := case.blind(HigherRatesFacts)) is not None:
-            yield NotApplicable(why)
-        elif case.finished and case.last_step >= FIRST:
-            yield ExperimentRequest(HigherRatesFacts.experiment)
+        why = case.blind(HigherRatesFacts)
+        yield ExperimentRequest(HigherRatesFacts.experiment) if why is None else NotApplicable(why)
         return
     if (why := _why_not_paced(case, facts)) is not None:
         yield NotApplicable(why)
@@ -90,18 +93,13 @@ def higher_rates_gain_little(case: Case) -> Iterator[Verdict]:
         yield Holds(f"loss {facts.before:.4g} to {facts.as_it_was:.4g}, at ten times the rate {facts.tenfold:.4g}")
         return
     lr = max(each.lr for each in case.watched if facts.since <= each.step <= facts.until)
-    came_down = _came_down_early(case)
-    is_long = max(facts.updates, case.last_step) >= TRIAL
     yield finding(
         "law.vitals.higher_rates_gain_little",
-        "warning" if is_long and came_down else "info",
+        "warning" if max(facts.updates, case.last_step) >= TRIAL else "info",
         case.last_step,
         symptom=f"steps {facts.since} to {facts.until} at a learning rate of {lr:.3g} take the loss of other batches "
         f"from {facts.before:.4g} to {facts.as_it_was:.4g}; at ten times that rate they take it to {facts.tenfold:.4g}",
-        cause="the learning rate came down while the loss was still falling"
-        if came_down
-        else "the updates are many times too small, by the learning rate or by what scales the loss or the gradients, "
-        "or the run is many times too short",
+        cause="the learning rate came down while the loss was still falling",
         remedy=f"a learning rate between {3 * lr:.3g} and {10 * lr:.3g} for as long as the loss falls",
         sure=0.75,
         stage="update",
@@ -116,7 +114,9 @@ def higher_rates_gain_little(case: Case) -> Iterator[Verdict]:
 
 def _came_down_early(case: Case) -> bool:
     """Whether the rate is and was near the end of its schedule for more of the run than schedules are."""
-    highest = max(each.lr for each in case.watched)
+    highest = max((each.lr for each in case.watched), default=0.0)
+    if highest <= 0.0:
+        return False
     last_high = max(each.step for each in case.watched if each.lr > DOWN * highest)
     return case.last_step - last_high > EARLY * (case.last_step - case.watched[0].step + 1)
 
