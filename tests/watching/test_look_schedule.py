@@ -13,7 +13,7 @@ from trainwright.watching.look_schedule import LookSchedule, looks_s
 def test_the_time_of_all_looks_is_foretold() -> None:
     # of 1, 2, 3, 4 a half of what is left of 10, then none: 2 % of 100 are spent; the last look; twice 0.4 %
     assert looks_s(0.01, 30, 100.0) == pytest.approx(0.44 * 4 + 0.68 + 0.8)
-    assert looks_s(1.0, 100, 100.0) == pytest.approx(5 + 2.5 + 1.25 + 0.625 + 68 + 0.8)
+    assert looks_s(1.0, 100, 100.0) == pytest.approx(5 + 2.5 + 1.25 + 0.625 + 25 + 0.8)
     assert looks_s(1.0, 100, 100.0, in_seconds=True) == pytest.approx(5 + 2.5 + 1.25 + 0.625 + 5 + 0.8)
 
 
@@ -40,6 +40,12 @@ def test_the_first_looks_take_a_tenth_of_the_run_at_most(
             schedule.paid(min(cost_s, schedule.allowed_s(step, 0.01)), now_s)
             seen.append(step)
     assert (seen, pytest.approx(schedule.spent_s)) == (looks, spent_s)
+
+
+def test_the_last_look_takes_a_quarter_of_the_run_at_most() -> None:
+    assert LookSchedule(0).last_look_s(600.0) == 150
+    assert LookSchedule(0).last_look_s(10.0) == 4  # but what the first looks may take
+    assert LookSchedule(0, in_seconds=True).last_look_s(600.0) == 30
 
 
 def test_the_first_looks_at_a_slow_step_take_as_many_steps() -> None:

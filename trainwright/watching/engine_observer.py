@@ -222,7 +222,8 @@ class EngineSession:
             assert newest.loss is not None and newest.grad_norm is not None  # the engine measures both
             loss, norm = float(newest.loss), float(newest.grad_norm)
             self._make_program(newest, Numbers((loss,), loss, norm, ()))
-        self.log.look(self.step, "end", limits=self._limits(), allowed_s=self._looks.last_look_s, finished=True)
+        allowed_s = self._looks.last_look_s(self._trained_s)
+        self.log.look(self.step, "end", limits=self._limits(), allowed_s=allowed_s, finished=True)
 
     def _examine_unfinished(self, error: Exception) -> bool:
         """Finds the operation that raised, by running the step again with hooks and tape on. False: it cannot."""

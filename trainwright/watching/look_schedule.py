@@ -24,8 +24,9 @@ ODD_SHARE = 0.01
 """Of the time since the watch began: what looks at jumps of the loss and at spikes may take beyond that."""
 SHARE = 0.004
 """Of the time of all later steps: what the looks may take, and again what snapshots may take."""
-LAST_SHARE = 0.05
-"""Of a run that is counted in seconds: what the look at its end may take, or ``FIRST_S_OF_SECONDS``."""
+LAST_SHARE, LAST_SHARE_OF_SECONDS = 0.25, 0.05
+"""Of the time of training, and of that of a run that is counted in seconds: what the look at its end may take; at least
+as much as the first looks together."""
 LOOK_STEPS, LAST_LOOK_STEPS = 44, 68
 """How many steps a whole look takes as long as, and the one at the end: measured on the recipes in the box."""
 
@@ -42,7 +43,7 @@ class LookSchedule:
         self._early_s = min(EARLY_S, EARLY_SHARE * planned_s)
         self._first_s = FIRST_SHARE * planned_s
         self._least_s = FIRST_S_OF_SECONDS if in_seconds else FIRST_S
-        self._last_look_s = max(self._least_s, LAST_SHARE * planned_s) if in_seconds else math.inf
+        self._last_share = LAST_SHARE_OF_SECONDS if in_seconds else LAST_SHARE
         self._spent_s, self._last_s, self._next_s = 0.0, 0.0, 0.0
         self._looked_at = -16
         self._begin_s: float | None = None
@@ -57,10 +58,9 @@ class LookSchedule:
         """What all looks so far took."""
         return self._spent_s
 
-    @property
-    def last_look_s(self) -> float:
-        """Processor seconds that the look at the end may take."""
-        return self._last_look_s
+    def last_look_s(self, trained_s: float) -> float:
+        """Processor seconds that the look at the end of a run may take that has trained for so long."""
+        return max(self._least_s, self._last_share * trained_s)
 
     def is_next_due(self, step: int, now_s: float) -> bool:
         """Whether the step after ``step`` will be looked at. ``now_s`` is of the same clock as that of ``paid``."""
@@ -158,14 +158,13 @@ def looks_s(step_s: float, num_steps: float, planned_s: float, *, in_seconds: bo
         now_s = schedule.spent_s + step * step_s
         if schedule.is_next_due(step, now_s):
             schedule.paid(min(LOOK_STEPS * step_s, schedule.allowed_s(step + 1, step_s)), now_s)
-    last_s = last_look_s(step_s, planned_s if in_seconds else None)
+    last_s = last_look_s(step_s, planned_s, in_seconds=in_seconds)
     return schedule.spent_s + last_s + 2 * SHARE * planned_s
 
 
-def last_look_s(step_s: float, seconds: float | None) -> float:
-    """About how many seconds the look at the end takes; ``seconds``: the length of a run that is counted in them."""
-    needed_s = LAST_LOOK_STEPS * step_s
-    return needed_s if seconds is None else min(needed_s, LookSchedule(0, seconds, in_seconds=True).last_look_s)
+def last_look_s(step_s: float, trained_s: float, *, in_seconds: bool = False) -> float:
+    """About how many seconds the look at the end takes."""
+    return min(LAST_LOOK_STEPS * step_s, LookSchedule(0, in_seconds=in_seconds).last_look_s(trained_s))
 
 
 AT_ONCE = 8
