@@ -14,7 +14,7 @@ from trainwright.engine.loop import run
 from trainwright.engine.loss import Loss
 from trainwright.engine.step import StepResult, make_step
 from trainwright.engine.until import for_steps
-from trainwright.observe.older_objects import STEPS, OlderObjectsRest
+from trainwright.observe.older_objects import STEPS, OlderObjectsRest, only_newest_collected
 from trainwright.state.train_state import TrainState
 from trainwright.world.memory import every_object, give_back, older_objects
 
@@ -88,3 +88,27 @@ def test_where_memory_is_short_or_all_is_searched_older_objects_do_not_rest() ->
 def test_what_somebody_else_froze_stays_frozen() -> None:
     resting, _, is_new_freed = frozen_by_step(frozen_before=True)
     assert all(resting) and is_new_freed and gc.get_freeze_count() > 0
+
+
+def test_what_lives_for_a_while_and_goes_is_not_counted_as_new_and_kept() -> None:
+    """Else many objects of a look make a collection of all objects due, in a later step of the loop."""
+    before = gc.get_threshold()
+    dead: list[weakref.ref[Cycle]] = []
+    gc.enable()
+    collections = [each["collections"] for each in gc.get_stats()]
+    with only_newest_collected():
+        for _ in range(20):
+            alive = [Cycle() for _ in range(2 * before[0])]
+        dead.append(weakref.ref(alive[0]))
+        del alive
+        newest, young, whole = [each["collections"] for each in gc.get_stats()]
+    assert newest >= collections[0] + 20 and [young, whole] == collections[1:]
+    assert is_freed(dead[0]) and gc.get_stats()[1]["collections"] == collections[1] + 1
+    assert gc.get_threshold() == before
+
+
+def test_a_collector_that_is_off_stays_off() -> None:
+    dead = weakref.ref(Cycle())
+    with only_newest_collected():
+        assert not gc.isenabled()
+    assert not gc.isenabled() and not is_freed(dead)

@@ -7,6 +7,7 @@ from contextlib import suppress
 import torch
 from torch import nn
 
+from trainwright.recorder.call_state import CallState
 from trainwright.recorder.closing import StepClosing
 from trainwright.recorder.hooks import listening
 from trainwright.recorder.listener import Listener, call_each, methods_of
@@ -139,3 +140,33 @@ def test_what_rests_is_a_method_of_a_listener() -> None:
     resting = {kind.__name__: kind.rests for kind in kinds if kind.rests}
     assert len(resting) > 3
     assert {each for rests in resting.values() for each in rests} <= {*dir(Listener), "on_closed"}
+
+
+def test_modes_are_read_again_in_a_calm_step_that_changes_them() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Dropout())
+    frozen = model[0].weight
+    state = CallState([model, *model], [frozen], torch.device("cpu"))
+    state.is_resting = True
+    assert state.modes_and_wanted() == ((True, True, True), (True,))
+    model.eval()
+    frozen.requires_grad_(False)
+    assert state.modes_and_wanted() == ((True, True, True), (True,))
+    state.modes_have_changed()
+    assert state.modes_and_wanted() == ((False, False, False), (False,))
+
+
+def test_each_probe_that_is_told_late_hears_of_all_steps_in_a_row() -> None:
+    heard: list[tuple[int, int]] = []
+
+    class Noting(Closed):
+        def on_closed(self, step: RecordedStep) -> None:
+            heard.append((id(self), step.step))
+            if step.step == 2 and self is probes[0]:
+                raise ValueError("a mistake of a probe")
+
+    probes = [Noting(), Noting()]
+    closing = StepClosing(probes)
+    for step in (1, 2, 3):
+        closing.close(RecordedStep(step), may_wait=step < 3)
+    assert heard == [(id(probes[0]), 1), (id(probes[0]), 2), *[(id(probes[1]), step) for step in (1, 2, 3)]]
+    assert isinstance(probes[0].failed, ValueError) and probes[1].failed is None

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from trainwright.engine.step import StepResult
 from trainwright.state.train_state import TrainState
 from trainwright.world.memory import older_objects
 
 STEPS = 50
 """After so many steps of this process what a run needs is there: modules that are imported late, and early looks."""
+_NEVER = 2**30
 
 
 class OlderObjectsRest:
@@ -28,3 +33,22 @@ class OlderObjectsRest:
     def close(self) -> None:
         """The collector looks at all again."""
         older_objects.wake()
+
+
+@contextmanager
+def only_newest_collected() -> Iterator[None]:
+    """A context in which the collector looks among the newest objects alone, and at its end among those made in it.
+
+    For what makes many objects that live for a while and go, as a look of the doctor does: they would be counted as new
+    and kept, and make a full collection due, which then falls on a step of the loop.
+    """
+    newest, young, whole = gc.get_threshold()
+    if not gc.isenabled():
+        yield
+        return
+    gc.set_threshold(newest, _NEVER, whole)
+    try:
+        yield
+    finally:
+        gc.set_threshold(newest, young, whole)
+        gc.collect(1)

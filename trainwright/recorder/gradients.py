@@ -62,6 +62,8 @@ class GradientRecorder(Listener):
         self._is_foreign = self._retains = False
         self._edits = False  # the loop changes gradients by hand
         self._is_clipped = self._was_clipped = False  # the gradients of this step, of the last one
+        self._clipped: list[int] = []
+        self._clipped_numbers: list[int] = []
         self._has_others = has_others()
         self._num_collectives = num_collectives()  # before the first forward call of the step
 
@@ -191,7 +193,9 @@ class GradientRecorder(Listener):
         self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None, function: TorchFunction | None = None
     ) -> None:
         self._versions, self._is_clipped = None, True
-        self.current.program.append(ClipGradients(by, at, self._numbers_of(parameters), function))
+        if (clipped := list(map(id, parameters))) != self._clipped:  # else they are those of the last clip
+            self._clipped, self._clipped_numbers = clipped, self._numbers_of(parameters)
+        self.current.program.append(ClipGradients(by, at, self._clipped_numbers, function))
         found = None if norm is None else float(norm.detach()) if norm.is_cpu else norm.detach()
         self._happened("clip", {"by": by, "at": at, "norm": found, "parameters": len(parameters)})
 

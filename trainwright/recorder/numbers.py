@@ -26,17 +26,22 @@ def lateness(device: torch.device) -> int:
 
 
 class Numbers(NamedTuple):
-    """Of one step. ``loss`` is NaN where it is not known; ``clips`` are the norms that clipping has found."""
+    """Of one step. ``loss`` is NaN where it is not known; ``clips`` are the norms that clipping has found.
+
+    ``are_finite``: a loss that is not known is not bad.
+    """
 
     losses: tuple[float, ...]
     loss: float
     norm: float
     clips: tuple[float, ...]
+    are_finite: bool
 
-    @property
-    def are_finite(self) -> bool:
-        """A loss that is not known is not bad."""
-        return math.isfinite(self.norm) and all(map(math.isfinite, self.losses)) and not math.isinf(self.loss)
+    @staticmethod
+    def of(losses: tuple[float, ...], loss: float, norm: float, clips: tuple[float, ...] = ()) -> Numbers:
+        """Asks once whether all of them are finite: several listeners want to know."""
+        finite = math.isfinite(norm) and not math.isinf(loss) and all(map(math.isfinite, losses))
+        return Numbers(losses, loss, norm, clips, finite)
 
 
 def begin_reading(step: RecordedStep) -> Callable[[], Numbers]:
@@ -55,7 +60,7 @@ def begin_reading(step: RecordedStep) -> Callable[[], Numbers]:
             of_losses, at = tuple(values[: len(losses)]), len(losses)
             loss = values[at] if own else sum(of_losses) / len(of_losses) if of_losses else math.nan
             at += len(own)
-            known = Numbers(of_losses, loss, values[at] if norm else 0.0, tuple(values[at + len(norm) :]))
+            known = Numbers.of(of_losses, loss, values[at] if norm else 0.0, tuple(values[at + len(norm) :]))
         return known
 
     return numbers

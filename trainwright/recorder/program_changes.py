@@ -56,6 +56,7 @@ class ProgramChanges(Probe):
     """
 
     name = "program_changes"
+    rests = frozenset({"on_backward", "on_closed"})
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = [p for p in parameters if not p.is_inference()]

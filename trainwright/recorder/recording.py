@@ -64,8 +64,11 @@ class LoopRecorder(GradientRecorder):
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
         self._fetched.add(ids, batch, wait_s)
 
+    def on_mode(self, module: nn.Module, training: bool) -> None:
+        self._state.modes_have_changed()
+
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        self.tape.is_resting = self.is_resting
+        self.tape.is_resting = self._state.is_resting = self.is_resting
         grad = torch.is_grad_enabled()
         index = self._root_of[id(root)]
         self._happened("forward", (index, root.training, grad))
@@ -81,8 +84,9 @@ class LoopRecorder(GradientRecorder):
         if self._has_others and not step.calls:
             self._num_collectives = num_collectives()
         written, rng = (self.tape.write(args), self.tape.write(kwargs)), state.rng(step.step)
-        self._call = call = Call(index, *written, rng, state.modes(), autocast_now(self._kind))
-        call.part, call.batch, call.wanted = self._paths[id(root)], len(step.ids) - 1, state.wanted()
+        modes, wanted = state.modes_and_wanted()
+        self._call = call = Call(index, *written, rng, modes, autocast_now(self._kind), wanted=wanted)
+        call.part, call.batch = self._paths[id(root)], len(step.ids) - 1
         if self.tape.operations:
             step.program += self.tape.operations
             self.tape.operations = []

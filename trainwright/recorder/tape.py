@@ -102,7 +102,7 @@ class Tape(PausableMode):
                 else:
                     written.append(self._written(each) if isinstance(each, Tensor) else mapped(each, self._written))
             return tuple(written)
-        if type(value) is dict and _SIMPLE.issuperset(map(type, value.values())):
+        if type(value) is dict and (not value or _SIMPLE.issuperset(map(type, value.values()))):
             return value
         return mapped(value, self._written)
 
@@ -149,9 +149,10 @@ class Tape(PausableMode):
         return next((t for t in reversed(made) if t.numel() == 1 and t.grad_fn is not None), None)
 
     def slot_of(self, tensor: Tensor) -> int | None:
-        made, number = self._slots.get(id(tensor), (None, None))
-        if number is None or made is None or made() is not tensor:  # an id that is used again
+        known = self._slots.get(id(tensor))
+        if known is None or known[0]() is not tensor:  # an id that is used again
             return None
+        number = known[1]
         if tensor.requires_grad and number in self._made_off:  # it was made inside of an autograd Function
             for operation in self._made_off.pop(number):
                 operation.with_grad = True

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from trainwright.engine.guard import BufferGuard
 from trainwright.engine.spikes import OnSpike, SpikeAction, action_for
+from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ranks import has_others, own_part
 from trainwright.state.spikes import Spike, SpikeDetector
@@ -48,7 +49,7 @@ class Veto:
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
         self._before: tuple[list[Tensor], Callable[[], None]] | None = None
         self._flag: Tensor | None = None  # the veto, where the device applies it
-        self._trusted: set[int] = set()  # optimizers whose gradients have the norm that a clip leaves
+        self._trusted: dict[int, list[int]] = {}  # optimizers whose gradients have the norm that a clip leaves
         self.vetoed: int = 0
 
     def begin(self) -> None:
@@ -59,13 +60,10 @@ class Veto:
 
     def before_update(self, step: RecordedStep, optimizer: Optimizer, left_by_clip: float | None = None) -> None:
         """``left_by_clip`` is the norm that a clip right before has left, if it was of all gradients."""
-        owned = [p for group in optimizer.param_groups for p in group["params"]]
-        grads = [grad for p in owned if (grad := p.grad) is not None]
-        norm = self._norm(step.step, optimizer, grads, left_by_clip)
+        norm, step.values["grads"] = self._norm(step.step, optimizer, left_by_clip)
         step.grad_norm = norm if step.grad_norm is None else step.grad_norm
-        step.values["grads"] = [len(grads), len(owned)]
         if self._skip and frozenset(i for of_batch in step.ids for i in of_batch or ()) in self._skip:
-            self._hide(owned)
+            self._hide(optimizer)
             step.values["vetoed"] = "skip list"
             return
         is_skipped = bool(step.events) and step.events[-1][0] == "scaler_skipped"  # no update will come
@@ -76,19 +74,21 @@ class Veto:
             optimizer.found_inf, optimizer.grad_scale = self._flag.float(), None  # type: ignore[attr-defined]
             step.values["on_device"] = True
         elif not math.isfinite(norm):
-            self._hide(owned)
+            self._hide(optimizer)
             step.values["vetoed"] = "gradients"
         elif self._on_spike != "warn" and (found := self._spike(step, optimizer, float(norm))) is not None:
             spike, action = found
             step.values["spike"] = [spike.grad_norm, spike.usual, spike.initial, action]
             if action != "warn":
-                self._hide(owned)
+                self._hide(optimizer)
                 step.values["vetoed"] = "spike"
         elif self._low:
-            self._before = _state_of(optimizer, owned)
+            self._before = _state_of(optimizer, owned_by(optimizer))
 
-    def _norm(self, step: int, optimizer: Optimizer, grads: list[Tensor], by_clip: float | None) -> Tensor | float:
-        """Measured in the first 64 steps and in every 16th, which a look may come after.
+    def _norm(self, step: int, optimizer: Optimizer, by_clip: float | None) -> tuple[Tensor | float, list[int]]:
+        """With how many gradients there are, of how many parameters.
+
+        Measured in the first 64 steps and in every 16th, which a look may come after.
 
         Between these what a clip has left is taken for it, if the last measurement has found just that, to half of the
         digits of its type: then the clip was of all gradients, and by this norm. To measure takes 1 % of a step of a
@@ -96,12 +96,14 @@ class Veto:
         """
         known = by_clip if by_clip is not None and math.isfinite(by_clip) else None
         if known is not None and step > ALWAYS and step % EVERY != 1 and id(optimizer) in self._trusted:
-            return known
-        norm = _norm(grads)
-        self._trusted.discard(id(optimizer))
+            return known, self._trusted[id(optimizer)]
+        owned = owned_by(optimizer)
+        grads = [grad for p in owned if (grad := p.grad) is not None]
+        norm, counts = _norm(grads), [len(grads), len(owned)]
+        self._trusted.pop(id(optimizer), None)
         if known is not None and math.isclose(norm, known, rel_tol=math.sqrt(torch.finfo(norm.dtype).eps)):
-            self._trusted.add(id(optimizer))
-        return norm
+            self._trusted[id(optimizer)] = counts
+        return norm, counts
 
     def _spike(self, step: RecordedStep, optimizer: Optimizer, norm: float) -> tuple[Spike, SpikeAction] | None:
         detector = self._detectors.setdefault(id(optimizer), SpikeDetector())
@@ -124,8 +126,9 @@ class Veto:
         self.vetoed += 1
         return True
 
-    def _hide(self, owned: list[Tensor]) -> None:
+    def _hide(self, optimizer: Optimizer) -> None:
         """Takes the gradients away: an optimizer that finds none changes nothing."""
+        owned = owned_by(optimizer)
         self._hidden = [(p, p.grad) for p in owned]
         for p in owned:
             p.grad = None

@@ -55,7 +55,7 @@ class _Unjudged(NamedTuple):
 
     def numbers(self) -> Numbers:
         loss, norm = self.read() if self.read else (float(self.result.loss), float(self.result.grad_norm))
-        return Numbers((loss,), loss, norm, ())
+        return Numbers.of((loss,), loss, norm)
 
 
 class EngineSession:
@@ -221,7 +221,7 @@ class EngineSession:
             newest = self.ring.steps[-1]
             assert newest.loss is not None and newest.grad_norm is not None  # the engine measures both
             loss, norm = float(newest.loss), float(newest.grad_norm)
-            self._make_program(newest, Numbers((loss,), loss, norm, ()))
+            self._make_program(newest, Numbers.of((loss,), loss, norm))
         allowed_s = self._looks.last_look_s(self._trained_s)
         self.log.look(self.step, "end", limits=self._limits(), allowed_s=allowed_s, finished=True)
 

@@ -13,6 +13,7 @@ from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import LAWS, Diagnosis, diagnose
 from trainwright.doctor.law import Law
 from trainwright.errors import text_of
+from trainwright.observe.older_objects import only_newest_collected
 from trainwright.recorder.hooks import Listener, muted
 from trainwright.recorder.numbers import Numbers, as_record
 from trainwright.recorder.probes import Probe
@@ -87,7 +88,7 @@ class FindingsLog:
         ``reasons`` are "checkup", "incident" or "end"; ``limits`` say what the recorder could not do. With less than
         ``allowed_s`` of the processor experiments are left out, for a later look to begin with.
         """
-        with muted():
+        with muted(), only_newest_collected():
             self._runner.allow(allowed_s)
             self._record_all()
             self.examined(step, self._probed())

@@ -167,10 +167,10 @@ def last_look_s(step_s: float, trained_s: float, *, in_seconds: bool = False) ->
     return min(LAST_LOOK_STEPS * step_s, LookSchedule(0, in_seconds=in_seconds).last_look_s(trained_s))
 
 
-AT_ONCE = 8
-"""Short steps that are judged together: one alone costs several times as much, since the code of it is cold then."""
-SHORT_S = 0.005
-"""Of a longer step the doctor's notes take less than a hundredth."""
+AT_ONCE = 16
+"""Calm steps that are judged together: one alone costs several times as much, since the code of it is cold then."""
+SHORT_S = 0.1
+"""Longer steps are judged one by one: what a judgement takes is nothing to them, and 16 of them are a long time."""
 AGAIN_S = 0.1
 """Seconds that the steps between two snapshots may take, where that is more than ``keep`` steps: to run them again."""
 

@@ -31,7 +31,7 @@ class Contract(Probe):
     """Also records optimizers that the watch was not called with. A step inside of another one is not counted."""
 
     name = "contract"
-    rests = frozenset({"on_clip"})
+    rests = frozenset({"on_clip", "on_step", "on_stepped"})
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._roots, self._optimizers = watched.subject.roots, watched.subject.optimizers
