@@ -178,9 +178,9 @@ def test_auto_divides_weights_where_copies_do_not_fit_and_is_kept() -> None:
     loaded = deep(4, "parallel=auto", "batch.micro=auto", "model.activation_checkpointing=auto", "loss.chunked=false")
     roomy, tight = (find_device("a100-40gb", known_devices()).with_memory(size << 20) for size in (2048, 639))
     whole, parts = resolve(loaded, roomy, ranks=4), resolve(loaded, tight, ranks=4)
-    assert whole.degrees == {"replicate": 4, "shard": 1}
-    assert parts.degrees is not None and parts.degrees["shard"] > 1
-    assert solve_layout(parts.loaded.recipe, 4).shard == parts.degrees["shard"]
+    assert whole.degrees == {"replicate": 4, "shard": 1, "tensor": 1, "pipeline": 1}
+    assert parts.degrees is not None and parts.degrees["replicate"] < 4
+    assert vars(solve_layout(parts.loaded.recipe, 4)) == {**parts.degrees, "context": 1}
     assert isinstance(parts.loaded.recipe.batch.micro, int) and not left_open(parts.loaded.recipe, 4)
     stored = json.loads(json.dumps(parts.to_json()))
     assert is_for(stored, loaded.recipe, 4) and not is_for(stored, loaded.recipe, 8)
@@ -192,6 +192,43 @@ def test_auto_divides_weights_where_copies_do_not_fit_and_is_kept() -> None:
 
 def test_auto_in_a_recipe() -> None:
     ask = deep(2, "parallel=auto").recipe
-    assert (ask.parallel.replicate, ask.parallel.shard) == ("auto", "auto")
+    assert ask.parallel.open_axes == ("shard", "tensor", "pipeline") and ask.parallel.replicate == "auto"
+    assert solve_layout(deep(2, "parallel.tensor=auto", "parallel.replicate=2").recipe, 8) == Degrees(2, tensor=4)
     assert not left_open(ask) and left_open(ask, 2)  # one process has nothing to decide
     assert solve_layout(deep(2, "parallel.shard=auto", "parallel.replicate=2").recipe, 8) == Degrees(2, 4)
+
+
+AUTO = """
+import json, sys
+import torch
+import trainwright as tw
+from trainwright.engine.losses import language_model
+from trainwright.models.gpt import gpt
+
+torch.manual_seed(3)
+model = gpt(vocab_size=32, block_size=16, layers=4, heads=2, d_model=16, tied=False)
+ids = torch.randint(32, (24, 17), generator=torch.Generator().manual_seed(0))
+until, resume = json.loads(sys.argv[1])
+result = tw.fit(model, (ids[:, :-1].clone(), ids[:, 1:].clone()), language_model, until=until, lr=1e-2, quiet=True,
+                resume=resume, settings={"batch.size": 1, "parallel": "auto", "precision": "fp32", "log.doctor": False,
+                                         "schedule.use": "constant", "model.activation_checkpointing": "auto"})
+print(result.loss)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_auto_divides_the_model_where_there_are_fewer_samples_than_ranks(tmp_path: Path) -> None:
+    """A batch of one sample leaves nothing to copies; a resume keeps what was chosen, and losses are those of one."""
+
+    def loss(count: int, folder: str, until: str, resume: str | None = None) -> float:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        done = ranks.run(AUTO, count, json.dumps([until, resume]), cwd=tmp_path / folder)
+        assert [each.returncode for each in done] == [0] * count, done[0].stderr
+        return float(done[0].stdout)
+
+    loss(2, "auto", "3steps")
+    degrees = json.loads((tmp_path / "auto/runs/run/plan.json").read_text())["degrees"]
+    assert degrees["tensor"] * degrees["pipeline"] == 2
+    assert loss(2, "auto", "5steps", "runs/run") == pytest.approx(loss(1, "alone", "5steps"), abs=1e-6)
+    assert json.loads((tmp_path / "auto/runs/run/plan.json").read_text())["degrees"] == degrees

@@ -23,9 +23,10 @@ from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes
 from trainwright.plan.layout import Choice, Option, choose, offloaded
 from trainwright.plan.make import Note
-from trainwright.plan.parallel import solve_layout
+from trainwright.plan.parallel import AXES, solve_layout
 from trainwright.recipe import Loaded, Recipe
 from trainwright.recipe.byte_size import parse_bytes
+from trainwright.recipe.parallel import PLANNED
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ class Resolved:
 
 def left_open(recipe: Recipe, ranks: int = 1) -> bool:
     """Whether the recipe leaves anything to the plan that must be decided before the model is built."""
-    layout = ranks > 1 and recipe.parallel.shard == "auto"
-    return layout or "auto" in (recipe.batch.micro, recipe.optimizer.offload) or _is_checkpointing_planned(recipe)
+    layout = ranks > 1 and recipe.parallel.open_axes
+    return bool(layout) or "auto" in (recipe.batch.micro, recipe.optimizer.offload) or _is_checkpointing_planned(recipe)
 
 
 def _is_checkpointing_planned(recipe: Recipe) -> bool:
@@ -75,7 +76,7 @@ def resolve(loaded: Loaded, device: Device, *, parts: Parts | None = None, ranks
     recipe = loaded.recipe
     if not left_open(recipe, ranks):
         return Resolved(loaded)
-    if ranks > 1 and recipe.parallel.shard != 1:
+    if ranks > 1 and (recipe.parallel.shard != 1 or recipe.parallel.open_axes):
         return _spread(loaded, device, ranks, parts)
     on_cpu = "cpu" in (device.kind, recipe.device)
     if on_cpu and recipe.batch.micro != "auto" and not _is_checkpointing_planned(recipe):
@@ -107,7 +108,7 @@ def _spread(loaded: Loaded, device: Device, ranks: int, parts: Parts | None) -> 
     recipe, setting = loaded.recipe, loaded.recipe.model.activation_checkpointing
     budget = device if setting in (*POLICIES, "auto") else with_budget(device, parse_bytes(setting))
     best, notes = spread(loaded, budget, ranks, parts=parts)
-    degrees = {"replicate": best.degrees.replicate, "shard": best.degrees.shard}
+    degrees = {axis: getattr(best.degrees, axis) for axis in ("replicate", *PLANNED)}
     micro = best.micro if recipe.batch.micro == "auto" else None
     offload = False if recipe.optimizer.offload == "auto" else None
     changed = _decided(_laid_out(loaded, degrees, best.policy), micro=micro, offload=offload)
@@ -123,8 +124,10 @@ def _laid_out(loaded: Loaded, degrees: Mapping[str, int], policy: str) -> Loaded
 
 def is_for(stored: Mapping[str, Any], recipe: Recipe, ranks: int) -> bool:
     """Whether a decision that was stored is one for so many ranks; one without a layout is for any number."""
-    layout, ask = stored.get("layout"), recipe.parallel
-    return layout is None or math.prod(layout.values()) * ask.tensor * ask.pipeline * ask.context == ranks
+    if (layout := stored.get("layout")) is None:
+        return True
+    given = {axis: getattr(recipe.parallel, axis) for axis in AXES}
+    return bool(math.prod(size for size in {**given, **layout}.values() if size != "auto") == ranks)
 
 
 def _notes(recipe: Recipe, notes: Sequence[Note]) -> list[Note]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from torch import nn
+
 from trainwright.build.assemble import Parts
 from trainwright.errors import UsageError
 from trainwright.forecast.many_ranks import survey_ranks
@@ -18,7 +22,7 @@ from trainwright.plan.many_ranks import (
     is_trainable,
     layouts_of,
 )
-from trainwright.plan.parallel import Degrees, solve_layout
+from trainwright.plan.parallel import AXES, Degrees, solve_layout
 from trainwright.plan.splits import require_fitting
 from trainwright.recipe import Loaded, Recipe
 
@@ -30,7 +34,10 @@ def spread(
 
     Raises UsageError when no layout fits the memory.
     """
-    many = survey_ranks(loaded, device, parts=parts, tensor=(loaded.recipe.parallel.tensor,))
+    asked = loaded.recipe.parallel.tensor
+    many = survey_ranks(loaded, device, parts=parts, tensor=None if asked == "auto" else (asked,))
+    if parts is not None and not _may_have_stages(parts):
+        many = replace(many, shape=replace(many.shape, blocks=None))
     options = options_of(many, loaded.recipe, ranks)
     best = best_of(options)
     if not best.fits:
@@ -40,6 +47,13 @@ def spread(
             remedy=f"`trainwright plan RECIPE --ranks {ranks}` shows what each layout holds; or start more ranks",
         )
     return best, choice_notes(best, options, device)
+
+
+def _may_have_stages(parts: Parts) -> bool:
+    """Whether what was handed over goes with stages: a loss without weights, and batches of one size."""
+    own = parts.train.own_batches
+    trains = isinstance(parts.loss, nn.Module) and any(True for _ in parts.loss.parameters())
+    return not trains and not (own is not None and own.ready)
 
 
 def options_of(many: ManyRanks, recipe: Recipe, ranks: int) -> list[Placement]:
@@ -58,14 +72,13 @@ def options_of(many: ManyRanks, recipe: Recipe, ranks: int) -> list[Placement]:
 
 def _degrees(many: ManyRanks, recipe: Recipe, ranks: int) -> list[Degrees]:
     ask = recipe.parallel
-    if ask.shard != "auto":
+    if not ask.open_axes:
         degrees = solve_layout(recipe, ranks)
         require_fitting(recipe, degrees, many.shape)
         return [degrees]
-    fixed = ("tensor", "pipeline", "context")
     candidates = [
         each
         for each in layouts_of(ranks, many, BUILT)
-        if ask.replicate in ("auto", each.replicate) and all(getattr(each, a) == getattr(ask, a) for a in fixed)
+        if all(getattr(ask, axis) in ("auto", getattr(each, axis)) for axis in AXES)
     ]
     return [each for each in candidates if is_trainable(recipe, each, many.shape)] or [solve_layout(recipe, ranks)]

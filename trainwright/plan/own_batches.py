@@ -37,7 +37,7 @@ def _problems(recipe: Recipe, own: OwnBatches, ranks: int) -> Iterator[Problem]:
     if recipe.parallel.exact:
         why = "cannot be true for ready batches: there is no size of a slice that is the same on any number of ranks"
         yield Problem("parallel.exact", why, got="true", remedy="leave it out, or give a Dataset of samples")
-    if recipe.parallel.pipeline > 1 and ranks > 1:
+    if ranks > 1 and recipe.parallel.pipeline not in (1, "auto"):
         why = "was not shown to work with ready batches, which are not of one size"
         remedy = "give a Dataset or an IterableDataset of samples, or use parallel.shard"
         yield Problem("parallel.pipeline", why, got=str(recipe.parallel.pipeline), remedy=remedy)

@@ -60,11 +60,13 @@ def place_of(degrees: Degrees, rank: int) -> Degrees:
 def solve_degrees(ask: Parallel, ranks: int) -> Degrees:
     """Fills in what is ``auto``. Raises RecipeError where the product cannot be ``ranks``.
 
-    A ``shard`` of ``auto`` that the plan has not resolved is what the others leave: 1, where copies are ``auto``, too.
+    Of axes that are ``auto``, and that the plan has not resolved, the first is what the others leave: 1, where copies
+    are ``auto``, too.
     """
-    fixed = Degrees(tensor=ask.tensor, pipeline=ask.pipeline, context=ask.context)
-    left = 1 if ask.replicate == "auto" else max(1, ranks // (fixed.ranks * ask.replicate))
-    fixed = replace(fixed, shard=left if ask.shard == "auto" else ask.shard)
+    given = {axis: size for axis in AXES if axis != "replicate" and (size := getattr(ask, axis)) != "auto"}
+    fixed = Degrees(**given)
+    if ask.open_axes and ask.replicate != "auto":
+        fixed = replace(fixed, **{ask.open_axes[0]: max(1, ranks // (fixed.ranks * ask.replicate))})
     copies = max(1, ranks // fixed.ranks) if ask.replicate == "auto" else ask.replicate
     found = replace(fixed, replicate=copies)
     if found.ranks == ranks:

@@ -17,10 +17,14 @@ TensorStyle = Literal["column", "row", "column_gathered", "input", "per_head", "
 """How tensor parallelism treats a module: docs/parallel.md."""
 
 
+PLANNED = ("shard", "tensor", "pipeline")
+"""The axes whose degree the plan chooses where it is ``auto``; that of the copies follows."""
+
+
 class Parallel(Section):
     """How a run is spread over the processes that torchrun starts. The product of all degrees is their number.
 
-    The bare word ``auto`` leaves all degrees to the plan.
+    The bare word ``auto`` leaves all degrees but that of ``context`` to the plan.
     """
 
     replicate: Literal["auto"] | Count = Field(
@@ -39,8 +43,10 @@ class Parallel(Section):
         description="What sharded ranks hold a part of at all times: 1 the optimizer state and the weights between "
         "steps, 2 also the gradients, 3 also the weights within a step.",
     )
-    tensor: Count = Field(
-        default=1, description="Ranks that divide each layer among them and have the same samples.", examples=[2]
+    tensor: Literal["auto"] | Count = Field(
+        default=1,
+        description="Ranks that divide each layer among them and have the same samples; auto as with shard.",
+        examples=[2],
     )
     sequence: bool = Field(
         default=False, description="What lies between the divided layers is divided too, along the sequence."
@@ -52,8 +58,10 @@ class Parallel(Section):
         "each pattern of names.",
         examples=[{"blocks.*.up": "column", "blocks.*.down": "row"}],
     )
-    pipeline: Count = Field(
-        default=1, description="Ranks that each have a stage of the model: some of its blocks.", examples=[2]
+    pipeline: Literal["auto"] | Count = Field(
+        default=1,
+        description="Ranks that each have a stage of the model: some of its blocks; auto as with shard.",
+        examples=[2],
     )
     schedule: PipelineSchedule = Field(
         default="1f1b",
@@ -84,7 +92,12 @@ class Parallel(Section):
     @model_validator(mode="before")
     @classmethod
     def _bare_auto(cls, value: object) -> object:
-        return {"shard": "auto"} if value == "auto" else value
+        return dict.fromkeys(PLANNED, "auto") if value == "auto" else value
+
+    @property
+    def open_axes(self) -> tuple[str, ...]:
+        """Those that the plan must choose, of several ranks."""
+        return tuple(axis for axis in PLANNED if getattr(self, axis) == "auto")
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:

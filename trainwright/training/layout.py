@@ -45,7 +45,7 @@ def require_layout(loaded: Loaded, parts: Parts | None, ranks: int) -> None:
         require_own_step_fits(loaded.recipe, ranks)
     with at_recipe(loaded, "parallel"):
         degrees = solve_layout(loaded.recipe, ranks)
-    if degrees.ranks == degrees.data:
+    if degrees.ranks == degrees.data or loaded.recipe.parallel.open_axes:  # the plan chooses of what fits the model
         return
     if (model := parts.model if parts else _drawn(loaded)) is not None:
         _require_shape(model, loaded, degrees)
