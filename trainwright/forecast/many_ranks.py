@@ -95,8 +95,8 @@ def survey_ranks(
     is_same = survey.precision in ("fp32", "tf32") and not any(each.chunked for each in copies.layouts.values())
     models = {1: copies if is_same else rank_model(plain, POLICIES)}
     powers = [2**power for power in range(1, device.node.ranks.bit_length())]
-    asked = {recipe.parallel.tensor} - {"auto"}
-    for each in sorted({*powers, *asked}) if tensor is None else tensor:
+    written = {recipe.parallel.tensor} - {"auto"}
+    for each in sorted({*powers, *written}) if tensor is None else tensor:
         if each > 1 and shape.cuts and models[1].blocks and all(cut.size % each == 0 for cut in shape.cuts):
             models[each] = rank_model(plain, DIVIDED_POLICIES, tensor=each)
     return ManyRanks(copies, models, device, size, survey.precision, shape)

@@ -126,8 +126,8 @@ def is_for(stored: Mapping[str, Any], recipe: Recipe, ranks: int) -> bool:
     """Whether a decision that was stored is one for so many ranks; one without a layout is for any number."""
     if (layout := stored.get("layout")) is None:
         return True
-    given = {axis: getattr(recipe.parallel, axis) for axis in AXES}
-    return bool(math.prod(size for size in {**given, **layout}.values() if size != "auto") == ranks)
+    degrees = {axis: getattr(recipe.parallel, axis) for axis in AXES}
+    return bool(math.prod(size for size in {**degrees, **layout}.values() if size != "auto") == ranks)
 
 
 def _notes(recipe: Recipe, notes: Sequence[Note]) -> list[Note]:

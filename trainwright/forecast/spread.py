@@ -34,8 +34,8 @@ def spread(
 
     Raises UsageError when no layout fits the memory.
     """
-    asked = loaded.recipe.parallel.tensor
-    many = survey_ranks(loaded, device, parts=parts, tensor=None if asked == "auto" else (asked,))
+    tensor = loaded.recipe.parallel.tensor
+    many = survey_ranks(loaded, device, parts=parts, tensor=None if tensor == "auto" else (tensor,))
     if parts is not None and not _may_have_stages(parts):
         many = replace(many, shape=replace(many.shape, blocks=None))
     options = options_of(many, loaded.recipe, ranks)

@@ -63,8 +63,8 @@ def solve_degrees(ask: Parallel, ranks: int) -> Degrees:
     Of axes that are ``auto``, and that the plan has not resolved, the first is what the others leave: 1, where copies
     are ``auto``, too.
     """
-    given = {axis: size for axis in AXES if axis != "replicate" and (size := getattr(ask, axis)) != "auto"}
-    fixed = Degrees(**given)
+    degrees = {axis: size for axis in AXES if axis != "replicate" and (size := getattr(ask, axis)) != "auto"}
+    fixed = Degrees(**degrees)
     if ask.open_axes and ask.replicate != "auto":
         fixed = replace(fixed, **{ask.open_axes[0]: max(1, ranks // (fixed.ranks * ask.replicate))})
     copies = max(1, ranks // fixed.ranks) if ask.replicate == "auto" else ask.replicate
