@@ -136,7 +136,11 @@ def test_a_warm_up_is_missing_only_if_the_whole_rate_is_well_after_it() -> None:
     lost_again = [*falling[:8], *[9.0] * 8]
     record = watched(16, loss=3.7)
     assert said(rates.no_progress, record, examined("along_the_way", 16, **way, warm=lost_again)) == ["opt.lr_too_high"]
-    way["as_it_was"] = falling  # it learns as it is
+    way |= {"as_it_was": [0.1, *[-0.1, 0.1] * 7, 0.1], "tenth": [-each for each in falling]}  # of both signs
+    assert said(rates.no_progress, record, examined("along_the_way", 16, **way, warm=lost_again)) == []
+    way |= {"as_it_was": [0.4, *[0.1, 0.6] * 7, 0.6]}
+    assert said(rates.no_progress, record, examined("along_the_way", 16, **way, warm=lost_again)) == ["opt.lr_too_high"]
+    way |= {"as_it_was": falling, "tenth": falling}  # it learns as it is
     assert said(rates.no_progress, examined("along_the_way", 16, **way, warm=falling)) == []
 
 

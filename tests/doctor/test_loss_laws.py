@@ -173,6 +173,25 @@ def test_terms_are_mixed_where_one_is_a_sum_and_one_a_mean(terms: tuple[float, .
     assert len(broken(case, "batch_is_cut_anywhere")) == count
 
 
+@each_row(("reduced", "op"), [(F.mse_loss, "mse_loss"), (F.cross_entropy, "cross_entropy")])
+def test_what_a_mask_leaves_out_is_not_asked_for(reduced: Callable[..., Tensor], op: str) -> None:
+    torch.manual_seed(0)
+    model, x, kept = nn.Linear(8, 4), torch.randn(16, 8), torch.arange(16) < 10
+    y = x[:, :4].argmax(1) if op == "cross_entropy" else x[:, :4] * 2 + 1
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    with tw.watch(model, optimizer, out=None, quiet=True, laws="loss") as watch:
+        for _ in range(64):
+            values = model(x * torch.where(kept, 1.0, 100.0)[:, None])
+            losses = reduced(values, y, reduction="none").reshape(16, -1)
+            loss = (losses * kept[:, None]).sum() / kept.sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    learned = Case(watch.records, finished=True).newest(LearnedFacts)
+    assert learned is not None and [each.op for each in learned.calls] == [op]
+    assert learned.calls[0].value < 0.5 * learned.calls[0].constant
+
+
 def call(gained: float, told: float, error: float = 0.01) -> Learned:
     return Learned("cross_entropy", None, 1.0 - gained, 1.0, 1.0 - gained + told, gained, told, error)
 

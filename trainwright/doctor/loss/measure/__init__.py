@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from statistics import fmean, stdev
 from typing import Literal, TypeAlias
 
@@ -28,7 +30,7 @@ from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.experiments import experiment
 from trainwright.replay.functions import change_leaves, function_name
 from trainwright.replay.modules import ModuleStack
-from trainwright.replay.replayer import Intervention, NotReplayable
+from trainwright.replay.replayer import Intervention, NotReplayable, Upto
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.terms import terms_of
 from trainwright.runlog.json_values import Facts, strict
@@ -69,9 +71,17 @@ def comparisons(session: ReplaySession) -> Facts:
 
 
 def _calls(
-    session: ReplaySession, recorded: RecordedStep, names: set[str] | None = None, mode: Mode = None
+    session: ReplaySession,
+    recorded: RecordedStep,
+    names: set[str] | None = None,
+    mode: Mode = None,
+    upto: Upto = "forward",
+    hear: Callable[[int, Tensor], object] | None = None,
 ) -> list[tuple[ComparedLoss, str | None]]:
-    """The calls in a step, each with the module that makes it. ``names`` gets those of all functions."""
+    """The calls in a step, each with the module that makes it. ``names`` gets those of all functions.
+
+    ``hear`` gets the gradient of the prediction of each call, by its number.
+    """
     modules = ModuleStack(session.modules)
     found: list[tuple[ComparedLoss, str | None]] = []
 
@@ -81,13 +91,27 @@ def _calls(
         if len(found) < MAX_CALLS:
             call = compared(function, args, kwargs, outside=modules.innermost is None)
             if call is not None and call.x.numel() <= MAX_ELEMENTS:
+                if hear is not None and call.x.requires_grad:
+                    call.x.register_hook(partial(hear, len(found)))  # type: ignore[no-untyped-call]
                 found.append((call, modules.innermost))
         return function(*args, **kwargs)
 
     with session.live():
         change = Intervention(ops=collect, model=modules.following, mode=mode)
-        session.replayer.run(recorded, change, upto="forward")
+        session.replayer.run(recorded, change, upto=upto)
     return found
+
+
+def _calls_of_what_counts(session: ReplaySession, recorded: RecordedStep) -> list[tuple[ComparedLoss, str | None]]:
+    """The same in eval mode, each with the targets alone for whose predictions the loss has a gradient: a loop may
+    multiply by a mask."""
+    counts: dict[int, Tensor] = {}
+
+    def hear(number: int, gradient: Tensor) -> None:
+        counts[number] = gradient.detach() != 0
+
+    calls = _calls(session, recorded, mode="eval", upto="backward", hear=hear)
+    return [(call.of_those(counts[n]) if n in counts else call, module) for n, (call, module) in enumerate(calls)]
 
 
 @torch.no_grad()
@@ -119,7 +143,10 @@ def learned(session: ReplaySession) -> Facts:
     sizes: dict[tuple[int, str, str | None], tuple[int, int]] = {}
     chosen = [each for each in session.recorded_steps if each.blind is None][-MAX_STEPS:]
     for recorded in chosen:
-        for number, (call, module) in enumerate(_calls(session, recorded, names, "eval")):
+        found = _calls(session, recorded, names, "eval")
+        if any(call.is_weighted_by_the_loop for call, _ in found):
+            found = _calls_of_what_counts(session, recorded)
+        for number, (call, module) in enumerate(found):
             if call.varies and not (call.target.requires_grad and not call.x.requires_grad):
                 row = call.value(call.x.detach(), call.target.detach()), call.of_constant(), call.of_shuffled()
                 rows.setdefault((number, call.name, module), []).append(row)

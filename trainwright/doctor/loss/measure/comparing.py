@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -53,6 +53,24 @@ class ComparedLoss:
         """The targets that count, flat."""
         flat = self.target.detach().flatten()
         return flat[flat != self.rest.get("ignore_index", IGNORE)] if self.is_hard else flat
+
+    @property
+    def is_weighted_by_the_loop(self) -> bool:
+        """Whether the loop makes one number of what the function returns for each target, and may leave some out."""
+        return self.name in RESIDUALS or self.rest.get("reduction") == "none"
+
+    def of_those(self, counts: Tensor) -> ComparedLoss:
+        """The same of those targets alone that count. ``counts``: of each element of the prediction."""
+        has_weights = self.name not in CLASSES and self.rest.get("weight") is not None
+        if bool(counts.all()) or not counts.any() or has_weights:
+            return self
+        x, target = self.x.detach(), self.target.detach()
+        if self.name in CLASSES:
+            rows = counts.any(1)
+            return replace(
+                self, x=x.movedim(1, -1)[rows], target=(target if self.is_hard else target.movedim(1, -1))[rows]
+            )
+        return replace(self, x=x[counts], target=target[counts])
 
     # other predictions
 

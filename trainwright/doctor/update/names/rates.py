@@ -105,9 +105,12 @@ def no_progress(case: Case) -> Iterator[Finding | ExperimentRequest]:
 
 
 def _lost_way(values: Facts) -> bool:
-    """The recorded losses rise, or hardly fall, and at a tenth of the learning rate they fall in the same steps."""
+    """The recorded losses rise, or hardly fall, and at a tenth of the learning rate they fall in the same steps.
+
+    Of an objective that is above 0 in some steps and below it in others (a policy's) no rise is large or small.
+    """
     was, tenth = values.get("as_it_was") or [], values.get("tenth") or []
-    if len(was) < 12 or len(tenth) != len(was) or not all(map(math.isfinite, tenth)):
+    if len(was) < 12 or len(tenth) != len(was) or not all(map(math.isfinite, tenth)) or min(was) < 0 < max(was):
         return False
     margin = 0.07 * abs(was[0])
     quarter = max(1, len(was) // 4)
