@@ -41,6 +41,7 @@ class SpikeDetector:
     def __init__(self, factor: float = 8.0) -> None:
         self.factor = factor
         self._norms: deque[float] = deque(maxlen=WINDOW)
+        self._logs: deque[float] = deque(maxlen=WINDOW)  # of these: to take all again at each median costs 20 us
         self._in_a_row = self._count = 0
         self._usual = self._initial = self._limit = 0.0
 
@@ -52,6 +53,7 @@ class SpikeDetector:
             self._in_a_row += 1
             return Spike(step, grad_norm, self._usual, self._initial)
         self._norms.append(grad_norm)
+        self._logs.append(_log(grad_norm))
         self._count += 1
         if self._count % WARM == 0:  # a median costs 10 us
             self._measure()
@@ -60,8 +62,8 @@ class SpikeDetector:
     def _measure(self) -> None:
         self._usual = statistics.median(self._norms)
         self._initial = self._initial or self._usual
-        usual = math.log(max(self._usual, TINY))
-        spread = statistics.median(abs(math.log(max(norm, TINY)) - usual) for norm in self._norms)
+        usual = _log(self._usual)
+        spread = statistics.median([abs(each - usual) for each in self._logs])
         noise = math.exp(min(DEVIATIONS * 1.4826 * spread, 100.0))  # 1.4826: of a normal distribution
         self._limit = max(max(self.factor, noise) * self._usual, BEYOND * max(self._norms))
 
@@ -79,6 +81,11 @@ class SpikeDetector:
         """Nothing where the run was saved without."""
         if saved:
             self._norms = deque(saved["norms"], maxlen=WINDOW)
+            self._logs = deque(map(_log, self._norms), maxlen=WINDOW)
             self._in_a_row, self._count = saved["in_a_row"], saved["count"]
             self._usual, self._initial = saved["usual"], saved["initial"]
             self._limit = saved["limit"]
+
+
+def _log(norm: float) -> float:
+    return math.log(max(norm, TINY))
