@@ -18,7 +18,7 @@ from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import LAWS
 from trainwright.doctor.finding import ExperimentRequest, Finding
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
-from trainwright.doctor.loss.facts import CutFacts, Learned, LearnedFacts, TermRatio
+from trainwright.doctor.loss.facts import ComparedFacts, ComparisonsFacts, CutFacts, Learned, LearnedFacts, TermRatio
 from trainwright.doctor.loss.measure.comparing import compared
 from trainwright.runlog.json_values import strict
 from trainwright.runlog.records import Examined, Watched
@@ -65,6 +65,7 @@ HEALTHY: tuple[Loss, ...] = (
     lambda out: ((out - R16) ** 2).mean(),
     lambda out: F.mse_loss(out, R16, reduction="sum") / 16 + 1e-3 * out.pow(2).sum() / 16,
     lambda out: F.cross_entropy(out, Y16) + 0.5 * F.mse_loss(out, R16),
+    lambda out: ((out + 0.1) ** 2).mean() + F.mse_loss(out + R16, 2 * R16),
     lambda out: F.l1_loss(out, R16) + 0.1 * F.smooth_l1_loss(out, R16),
     lambda out: F.cross_entropy(out, Y16) + ((out - R16).square() * COUNTED).sum() / COUNTED.sum().clamp(min=1),
 )
@@ -107,6 +108,9 @@ def test_a_small_step_towards_the_targets_is_not_lost_in_rounding(dtype: torch.d
         ("targets_are_the_minimum", lambda out: 0 * F.mse_loss(out, R16) + out.pow(2).mean()),
         ("like_is_compared_with_like", lambda out: F.mse_loss(out.relu(), R16)),
         ("like_is_compared_with_like", lambda out: F.mse_loss(out.sigmoid(), 9 * R16)),
+        ("like_is_compared_with_like", lambda out: (out + R16).square().mean()),
+        ("like_is_compared_with_like", lambda out: ((out.float() + R16) ** 2 * COUNTED).sum() / COUNTED.sum()),
+        ("like_is_compared_with_like", lambda out: (R16 + out.flatten(1)).abs().mean()),
         ("like_is_compared_with_like", lambda out: F.binary_cross_entropy_with_logits((R16 > 0).float(), out)),
         ("probabilities_add_up", lambda out: F.nll_loss(out.log_softmax(0), Y16)),
         ("probabilities_add_up", lambda out: F.nll_loss(2 * out.log_softmax(1), Y16)),
@@ -334,3 +338,56 @@ def test_label_smoothing_leaves_something_to_learn(share: float, kind: type) -> 
 def test_a_sum_among_means_is_read_from_the_calls(loss: Loss, kind: type) -> None:
     [verdict] = verdicts(case_of(loss), "batch_is_cut_anywhere")
     assert isinstance(verdict, kind)
+
+
+FAR_AWAY = 20.0 + R
+
+
+def values_learned(targets: Tensor, loss: Callable[[Tensor, Tensor], Tensor], steps: int, bias: float = 0.0) -> Case:
+    """A run on these targets, whose last bias begins with ``bias``."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+    nn.init.constant_(model[2].bias, bias)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
+    with tw.watch(model, optimizer, out=None, quiet=True, laws="loss") as watch:
+        for n in range(steps):
+            rows = torch.arange(16 * n, 16 * n + 16) % 64
+            optimizer.zero_grad()
+            loss(model(X[rows]), targets[rows]).backward()
+            optimizer.step()
+    assert watch.session.failures == []
+    return Case(watch.records, finished=True)
+
+
+@pytest.mark.slow
+@each_row(
+    ("targets", "loss", "steps", "bias", "kind"),
+    [
+        (R, F.mse_loss, 60, 0.0, Holds),
+        (1.0 + R, F.mse_loss, 60, 0.0, Holds),
+        (FAR_AWAY, F.mse_loss, 60, 20.0, Holds),
+        (FAR_AWAY, F.mse_loss, 30, 0.0, NotApplicable),
+        (R.sign() * 0 + 1, F.mse_loss, 60, 0.0, NotApplicable),
+        ((R > 0).float(), F.binary_cross_entropy_with_logits, 60, 0.0, NotApplicable),
+        (FAR_AWAY, F.mse_loss, 60, 0.0, Finding),
+        (-FAR_AWAY, F.l1_loss, 60, 0.0, Finding),
+        (FAR_AWAY, lambda out, y: ((out - y) ** 2).mean(), 60, 0.0, Finding),
+        (100 * FAR_AWAY, F.smooth_l1_loss, 60, 0.0, Finding),
+    ],
+    ids=lambda value: "",
+)
+def test_where_targets_lie_is_learned_soon(targets: Tensor, loss: Any, steps: int, bias: float, kind: type) -> None:
+    found = verdicts(values_learned(targets, loss, steps, bias), "targets_are_centred")
+    [verdict] = [each for each in found if not isinstance(each, ExperimentRequest)]
+    assert isinstance(verdict, kind), verdict
+
+
+@each_row(("until", "is_long"), [(4, False), (8, False), (16, True), (64, True)])
+def test_an_offset_may_take_a_tenth_of_a_run(until: int, is_long: bool) -> None:
+    def look(step: int) -> Examined:
+        call = ComparedFacts("mse_loss", None, 40.0 if step <= until else 1.5, 40.0, 1.0, 16)
+        return Examined(time_s=0.0, step=step, experiment="comparisons", values=strict(vars(ComparisonsFacts((call,)))))
+
+    records = [Watched(time_s=0.0, step=n, loss=1.0, grad_norm=1.0, lr=0.1) for n in range(1, 101)]
+    case = Case([*records, *map(look, (1, 4, 8, 16, 64, 100))], finished=True)
+    assert bool(broken(case, "targets_are_centred")) == is_long

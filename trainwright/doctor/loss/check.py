@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trainwright.doctor.law import Law
 from trainwright.doctor.loss import laws
+from trainwright.doctor.loss.centred import targets_are_centred
 from trainwright.doctor.loss.counted import every_row_counts
 from trainwright.doctor.loss.learned import knows_more_than_nothing
 from trainwright.doctor.loss.probabilities import probabilities_add_up, there_is_room_to_learn
@@ -37,6 +38,12 @@ LAWS: tuple[Law, ...] = (
     Law("loss.batch_is_cut_anywhere", laws.batch_is_cut_anywhere, effort="replay", named_by=("accum.*", "loss.*")),
     Law("loss.every_term_matters", laws.every_term_matters, effort="replay", named_by=("loss.*", "grad.graph_cut*")),
     Law("loss.every_row_counts", every_row_counts, effort="replay", named_by=("loss.*", "data.*", "model.dead_relu")),
+    Law(
+        "loss.targets_are_centred",
+        targets_are_centred,
+        effort="replay",
+        named_by=("loss.*", "data.*", "init.*", "opt.*"),
+    ),
     Law("loss.probabilities_add_up", probabilities_add_up, named_by=("loss.*",)),
     Law("loss.there_is_room_to_learn", there_is_room_to_learn, effort="replay", named_by=("loss.*", "data.*")),
 )

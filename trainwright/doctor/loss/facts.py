@@ -41,11 +41,12 @@ class SummedTerm:
 
 @dataclass(frozen=True)
 class ComparisonsFacts:
-    """Of every call in one step."""
+    """Of every call in one step. ``added``: the function that an output plus targets goes into."""
 
     experiment: ClassVar[str] = "comparisons"
     calls: tuple[ComparedFacts, ...] = ()
     summed: SummedTerm | None = None
+    added: str = ""
 
 
 @dataclass(frozen=True)

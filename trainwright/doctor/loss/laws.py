@@ -112,6 +112,9 @@ def like_is_compared_with_like(case: Case) -> Iterator[Verdict]:
             yield ExperimentRequest(ComparisonsFacts.experiment)
         return
     calls = every[-1][1].calls
+    if every[-1][1].added:
+        yield _added(every[-1][0], every[-1][1].added)
+        return
     if len(every) == 1 and any(map(_is_itself, calls)):  # a student that begins as its teacher
         if case.last_step >= every[0][0] + LATER:
             yield ExperimentRequest(ComparisonsFacts.experiment)
@@ -140,6 +143,21 @@ def like_is_compared_with_like(case: Case) -> Iterator[Verdict]:
             )
             return
     yield Holds(f"{len(calls)} calls: {', '.join(named(each) for each in calls)}")
+
+
+def _added(step: int, op: str) -> Finding:
+    return finding(
+        "law.loss.like_is_compared_with_like",
+        "warning",
+        step,
+        symptom=f"{op} gets the sum of an output and targets: it is smallest where the output is minus the target",
+        cause="a plus stands where a minus is meant",
+        remedy="take the difference of prediction and target",
+        sure=0.85,
+        stage="loss",
+        where=Where(op=op),
+        evidence=[("what the size is taken of", "output + targets", "output - targets")],
+    )
 
 
 def _is_itself(call: ComparedFacts) -> bool:

@@ -21,6 +21,7 @@ from trainwright.doctor.loss.facts import (
     TowardsFacts,
 )
 from trainwright.doctor.loss.measure import counted as _counted  # noqa: F401  registers its experiment
+from trainwright.doctor.loss.measure.added import added_to_targets
 from trainwright.doctor.loss.measure.comparing import CLASSES, DISTANCES, RESIDUALS, ComparedLoss, compared
 from trainwright.doctor.loss.measure.reductions import summed_among_means
 from trainwright.doctor.loss.measure.scores import SAMPLES, alone, made_by
@@ -67,7 +68,8 @@ def probes(watched: WatchedObjects) -> list[Probe]:
 def comparisons(session: ReplaySession) -> Facts:
     """Each call of a loss function: its value, and its values of predictions that tell nothing."""
     found = [_looked_at(call, module) for call, module in _calls(session, session.recorded_step)]
-    return dict(strict(vars(ComparisonsFacts(tuple(found), summed_among_means(session.recorded_step)))))
+    recorded = session.recorded_step
+    return dict(strict(vars(ComparisonsFacts(tuple(found), summed_among_means(recorded), added_to_targets(recorded)))))
 
 
 def _calls(
