@@ -123,7 +123,10 @@ def test_the_programs_are_in_number_and_a_dozen_is_kept_out() -> None:
     assert len(unseen) == 12 and not set(unseen) & set(names)
 
 
-@pytest.mark.parametrize("name", ["table:sign_through", "rebuild:spectral", "regress:sharpness_aware"])
+@pytest.mark.parametrize(
+    "name",
+    ["table:sign_through", "rebuild:spectral", "regress:sharpness_aware", "rebuild:moved_codes", "table:private"],
+)
 def test_a_program_learns(name: str) -> None:
     training = programs.program(name, 0)
     training.epochs = 2

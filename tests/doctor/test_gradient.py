@@ -14,6 +14,7 @@ import trainwright as tw
 from tests.rows import each_row
 from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import diagnose
+from trainwright.doctor.gradient.measure.estimators import StraightThrough
 from trainwright.runlog.records import Found
 
 pytestmark = pytest.mark.slow  # watched loops, each of a few tenths of a second
@@ -138,9 +139,81 @@ def gated(net: Net, h: Tensor) -> Tensor:
     return y * y.detach().sigmoid()
 
 
-@pytest.mark.parametrize("between", [quantised, reversed_gradient, hooked, gated])
+def chosen(net: Net, h: Tensor) -> Tensor:
+    """Hard choices between units, drawn by torch, which detaches within."""
+    return F.gumbel_softmax(torch.tanh(net.branch(h)), hard=True)
+
+
+@pytest.mark.parametrize("between", [quantised, reversed_gradient, hooked, gated, chosen])
 def test_what_the_author_put_into_the_backward_pass_is_no_alarm(between: Between) -> None:
     assert alarms(watched(between)) == {}
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        (lambda x: F.gumbel_softmax(x, hard=True), "gumbel_softmax"),
+        (lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -8, 7), "fake_quantize_per_tensor_affine"),
+        (lambda x: F.gumbel_softmax(x), ""),
+        (torch.round, ""),
+        (F.relu, ""),
+        (lambda x: F.dropout(x), ""),
+    ],
+)
+def test_functions_that_pass_a_gradient_where_they_have_no_slope(
+    function: Callable[[Tensor], Tensor], found: str
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(16, 5, dtype=torch.float64, requires_grad=True)
+    through, before = StraightThrough(), torch.get_rng_state()
+    out = through(function, (x,), {})
+    torch.set_rng_state(before)
+    assert isinstance(out, Tensor) and torch.equal(out, function(x))
+    assert bool(through.found) == bool(found)
+
+
+class Codes(nn.Module):
+    """A bottleneck of eight codes, that the optimizer holds; ``pull`` is a term of the loss that is not returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.codes, self.head = nn.Linear(6, 4), nn.Parameter(torch.randn(8, 4)), nn.Linear(4, 3)
+        self.seen, self.pull = torch.zeros(0), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.into(x)
+        code = self.codes[torch.cdist(z, self.codes).argmin(1)].detach()
+        self.seen, self.pull = z.detach(), F.mse_loss(z, code)
+        out: Tensor = self.head(z + (code - z).detach())
+        return out
+
+    @torch.no_grad()
+    def average(self) -> None:
+        self.codes.lerp_(self.seen.mean(0), 0.05)
+
+    def move(self) -> None:
+        self.codes.data += 0.01 * (self.seen[:8] - self.codes.data)
+
+    def leave(self) -> None:
+        """Nothing updates them: they are cut off."""
+
+
+@pytest.mark.parametrize(("follow", "is_cut"), [(Codes.average, False), (Codes.move, False), (Codes.leave, True)])
+def test_codes_that_follow_otherwise_are_not_cut_off(follow: Callable[[Codes], None], is_cut: bool) -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(128, 6), Codes()
+    y = (x @ torch.randn(6, 3)).argmax(1)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    with tw.watch(model, optimizer, out=None, quiet=True) as watch:
+        for step in range(20):
+            rows = torch.arange(16 * step, 16 * step + 16) % 128
+            optimizer.zero_grad()
+            (F.cross_entropy(model(x[rows]), y[rows]) + 0.25 * model.pull).backward()
+            optimizer.step()
+            follow(model)
+    assert watch.session.failures == []
+    cut = {"grad.graph_cut", "law.gradient.reaches_all", "law.loss.every_term_matters"} & alarms(watch).keys()
+    assert bool(cut) == is_cut
 
 
 class Halved(torch.autograd.Function):

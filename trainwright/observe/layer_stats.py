@@ -19,6 +19,7 @@ from trainwright.engine.step import StepResult
 from trainwright.runlog import records
 from trainwright.state.shards import local
 from trainwright.state.train_state import TrainState
+from trainwright.state.transforms import is_transformed
 
 SAMPLED = 4096
 """Elements, evenly spread, that stand for a larger tensor: moments of alike elements are then 2 % off."""
@@ -104,7 +105,7 @@ class LayerStats:
         def keep(module: nn.Module, given: object, output: object) -> None:
             begin_s = time.perf_counter()
             is_new = index not in self._sampled and self._is_live()  # an evaluation may lie between two steps
-            if is_new and (found := _tensor_in(output)) is not None:
+            if is_new and not is_transformed() and (found := _tensor_in(output)) is not None:
                 with torch.no_grad():
                     self._sampled[index] = self._some_of(local(found), wrap=True).float()
             self.hooks_s += time.perf_counter() - begin_s

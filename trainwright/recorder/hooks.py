@@ -36,6 +36,7 @@ from trainwright.recorder.rank_hooks import RANK_WRAPPERS
 from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.recorder.user_warnings import at_the_caller
+from trainwright.state.transforms import is_transformed
 
 
 @contextmanager
@@ -68,14 +69,14 @@ def listening_to_calls(group: Sequence[Listener], modules: Sequence[nn.Module]) 
     """Registers listeners for every forward call of ``modules`` in this thread.
 
     Calls inside of another one of them are left out: they are not the loop's. So are calls inside of backward, where
-    activation checkpointing calls the model.
+    activation checkpointing calls the model, and those of torch.func (vmap, grad), whose tensors have no memory.
     """
     thread, first = threading.get_ident(), group[0]
     begins, ends = methods_of(group, "on_forward"), methods_of(group, "on_output")
     begins_without_grad = methods_of(group, "on_forward_without_grad")
 
     def before(root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        if thread != threading.get_ident() or inside.backward or not has_listeners():
+        if thread != threading.get_ident() or inside.backward or is_transformed() or not has_listeners():
             return
         first.depth += 1
         if first.depth > 1:
@@ -85,7 +86,7 @@ def listening_to_calls(group: Sequence[Listener], modules: Sequence[nn.Module]) 
         call_each(begins, root, args, kwargs)
 
     def after(root: nn.Module, args: Args, output: object) -> None:
-        if thread != threading.get_ident() or inside.backward or not has_listeners():
+        if thread != threading.get_ident() or inside.backward or is_transformed() or not has_listeners():
             return
         first.depth = max(0, first.depth - 1)
         if not first.depth:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 
 from zoo.mutant_runs import Watched, run_watched
+from zoo.programs import estimators as e
+from zoo.programs import gradients_by_hand as h
 from zoo.programs import kept_out as k
 from zoo.programs import loops as p
 from zoo.programs import losses as l
@@ -98,6 +100,25 @@ TABLE: dict[Technique, str] = {
     p.adversarial: "table regress image",
     p.evaluated: ALL,
     p.truncated: "series",
+    e.averaged_codes: "rebuild regress",
+    e.moved_codes: "rebuild",
+    e.drawn_branch: "table regress",
+    e.best_branch: "table regress",
+    e.best_branch_without_grad: "table",
+    e.clipped_signs: "table",
+    e.learned_step: "regress",
+    e.top_two_experts: "table",
+    e.gates: "table",
+    e.settled: "table",
+    h.signs_of_gradients: "table",
+    h.binary_while_computing: "table regress",
+    h.bootstrapped: "table",
+    h.rescaled_outputs: "regress",
+    h.learned_to_learn: "regress",
+    h.flat_minimum: "regress",
+    h.private: "table",
+    h.surgery: "regress",
+    h.layer_by_layer: "table",
 }
 """The techniques, and the tasks that each fits."""
 KEPT_OUT: dict[Technique, str] = {

@@ -8,6 +8,7 @@ from trainwright.doctor.case import Case
 from trainwright.doctor.finding import ExperimentRequest, Finding, finding, listed
 from trainwright.doctor.gradient.facts import DerivativeFacts, Slopes
 from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
+from trainwright.doctor.vitals.standing import standing
 from trainwright.runlog.records import Where
 
 AGAIN = 5
@@ -47,10 +48,13 @@ def reaches_all(case: Case) -> Iterator[Verdict]:
         return
     always = [{name for each in facts.unreached for name in each.names} for _, facts in looks]
     names = [name for each in looks[-1][1].unreached for name in each.names if all(name in seen for seen in always)]
-    if not names:
+    cut = standing(case, names, looks[0][0]) if names else []
+    if cut is None:
+        return  # the next look tells whether they change all the same
+    if not cut:
         yield Holds(f"{looks[-1][1].tensors} tensors at {len(looks)} steps")
     elif len(looks) > 1 or case.finished:  # in a single step a part may have its turn in another
-        yield _not_reached(looks, names)
+        yield _not_reached(looks, cut)
 
 
 def _not_reached(looks: Sequence[tuple[int, DerivativeFacts]], names: Sequence[str]) -> Finding:
@@ -149,6 +153,8 @@ def _put_there(facts: DerivativeFacts) -> str:
         return f"the autograd function {listed(facts.functions)}"
     if facts.hooks:
         return "a hook on a gradient"
+    if facts.estimators:
+        return f"a straight-through estimator ({listed(facts.estimators)})"
     return f"a stop-gradient ({listed(sorted({how for how, _ in facts.cuts}))})" if facts.cuts else ""
 
 

@@ -35,7 +35,8 @@ class DerivativeFacts:
     them; ``unreached_share`` is theirs of the trained elements. ``cuts`` are the functions, with the module that calls
     them, that make a value without a graph of one that has one; with them undone the deviation is
     ``left_without_cuts`` of what it was (None: not tried). ``hooks`` and ``functions`` are what else the user has put
-    into the backward pass: hooks on tensors, autograd Functions.
+    into the backward pass: hooks on tensors, autograd Functions. ``estimators`` are functions of torch that pass a
+    gradient where they have no slope; they are looked for where nothing else explains that gradients deviate.
     """
 
     experiment: ClassVar[str] = "derivative"
@@ -50,3 +51,4 @@ class DerivativeFacts:
     left_without_cuts: float | None
     hooks: int
     functions: tuple[str, ...]
+    estimators: tuple[str, ...] = ()

@@ -115,7 +115,10 @@ def _spread(case: Case) -> float:
 
 def gradients_are_those_made(case: Case) -> Iterator[Verdict]:
     """The update uses the gradients that the recorded backward passes and the calls after them make."""
-    looks = [(step, f) for step, f in _looks(case) if f.is_compared and f.has_same_loss and not f.written]
+    looks = [
+        (step, f) for step, f in _looks(case)
+        if f.is_compared and f.has_same_loss and not f.written and not f.is_grafted
+    ]  # fmt: skip
     if not looks:
         yield from _unseen(case)
         return

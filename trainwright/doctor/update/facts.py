@@ -48,7 +48,8 @@ class UpdateFacts:
     """One step as the loop made it and as its replay makes it. ``slopes``: of each update the cosine to the gradient.
 
     ``is_compared``: the step has live sums. ``has_same_loss``: nothing that the loss depends on was another in the
-    replay; where weights were, ``loss`` and ``replayed_loss`` tell what they have changed.
+    replay; where weights were, ``loss`` and ``replayed_loss`` tell what they have changed. ``is_grafted``: a part of
+    the loss is made of what a model computes and does not return; the replay does not have its graph.
     """
 
     experiment: ClassVar[str] = "update_made"
@@ -65,6 +66,7 @@ class UpdateFacts:
     slopes: tuple[float, ...]
     optimizers: tuple[str, ...]
     maximises: bool
+    is_grafted: bool = False
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ class VitalsFacts:
     belong to an optimizer and changed all the same, of ``frozen``. ``lowest_rate`` is below 0 where an update was made
     at such a learning rate, the lowest in step ``lowest_at``. ``at_0_since`` is the step since which the rates of all
     groups are 0 (0: they are not), ``rate_before_0`` the highest in the step before, ``highest_rate`` in any.
-    ``frozen_still`` matrices cannot be trained and never moved.
+    ``frozen_still`` matrices cannot be trained and never moved. ``unchanged`` are those of the trainable ones that have
+    not changed since the look after step ``since``, or have a gradient of zeros.
     """
 
     experiment: ClassVar[str] = "vitals"
@@ -48,6 +49,8 @@ class VitalsFacts:
     frozen: int = 0
     frozen_moved: tuple[str, ...] = ()
     frozen_still: int = 0
+    since: int = 0
+    unchanged: tuple[str, ...] = ()
     drifts: tuple[Drift, ...] = ()
     lowest_rate: float = 0.0
     lowest_at: int = 0

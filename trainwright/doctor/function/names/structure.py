@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import Check, ExperimentRequest, Finding, RemedyTrial, finding, in_words, listed
+from trainwright.doctor.vitals.standing import standing
 from trainwright.runlog.records import Where
 
 
@@ -101,25 +102,29 @@ def graph_cut(case: Case) -> Iterator[Finding]:
     """A tensor inside the model loses its graph, and the optimizer holds weights below it that no gradient reaches.
 
     A detach for a target or a log leaves another path to the loss. A head that is not used gets no gradient either, but
-    nothing was cut there.
+    nothing was cut there. Weights that change from step to step all the same are updated otherwise: the codes of a
+    quantiser follow a moving average, a hidden layer has a loss of its own that is taken where it is computed.
     """
     exam = case.newest("structure")
     cuts = exam.values.get("cuts", []) if exam else []
     if exam is None or not cuts:
         return
-    cut = cuts[0]
+    known = [(each, standing(case, each["behind"], exam.step)) for each in cuts]
+    cut, behind = next(((each, names) for each, names in known if names), (cuts[0], []))
+    if not behind:
+        return
     yield finding(
         "grad.graph_cut",
-        "critical" if 2 * len(cut["behind"]) >= case.facts("structure")["trained"] else "warning",
+        "critical" if 2 * len(behind) >= case.facts("structure")["trained"] else "warning",
         exam.step,
-        symptom=f"{len(cut['behind'])} weights that the optimizer holds get no gradient: {listed(cut['behind'])}",
+        symptom=f"{len(behind)} weights that the optimizer holds get no gradient: {listed(behind)}",
         cause=f"{cut['how']} in {cut['in'] or 'the model'} ends the graph above {cut['last'] or 'them'}",
         remedy=f"remove the {cut['how']}, or leave these weights out of the optimizer if they are not to be trained",
         sure=0.95,
         stage="backward",
         where=Where(module=cut["last"], op=cut["how"]),
-        evidence=[("weights behind the cut", len(cut["behind"]), 0)],
-        trial=RemedyTrial("keep_graph", {"behind": cut["behind"]}),
+        evidence=[("weights behind the cut", len(behind), 0)],
+        trial=RemedyTrial("keep_graph", {"behind": behind}),
     )
 
 

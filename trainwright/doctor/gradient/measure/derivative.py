@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.doctor.gradient.facts import DerivativeFacts, Slopes
+from trainwright.doctor.gradient.measure.estimators import StraightThrough
 from trainwright.doctor.gradient.measure.slopes import (
     Direction,
     Dtype,
@@ -90,6 +91,7 @@ class _Comparison:
             functions = tuple(sorted({each.__name__ for each in cuts.functions}))
             hooks = cuts.hooks + _hooks_on(self._session)
             left = self._left_without_cuts(deviating) if deviating and cuts.found else None
+        is_explained = bool(functions or hooks or cuts.found)
         return DerivativeFacts(
             dtype=self._dtype,
             backwards=len(self._losses),
@@ -102,7 +104,18 @@ class _Comparison:
             left_without_cuts=left,
             hooks=hooks,
             functions=functions,
+            estimators=self._straight_through() if deviating and not is_explained else (),
         )
+
+    def _straight_through(self) -> tuple[str, ...]:
+        """The functions of torch that pass a gradient where they have no slope."""
+        through = StraightThrough()
+        for loss in self._losses:
+            try:
+                loss.differentiate(through)
+            except (RuntimeError, TypeError, NotImplementedError):  # something in the model takes no such call
+                continue
+        return tuple(through.found)
 
     def _trained(self) -> dict[str, Tensor]:
         named = zip(self._session.replayer.names, self._session.replayer.subject.parameters)

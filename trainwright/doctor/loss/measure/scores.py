@@ -290,8 +290,9 @@ def sign(session: ReplaySession) -> Facts:
 def terms(session: ReplaySession) -> Facts:
     """The terms that the loss is the sum of: the weight of each, and the norm of its gradient with that weight.
 
-    ``shared`` is the norm over the parameters that every term reaches. Runs in float32, so that a term that is small
-    without the loss scale does not vanish.
+    ``shared`` is the norm over the parameters that every term reaches. ``grafted``: a part of the loss is made of what
+    a model computes and does not return, whose graph a replay does not have. Runs in float32, so that a term that is
+    small without the loss scale does not vanish.
     """
     parts = terms_of(session.recorded_step)
     if not 2 <= len(parts) <= 8:
@@ -315,7 +316,7 @@ def terms(session: ReplaySession) -> Facts:
             "name": term.name, "weight": term.weight, "own": term.own, "slot": term.slot,
             "norm": abs(term.weight) * _norm(each, set(each)), "shared": abs(term.weight) * _norm(each, common),
         })  # fmt: skip
-    return {"terms": facts, "shared": len(common)}
+    return {"terms": facts, "shared": len(common), "grafted": bool(session.recorded_step.values.get("grafted"))}
 
 
 def alone(recorded: RecordedStep, term: Term) -> RecordedStep:

@@ -221,6 +221,7 @@ def update_made(session: ReplaySession) -> Facts:
         slopes=tuple(made.slope for made in updates.made),
         optimizers=tuple(type(session.optimizers[made.optimizer]).__name__ for made in updates.made),
         maximises=any(bool(group.get("maximize")) for o in session.optimizers for group in o.param_groups),
+        is_grafted=bool(session.recorded_step.values.get("grafted")),
     )
     values: Facts = strict(vars(facts))
     return values

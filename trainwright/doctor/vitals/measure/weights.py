@@ -48,7 +48,7 @@ class MovingWeights(Probe):
         self._updated: set[int] = set()
         self._with_gradient: set[int] = set()
         self._sizes: list[tuple[int, list[float]]] = []
-        self._steps = self._updates = self._stands_since = self._lowest_at = 0
+        self._steps = self._updates = self._stands_since = self._lowest_at = self._looked_at = 0
         self._lowest = self._highest = self._rate = self._rate_before_0 = 0.0
         self._at_0_since = 0
 
@@ -88,8 +88,9 @@ class MovingWeights(Probe):
         if changed:
             self._stands_since = self._steps
         self._moved |= changed
-        with_zeros = self._note_gradients()
+        with_zeros, zero_now = self._note_gradients()
         trainable = held - frozen
+        since, self._looked_at = self._looked_at, self._steps
         still = sorted(trainable - self._moved | trainable & with_zeros)
         facts = VitalsFacts(
             steps=self._steps,
@@ -104,6 +105,8 @@ class MovingWeights(Probe):
             frozen=len(frozen & held),
             frozen_still=sum(self._parameters[n].dim() > 1 for n in frozen - self._moved),
             frozen_moved=self._named(sorted(self._frozen_moved)),
+            since=since,
+            unchanged=self._named(sorted(trainable - changed | trainable & zero_now)),
             drifts=tuple(self._drifts()),
             lowest_rate=self._lowest,
             lowest_at=self._lowest_at,
@@ -113,13 +116,16 @@ class MovingWeights(Probe):
         )
         return dict(strict(vars(facts)))
 
-    def _note_gradients(self) -> set[int]:
-        """What has a gradient of zeros now and never had another at a look: if it changes, then by decay."""
-        unknown = [n for n, p in enumerate(self._parameters) if n not in self._with_gradient and p.grad is not None]
-        grads = [own_part(grad) for n in unknown if (grad := self._parameters[n].grad) is not None]
+    def _note_gradients(self) -> tuple[set[int], set[int]]:
+        """What has a gradient of zeros now and never had another at a look: if it changes, then by decay. And all that
+        has one now.
+        """
+        known = [n for n, p in enumerate(self._parameters) if p.grad is not None]
+        grads = [own_part(grad) for n in known if (grad := self._parameters[n].grad) is not None]
         is_any = torch.stack([grad.detach().abs().sum() > 0 for grad in grads]).tolist() if grads else []
-        self._with_gradient |= {n for n, found in zip(unknown, is_any) if found}
-        return set(unknown) - self._with_gradient
+        self._with_gradient |= {n for n, found in zip(known, is_any) if found}
+        zero_now = {n for n, found in zip(known, is_any) if not found}
+        return zero_now - self._with_gradient, zero_now
 
     def _named(self, numbers: Sequence[int]) -> tuple[str, ...]:
         return tuple(self._names[n] for n in numbers[:MOST_NAMES])
