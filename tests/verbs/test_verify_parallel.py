@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from tests import ranks
 from tests.forked import COMMAND_LINE
 from trainwright.errors import UsageError
-from trainwright.verbs.verify.parallel import LayoutProof, verify_parallel
+from trainwright.verbs.verify.parallel import LayoutProof, Sums, rounding, verify_parallel
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -67,6 +70,20 @@ def test_a_model_is_proved_within_rounding(tmp_path: Path, monkeypatch: pytest.M
     assert proof.equal and not proof.exact and proof.exit_code == 0
     assert 0 < proof.allowed.loss < 1e-5 and proof.speed_up > 0
     assert proof.lines()[0] == "3 steps on 2 ranks against one process, fp32: within rounding"
+
+
+def test_what_rounding_explains_follows_from_dtype_and_sums() -> None:
+    """Sums of random values in two orders stay within it, and a share that is counted twice does not."""
+    draw = torch.Generator().manual_seed(0)
+    for terms in (64, 1000, 10_000):
+        values = torch.rand(terms, 200, generator=draw)
+        one, other = reduce(torch.add, values), reduce(torch.add, values.flip(0))  # term after term
+        bound = rounding(Sums(terms, 1), "fp32")
+        farthest = float(((one - other).abs() / one).max())
+        assert 0 < farthest < bound and bound < 1 / terms
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+    assert Sums.of(net, 16) == Sums(8 + 16 + 16, 2)
+    assert rounding(Sums(40, 2), "bf16") > 2**-8 > rounding(Sums(40, 2), "fp32")
 
 
 def test_the_layout_is_that_of_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

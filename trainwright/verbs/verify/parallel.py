@@ -17,6 +17,7 @@ from typing import Protocol
 
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from trainwright.build.assemble import at_recipe
 from trainwright.engine.loss import as_loss_fn, call_loss
@@ -27,14 +28,15 @@ from trainwright.recipe import Loaded, load
 from trainwright.recipe.parallel import Parallel
 from trainwright.runlog.reader import read
 from trainwright.runlog.records import Step
+from trainwright.state.cursor import count_tokens
 from trainwright.state.manifest import name_of
 from trainwright.state.rng import preserved_rng, reseed
 from trainwright.training.job import prepare
 
 EPS = {"fp32": 2.0**-23, "tf32": 2.0**-10, "bf16": 2.0**-8, "fp16": 2.0**-10}
 """Of the arithmetic of the forward pass: the relative distance of two neighbours."""
-ROUNDINGS = 32
-"""How many roundings may separate two orders of a sum, where the control run shows fewer."""
+DEVIATIONS = 4
+"""Standard deviations that a rounding error may have: of independent ones 1 in 1,500 has more, see ``rounding``."""
 OF_CONTROL = 8
 """How many times the distance between two splits in one process the layout may have: its sums have another order."""
 NO_ROUNDING = 0.01
@@ -43,6 +45,34 @@ NO_ROUNDING = 0.01
 
 ALONE_SETTINGS = [f"parallel.{axis}=1" for axis in AXES if axis in Parallel.model_fields and axis != "replicate"]
 """The layout of one process, whatever that of the recipe is."""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What a step adds up on its longest way, from inputs to loss: ``terms`` in all sums, in ``layers`` results."""
+
+    terms: int
+    layers: int
+
+    @classmethod
+    def of(cls, model: nn.Module, counted: int) -> Sums:
+        """``counted`` are the values that the loss is the mean of. Each weight adds as many terms as it has columns."""
+        columns = [weight.numel() // max(1, len(weight)) for weight in model.parameters() if weight.dim() > 1]
+        return cls(sum(columns) + counted, max(1, len(columns)))
+
+
+def rounding(sums: Sums, precision: str) -> float:
+    """The relative distance that two orders of the same sums may have.
+
+    Sums of n terms, rounded independently, are with probability 1 - 2 exp(-d^2 / 2) within d sqrt(n) eps / 2 of their
+    value where nothing cancels (Higham & Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci.
+    Comput. 41, 2019, theorem 2.4), so two of them within twice that. Products are added in fp32 in any precision; a
+    lower one rounds the result of each layer once more.
+    """
+    results = 0.0 if precision == "fp32" else math.sqrt(sums.layers) * EPS[precision]
+    return DEVIATIONS * (math.sqrt(sums.terms) * EPS["fp32"] + results)
+
+
 REMEDY = "look for a loss that is no sum over samples, and for what a rank computes from its own share alone"
 
 
@@ -173,7 +203,7 @@ class _Layouts:
     run_ranks: RunRanks
 
     def prove(self) -> LayoutProof:
-        exact = draws_numbers(in_one_process(self.loaded))
+        exact, sums = first_look(in_one_process(self.loaded))
         degrees = solve_layout(self.loaded.recipe, self.ranks)
         if exact and degrees.ranks > degrees.replicate:
             raise UsageError(
@@ -187,7 +217,7 @@ class _Layouts:
         slices = ["parallel.exact=true", *self._smaller(self.ranks)] if exact else []
         alone = self._trained("one process", 1, *slices)
         precision = f"precision={alone.precision}"  # measured once: two runs might measure differently
-        allowed = Distance(0.0, 0.0, 0.0) if exact else self._allowed(alone, precision)
+        allowed = Distance(0.0, 0.0, 0.0) if exact else self._allowed(alone, sums)
         spread = self._trained(f"{self.ranks} ranks", self.ranks, precision, *slices)
         speed_up = statistics.median(alone.seconds) / statistics.median(spread.seconds)
         found = alone.distance(spread)
@@ -195,10 +225,11 @@ class _Layouts:
             self.path, self.ranks, self.steps, alone.precision, found, allowed, exact, round(speed_up, 3)
         )
 
-    def _allowed(self, alone: _Trained, precision: str) -> Distance:
-        """What rounding explains: some roundings, or what smaller micro-batches in one process show."""
+    def _allowed(self, alone: _Trained, sums: Sums) -> Distance:
+        """What rounding explains: by theory, or where sums cancel what smaller micro-batches in one process show."""
+        precision = f"precision={alone.precision}"
         control = self._trained("one process, smaller micro-batches", 1, precision, *self._smaller(2))
-        noise, least = alone.distance(control), ROUNDINGS * EPS[alone.precision]
+        noise, least = alone.distance(control), rounding(sums, alone.precision)
         farthest = max(noise.loss, noise.grad_norm)
         if farthest > max(NO_ROUNDING, OF_CONTROL * least):
             raise UsageError(
@@ -232,10 +263,12 @@ class _Layouts:
         return _read(self.folder / "runs" / name, self.steps)
 
 
-def draws_numbers(loaded: Loaded) -> bool:
-    """Whether the forward pass in training draws random numbers: whether another seed gives another loss."""
+def first_look(loaded: Loaded) -> tuple[bool, Sums]:
+    """Whether the forward pass in training draws random numbers (another seed gives another loss); and its sums."""
     job = prepare(loaded)
     loss_fn, micro = as_loss_fn(job.parts.loss), next(job.batches).micro[0]
+    tokens = count_tokens(micro.data) // max(1, micro.size)
+    sums = Sums.of(job.state.model, job.plan.batch.size * max(1, tokens))
 
     def loss_of(seed: int) -> float:
         reseed(seed)
@@ -244,7 +277,7 @@ def draws_numbers(loaded: Loaded) -> bool:
         return float(output if isinstance(output, torch.Tensor) else output.total)
 
     with preserved_rng():
-        return loss_of(0) != loss_of(1)
+        return loss_of(0) != loss_of(1), sums
 
 
 def _read(run: Path, steps: int) -> _Trained:
