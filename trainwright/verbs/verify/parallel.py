@@ -78,7 +78,10 @@ REMEDY = "look for a loss that is no sum over samples, and for what a rank compu
 
 @dataclass(frozen=True)
 class Distance:
-    """The largest distance between two runs: relative for losses and norms, for weights to the largest of a tensor."""
+    """The largest distance between two runs: relative for losses and norms, for weights to the largest of a tensor.
+
+    ``weights`` are those of the tensor that is farthest for what it may be.
+    """
 
     loss: float
     grad_norm: float
@@ -181,11 +184,12 @@ class _Trained:
     weights: dict[str, torch.Tensor]
     precision: str
 
-    def distance(self, other: _Trained) -> Distance:
+    def distance(self, other: _Trained, tensor: str) -> Distance:
+        """``tensor`` is the one whose weights are compared."""
         return Distance(
             _farthest(self.losses, other.losses),
             _farthest(self.norms, other.norms),
-            max((_apart(mine, other.weights[name]) for name, mine in self.weights.items()), default=0.0),
+            _apart(self.weights[tensor], other.weights[tensor]),
         )
 
 
@@ -217,27 +221,17 @@ class _Layouts:
         slices = ["parallel.exact=true", *self._smaller(self.ranks)] if exact else []
         alone = self._trained("one process", 1, *slices)
         precision = f"precision={alone.precision}"  # measured once: two runs might measure differently
-        allowed = Distance(0.0, 0.0, 0.0) if exact else self._allowed(alone, sums)
+        smaller = (precision, *self._smaller(2))
+        control = None if exact else self._trained("one process, smaller micro-batches", 1, *smaller)
         spread = self._trained(f"{self.ranks} ranks", self.ranks, precision, *slices)
         speed_up = statistics.median(alone.seconds) / statistics.median(spread.seconds)
-        found = alone.distance(spread)
+        found, allowed = max(
+            ((alone.distance(spread, each), _allowed(alone, control, each, sums)) for each in alone.weights),
+            key=lambda pair: _excess(pair[0].weights, pair[1].weights),
+        )
         return LayoutProof(
             self.path, self.ranks, self.steps, alone.precision, found, allowed, exact, round(speed_up, 3)
         )
-
-    def _allowed(self, alone: _Trained, sums: Sums) -> Distance:
-        """What rounding explains: by theory, or where sums cancel what smaller micro-batches in one process show."""
-        precision = f"precision={alone.precision}"
-        control = self._trained("one process, smaller micro-batches", 1, precision, *self._smaller(2))
-        noise, least = alone.distance(control), rounding(sums, alone.precision)
-        farthest = max(noise.loss, noise.grad_norm)
-        if farthest > max(NO_ROUNDING, OF_CONTROL * least):
-            raise UsageError(
-                "there is nothing to compare with: in one process, too, smaller micro-batches change loss or gradient "
-                f"by {farthest:.0%}, so the model sees its micro-batch as a whole",
-                remedy="ranks train as micro-batches of their share do; use GroupNorm or LayerNorm for BatchNorm",
-            )
-        return Distance(*(max(OF_CONTROL * each, least) for each in asdict(noise).values()))
 
     def _smaller(self, parts: int) -> list[str]:
         """Settings by which a forward pass takes this many times fewer samples."""
@@ -261,6 +255,31 @@ class _Layouts:
             error.exit_code = code if code in (1, 2) else 1
             raise error
         return _read(self.folder / "runs" / name, self.steps)
+
+
+def _excess(found: float, allowed: float) -> float:
+    """How many times as far as it may be."""
+    if found == 0.0 or allowed == math.inf:
+        return 0.0
+    return found / allowed if allowed else math.inf
+
+
+def _allowed(alone: _Trained, control: _Trained | None, tensor: str, sums: Sums) -> Distance:
+    """What rounding explains: by theory, or where sums cancel what the ``control`` shows, of the weights as well.
+
+    Without a control nothing. Raises UsageError where the control is another training.
+    """
+    if control is None:
+        return Distance(0.0, 0.0, 0.0)
+    noise, least = alone.distance(control, tensor), rounding(sums, alone.precision)
+    farthest = max(noise.loss, noise.grad_norm)
+    if farthest > max(NO_ROUNDING, OF_CONTROL * least):
+        raise UsageError(
+            "there is nothing to compare with: in one process, too, smaller micro-batches change loss or gradient "
+            f"by {farthest:.0%}, so the model sees its micro-batch as a whole",
+            remedy="ranks train as micro-batches of their share do; use GroupNorm or LayerNorm for BatchNorm",
+        )
+    return Distance(*(max(OF_CONTROL * each, least) for each in asdict(noise).values()))
 
 
 def first_look(loaded: Loaded) -> tuple[bool, Sums]:
