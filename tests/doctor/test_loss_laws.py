@@ -365,6 +365,7 @@ def values_learned(targets: Tensor, loss: Callable[[Tensor, Tensor], Tensor], st
     [
         (R, F.mse_loss, 60, 0.0, Holds),
         (1.0 + R, F.mse_loss, 60, 0.0, Holds),
+        (0.5 + 0.001 * R, F.mse_loss, 60, 0.0, Holds),
         (FAR_AWAY, F.mse_loss, 60, 20.0, Holds),
         (FAR_AWAY, F.mse_loss, 30, 0.0, NotApplicable),
         (R.sign() * 0 + 1, F.mse_loss, 60, 0.0, NotApplicable),

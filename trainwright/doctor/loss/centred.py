@@ -13,6 +13,8 @@ from trainwright.doctor.loss.laws import NAMES, named, where_of
 
 FAR = 3.0
 """Standard deviations of the targets from 0 to their mean."""
+SIZE = 1.0
+"""The loss of outputs of 0 on targets of size 1: outputs of a usual initialisation are as large, and reach these."""
 NEAR = 2.0
 """Times the loss of the best constant prediction: with more it is not learned yet."""
 BEGIN = 8
@@ -53,7 +55,7 @@ def targets_are_centred(case: Case) -> Iterator[Verdict]:
 def _is_far(call: ComparedFacts) -> bool:
     """Whether both the outputs and 0 are far from the targets, whose mean is not."""
     times = FAR**2 + 1 if call.op in SQUARES else FAR
-    return math.isfinite(call.value) and min(call.value, call.blank) > times * call.constant
+    return math.isfinite(call.value) and call.blank > SIZE and min(call.value, call.blank) > times * call.constant
 
 
 def _offset(call: ComparedFacts) -> float:
