@@ -205,7 +205,8 @@ class KeptNumbers:
                 is_on_its_way = form.reading.place not in away or _divisors(form) & whole
                 form = replace(form, wrong="") if is_on_its_way else form
             if form is not None and form.is_sum:
-                form = replace(form, is_sum=form.reading.place in away and form.reading.elements not in whole)
+                is_counted = form.reading.elements in _counts_beside(name, numbers)
+                form = replace(form, is_sum=form.reading.place in away and not is_counted)
             if form is not None and form.rest and any(math.isclose(form.rest, each, rel_tol=EXACT) for each in values):
                 form = replace(form, wrong="")
             if form is not None and _key(form) in settled:
@@ -292,6 +293,12 @@ def _is_returned(reading: FigureParts, away: Set[EscapeLine]) -> bool:
 
 def _key(form: Form) -> Key:
     return form.reading.place.line, form.reading.place.over
+
+
+def _counts_beside(name: str, numbers: Mapping[str, float]) -> set[float]:
+    """The whole numbers in variables of their own, and those in what holds the number: no sizes of other objects."""
+    root = name.partition(".")[0]
+    return {n for other, n in numbers.items() if type(n) is int and other.partition(".")[0] in (root, other)}
 
 
 def _divisors(form: Form) -> set[float]:
