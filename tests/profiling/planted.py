@@ -53,7 +53,7 @@ class Wide(nn.Sequential):
     """Nearly all of a step is one product."""
 
     def __init__(self) -> None:
-        super().__init__(nn.Linear(16, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 4))
+        super().__init__(nn.Linear(16, 2048), nn.Linear(2048, 2048), nn.Linear(2048, 4))
 
 
 def slow_callback(result: object, state: object) -> None:

@@ -94,7 +94,8 @@ def test_a_slurm_job_saves_before_its_end_is_queued_again_and_goes_on(project: P
     ended = json.loads(log.read_text().splitlines()[-1])
     assert (ended["ending"], ended["step"]) == ("finished", 200)
     assert [path.name for path in (project / "runs").iterdir()] == ["run"]
-    assert json.loads((project / "runs/run/plan.json").read_text())["settled"]["layout"] == {"replicate": 2, "shard": 1}
+    settled = json.loads((project / "runs/run/plan.json").read_text())["settled"]
+    assert settled["layout"] == {"replicate": 2, "shard": 1, "tensor": 1, "pipeline": 1}
     assert (project / "requeued.txt").read_text() == "requeue 417\n"
 
 
