@@ -333,11 +333,28 @@ def test_whatever_comes_ahead_of_a_save_leaves_the_run_going(tmp_path: Path) -> 
     root = tmp_path / "a file"
     root.write_text("")
     heard = Heard()
-    before = (root / "run").mkdir  # the root of the run folder was replaced: NotADirectoryError
-    saving = Saving(tmp_path / "run", SavePolicy(), listener=heard, warn=heard.said.append, before=before)
+    keep_there = (root / "run").mkdir  # the root of the run folder was replaced: NotADirectoryError
+    saving = Saving(tmp_path / "run", SavePolicy(), listener=heard, warn=heard.said.append, keep_there=keep_there)
     saving(state_at(1))
     saving.close()
     assert heard.not_saved_steps == [1] and "a part of the path is a file" in heard.said[0]
+
+
+def test_what_is_deleted_during_the_last_save_is_laid_down_again(tmp_path: Path) -> None:
+    recipe, heard = tmp_path / "recipe.yaml", Heard()
+    saving = Saving(tmp_path, SavePolicy(), listener=heard, warn=heard.said.append, keep_there=recipe.touch)
+    saving(state_at(1))
+    recipe.unlink()
+    saving.close()
+    assert recipe.exists() and heard.saved_steps == [1] and not heard.said
+
+
+def test_what_cannot_be_laid_down_again_leaves_the_checkpoint_saved(tmp_path: Path) -> None:
+    papers, heard = tmp_path / "papers", Heard()
+    saving = Saving(tmp_path, SavePolicy(), listener=heard, warn=heard.said.append, keep_there=papers.mkdir)
+    saving(state_at(1))  # makes it; afterwards it is there: FileExistsError
+    saving.close()
+    assert heard.saved_steps == [1] and not heard.not_saved_steps and "lacks its metadata" in heard.said[0]
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

@@ -56,6 +56,28 @@ def test_shared_weights() -> None:
     assert replays(both(loop))
 
 
+def test_gradients_of_each_sample_by_torch_func() -> None:
+    def loop(watching: Watching) -> list[Tensor]:
+        model = net()
+        optimizer, named = sgd(model), dict(model.named_parameters())
+
+        def loss_of(weights_now: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(torch.func.functional_call(model, weights_now, (x[None],)), y[None])
+
+        each = torch.func.vmap(torch.func.grad(loss_of), in_dims=(None, 0, 0), randomness="different")
+        with watching(model, optimizer):
+            for _ in range(6):
+                F.cross_entropy(model(X), Y)  # for the log
+                found = each({name: p.detach() for name, p in named.items()}, X, Y)
+                for name, parameter in named.items():
+                    parameter.grad = found[name].clamp(-0.1, 0.1).mean(0)
+                optimizer.step()
+        return weights(model)
+
+    watch = both(loop)
+    assert watch.step == 6 and watch.session.failures == []
+
+
 def test_a_gan_with_two_optimizers() -> None:
     def loop(watching: Watching) -> list[Tensor]:
         G, D = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(), nn.Linear(8, 1))

@@ -73,7 +73,8 @@ class Saving:
 
     A save that fails, whatever the reason, leaves the run going, warned, and older checkpoints intact. The copy takes
     as much host memory as the state; where ``free_memory`` (bytes) has no room for it or it cannot be made, training
-    waits for the write instead. ``before`` is called ahead of each save; ``run_metadata`` are kept in each checkpoint.
+    waits for the write instead. ``keep_there`` is called ahead of each save and after it, for the folder may have been
+    deleted; ``run_metadata`` are kept in each checkpoint.
     """
 
     def __init__(
@@ -84,12 +85,13 @@ class Saving:
         listener: SaveListener,
         warn: Callable[[str], None],
         run_metadata: Mapping[str, Any] | None = None,
-        before: Callable[[], None] = lambda: None,
+        keep_there: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         free_memory: Callable[[], int] = _free_on_host,
     ) -> None:
         self._folder, self._policy, self._listener, self._warn = folder, policy, listener, warn
-        self._run_metadata, self._before, self._clock, self._free_memory = run_metadata, before, clock, free_memory
+        self._run_metadata, self._keep_there = run_metadata, keep_there
+        self._clock, self._free_memory = clock, free_memory
         self._thread = _thread()
         self._looked = False
         self._staging: Staging | None = None
@@ -131,7 +133,7 @@ class Saving:
             self._not_saved(state.step, error)
             return
         try:
-            self._before()
+            self._keep_there()
         except Exception as error:
             self._not_saved(state.step, error)
             return
@@ -186,6 +188,10 @@ class Saving:
         self._listener.saved(step, f"{done.path.parent.name}/{done.path.name}", done.num_bytes, done.seconds, blocked_s)
         if done.trouble:
             self._warn(done.trouble)
+        try:
+            self._keep_there()
+        except Exception as error:
+            self._warn(f"step {step} is saved, but the folder of the run lacks its metadata: {_brief(error)}")
 
     def _not_saved(self, step: int, error: Exception) -> None:
         self._best.update(step)

@@ -299,7 +299,7 @@ def _saving(job: Job, stage: Stage, logbook: Logbook) -> Saving:
         listener=logbook.recorder,
         warn=stage.progress.say,
         run_metadata=run_metadata(job),
-        before=keep_there(stage.folder, job, stage.progress.say),
+        keep_there=keep_there(stage.folder, job, stage.progress.say),
         clock=stage.world.clock if stage.world.size == 1 else time.monotonic,  # the other ranks are not asked
     )
 

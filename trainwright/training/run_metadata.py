@@ -79,12 +79,12 @@ def lay_down_again(folder: RunFolder, job: Job) -> None:
 
 
 def keep_there(folder: RunFolder, job: Job, say: Callable[[str], None]) -> Callable[[], None]:
-    """Returns what to call before each save: it writes the metadata again if the folder was deleted."""
+    """Returns what to call around each save: it writes the metadata again if the folder was deleted."""
 
     def look() -> None:
         if not folder.recipe.exists():
             folder.path.mkdir(parents=True, exist_ok=True)
             lay_down(folder, job)
-            say(f"{folder.path} was deleted while training: its metadata and this checkpoint are written again")
+            say(f"{folder.path} was deleted while training: its metadata is written again")
 
     return look

@@ -30,9 +30,8 @@ class Form:
     """A value that a loop may make of a reading. ``wrong`` says what is; empty: nothing.
 
     ``is_plain``: one of the numbers that left torch, or their sum: it may be on its way to a figure. ``is_factor``: a
-    figure times a number that may be meant. ``is_negated``: a figure with the other sign. ``is_sum``: that over all
-    rows. ``rest``: the figure of the
-    rows that are not in it; where that is kept as well, there were two evaluations.
+    figure times a number that may be meant. ``is_negated``: a figure with the other sign. ``is_sum``: the sum over all
+    rows. ``rest``: the figure of the rows that are not in it; where that is kept as well, there were two evaluations.
     """
 
     reading: FigureParts
