@@ -18,7 +18,7 @@ import trainwright as tw
 NAMES = """
 ChainedOptimizer Cursor
 EarlyStopping Ema Loading Loss LossScaler MicroBatch Observer Outcome Precision Probe Recipe ReplaySession
-Result StepBatch StepBatches StepResult Stop TrainState TrainwrightError __version__ bad_cases evaluate fit
+Result StepBatch StepBatches StepResult Stop TrainState TrainwrightError __version__ bad_cases evaluate files fit
 for_seconds for_steps load load_checkpoint lr_range make_clip make_optimizer make_own_step make_schedule make_step mix
 pad predict save_checkpoint steps table train watch
 """

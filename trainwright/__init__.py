@@ -31,6 +31,7 @@ _HOME = {
     "TrainwrightError": "trainwright.errors",
     "bad_cases": "trainwright.verbs.bad_cases",
     "evaluate": "trainwright.verbs.evaluate",
+    "files": "trainwright.build.read_files",
     "fit": "trainwright.training.fit",
     "for_seconds": "trainwright.engine.until",
     "for_steps": "trainwright.engine.until",
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from trainwright.build.data import Loading as Loading
     from trainwright.build.data import StepBatches as StepBatches
     from trainwright.build.optim.choose import make_optimizer as make_optimizer
+    from trainwright.build.read_files import files as files
     from trainwright.build.schedule import make_schedule as make_schedule
     from trainwright.data.mixture import mix as mix
     from trainwright.data.padding import pad as pad

@@ -28,6 +28,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from trainwright.build.read_files import OpenFiles, files
 from trainwright.data.images import Images
 from trainwright.data.mixture import mix
 from trainwright.data.table import table
@@ -305,6 +306,17 @@ class Subclass(DataLoader[Any]):
         return ((x * 0.5, y) for x, y in super().__iter__())
 
 
+def in_files() -> OpenFiles:
+    """Three files of other sizes, whose samples are augmented as they are read."""
+
+    def read(path: str) -> Iterator[tuple[Tensor, Tensor]]:
+        first = int(path)
+        for index in range(first, min(first + 15, SIZE)):
+            yield X[index] + 0.01 * torch.randn(4) + random.random(), Y[index]
+
+    return files(["0", "15", "30"], read)
+
+
 KINDS = [
     Kind("tuple of tensors", lambda: (X, Y)),
     Kind("tuple of NumPy arrays", lambda: (X.numpy(), Y.numpy())),
@@ -317,6 +329,8 @@ KINDS = [
     Kind("table (`tw.table`)", rows_of_table),
     Kind("folder of images (`images`)", images),
     Kind("datasets mixed by weights (`tw.mix`)", mixture),
+    Kind("files that are read from the beginning (`tw.files`)", in_files),
+    Kind("the same with a worker", lambda: DataLoader(in_files(), BATCH, shuffle=True, num_workers=1)),
     Kind("`IterableDataset` of samples, with a shuffle buffer", Stream),
     Kind("`DataLoader(shuffle=True)`", of(Rows, batch_size=BATCH, shuffle=True)),
     Kind("`DataLoader` with 2 workers", of(Rows, batch_size=BATCH, shuffle=True, num_workers=2)),

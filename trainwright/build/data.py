@@ -18,9 +18,11 @@ from torch.utils.data import IterableDataset, default_collate
 from trainwright.build.collation import Batch, Collate
 from trainwright.build.fetch import AnyDataset, Failed, Fetch, Fetched, FetchStream, Key, OnBadSample, shared
 from trainwright.build.order import OwnOrder, regrouped
+from trainwright.build.read_files import OpenFiles
 from trainwright.build.ready import ReadyBatches, ReadyStream, Say, compared, silent
 from trainwright.build.unwrap import length_of
 from trainwright.build.workers import WorkerInit, Workers, read_in_workers
+from trainwright.data.files import FilesOrder
 from trainwright.data.order import epoch_order
 from trainwright.errors import DataError, UsageError
 from trainwright.state.cursor import BadSample, Cursor, Ids, MicroBatch, StepBatch
@@ -125,14 +127,14 @@ class StepBatches:
             stream = FetchStream(self.dataset, start=self.cursor, settings=loading)
             if loading.workers == 0:
                 return _pinned(iter(stream), loading)
-            # one worker: each further one would read the whole stream too, and most datasets would shard it
-            return read_in_workers(stream, None, _workers(replace(loading, workers=1)))
+            return read_in_workers(stream, None, _one_worker(loading))
         source = Fetch(self.dataset, seed=loading.seed, collate=loading.collate, on_bad_sample=loading.on_bad_sample)
         keys = self.keys(found)
         if loading.workers == 0:
             fetched = (source[key] for key in keys)
             return _pinned(_ahead(fetched, source, loading) if source.sliced else fetched, loading)
-        return _without(found, read_in_workers(source, keys, _workers(loading)), source)
+        how = _one_worker(loading) if isinstance(self.dataset, OpenFiles) else _workers(loading)
+        return _without(found, read_in_workers(source, keys, how), source)
 
     def keys(self, found: Collection[int] = ()) -> Iterator[Key]:
         """Yields the keys of the micro-batches from the cursor on; none when no batch can be filled.
@@ -156,16 +158,22 @@ class StepBatches:
         loading, size = self.loading, len(self.dataset)
         if not size or (loading.drop_last and size < loading.batch_size):
             return
-        order = epoch_order(size, seed=loading.seed, epoch=epoch, shuffle=loading.shuffle)
-        kept = ~np.isin(order, left_out)
         whole = size - size % loading.batch_size if loading.drop_last else size
-        if not kept[: size if loading.shuffle else whole].any():
+        order, reached = self._order_of(epoch), size if loading.shuffle else whole
+        if len(left_out) and np.isin(order[:reached], left_out).all():
             return
         # an epoch that began with another batch size has its last whole batch elsewhere
         end = size - (size - begin) % loading.batch_size if loading.drop_last else size
         for start in range(begin, end, loading.batch_size):
-            stop = min(start + loading.batch_size, end)
-            yield _Planned(start, ((order[start:stop], kept[start:stop] if len(left_out) else None),))
+            ids = order[start : min(start + loading.batch_size, end)]
+            yield _Planned(start, ((ids, ~np.isin(ids, left_out) if len(left_out) else None),))
+
+    def _order_of(self, epoch: int) -> Ids | FilesOrder:
+        """The positions of an epoch; only slices are taken of it."""
+        seed, shuffle = self.loading.seed, self.loading.shuffle
+        if isinstance(self.dataset, OpenFiles):
+            return self.dataset.files.order(seed=seed, epoch=epoch, shuffle=shuffle)
+        return epoch_order(len(self.dataset), seed=seed, epoch=epoch, shuffle=shuffle)
 
     def _in_own_order(self, epoch: int, begin: int, left_out: Ids) -> Iterator[_Planned]:
         loading, order, digest, start = self.loading, self.loading.order, hashlib.blake2b(digest_size=8), begin
@@ -250,6 +258,11 @@ def _workers(loading: Loading) -> Workers:
         loading.start_method,
         loading.pin_memory,
     )
+
+
+def _one_worker(loading: Loading) -> Workers:
+    """Of what is read from its beginning each further worker would read all, too, and most datasets would shard it."""
+    return _workers(replace(loading, workers=1))
 
 
 def _without(found: Set[int], batches: Iterator[Fetched | Failed], source: Fetch) -> Iterator[Fetched | Failed]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from trainwright.data.files import Files
 from trainwright.data.fork import Begin, TooSlowError, is_of_cuda, read_in_fork
 
 WHOLE_ITEMS = 256  # datasets up to this size are read whole
@@ -55,9 +57,10 @@ def fingerprint(dataset: object, left_out: Collection[int] = ()) -> Fingerprint:
     """Returns a hash that is equal for equal data; ``how`` says how much of the data it covers.
 
     It covers the first of these that applies: the dataset's own ``content_sha256()``; all bytes of a TensorDataset; the
-    type of a dataset without length, which is not read; all items of a small dataset; type, length and a fixed sample
-    of items. Items in ``left_out`` are not read, and fewer are where that takes long. They are read in another process,
-    which seeds the global generators for each, so augmented items give the same hash each time.
+    names and sizes of ``tw.files``; the type of a dataset without length, which is not read; all items of a small
+    dataset; type, length and a fixed sample of items. Items in ``left_out`` are not read, and fewer are where that
+    takes long. They are read in another process, which seeds the global generators for each, so augmented items give
+    the same hash each time.
 
     Raises DataError when an item ends the process that reads it.
     """
@@ -68,6 +71,10 @@ def fingerprint(dataset: object, left_out: Collection[int] = ()) -> Fingerprint:
     if isinstance(dataset, TensorDataset) and sum(each.nbytes for each in dataset.tensors) <= WHOLE_BYTES:
         _add(digest, dataset.tensors)
         return Fingerprint(digest.hexdigest(), "the whole content")
+    if isinstance(shards := getattr(dataset, "files", None), Files):
+        _add(digest, {Path(path).name: size for path, size in zip(shards.paths, shards.sizes, strict=True)})
+        how = f"the names of {len(shards.paths)} files and the numbers of their samples, not what is in them"
+        return Fingerprint(digest.hexdigest(), how)
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return Fingerprint(digest.hexdigest(), "the type only: this dataset cannot be read without using it up")
     size = len(dataset)

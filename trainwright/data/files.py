@@ -1,0 +1,90 @@
+"""Samples in files that can only be read from the beginning: which of them a step has, by arithmetic on their numbers.
+
+An epoch is all files in a row, in an order drawn from (seed, epoch), cut into equal parts. Each part has a reader, and
+a step takes the next samples of every reader. Nothing of it depends on the number of ranks, who share the readers.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainwright.data.order import epoch_order
+from trainwright.errors import StorageError, UsageError
+
+Read: TypeAlias = Callable[[str], Iterable[Any]]
+COUNT = "give the number of samples of each file: sizes=[...], {name: number}, or the path of a JSON file to keep them"
+
+
+@dataclass(frozen=True)
+class Files:
+    """``read(path)`` gives the samples of a file, always in the same order; ``sizes`` are their numbers."""
+
+    paths: tuple[str, ...]
+    read: Read
+    sizes: tuple[int, ...]
+    readers: int
+
+    def order(self, *, seed: int, epoch: int, shuffle: bool) -> FilesOrder:
+        """In which order an epoch visits the samples, whose positions count through ``paths``."""
+        return FilesOrder(
+            self.sizes, self.readers, epoch_order(len(self.sizes), seed=seed, epoch=epoch, shuffle=shuffle)
+        )
+
+
+class FilesOrder:
+    """``order[start:stop]`` are positions, shape (n,): samples ``start`` to ``stop`` of the epoch, reader by reader."""
+
+    def __init__(self, sizes: Sequence[int], readers: int, files: NDArray[np.int64]) -> None:
+        counts = np.array(sizes, dtype=np.int64)
+        first = np.cumsum(counts) - counts
+        self._ends = np.cumsum(counts[files])  # in the row of all files
+        self._shift = first[files] - (self._ends - counts[files])
+        each, more = divmod(int(counts.sum()), readers)
+        lengths = each + (np.arange(readers) < more)
+        self._starts = np.cumsum(lengths) - lengths
+        self._size, self._readers = int(counts.sum()), readers
+
+    def __getitem__(self, some: slice) -> NDArray[np.int64]:
+        number = np.arange(*some.indices(self._size))
+        rows = np.sort(self._starts[number % self._readers] + number // self._readers)
+        found: NDArray[np.int64] = rows + self._shift[np.searchsorted(self._ends, rows, side="right")]
+        return found
+
+
+def count_samples(names: Sequence[str], read: Read, sizes: object) -> list[int]:
+    """The numbers of samples that ``sizes`` says, or that are read: those of ``files``."""
+    if isinstance(sizes, str | Path):
+        return _kept(names, read, Path(sizes))
+    if isinstance(sizes, Mapping):
+        return _by_name(names, sizes)
+    if sizes is not None:
+        return [int(size) for size in sizes]  # type: ignore[attr-defined]
+    return [sum(1 for _ in read(name)) for name in names]
+
+
+def _by_name(names: Sequence[str], sizes: Mapping[str, int]) -> list[int]:
+    if missing := [name for name in names if name not in sizes]:
+        raise UsageError(f"sizes has no {missing[0]!r}", remedy=COUNT)
+    return [int(sizes[name]) for name in names]
+
+
+def _kept(names: Sequence[str], read: Read, path: Path) -> list[int]:
+    """The numbers in a file of JSON, which is written first where it is not there."""
+    try:
+        if path.exists():
+            return _by_name(names, json.loads(path.read_text("utf-8")))
+        counts = count_samples(names, read, None)
+        own = path.with_name(f"{path.name}.{secrets.token_hex(4)}")  # several ranks may write the same
+        own.write_text(json.dumps(dict(zip(names, counts, strict=True)), indent=1), "utf-8")
+        own.replace(path)
+    except (OSError, ValueError, TypeError) as error:
+        raise StorageError(f"{path} cannot be used for sizes: {error}", remedy="delete it, or name another") from None
+    return counts
