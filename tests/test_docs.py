@@ -46,6 +46,13 @@ def readers() -> dict[str, Any]:
     return names | {"loader": loader, "optimizer": optimizer, "scaler": None, "my_loss": loss}
 
 
+def write_shards(folder: Path) -> None:
+    """Files of samples for the model of ``readers``."""
+    folder.mkdir()
+    for number in range(4):
+        (folder / f"{number}.txt").write_text("".join(f"{'0.5 ' * 20}{row % 2}\n" for row in range(12)))
+
+
 def blocks(page: Path) -> list[tuple[int, str, str]]:
     """Line, code, and why it cannot run, of each block."""
     text = page.read_text()
@@ -60,6 +67,7 @@ def blocks(page: Path) -> list[tuple[int, str, str]]:
 def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
+    write_shards(tmp_path / "shards")
     namespace = readers()
     for line, code, why in blocks(page):
         if not why:
