@@ -1,6 +1,6 @@
 """The least memory that training gets through with, and what lies above: ours against a plain loop that halves.
 
-    python -m benchmarks.memory_limits [--quick]
+    python -m benchmarks.memory_limits [--quick] [--only gpt,mlp]
 
 Each run has a process of its own, whose memory the kernel limits (RLIMIT_AS, RLIMIT_DATA) to what it holds after its
 imports and so many MiB more. ``plain`` is a torch loop that halves its micro-batch at each error of memory and takes
@@ -192,11 +192,11 @@ def sweep(case: str, kind: str, threads: int, values: int, precise: int) -> None
 
 
 def main() -> None:
-    options = arguments(__doc__, values=(VALUES, 2), precise=(PRECISE_MIB, 256))
+    options = arguments(__doc__, values=(VALUES, 2), precise=(PRECISE_MIB, 256), only=("", ""))
     about("memory_limits")
     for kind, (_, name) in LIMITS.items():
         figure("memory_limits", f"imports/{kind}", [imports_mib(name)], unit="MiB", against="torch with an optimizer")
-    for case in CASES:
+    for case in CASES if not options.only else options.only.split(","):
         for kind in LIMITS:
             sweep(case, kind, options.threads, options.values, options.precise)
 

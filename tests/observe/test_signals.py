@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from numpy.random import mtrand
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, RandomSampler
 
 from tests import forked
+from trainwright.build.data import Loading, StepBatches
+from trainwright.build.order import OwnOrder
+from trainwright.build.ready import ReadyBatches
+from trainwright.engine.loop import StopRequest
 from trainwright.errors import UsageError
 from trainwright.observe.signals import Signals, grace_s
 from trainwright.runlog.lock import RunLock
+from trainwright.state.rng import seed_all
 
 
 @contextmanager
@@ -242,3 +257,99 @@ def test_a_kill_when_the_patience_is_over_is_not_the_fault_of_the_step(tmp_path:
     lock = RunLock.acquire(tmp_path)
     lock.release(clean=True)
     assert (lock.died_in_step, lock.deaths) == (None, 0)
+
+
+class Drawing(Dataset[Tensor]):
+    """Draws from all generators; a collate function of the tests draws again."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randn(3) + random.random() + float(np.random.randn())
+
+
+class Endless(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return (Drawing()[index] for index in range(8))
+
+
+def drawn_together(samples: list[Tensor]) -> Tensor:
+    return torch.stack(samples) + torch.randn(1)
+
+
+def in_batches() -> Iterator[Tensor]:
+    return (torch.randn(2, 3) + random.random() + float(np.random.randn()) for _ in range(4))
+
+
+OURS = tuple(f"/{name}.py" for name in ("rng", "generators", "fetch", "contextlib", "order", "ready"))
+
+
+def interrupted(dataset: object, loading: Loading, line: int) -> bool:
+    """Whether so many lines are executed while a batch is read; SIGTERM comes before the last of them."""
+    left = [line]
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        if event == "line":
+            left[0] -= 1
+            if left[0] == 0:
+                signal.raise_signal(signal.SIGTERM)
+        return trace if frame.f_code.co_filename.endswith(OURS) else None
+
+    with listening(Signals(lambda text: None)) as signals:
+        batches = signals.batches(StepBatches(dataset, loading))
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            next(batches)
+        except StopRequest as request:
+            assert request.stop.save
+            return True
+        finally:
+            sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("dataset", "loading"),
+    [
+        (Drawing(), Loading(2, 2, collate=drawn_together)),
+        (Endless(), Loading(2, 2, collate=drawn_together)),
+        (ReadyBatches(in_batches), Loading(2, 2)),
+        (Drawing(), Loading(2, 2, order=OwnOrder(RandomSampler(Drawing())))),
+    ],
+    ids=["samples", "stream", "ready", "sampler"],
+)
+def test_a_signal_at_any_line_of_reading_leaves_the_generators_as_they_were(dataset: object, loading: Loading) -> None:
+    """Else a resumed run would draw other numbers: a signal can come while they are put back."""
+    for line in count(1):
+        seed_all(7)
+        numpys = mtrand.get_bit_generator()
+        was_read = not interrupted(dataset, loading, line)
+        after = [random.random(), float(np.random.randn()), float(torch.randn(()))]
+        assert mtrand.get_bit_generator() is numpys, line
+        seed_all(7)
+        assert after == [random.random(), float(np.random.randn()), float(torch.randn(()))], line
+        if was_read:
+            assert line > 50
+            return
+
+
+class Forgiving(Drawing):
+    """Takes a signal for a sample that cannot be read."""
+
+    def __init__(self, other: Callable[[], Tensor]) -> None:
+        self.other = other
+
+    def __getitem__(self, index: int) -> Tensor:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+            return torch.ones(3)
+        except BaseException:
+            return self.other()
+
+
+def test_a_dataset_that_catches_everything_does_not_catch_a_signal() -> None:
+    for other in (lambda: torch.zeros(3), lambda: torch.zeros(3)[5]):
+        with listening(Signals(lambda text: None)) as signals, pytest.raises(StopRequest):
+            next(signals.batches(StepBatches(Forgiving(other), Loading(2, 2))))

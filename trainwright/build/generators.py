@@ -12,7 +12,7 @@ import torch
 from numpy.random import mtrand
 from torch.utils.data import DataLoader, Sampler
 
-from trainwright.state.rng import RngBag, preserved_rng, reseed, seed_of
+from trainwright.state.rng import RngBag, borrowed, preserved_rng, reseed, seed_of
 
 
 @contextmanager
@@ -43,16 +43,18 @@ class OwnGenerators:
     def in_use(self) -> Iterator[None]:
         """Inside, the global generators are these."""
         outside = random.getstate(), torch.default_generator.get_state(), mtrand.get_bit_generator()
-        random.setstate(self._python)
-        torch.default_generator.set_state(self._torch)
-        mtrand.set_bit_generator(self._numpy)
-        try:
-            yield
-        finally:
+
+        def give_back() -> None:
             self._python, self._torch = random.getstate(), torch.default_generator.get_state()
             random.setstate(outside[0])
             torch.default_generator.set_state(outside[1])
             mtrand.set_bit_generator(outside[2])
+
+        with borrowed(give_back):
+            random.setstate(self._python)
+            torch.default_generator.set_state(self._torch)
+            mtrand.set_bit_generator(self._numpy)
+            yield
 
     def read(self) -> RngBag:
         """A copy of the states, outside ``in_use``."""

@@ -18,6 +18,7 @@ from trainwright.engine.observer import Stop
 from trainwright.engine.step import StepResult
 from trainwright.errors import UsageError
 from trainwright.state.cursor import StepBatch
+from trainwright.state.rng import give_back_to, num_borrowed
 from trainwright.state.train_state import TrainState
 from trainwright.world.threads import small_stacks
 
@@ -136,21 +137,30 @@ class Signals:
 
     def _from_now_at_once(self, what: str) -> None:
         self._at_once = what
-        if self.received is not None:
-            raise StopRequest(self._stop(self.received))
+        self._require_not_received()
 
     def batches(self, batches: Iterable[StepBatch]) -> Iterator[StepBatch]:
         """Yields the batches; a signal that comes while the run waits for one ends the wait by StopRequest."""
-        stream = iter(batches)
+        stream, depth = iter(batches), num_borrowed()
         while True:
             try:  # as ``at_once``, without a context of its own in each step
                 self._from_now_at_once("saving now, while no step is in progress")
                 batch = next(stream, None)
+                self._require_not_received()
+            except (Exception, StopRequest):
+                give_back_to(depth)  # the signal may have come while a sample's generators were in use
+                self._require_not_received()
+                raise
             finally:
                 self._at_once = ""
             if batch is None:
                 return
             yield batch
+
+    def _require_not_received(self) -> None:
+        """Raises StopRequest after a signal: a dataset may have caught the first one, and given what was not asked."""
+        if self.received is not None:
+            raise StopRequest(self._stop(self.received))
 
     def _stop(self, number: int) -> Stop:
         return Stop(signal.Signals(number).name, save=True, exit_code=PREEMPTED)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -107,14 +108,49 @@ class RngBag:
         return cls(saved["python"], numpy_state, saved["torch_cpu"], tuple(saved["torch_cuda"]))
 
 
+class _Borrowed(threading.local):
+    """What gives the generators back, for each context of this thread that has them; the outermost first."""
+
+    def __init__(self) -> None:
+        self.give_back: list[Callable[[], None]] = []
+
+
+_borrowed = _Borrowed()
+
+
 @contextmanager
-def preserved_rng() -> Iterator[None]:
-    """What happens inside draws from the generators and leaves no trace in them."""
-    before = RngBag.capture()
+def borrowed(give_back: Callable[[], None]) -> Iterator[None]:
+    """Calls ``give_back``, which puts the generators back to what they were outside, when the context is left.
+
+    The handler of a signal may raise anywhere, also within ``give_back`` or right before it, and then that is not done:
+    whoever catches what it raised calls ``give_back_to``.
+    """
+    _borrowed.give_back.append(give_back)
     try:
         yield
     finally:
-        before.restore()
+        if give_back in _borrowed.give_back:
+            give_back()
+            _borrowed.give_back.remove(give_back)
+
+
+def num_borrowed() -> int:
+    """How many contexts of this thread have the generators."""
+    return len(_borrowed.give_back)
+
+
+def give_back_to(depth: int) -> None:
+    """Gives the generators back for all contexts but the ``depth`` outermost ones, if a signal cut that short."""
+    while num_borrowed() > depth:
+        _borrowed.give_back[-1]()
+        _borrowed.give_back.pop()
+
+
+@contextmanager
+def preserved_rng() -> Iterator[None]:
+    """What happens inside draws from the generators and leaves no trace in them."""
+    with borrowed(RngBag.capture().restore):
+        yield
 
 
 def set_deterministic(on: bool) -> None:
