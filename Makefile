@@ -3,7 +3,8 @@
 #              slow (more than half a second, the zoo, the benchmarks) nor process (starts a Python process)
 # make test    sets everything up, then checks format, lint, types, structure, and runs the suite, in about eleven
 #              minutes on two cores
-# make others  the tests of MLflow, Trackio and keras, which are installed apart: they bring along a hundred packages
+# make others  the tests of MLflow, Trackio, keras and other people's loaders, which are installed apart: they bring along
+#              a hundred packages
 PYTHON ?= python3
 BIN := .venv/bin
 SITE := import site; print(*site.getsitepackages())
@@ -25,11 +26,12 @@ check: .venv/dev
 
 others: .venv/others/done
 	.venv/others/bin/python -m pytest -n 0 tests/observe/test_sinks.py tests/test_migrate.py -k "mlflow or trackio or keras"
+	.venv/others/bin/python -m pytest -n 0 tests/training/test_library_kinds.py
 
 .venv/others/done: .venv/dev
 	$(PYTHON) -m venv .venv/others
 	$(BIN)/python -c "$(SITE)" > $$(.venv/others/bin/python -c "$(SITE)")/dev.pth
-	.venv/others/bin/pip install --quiet --disable-pip-version-check mlflow trackio keras
+	.venv/others/bin/pip install --quiet --disable-pip-version-check mlflow trackio keras torchdata webdataset grain
 	@touch $@
 
 .venv/core: pyproject.toml constraints.txt

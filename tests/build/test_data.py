@@ -375,6 +375,13 @@ def test_a_sample_that_does_not_collate_is_named(workers: int) -> None:
     assert caught.value.sample_ids == (11,)
 
 
+def test_samples_of_different_lengths_are_to_be_padded() -> None:
+    rows = [{"ids": [1] * n, "label": 0} for n in (1, 2, 3, 4)]
+    with pytest.raises(DataError, match="while collating") as caught:
+        take(rows, 1, epochs=1)
+    assert "collate_fn=tw.pad()" in caught.value.remedy
+
+
 class Odd(Augmented):
     """Sample 11 is not what ``make`` makes of the others."""
 

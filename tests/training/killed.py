@@ -30,6 +30,7 @@ from trainwright.build.unwrap import Unwrapped, unwrap
 
 SAVE_EVERY, KILLED_AT, UNTIL = 4, 10, 13
 """Steps: of an epoch of 5 batches, the checkpoint of step 8 lies in the middle, and so does the kill."""
+SAVED = KILLED_AT // SAVE_EVERY * SAVE_EVERY
 MARK = "<!-- made by tests/training/killed.py -->\n"
 
 
@@ -169,11 +170,11 @@ def in_child(kind: Kind, folder: Path, *, kill_at: int | None = None, resumes: b
         os._exit(code)
 
 
-def run(folder: Path, first: int, every: int) -> None:
+def run(folder: Path, first: int, every: int, kinds: list[Kind] = KINDS) -> None:
     """Trains each ``every``-th kind from the ``first`` on."""
     torch.set_num_threads(1)
-    for number in range(first, len(KINDS), every):
-        kind, own = KINDS[number], folder / str(number)
+    for number in range(first, len(kinds), every):
+        kind, own = kinds[number], folder / str(number)
         statuses = [
             in_child(kind, own / "whole"),
             in_child(kind, own / "parts", kill_at=KILLED_AT),
@@ -182,8 +183,8 @@ def run(folder: Path, first: int, every: int) -> None:
         (own / "statuses").write_text(" ".join(map(str, statuses)))
 
 
-def results(folder: Path) -> list[Trained]:
-    return [Trained(kind, folder / str(number)) for number, kind in enumerate(KINDS)]
+def results(folder: Path, kinds: list[Kind] = KINDS) -> list[Trained]:
+    return [Trained(kind, folder / str(number)) for number, kind in enumerate(kinds)]
 
 
 def main() -> None:

@@ -11,11 +11,9 @@ from torch.utils.data import default_collate
 from tests.forked import Forked
 from tests.house import ROOT
 from tests.training.data_kinds import KINDS, parts_of
-from tests.training.killed import KILLED_AT, MARK, POSITION, SAVE_EVERY, UNTIL, Trained, results, table
+from tests.training.killed import MARK, POSITION, SAVED, UNTIL, Trained, results, table
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
-
-SAVED = KILLED_AT // SAVE_EVERY * SAVE_EVERY
 
 
 @pytest.fixture(scope="module")

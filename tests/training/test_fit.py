@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
@@ -373,6 +373,31 @@ def test_a_setting_that_cannot_be(keys: dict[str, Any], said: str) -> None:
 def test_a_loss_that_is_no_function(loss: Any, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         tw.fit(net(), data(), loss, quiet=True)
+
+
+class OwnLoss(nn.Module):
+    """Computes its loss itself, as models of ``transformers`` do."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.layer, self.fails = nn.Linear(4, 3), fails
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        if self.fails:
+            raise TypeError("a mistake of its own")
+        return nn.functional.cross_entropy(self.layer(x), labels)
+
+
+def test_keys_that_a_model_does_not_take_are_named() -> None:
+    rows = {"x": torch.randn(8, 4), "label": torch.zeros(8, dtype=torch.long)}
+    with pytest.raises(UsageError, match=r"which has the keys x, label(.|\n)*leave out label and add labels"):
+        tw.fit(OwnLoss(), rows, steps=1, quiet=True)
+
+
+def test_a_mistake_inside_the_model_is_shown_as_it_is() -> None:
+    rows = {"x": torch.randn(8, 4), "labels": torch.zeros(8, dtype=torch.long)}
+    with pytest.raises(TypeError, match="a mistake of its own"):
+        tw.fit(OwnLoss(fails=True), rows, steps=1, quiet=True)
 
 
 def test_a_loss_by_its_name() -> None:

@@ -14,6 +14,7 @@ from trainwright.build.collation import Batch, Collate, Sample, misfits
 from trainwright.build.generators import EpochGenerators, seeded
 from trainwright.build.in_progress import InProgress
 from trainwright.build.shares import pieces, slices
+from trainwright.data.padding import differ_in_length
 from trainwright.errors import DataError, text_of
 from trainwright.state.cursor import BadSample, Cursor, Ids
 from trainwright.state.rng import preserved_rng, reseed, seed_of
@@ -70,6 +71,9 @@ class Failed(NamedTuple):
         """Returns the error to raise in the training process."""
         which = f"sample {self.ids[0]}" if len(self.ids) == 1 else f"one of the samples {list(self.ids)}"
         return DataError(f"the dataset raised {self.what} for {which}", sample_ids=self.ids, remedy=self.remedy)
+
+
+PAD = "the samples differ in length: pad them, DataLoader(dataset, batch_size=..., collate_fn=tw.pad())"
 
 
 def batch_seed(seed: int, epoch: int, start: int) -> int:
@@ -194,7 +198,9 @@ def _collated(key: Key, samples: list[Sample], collate: Collate) -> Fetched | Fa
     except Exception as error:
         what, ids = f"{text_of(error, lines=1)} while collating", key.ids.tolist()
         alone = misfits(samples, collate).items()
-        return [BadSample(ids[at], f"{what} ({why})") for at, why in alone] or Failed(tuple(ids), what)
+        if alone:
+            return [BadSample(ids[at], f"{what} ({why})") for at, why in alone]
+        return Failed(tuple(ids), what, PAD) if differ_in_length(samples) else Failed(tuple(ids), what)
 
 
 class Reading(Protocol):

@@ -79,7 +79,8 @@ class Unwrapped:
 def unwrap(data: object) -> Unwrapped:
     """Returns the dataset of ``data``, which has one of these forms:
 
-    - a dataset with ``__getitem__`` and ``__len__``, or an IterableDataset of samples;
+    - a dataset with ``__getitem__`` and ``__len__``, or an IterableDataset of samples; one of Hugging Face without a
+      format gives tensors, as with ``with_format("torch")``;
     - a tuple of tensors of one length, or a dict of them, whose rows are samples;
     - a mixture of datasets, see ``mix``;
     - a torch DataLoader, whose sampler is kept;
@@ -93,7 +94,7 @@ def unwrap(data: object) -> Unwrapped:
     elif isinstance(data, Mixture):
         unwrapped = Unwrapped(data, order=OwnOrder(data.order))
     else:
-        unwrapped = Unwrapped(_dataset(data))
+        unwrapped = Unwrapped(_with_tensors(_dataset(data)))
     _require_length(unwrapped)
     return unwrapped
 
@@ -109,7 +110,7 @@ def _dataset(data: object) -> AnyDataset:
             remedy="name them: tw.table(frame, inputs=['a', 'b'], target='y')",
         )
     indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Mapping | str)
-    if (indexed and not isinstance(data, type)) or isinstance(data, IterableDataset):
+    if (indexed and not isinstance(data, type)) or (isinstance(data, IterableDataset) and not _is_pipeline(data)):
         return data
     if _gives_batches(data):
         return ReadyBatches(data)
@@ -139,6 +140,20 @@ def _common_length(items: Sequence[object]) -> int | None:
     parts = [*first.values()] if isinstance(first, Mapping) else [*first] if isinstance(first, tuple | list) else []
     lengths = {len(part) if isinstance(part, Tensor | np.ndarray) and part.ndim else 0 for part in parts}
     return lengths.pop() or None if len(parts) > 1 and len(lengths) == 1 else None
+
+
+def _is_pipeline(data: object) -> bool:
+    """Whether it is a loader that calls itself an IterableDataset, as that of WebDataset: it gives batches."""
+    stages = getattr(data, "pipeline", ())
+    return isinstance(stages, Sequence) and any(isinstance(stage, DataLoader) for stage in stages)
+
+
+def _with_tensors(dataset: AnyDataset) -> AnyDataset:
+    """A dataset of Hugging Face without a format gives lists of numbers, of which torch makes a list of columns."""
+    if not hasattr(dataset, "with_format"):
+        return dataset
+    has_format = dataset.format["type"] if hasattr(dataset, "format") else getattr(dataset, "_formatting", None)
+    return dataset if has_format else dataset.with_format("torch")
 
 
 def _gives_batches(data: object) -> bool:

@@ -72,6 +72,17 @@ def pad(value: float = 0, *, target: int = IGNORE, multiple_of: int = 1) -> Call
     return Padding(value, target, multiple_of)
 
 
+def differ_in_length(samples: Sequence[Any]) -> bool:
+    """Whether samples have a field of which each is a sequence, of different lengths, so that it has to be padded."""
+    first = samples[0]
+    fields: Sequence[Any] = [samples]
+    if isinstance(first, Mapping):
+        fields = [[each[name] for each in samples] for name in first]
+    elif isinstance(first, tuple | list):
+        fields = list(zip(*samples, strict=False))
+    return any(all(map(_length, field)) and len(set(map(_length, field))) > 1 for field in fields)
+
+
 def _length(value: object) -> int:
     """Of a sequence, 0 for a number or a text."""
     if isinstance(value, Tensor):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from numbers import Real
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
@@ -262,16 +261,35 @@ def called_with(model: nn.Module, batch: Batch) -> object:
     args, kwargs = ([], batch) if isinstance(batch, Mapping) else (args, {})
     try:
         return model(*args, **kwargs)
-    except TypeError:
+    except TypeError as error:
         signature = inspect.signature(model.forward)
-        with suppress(TypeError):
-            signature.bind(*args, **kwargs)
+        if _binds(signature, args, kwargs):
             raise  # it is another mistake
-    what = f"the keys {', '.join(map(str, kwargs))}" if kwargs else f"{len(args)} parts"
-    raise UsageError(
-        f"forward{signature} of the model does not take this batch, which has {what}",
-        remedy="give a loss, loss=nn.CrossEntropyLoss(), or batches that are what the model takes",
-    )
+        what = f"the keys {', '.join(map(str, kwargs))}" if kwargs else f"{len(args)} parts"
+        raise UsageError(
+            f"forward{signature} of the model does not take this batch, which has {what}",
+            remedy=_how_to_fit(signature, kwargs),
+        ) from error
+
+
+def _binds(signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def _how_to_fit(signature: inspect.Signature, kwargs: Mapping[str, object]) -> str:
+    """The remedy where a model does not take the batch: which keys are too many, and which are missing."""
+    taken = signature.parameters
+    too_many = [name for name in kwargs if name not in taken]
+    missing = [name for name, each in taken.items() if name not in kwargs and each.default is each.empty]
+    if kwargs and (too_many or missing):
+        words = [f"leave out {', '.join(too_many)}"] if too_many else []
+        words += [f"add {', '.join(missing)}"] if missing else []
+        return f"{' and '.join(words)} (of a table: remove_columns, rename_column), or give a loss: loss=my_loss"
+    return "give a loss, loss=nn.CrossEntropyLoss(), or batches that are what the model takes"
 
 
 def member(output: object, name: str, position: int) -> object:
