@@ -155,6 +155,14 @@ def test_a_padded_batch_of_dicts_has_a_mask() -> None:
     assert alike["input_ids"].tolist() == [[5, 5]] * 2 and alike["mask"].all()
 
 
+def test_an_attention_mask_is_padded_with_zeros_and_is_mask_enough() -> None:
+    samples = [{"input_ids": [5] * n, "attention_mask": [1] * n, "label": n} for n in (2, 3)]
+    batch = tw.pad(7)(samples)
+    assert [*batch] == ["input_ids", "attention_mask", "label"]
+    assert batch["input_ids"].tolist() == [[5, 5, 7], [5, 5, 5]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
+
+
 def test_the_gradient_of_a_padded_batch_is_that_of_its_samples() -> None:
     """Over all tokens of the batch, in whatever micro-batches: the padding weighs nothing."""
     torch.manual_seed(0)

@@ -73,7 +73,7 @@ class Failed(NamedTuple):
         return DataError(f"the dataset raised {self.what} for {which}", sample_ids=self.ids, remedy=self.remedy)
 
 
-PAD = "the samples differ in length: pad them, DataLoader(dataset, batch_size=..., collate_fn=tw.pad())"
+PAD = "the samples differ in length: a collate function has to pad them, DataLoader(dataset, ..., collate_fn=tw.pad())"
 
 
 def batch_seed(seed: int, epoch: int, start: int) -> int:

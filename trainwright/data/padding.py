@@ -19,12 +19,15 @@ IGNORE = -100
 TARGETS = ("labels", "label", "targets", "target", "y")
 """Keys of a mapping that hold the target."""
 
+ATTENTION = "attention_mask"
+
 
 class Padding:
     """A collate function: pads each field whose first dimension differs from sample to sample.
 
     Of samples that are tuples the last field is the target. Samples that are mappings give a batch with two further
-    keys: ``mask`` (B, T), true where the first field that is a sequence is not padded, and its ``lengths`` (B,).
+    keys: ``mask`` (B, T), true where the first field that is a sequence is not padded, and its ``lengths`` (B,). Those
+    with an ``attention_mask``, as tokenizers give it, have that alone: it is padded with 0.
     """
 
     def __init__(self, value: float = 0, target: int = IGNORE, multiple_of: int = 1) -> None:
@@ -33,24 +36,28 @@ class Padding:
     def __call__(self, samples: Sequence[Any]) -> Any:
         first = samples[0]
         if isinstance(first, Mapping):
-            batch = {name: self._field([each[name] for each in samples], name in TARGETS) for name in first}
-            return batch | self._mask(samples)
+            batch = {name: self._named(name, [each[name] for each in samples]) for name in first}
+            return batch if ATTENTION in first else batch | self._mask(samples)
         if isinstance(first, tuple | list):
             last = len(first) - 1
             return tuple(
-                self._field([each[at] for each in samples], at == last and last > 0) for at in range(len(first))
+                self._field([each[at] for each in samples], self.value, at == last and last > 0)
+                for at in range(len(first))
             )
-        return self._field([*samples], False)
+        return self._field([*samples], self.value)
 
-    def _field(self, values: list[Any], is_target: bool) -> Any:
+    def _named(self, name: str, values: list[Any]) -> Any:
+        return self._field(values, 0 if name == ATTENTION else self.value, name in TARGETS)
+
+    def _field(self, values: list[Any], value: float, is_target: bool = False) -> Any:
         if not _is_ragged(values):
             return default_collate(values)
-        rows = [torch.as_tensor(value) for value in values]
+        rows = [torch.as_tensor(row) for row in values]
         longest = -(-max(map(len, rows)) // self.multiple_of) * self.multiple_of
-        fill = self.target if is_target and not rows[0].is_floating_point() else self.value
+        fill = self.target if is_target and not rows[0].is_floating_point() else value
         padded = rows[0].new_full((len(rows), longest, *rows[0].shape[1:]), fill)
-        for row, value in zip(padded, rows, strict=True):
-            row[: len(value)] = value
+        for row, given in zip(padded, rows, strict=True):
+            row[: len(given)] = given
         return padded
 
     def _mask(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
