@@ -51,7 +51,7 @@ def test_file_then_environment_then_set(path: Path) -> None:
 def test_a_key_of_the_ranks_that_were_left_to_the_plan(path: Path) -> None:
     path.write_text(TEXT + "parallel: auto\n")
     ask = load(path, environ={}, overrides=["parallel.tensor=2"]).recipe.parallel
-    assert (ask.replicate, ask.shard, ask.tensor) == ("auto", "auto", 2)
+    assert (ask.replicate, ask.shard, ask.tensor, ask.pipeline) == ("auto", "auto", 2, "auto")
 
 
 def test_the_environment_is_read_unless_one_is_given(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

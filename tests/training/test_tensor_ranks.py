@@ -28,7 +28,7 @@ import json, os, sys
 import torch
 import trainwright as tw
 from torch import nn
-from trainwright.engine.losses import language_model
+from trainwright.engine.losses import hf_causal_lm, language_model
 from trainwright.models.gpt import gpt
 
 class Own(nn.Module):  # a model of a user's, without any plan
@@ -41,6 +41,26 @@ class Own(nn.Module):  # a model of a user's, without any plan
         x = self.embed(ids)
         return self.out(x + self.down(self.up(x).relu()))
 
+class Rows(nn.Module):  # with blocks that no attribute names
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(11, 16), nn.Linear(16, 11)
+        self.rows = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.LayerNorm(16)) for _ in range(4))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for row in self.rows:
+            x = row(x)
+        return self.out(x)
+
+def made(changed):
+    if "architecture" in changed:
+        from trainwright.models.hf import hf_model
+        return hf_model(vocab_size=11, **changed)
+    if isinstance(changed, str):
+        return {"own": Own, "rows": Rows}[changed]()
+    return gpt(**{**json.loads(sys.argv[2]), **changed})
+
 draw = torch.Generator().manual_seed(0)
 ids = torch.randint(11, (23, 9), generator=draw)
 target = ids[:, 1:].masked_fill(torch.rand(23, 8, generator=draw) < 0.3, -100)  # samples weigh different numbers
@@ -48,11 +68,12 @@ torch.set_num_threads(1)
 for name, settings in json.loads(sys.argv[1]).items():
     torch.manual_seed(3)
     changed = settings.pop("model", {})
-    model = Own() if changed == "own" else gpt(**{**json.loads(sys.argv[2]), **changed})
+    model = made(changed)
+    loss = hf_causal_lm if "architecture" in changed else language_model
     given = {"log.every": "1steps", "evaluation.every": "3steps", "optimizer.clip.at": 0.5, "folder": name,
              "schedule.use": "constant", "optimizer.args": {"eps": 1e-3}, "checkpoint.every": "3steps",
              "log.doctor": "RANK" in os.environ, **settings}  # alone it would run each step again
-    result = tw.fit(model, (ids[:, :-1], target), language_model, val=(ids[:7, :-1], target[:7]), lr=1e-2, batch=8,
+    result = tw.fit(model, (ids[:, :-1], target), loss, val=(ids[:7, :-1], target[:7]), lr=1e-2, batch=8,
                     until=given.pop("until", "5steps"), precision=given.pop("precision", "fp32"),
                     quiet=True, resume=given.pop("resume", None),
                     settings=given)
@@ -161,6 +182,45 @@ def test_eight_ranks_divide_stages_weights_and_layers(tmp_path: Path) -> None:
     layout = {"parallel.pipeline": 2, "parallel.shard": 2, "parallel.tensor": 2, "batch.micro": 2}
     trained(8, tmp_path, {"divided": layout})
     require_same(tmp_path, "divided")
+
+
+HF: dict[str, dict[str, Any]] = {
+    "llama": {
+        "architecture": "LlamaForCausalLM",
+        "num_hidden_layers": 3,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    },
+    "gpt2": {
+        "architecture": "GPT2LMHeadModel",
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 16,
+        "tie_word_embeddings": False,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    },
+}
+ROWS = {"embed": "first", "rows.*": "block", "out": "last"}
+
+
+def test_two_stages_of_models_that_were_not_made_for_them(tmp_path: Path) -> None:
+    """Those of ``transformers`` by their own plan, any other by a table; with one and with three micro-batches."""
+    pytest.importorskip("transformers")
+    models = {**HF, "rows": "rows"}
+    trained(1, tmp_path, {name: {"model": model} for name, model in models.items()})
+    ask: dict[str, Any] = {"parallel.pipeline": 2, "batch.micro": 3}
+    divided: dict[str, dict[str, Any]] = {
+        "llama-1f1b": {"model": HF["llama"], **ask, "model.activation_checkpointing": "block"},
+        "gpt2-gpipe": {"model": HF["gpt2"], "parallel.pipeline": 2, "parallel.schedule": "gpipe"},
+        "rows-1f1b": {"model": "rows", **ask, "parallel.stages": ROWS},
+    }
+    trained(2, tmp_path, divided)
+    for name in divided:
+        require_same(tmp_path, name, name.partition("-")[0])
 
 
 MODULE = """

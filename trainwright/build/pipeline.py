@@ -2,7 +2,8 @@
 
 A model can be cut if it has ``blocks``; the attribute ``stage_ends``, the names of the modules before the first block
 and after the last one; and a forward that runs what is left of it where others are None. For two stages on a rank it
-also needs ``embed(input)`` and ``unembed(x)``, what forward does before and after the blocks.
+also needs ``embed(input)`` and ``unembed(x)``, what forward does before and after the blocks. Any other needs a table,
+see ``stage_plan``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from trainwright.build.stage_plan import StagedModel
 from trainwright.recipe.parallel import PipelineSchedule
 
 
@@ -32,18 +34,29 @@ def stages_per_rank(schedule: PipelineSchedule) -> int:
 class Stages:
     """The stages of this rank, one or (interleaved) two, and the schedules that run them.
 
-    ``group`` has the ranks of all stages in their order. Takes out of ``model`` what this rank does not compute.
+    ``group`` has the ranks of all stages in their order. Takes out of ``model`` what this rank does not compute, as
+    ``by_table`` says where the model itself does not.
     """
 
-    def __init__(self, model: Any, group: ProcessGroup, schedule: PipelineSchedule, device: torch.device) -> None:
-        self._group, self._schedule, self._device = group, schedule, device
+    def __init__(
+        self,
+        model: Any,
+        group: ProcessGroup,
+        schedule: PipelineSchedule,
+        device: torch.device,
+        by_table: StagedModel | None = None,
+    ) -> None:
+        self._group, self._schedule, self._device, self._by_table = group, schedule, device, by_table
         ranks, rank = group.size(), group.rank()
         self._count, self._ranks = ranks * stages_per_rank(schedule), ranks
-        shares = stage_blocks(len(model.blocks), self._count)
+        shares = stage_blocks(len(by_table.plan.blocks if by_table else model.blocks), self._count)
         mine = range(rank, self._count, ranks)
         kept = {block for index in mine for block in shares[index]}
         self.is_first, self.is_last = rank == 0, rank == ranks - 1
-        keep_stage(model, kept, is_first=self.is_first, is_last=self.is_last)
+        if by_table:
+            by_table.keep(kept, is_first=self.is_first, is_last=self.is_last)
+        else:
+            keep_stage(model, kept, is_first=self.is_first, is_last=self.is_last)
         if len(mine) == 1:
             self._modules: dict[int, nn.Module] = {rank: model}
         else:
@@ -58,6 +71,10 @@ class Stages:
             return num_micro
         each = self._ranks if self._schedule == "interleaved" else 1
         return max(self._ranks, -(-num_micro // each) * each)
+
+    def as_returned(self, output: Tensor) -> object:
+        """The output of the last stage, in the form that the whole model gives."""
+        return output if self._by_table is None else self._by_table.as_returned(output)
 
     def make(self, num_micro: int, loss: Any) -> Any:
         """A schedule for so many micro-batches. Its gradients are sums over them, not means."""

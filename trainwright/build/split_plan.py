@@ -6,7 +6,7 @@ A plan is a table from patterns of module names to styles. A model in the box ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -38,13 +38,7 @@ def split_plan(model: nn.Module, asked: Mapping[str, TensorStyle]) -> SplitPlan:
     modules = {name: module for name, module in model.named_modules() if name}
     plan: SplitPlan = {}
     for pattern, style in (asked or _own_plan(model)).items():
-        matched = [name for name in modules if _matches(name, pattern)]
-        if asked and not matched:
-            globs = dict.fromkeys(_glob(name) for name in modules)
-            raise UsageError(
-                f"parallel.plan: no module is named like {pattern!r}",
-                remedy=f"{suggest(pattern, globs)}; * stands for one part of a name",
-            )
+        matched = names_like(pattern, model, "parallel.plan" if asked else None)
         plan |= dict.fromkeys(matched, style)
     for name, style in plan.items():
         _require_splittable(name, modules[name], style)
@@ -54,15 +48,32 @@ def split_plan(model: nn.Module, asked: Mapping[str, TensorStyle]) -> SplitPlan:
     return plan
 
 
-def model_shape(model: nn.Module, plan: SplitPlan) -> ModelShape:
-    """What of a model limits how it can be laid out. The model may be on the meta device."""
+def names_like(pattern: str, model: nn.Module, asked_at: str | None = None) -> list[str]:
+    """The modules that a pattern matches, in their order. Raises UsageError where none does, and it was asked for."""
+    names = [name for name, _ in model.named_modules() if name]
+    matched = [name for name in names if _matches(name, pattern)]
+    if asked_at and not matched:
+        globs = dict.fromkeys(_glob(name) for name in names)
+        raise UsageError(
+            f"{asked_at}: no module is named like {pattern!r}",
+            remedy=f"{suggest(pattern, globs)}; * stands for one part of a name",
+        )
+    return matched
+
+
+def model_shape(model: nn.Module, plan: SplitPlan, table: Sized | None = None) -> ModelShape:
+    """What of a model limits how it can be laid out. The model may be on the meta device.
+
+    ``table`` are the blocks that a table of stages names, where the model itself does not say how it is cut.
+    """
     modules = dict(model.named_modules())
     sizes = {size: None for name, style in plan.items() for size in _divided(modules[name], style)}
     heads = [Cut(what, size) for what, size in _heads_of(model).items()]
     blocks, ends = getattr(model, "blocks", None), getattr(model, "stage_ends", None)
     return ModelShape(
         type(model).__name__,
-        blocks=len(blocks) if ends and isinstance(blocks, nn.ModuleList) else None,
+        blocks=len(table) if table else len(blocks) if ends and isinstance(blocks, nn.ModuleList) else None,
+        by_table=table is not None,
         is_tied=bool(ties_of(model)),
         takes_parts=hasattr(model, "take_part"),
         cuts=(*heads, *sizes),

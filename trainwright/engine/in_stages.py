@@ -41,6 +41,7 @@ class PipelineStages(Protocol):
 
     def fitting(self, num_micro: int) -> int: ...
     def make(self, num_micro: int, loss: StageLoss) -> StageSchedule: ...
+    def as_returned(self, output: Tensor) -> object: ...
 
 
 class StagedPasses:
@@ -62,13 +63,14 @@ class StagedPasses:
 
         Returns what each micro-batch gave, on every stage.
         """
-        work = _Work(loss_fn, batch.micro, divisor, f"step {state.step + 1}", state.scaler.scaled, {})
+        where = f"step {state.step + 1}"
+        work = _Work(loss_fn, batch.micro, divisor, where, state.scaler.scaled, {}, self._stages.as_returned)
         return self._run(work, precision, trains=True)
 
     def evaluate(self, batch: Batch, loss_fn: LossFn) -> Loss:
         """Forward only, in the precision that is set already. Returns the loss on every stage."""
-        micro = MicroBatch(batch, np.arange(len(_inputs_of(batch))))
-        work = _Work(loss_fn, (micro,), 1, "the evaluation", _as_it_is, {})
+        micro = MicroBatch(batch, np.arange(len(inputs_of(batch))))
+        work = _Work(loss_fn, (micro,), 1, "the evaluation", _as_it_is, {}, self._stages.as_returned)
         try:
             return self._run(work, FP32, trains=False)[0]
         except Exception as error:
@@ -107,7 +109,7 @@ class StagedPasses:
         return self._work.objective(output, int(index))
 
     def _filled(self, micro: MicroBatch) -> Tensor:
-        inputs = _inputs_of(micro.data)
+        inputs = inputs_of(micro.data)
         if len(inputs) > self._rows:
             raise UsageError(
                 f"parallel.pipeline: a micro-batch has {len(inputs)} samples, and stages exchange {self._rows}",
@@ -125,12 +127,14 @@ class _Work(NamedTuple):
     where: str
     scaled: Callable[[Tensor], Tensor]
     outputs: dict[int, Loss]
+    as_returned: Callable[[Tensor], object]
 
     def objective(self, output: Tensor, index: int) -> Tensor:
         """What is minimised; notes the loss."""
         micro = self.micro[index]
-        rows = len(_inputs_of(micro.data))
-        made = call_loss(self.loss_fn, _Given(output[:rows]), micro, f"micro-batch {index} of {self.where}")
+        inputs = inputs_of(micro.data)
+        model = _Given(inputs, self.as_returned(output[: len(inputs)]))
+        made = call_loss(self.loss_fn, model, micro, f"micro-batch {index} of {self.where}")
         if isinstance(made, Tensor):
             made = Loss(made * micro.size, float(micro.size))
         if not micro.size:
@@ -141,13 +145,24 @@ class _Work(NamedTuple):
 
 
 class _Given(nn.Module):
-    """Stands for a model in a loss function where the output is known already."""
+    """Stands for a model in a loss function where the output for ``inputs`` is known already.
 
-    def __init__(self, output: Tensor) -> None:
+    Raises UsageError where it is asked for that of anything else, or twice, for which dropout would differ.
+    """
+
+    def __init__(self, inputs: Tensor, output: object) -> None:
         super().__init__()
-        self._output = output
+        self._inputs, self._output, self._calls = inputs, output, 0
 
-    def forward(self, *inputs: object) -> Tensor:
+    def forward(self, *inputs: object, **named: object) -> object:
+        self._calls += 1
+        if [id(each) for each in (*inputs, *named.values())] != [id(self._inputs)] or self._calls > 1:
+            raise UsageError(
+                "parallel.pipeline: stages compute the first tensor of a batch once, as it comes, and the loss asks "
+                f"the model for something else: call {self._calls}, with {len(inputs) + len(named)} values",
+                remedy="give batches (input, target), and call model(input) once; what is done to the input belongs "
+                "into the model",
+            )
         return self._output
 
 
@@ -159,7 +174,7 @@ def _no_loss(model: nn.Module, batch: Batch) -> Loss:
     raise AssertionError("no micro-batch is under way")
 
 
-_NO_WORK = _Work(_no_loss, (), 1, "", _as_it_is, {})
+_NO_WORK = _Work(_no_loss, (), 1, "", _as_it_is, {}, _as_it_is)
 
 
 def _on_host(loss: Loss) -> Loss:
@@ -167,7 +182,7 @@ def _on_host(loss: Loss) -> Loss:
     return Loss(loss.total.cpu(), weight, {name: value.cpu() for name, value in loss.metrics.items()})
 
 
-def _inputs_of(data: Batch) -> Tensor:
+def inputs_of(data: Batch) -> Tensor:
     """What the first stage reads: the batch itself, or its first tensor. Raises UsageError for another kind."""
     inputs = data[0] if isinstance(data, tuple | list) and data else data
     if not isinstance(inputs, Tensor):

@@ -18,6 +18,7 @@ from trainwright.build.assemble import Parts
 from trainwright.build.checkpointing import find_blocks
 from trainwright.build.sharding import units_of
 from trainwright.build.split_plan import SplitPlan, model_shape, split_plan
+from trainwright.build.stage_plan import stage_plan
 from trainwright.errors import UsageError
 from trainwright.forecast.blueprint import Blueprint, make_blueprint
 from trainwright.forecast.fake_tensors import fake_tensors
@@ -110,12 +111,15 @@ def _without_chunks(loaded: Loaded) -> Loaded:
 
 def shape_of(blueprint: Blueprint) -> ModelShape:
     """What of a model limits its layouts; without ``cuts`` it has no plan for tensor parallelism."""
+    ask = blueprint.loaded.recipe.parallel
     with fake_tensors():
         model = blueprint.model(torch.device("cpu"))
+        table = stage_plan(model, ask.stages)
+        blocks = table.blocks if table else None
         try:
-            return model_shape(model, split_plan(model, blueprint.loaded.recipe.parallel.plan))
+            return model_shape(model, split_plan(model, ask.plan), blocks)
         except UsageError:
-            return replace(model_shape(model, {}), cuts=())
+            return replace(model_shape(model, {}, blocks), cuts=())
 
 
 def rank_model(survey: LayoutSurvey, policies: Sequence[str], *, tensor: int = 1) -> RankModel:

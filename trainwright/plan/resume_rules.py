@@ -145,6 +145,7 @@ RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     "parallel.context": ("safe", "the same sums in another order: last bits; dropout draws other numbers"),
     "parallel.pipeline": ("safe", "the same layers on other ranks: last bits; dropout draws other numbers"),
     "parallel.schedule": ("safe", "the same sums in another order: last bits"),
+    "parallel.stages": ("safe", "the same layers on other ranks: last bits; dropout draws other numbers"),
     "parallel.plan": ("safe", "the same layers, divided in another way: last bits"),
     "parallel.sync_batchnorm": ("maths", "BatchNorm has the statistics of other samples"),
     "parallel.compress": ("maths", "gradients are rounded in another way, and what PowerSGD has left out is dropped"),

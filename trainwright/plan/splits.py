@@ -10,6 +10,8 @@ from trainwright.errors import Problem, RecipeError
 from trainwright.plan.parallel import NEEDS_WHOLE, Degrees
 from trainwright.recipe import Recipe
 
+UNTIE = "write model.args.tied: false, for a model of transformers model.args.tie_word_embeddings: false"
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -27,12 +29,14 @@ class ModelShape:
     """What of a model limits its layouts.
 
     ``cuts`` is what tensor parallelism divides; ``cuts_sequence``: its plan says where the sequence is cut. ``blocks``
-    is what a pipeline divides, None where the model cannot be cut into stages; ``is_tied``: its ends share a weight.
+    is what a pipeline divides, None where the model cannot be cut into stages; ``by_table``: a table says how, and not
+    the model itself; ``is_tied``: its ends share a weight.
     ``takes_parts``: it can compute a part of a sequence.
     """
 
     name: str
     blocks: int | None = None
+    by_table: bool = False
     is_tied: bool = False
     takes_parts: bool = False
     cuts: tuple[Cut, ...] = ()
@@ -78,7 +82,9 @@ def _of_pipeline(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> Iterato
         return
     each = 2 if schedule == "interleaved" else 1
     if shape.blocks is None:
-        rule, remedy = f"{shape.name} cannot be cut into stages", "use parallel.shard, which divides any model"
+        rule = f"{shape.name} does not say how it is cut into stages"
+        remedy = "give parallel.stages, such as {embed: first, 'layers.*': block, norm: last, head: last}, or use "
+        remedy += "parallel.shard, which divides any model"
         yield Problem("parallel.pipeline", rule, got=str(pipeline), remedy=remedy)
     elif shape.blocks < pipeline * each:
         rule = f"needs a block for each of its {pipeline * each} stages, and the model has {shape.blocks}"
@@ -86,7 +92,10 @@ def _of_pipeline(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> Iterato
         yield Problem("parallel.pipeline", rule, got=f"{pipeline}, {schedule}", remedy=remedy)
     if shape.is_tied:
         rule = "its first and its last stage would share a weight: embedding and output layer are tied"
-        yield Problem("parallel.pipeline", rule, got=str(pipeline), remedy="write model.args.tied: false")
+        yield Problem("parallel.pipeline", rule, got=str(pipeline), remedy=UNTIE)
+    if schedule == "interleaved" and shape.by_table:
+        rule = f"has two stages on each rank, and {shape.name} is cut by a table, into one for each"
+        yield Problem("parallel.schedule", rule, got=schedule, remedy="write 1f1b")
     if schedule == "interleaved" and degrees.shard > 1:
         rule = "was not shown to work with parallel.shard: two stages lie on each rank"
         yield Problem("parallel.schedule", rule, got=schedule, remedy="write 1f1b")

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from trainwright.errors import Problem
 from trainwright.recipe.outline import field_at, is_index, is_list, section_at
-from trainwright.recipe.parallel import Parallel
+from trainwright.recipe.parallel import PLANNED, Parallel
 from trainwright.recipe.section import Part
 from trainwright.recipe.showing import readable, shown
 from trainwright.recipe.source import Place
@@ -150,7 +150,7 @@ def _container(value: object, path: tuple[str, ...], next_key: str = "") -> _Con
     section = section_at(path)
     if isinstance(value, str) and section is not None and issubclass(section, Part):
         return {"use": value}
-    return {"shard": "auto"} if value == "auto" and section is Parallel else None
+    return dict.fromkeys(PLANNED, "auto") if value == "auto" and section is Parallel else None
 
 
 def _new_container(path: tuple[str, ...], next_key: str) -> _Container:

@@ -15,6 +15,8 @@ from trainwright.recipe.showing import LARGEST_INT
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved"]
 TensorStyle = Literal["column", "row", "column_gathered", "input", "per_head", "sequence", "scatter"]
 """How tensor parallelism treats a module: docs/parallel.md."""
+StageStyle = Literal["first", "block", "last"]
+"""Which stage of a pipeline has a module: the first, one of all, the last."""
 
 
 PLANNED = ("shard", "tensor", "pipeline")
@@ -62,6 +64,12 @@ class Parallel(Section):
         default=1,
         description="Ranks that each have a stage of the model: some of its blocks; auto as with shard.",
         examples=[2],
+    )
+    stages: dict[str, StageStyle] = Field(
+        default_factory=dict,
+        description="Which stage has which modules of a model that does not say so itself: first, block (divided among "
+        "all) or last for each pattern of names.",
+        examples=[{"embed": "first", "layers.*": "block", "norm": "last", "head": "last"}],
     )
     schedule: PipelineSchedule = Field(
         default="1f1b",

@@ -301,9 +301,10 @@ def _require_new(path: str, by_path: Mapping[str, object], objects: Passed) -> N
 
 
 def _flattened(settings: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Yields nested mappings as dotted paths. ``args``, and ``plan`` with its patterns, are values of their own."""
+    """Yields nested mappings as dotted paths. ``args``, and tables of patterns, are values of their own."""
+    values = ("args", "plan", "stages")
     for path, value in settings.items():
-        if isinstance(path, str) and path.rpartition(".")[2] not in ("args", "plan") and isinstance(value, Mapping):
+        if isinstance(path, str) and path.rpartition(".")[2] not in values and isinstance(value, Mapping):
             yield from _flattened({f"{path}.{key}": inner for key, inner in value.items()})
         else:
             yield path, value

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.build.assemble import Parts, at_recipe, build_dataset, build_model
+from trainwright.build.first_samples import first_samples
 from trainwright.build.resolve import LIVE
 from trainwright.build.split_plan import SplitPlan, model_shape, split_plan
+from trainwright.build.stage_plan import StagedModel, stage_plan
 from trainwright.engine.compressed import GradientSum, PowerSgd, sum_in_bf16, sum_whole
-from trainwright.engine.in_stages import PipelineStages, StagedPasses
+from trainwright.engine.in_stages import PipelineStages, StagedPasses, inputs_of
 from trainwright.engine.loss import Batch, Loss, LossFn, as_loss_fn
 from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.rank_layout import RankLayout
@@ -55,7 +57,8 @@ def _require_shape(model: nn.Module, loaded: Loaded, degrees: Degrees) -> SplitP
     """Returns how the layers are divided. Raises RecipeError where the model cannot be laid out so."""
     with at_recipe(loaded, "parallel"):
         plan = split_plan(model, loaded.recipe.parallel.plan) if degrees.tensor > 1 else {}
-        require_fitting(loaded.recipe, degrees, model_shape(model, plan))
+        table = stage_plan(model, loaded.recipe.parallel.stages) if degrees.pipeline > 1 else None
+        require_fitting(loaded.recipe, degrees, model_shape(model, plan, table.blocks if table else None))
     return plan
 
 
@@ -77,7 +80,7 @@ def lay_out(parts: Parts, loaded: Loaded, mesh: RankMesh, device: torch.device) 
         return LaidOut(parts, notes=noted)
     if mesh.degrees.pipeline > 1:
         _require_no_weights(parts.loss)
-    stages = _divide_layers(parts.model, loaded, mesh, device)
+    stages = _divide_layers(parts, loaded, mesh, device)
     parts = replace(parts, loss=_loss_of_part(parts.loss, parts.model, mesh))
     notes = _shard(parts.model, loaded, mesh) if mesh.degrees.shard > 1 else ()
     return LaidOut(parts, stages, (*noted, *notes))
@@ -95,19 +98,34 @@ def _exchanged(model: nn.Module, loss: object, ask: Parallel, mesh: RankMesh) ->
         yield Note("sync_batchnorm", f"{number} BatchNorm{'' if number == 1 else 's'}", why)
 
 
-def _divide_layers(model: nn.Module, loaded: Loaded, mesh: RankMesh, device: torch.device) -> PipelineStages | None:
-    ask, degrees = loaded.recipe.parallel, mesh.degrees
+def _divide_layers(parts: Parts, loaded: Loaded, mesh: RankMesh, device: torch.device) -> PipelineStages | None:
+    ask, degrees, model = loaded.recipe.parallel, mesh.degrees, parts.model
     if degrees.ranks == degrees.data:
         return None
-    from trainwright.build.pipeline import Stages  # torch loads much for these
+    from trainwright.build.pipeline import Stages, stage_blocks  # torch loads much for these
     from trainwright.build.tensor_parallel import apply_tensor_parallelism
 
     plan = _require_shape(model, loaded, degrees)
+    by_table = None
     if degrees.pipeline > 1:
         _require_no_statistics(model)
+        if (table := stage_plan(model, ask.stages)) is not None:
+            by_table = StagedModel(model, table)
+            by_table.require_same(_some_inputs(parts, device), stage_blocks(len(table.blocks), degrees.pipeline))
     if degrees.tensor > 1:
         apply_tensor_parallelism(model, mesh.along("tensor"), plan, sequence=ask.sequence)
-    return Stages(model, mesh.along("pipeline").get_group(), ask.schedule, device) if degrees.pipeline > 1 else None
+    if degrees.pipeline == 1:
+        return None
+    return Stages(model, mesh.along("pipeline").get_group(), ask.schedule, device, by_table)
+
+
+def _some_inputs(parts: Parts, device: torch.device) -> Tensor:
+    """Those of a sample, twice."""
+    dataset = parts.train.dataset
+    sample = next(first_samples(dataset, 1) if hasattr(dataset, "__getitem__") else iter(dataset), None)
+    if sample is None:
+        raise UsageError("parallel.pipeline: there is no sample to try the stages with", remedy="open one: dataset[0]")
+    return inputs_of(parts.train.collate([sample] * 2)).to(device)
 
 
 def _require_no_weights(loss: object) -> None:
