@@ -13,9 +13,11 @@ from zoo.mutant_runs import Watched, run_watched
 from zoo.programs import estimators as e
 from zoo.programs import gradients_by_hand as h
 from zoo.programs import kept_out as k
+from zoo.programs import kept_out_rules as r
 from zoo.programs import loops as p
 from zoo.programs import losses as l
 from zoo.programs import models as m
+from zoo.programs import surrogates as s
 from zoo.programs.training import Training, training
 
 Technique = Callable[[Training], None]
@@ -119,19 +121,31 @@ TABLE: dict[Technique, str] = {
     h.private: "table",
     h.surgery: "regress",
     h.layer_by_layer: "table",
+    s.binary_weights: "table image",
+    s.ternary_weights: "regress",
+    s.spiking: "table",
+    s.clamped_gradient: "regress image",
+    s.codebook: "rebuild",
+    s.hard_choice: "table",
+    s.unit_gates: "table",
+    s.adversarial_domain: "table",
+    s.stopped_branch: "table",
+    s.rounded_activations: "image",
 }
 """The techniques, and the tasks that each fits."""
 KEPT_OUT: dict[Technique, str] = {
-    k.binary_weights: "table image",
-    k.ternary_weights: "regress",
-    k.spiking: "table",
-    k.clamped_gradient: "regress image",
-    k.codebook: "rebuild",
-    k.hard_choice: "table",
-    k.unit_gates: "table",
-    k.adversarial_domain: "table",
-    k.stopped_branch: "table",
-    k.rounded_activations: "image",
+    k.leave_one_out: "rebuild",
+    k.perturbed_patches: "image",
+    k.sampled_softmax: "text",
+    k.evolution: "table",
+    k.variance_reduced: "regress",
+    k.largest_with_memory: "image",
+    k.kronecker: "regress",
+    k.regrown: "table",
+    r.implicit: "regress",
+    r.feedback_alignment: "table",
+    r.equilibrium: "table",
+    r.synthetic_gradients: "image",
 }
 
 
