@@ -56,8 +56,8 @@ class Padding:
         longest = -(-max(map(len, rows)) // self.multiple_of) * self.multiple_of
         fill = self.target if is_target and not rows[0].is_floating_point() else value
         padded = rows[0].new_full((len(rows), longest, *rows[0].shape[1:]), fill)
-        for row, given in zip(padded, rows, strict=True):
-            row[: len(given)] = given
+        for row, unpadded in zip(padded, rows, strict=True):
+            row[: len(unpadded)] = unpadded
         return padded
 
     def _mask(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
