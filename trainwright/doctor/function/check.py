@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trainwright.doctor.function import laws
 from trainwright.doctor.function.attention import attention_is_an_average, attention_tells_apart
+from trainwright.doctor.function.factors import factors_do_no_harm
 from trainwright.doctor.law import Law
 
 LAWS: tuple[Law, ...] = (
@@ -42,5 +43,11 @@ LAWS: tuple[Law, ...] = (
         "function.attention_is_an_average", attention_is_an_average, effort="replay", named_by=("model.mixes_samples",)
     ),
     Law("function.attention_tells_apart", attention_tells_apart, effort="replay", named_by=("num.*", "grad.vanishing")),
+    Law(
+        "function.factors_do_no_harm",
+        factors_do_no_harm,
+        effort="replay",
+        named_by=("num.*", "prec.*", "init.*", "loss.term_dominates", "opt.lr_too_*"),
+    ),
     Law("function.ties_hold", laws.ties_hold, named_by=("opt.stale_params",)),
 )

@@ -85,3 +85,39 @@ class TiesFacts:
     tied: int
     broken: tuple[tuple[str, ...], ...] = ()
     split: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class OddFactor:
+    """A number far from 1 that what weights have made is multiplied by, in a ``module`` (None: behind the models)."""
+
+    module: str | None
+    factor: float
+    line: str | None = None
+
+
+@dataclass(frozen=True)
+class FactorsFacts:
+    """Those of a step. Sizes of tensors, and their roots, are none."""
+
+    experiment: ClassVar[str] = "factors"
+    odd: tuple[OddFactor, ...] = ()
+
+
+@dataclass(frozen=True)
+class WithoutFactorFacts:
+    """The mean loss of the last batches up to step ``until``, ``before`` the steps since ``since`` and ``after`` these;
+    and the same ``without`` the factor. ``surely``: without it the loss is lower in the end.
+    """
+
+    experiment: ClassVar[str] = "without_factors"
+    since: int
+    until: int
+    module: str | None
+    factor: float
+    line: str | None
+    before: float
+    after: float
+    before_without: float
+    after_without: float
+    surely: bool
