@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -22,15 +24,17 @@ from trainwright.errors import UsageError
 from trainwright.forecast.blueprint import make_blueprint
 from trainwright.forecast.layouts import LayoutSurvey
 from trainwright.forecast.local_device import nominal_cpu
-from trainwright.forecast.many_ranks import rank_model
+from trainwright.forecast.many_ranks import rank_model, survey_ranks
 from trainwright.forecast.resolve import is_for, left_open, resolve, resolved_before
+from trainwright.forecast.spread import options_of
 from trainwright.models.gpt import gpt
 from trainwright.plan.devices import find_device, known_devices
 from trainwright.plan.grow import grown_layout
 from trainwright.plan.links import ClusterNode
 from trainwright.plan.machine import read_machine
+from trainwright.plan.many_ranks import best_of, choice_notes
 from trainwright.plan.parallel import Degrees, solve_layout
-from trainwright.plan.traffic import StepTraffic
+from trainwright.plan.traffic import Compression, StepTraffic
 from trainwright.recipe import Loaded, from_mapping, load
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -69,7 +73,7 @@ from trainwright.models.gpt import gpt
 
 settings, options = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 NAMES = {"allreduce_": "all-reduce", "_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter",
-         "all_reduce": "all-reduce", "all_gather_into_tensor": "all-gather"}
+         "all_reduce": "all-reduce", "all_gather_into_tensor": "all-gather", "reduce_scatter_tensor": "reduce-scatter"}
 counts, starts = Counter(), []
 
 class Counting(TorchDispatchMode):
@@ -116,6 +120,7 @@ EVEN = {**GPT, "vocab_size": 62, "heads": 4, "d_model": 24}
         (Degrees(shard=2), 1, "none"),
         (Degrees(replicate=2, shard=2), 2, "block"),
         (Degrees(shard=2, tensor=2), 2, "block"),
+        (Degrees(replicate=2, context=2), 2, "block"),
     ],
     ids=str,
 )
@@ -123,13 +128,13 @@ def test_the_bytes_of_a_plan_are_those_that_ranks_exchange(
     tmp_path: Path, degrees: Degrees, accumulation: int, policy: str
 ) -> None:
     options = GPT if degrees.tensor == 1 else EVEN
-    settings = {f"parallel.{axis}": getattr(degrees, axis) for axis in ("replicate", "shard", "tensor")}
+    settings = {f"parallel.{axis}": getattr(degrees, axis) for axis in ("replicate", "shard", "tensor", "context")}
     settings |= {"batch.micro": 16 // degrees.data // accumulation, "batch.accumulation": accumulation}
     settings["model.activation_checkpointing"] = policy
     done = ranks.run(COUNT, degrees.ranks, json.dumps(settings), json.dumps(options), cwd=tmp_path)
     assert [each.returncode for each in done] == [0] * degrees.ranks, done[0].stderr
     counted = json.loads(done[0].stdout.splitlines()[-1])
-    model = rank_model(survey_of(gpt(**options)), [policy], tensor=degrees.tensor)
+    model = rank_model(survey_of(gpt(**options)), [policy], tensor=degrees.tensor, context=degrees.context)
     activations, micro = model.activations[policy], settings["batch.micro"]
     step = StepTraffic(degrees, 3, model.weights, activations, micro, accumulation)
     planned = Counter[str]()
@@ -178,9 +183,9 @@ def test_auto_divides_weights_where_copies_do_not_fit_and_is_kept() -> None:
     loaded = deep(4, "parallel=auto", "batch.micro=auto", "model.activation_checkpointing=auto", "loss.chunked=false")
     roomy, tight = (find_device("a100-40gb", known_devices()).with_memory(size << 20) for size in (2048, 639))
     whole, parts = resolve(loaded, roomy, ranks=4), resolve(loaded, tight, ranks=4)
-    assert whole.degrees == {"replicate": 4, "shard": 1, "tensor": 1, "pipeline": 1}
+    assert whole.degrees == {"replicate": 4, "shard": 1, "tensor": 1, "pipeline": 1, "context": 1}
     assert parts.degrees is not None and parts.degrees["replicate"] < 4
-    assert vars(solve_layout(parts.loaded.recipe, 4)) == {**parts.degrees, "context": 1}
+    assert vars(solve_layout(parts.loaded.recipe, 4)) == parts.degrees
     assert isinstance(parts.loaded.recipe.batch.micro, int) and not left_open(parts.loaded.recipe, 4)
     stored = json.loads(json.dumps(parts.to_json()))
     assert is_for(stored, loaded.recipe, 4) and not is_for(stored, loaded.recipe, 8)
@@ -190,12 +195,65 @@ def test_auto_divides_weights_where_copies_do_not_fit_and_is_kept() -> None:
         resolve(loaded, tight.with_memory(633 << 20), ranks=2)
 
 
+def test_a_decision_of_an_older_version_divides_no_sequences() -> None:
+    layout = {"replicate": 2, "shard": 2, "tensor": 1, "pipeline": 1}
+    older = {"micro": 4, "recompute": None, "offload": False, "layout": layout, "policy": "none"}
+    ask = resolved_before(deep(2, "parallel=auto"), older).loaded.recipe.parallel
+    assert (ask.shard, ask.context, ask.open_axes) == (2, 1, ())
+
+
 def test_auto_in_a_recipe() -> None:
     ask = deep(2, "parallel=auto").recipe
-    assert ask.parallel.open_axes == ("shard", "tensor", "pipeline") and ask.parallel.replicate == "auto"
+    assert ask.parallel.open_axes == ("shard", "tensor", "pipeline", "context") and ask.parallel.replicate == "auto"
     assert solve_layout(deep(2, "parallel.tensor=auto", "parallel.replicate=2").recipe, 8) == Degrees(2, tensor=4)
     assert not left_open(ask) and left_open(ask, 2)  # one process has nothing to decide
     assert solve_layout(deep(2, "parallel.shard=auto", "parallel.replicate=2").recipe, 8) == Degrees(2, 4)
+
+
+def of_sequences(positions: int, **sections: Any) -> tuple[Loaded, Parts]:
+    """Of a model whose heads two ranks cannot divide, and whose ends share a weight."""
+    model = gpt(vocab_size=64, block_size=positions, layers=6, heads=3, d_model=384, positions="rope")
+    ids = torch.zeros(8, positions, dtype=torch.int64)
+    ask = {"parallel": "auto", "precision": "fp32", "batch": {"size": 2, "micro": "auto"}, **sections}
+    loaded = from_mapping({"model": "live:model", "data": {"train": "live:train"}, **ask})
+    return loaded, Parts(model, unwrap((ids, ids)), None, language_model)
+
+
+@pytest.mark.slow
+def test_auto_divides_long_sequences_where_only_that_fits_or_is_best() -> None:
+    device = find_device("h100-80gb", known_devices())
+    loaded, parts = of_sequences(4096)
+    many = survey_ranks(loaded, device, parts=parts, decides=True)
+    roomy = best_of(options_of(many, loaded.recipe, 2))
+    assert roomy.fits and roomy.degrees.context == 1
+    whole = {"model": {"use": "live:model", "activation_checkpointing": "none"}}
+    recipe, tight = of_sequences(4096, **whole)[0].recipe, replace(many, device=device.with_memory(1280 << 20))
+    options = options_of(tight, recipe, 2)
+    assert {option.degrees for option in options if option.fits} == {Degrees(context=2)}
+    notes = choice_notes(best_of(options), options, tight.device)
+    assert notes[0].choice == "{context: 2}" and "but does not fit" in notes[0].why
+    one = replace(many, size=1)  # a sample that two ranks can share in no other way
+    assert best_of(options_of(one, recipe, 2)).degrees == Degrees(context=2)
+    assert {row.what for row in one.place(Degrees(context=2), 3, "none", 1).traffic} == {"gradients", "keys, values"}
+
+
+@pytest.mark.slow
+def test_auto_leaves_short_sequences_whole() -> None:
+    loaded, parts = of_sequences(256)
+    many = survey_ranks(loaded, find_device("h100-80gb", known_devices()), parts=parts, decides=True)
+    assert not many.parts
+    assert {option.degrees.context for option in options_of(many, loaded.recipe, 2)} == {1}
+
+
+def test_what_copies_send_of_their_gradients_is_planned() -> None:
+    model = rank_model(survey_of(gpt(**GPT)), ["none"])
+
+    def sent(kind: str) -> int:
+        compress = Compression(kind, 1)
+        step = StepTraffic(Degrees(replicate=2), 3, model.weights, model.activations["none"], 4, 1, compress)
+        return sum(row.num_bytes for row in step.traffic(ClusterNode(), overlaps=False))
+
+    assert sent("bf16") * 2 == sent("none") and sent("powersgd") < sent("none") / 3
 
 
 AUTO = """

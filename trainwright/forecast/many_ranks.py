@@ -7,9 +7,11 @@ the layers that they divide.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from trainwright.build.checkpointing import find_blocks
 from trainwright.build.sharding import units_of
 from trainwright.build.split_plan import SplitPlan, model_shape, split_plan
 from trainwright.build.stage_plan import stage_plan
+from trainwright.engine.sequence_part import loss_of_part
 from trainwright.errors import UsageError
 from trainwright.forecast.blueprint import Blueprint, make_blueprint
 from trainwright.forecast.fake_tensors import fake_tensors
@@ -29,12 +32,17 @@ from trainwright.plan.devices import Device
 from trainwright.plan.grow import Blocks
 from trainwright.plan.many_ranks import DIVIDED_POLICIES, ManyRanks, RankModel
 from trainwright.plan.splits import ModelShape
-from trainwright.plan.traffic import Activations
+from trainwright.plan.traffic import Activations, Compression
 from trainwright.plan.units import Unit, Weight, Weights
 from trainwright.recipe import Loaded
 from trainwright.recipe.parallel import TensorStyle
 
 TRACED_BLOCKS = 2
+CALLS_IN_A_BLOCK = 2
+"""What ranks with parts of a sequence gather in a block: keys, values."""
+LEAST_PART = 2048
+"""Positions of a part of a sequence that ``auto`` weighs. Shorter ones leave little to compute between exchanges: those
+of Llama 3 have 8,192 (arXiv:2407.21783, 3.3.2)."""
 
 
 Sizes = dict[str, list[int]]
@@ -44,18 +52,21 @@ Sizes = dict[str, list[int]]
 class Exchanged:
     """Bytes that one step of the traced model exchanges for divided layers: of each call, by the module.
 
-    ``stream`` are those that blocks make. A second call is that of activation checkpointing.
+    ``stream`` are those that blocks make. A second call is that of activation checkpointing. ``parts`` are the keys and
+    values that ranks with parts of a sequence gather, call after call.
     """
 
     forward: Sizes = field(default_factory=dict)
     backward: Sizes = field(default_factory=dict)
     gathered: Sizes = field(default_factory=dict)
     stream: Sizes = field(default_factory=dict)
+    parts: list[int] = field(default_factory=list)
 
     def clear(self) -> None:
         """Begins anew, for another trace."""
         for each in (self.forward, self.backward, self.gathered, self.stream):
             each.clear()
+        self.parts.clear()
 
     def activations(self, samples: int, paths: Sequence[str]) -> Activations:
         """For one sample: of the second block at ``paths``, and of what is in no block."""
@@ -69,7 +80,11 @@ class Exchanged:
         def outside(sizes: Sizes) -> tuple[int, ...]:
             return tuple(calls[0] // samples for name, calls in sizes.items() if not name.startswith(blocks))
 
+        each = CALLS_IN_A_BLOCK if self.parts else 0  # two blocks were traced, one after the other
+        again = self.parts[2 * each : 3 * each]
         return Activations(
+            context_forward=tuple(size // samples for size in self.parts[:each]),
+            context_again=tuple(size // samples for size in again),
             stream=max((calls[0] for calls in self.stream.values()), default=0) // samples,
             tensor_forward=within(self.forward, 0),
             tensor_again=within(self.forward, 1),
@@ -80,12 +95,11 @@ class Exchanged:
         )
 
 
-def survey_ranks(
-    loaded: Loaded, device: Device, *, parts: Parts | None = None, tensor: Sequence[int] | None = None
-) -> ManyRanks:
+def survey_ranks(loaded: Loaded, device: Device, *, parts: Parts | None = None, decides: bool = False) -> ManyRanks:
     """Traces what ranks compute of a recipe, once for all layouts on ``device``.
 
-    ``tensor`` are the degrees of tensor parallelism to trace; None: all powers of two that fit model and machine.
+    Of tensor and context parallelism all powers of two that fit model, sequences and machine are traced, and what the
+    recipe says; where the recipe ``decides``, that alone of an axis that it does not leave open.
     """
     recipe, blueprint = loaded.recipe, make_blueprint(loaded, parts)
     size = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation).size
@@ -96,11 +110,59 @@ def survey_ranks(
     is_same = survey.precision in ("fp32", "tf32") and not any(each.chunked for each in copies.layouts.values())
     models = {1: copies if is_same else rank_model(plain, POLICIES)}
     powers = [2**power for power in range(1, device.node.ranks.bit_length())]
-    written = {recipe.parallel.tensor} - {"auto"}
-    for each in sorted({*powers, *written}) if tensor is None else tensor:
-        if each > 1 and shape.cuts and models[1].blocks and all(cut.size % each == 0 for cut in shape.cuts):
+    for each in _weighed(recipe.parallel.tensor, powers, decides):
+        if shape.cuts and models[1].blocks and all(cut.size % each == 0 for cut in shape.cuts):
             models[each] = rank_model(plain, DIVIDED_POLICIES, tensor=each)
-    return ManyRanks(copies, models, device, size, survey.precision, shape)
+    ask, in_parts = recipe.parallel, dict[tuple[int, int], RankModel]()
+    beside = {1, ask.tensor} if isinstance(ask.tensor, int) else {1}  # with every degree it would take long
+    for each in _weighed(ask.context, powers, decides):
+        is_asked = each == ask.context
+        if models[1].blocks and (is_asked or _has_long_parts(plain.blueprint, shape, each)):
+            with nullcontext() if is_asked else suppress(UsageError):  # such as of a loss that gives a mean
+                for degree in sorted(beside & {*models}):
+                    in_parts[degree, each] = rank_model(plain, DIVIDED_POLICIES, tensor=degree, context=each)
+    sent = Compression(recipe.parallel.compress, recipe.parallel.compress_rank)
+    return ManyRanks(copies, models, device, size, survey.precision, shape, in_parts, sent)
+
+
+def _weighed(asked: int | str, powers: Sequence[int], decides: bool) -> list[int]:
+    """The degrees of an axis that are traced."""
+    written = {asked} if isinstance(asked, int) else set[int]()
+    return sorted((written if decides and written else {*powers, *written}) - {1})
+
+
+def _has_long_parts(blueprint: Blueprint, shape: ModelShape, ranks: int) -> bool:
+    """Whether samples are pairs of sequences that so many ranks can divide into long parts."""
+    sample = blueprint.sample
+    if not shape.takes_parts or not isinstance(sample, tuple | list) or len(sample) != 2:
+        return False
+    lengths = {each.shape[0] if isinstance(each, Tensor) and each.dim() == 1 else 0 for each in sample}
+    (length,) = lengths if len(lengths) == 1 else (0,)
+    return length % ranks == 0 and length // ranks >= LEAST_PART
+
+
+class _LastPart:
+    """That of the last of so many ranks; what the others have of a sequence looks as its own."""
+
+    def __init__(self, ranks: int, gathered: list[int]) -> None:
+        self._ranks, self._gathered = ranks, gathered
+
+    def start(self, length: int) -> int:
+        return (self._ranks - 1) * length
+
+    def cut(self, x: Tensor) -> Tensor:
+        length, rest = divmod(x.shape[1], self._ranks)
+        if rest:
+            raise UsageError(
+                f"parallel.context: {x.shape[1]} positions cannot be divided among {self._ranks} ranks",
+                remedy=f"make samples with a multiple of {self._ranks} positions, or leave parallel.context out",
+            )
+        return x.narrow(1, self.start(length), length)
+
+    def before(self, x_BHTK: Tensor) -> Tensor:
+        whole = torch.cat([x_BHTK] * self._ranks, 2)
+        self._gathered.append(whole.nbytes)
+        return whole
 
 
 def _without_chunks(loaded: Loaded) -> Loaded:
@@ -122,10 +184,15 @@ def shape_of(blueprint: Blueprint) -> ModelShape:
             return replace(model_shape(model, {}, blocks), cuts=())
 
 
-def rank_model(survey: LayoutSurvey, policies: Sequence[str], *, tensor: int = 1) -> RankModel:
-    """The model of a survey as each of ``tensor`` ranks has it before sharding. Costs two traces for each policy."""
+def rank_model(survey: LayoutSurvey, policies: Sequence[str], *, tensor: int = 1, context: int = 1) -> RankModel:
+    """The model of a survey as each of ``tensor`` ranks has it before sharding, or with ``context`` the one with the
+    last part of each sequence. Costs two traces for each policy."""
     blueprint, exchanged = survey.blueprint, Exchanged()
     divided = partial(_divided, tensor=tensor, asked=blueprint.loaded.recipe.parallel.plan, exchanged=exchanged)
+    if context > 1:
+        part = _LastPart(context, exchanged.parts)
+        divided = partial(_divided_in_parts, divided, part)
+        blueprint = replace(blueprint, loss=loss_of_part(blueprint.loss, part.cut))
     with fake_tensors():
         model = blueprint.model(torch.device("cpu"))
         divided(model)
@@ -195,6 +262,13 @@ def _divided(model: nn.Module, *, tensor: int, asked: Mapping[str, TensorStyle],
         model.get_submodule(path).register_forward_hook(partial(_note_output, path, exchanged.stream))
     if tensor > 1:
         _divide(model, split_plan(model, asked), tensor, exchanged)
+
+
+def _divided_in_parts(divided: Callable[[nn.Module], None], part: _LastPart, model: Any) -> None:
+    divided(model)
+    if not hasattr(model, "take_part"):
+        raise UsageError(f"{type(model).__name__} cannot compute a part of a sequence", remedy="use parallel.tensor")
+    model.take_part(part)
 
 
 def _divide(model: nn.Module, plan: SplitPlan, ranks: int, exchanged: Exchanged) -> None:

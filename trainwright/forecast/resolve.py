@@ -143,6 +143,7 @@ def resolved_before(loaded: Loaded, stored: Mapping[str, Any]) -> Resolved:
     micro = stored["micro"] if loaded.recipe.batch.micro == "auto" else None
     offload = stored.get("offload", False) if loaded.recipe.optimizer.offload == "auto" else None
     if layout := stored.get("layout"):
+        layout = {"context": 1, **layout} if loaded.recipe.parallel.context == "auto" else layout  # of an older version
         changed = _decided(_laid_out(loaded, layout, stored["policy"]), micro=micro, offload=offload)
         return Resolved(changed, None, degrees=layout)
     return Resolved(_decided(loaded, micro=micro, offload=offload), planned)

@@ -34,8 +34,7 @@ def spread(
 
     Raises UsageError when no layout fits the memory.
     """
-    tensor = loaded.recipe.parallel.tensor
-    many = survey_ranks(loaded, device, parts=parts, tensor=None if tensor == "auto" else (tensor,))
+    many = survey_ranks(loaded, device, parts=parts, decides=True)
     if parts is not None and not _may_have_stages(parts):
         many = replace(many, shape=replace(many.shape, blocks=None))
     options = options_of(many, loaded.recipe, ranks)

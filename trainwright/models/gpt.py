@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainwright.errors import UsageError, require_choice
+from trainwright.models.last_positions import LastPositions
 from trainwright.models.options import configure, require_counts, require_dropout
 
 INIT_STD = 0.02
@@ -178,6 +179,7 @@ class Attention(nn.Module):
         self.qk_norm = config.qk_norm
         self.dropout = config.dropout
         self.part: SequencePart | None = None
+        self.mask = LastPositions()
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         query, key, value = (self._heads(layer(x_BTD)) for layer in (self.query, self.key, self.value))
@@ -191,19 +193,13 @@ class Attention(nn.Module):
             mixed_BHTK = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout)
         else:
             key, value = self.part.before(key), self.part.before(value)
-            is_seen_TS = _causal_mask(query, key)
-            mixed_BHTK = F.scaled_dot_product_attention(query, key, value, attn_mask=is_seen_TS, dropout_p=dropout)
+            mask_TS = self.mask.of(query, key)
+            mixed_BHTK = F.scaled_dot_product_attention(query, key, value, attn_mask=mask_TS, dropout_p=dropout)
         out_BTD: Tensor = self.output(mixed_BHTK.transpose(1, 2).flatten(2))
         return out_BTD
 
     def _heads(self, x_BTD: Tensor) -> Tensor:
         return x_BTD.view(*x_BTD.shape[:2], -1, self.head_width).transpose(1, 2)
-
-
-def _causal_mask(query: Tensor, key: Tensor) -> Tensor:
-    """Which keys each query sees, where the queries are those of the last positions."""
-    queries, keys = query.shape[-2], key.shape[-2]
-    return torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
 
 
 class FeedForward(nn.Module):
@@ -365,10 +361,10 @@ class GPT(nn.Module):
 
     def take_part(self, part: SequencePart) -> None:
         """From here on it computes a part of each sequence; ids are given whole, and logits are those of the part."""
-        self.part = part
+        self.part, mask = part, LastPositions()
         for module in self.modules():
             if isinstance(module, Attention):
-                module.part = part
+                module.part, module.mask = part, mask
 
 
 def gpt(**options: object) -> GPT:

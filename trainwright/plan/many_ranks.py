@@ -5,10 +5,10 @@ The rule is that of ``plan.layout``: of what fits, the fastest; of what is as fa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trainwright.errors import RecipeError
+from trainwright.errors import RecipeError, UsageError
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.plan.grow import Blocks, grown_layout
@@ -19,7 +19,7 @@ from trainwright.plan.roofline import StepTime, scaled_time
 from trainwright.plan.scale import Scaled
 from trainwright.plan.splits import ModelShape, require_fitting
 from trainwright.plan.trace import Kind
-from trainwright.plan.traffic import Activations, StepTraffic, Traffic
+from trainwright.plan.traffic import WHOLE, Activations, Compression, StepTraffic, Traffic
 from trainwright.plan.units import Weights, Zero, sharded_layout
 from trainwright.recipe import Recipe
 from trainwright.recipe.parallel import Parallel
@@ -113,7 +113,8 @@ class ManyRanks:
     """Weighs layouts of ``size`` samples a step on one device.
 
     ``copies`` is the model where every rank has all of it, ``models`` are those by tensor degree where weights are
-    divided: then no loss is computed in chunks. ``shape`` is what of the model limits its layouts.
+    divided: then no loss is computed in chunks. ``parts`` are those by tensor and context degree that compute parts of
+    sequences: where such a layout works, and parts are long enough. ``shape`` is what of the model limits its layouts.
     """
 
     copies: RankModel
@@ -122,6 +123,8 @@ class ManyRanks:
     size: int
     precision: str
     shape: ModelShape
+    parts: Mapping[tuple[int, int], RankModel] = field(default_factory=dict)
+    compress: Compression = WHOLE
     _grown: dict[tuple[int, int, str], Scaled] = field(default_factory=dict)
     _sharded: dict[tuple[int, int, int, int, str], Scaled] = field(default_factory=dict)
 
@@ -134,7 +137,7 @@ class ManyRanks:
         kept = _kept_bytes(scaled, micro) if stages > 1 else 0
         by_stage = tuple(peak + (min(accumulation, stages - stage) - 1) * kept for stage in range(stages))
         time = scaled_time(scaled, micro, accumulation, self.device, self.precision)
-        step = StepTraffic(degrees, zero, weights, model.activations[policy], micro, accumulation)
+        step = StepTraffic(degrees, zero, weights, model.activations[policy], micro, accumulation, self.compress)
         traffic = step.traffic(self.device.node, overlaps=self.device.kind == "cuda")
         exposed = exposed_s(traffic, time, accumulation)
         passes = time.step_s - time.by_phase.get("update", 0.0)
@@ -174,7 +177,17 @@ class ManyRanks:
         return [each for each in self._model(degrees).layouts if not shares_samples or each in DIVIDED_POLICIES]
 
     def _model(self, degrees: Degrees) -> RankModel:
-        return self.copies if degrees.ranks == degrees.replicate else self.models[degrees.tensor]
+        if degrees.ranks == degrees.replicate:
+            return self.copies
+        found = self.models.get(degrees.tensor)
+        if degrees.context > 1:
+            found = self.parts.get((degrees.tensor, degrees.context))
+        if found is None:
+            raise UsageError(
+                f"{degrees} is not planned: divided layers and sequences are for models of three equal blocks or more",
+                remedy="plan it with parallel.replicate or parallel.shard, or try it: trainwright verify parallel",
+            )
+        return found
 
     def _scaled(self, degrees: Degrees, zero: Zero, policy: str) -> tuple[Scaled, Weights]:
         """What a rank holds and computes, and the weights of its stage before sharding."""
@@ -215,7 +228,7 @@ def exposed_s(traffic: Sequence[Traffic], time: StepTime, accumulation: int) -> 
 
 def layouts_of(ranks: int, many: ManyRanks, axes: Sequence[str]) -> list[Degrees]:
     """All degrees whose product is ``ranks``, on these axes; those that leave ranks without samples only if need be."""
-    found = list(_degrees(ranks, many.models, axes))
+    found = [*_degrees(ranks, many.models, axes), *_in_parts(ranks, many.parts, axes)]
     return [each for each in found if each.data <= many.size] or found
 
 
@@ -243,6 +256,13 @@ def _degrees(ranks: int, models: Mapping[int, RankModel], axes: Sequence[str]) -
             shards = _divisors(data) if pipeline == 1 else sorted({1, data})
             for shard in shards if "shard" in axes else [1]:
                 yield Degrees(replicate=data // shard, shard=shard, tensor=tensor, pipeline=pipeline)
+
+
+def _in_parts(ranks: int, parts: Iterable[tuple[int, int]], axes: Sequence[str]) -> Iterator[Degrees]:
+    """With parts of sequences there are copies, and no shards or stages."""
+    for tensor, context in parts:
+        if "context" in axes and ranks % (tensor * context) == 0:
+            yield Degrees(replicate=ranks // (tensor * context), tensor=tensor, context=context)
 
 
 def best_of(options: Sequence[Placement]) -> Placement:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from trainwright.plan.links import ClusterNode, Collective, group_of, seconds
 from trainwright.plan.parallel import Degrees
-from trainwright.plan.units import Unit, Weights, Zero
+from trainwright.plan.units import Unit, Weight, Weights, Zero
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ class Traffic:
 class Activations:
     """Bytes for one sample: of what a block hands to the next (``stream``); of each tensor that the tensor parallel
     layers reduce for all ranks, in a block (``tensor_``) and outside of the blocks (``once_``), in the forward and in
-    the backward pass, and when activation checkpointing computes a block again; and of each that is gathered."""
+    the backward pass, and when activation checkpointing computes a block again; of each that is gathered; and of the
+    keys and values of whole sequences, which the ranks that have parts of them gather in a block (``context_``)."""
 
     stream: int = 0
     tensor_forward: tuple[int, ...] = ()
@@ -63,8 +64,30 @@ class Activations:
     once_forward: tuple[int, ...] = ()
     once_backward: tuple[int, ...] = ()
     once_gathered: tuple[int, ...] = ()
+    context_forward: tuple[int, ...] = ()
+    context_again: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class Compression:
+    """How ``parallel.compress`` sends gradients; of PowerSGD, with so many columns, after its first whole steps."""
+
+    kind: str = "none"
+    columns: int = 0
+
+    def sent(self, weight: Weight) -> int:
+        """Bytes of the gradient of a weight."""
+        rows, columns, whole = weight.rows, weight.columns, weight.whole_bytes(1)
+        if self.kind == "bf16":
+            return 2 * rows * columns
+        factors = (rows + columns) * self.columns
+        worth = self.kind == "powersgd" and LEAST_SAVED * factors < rows * columns
+        return factors * weight.item_bytes if worth else whole
+
+
+WHOLE = Compression()
+LEAST_SAVED = 2
+"""Times less that torch's hook must send of a matrix; of others it sends all."""
 BUCKET_BYTES = 25 * 2**20
 """Of the sum of gradients after the last backward pass; ``world.group`` takes the same."""
 
@@ -72,7 +95,7 @@ BUCKET_BYTES = 25 * 2**20
 @dataclass(frozen=True)
 class StepTraffic:
     """What of a step decides its traffic. ``weights`` are those of one rank's stage and tensor part, before sharding;
-    ``micro`` samples a micro-batch, ``accumulation`` of them."""
+    ``micro`` samples a micro-batch, ``accumulation`` of them. ``compress`` is what copies send of their gradients."""
 
     degrees: Degrees
     zero: Zero
@@ -80,13 +103,14 @@ class StepTraffic:
     activations: Activations
     micro: int
     accumulation: int
+    compress: Compression = WHOLE
 
     def traffic(self, node: ClusterNode, *, overlaps: bool) -> tuple[Traffic, ...]:
         """All exchanges of a rank in one step. ``overlaps``: the device computes while it exchanges."""
-        rows = [*self._shard(), *self._replicate(), *self._tensor(), *self._pipeline()]
+        rows = [*self._shard(), *self._replicate(), *self._tensor(), *self._context(), *self._pipeline()]
         found: dict[tuple[str, Collective, str, str], Traffic] = {}
         for axis, collective, what, pass_, calls, num_bytes, hides in rows:
-            group = group_of(self.degrees, axis, node)
+            group = group_of(self._summing if axis == "replicate" else self.degrees, axis, node)
             wait_s = calls * seconds(collective, num_bytes / calls, group, node)
             key = (axis, collective, what, pass_)
             row = Traffic(*key, calls, num_bytes, wait_s, hides and overlaps)
@@ -105,8 +129,14 @@ class StepTraffic:
                 yield _row("shard", "all-gather", "weights", "backward", unit, ranks, once)
             yield _row("shard", "reduce-scatter", "gradients", "backward", unit, ranks, once, trained=True)
 
-    def _replicate(self) -> Iterator[_Row]:
+    @property
+    def _summing(self) -> Degrees:
+        """Gradients are summed over copies, and over those that have parts of the same sequences, all at once."""
         degrees = self.degrees
+        return replace(degrees, replicate=degrees.replicate * degrees.context, context=1)
+
+    def _replicate(self) -> Iterator[_Row]:
+        degrees = self._summing
         if degrees.replicate == 1:
             return
         if degrees.shard > 1:
@@ -114,8 +144,9 @@ class StepTraffic:
                 whole = unit.whole_bytes(degrees.shard, trained=True) // degrees.shard * unit.times
                 yield "replicate", "all-reduce", "gradients", "backward", unit.times, whole, True
             return
-        whole = self.weights.whole_bytes(trained=True)
-        yield "replicate", "all-reduce", "gradients", "end", -(-whole // BUCKET_BYTES), whole, False
+        whole, units = self.weights.whole_bytes(trained=True), self.weights.units
+        sent = sum(self.compress.sent(each) * unit.times for unit in units for each in unit.weights if each.trained)
+        yield "replicate", "all-reduce", "gradients", "end", -(-whole // BUCKET_BYTES), sent, False
 
     def _tensor(self) -> Iterator[_Row]:
         if self.degrees.tensor == 1:
@@ -132,6 +163,19 @@ class StepTraffic:
         if ask.once_gathered:
             calls, whole = len(ask.once_gathered) * self.accumulation, sum(ask.once_gathered) * samples
             yield "tensor", "all-gather", "activations", "forward", calls, whole, False
+
+    def _context(self) -> Iterator[_Row]:
+        if self.degrees.context == 1:
+            return
+        samples, blocks, ask = self.micro * self.accumulation, self.weights.blocks.times, self.activations
+        kinds: tuple[tuple[str, Collective, tuple[int, ...]], ...] = (
+            ("forward", "all-gather", ask.context_forward),
+            ("backward", "all-gather", ask.context_again),
+            ("backward", "reduce-scatter", ask.context_forward),
+        )
+        for pass_, collective, sizes in kinds:
+            if calls := len(sizes) * blocks * self.accumulation:
+                yield "context", collective, "keys, values", pass_, calls, sum(sizes) * blocks * samples, False
 
     def _pipeline(self) -> Iterator[_Row]:
         if self.degrees.pipeline == 1:

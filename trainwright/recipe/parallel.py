@@ -19,14 +19,14 @@ StageStyle = Literal["first", "block", "last"]
 """Which stage of a pipeline has a module: the first, one of all, the last."""
 
 
-PLANNED = ("shard", "tensor", "pipeline")
+PLANNED = ("shard", "tensor", "pipeline", "context")
 """The axes whose degree the plan chooses where it is ``auto``; that of the copies follows."""
 
 
 class Parallel(Section):
     """How a run is spread over the processes that torchrun starts. The product of all degrees is their number.
 
-    The bare word ``auto`` leaves all degrees but that of ``context`` to the plan.
+    The bare word ``auto`` leaves all degrees to the plan.
     """
 
     replicate: Literal["auto"] | Count = Field(
@@ -53,7 +53,11 @@ class Parallel(Section):
     sequence: bool = Field(
         default=False, description="What lies between the divided layers is divided too, along the sequence."
     )
-    context: Count = Field(default=1, description="Ranks that each compute a part of every sequence.", examples=[2])
+    context: Literal["auto"] | Count = Field(
+        default=1,
+        description="Ranks that each compute a part of every sequence; auto as with shard, for long sequences.",
+        examples=[2],
+    )
     plan: dict[str, TensorStyle] = Field(
         default_factory=dict,
         description="How tensor parallelism divides the modules of a model that has no plan of its own: a style for "

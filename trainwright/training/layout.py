@@ -20,6 +20,7 @@ from trainwright.engine.in_stages import PipelineStages, StagedPasses, inputs_of
 from trainwright.engine.loss import Batch, Loss, LossFn, as_loss_fn
 from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.rank_layout import RankLayout
+from trainwright.engine.sequence_part import loss_of_part
 from trainwright.engine.synced_norms import OWN_STATISTICS, SyncedNorms
 from trainwright.errors import OutOfMemoryError, TrainwrightError, UsageError
 from trainwright.plan.make import Note
@@ -171,20 +172,9 @@ def _loss_of_part(loss: Callable[..., Loss | Tensor], model: nn.Module, mesh: Ra
         return loss
     from trainwright.build.context_parallel import ContextPart
 
-    part, loss_fn = ContextPart(mesh.along("context")), as_loss_fn(loss)
+    part = ContextPart(mesh.along("context"))
     model.take_part(part)  # type: ignore[operator]
-
-    def of_part(model: nn.Module, batch: Batch) -> Loss | Tensor:
-        *inputs, target = batch
-        made = loss_fn(model, (*inputs, part.cut(target)))
-        if isinstance(made, Tensor):
-            raise UsageError(
-                "parallel.context: the loss returns a mean, and how many of its positions count is known to it alone",
-                remedy="return tw.Loss(total, weight), with the number of positions that count",
-            )
-        return made
-
-    return of_part
+    return loss_of_part(loss, part.cut)
 
 
 def tensor_share(model: nn.Module, degrees: Degrees) -> float:

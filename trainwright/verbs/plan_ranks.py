@@ -153,8 +153,7 @@ def plan_ranks(
     if not 1 <= ranks <= MOST_RANKS:
         raise UsageError(f"--ranks {ranks} is out of range", remedy=f"give 1 to {MOST_RANKS:,}")
     start = time.perf_counter()
-    if solve_layout(loaded.recipe, ranks).context > 1:
-        raise UsageError("a layout with parallel.context is not planned", remedy="plan it with parallel.tensor")
+    solve_layout(loaded.recipe, ranks)  # before anything is traced
     many = on_ranks(loaded, device, memory=memory, devices=devices)
     options = runnable(many, loaded, ranks)
     best, written = best_of(options), best_of(options_of(many, loaded.recipe, ranks))
