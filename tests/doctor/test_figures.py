@@ -410,11 +410,37 @@ def of_calls_without_a_loss(right: Callable[[Tensor, Tensor], Tensor]) -> Evalua
     return evaluate
 
 
+def errors(model: nn.Module, batches: Batches) -> float:
+    wrong = sum((model(x).argmax(1) != y).sum().item() for x, y in batches)
+    return wrong / sum(len(y) for _, y in batches)
+
+
+def right_called_errors(model: nn.Module, batches: Batches) -> float:
+    errors = 0
+    for x, y in batches:
+        errors += (model(x).argmax(1) == y).sum().item()
+    return errors / sum(len(y) for _, y in batches)
+
+
+def wrong_called_hits(model: nn.Module, batches: Batches) -> float:
+    hits = []
+    for x, y in batches:
+        hits.append((model(x).argmax(1) != y).double().mean().item())
+    return sum(hits) / len(hits)
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "state"), [(errors, "held"), (right_called_errors, "broken"), (wrong_called_hits, "broken")]
+)
+def test_what_is_counted_has_a_name_for_it(evaluate: Callable[..., float], state: str) -> None:
+    assert states(evaluated(evaluate), "data")["perfect_predictions_are_right"].state == state
+
+
 @pytest.mark.parametrize(
     ("right", "state"),
     [
         (lambda out, y: (out == y) & (y != 0), "held"),
-        (lambda out, y: out.ne(y) & (y != 0), "held"),
+        (lambda out, y: out.ne(y) & (y != 0), "broken"),
         (lambda out, y: (out == y)[y != 0], "held"),
         (lambda out, y: out == y, "broken"),
         (lambda out, y: (out == y) | (y != 0), "broken"),

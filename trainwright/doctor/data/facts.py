@@ -227,7 +227,8 @@ class Likeness:
 class DecidedFigure:
     """The sum of ``times`` numbers of decisions that left torch at ``line``: as they were ``told``, with predictions
     that the loss of the same evaluation calls ``perfect``, and with those of a ``wrong`` class each. ``compared``: no
-    loss says what is perfect, but what the decisions are tested for equality with.
+    loss says what is perfect, but what the decisions are tested for equality with. ``sum_name`` is the variable that
+    the line adds them to, or sets; "" where it does neither.
     """
 
     line: str | None
@@ -237,6 +238,7 @@ class DecidedFigure:
     perfect: float
     wrong: float
     compared: bool = False
+    sum_name: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,6 +36,8 @@ for two samples that are the same."""
 NOISE = 2.0
 """Standard errors of a mean over the rows: what is less than these off, other rows would give as well."""
 OF_OTHERS = ("best", "min", "max", "prev", "last", "old", "first", "init", "base", "ema", "smooth", "avg", "target")
+RIGHT, WRONG = ("right", "correct", "hit", "acc", "match"), ("wrong", "incorrect", "err", "miss", "mistake")
+"""What a part of the name begins with that counts what is right, and what is wrong."""
 NO_AVERAGES = (*OF_OTHERS, "scale", "weight", "coef", "total", "sum", "run", "batch", "step", "cur", "item")
 """What a part of a name begins with: of another evaluation, of several, of one batch, or no average at all."""
 
@@ -172,30 +174,43 @@ def _wrong_average(facts: TrainingAveragesFacts, number: KeptNumber, step: int) 
 
 def perfect_predictions_are_right(case: Case) -> Iterator[Verdict]:
     """An accuracy is 1 for the predictions that the loss of the same evaluation calls perfect."""
-    facts = case.newest(EvaluationFacts)
-    if facts is None:
+    every = [facts for _, facts in reversed(case.every(EvaluationFacts))]
+    if not every:
         return
-    kept = {each.line: each for each in facts.numbers if each.decided and not each.wrong and each.whole}
-    known = [
-        (kept[each.line], each, each.perfect / (each.times if each.is_mean else kept[each.line].whole))
-        for each in facts.decided
-        if each.line in kept
-        and ("acc" in kept[each.line].name.lower() or each.compared)
-        and (each.perfect != each.told or each.wrong != each.told)
-    ]
+    facts, known = next(((each, of) for each in every if (of := _of_perfect(each))), (every[0], []))
     off = [each for each in known if not _is_best(*each)]
     if off:
         yield _not_best(facts, *off[0])
     elif known:
-        yield Holds(", ".join(f"{number.name} of perfect predictions is 1" for number, _, _ in known[:2]))
+        yield Holds(", ".join(f"{number.name} of perfect predictions is {best:g}" for number, _, best in known[:2]))
     else:
         yield NotApplicable("no evaluation computes both an accuracy that the loop has, and a loss over classes")
 
 
+def _of_perfect(facts: EvaluationFacts) -> list[tuple[KeptNumber, DecidedFigure, float]]:
+    """The accuracies of an evaluation, and what each would be. One of 0 is not recognised among the loop's numbers."""
+    kept = {each.line: each for each in facts.numbers if each.decided and not each.wrong and each.whole}
+    return [
+        (kept[each.line], each, each.perfect / (each.times if each.is_mean else kept[each.line].whole))
+        for each in facts.decided
+        if each.line in kept
+        and ("acc" in kept[each.line].name.lower() or each.compared or _counts_right(each) is not None)
+        and (each.perfect != each.told or each.wrong != each.told)
+    ]
+
+
+def _counts_right(decided: DecidedFigure) -> bool | None:
+    """Whether decisions are added to a variable that is named for what is right, or for what is wrong; else None."""
+    parts = re.split("[^a-z]+", decided.sum_name.lower())
+    is_right, is_wrong = (any(part.startswith(words) for part in parts if part) for words in (RIGHT, WRONG))
+    return is_right if is_right != is_wrong else None
+
+
 def _is_best(number: KeptNumber, decided: DecidedFigure, best: float) -> bool:
-    """Of a number without the name of an accuracy it is not known whether it counts what is right or what is wrong."""
-    if "acc" in number.name.lower():
-        return abs(best - 1.0) <= ROUNDED
+    """Where no name says so it is not known whether it counts what is right or what is wrong."""
+    counts_right = True if "acc" in number.name.lower() else _counts_right(decided)
+    if counts_right is not None:
+        return abs(best - counts_right) <= ROUNDED
     worst = decided.wrong / (decided.times if decided.is_mean else number.whole)
     return any(abs(best - each) <= ROUNDED and abs(worst - 1.0 + each) <= ROUNDED for each in (0.0, 1.0))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import linecache
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -18,6 +20,7 @@ SURE = 30.0
 """By which the logit of a class is larger than any other: its probability is as good as 1."""
 EQUALITY = frozenset({"eq", "ne"})
 """Functions that tell right from wrong."""
+SUMMED = re.compile(r"\s*(\w+)\s*(?:\+?=[^=]|\.append\()")
 LEAST = 8
 """Positions with a target: of fewer one negative derivative each may be chance."""
 
@@ -72,7 +75,17 @@ def _figures(
                 perfect=perfect,
                 wrong=wrong,
                 compared=compared,
+                sum_name=_sum_name(at[0]),
             )
+
+
+def _sum_name(escape: Escape) -> str:
+    """The variable that its line adds to, or sets: ``right += ...``, ``hits.append(...)``."""
+    number = (escape.line or "").rpartition(":")[2]
+    if escape.code is None or not number:
+        return ""
+    found = SUMMED.match(linecache.getline(escape.code.co_filename, int(number)))
+    return found[1] if found is not None else ""
 
 
 def _labels(calls: Sequence[FigureCall], values: Mapping[int, Tensor]) -> dict[int, Tensor]:
