@@ -77,8 +77,13 @@ def is_out_of_memory(error: BaseException, *, was_short: bool = False) -> bool:
 
 def oom_snapshot(error: Exception, state: TrainState, batch: StepBatch, device: torch.device) -> OomSnapshot:
     """Describes a failed try while its tensors are alive; then clears its frames, which hold them."""
-    in_use, reserved = held_bytes(device), reserved_bytes(device)
-    phase, module = _place(error.__traceback__, state.model)
+    try:
+        in_use, reserved = held_bytes(device), reserved_bytes(device)
+        phase, module = _place(error.__traceback__, state.model)
+    except (MemoryError, OSError):  # no memory to look with: first it is freed, and with it the names of modules
+        traceback.clear_frames(error.__traceback__)
+        in_use, reserved = held_bytes(device), reserved_bytes(device)
+        phase, module = _place(error.__traceback__, state.model)
     message = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     traceback.clear_frames(error.__traceback__)
     return OomSnapshot(phase, module, message[:400], in_use, reserved, holdings(state, batch))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ import psutil
 import torch
 
 from trainwright.plan.machine import read_machine
+from trainwright.world.threads import torch_library
 
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 128 * 1024  # mallopt(3); to set it ends its growth with what is freed
+_STATM, _STATUS, _CLEAR = Path("/proc/self/statm"), Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 32 * 1024  # mallopt(3); to set it ends its growth with what is freed
+_M_MMAP_MAX, _MOST_BLOCKS = -4, 2**15  # half of what Linux maps for a process; further ones are of the heap
 _M_ARENA_MAX, _USUAL_BYTES = -8, 32 * 2**20  # where glibc's own threshold ends its growth
 _PEAK_OF_RSS = "5"  # proc(5): resets VmHWM
 
@@ -24,7 +27,11 @@ def held_bytes(device: torch.device) -> int:
     """On a GPU what live tensors take, else what of this process is in memory, Python and libraries included."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    return int(psutil.Process().memory_info().rss)
+    try:
+        with _STATM.open("rb", buffering=0) as file:  # psutil asks for 32 KiB, and this is asked when nothing is left
+            return int(file.read(128).split()[1]) * mmap.PAGESIZE
+    except FileNotFoundError:  # not Linux
+        return int(psutil.Process().memory_info().rss)
 
 
 def reserved_bytes(device: torch.device) -> int | None:
@@ -153,21 +160,24 @@ def every_object() -> list[Any]:
 
 
 def give_back(device: torch.device) -> None:
-    """Frees what is no longer used: cycles of objects, cached blocks. Takes some ten milliseconds."""
+    """Frees what is no longer used: cycles of objects, cached blocks, buffers of MKL. Takes some ten milliseconds."""
     older_objects.wake()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    with contextlib.suppress(AttributeError):  # torch was built without MKL
+        torch_library().mkl_serv_thread_free_buffers()  # of this thread: others may be computing
     with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def keep_no_blocks() -> None:
-    """From here on glibc, where it is the allocator, returns every large block when it is freed.
+    """From here on glibc, where it is the allocator, returns every block of 32 KiB or more when it is freed.
 
     Else its heap would be in pieces before long, none of them large enough. It costs page faults (steps take 1.5 to 2
     times as long), in a process that is short of memory.
     """
+    _mallopt(_M_MMAP_MAX, _MOST_BLOCKS)
     _mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 

@@ -46,13 +46,20 @@ def single_threaded() -> None:
 @functools.cache
 def _omp_set_num_threads() -> Callable[[int], object] | None:
     """The function of the OpenMP library that torch itself is linked to: a process may hold several."""
-    suffix = "dylib" if sys.platform == "darwin" else "so"
-    library = Path(torch.__file__).parent / "lib" / f"libtorch_cpu.{suffix}"
-    with contextlib.suppress(OSError, AttributeError):  # another layout of the package, or no OpenMP
-        function = ctypes.CDLL(str(library)).omp_set_num_threads  # also found in what the library is linked to
+    with contextlib.suppress(AttributeError):  # no OpenMP
+        function = torch_library().omp_set_num_threads  # also found in what the library is linked to
         function.argtypes, function.restype = [ctypes.c_int], None
         return function
     return None
+
+
+@functools.cache
+def torch_library() -> ctypes.CDLL:
+    """The library that torch computes with on a CPU; the process itself where the package has another layout."""
+    suffix = "dylib" if sys.platform == "darwin" else "so"
+    with contextlib.suppress(OSError):
+        return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"libtorch_cpu.{suffix}"))
+    return ctypes.CDLL(None)
 
 
 def undisturbed_s() -> float:
