@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
 from trainwright.build.collation import Batch, Collate
-from trainwright.build.fetch import AnyDataset, Failed, Fetch, Fetched, FetchStream, Key, OnBadSample, shared
+from trainwright.build.fetch import AnyDataset, Failed, Fetch, Fetched, FetchStream, Key, OnBadSample, is_sliced, shared
 from trainwright.build.order import OwnOrder, regrouped
 from trainwright.build.read_files import OpenFiles
 from trainwright.build.ready import ReadyBatches, ReadyStream, Say, compared, silent
@@ -66,8 +66,8 @@ class Loading:
     exact: bool = False
 
 
-AT_ONCE, AT_ONCE_BYTES = 8, 2**20
-"""Micro-batches that are read at once from tensors in memory: so many, and so many bytes together."""
+AT_ONCE, AT_ONCE_BYTES = 32, 2**20
+"""Steps whose batches are made at once from tensors in memory: so many, and so many bytes together."""
 
 
 class StepBatches:
@@ -90,7 +90,19 @@ class StepBatches:
         self.resumed = ""
 
     def __iter__(self) -> Iterator[StepBatch]:
-        return self._ready() if isinstance(self.dataset, ReadyBatches) else self._read()
+        if isinstance(self.dataset, ReadyBatches):
+            return self._ready()
+        at_once = self._at_once()
+        return self._read() if at_once == 1 else _ahead(self._read(), at_once)
+
+    def _at_once(self) -> int:
+        """How many steps are read at once: small ones of tensors in memory, since one at a time finds its code cold."""
+        loading = self.loading
+        looks_at_training = loading.order is not None and not loading.order.is_pure
+        if loading.workers or looks_at_training or not is_sliced(self.dataset, loading.collate):
+            return 1
+        sample_bytes = sum(tensor[:1].nbytes for tensor in self.dataset.tensors)
+        return max(1, min(AT_ONCE, AT_ONCE_BYTES // max(1, sample_bytes * loading.batch_size)))
 
     def _ready(self) -> Iterator[StepBatch]:
         loading = self.loading
@@ -131,8 +143,7 @@ class StepBatches:
         source = Fetch(self.dataset, seed=loading.seed, collate=loading.collate, on_bad_sample=loading.on_bad_sample)
         keys = self.keys(found)
         if loading.workers == 0:
-            fetched = (source[key] for key in keys)
-            return _pinned(_ahead(fetched, source, loading) if source.sliced else fetched, loading)
+            return _pinned((source[key] for key in keys), loading)
         how = _one_worker(loading) if isinstance(self.dataset, OpenFiles) else _workers(loading)
         return _without(found, read_in_workers(source, keys, how), source)
 
@@ -283,12 +294,19 @@ def _none_left(bad: list[BadSample]) -> DataError:
     )
 
 
-def _ahead(batches: Iterator[Fetched | Failed], source: Fetch, loading: Loading) -> Iterator[Fetched | Failed]:
-    """Reads several micro-batches at once where they are small: one at a time costs twice as much, its code is cold."""
-    sample_bytes = sum(tensor[:1].nbytes for tensor in source.dataset.tensors)
-    at_once = max(1, min(AT_ONCE, AT_ONCE_BYTES // max(1, sample_bytes * loading.micro_size)))
-    while several := list(islice(batches, at_once)):
+def _ahead(steps: Iterator[StepBatch], at_once: int) -> Iterator[StepBatch]:
+    """The same steps, so many of them read at once. What reading raises comes at its own step."""
+    error: Exception | None = None
+    while error is None:
+        several: list[StepBatch] = []
+        try:
+            several.extend(islice(steps, at_once))
+        except Exception as raised:
+            error = raised
         yield from several
+        if not several and error is None:
+            return
+    raise error
 
 
 def _pinned(batches: Iterator[Fetched | Failed], loading: Loading) -> Iterator[Fetched | Failed]:

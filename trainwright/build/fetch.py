@@ -112,7 +112,7 @@ class Fetch(torch.utils.data.Dataset["Fetched | Failed"]):
         self.samples_draw = not (isinstance(inner, TensorDataset) or getattr(inner, "deterministic", False))
         self.makes_batches = hasattr(dataset, "fetch_batch") and not self.samples_draw
         own_collate = collate is not default_collate and not self.makes_batches
-        self.sliced = isinstance(dataset, TensorDataset) and not own_collate
+        self.sliced = is_sliced(dataset, collate)
         self.in_batches = self.sliced or self.makes_batches or hasattr(inner, "__getitems__")
         self.batches_draw = own_collate or (self.samples_draw and self.in_batches)
 
@@ -183,6 +183,11 @@ class Fetch(torch.utils.data.Dataset["Fetched | Failed"]):
     def _seed_batch(self, key: Key) -> None:
         if self.batches_draw:
             reseed(batch_seed(self.seed, key.epoch, key.start))
+
+
+def is_sliced(dataset: AnyDataset, collate: Collate) -> bool:
+    """Whether a batch is taken out of tensors in memory, as it is."""
+    return isinstance(dataset, TensorDataset) and collate is default_collate
 
 
 def _inside_subsets(dataset: AnyDataset) -> AnyDataset:
