@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from torch import Tensor, nn
 
 from trainwright.recorder.program_changes import KnownPrograms, names_of_nodes
+from trainwright.recorder.resting import EVERY
 
 
 class EngineChanges:
@@ -49,12 +50,21 @@ class EngineChanges:
         between = tuple([after - before for before, after in zip(self._left, self._found)])
         return self._known.is_new(step, frozenset(self._graphs), writes, between, self._flags, lr == 0)
 
-    def prepare_next(self, step: int) -> None:
-        """Must be called when all that is done beside ``step`` is done: replays write to the parameters, too."""
+    def prepare_next(self, step: int) -> bool:
+        """Must be called when all that is done beside ``step`` is done: replays write to the parameters, too.
+
+        Returns whether the step after it is compared.
+        """
         self._is_due = self._known.is_next_due(step)
         if self._is_due:
             self._graphs.clear()
             self._left = self._versions()
+        return self._is_due
+
+    @staticmethod
+    def next_at(step: int) -> int:
+        """The next step after ``step`` to call ``prepare_next`` after, where ``step + 1`` is not compared."""
+        return (step // EVERY + 1) * EVERY
 
     def _versions(self) -> list[int]:
         return [p._version for p in self._parameters]

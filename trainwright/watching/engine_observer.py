@@ -35,7 +35,7 @@ from trainwright.watching.experiments import ExperimentRunner
 from trainwright.watching.families import probes_of_families
 from trainwright.watching.findings import FindingsLog, failures_of, limits_of
 from trainwright.watching.incidents import Incidents
-from trainwright.watching.look_schedule import AT_ONCE, LookSchedule, SnapshotSchedule
+from trainwright.watching.look_schedule import AT_ONCE, SHORT_S, LookSchedule, SnapshotSchedule
 
 NEEDS_A_LIVE_LOOP = {"loaded", "loaders"}
 """Probes of what happens outside of the steps: our engine loads weights and batches itself."""
@@ -50,8 +50,8 @@ class _Unjudged(NamedTuple):
     result: StepResult
     inputs: StepInputs
     ended_s: float
-    read: Callable[[], list[float]] | None
-    is_new: bool
+    read: Callable[[], list[float]] | None = None
+    is_new: bool = False
 
     def numbers(self) -> Numbers:
         loss, norm = self.read() if self.read else (float(self.result.loss), float(self.result.grad_norm))
@@ -102,6 +102,7 @@ class EngineSession:
         self._newest_replayed = 0  # the newest step whose program the probes have received
         self._blind = objects.is_closed  # why no step can be run again
         self._trained_s, self._first_step = 0.0, self.step
+        self._busy_at = 0  # until this step a calm one has nothing to do but to wait to be judged
         self._prepare_next(self.step)
 
     def let_go(self) -> bool:
@@ -120,6 +121,9 @@ class EngineSession:
         assert inputs is not None and inputs.step == result.step
         self.step = result.step
         self._trained_s += result.step_s
+        if result.step < self._busy_at and self._is_calm(result, inputs):
+            self._unjudged.append(_Unjudged(result, inputs, time.time()))
+            return
         if result.batch is not inputs.batch or result.spike is not None:  # memory ran out, or its update was left out
             reason = "" if result.spike is None else result.spike.reason
             inputs = dataclasses.replace(inputs, batch=result.batch, left_out=reason)
@@ -128,15 +132,18 @@ class EngineSession:
         is_new = _is_applied(result) and self._changes.is_new(result.step - self._first_step, result.lr)
         read = late([result.loss, result.grad_norm]) if self._late else None
         self._unjudged.append(_Unjudged(result, inputs, time.time(), read, is_new))
-        if is_new or len(self._unjudged) >= AT_ONCE or not self._may_wait(result):
+        if is_new or result.step % AT_ONCE == 0 or not self._may_wait(result):
             self._judge_all_but(self._late)
         self._prepare_next(result.step)
 
     def _may_wait(self, result: StepResult) -> bool:
         """Whether it is soon enough to judge this step with the next ones, which takes less time for each."""
-        if self._late or not self._looks.may_wait(result.step, result.step_s):
-            return False
-        return math.isfinite(float(result.loss) + float(result.grad_norm))
+        return not self._late and self._looks.may_wait(result.step, result.step_s) and _is_finite(result)
+
+    def _is_calm(self, result: StepResult, inputs: StepInputs) -> bool:
+        """Whether nothing of a step before ``_busy_at`` asks for more than to wait."""
+        is_plain = result.spike is None and result.batch is inputs.batch and result.step_s <= SHORT_S
+        return is_plain and _is_finite(result)
 
     def _judge_all_but(self, newest: int) -> None:
         while len(self._unjudged) > newest:
@@ -194,12 +201,19 @@ class EngineSession:
     def _prepare_next(self, step: int) -> None:
         """Takes a snapshot before a step that will be looked at, after a rollback, and every few steps."""
         now_s = time.perf_counter()
-        is_due = self._looks.is_next_due(step, now_s) or self._snapshots.is_due(step) or self._went_back == step
+        is_looked_at = self._looks.is_next_due(step, now_s)
+        is_due = is_looked_at or self._snapshots.is_due(step) or self._went_back == step
         if is_due and not self.ring.refused_bytes and self._blind is None:
             self._keep_state(step + 1)
             step_s = self._trained_s / max(1, step - self._first_step)
             self._snapshots.paid(step, time.perf_counter() - now_s, step_s)
-        self._changes.prepare_next(step - self._first_step)
+        taken = step - self._first_step
+        is_compared = self._changes.prepare_next(taken)
+        if self._late or is_looked_at or is_compared:
+            self._busy_at = step + 1
+        else:
+            compared_at = self._first_step + self._changes.next_at(taken)
+            self._busy_at = min(self._looks.next_at(step), self._snapshots.next_at(step), compared_at)
 
     def _keep_state(self, step: int) -> None:
         try:
@@ -331,6 +345,10 @@ class EngineObserver:
 def _is_applied(result: StepResult) -> bool:
     """Whether its update was; of a GPU it is not asked: there an update that is left out writes as often."""
     return result.spike is None and not (result.skipped.device.type == "cpu" and bool(result.skipped))
+
+
+def _is_finite(result: StepResult) -> bool:
+    return math.isfinite(float(result.loss) + float(result.grad_norm))
 
 
 def _note_spike(step: RecordedStep, decision: SpikeDecision) -> None:

@@ -30,6 +30,9 @@ as much as the first looks together."""
 LOOK_STEPS, LAST_LOOK_STEPS = 44, 68
 """How many steps a whole look takes as long as, and the one at the end: measured on the recipes in the box."""
 
+AT_ONCE = 16
+"""Calm steps that are judged together: one alone costs several times as much, since the code of it is cold then."""
+
 
 class LookSchedule:
     """Decides which steps are looked at, and how long.
@@ -73,10 +76,14 @@ class LookSchedule:
         if taken < CHECKUPS[-1]:
             due = taken + 1 in CHECKUPS and self._is_worth(taken)
         else:
-            due = step % 16 == 0 and now_s > self._next_s
+            due = step % AT_ONCE == 0 and now_s > self._next_s
         if due:
             self._due.add(step + 1)
         return due
+
+    def next_at(self, step: int) -> int:
+        """The next step after ``step`` that it must be asked at whether another is due, where ``step + 1`` is not."""
+        return step + 1 if step - self._first_step <= CHECKUPS[-1] else (step // AT_ONCE + 1) * AT_ONCE
 
     def allowed_s(self, step: int, step_s: float) -> float:
         """Processor seconds that the look at ``step`` may take, where a step takes ``step_s``.
@@ -167,8 +174,6 @@ def last_look_s(step_s: float, trained_s: float, *, in_seconds: bool = False) ->
     return min(LAST_LOOK_STEPS * step_s, LookSchedule(0, in_seconds=in_seconds).last_look_s(trained_s))
 
 
-AT_ONCE = 16
-"""Calm steps that are judged together: one alone costs several times as much, since the code of it is cold then."""
 SHORT_S = 0.1
 """Longer steps are judged one by one: what a judgement takes is nothing to them, and 16 of them are a long time."""
 AGAIN_S = 0.1
@@ -187,6 +192,10 @@ class SnapshotSchedule:
     def is_due(self, step: int) -> bool:
         """Whether the state after ``step`` is kept."""
         return step % self._every == 0
+
+    def next_at(self, step: int) -> int:
+        """The next step after ``step`` whose state is kept."""
+        return (step // self._every + 1) * self._every
 
     def paid(self, step: int, cost_s: float, step_s: float) -> None:
         """A snapshot took ``cost_s``, where a step takes ``step_s``."""
