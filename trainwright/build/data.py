@@ -101,7 +101,7 @@ class StepBatches:
         looks_at_training = loading.order is not None and not loading.order.is_pure
         if loading.workers or looks_at_training or not is_sliced(self.dataset, loading.collate):
             return 1
-        sample_bytes = sum(tensor[:1].nbytes for tensor in self.dataset.tensors)
+        sample_bytes: int = sum(tensor[:1].nbytes for tensor in self.dataset.tensors)
         return max(1, min(AT_ONCE, AT_ONCE_BYTES // max(1, sample_bytes * loading.batch_size)))
 
     def _ready(self) -> Iterator[StepBatch]:

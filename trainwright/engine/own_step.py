@@ -120,6 +120,7 @@ class UpdateGuard:
         self._optimizers: Sequence[Optimizer] = ()
         self._handles: list[RemovableHandle] = []
         self._is_open = False
+        self._like: tuple[Tensor | None, torch.dtype] = None, torch.float32  # a parameter, and the type of its norm
         self._begin()
 
     def _begin(self) -> None:
@@ -179,7 +180,8 @@ class UpdateGuard:
 
     def _are_finite(self, optimizer: Optimizer) -> bool:
         """Whether its gradients are, whose norm is noted."""
-        grads = [grad for p in _owned(optimizer) if (grad := p.grad) is not None]
+        groups = optimizer.param_groups
+        grads = [grad for group in groups for p in group["params"] if (grad := p.grad) is not None]
         if not grads:
             return True
         self._norms.append(norm := norm_on_host(grads))
@@ -190,9 +192,10 @@ class UpdateGuard:
 
     def norm(self) -> Tensor:
         """Of the gradients of all updates together; 0 where there was none."""
-        parameter = _owned(self._optimizers[0])[0]
-        dtype = torch.promote_types(parameter.dtype, torch.float32).to_real()
-        return torch.full((), math.hypot(*self._norms), dtype=dtype, device=parameter.device)
+        parameter: Tensor = self._optimizers[0].param_groups[0]["params"][0]
+        if parameter is not self._like[0]:
+            self._like = parameter, torch.promote_types(parameter.dtype, torch.float32).to_real()
+        return torch.scalar_tensor(math.hypot(*self._norms), dtype=self._like[1], device=parameter.device)
 
 
 def _strange(optimizer: Optimizer) -> UsageError:

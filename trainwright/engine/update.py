@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from dataclasses import replace
 
 import torch
@@ -19,6 +20,7 @@ from trainwright.state.codec import StateDict
 from trainwright.state.cursor import StepBatch
 from trainwright.state.train_state import TrainState
 
+_VERSION = operator.attrgetter("_version")
 COUNTED = ("torch", "trainwright")
 """Packages whose optimizers, if they have ``_init_group``, write where autograd counts it; others may use ``.data``."""
 
@@ -101,6 +103,7 @@ class _Written:
         self._is_counted = all(_writes_counted(part) for part in self._parts)
         self._states = [part.state for part in self._parts]
         self._sizes = self._sizes_now()
+        self._ids, self._num_entries = [*map(id, self._states)], self._num_entries_now()
         self._tensors: list[Tensor] = []
         self._numbers: list[tuple[StateDict, str]] = []
         if self._is_counted:
@@ -112,17 +115,21 @@ class _Written:
     def _sizes_now(self) -> list[list[int]]:
         return [[len(own) for own in state.values()] for state in self._states if self._is_counted]
 
+    def _num_entries_now(self) -> list[int]:
+        return [sum(map(len, state.values())) for state in self._states if self._is_counted]
+
     def is_of(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer has the states that are listed here: to load others replaces them."""
-        states = [part.state for part in parts_of(optimizer)]
-        return [*map(id, states)] == [*map(id, self._states)] and self._sizes_now() == self._sizes
+        ids = [id(part.state) for part in parts_of(optimizer)]
+        return ids == self._ids and self._num_entries_now() == self._num_entries
 
     def begin(self) -> None:
         """What is written from here on counts."""
-        self._versions, self._values = self._now()
+        self._before = self._now()
 
-    def _now(self) -> tuple[list[int], list[object]]:
-        return [each._version for each in self._tensors], [own.get(name) for own, name in self._numbers]
+    def _now(self) -> tuple[int, list[object]]:
+        """The writes to all tensors together, which never get fewer, and the values of numbers."""
+        return sum(map(_VERSION, self._tensors)), [own.get(name) for own, name in self._numbers]
 
     def is_undone(self) -> bool:
         """Drops what was added to the state, which may be made in part. False: there was, or may be, more."""
@@ -136,7 +143,7 @@ class _Written:
                     del own[name]
         now = _Written(self._optimizer)
         is_same = [*map(id, now._tensors)] == [*map(id, self._tensors)] and now._sizes == self._sizes
-        return is_same and self._now() == (self._versions, self._values)
+        return is_same and self._now() == self._before
 
 
 def _writes_counted(optimizer: Optimizer) -> bool:

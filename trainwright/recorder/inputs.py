@@ -128,7 +128,7 @@ class InputRing(Ring):
     def _shrink(self) -> None:
         super()._shrink()
         oldest = self.steps[0].step if self.steps else math.inf
-        for number in [each for each in self._inputs if each < oldest]:
+        while self._inputs and (number := next(iter(self._inputs))) < oldest:  # they lie in the order of steps
             del self._inputs[number]
 
     def inputs_of(self, step: int) -> StepInputs:
