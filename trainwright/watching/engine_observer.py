@@ -121,7 +121,7 @@ class EngineSession:
         assert inputs is not None and inputs.step == result.step
         self.step = result.step
         self._trained_s += result.step_s
-        if result.step < self._busy_at and self._is_calm(result, inputs):
+        if result.step < self._busy_at and _is_calm(result, inputs):
             self._unjudged.append(_Unjudged(result, inputs, time.time()))
             return
         if result.batch is not inputs.batch or result.spike is not None:  # memory ran out, or its update was left out
@@ -139,11 +139,6 @@ class EngineSession:
     def _may_wait(self, result: StepResult) -> bool:
         """Whether it is soon enough to judge this step with the next ones, which takes less time for each."""
         return not self._late and self._looks.may_wait(result.step, result.step_s) and _is_finite(result)
-
-    def _is_calm(self, result: StepResult, inputs: StepInputs) -> bool:
-        """Whether nothing of a step before ``_busy_at`` asks for more than to wait."""
-        is_plain = result.spike is None and result.batch is inputs.batch and result.step_s <= SHORT_S
-        return is_plain and _is_finite(result)
 
     def _judge_all_but(self, newest: int) -> None:
         while len(self._unjudged) > newest:
@@ -345,6 +340,12 @@ class EngineObserver:
 def _is_applied(result: StepResult) -> bool:
     """Whether its update was; of a GPU it is not asked: there an update that is left out writes as often."""
     return result.spike is None and not (result.skipped.device.type == "cpu" and bool(result.skipped))
+
+
+def _is_calm(result: StepResult, inputs: StepInputs) -> bool:
+    """Whether nothing of a step asks for more than to be judged with the next ones, where no look is due."""
+    is_plain = result.spike is None and result.batch is inputs.batch and result.step_s <= SHORT_S
+    return is_plain and _is_finite(result)
 
 
 def _is_finite(result: StepResult) -> bool:
