@@ -204,11 +204,9 @@ class EngineSession:
             self._snapshots.paid(step, time.perf_counter() - now_s, step_s)
         taken = step - self._first_step
         is_compared = self._changes.prepare_next(taken)
-        if self._late or is_looked_at or is_compared:
-            self._busy_at = step + 1
-        else:
-            compared_at = self._first_step + self._changes.next_at(taken)
-            self._busy_at = min(self._looks.next_at(step), self._snapshots.next_at(step), compared_at)
+        compared_at = self._first_step + self._changes.next_at(taken)
+        busy_at = min(self._looks.next_at(step), self._snapshots.next_at(step), compared_at)
+        self._busy_at = step + 1 if self._late or is_looked_at or is_compared else busy_at
 
     def _keep_state(self, step: int) -> None:
         try:
