@@ -278,3 +278,33 @@ def test_micro_batches_that_do_not_add_up(divide: float, code: str) -> None:
     watch = watched(micro=4, divide=divide)
     assert states(watch)["adds_up"] == "broken"
     assert set(alarms(watch)) == {code}
+
+
+def each_time(count: int) -> Callable[[int], int]:
+    return lambda step: count
+
+
+@each_row(
+    ("told", "passes", "breaks"),
+    [
+        (2, each_time(2), False),
+        (2, each_time(3), False),
+        (1, each_time(1), False),
+        (4, lambda step: 2 if step % 5 == 4 else 4, False),
+        (2, each_time(1), True),
+        (4, each_time(3), True),
+        (3, lambda step: 3 if step % 5 == 4 else 1, True),
+    ],
+)
+def test_a_step_has_as_many_micro_batches_as_were_told(told: int, passes: Callable[[int], int], breaks: bool) -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(128, 6), nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    with tw.watch(model, optimizer, accumulation=told, out=None, quiet=True, laws="gradient") as watch:
+        for step in range(10):
+            optimizer.zero_grad()
+            for n in range(passes(step)):
+                rows = torch.arange(8 * n + step, 8 * n + step + 8)
+                (F.mse_loss(model(x[rows]), x[rows, :3]) / passes(step)).backward()
+            optimizer.step()
+    assert ("law.gradient.adds_up" in alarms(watch)) == breaks

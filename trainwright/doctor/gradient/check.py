@@ -16,6 +16,8 @@ AGAIN = 5
 STAIRS = 0.01
 """Below this share of the gradient's slope the loss has none: what the gradient is of is not the loss, and is meant."""
 
+FEWER, MOSTLY = 4, 0.75
+"""Steps with fewer micro-batches than the watch was told, and their share: the last of an epoch may have fewer."""
 UNDONE = 0.1
 """Of a deviation: what is left where a stop-gradient explains it."""
 
@@ -160,6 +162,9 @@ def _put_there(facts: DerivativeFacts) -> str:
 
 def adds_up(case: Case) -> Iterator[Verdict]:
     """The micro-batches of a step weigh 1 in all: it makes the gradient of the mean over all of them."""
+    if (fewer := _fewer_than_told(case)) is not None:
+        yield fewer
+        return
     windows = [e for e in case.outcomes("accumulation") if e.values.get("distinct") and e.values.get("same_functions")]
     weighed = [(e.step, e.values["weights"]) for e in windows if e.values.get("weights")]
     known = [(step, sum(weights)) for step, weights in weighed if None not in weights]
@@ -185,6 +190,31 @@ def adds_up(case: Case) -> Iterator[Verdict]:
             ("sum of the weights", weight, 1.0),
             ("steps like this", f"{len(off)} of {len(known)} that were looked at", 0),
         ],
+    )
+
+
+def _fewer_than_told(case: Case) -> Finding | None:
+    """Where the watch was told how many micro-batches a step has, and nearly all steps have fewer."""
+    told = case.facts("contract").get("accumulation") or 1
+    seen = [each for each in case.watched if "blind" not in each.values]
+    counts = [n for each in seen if (n := sum(kind == "backward" for kind, _ in each.events))]
+    fewer = [n for n in counts if n < told]
+    if len(fewer) < FEWER or len(fewer) < MOSTLY * len(counts):
+        return None
+    return finding(
+        "law.gradient.adds_up",
+        "warning",
+        case.last_step,
+        symptom=f"the watch was told that a step has {told} micro-batches; {len(fewer)} of {len(counts)} steps have "
+        f"{fewer[-1]}",
+        cause="the loop over micro-batches is shorter than their number: a range that begins at 1, a round too few, a "
+        "step or a break within it",
+        remedy=f"make {told} backward passes before each step, or tell the watch how many there are "
+        f"(accumulation={fewer[-1]}); where the loss is divided by {told}, its gradients are too small",
+        sure=0.85,
+        stage="backward",
+        since_step=1,
+        evidence=[("backward passes of a step", fewer[-1], told)],
     )
 
 
