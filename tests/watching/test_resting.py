@@ -86,16 +86,17 @@ def test_a_probe_that_is_told_late_has_all_steps_before_it_hears_of_anything_els
     closing = StepClosing([probe, Probe()])
     with listening([closing, probe], [model]):
         for step in (1, 2):
-            closing.close(RecordedStep(step), may_wait=True)
+            closing.close(RecordedStep(step))
         model(torch.zeros(1))
         assert probe.steps == []  # a forward call of training
         with torch.no_grad():
             model(torch.zeros(1))
         assert probe.before_evaluation == [1, 2]
-        closing.close(RecordedStep(3), may_wait=True)
+        closing.close(RecordedStep(3))
         model.eval()
         assert probe.steps == [1, 2, 3]
-        closing.close(RecordedStep(4), may_wait=False)
+        closing.close(RecordedStep(4))
+        closing.tell()
     assert probe.steps == [1, 2, 3, 4]
 
 
@@ -167,6 +168,7 @@ def test_each_probe_that_is_told_late_hears_of_all_steps_in_a_row() -> None:
     probes = [Noting(), Noting()]
     closing = StepClosing(probes)
     for step in (1, 2, 3):
-        closing.close(RecordedStep(step), may_wait=step < 3)
+        closing.close(RecordedStep(step))
+    closing.tell()
     assert heard == [(id(probes[0]), 1), (id(probes[0]), 2), *[(id(probes[1]), step) for step in (1, 2, 3)]]
     assert isinstance(probes[0].failed, ValueError) and probes[1].failed is None

@@ -11,9 +11,9 @@ from trainwright.recorder.program import RecordedStep
 
 
 class StepClosing(Listener):
-    """Calls ``on_closed`` of probes; of those of ``closes_late`` it may wait for the next steps.
+    """Calls ``on_closed`` of probes; those of ``closes_late`` wait for ``tell``, which may come after further steps.
 
-    It waits at most until something happens that is no part of an ordinary step, so that such a probe has all steps
+    They wait at most until something happens that is no part of an ordinary step, so that such a probe has all steps
     before it hears of an epoch, an evaluation, a state, a warning, ... Must be told of these before the probes are.
     """
 
@@ -24,12 +24,10 @@ class StepClosing(Listener):
         self._late: Methods = [(each, partial(_of_all, call), rests) for each, call, rests in one_by_one]
         self._steps: list[RecordedStep] = []
 
-    def close(self, step: RecordedStep, *, may_wait: bool) -> None:
+    def close(self, step: RecordedStep) -> None:
         """``step`` is over."""
         call_each(self._methods, step)
         self._steps.append(step)
-        if not may_wait:
-            self.tell()
 
     def tell(self, *_: object) -> None:
         """Tells the probes of the steps that wait, in order: one probe of all, while its code is warm."""

@@ -46,6 +46,8 @@ class Numbers(NamedTuple):
 
 def begin_reading(step: RecordedStep) -> Callable[[], Numbers]:
     """Starts to copy the numbers of a step to the host; the function that it returns waits for them."""
+    if (there := _read_at_once(step)) is not None:
+        return lambda: there
     losses = [each for each in step.losses if each.numel() == 1]
     clips = [value["norm"] for kind, value in step.events if kind == "clip" and value["norm"] is not None]
     own = [] if step.loss is None else [step.loss]
@@ -64,6 +66,25 @@ def begin_reading(step: RecordedStep) -> Callable[[], Numbers]:
         return known
 
     return numbers
+
+
+def _read_at_once(step: RecordedStep) -> Numbers | None:
+    """The numbers of nearly all steps on a CPU, in a fraction of the calls. None: they are not these."""
+    losses: list[float] = []
+    norm = step.grad_norm.item() if type(step.grad_norm) is Tensor and step.grad_norm.is_cpu else step.grad_norm
+    for each in step.losses:
+        if type(each) is not Tensor or not each.is_cpu or each.numel() != 1:
+            return None
+        losses.append(each.item())
+    if step.loss is not None or not losses or not isinstance(norm, float):
+        return None
+    clips: list[float] = []
+    for kind, value in step.events:
+        if kind == "clip" and (found := value["norm"]) is not None:
+            if not isinstance(found, float):
+                return None
+            clips.append(found)
+    return Numbers.of(tuple(losses), sum(losses) / len(losses), norm, tuple(clips))
 
 
 def late(values: Sequence[Tensor | float]) -> Callable[[], list[float]]:

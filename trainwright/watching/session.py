@@ -43,6 +43,8 @@ from trainwright.watching.findings import ORDINARY, FindingsLog, failures_of, li
 from trainwright.watching.incidents import Incidents
 from trainwright.watching.look_schedule import AT_ONCE, LookSchedule, SnapshotSchedule
 
+MANY = 64
+"""Of steps that wait before the recorder holds them, so many would fill its budget: 16 of them are not much beyond it."""
 _URGENT = operator.attrgetter("urgent")
 
 
@@ -129,6 +131,7 @@ class WatchSession:
         self._looks, self._snapshots = LookSchedule(0), SnapshotSchedule(options.keep)
         self._went_back, self._pid, self._listens_to_children = -1, os.getpid(), False
         self._unread: deque[tuple[RecordedStep, Callable[[], Numbers]]] = deque()
+        self._calm: list[RecordedStep] = []  # that the ring does not hold yet
         self._late, self._resting = lateness(self.recording.device), Resting([self.recording, *self._probes])
         self._closing = StepClosing(self._probes)
         self._group = [self.recording, self._closing, *self._probes]
@@ -153,6 +156,7 @@ class WatchSession:
         """Looks at the last step, and at one that was not finished; then stops listening."""
         self.recording.tape.stop()
         self._closing.tell()
+        self._fill_ring()
         end_all(self._probes, error)
         try:
             if error is None or isinstance(error, Exception):
@@ -191,12 +195,16 @@ class WatchSession:
     def _closed(self, step: RecordedStep) -> None:
         self.step, self._trained_s = step.step, self._trained_s + step.values["step_s"]
         step.blind = self._blind or step.blind
-        self.ring.add(step)
-        self._closing.close(step, may_wait=self._resting.rests and step.step % AT_ONCE != 0)
+        self._closing.close(step)
+        self._calm.append(step)
         self._unread.append((step, begin_reading(step)))
+        if self._resting.rests and step.step % AT_ONCE and self._may_wait(step):
+            self._veto.begin()
+            return  # nothing is due before or after the next step: what is due after all of these waits for the last
+        self._closing.tell()
+        self._fill_ring()
         at_once, bad = "vetoed" in step.values, False  # at once: the host knows, for it has waited
         if len(self._unread) >= AT_ONCE or not self._may_wait(step):
-            self._closing.tell()
             while len(self._unread) > (0 if at_once else self._late):
                 bad |= self._judge(*self._unread.popleft())
         if self.recording.misses_calls:
@@ -208,9 +216,15 @@ class WatchSession:
             lines = lines_of(self.findings(), None, LookedAt.of(self.findings_log.records))
             raise NonFiniteStep(f"step {step.step} is not finite", remedy="\n".join(lines))
 
+    def _fill_ring(self) -> None:
+        for step in self._calm:
+            self.ring.add(step)
+        self._calm.clear()
+
     def _may_wait(self, step: RecordedStep) -> bool:
         in_time = not self._late and self._looks.may_wait(step.step, step.values["step_s"])
-        is_calm = in_time and not _are_urgent(self._probes) and step.values.keys() <= ORDINARY
+        is_small = step.num_bytes * MANY <= self._options.budget_bytes
+        is_calm = in_time and is_small and not _are_urgent(self._probes) and step.values.keys() <= ORDINARY
         return is_calm and self._unread[-1][1]().are_finite
 
     def _judge(self, step: RecordedStep, read: Callable[[], Numbers]) -> bool:
@@ -277,6 +291,7 @@ class WatchSession:
     @property
     def held_bytes(self) -> int:
         """What the flight recorder holds of its byte budget."""
+        self._fill_ring()
         return self.ring.num_bytes
 
     def findings(self) -> list[Found]:
