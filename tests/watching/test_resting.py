@@ -38,7 +38,7 @@ class Heard(Listener):
 def listen(steps: int, disturbed_at: int | None = None) -> Heard:
     """A listener after so many steps."""
     listener = Heard()
-    resting = Resting([listener])
+    resting = Resting([listener], list)
     root = nn.Linear(1, 1)
     for step in range(1, steps + 1):
         listener.step = step
@@ -83,7 +83,7 @@ class Closed(Probe):
 
 def test_a_probe_that_is_told_late_has_all_steps_before_it_hears_of_anything_else() -> None:
     probe, model = Closed(), nn.Linear(1, 1)
-    closing = StepClosing([probe, Probe()])
+    closing = StepClosing([probe, Probe()], lambda: None)
     with listening([closing, probe], [model]):
         for step in (1, 2):
             closing.close(RecordedStep(step))
@@ -166,7 +166,7 @@ def test_each_probe_that_is_told_late_hears_of_all_steps_in_a_row() -> None:
                 raise ValueError("a mistake of a probe")
 
     probes = [Noting(), Noting()]
-    closing = StepClosing(probes)
+    closing = StepClosing(probes, lambda: None)
     for step in (1, 2, 3):
         closing.close(RecordedStep(step))
     closing.tell()

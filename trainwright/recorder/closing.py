@@ -15,9 +15,11 @@ class StepClosing(Listener):
 
     They wait at most until something happens that is no part of an ordinary step, so that such a probe has all steps
     before it hears of an epoch, an evaluation, a state, a warning, ... Must be told of these before the probes are.
+    ``interrupted`` is called then.
     """
 
-    def __init__(self, probes: Sequence[Probe]) -> None:
+    def __init__(self, probes: Sequence[Probe], interrupted: Callable[[], None]) -> None:
+        self._interrupted = interrupted
         late = [each for each in probes if each.closes_late]
         at_once = [each for each in probes if not each.closes_late]
         self._methods, one_by_one = methods_of(at_once, "on_closed", Probe), methods_of(late, "on_closed", Probe)
@@ -29,16 +31,20 @@ class StepClosing(Listener):
         call_each(self._methods, step)
         self._steps.append(step)
 
-    def tell(self, *_: object) -> None:
+    def tell(self) -> None:
         """Tells the probes of the steps that wait, in order: one probe of all, while its code is warm."""
         if self._steps:
             steps, self._steps = self._steps, []
             call_each(self._late, steps)
 
+    def _interrupt(self, *_: object) -> None:
+        self.tell()
+        self._interrupted()
+
     # whatever they are told
-    on_epoch = on_forward_without_grad = on_mode = on_warning = tell  # type: ignore[assignment]
-    on_state_dict = on_loaded = on_saved = on_copied = tell  # type: ignore[assignment]
-    on_scaled = on_unscale = on_scaler_step = on_scaler_update = on_autograd_grad = tell  # type: ignore[assignment]
+    on_epoch = on_forward_without_grad = on_mode = on_warning = _interrupt  # type: ignore[assignment]
+    on_state_dict = on_loaded = on_saved = on_copied = _interrupt  # type: ignore[assignment]
+    on_scaled = on_unscale = on_scaler_step = on_scaler_update = on_autograd_grad = _interrupt  # type: ignore[assignment]
 
 
 def _of_all(on_closed: Callable[[RecordedStep], None], steps: Sequence[RecordedStep]) -> None:

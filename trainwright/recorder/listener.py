@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from trainwright.errors import TrainwrightError
 from trainwright.recorder.user_types import Args, Kwargs, Loader, TorchFunction
 from trainwright.recorder.user_warnings import without_warnings
+from trainwright.runlog.json_values import Event
 
 
 class Listener:
@@ -33,6 +34,9 @@ class Listener:
     def fail(self, error: Exception) -> None:
         """Called with what a method has raised; after it no method is called."""
         self.failed = error
+
+    def on_woken(self, events: Sequence[Event]) -> None:
+        """From here on all is heard; ``events`` are those of this step, in which it rested."""
 
     def on_epoch(self, loader: Loader, iterator: object) -> None: ...
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None: ...

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from trainwright.recorder.listener import Listener
+from trainwright.recorder.listener import Listener, call_each, methods_of
+from trainwright.runlog.json_values import Event
 
 CALM = 64
 """Steps without any reason to look, after which some methods of probes rest ..."""
@@ -13,10 +14,14 @@ EVERY = 16
 
 
 class Resting:
-    """Lets listeners rest in calm steps. What they hear, they hear from the end of one step to the end of the next."""
+    """Lets listeners rest in calm steps. What they hear, they hear from the end of one step to the end of the next.
 
-    def __init__(self, group: Sequence[Listener]) -> None:
-        self._group = group
+    ``events`` returns those of the step so far.
+    """
+
+    def __init__(self, group: Sequence[Listener], events: Callable[[], Sequence[Event]]) -> None:
+        self._group, self._events = group, events
+        self._on_woken = methods_of(group, "on_woken")
         self._disturbed_at = 0
         self.rests = False
 
@@ -27,7 +32,15 @@ class Resting:
 
     def prepare_next(self, step: int) -> None:
         """Must be called when ``step`` is over."""
-        rests = step - self._disturbed_at >= CALM and step % EVERY != 0
+        self._rest(step - self._disturbed_at >= CALM and step % EVERY != 0)
+
+    def wake(self) -> None:
+        """What happens now is no part of an ordinary step: from here to the end of this one all is heard."""
+        if self.rests:
+            self._rest(False)
+            call_each(self._on_woken, self._events())
+
+    def _rest(self, rests: bool) -> None:
         if rests != self.rests:
             self.rests = rests
             for each in self._group:

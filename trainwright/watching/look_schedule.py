@@ -183,8 +183,8 @@ AGAIN_S = 0.1
 class SnapshotSchedule:
     """Every so many steps, by what a snapshot costs: at least every ``keep`` steps, or every 0.1 s where that is more.
 
-    At least every ``4 * keep`` steps, for the inputs of all of them are held. Later than in the first 64 steps only after
-    one of 16, with which calm steps are closed.
+    At least every ``4 * keep`` steps, for the inputs of all of them are held. After 64 steps, only with the last of 16
+    that are closed together.
     """
 
     def __init__(self, keep: int) -> None:

@@ -44,7 +44,7 @@ from trainwright.watching.incidents import Incidents
 from trainwright.watching.look_schedule import AT_ONCE, LookSchedule, SnapshotSchedule
 
 MANY = 64
-"""Of steps that wait before the recorder holds them, so many would fill its budget: 16 of them are not much beyond it."""
+"""So many of the steps that wait before the recorder counts them would fill its budget: 16 are little beyond it."""
 _URGENT = operator.attrgetter("urgent")
 
 
@@ -132,8 +132,11 @@ class WatchSession:
         self._went_back, self._pid, self._listens_to_children = -1, os.getpid(), False
         self._unread: deque[tuple[RecordedStep, Callable[[], Numbers]]] = deque()
         self._calm: list[RecordedStep] = []  # that the ring does not hold yet
-        self._late, self._resting = lateness(self.recording.device), Resting([self.recording, *self._probes])
-        self._closing = StepClosing(self._probes)
+        self._late, self._resting = (
+            lateness(self.recording.device),
+            Resting([self.recording, *self._probes], lambda: self.recording.current.events),
+        )
+        self._closing = StepClosing(self._probes, self._resting.wake)
         self._group = [self.recording, self._closing, *self._probes]
         self._methods_on_read = methods_of(self._probes, "on_read", Probe)
         self._blind = what_is_shared(roots, parameters) or self._objects.is_closed  # why no step can be run again

@@ -33,7 +33,7 @@ from trainwright.recorder.hooks import listening_to_calls, muted
 from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
 from trainwright.recorder.program import RecordedStep, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, Loader
-from trainwright.runlog.json_values import Facts, strict
+from trainwright.runlog.json_values import Event, Facts, strict
 
 EACH = 4
 """Evaluations that are recorded, each; then every one whose number is a power of two."""
@@ -48,6 +48,8 @@ class EvaluationsProbe(Probe):
     """Between the steps of training: nothing is recorded, and nothing costs, while a step runs."""
 
     name = EvaluationFacts.experiment
+    closes_late = True
+    rests = frozenset({"on_forward", "on_output"})
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._numbers, self._modules, self._code = watched.numbers, watched.modules, watched.code
@@ -64,6 +66,9 @@ class EvaluationsProbe(Probe):
 
     def begin(self, site: WatchSite) -> None:
         self._hear(self._modules())
+
+    def on_woken(self, events: Sequence[Event]) -> None:
+        self._in_step = any(kind == "forward" and how[2] for kind, how in events)
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if self._tape.pushed:  # what the model does is none of the evaluation's doing

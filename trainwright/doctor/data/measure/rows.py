@@ -37,6 +37,7 @@ class InputRows(Probe):
 
     name = RowsFacts.experiment
     closes_late = True
+    rests = frozenset({"on_forward"})
 
     def __init__(self) -> None:
         self._steps = 0

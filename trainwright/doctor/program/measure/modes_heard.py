@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -11,7 +14,7 @@ from trainwright.recorder.callers import caller
 from trainwright.recorder.probes import Probe, WatchedObjects, probe
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs
-from trainwright.runlog.json_values import Facts
+from trainwright.runlog.json_values import Event, Facts
 from trainwright.state.names import named_modules
 
 EARLY = 4
@@ -23,6 +26,8 @@ class Modes(Probe):
     """``urgent``: a module has left train mode, or the model was evaluated in train mode."""
 
     name = "modes"
+    closes_late = True
+    rests = frozenset({"on_forward"})
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._roots, self._modules = watched.subject.roots, watched.subject.modules
@@ -36,14 +41,19 @@ class Modes(Probe):
         self._steps = 0
         self._num_closed = 0  # of our own engine only the steps that are run again
         self._feeding: int | None = None  # the iterator whose batches are trained on
-        self._fetched: int | None = None  # the one that gave a batch since the last step
+        self._fetched: int | None = None  # the one that gave a batch since the last step, and when
+        self._fetched_s = 0.0
         self._lines: dict[int, str | None] = {}  # where each module was last put into eval mode
         self._gap: set[bool] = set()
         self._gaps: dict[bool, list[int]] = {True: [], False: []}
         self._num_gaps = 0
 
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
-        self._fetched = id(iterator)
+        self._fetched, self._fetched_s = id(iterator), time.time()
+
+    def on_woken(self, events: Sequence[Event]) -> None:
+        if any(kind == "forward" and how[2] for kind, how in events):
+            self._feeding = self._fetched
 
     def on_mode(self, module: nn.Module, training: bool) -> None:
         if not training:
@@ -57,8 +67,10 @@ class Modes(Probe):
             self._gap.add(root.training and all(self._modules[n].training for n in self._depends))
 
     def on_closed(self, step: RecordedStep) -> None:
-        self._steps, self._fetched = step.step, None
+        self._steps = step.step
         self._num_closed += 1
+        if self._fetched_s <= step.ended_s:  # later ones belong to the next step
+            self._fetched = None
         if self._gap:
             self._note_evaluation()
         calls = step.calls

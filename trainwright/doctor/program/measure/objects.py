@@ -53,6 +53,7 @@ class ObjectsProbe(Probe):
 
     name = ObjectsFacts.experiment
     closes_late = True
+    rests = frozenset({"on_step"})
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._roots = watched.subject.roots

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -10,7 +12,7 @@ from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs, Loader
-from trainwright.runlog.json_values import Facts, strict
+from trainwright.runlog.json_values import Event, Facts, strict
 
 SAMPLED, MOST_ELEMENTS = 4, 4096
 """Weights that are compared: the smallest, for they are copied whole at every step."""
@@ -27,6 +29,7 @@ class WritesProbe(Probe):
     """Compares the smallest weights of the optimizers. ``urgent``: somebody else has written to them."""
 
     name = WritesFacts.experiment
+    rests = frozenset({"on_forward"})
 
     def __init__(self, watched: WatchedObjects) -> None:
         owned = {id(p): p for o in watched.subject.optimizers for p in owned_by(o) if p.requires_grad}
@@ -41,6 +44,10 @@ class WritesProbe(Probe):
 
     def on_epoch(self, loader: Loader, iterator: object) -> None:
         self._is_due = True
+
+    def on_woken(self, events: Sequence[Event]) -> None:
+        if any(kind == "forward" and how[2] for kind, how in events):
+            self._after = None
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if self._after is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from trainwright.recorder.probes import Probe, WatchedObjects, probe
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import Args, Kwargs, Loader, TorchFunction
-from trainwright.runlog.json_values import Facts
+from trainwright.runlog.json_values import Event, Facts
 from trainwright.state.names import named_parameters
 
 ROUNDED = 1e-5
@@ -31,7 +32,8 @@ class Contract(Probe):
     """Also records optimizers that the watch was not called with. A step inside of another one is not counted."""
 
     name = "contract"
-    rests = frozenset({"on_clip", "on_step", "on_stepped"})
+    closes_late = True
+    rests = frozenset({"on_backward", "on_zero_grad", "on_clip", "on_step", "on_stepped"})
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._roots, self._optimizers = watched.subject.roots, watched.subject.optimizers
@@ -54,6 +56,11 @@ class Contract(Probe):
         self._known_missing: list[str] = []
 
     # the order of things
+
+    def on_woken(self, events: Sequence[Event]) -> None:
+        for kind, _ in events:
+            self._since = 0 if kind == "zero_grad" else self._since + (kind == "backward")
+            self._backwards += kind == "backward"
 
     def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
         self._backwards += 1
@@ -121,7 +128,7 @@ class Contract(Probe):
     def on_closed(self, step: RecordedStep) -> None:
         if self._split:
             self._windows = [*self._windows[-31:], [step.step, self._split, self._since]]
-        self._since = self._split = 0
+        self._since = self._split = self._depth = 0  # of a step that is heard in part
         self._last = step
 
     # the facts
