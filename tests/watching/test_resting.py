@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+import trainwright as tw
 from trainwright.recorder.call_state import CallState
 from trainwright.recorder.closing import StepClosing
 from trainwright.recorder.hooks import listening
@@ -15,6 +18,8 @@ from trainwright.recorder.probes import Probe
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.resting import CALM, EVERY, Resting
 from trainwright.recorder.tape import Tape
+from trainwright.runlog.json_values import Event
+from trainwright.runlog.records import Examined
 from trainwright.watching.families import MEASURES
 
 
@@ -26,6 +31,7 @@ class Heard(Listener):
     def __init__(self) -> None:
         self.zeroed: list[int] = []
         self.gradients: list[int] = []
+        self.woken: list[Event] = []
         self.step = 0
 
     def on_zero_grad(self, owner: object) -> None:
@@ -33,6 +39,9 @@ class Heard(Listener):
 
     def on_gradients(self) -> None:
         self.gradients.append(self.step)
+
+    def on_woken(self, events: Sequence[Event]) -> None:
+        self.woken += events
 
 
 def listen(steps: int, disturbed_at: int | None = None) -> Heard:
@@ -63,6 +72,37 @@ def test_a_step_with_a_reason_to_look_wakes_all_from_the_next_one_on() -> None:
     assert at not in listener.gradients
     assert set(range(at + 1, at + CALM + 1)) <= set(listener.gradients)
     assert any(step not in listener.gradients for step in listener.zeroed if step > at + CALM)
+
+
+def test_what_wakes_a_step_is_heard_to_its_end_with_what_came_before() -> None:
+    listener = Heard()
+    resting = Resting([listener], lambda: [("forward", None)])
+    resting.prepare_next(CALM + 1)
+    call_each(methods_of([listener], "on_gradients"))
+    resting.wake()
+    resting.wake()
+    call_each(methods_of([listener], "on_gradients"))
+    resting.prepare_next(CALM + 2)
+    call_each(methods_of([listener], "on_gradients"))
+    assert len(listener.gradients) == 1 and resting.rests
+    assert listener.woken == [("forward", None)]  # once
+
+
+def test_an_epoch_that_cuts_a_step_in_two_is_seen_in_resting_steps_too() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = DataLoader(TensorDataset(torch.randn(12, 4), torch.randn(12, 2)), batch_size=4)  # three batches
+    batches = (batch for _ in range(60) for batch in loader)
+    with tw.watch(model, optimizer, loader=loader, out=None, quiet=True, laws="cheap") as watch:
+        for number, (x, y) in enumerate(batches):
+            if number % 2 == 0:
+                optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            if number % 2:
+                optimizer.step()
+    contract = [each for each in watch.records if isinstance(each, Examined) and each.experiment == "contract"][-1]
+    assert contract.values["split_windows"] == [[step, 1, 2] for step in range(2, 91, 3)]
 
 
 class Closed(Probe):

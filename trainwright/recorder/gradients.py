@@ -50,7 +50,7 @@ class GradientRecorder(Listener):
 
     def __init__(self, roots: Sequence[nn.Module], optimizers: Sequence[Optimizer], first_step: int) -> None:
         self.roots, self.optimizers = list(roots), list(optimizers)
-        self.parameters = _unique([p for root in roots for p in root.parameters()], *map(owned_by, optimizers))
+        self.parameters = parameters_of(roots, optimizers)
         self._numbers = {id(p): number for number, p in enumerate(self.parameters)}
         self.device = self.parameters[0].device if self.parameters else torch.device("cpu")
         self.tape = Tape(self.device.type)
@@ -220,9 +220,11 @@ def owned_by(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _unique(*groups: list[Tensor]) -> list[Tensor]:
-    """Each tensor once, in the order of its first occurrence."""
-    return list({id(p): p for group in groups for p in group}.values())
+def parameters_of(roots: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    """Those of the roots first, then those that only an optimizer has; each once."""
+    owned: list[Tensor] = [p for root in roots for p in root.parameters()]
+    owned += [p for optimizer in optimizers for p in owned_by(optimizer)]
+    return list({id(p): p for p in owned}.values())
 
 
 def _versions(parameters: Sequence[Tensor]) -> list[tuple[int, int] | None]:

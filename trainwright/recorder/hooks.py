@@ -170,10 +170,6 @@ def _on_stepped(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
     tell("on_stepped", optimizer)
 
 
-def _call_gradients_changed() -> None:
-    tell("on_gradients_changed")
-
-
 _OF_BACKWARD = ("grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
 
 
@@ -184,11 +180,11 @@ def _wrap_backward(original: TorchFunction) -> TorchFunction:
         losses = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         options = dict(zip(_OF_BACKWARD, args)) | kwargs if args else kwargs
         tell("on_backward", losses, options)
-        inside.enter("backward")
+        inside.backward += 1
         try:
             result = original(tensors, *args, **kwargs)
         finally:
-            inside.leave("backward")
+            inside.backward -= 1
         tell("on_gradients")
         return result
 
@@ -212,11 +208,11 @@ def _wrap_grad(original: TorchFunction) -> TorchFunction:
         names = ("grad_outputs", "retain_graph", "create_graph")
         if not inside.grad and not inside.backward:
             tell("on_autograd_grad", outputs, inputs, dict(zip(names, args)) | kwargs)
-        inside.enter("grad")
+        inside.grad += 1
         try:
             return original(outputs, inputs, *args, **kwargs)
         finally:
-            inside.leave("grad")
+            inside.grad -= 1
 
     return grad
 
@@ -242,7 +238,7 @@ def _wrap_unscale(original: TorchFunction) -> TorchFunction:
     def unscale_(self: GradScaler, optimizer: Optimizer) -> object:
         tell("on_unscale", self, optimizer)
         result = original(self, optimizer)
-        _call_gradients_changed()
+        tell("on_gradients_changed")
         return result
 
     return unscale_
@@ -282,7 +278,7 @@ def _wrap_clip_norm(original: TorchFunction) -> TorchFunction:
         clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         tell("on_clip", "norm", float(max_norm), clipped, own_part(total_norm))
         result = original(clipped, max_norm, total_norm, *args, **kwargs)
-        _call_gradients_changed()
+        tell("on_gradients_changed")
         return result
 
     return clip_grads_with_norm_
@@ -297,7 +293,7 @@ def _wrap_clip_value(original: TorchFunction) -> TorchFunction:
         clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         tell("on_clip", "value", float(clip_value), clipped, None)
         result = original(clipped, clip_value, *args, **kwargs)
-        _call_gradients_changed()
+        tell("on_gradients_changed")
         return result
 
     return clip_grad_value_
@@ -305,11 +301,11 @@ def _wrap_clip_value(original: TorchFunction) -> TorchFunction:
 
 def _wrap_schedule(original: TorchFunction) -> TorchFunction:
     def step(self: object, *args: object, **kwargs: object) -> object:
-        inside.enter("schedule")  # a SequentialLR steps others inside
+        inside.schedule += 1  # a SequentialLR steps others inside
         try:
             result = original(self, *args, **kwargs)
         finally:
-            inside.leave("schedule")
+            inside.schedule -= 1
         if not inside.schedule:
             if args or kwargs:
                 tell("on_metric", self, (*args, *kwargs.values())[0])

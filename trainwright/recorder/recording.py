@@ -83,7 +83,7 @@ class LoopRecorder(GradientRecorder):
             step.ids.append(self._fetched.take((args, kwargs)))
         if self._has_others and not step.calls:
             self._num_collectives = num_collectives()
-        written, rng = (self.tape.write(args), self.tape.write(kwargs)), state.rng(step.step)
+        written, rng = (self.tape.write(args), self.tape.write(kwargs) if kwargs else {}), state.rng(step.step)
         modes, wanted = state.modes_and_wanted()
         self._call = call = Call(index, *written, rng, modes, autocast_now(self._kind), wanted=wanted)
         call.part, call.batch = self._paths[id(root)], len(step.ids) - 1

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from trainwright.errors import StorageError
 from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.ring import Ring
 from trainwright.replay.bundle import prune
 from trainwright.runlog import records
 from trainwright.runlog.records import Record
+from trainwright.state.snapshot import LiveObjects, put_back
 from trainwright.watching.experiments import ExperimentRunner
 
 
@@ -31,6 +33,20 @@ class Incidents:
             prune(self._folder)
         except StorageError as error:
             self._write(records.NotSaved(time_s=time.time(), step=step, reason=f"no bundle: {error}"))
+
+    def note_veto(self, step: RecordedStep, ring: Ring, objects: LiveObjects) -> bool:
+        """Records an update that was left out; for a rollback, restores an earlier state and returns True."""
+        reason = str(step.values["vetoed"])
+        to_undo = reason == "spike" and step.values["spike"][-1] == "rollback"
+        snapshot = ring.before(step.step) if to_undo else None
+        if snapshot is None:
+            self.note_skipped([step], reason)
+            return False
+        put_back(objects, snapshot)
+        since = [each for each in ring.steps if snapshot.step <= each.step <= step.step]
+        undone = [each for each in since if each is step or "vetoed" not in each.values]
+        self.note_skipped(undone, f"spike in step {step.step}: back to the state before step {snapshot.step}")
+        return True
 
     def note_skipped(self, steps: Sequence[RecordedStep], reason: str) -> None:
         """Writes a Skipped record for each update that was not made, or was undone."""

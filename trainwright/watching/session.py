@@ -21,6 +21,7 @@ from trainwright.engine.spikes import OnSpike
 from trainwright.errors import TrainwrightError
 from trainwright.recorder.calls import parts_of
 from trainwright.recorder.closing import StepClosing
+from trainwright.recorder.gradients import parameters_of
 from trainwright.recorder.hooks import listening, listening_to_calls
 from trainwright.recorder.listener import call_each, methods_of
 from trainwright.recorder.numbers import Numbers, begin_reading, lateness
@@ -35,7 +36,7 @@ from trainwright.recorder.veto import OnNonfinite, Veto
 from trainwright.report.findings import LookedAt, lines_of
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Found, Record
-from trainwright.state.snapshot import LiveObjects, put_back
+from trainwright.state.snapshot import LiveObjects
 from trainwright.state.spikes import SpikeDetector
 from trainwright.watching.experiments import ExperimentRunner, OwnLaw
 from trainwright.watching.families import probes_of_families
@@ -108,16 +109,12 @@ class WatchSession:
         self._site = WatchSite(options.bundles.parent if options.bundles else None, write, say)
         self.step = 0
         self._open = ExitStack()
+        parameters = parameters_of(roots, optimizers)
+        self._veto = veto = Veto(roots, parameters, options.on_nonfinite, options.on_spike, options.skip)
         self.recording = LoopRecorder(
-            roots,
-            optimizers,
-            self._closed,
-            before_update=lambda *arguments: self._veto.before_update(*arguments),
-            after_update=lambda step, optimizer: self._veto.after_update(step, optimizer),
+            roots, optimizers, self._closed, before_update=veto.before_update, after_update=veto.after_update
         )
         self.recording.budget_bytes = options.budget_bytes
-        parameters = self.recording.parameters
-        self._veto = Veto(roots, parameters, options.on_nonfinite, options.on_spike, options.skip)
         self._detector = SpikeDetector()  # of a watch that only warns: it reads the numbers late
         self.ring = Ring(keep=options.keep, budget_bytes=options.budget_bytes)
         self._objects = LiveObjects(roots, optimizers, parameters)
@@ -257,19 +254,8 @@ class WatchSession:
         return bad
 
     def _note_veto(self, step: RecordedStep) -> None:
-        """Records an update that was left out; for a rollback, restores an earlier state."""
-        reason = str(step.values["vetoed"])
-        to_undo = reason == "spike" and step.values["spike"][-1] == "rollback"
-        snapshot = self.ring.before(step.step) if to_undo else None
-        if snapshot is None:
-            self._incidents.note_skipped([step], reason)
-            return
-        put_back(self._objects, snapshot)
-        self._went_back = step.step
-        since = [each for each in self.ring.steps if snapshot.step <= each.step <= step.step]
-        undone = [each for each in since if each is step or "vetoed" not in each.values]
-        reason = f"spike in step {step.step}: back to the state before step {snapshot.step}"
-        self._incidents.note_skipped(undone, reason)
+        if self._incidents.note_veto(step, self.ring, self._objects):
+            self._went_back = step.step
 
     def _prepare_next(self, step: int) -> None:
         """Takes a snapshot before a step that will be looked at, after a rollback, and every few steps."""

@@ -101,19 +101,20 @@ class ScheduleProbe(Probe):
         if step.losses and step.losses[0].numel() == 1:
             self._window_losses.append(step.losses[0])
         rates = [step.lr] if step.is_told_late else [float(g["lr"]) for o in self._optimizers for g in o.param_groups]
-        self._note_lr(max(rates, default=0.0))
+        lr = max(rates, default=0.0)
+        self._zero_steps += lr == 0.0
+        if not self._changes or lr != self._changes[-1][1]:
+            self._note_lr(lr)
 
     def _note_lr(self, lr: float) -> None:
+        """``lr`` is another than before."""
         before = self._changes[-1][1] if self._changes else None
-        self._zero_steps += lr == 0.0
         if lr > self._peak:
             self._peak, self._peak_step, self._exhausted = lr, self._steps, None
         if lr < 1e-3 * self._peak and self._exhausted is None:
             self._exhausted = self._steps
         elif lr >= 1e-3 * self._peak:
             self._exhausted = None
-        if lr == before:
-            return
         self._changes.append([self._steps, lr])
         if before is not None and lr < before:
             self._warn("fell")
