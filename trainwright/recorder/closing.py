@@ -13,9 +13,9 @@ from trainwright.recorder.program import RecordedStep
 class StepClosing(Listener):
     """Calls ``on_closed`` of probes; those of ``closes_late`` wait for ``tell``, which may come after further steps.
 
-    They wait at most until something happens that is no part of an ordinary step, so that such a probe has all steps
-    before it hears of an epoch, an evaluation, a state, a warning, ... Must be told of these before the probes are.
-    ``interrupted`` is called then.
+    They wait at most until something happens that is no part of a plain step, so that such a probe has all steps before
+    it hears of a loss scale, an epoch, an evaluation, ... Must be told of these before the probes are.
+    ``interrupted`` is called at these, but for the calls of a scaler and of autograd.grad: they come in every step.
     """
 
     def __init__(self, probes: Sequence[Probe], interrupted: Callable[[], None]) -> None:
@@ -37,14 +37,17 @@ class StepClosing(Listener):
             steps, self._steps = self._steps, []
             call_each(self._late, steps)
 
+    def _before(self, *_: object) -> None:
+        self.tell()
+
     def _interrupt(self, *_: object) -> None:
         self.tell()
         self._interrupted()
 
     # whatever they are told
+    on_scaled = on_unscale = on_scaler_step = on_scaler_update = on_autograd_grad = _before  # type: ignore[assignment]
     on_epoch = on_forward_without_grad = on_mode = on_warning = _interrupt  # type: ignore[assignment]
     on_state_dict = on_loaded = on_saved = on_copied = _interrupt  # type: ignore[assignment]
-    on_scaled = on_unscale = on_scaler_step = on_scaler_update = on_autograd_grad = _interrupt  # type: ignore[assignment]
 
 
 def _of_all(on_closed: Callable[[RecordedStep], None], steps: Sequence[RecordedStep]) -> None:
