@@ -56,6 +56,7 @@ def test_mixed_samples_need_a_view_or_a_batch() -> None:
         ({"error": 1e-7}, False),
         ({"constant": True}, False),  # straight through a rounding
         ({"identity": True, "factor": -1.0}, False),  # gradient reversal
+        ({"own_way": True}, False),  # feedback alignment
         ({"unsteady": 0.5}, False),  # a quotient that depends on its width
     ],
 )

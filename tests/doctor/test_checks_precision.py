@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
+from tests.rows import each_row
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import Check, ExperimentRequest, Finding
 from trainwright.doctor.precision.names import formats
+from trainwright.doctor.program.measure.modes import drop_rate
 from trainwright.doctor.program.names import modes, schedules
 from trainwright.doctor.resources.names import held
 from trainwright.runlog.records import Examined, Record, Watched
@@ -240,3 +243,19 @@ class TestMemory:
     def test_copy_on_write(self, objects: int, grown: float, expected: list[str]) -> None:
         private = [[1, 2e7], [16, 2e7 + grown]]
         assert codes(held.copied_on_write, exam("memory", private=private, held=[objects, 21_000_000])) == expected
+
+
+@each_row(
+    ("name", "args", "kwargs", "is_mask"),
+    [
+        ("bernoulli", (torch.full((4,), 0.9),), {}, True),
+        ("bernoulli", (torch.randn(4), 0.9), {}, True),
+        ("bernoulli_", (torch.randn(4),), {}, True),
+        ("bernoulli_", (torch.randn(4), 0.9), {}, True),
+        ("bernoulli_", (torch.randn(4),), {"p": torch.full((4,), 0.9)}, True),
+        ("bernoulli", (torch.rand(4),), {}, False),
+        ("bernoulli_", (torch.zeros(4), torch.rand(4)), {}, False),
+    ],
+)
+def test_a_mask_is_drawn_with_one_rate(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], is_mask: bool) -> None:
+    assert bool(drop_rate(name, args, kwargs)) == is_mask

@@ -257,6 +257,32 @@ def test_a_backward_pass_that_does_not_fit_its_forward_pass(between: Between) ->
     assert len(alarms(watch).keys() & names) == 1
 
 
+class Feedback(torch.autograd.Function):
+    """The error goes back through weights of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, back: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x, back)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        x, back = ctx.saved_tensors
+        return grad @ back, grad.T @ x, None
+
+
+def through_feedback(net: Net, h: Tensor) -> Tensor:
+    back = torch.randn(net.branch.weight.shape, generator=torch.Generator().manual_seed(3)).to(h)
+    y: Tensor = Feedback.apply(h, net.branch.weight, back)
+    return y
+
+
+def test_a_backward_pass_with_weights_of_its_own_is_meant_so() -> None:
+    watch = watched(through_feedback)
+    assert states(watch)["is_the_derivative"] == "broken"
+    assert alarms(watch) == {}
+
+
 def test_a_kink_beside_the_weights_is_no_wrong_gradient() -> None:
     """The loss is steep only within 1e-6 of where a prediction is, which the usual step of a quotient steps over."""
     torch.manual_seed(0)

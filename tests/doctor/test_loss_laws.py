@@ -96,6 +96,14 @@ def test_a_small_step_towards_the_targets_is_not_lost_in_rounding(dtype: torch.d
     assert isinstance(verdict, Holds)
 
 
+@each_row("sign", [1.0, -1.0])
+def test_a_log_probability_is_weighed_with_both_signs(sign: float) -> None:
+    """That of an action, by its advantage: some are to become likely, others unlikely."""
+    advantages = sign * torch.linspace(-3.0, 1.0, 16)
+    case = case_of(lambda out: (F.cross_entropy(out, Y16, reduction="none") * advantages).mean())
+    assert isinstance(*verdicts(case, "targets_are_the_minimum"), NotApplicable)
+
+
 @pytest.mark.slow
 @each_row(
     ("law", "loss"),
@@ -105,6 +113,7 @@ def test_a_small_step_towards_the_targets_is_not_lost_in_rounding(dtype: torch.d
         ("starts_at_chance", lambda out: ((out + 9 - R16) ** 2).mean()),
         ("targets_are_the_minimum", lambda out: -F.mse_loss(out, R16)),
         ("targets_are_the_minimum", lambda out: 1 - F.cross_entropy(out, Y16)),
+        ("targets_are_the_minimum", lambda out: -(F.cross_entropy(out, Y16, reduction="none") * COUNTED[:, 0]).sum()),
         ("targets_are_the_minimum", lambda out: 0 * F.mse_loss(out, R16) + out.pow(2).mean()),
         ("like_is_compared_with_like", lambda out: F.mse_loss(out.relu(), R16)),
         ("like_is_compared_with_like", lambda out: F.mse_loss(out.sigmoid(), 9 * R16)),
@@ -370,6 +379,7 @@ def values_learned(targets: Tensor, loss: Callable[[Tensor, Tensor], Tensor], st
         (FAR_AWAY, F.mse_loss, 30, 0.0, NotApplicable),
         (R.sign() * 0 + 1, F.mse_loss, 60, 0.0, NotApplicable),
         ((R > 0).float(), F.binary_cross_entropy_with_logits, 60, 0.0, NotApplicable),
+        (FAR_AWAY, lambda out, y: F.cross_entropy(torch.cat([out - y, out], 1), y.argmax(1)), 60, 0.0, NotApplicable),
         (FAR_AWAY, F.mse_loss, 60, 0.0, Finding),
         (-FAR_AWAY, F.l1_loss, 60, 0.0, Finding),
         (FAR_AWAY, lambda out, y: ((out - y) ** 2).mean(), 60, 0.0, Finding),

@@ -406,6 +406,30 @@ def test_a_retained_graph() -> None:
     assert said(watch) == ""
 
 
+@pytest.mark.parametrize("keyword", [False, True])
+def test_backward_from_a_tensor_with_the_gradient_that_it_is_given(keyword: bool) -> None:
+    """As where a gradient is cached, guessed, or comes from another process."""
+
+    def loop(watching: Watching) -> list[Tensor]:
+        model = net()
+        optimizer = sgd(model)
+        with watching(model, optimizer):
+            for _ in range(8):
+                optimizer.zero_grad()
+                out = model(X)
+                gradient = (out.detach().softmax(1) - F.one_hot(Y, out.shape[1])) / len(X)
+                if keyword:
+                    torch.autograd.backward([out], grad_tensors=[gradient])
+                else:
+                    out.backward(gradient)
+                optimizer.step()
+        return weights(model)
+
+    watch = both(loop)
+    assert watch.session.failures == []
+    assert replays(watch) and "no loss was seen" in said(watch)
+
+
 def test_backward_to_some_parameters_only() -> None:
     def loop(watching: Watching) -> list[Tensor]:
         model = net()

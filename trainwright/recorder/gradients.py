@@ -97,8 +97,8 @@ class GradientRecorder(Listener):
         self._retains = bool(options.get("retain_graph"))
         self.current.program += self.tape.operations
         self.tape.operations = []
-        gradients = options.get("grad_tensors") or [None] * len(losses)
-        gradients = [gradients] if isinstance(gradients, Tensor) else list(gradients)
+        from_behind = options.get("grad_tensors")
+        gradients = [None] * len(losses) if from_behind is None else _as_list(from_behind)
         carried = not self._has_backward() and _have_gradients(self.parameters)
         for loss, gradient in zip(losses, gradients):
             self._note_backward(loss, gradient, options)
@@ -113,7 +113,8 @@ class GradientRecorder(Listener):
         if slot is None and self.current.blind is None:
             self.current.blind = "the loss is not made of what the watched model returned"
             self.misses_calls |= loss.grad_fn is not None and not self.current.calls
-        self.current.losses.append(value)
+        if value.numel() == 1:  # else it is a part of the way back: hidden.backward(its_gradient)
+            self.current.losses.append(value)
         backward = Backward(slot, value, scale, None if gradient is None else self.tape.write(gradient))
         backward.retain = bool(options.get("retain_graph") or options.get("create_graph"))
         if options.get("create_graph"):

@@ -48,7 +48,7 @@ def begin_reading(step: RecordedStep) -> Callable[[], Numbers]:
     """Starts to copy the numbers of a step to the host; the function that it returns waits for them."""
     if (there := _read_at_once(step)) is not None:
         return lambda: there
-    losses = [each for each in step.losses if each.numel() == 1]
+    losses = step.losses
     clips = [value["norm"] for kind, value in step.events if kind == "clip" and value["norm"] is not None]
     own = [] if step.loss is None else [step.loss]
     norm = [] if step.grad_norm is None else [step.grad_norm]

@@ -218,7 +218,9 @@ class _Run:
         if backward.slot is None or backward.slot not in self.slots:
             raise NotReplayable("the loss is not made of what the watched model returned")
         loss = self.slots[backward.slot]
-        self.result.losses.append((loss.detach() / backward.scale if backward.scale != 1.0 else loss.detach()).clone())
+        if loss.numel() == 1:
+            value = loss.detach() / backward.scale if backward.scale != 1.0 else loss.detach()
+            self.result.losses.append(value.clone())
         if self.upto == "forward" or not loss.requires_grad:
             return
         factor = self.intervention.loss_scale * self.intervention.sign

@@ -229,8 +229,9 @@ def recompute_mismatch(case: Case) -> Iterator[Finding]:
 def wrong_backward(case: Case) -> Iterator[Finding | ExperimentRequest]:
     """The backward of a custom Function disagrees with a difference quotient of its forward.
 
-    Two kinds disagree by design: a forward that is the identity (gradient reversal), and one that is constant nearly
-    everywhere (rounding, a step function) with a surrogate gradient.
+    Three kinds disagree by design: a forward that is the identity (gradient reversal), one that is constant nearly
+    everywhere (rounding, a step function) with a surrogate gradient, and a backward that goes through an argument of
+    which the forward makes nothing (feedback alignment).
     """
     exam = case.newest("structure")
     if exam is None or not exam.values.get("custom"):
@@ -242,7 +243,7 @@ def wrong_backward(case: Case) -> Iterator[Finding | ExperimentRequest]:
     for each in tested.values.get("functions", ()):
         if each.get("error") is None or each["error"] < 0.02 or each["unsteady"] > 0.2 * each["error"]:
             continue
-        if each["constant"] or (each["identity"] and each["factor"] < 0):
+        if each["constant"] or each.get("own_way") or (each["identity"] and each["factor"] < 0):
             continue
         yield finding(
             "grad.wrong_backward",

@@ -124,25 +124,40 @@ class _FiniteDifferences:
         return torch.randn(like.shape, generator=self.generator, dtype=torch.float64).to(like)
 
     def compare(self, widths: tuple[float, float]) -> Facts:
-        args = [a.clone().requires_grad_() if n in self.at else a for n, a in enumerate(self.args)]
-        outputs = self.outputs(args)
-        weights = [self.draw(t) for t in outputs]
-        pairs = [(t, w) for t, w in zip(outputs, weights) if t.requires_grad]
-        sources = [args[n] for n in self.at]
-        differentiable, weights_of_them = [t for t, _ in pairs], [w for _, w in pairs]
-        grads: Sequence[Tensor | None] = torch.autograd.grad(
-            differentiable, sources, weights_of_them, allow_unused=True
-        )
+        with torch.no_grad():
+            weights = [self.draw(t) for t in self.outputs(self.args)]
+        outputs, grads = self._passes(self.args, weights)
+        sources = [self.args[n] for n in self.at]
         identity = any(t.shape == s.shape and torch.equal(t, s) for t in outputs for s in sources)
         worst: Facts = {"error": 0.0, "factor": 1.0, "unsteady": 0.0}
         constant = False
-        for n, grad in zip(self.at, grads):
-            if grad is None:
-                continue
+        for n, grad in grads.items():
             facts = self._compare_argument(n, grad, weights, widths)
             constant |= facts.pop("constant")
             worst = max(worst, facts, key=lambda each: float(each["error"]))
-        return {**worst, "identity": identity, "constant": constant}
+        return {**worst, "identity": identity, "constant": constant, "own_way": self._has_a_way_of_its_own(weights)}
+
+    def _has_a_way_of_its_own(self, weights: list[Tensor]) -> bool:
+        """Whether the backward pass reads an argument on which the outputs do not depend, such as feedback weights."""
+        outputs, grads = self._passes(self.args, weights)
+        for n in self.at:
+            moved = list(self.args)
+            moved[n] = self.args[n] + self.draw(self.args[n])
+            same, others = self._passes(moved, weights)
+            changes = any(not torch.equal(grad, others[at]) for at, grad in grads.items())
+            if changes and all(map(torch.equal, outputs, same)):
+                return True
+        return False
+
+    def _passes(self, args: Sequence[object], weights: list[Tensor]) -> tuple[list[Tensor], dict[int, Tensor]]:
+        """The outputs, and the gradients of those arguments that get one, by their number."""
+        leaves = {n: a.detach().clone().requires_grad_() for n in self.at if isinstance(a := args[n], Tensor)}
+        outputs = self.outputs([leaves.get(n, a) for n, a in enumerate(args)])
+        pairs = [(t, w) for t, w in zip(outputs, weights) if t.requires_grad]
+        grads = torch.autograd.grad(
+            [t for t, _ in pairs], list(leaves.values()), [w for _, w in pairs], allow_unused=True
+        )
+        return outputs, {n: grad for n, grad in zip(leaves, grads) if grad is not None}
 
     def _compare_argument(self, n: int, grad: Tensor, weights: list[Tensor], widths: tuple[float, float]) -> Facts:
         x = self.args[n]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from statistics import fmean, stdev
 from typing import Literal, TypeAlias
 
@@ -24,6 +25,7 @@ from trainwright.doctor.loss.measure import counted as _counted  # noqa: F401  r
 from trainwright.doctor.loss.measure.added import added_to_targets
 from trainwright.doctor.loss.measure.comparing import CLASSES, DISTANCES, RESIDUALS, ComparedLoss, compared
 from trainwright.doctor.loss.measure.reductions import summed_among_means
+from trainwright.doctor.loss.measure.scored import ScoredDifferences
 from trainwright.doctor.loss.measure.scores import SAMPLES, alone, made_by
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import Constant, Operation, RecordedStep
@@ -78,13 +80,14 @@ def _calls(
     names: set[str] | None = None,
     mode: Mode = None,
     upto: Upto = "forward",
-    hear: Callable[[int, Tensor], object] | None = None,
+    hear: Callable[[ComparedLoss, Tensor], object] | None = None,
 ) -> list[tuple[ComparedLoss, str | None]]:
     """The calls in a step, each with the module that makes it. ``names`` gets those of all functions.
 
-    ``hear`` gets the gradient of the prediction of each call, by its number.
+    ``hear`` gets the gradient of the prediction of each call. A difference that becomes a score is none of a prediction
+    and its target, and is left out.
     """
-    modules = ModuleStack(session.modules)
+    modules, scores = ModuleStack(session.modules), ScoredDifferences()
     found: list[tuple[ComparedLoss, str | None]] = []
 
     def collect(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
@@ -94,14 +97,15 @@ def _calls(
             call = compared(function, args, kwargs, outside=modules.innermost is None)
             if call is not None and call.x.numel() <= MAX_ELEMENTS:
                 if hear is not None and call.x.requires_grad:
-                    call.x.register_hook(partial(hear, len(found)))  # type: ignore[no-untyped-call]
+                    call.x.register_hook(partial(hear, call))  # type: ignore[no-untyped-call]
                 found.append((call, modules.innermost))
-        return function(*args, **kwargs)
+                return scores.begin(call, scores.followed(function, args, kwargs))
+        return scores.followed(function, args, kwargs)
 
     with session.live():
         change = Intervention(ops=collect, model=modules.following, mode=mode)
         session.replayer.run(recorded, change, upto=upto)
-    return found
+    return [(call, module) for call, module in found if id(call) not in scores.found]
 
 
 def _calls_of_what_counts(session: ReplaySession, recorded: RecordedStep) -> list[tuple[ComparedLoss, str | None]]:
@@ -109,11 +113,11 @@ def _calls_of_what_counts(session: ReplaySession, recorded: RecordedStep) -> lis
     multiply by a mask."""
     counts: dict[int, Tensor] = {}
 
-    def hear(number: int, gradient: Tensor) -> None:
-        counts[number] = gradient.detach() != 0
+    def hear(call: ComparedLoss, gradient: Tensor) -> None:
+        counts[id(call)] = gradient.detach() != 0
 
     calls = _calls(session, recorded, mode="eval", upto="backward", hear=hear)
-    return [(call.of_those(counts[n]) if n in counts else call, module) for n, (call, module) in enumerate(calls)]
+    return [(call.of_those(counts[id(call)]) if id(call) in counts else call, module) for call, module in calls]
 
 
 @torch.no_grad()
@@ -198,28 +202,58 @@ def _bounded(call: ComparedLoss) -> tuple[float, float]:
 @experiment(TowardsFacts.experiment, when="first")
 def towards_targets(session: ReplaySession) -> Facts:
     """The loss, and the loss when each prediction is moved a little towards the target that it is compared with."""
-    ops: list[str] = []
+    moved: list[str] = []
+    weighed_both_ways = _weighed_both_ways(session)
 
     def loss_after(step: float) -> float:
-        modules = ModuleStack(session.modules)
+        modules, number = ModuleStack(session.modules), count()
 
-        def moved(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
-            call = compared(function, args, kwargs, outside=modules.innermost is None)
-            if call is None or not call.x.requires_grad or call.x.numel() > MAX_ELEMENTS:
+        def nearer(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+            call = _differentiable(function, args, kwargs, modules)
+            if call is None or next(number) in weighed_both_ways:
                 return function(*args, **kwargs)
-            ops.append(call.name)
+            moved.append(call.name)
             change = change_leaves(lambda leaf: call.nearer(step) if leaf is call.x else leaf)
             args, kwargs = change(0, args, kwargs)
             return function(*args, **kwargs)
 
-        result = session.run(Intervention(ops=moved, model=modules.following), upto="forward")
+        result = session.run(Intervention(ops=nearer, model=modules.following), upto="forward")
         if result.error is not None:
             raise result.error
         return result.loss
 
     before, after = loss_after(0.0), loss_after(NUDGE)
     rivals = len(session.roots) > 1 or len(session.optimizers) > 1
-    return dict(strict(vars(TowardsFacts(before, after, tuple(dict.fromkeys(ops)), rivals))))
+    return dict(strict(vars(TowardsFacts(before, after, tuple(dict.fromkeys(moved)), rivals))))
+
+
+def _differentiable(function: TorchFunction, args: Args, kwargs: Kwargs, modules: ModuleStack) -> ComparedLoss | None:
+    """The comparison that a call makes; None where it makes none, or has no gradient, or is large."""
+    call = compared(function, args, kwargs, outside=modules.innermost is None)
+    return None if call is None or not call.x.requires_grad or call.x.numel() > MAX_ELEMENTS else call
+
+
+def _weighed_both_ways(session: ReplaySession) -> set[int]:
+    """The numbers of the comparisons of which some samples are to become small and others large, as the log-probability
+    of what was drawn does, which is weighed by how good it was.
+    """
+    found: set[int] = set()
+    modules, number = ModuleStack(session.modules), count()
+
+    def hear(which: int, gradient: Tensor) -> None:
+        if bool((gradient > 0).any()) and bool((gradient < 0).any()):
+            found.add(which)
+
+    def collect(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+        call, result = _differentiable(function, args, kwargs, modules), function(*args, **kwargs)
+        if call is not None:
+            which = next(number)
+            if call.name not in RESIDUALS and isinstance(result, Tensor) and result.requires_grad:
+                result.register_hook(partial(hear, which))  # type: ignore[no-untyped-call]
+        return result
+
+    session.run(Intervention(ops=collect, model=modules.following), upto="backward")
+    return found
 
 
 @experiment(CutFacts.experiment, when="requested", memory=2.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.experiments import experiment
 from trainwright.replay.functions import argument, function_name
@@ -32,7 +34,11 @@ def drop_rate(name: str, args: Args, kwargs: Kwargs) -> float:
         return float(argument(args, kwargs, 1, "p", 0.5)) if is_on else 0.0
     if name == "scaled_dot_product_attention":
         return float(argument(args, kwargs, 4, "dropout_p", 0.0))
-    return 0.5 if name in RANDOM_MASKS else 0.0
+    if name not in RANDOM_MASKS:
+        return 0.0
+    rates = argument(args, kwargs, 1, "p", 0.5 if name == "bernoulli_" else argument(args, kwargs, 0, "input", 0.5))
+    is_mask = not isinstance(rates, Tensor) or bool((rates == rates.flatten()[:1]).all())
+    return 0.5 if is_mask else 0.0  # a code is drawn with probabilities that were calculated
 
 
 @experiment("in_eval_mode", when="first")

@@ -98,7 +98,7 @@ class ScheduleProbe(Probe):
         for calls in self._schedulers.values():
             calls.close(self._backwards)
         self._backwards = 0
-        if step.losses and step.losses[0].numel() == 1:
+        if step.losses:
             self._window_losses.append(step.losses[0])
         rates = [step.lr] if step.is_told_late else [float(g["lr"]) for o in self._optimizers for g in o.param_groups]
         lr = max(rates, default=0.0)

@@ -205,7 +205,7 @@ def update_made(session: ReplaySession) -> Facts:
     of_weights = [(step.weights, made.weights) for step, made in compared]
     of_gradients = [(step.gradients, made.gradients) for step, made in compared]
     of_left = [(step.left, made.left) for step, made in compared]
-    losses = [float(each) for each in session.recorded_step.losses if each.numel() == 1]
+    losses = [float(each) for each in session.recorded_step.losses]
     loss = sum(losses) / len(losses) if losses else math.nan
     facts = UpdateFacts(
         is_compared=bool(compared),
