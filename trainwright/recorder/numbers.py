@@ -73,7 +73,7 @@ def _read_at_once(step: RecordedStep) -> Numbers | None:
     losses: list[float] = []
     norm = step.grad_norm.item() if type(step.grad_norm) is Tensor and step.grad_norm.is_cpu else step.grad_norm
     for each in step.losses:
-        if type(each) is not Tensor or not each.is_cpu or each.numel() != 1:
+        if type(each) is not Tensor or not each.is_cpu:
             return None
         losses.append(each.item())
     if step.loss is not None or not losses or not isinstance(norm, float):
