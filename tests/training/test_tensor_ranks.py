@@ -191,7 +191,7 @@ HF: dict[str, dict[str, Any]] = {
         "hidden_size": 16,
         "intermediate_size": 24,
         "num_attention_heads": 2,
-        "num_key_value_heads": 1,
+        "num_key_value_heads": 2,
     },
     "gpt2": {
         "architecture": "GPT2LMHeadModel",
@@ -207,7 +207,7 @@ HF: dict[str, dict[str, Any]] = {
 ROWS = {"embed": "first", "rows.*": "block", "out": "last"}
 
 
-def test_two_stages_of_models_that_were_not_made_for_them(tmp_path: Path) -> None:
+def test_two_ranks_divide_models_that_were_not_made_for_it(tmp_path: Path) -> None:
     """Those of ``transformers`` by their own plan, any other by a table; with one and with three micro-batches."""
     pytest.importorskip("transformers")
     models = {**HF, "rows": "rows"}
@@ -215,6 +215,7 @@ def test_two_stages_of_models_that_were_not_made_for_them(tmp_path: Path) -> Non
     ask: dict[str, Any] = {"parallel.pipeline": 2, "batch.micro": 3}
     divided: dict[str, dict[str, Any]] = {
         "llama-1f1b": {"model": HF["llama"], **ask, "model.activation_checkpointing": "block"},
+        "llama-tensor": {"model": HF["llama"], "parallel.tensor": 2, "batch.micro": 3},
         "gpt2-gpipe": {"model": HF["gpt2"], "parallel.pipeline": 2, "parallel.schedule": "gpipe"},
         "rows-1f1b": {"model": "rows", **ask, "parallel.stages": ROWS},
     }

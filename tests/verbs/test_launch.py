@@ -95,7 +95,7 @@ def test_a_slurm_job_saves_before_its_end_is_queued_again_and_goes_on(project: P
     assert (ended["ending"], ended["step"]) == ("finished", 200)
     assert [path.name for path in (project / "runs").iterdir()] == ["run"]
     settled = json.loads((project / "runs/run/plan.json").read_text())["settled"]
-    assert settled["layout"] == {"replicate": 2, "shard": 1, "tensor": 1, "pipeline": 1}
+    assert settled["layout"] == {"replicate": 2, "shard": 1, "tensor": 1, "pipeline": 1, "context": 1}
     assert (project / "requeued.txt").read_text() == "requeue 417\n"
 
 

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.build.assemble import Parts, at_recipe, build_dataset, build_model
+from trainwright.build.data import to_device
 from trainwright.build.first_samples import first_samples
+from trainwright.build.ready import ReadyBatches
 from trainwright.build.resolve import LIVE
 from trainwright.build.split_plan import SplitPlan, model_shape, split_plan
 from trainwright.build.stage_plan import StagedModel, stage_plan
@@ -23,6 +25,7 @@ from trainwright.engine.rank_layout import RankLayout
 from trainwright.engine.sequence_part import loss_of_part
 from trainwright.engine.synced_norms import OWN_STATISTICS, SyncedNorms
 from trainwright.errors import OutOfMemoryError, TrainwrightError, UsageError
+from trainwright.models.gpt import TENSOR_PLAN
 from trainwright.plan.make import Note
 from trainwright.plan.parallel import Degrees, solve_layout
 from trainwright.plan.splits import require_fitting
@@ -31,6 +34,7 @@ from trainwright.recipe.parallel import Parallel
 from trainwright.state.shards import local
 from trainwright.state.train_state import TrainState
 from trainwright.training.own_step import require_own_step_fits
+from trainwright.training.tried_split import divide_and_try
 from trainwright.world import RankMesh, World
 from trainwright.world.group import Ranks
 
@@ -112,21 +116,29 @@ def _divide_layers(parts: Parts, loaded: Loaded, mesh: RankMesh, device: torch.d
         _require_no_statistics(model)
         if (table := stage_plan(model, ask.stages)) is not None:
             by_table = StagedModel(model, table)
-            by_table.require_same(_some_inputs(parts, device), stage_blocks(len(table.blocks), degrees.pipeline))
+            inputs = inputs_of(parts.train.collate([_sample(parts)] * 2)).to(device)
+            by_table.require_same(inputs, stage_blocks(len(table.blocks), degrees.pipeline))
     if degrees.tensor > 1:
-        apply_tensor_parallelism(model, mesh.along("tensor"), plan, sequence=ask.sequence)
+        divide = partial(apply_tensor_parallelism, model, mesh.along("tensor"), plan, sequence=ask.sequence)
+        if getattr(model, "tensor_plan", None) is TENSOR_PLAN and not ask.plan:
+            divide()
+        else:
+            batch = to_device(parts.train.collate([_sample(parts)] * 2), device)
+            divide_and_try(model, divide, as_loss_fn(parts.loss), batch, degrees.tensor)
     if degrees.pipeline == 1:
         return None
     return Stages(model, mesh.along("pipeline").get_group(), ask.schedule, device, by_table)
 
 
-def _some_inputs(parts: Parts, device: torch.device) -> Tensor:
-    """Those of a sample, twice."""
+def _sample(parts: Parts) -> object:
+    """One with which a cut is tried."""
     dataset = parts.train.dataset
+    if isinstance(dataset, ReadyBatches):
+        return dataset.first_row()
     sample = next(first_samples(dataset, 1) if hasattr(dataset, "__getitem__") else iter(dataset), None)
     if sample is None:
-        raise UsageError("parallel.pipeline: there is no sample to try the stages with", remedy="open one: dataset[0]")
-    return inputs_of(parts.train.collate([sample] * 2)).to(device)
+        raise UsageError("parallel: there is no sample to try the layout with", remedy="open one: dataset[0]")
+    return sample
 
 
 def _require_no_weights(loss: object) -> None:
