@@ -1,10 +1,11 @@
 """What a step of one's own costs in our engine: a GAN, two optimizers that take turns, against its loop by hand.
 
-    python -m benchmarks.own_step [--rounds 9] [--first 64] [--steps 200] [--quick]
+    python -m benchmarks.own_step [--rounds 5] [--widths 64,512] [--first 64] [--steps 400] [--threads 1] [--quick]
 
 The plain loop shuffles tensors in memory and makes the turns, and nothing else. ``WIDTH_steps`` is the same step in
 ``tw.steps``, ``WIDTH_fit`` in ``tw.fit`` with everything at its default, of which the ``--first`` 64 steps, which the
-doctor looks at more closely, are not counted.
+doctor looks at more closely, are not counted. ``..._cpu`` is the same in CPU time of the training thread, which other
+work on the machine disturbs less; with several threads of torch both are of little use where it has other work.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import trainwright as tw
-from benchmarks.figures import about, arguments, figure, interleaved, ratios
+from benchmarks.figures import about, arguments, figure, ratios
 
-WIDTHS, BATCH, ROWS = (64, 512), 128, 2048
+BATCH, ROWS = 128, 2048
+Times = list[tuple[float, float]]
 
 
 class Gan(nn.Module):
@@ -64,33 +67,30 @@ class Game:
         return self.turns(real)
 
 
-def plain(width: int, first: int, steps: int) -> float:
-    """Seconds of a step."""
-    game, data, done = Game(width), torch.randn(ROWS, 64), 0
-    begin_s = 0.0
-    while True:
+def now_s() -> tuple[float, float]:
+    """Wall time, and CPU time of this thread."""
+    return time.perf_counter(), time.thread_time()
+
+
+def plain(width: int, count: int) -> Times:
+    """The time after each step."""
+    game, data, times_s = Game(width), torch.randn(ROWS, 64), Times()
+    while len(times_s) < count:
         for rows in torch.randperm(ROWS).split(BATCH):
-            if done == first:
-                begin_s = time.perf_counter()
-            if done == first + steps:
-                return (time.perf_counter() - begin_s) / steps
             game.turns(data[rows])
-            done += 1
+            times_s.append(now_s())
+    return times_s[:count]
 
 
-def in_steps(width: int, first: int, steps: int) -> float:
+def in_steps(width: int, count: int) -> Times:
     game = Game(width)
     batches = tw.StepBatches(torch.utils.data.TensorDataset(torch.randn(ROWS, 64)), tw.Loading(BATCH, BATCH))
     state = tw.TrainState(game.model, tw.ChainedOptimizer(game.optimizers))
-    times_s = [
-        time.perf_counter()
-        for _ in tw.steps(state, batches, tw.make_own_step(game.step), until=tw.for_steps(first + steps))
-    ]
-    return (times_s[-1] - times_s[first - 1]) / steps
+    return [now_s() for _ in tw.steps(state, batches, tw.make_own_step(game.step), until=tw.for_steps(count))]
 
 
-def in_fit(width: int, first: int, steps: int) -> float:
-    game, times_s = Game(width), list[float]()
+def in_fit(width: int, count: int) -> Times:
+    game, times_s = Game(width), Times()
     with tempfile.TemporaryDirectory(prefix="own-step-") as folder:
         tw.fit(
             game.model,
@@ -98,31 +98,44 @@ def in_fit(width: int, first: int, steps: int) -> float:
             advance=game.step,
             optimizer=game.optimizers,
             batch=BATCH,
-            until=f"{first + steps}steps",
-            observers=[lambda result, state: times_s.append(time.perf_counter())],
+            until=f"{count}steps",
+            observers=[lambda result, state: times_s.append(now_s())],
             settings={"folder": folder},
             quiet=True,
         )
-    return (times_s[-1] - times_s[first - 1]) / steps
+    return times_s
+
+
+WAYS: dict[str, Callable[[int, int], Times]] = {"plain": plain, "steps": in_steps, "fit": in_fit}
+
+
+def step_s(times_s: Times, first: int) -> tuple[float, float]:
+    """The mean after the first steps: wall and CPU time."""
+    (wall, cpu), (last_wall, last_cpu) = times_s[first - 1], times_s[-1]
+    number = len(times_s) - first
+    return (last_wall - wall) / number, (last_cpu - cpu) / number
+
+
+def measure(width: int, options: argparse.Namespace) -> None:
+    seen: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
+    for number in range(options.rounds):
+        names = list(WAYS)[number % len(WAYS) :] + list(WAYS)[: number % len(WAYS)]
+        for name in names:
+            seen[name].append(step_s(WAYS[name](width, options.first + options.steps), options.first))
+    for at, kind in enumerate(("", "_cpu")):
+        of = {name: [each[at] for each in values] for name, values in seen.items()}
+        figure("own_step", f"{width}_plain{kind}", [1e6 * s for s in of["plain"]], unit="us", against="absolute")
+        for name in ("steps", "fit"):
+            values = ratios(of[name], of["plain"])
+            figure("own_step", f"{width}_{name}{kind}", values, unit="ratio", against="plain loop")
 
 
 def main(options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
     about("own_step")
-    for width in WIDTHS[:1] if options.quick else WIDTHS:
-        seen = interleaved(
-            {
-                "plain": lambda width=width: plain(width, options.first, options.steps),  # type: ignore[misc]
-                "steps": lambda width=width: in_steps(width, options.first, options.steps),  # type: ignore[misc]
-                "fit": lambda width=width: in_fit(width, options.first, options.steps),  # type: ignore[misc]
-            },
-            options.rounds,
-            uncounted=0 if options.quick else 1,
-        )
-        figure("own_step", f"{width}_plain", [1e6 * s for s in seen["plain"]], unit="us", against="absolute")
-        for name in ("steps", "fit"):
-            figure("own_step", f"{width}_{name}", ratios(seen[name], seen["plain"]), unit="ratio", against="plain loop")
+    for width in options.widths.split(","):
+        measure(int(width), options)
 
 
 if __name__ == "__main__":
-    main(arguments(__doc__, rounds=(9, 1), first=(64, 2), steps=(200, 4)))
+    main(arguments(__doc__, rounds=(5, 1), widths=("64,512", "64"), first=(64, 2), steps=(400, 4)))

@@ -37,7 +37,7 @@ def figures(bench: str, *options: str) -> list[dict[str, Any]]:
         ),
         ("own_objects", ("--tasks", "mlp", "--cases", "several"), {"mlp_several", "mlp_several_step"}),
         ("soak", ("--only", "watch"), {"watch_steps", "watch_rss", "watch_threads", "watch_files", "watch_log"}),
-        ("own_step", (), {"64_plain", "64_steps", "64_fit"}),
+        ("own_step", (), {f"64_{name}{kind}" for name in ("plain", "steps", "fit") for kind in ("", "_cpu")}),
         ("scaling", (), {"one_step", "speed_up_2", "efficiency_2", "communication_2"}),
         ("startup", (), {"import_extra", "help_extra", "first_step"}),
         ("time_foretold", (), {"demo-digits_3steps_step", "demo-digits_3steps_run"}),

@@ -7,7 +7,9 @@ import math
 import pytest
 
 from tests.rows import each_row
-from trainwright.watching.look_schedule import LookSchedule, looks_s
+from trainwright.recorder.engine_changes import EngineChanges
+from trainwright.recorder.program_changes import KnownPrograms
+from trainwright.watching.look_schedule import LookSchedule, SnapshotSchedule, looks_s
 
 
 def test_the_time_of_all_looks_is_foretold() -> None:
@@ -53,3 +55,17 @@ def test_the_first_looks_at_a_slow_step_take_as_many_steps() -> None:
     assert LookSchedule(0).allowed_s(1, 2.0) == 100
     assert LookSchedule(0, 600.0).allowed_s(1, 2.0) == 30  # a twentieth of what is planned
     assert LookSchedule(0).allowed_s(5, 2.0) == math.inf  # not one of those that are always looked at: it was wanted
+
+
+def test_between_two_busy_steps_nothing_is_due() -> None:
+    looks, snapshots = LookSchedule(5, 100.0), SnapshotSchedule(32)
+    snapshots.paid(80, 1.0, 0.001)
+    busy_at = 0
+    for step in range(5, 400):
+        is_due, is_compared = looks.is_next_due(step, 2.0 * step), KnownPrograms().is_next_due(step - 5)
+        if step < busy_at:
+            assert not (is_due or is_compared or snapshots.is_due(step)), step
+        compared_at = 5 + EngineChanges.next_at(step - 5)
+        at_least = step + 1 if is_due or is_compared else compared_at
+        busy_at = min(at_least, looks.next_at(step), snapshots.next_at(step))
+    assert busy_at == 400
