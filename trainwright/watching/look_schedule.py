@@ -28,8 +28,8 @@ LAST_SHARE, LAST_SHARE_OF_SECONDS = 0.25, 0.05
 """Of the time of training, and of that of a run that is counted in seconds: what the look at its end may take; at least
 as much as the first looks together."""
 LOOK_STEPS, LAST_LOOK_STEPS = 28, 58
-"""How many steps one of the first looks takes as long as, and the one at the end: measured on the recipes in the box (44 to
-56 for the very first, 9 to 40 for those after it; 40 to 83 at the end)."""
+"""How many steps one of the first looks takes as long as (44 to 56 the very first, 9 to 40 those after it), and the one
+at the end (40 to 83): measured on the recipes in the box."""
 
 AT_ONCE = 16
 """Calm steps that are judged together: one alone costs several times as much, since the code of it is cold then."""
