@@ -160,6 +160,23 @@ def test_a_term_that_is_not_learned_is_found(loss: Loss, name: str | None) -> No
     assert [each.found.where.op for each in found] == ([] if name is None else [name])
 
 
+@each_row(
+    ("loss", "steps", "name"),
+    [
+        (lambda out: F.cross_entropy(out, Y16) + 1e-3 * out.pow(2).mean(), 16, None),
+        (lambda out: F.cross_entropy(out, Y16) + F.relu(out.abs() - out.abs().max().detach() + 1e-4).mean(), 16, None),
+        (lambda out: F.cross_entropy(out, Y16) + 1e-7 * out.pow(2).mean(), 8, None),
+        (lambda out: F.cross_entropy(out, Y16) + 1e-7 * out.pow(2).mean(), 16, "mean of pow"),
+        (lambda out: F.cross_entropy(out, Y16) + 0.1 * (out / 1000).square().mean(), 16, "mean of square"),
+        (lambda out: 1e6 * F.cross_entropy(out, Y16) + F.l1_loss(out, R16), 16, "l1_loss"),
+    ],
+    ids=str,
+)
+def test_a_term_without_effect_is_found(loss: Loss, steps: int, name: str | None) -> None:
+    found = broken(case_of(loss, steps=steps), "every_term_matters")
+    assert [each.found.where.op for each in found] == ([] if name is None else [name])
+
+
 def test_a_sum_over_the_batch_is_told() -> None:
     [found] = verdicts(case_of(lambda out: F.cross_entropy(out, Y16, reduction="sum")), "batch_is_cut_anywhere")
     assert isinstance(found, Finding)

@@ -16,11 +16,15 @@ from trainwright.doctor.loss.facts import (
     SummedTerm,
     TowardsFacts,
 )
-from trainwright.runlog.records import Where
+from trainwright.runlog.json_values import Facts
+from trainwright.runlog.records import Examined, Where
 
 NAMES = {"sub": "squared error", "rsub": "squared error", "__sub__": "squared error", "__rsub__": "squared error"}
 LATER = 8
 """Steps after which a model is no longer equal to the one that it is compared with."""
+WHOLE, NOTHING, TRIES = 16, 1e-5, 4
+"""Steps after which a penalty that begins at 0 has left it; between the gradients of two terms: with less, a hundred
+thousand steps go as far as one should; looks at terms, of which some may not be possible."""
 
 
 def starts_at_chance(case: Case) -> Iterator[Verdict]:
@@ -268,6 +272,14 @@ def every_term_matters(case: Case) -> Iterator[Verdict]:
         for n, term in enumerate(terms)
         if term["weight"] and all(len(e.values["terms"]) > n and e.values["terms"][n]["norm"] == 0 for e in every)
     ]
+    weak = None if idle else _without_effect([e.values["terms"] for e in every])
+    if weak is not None and every[-1].step < WHOLE:
+        if case.last_step >= WHOLE and len(case.outcomes("terms")) < TRIES:
+            yield ExperimentRequest("terms")
+        return
+    if weak is not None:
+        yield _weak(every[-1], weak)
+        return
     if not idle or len(idle) == len(terms):
         yield Holds(f"{len(terms)} terms: {', '.join(str(term['name']) for term in terms)}")
         return
@@ -285,4 +297,33 @@ def every_term_matters(case: Case) -> Iterator[Verdict]:
         stage="loss",
         where=Where(op=idle[0]),
         evidence=[(f"gradient norm of {term['name']}", term["norm"]) for term in terms[:6]],
+    )
+
+
+def _without_effect(looks: list[list[Facts]]) -> int | None:
+    """The place of a term whose gradient is next to nothing beside that of another, at each look."""
+    for n, term in enumerate(looks[-1]):
+        largest = [max(each["norm"] for each in terms) for terms in looks]
+        own = [terms[n]["norm"] if len(terms) > n else math.inf for terms in looks]
+        if term["weight"] and any(own) and all(0 <= norm < NOTHING * most for norm, most in zip(own, largest)):
+            return n
+    return None
+
+
+def _weak(look: Examined, place: int) -> Finding:
+    terms = look.values["terms"]
+    term, large = terms[place], max(terms, key=lambda each: float(each["norm"]))
+    return finding(
+        "law.loss.every_term_matters",
+        "warning",
+        look.step,
+        symptom=f"the gradient of the term {term['name']} of the loss is {term['norm'] / large['norm']:.1g} of that of "
+        f"{large['name']}: it has no effect",
+        cause="its weight, or a mean within it, makes it smaller by orders of magnitude than it was meant",
+        remedy="give it a weight with which its gradient is a hundredth of the others' at least, or leave it out",
+        sure=0.8,
+        stage="loss",
+        where=Where(op=term["name"]),
+        since_step=1,
+        evidence=[(f"gradient norm of {each['name']}", each["norm"]) for each in terms[:6]],
     )
