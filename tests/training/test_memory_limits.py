@@ -14,8 +14,6 @@ pytestmark = [
     pytest.mark.process,
     pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are set by Linux's rlimits"),
 ]
-OUR_OWN_MIB = 16
-"""What a run of ours may need beyond a loop: its modules, threads and copies."""
 LIMITED = """
 import sys
 from pathlib import Path
@@ -30,7 +28,7 @@ def test_a_run_gets_through_where_a_loop_that_halves_does(case: str, kind: str, 
     """Near the largest of some limits where a plain loop has to halve; ``benchmarks/memory_limits.py`` has all."""
     limits = range(104, 40, -8)
     limit = next(mib for mib in limits if trained("plain", case, kind, mib, tmp_path) < 32)
-    assert trained("fit", case, kind, limit + OUR_OWN_MIB, tmp_path) > 0, limit
+    assert trained("fit", case, kind, limit, tmp_path) > 0, limit
 
 
 def trained(side: str, case: str, kind: str, mib: int, folder: Path) -> int:
