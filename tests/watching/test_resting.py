@@ -79,12 +79,14 @@ def test_what_wakes_a_step_is_heard_to_its_end_with_what_came_before() -> None:
     resting = Resting([listener], lambda: [("forward", None)])
     resting.prepare_next(CALM + 1)
     call_each(methods_of([listener], "on_gradients"))
+    assert resting.is_calm
     resting.wake()
     resting.wake()
+    assert not resting.is_calm
     call_each(methods_of([listener], "on_gradients"))
     resting.prepare_next(CALM + 2)
     call_each(methods_of([listener], "on_gradients"))
-    assert len(listener.gradients) == 1 and resting.rests
+    assert len(listener.gradients) == 1 and resting.rests and resting.is_calm
     assert listener.woken == [("forward", None)]  # once
 
 

@@ -16,14 +16,15 @@ EVERY = 16
 class Resting:
     """Lets listeners rest in calm steps. What they hear, they hear from the end of one step to the end of the next.
 
-    ``events`` returns those of the step so far.
+    ``events`` returns those of the step so far. ``is_calm``: there was no reason to look for a while, and nothing
+    that is out of the ordinary in this step.
     """
 
     def __init__(self, group: Sequence[Listener], events: Callable[[], Sequence[Event]]) -> None:
         self._group, self._events = group, events
         self._on_woken = methods_of(group, "on_woken")
         self._disturbed_at = 0
-        self.rests = False
+        self.rests = self.is_calm = False
 
     def judged(self, step: int, *, calm: bool) -> None:
         """``step`` was judged. Not ``calm``: bad, spiked, or urgent; then all is heard from now on."""
@@ -32,10 +33,12 @@ class Resting:
 
     def prepare_next(self, step: int) -> None:
         """Must be called when ``step`` is over."""
-        self._rest(step - self._disturbed_at >= CALM and step % EVERY != 0)
+        self.is_calm = step - self._disturbed_at >= CALM
+        self._rest(self.is_calm and step % EVERY != 0)
 
     def wake(self) -> None:
         """What happens now is no part of an ordinary step: from here to the end of this one all is heard."""
+        self.is_calm = False
         if self.rests:
             self._rest(False)
             call_each(self._on_woken, self._events())

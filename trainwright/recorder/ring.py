@@ -45,12 +45,23 @@ class Ring:
         self.snapshots: deque[Snapshot] = deque()
         self._step_bytes = self._snapshot_bytes = 0
         self._most = keep + SPARE  # steps, before it is looked for what can go
+        self._later: list[RecordedStep] = []
 
     def add(self, step: RecordedStep) -> None:
         self.steps.append(step)
         self._step_bytes += step.num_bytes
         if len(self.steps) > self._most or self.num_bytes > self.budget_bytes:
             self._shrink()
+
+    def add_later(self, step: RecordedStep) -> None:
+        """Adds ``step`` at the next call of ``add_those``."""
+        self._later.append(step)
+
+    def add_those(self) -> None:
+        """Adds the steps that were to be added later."""
+        later, self._later = self._later, []
+        for step in later:
+            self.add(step)
 
     def add_snapshot(self, snapshot: Snapshot) -> None:
         num_bytes = snapshot.num_bytes

@@ -128,7 +128,6 @@ class WatchSession:
         self._looks, self._snapshots = LookSchedule(0), SnapshotSchedule(options.keep)
         self._went_back, self._pid, self._listens_to_children = -1, os.getpid(), False
         self._unread: deque[tuple[RecordedStep, Callable[[], Numbers]]] = deque()
-        self._calm: list[RecordedStep] = []  # that the ring does not hold yet
         self._late, self._resting = (
             lateness(self.recording.device),
             Resting([self.recording, *self._probes], lambda: self.recording.current.events),
@@ -156,7 +155,7 @@ class WatchSession:
         """Looks at the last step, and at one that was not finished; then stops listening."""
         self.recording.tape.stop()
         self._closing.tell()
-        self._fill_ring()
+        self.ring.add_those()
         end_all(self._probes, error)
         try:
             if error is None or isinstance(error, Exception):
@@ -196,13 +195,16 @@ class WatchSession:
         self.step, self._trained_s = step.step, self._trained_s + step.values["step_s"]
         step.blind = self._blind or step.blind
         self._closing.close(step)
-        self._calm.append(step)
+        self.ring.add_later(step)
         self._unread.append((step, begin_reading(step)))
-        if self._resting.rests and step.step % AT_ONCE and self._may_wait(step):
-            self._veto.begin()
-            return  # nothing is due before or after the next step: what is due after all of these waits for the last
+        if self._resting.is_calm and step.step % AT_ONCE and self._may_wait(step):
+            self._veto.begin()  # all else that is due between two steps is due after the last of so many
+            if step.step % AT_ONCE == 1:  # it was heard whole
+                self._resting.prepare_next(step.step)
+                self._changes.prepare_next(step.step)
+            return
         self._closing.tell()
-        self._fill_ring()
+        self.ring.add_those()
         at_once, bad = "vetoed" in step.values, False  # at once: the host knows, for it has waited
         if len(self._unread) >= AT_ONCE or not self._may_wait(step):
             while len(self._unread) > (0 if at_once else self._late):
@@ -215,11 +217,6 @@ class WatchSession:
         if bad and self._options.on_nonfinite == "stop":
             lines = lines_of(self.findings(), None, LookedAt.of(self.findings_log.records))
             raise NonFiniteStep(f"step {step.step} is not finite", remedy="\n".join(lines))
-
-    def _fill_ring(self) -> None:
-        for step in self._calm:
-            self.ring.add(step)
-        self._calm.clear()
 
     def _may_wait(self, step: RecordedStep) -> bool:
         in_time = not self._late and self._looks.may_wait(step.step, step.values["step_s"])
@@ -280,7 +277,7 @@ class WatchSession:
     @property
     def held_bytes(self) -> int:
         """What the flight recorder holds of its byte budget."""
-        self._fill_ring()
+        self.ring.add_those()
         return self.ring.num_bytes
 
     def findings(self) -> list[Found]:

@@ -43,7 +43,7 @@ class TrainingAveragesProbe(Probe):
             self._kept.add_up(self._parts())
             self._losses, self._rows, self._is_over = [], [], False
             self._windows += 1
-        self._losses.append([each.detach() for each in step.losses])
+        self._losses.append(list(step.losses))
         self._rows.append(batch_size(step) or 1)
 
     def on_epoch(self, loader: Loader, iterator: object) -> None:
