@@ -19,9 +19,9 @@ import trainwright as tw
 from trainwright.watching import look_schedule
 
 CALM, COUNTED = 128, 32
-MOST = 200
-"""Calls a step. Between two operations of torch each takes about two microseconds: so many are a third of a small MLP's
-step. A probe that needs more than two should not read every step."""
+MOST = 160
+"""Calls a step. Between two operations of torch each takes about a microsecond: so many are a quarter of a small
+MLP's step. A probe that needs more than two should not read every step."""
 
 
 def calls_by_step(watching: bool) -> list[Counter[str]]:
