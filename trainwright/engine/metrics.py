@@ -54,7 +54,7 @@ class OutputKeeper:
                     "metrics need the outputs of the model, and this loss does not give them",
                     remedy="return tw.Loss(total, weight, outputs=logits, targets=labels), or leave metrics out",
                 )
-            self._kept.append(tree_map_only(Tensor, Tensor.detach, ForwardOutputs(outputs, targets)))
+            self._kept.append(ForwardOutputs(_mapped(Tensor.detach, outputs), _mapped(Tensor.detach, targets)))
             return loss
 
         return keeping
@@ -127,7 +127,7 @@ class MetricSet:
         for outputs, targets in seen:
             for name, metric in self._metrics.items():
                 try:
-                    metric.update(tree_map_only(Tensor, _widened, outputs), targets)
+                    metric.update(_mapped(_widened, outputs), targets)
                 except Exception as error:
                     raise _failed(name, error, outputs, targets) from error
 
@@ -183,6 +183,11 @@ def _metric(name: object, given: object) -> Metric:
             "its predictions",
         )
     return Gathered(given)
+
+
+def _mapped(change: Callable[[Tensor], Tensor], value: object) -> object:
+    """``value`` with every tensor changed. Most are one tensor: to look for others takes longer than the change."""
+    return change(value) if isinstance(value, Tensor) else tree_map_only(Tensor, change, value)
 
 
 def on_host(tensor: Tensor) -> Tensor:
