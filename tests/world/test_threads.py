@@ -66,12 +66,15 @@ def test_where_there_is_no_openmp_nothing_is_done(layout: str, tmp_path: Path, m
     monkeypatch.setattr(threads.torch, "__file__", str(where))
     if layout == "no OpenMP":
         monkeypatch.setattr(threads.ctypes, "CDLL", lambda name: object())
-    threads._omp_set_num_threads.cache_clear()
+    caches = threads._omp_set_num_threads, threads.torch_library
+    for each in caches:
+        each.cache_clear()
     try:
         assert in_thread(single_threaded, lambda: torch.ones(2).sum().item()) == 2
         assert threads._omp_set_num_threads() is None
     finally:
-        threads._omp_set_num_threads.cache_clear()
+        for each in caches:
+            each.cache_clear()
 
 
 class Listener:

@@ -165,8 +165,9 @@ def give_back(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    with contextlib.suppress(AttributeError):  # torch was built without MKL
-        torch_library().mkl_serv_thread_free_buffers()  # of this thread: others may be computing
+    free_buffers = getattr(torch_library(), "mkl_serv_thread_free_buffers", None)  # torch may be built without MKL
+    if free_buffers is not None:
+        free_buffers()  # of this thread: others may be computing
     with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -46,20 +46,19 @@ def single_threaded() -> None:
 @functools.cache
 def _omp_set_num_threads() -> Callable[[int], object] | None:
     """The function of the OpenMP library that torch itself is linked to: a process may hold several."""
-    with contextlib.suppress(AttributeError):  # no OpenMP
-        function = torch_library().omp_set_num_threads  # also found in what the library is linked to
+    function = getattr(torch_library(), "omp_set_num_threads", None)  # also found in what the library is linked to
+    if function is not None:
         function.argtypes, function.restype = [ctypes.c_int], None
-        return function
-    return None
+    return function
 
 
 @functools.cache
-def torch_library() -> ctypes.CDLL:
-    """The library that torch computes with on a CPU; the process itself where the package has another layout."""
+def torch_library() -> ctypes.CDLL | None:
+    """The library that torch computes with on a CPU; None where the package has another layout."""
     suffix = "dylib" if sys.platform == "darwin" else "so"
     with contextlib.suppress(OSError):
         return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"libtorch_cpu.{suffix}"))
-    return ctypes.CDLL(None)
+    return None
 
 
 def undisturbed_s() -> float:
