@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -243,6 +244,7 @@ def test_the_data_of_several_micro_batches_are_not_those_of_one() -> None:
 
 
 def test_the_hooks_of_a_step_go_with_its_function() -> None:
+    gc.collect()  # hooks of steps of other tests go with them
     hooks = (optimizer_module._global_optimizer_pre_hooks, optimizer_module._global_optimizer_post_hooks)
     before = [len(each) for each in hooks]
     optimizer, step = in_turns(model := Pair())

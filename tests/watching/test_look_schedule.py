@@ -14,7 +14,7 @@ from trainwright.watching.look_schedule import LookSchedule, SnapshotSchedule, l
 
 def test_the_time_of_all_looks_is_foretold() -> None:
     # at 1, 2, 3, 4, 6, 8 and 12, then none: 2 % of 100 are spent; the last look; twice 0.4 %
-    assert looks_s(0.01, 30, 100.0) == pytest.approx(0.28 * 7 + 0.58 + 0.8)
+    assert looks_s(0.01, 30, 100.0) == pytest.approx(0.28 * 7 + 0.68 + 0.8)
     # of 1, 2, 3, 4 a half of what is left of 10
     assert looks_s(1.0, 100, 100.0) == pytest.approx(5 + 2.5 + 1.25 + 0.625 + 25 + 0.8)
     assert looks_s(1.0, 100, 100.0, in_seconds=True) == pytest.approx(5 + 2.5 + 1.25 + 0.625 + 5 + 0.8)

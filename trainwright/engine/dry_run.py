@@ -34,7 +34,8 @@ from trainwright.state.train_state import TrainState
 from trainwright.world.group import SOLO, World
 
 COPIED_BYTES = 64 * 2**20  # of weights; gradients and moments are as large again, each
-SLOW_S = 2.0  # of all modes together; the third time of each would cost more than it tells
+SLOW_S = 2.0  # of all modes together; two further times of each would cost more than they tell
+IN_A_ROW = 2  # of one mode: the first after another number of threads pays for the change
 _PARTS = {  # of a sparse tensor, by layout
     torch.sparse_coo: ("_indices", "_values"),
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
@@ -124,7 +125,7 @@ def dry_run(
     budget_s: float = 0.05,
     world: World = SOLO,
 ) -> DryRun:
-    """Runs ``batch`` in all modes in turn and times it, until ``budget_s`` have passed, but at least three times.
+    """Runs ``batch`` in all modes in turn and times it, until ``budget_s`` have passed, but at least four times.
 
     Twice is enough where that takes two seconds. A batch that does not fit into memory is halved until it does, and its
     times are scaled up; then only the first mode is tried, for each keeps memory of its own in the kernels, and no
@@ -175,13 +176,14 @@ def _timed(
         for done in count(1):
             for precision, threads in modes:
                 torch.set_num_threads(threads)
-                clear_grads(state.optimizer)
-                started_s, thread_s = time.perf_counter(), time.thread_time()
-                float(accumulate(unscaled, batch, loss_fn, precision).loss)  # waits for the device
-                times[precision.name, threads].append(time.perf_counter() - started_s)
-                of_thread[precision.name, threads].append(time.thread_time() - thread_s)
+                for _ in range(IN_A_ROW):
+                    clear_grads(state.optimizer)
+                    started_s, thread_s = time.perf_counter(), time.thread_time()
+                    float(accumulate(unscaled, batch, loss_fn, precision).loss)  # waits for the device
+                    times[precision.name, threads].append(time.perf_counter() - started_s)
+                    of_thread[precision.name, threads].append(time.thread_time() - thread_s)
             elapsed_s = time.perf_counter() - begin_s
-            if world.least(int(elapsed_s >= budget_s and done >= (3 if elapsed_s < SLOW_S else 2))):
+            if world.least(int(elapsed_s >= budget_s and done >= (2 if elapsed_s < SLOW_S else 1))):
                 break
         update_s, kept = _update(state) if updates and world.size == 1 else (0.0, None)
     seconds, work = ({mode: min(each) for mode, each in every.items()} for every in (times, of_thread))

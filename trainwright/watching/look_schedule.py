@@ -27,7 +27,7 @@ SHARE = 0.004
 LAST_SHARE, LAST_SHARE_OF_SECONDS = 0.25, 0.05
 """Of the time of training, and of that of a run that is counted in seconds: what the look at its end may take; at least
 as much as the first looks together."""
-LOOK_STEPS, LAST_LOOK_STEPS = 28, 58
+LOOK_STEPS, LAST_LOOK_STEPS = 28, 68
 """How many steps one of the first looks takes as long as (44 to 56 the very first, 9 to 40 those after it), and the one
 at the end (40 to 83): measured on the recipes in the box."""
 
