@@ -16,9 +16,11 @@ from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 import trainwright as tw
+from tests.rows import each_row
 from trainwright.build.resolve import make
 from trainwright.data.images import Images
 from trainwright.data.mixture import Mixture
+from trainwright.data.padding import differ_in_length
 from trainwright.data.tokens import Tokens, block_mask, packed
 from trainwright.engine.losses import language_model
 from trainwright.errors import UsageError
@@ -153,6 +155,24 @@ def test_a_padded_batch_of_dicts_has_a_mask() -> None:
     assert batch["image"].shape == (2, 3, 9)
     alike = tw.pad(1)([samples[0], samples[0]])
     assert alike["input_ids"].tolist() == [[5, 5]] * 2 and alike["mask"].all()
+
+
+@each_row(
+    ("samples", "differ"),
+    [
+        ([{"ids": [1, 2]}, {"ids": [1]}], True),
+        ([([1, 2], 0), ([1], 0)], True),
+        ([[1, 2], [1]], True),
+        ([torch.ones(2), torch.ones(3)], True),
+        ([{"ids": [1, 2]}, {"ids": [3, 4]}], False),
+        ([{"ids": [1, 2]}, {"other": [1]}], False),
+        ([{"ids": [1, 2]}, None], False),
+        ([(1, 2), 3], False),
+        ([{"name": "ab"}, {"name": "a"}], False),
+    ],
+)
+def test_which_samples_differ_in_length(samples: list[Any], differ: bool) -> None:
+    assert differ_in_length(samples) == differ
 
 
 def test_an_attention_mask_is_padded_with_zeros_and_is_mask_enough() -> None:

@@ -394,6 +394,18 @@ def test_keys_that_a_model_does_not_take_are_named() -> None:
         tw.fit(OwnLoss(), rows, steps=1, quiet=True)
 
 
+class TakesAny(OwnLoss):
+    def forward(self, x: Tensor, labels: Tensor, **more: Tensor) -> Tensor:
+        return super().forward(x, labels)
+
+
+def test_a_model_that_takes_any_key_is_told_what_is_missing_alone() -> None:
+    rows = {"x": torch.randn(8, 4), "label": torch.zeros(8, dtype=torch.long)}
+    with pytest.raises(UsageError) as caught:
+        tw.fit(TakesAny(), rows, steps=1, quiet=True)
+    assert caught.value.remedy.startswith("add labels (")
+
+
 def test_a_mistake_inside_the_model_is_shown_as_it_is() -> None:
     rows = {"x": torch.randn(8, 4), "labels": torch.zeros(8, dtype=torch.long)}
     with pytest.raises(TypeError, match="a mistake of its own"):

@@ -12,6 +12,17 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from trainwright.errors import UsageError
 
 
+def part_of(x: Tensor, rank: int, ranks: int) -> Tensor:
+    """What a rank has of sequences, shape (B, T, ...). Raises UsageError where T cannot be divided evenly."""
+    length, rest = divmod(x.shape[1], ranks)
+    if rest:
+        raise UsageError(
+            f"parallel.context: {x.shape[1]} positions cannot be divided among {ranks} ranks",
+            remedy=f"make samples with a multiple of {ranks} positions, or leave parallel.context out",
+        )
+    return x.narrow(1, rank * length, length)
+
+
 class ContextPart:
     """The part of the sequence that this rank of ``mesh`` (1-D) computes: the ranks have equal parts, in their order.
 
@@ -27,14 +38,7 @@ class ContextPart:
         return self._rank * length
 
     def cut(self, x: Tensor) -> Tensor:
-        """Raises UsageError where the sequence cannot be divided evenly."""
-        length, rest = divmod(x.shape[1], self._ranks)
-        if rest:
-            raise UsageError(
-                f"parallel.context: {x.shape[1]} positions cannot be divided among {self._ranks} ranks",
-                remedy=f"make samples with a multiple of {self._ranks} positions, or leave parallel.context out",
-            )
-        return x.narrow(1, self._rank * length, length)
+        return part_of(x, self._rank, self._ranks)
 
     def before(self, x_BHTK: Tensor) -> Tensor:
         """Backward sums what every rank found of its keys or values: a reduce-scatter."""

@@ -81,12 +81,12 @@ def pad(value: float = 0, *, target: int = IGNORE, multiple_of: int = 1) -> Call
 
 def differ_in_length(samples: Sequence[Any]) -> bool:
     """Whether samples have a field of which each is a sequence, of different lengths, so that it has to be padded."""
-    first = samples[0]
     fields: Sequence[Any] = [samples]
-    if isinstance(first, Mapping):
-        fields = [[each[name] for each in samples] for name in first]
-    elif isinstance(first, tuple | list):
-        fields = list(zip(*samples, strict=False))
+    if all(isinstance(each, Mapping) for each in samples):
+        shared = set.intersection(*(set(each) for each in samples))
+        fields = [[each[name] for each in samples] for name in shared]
+    elif all(isinstance(each, tuple | list) for each in samples):
+        fields = [samples, *zip(*samples, strict=False)]
     return any(all(map(_length, field)) and len(set(map(_length, field))) > 1 for field in fields)
 
 

@@ -283,8 +283,11 @@ def _binds(signature: inspect.Signature, args: Sequence[object], kwargs: Mapping
 def _how_to_fit(signature: inspect.Signature, kwargs: Mapping[str, object]) -> str:
     """The remedy where a model does not take the batch: which keys are too many, and which are missing."""
     taken = signature.parameters
-    too_many = [name for name in kwargs if name not in taken]
-    missing = [name for name, each in taken.items() if name not in kwargs and each.default is each.empty]
+    open_ended = {each.name for each in taken.values() if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+    too_many = [name for name in kwargs if name not in taken and not takes_any]
+    needed = [name for name, each in taken.items() if each.default is each.empty and name not in open_ended]
+    missing = [name for name in needed if name not in kwargs]
     if kwargs and (too_many or missing):
         words = [f"leave out {', '.join(too_many)}"] if too_many else []
         words += [f"add {', '.join(missing)}"] if missing else []

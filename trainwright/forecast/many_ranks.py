@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from trainwright.build.assemble import Parts
 from trainwright.build.checkpointing import find_blocks
+from trainwright.build.context_parallel import part_of
 from trainwright.build.sharding import units_of
 from trainwright.build.split_plan import SplitPlan, model_shape, split_plan
 from trainwright.build.stage_plan import stage_plan
@@ -151,13 +152,7 @@ class _LastPart:
         return (self._ranks - 1) * length
 
     def cut(self, x: Tensor) -> Tensor:
-        length, rest = divmod(x.shape[1], self._ranks)
-        if rest:
-            raise UsageError(
-                f"parallel.context: {x.shape[1]} positions cannot be divided among {self._ranks} ranks",
-                remedy=f"make samples with a multiple of {self._ranks} positions, or leave parallel.context out",
-            )
-        return x.narrow(1, self.start(length), length)
+        return part_of(x, self._ranks - 1, self._ranks)
 
     def before(self, x_BHTK: Tensor) -> Tensor:
         whole = torch.cat([x_BHTK] * self._ranks, 2)
