@@ -126,6 +126,7 @@ def test_the_programs_are_in_number_and_a_dozen_is_kept_out() -> None:
 @pytest.mark.parametrize(
     "name",
     ["table:sign_through", "rebuild:spectral", "regress:sharpness_aware", "rebuild:moved_codes", "table:private"]
+    + ["table:forward_forward", "table:merged_adapters", "rebuild:several_samples", "image:pseudo_labels"]
     + programs.programs(kept_out=True),
 )
 def test_a_program_learns(name: str) -> None:

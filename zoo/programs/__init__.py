@@ -10,14 +10,20 @@ from collections.abc import Callable
 import torch
 
 from zoo.mutant_runs import Watched, run_watched
+from zoo.programs import densities as d
 from zoo.programs import estimators as e
 from zoo.programs import gradients_by_hand as h
 from zoo.programs import kept_out as k
 from zoo.programs import kept_out_rules as r
+from zoo.programs import latents as v
 from zoo.programs import loops as p
 from zoo.programs import losses as l
 from zoo.programs import models as m
+from zoo.programs import nested as n
+from zoo.programs import stages as g
+from zoo.programs import supervision as u
 from zoo.programs import surrogates as s
+from zoo.programs import without_backward as w
 from zoo.programs.training import Training, training
 
 Technique = Callable[[Training], None]
@@ -131,6 +137,30 @@ TABLE: dict[Technique, str] = {
     s.adversarial_domain: "table",
     s.stopped_branch: "table",
     s.rounded_activations: "image",
+    d.coupling_flow: "rebuild",
+    d.persistent_chain: "image",
+    d.langevin: "rebuild",
+    d.sliced_scores: "rebuild",
+    v.several_samples: "rebuild",
+    v.doubly_reparametrised: "rebuild",
+    v.second_order_choice: "rebuild",
+    v.shaken: "table",
+    n.reweighted_examples: "table",
+    n.learned_rate: "table",
+    n.implicit_hypergradient: "regress",
+    w.two_point: "table",
+    w.difference_target: "table",
+    w.forward_forward: "table",
+    g.merged_adapters: "table",
+    g.lottery_ticket: "table",
+    g.widened: "table",
+    g.federated: "table",
+    g.master_weights: "table",
+    g.schedule_free: "table",
+    u.pseudo_labels: "image",
+    u.virtual_adversarial: "table",
+    u.cached_contrast: "image",
+    u.group_robust: "table",
 }
 """The techniques, and the tasks that each fits."""
 KEPT_OUT: dict[Technique, str] = {

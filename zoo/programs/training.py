@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,8 @@ class Training:
     """A task and its loop. ``loss`` takes the model and a batch; ``update`` makes one step and returns the loss.
 
     ``each_step`` and ``each_epoch`` are called after a step and before an epoch. ``extra`` are modules that are
-    trained beside the model.
+    trained beside the model. ``loop`` takes the place of the loop and yields the loss of each step; ``loaded`` is false
+    where no loader brings the samples.
     """
 
     base: str
@@ -47,6 +49,8 @@ class Training:
     each_step: list[Callable[[Training], None]] = field(default_factory=list)
     each_epoch: list[Callable[[Training, int], None]] = field(default_factory=list)
     batches_of: Callable[[Training], Iterable[Batch]] | None = None
+    loop: Callable[[Training], Iterator[Tensor]] | None = None
+    loaded: bool = True
     steps: int = 0
     losses: list[float] = field(default_factory=list)
 
@@ -65,8 +69,13 @@ class Training:
         self.scheduler = self.scheduler_of(self.optimizers[0]) if self.scheduler_of else None
         loader = DataLoader(self.data, batch_size=self.batch_size, shuffle=self.shuffle, drop_last=True)
         self.batches: Iterable[Batch] = self.batches_of(self) if self.batches_of else loader
-        more = {"accumulation": self.accumulation} if self.accumulation > 1 else {}
-        with watch(self.modules, self.optimizers, loader=loader, scheduler=self.scheduler, scaler=self.scaler, **more):
+        more: dict[str, Any] = {"accumulation": self.accumulation} if self.accumulation > 1 else {}
+        if self.loaded:
+            more["loader"] = loader
+        with watch(self.modules, self.optimizers, scheduler=self.scheduler, scaler=self.scaler, **more):
+            if self.loop is not None:
+                self.losses.extend(float(loss) for loss in self.loop(self))
+                return
             for epoch in range(self.epochs):
                 self.model.train()
                 for call in self.each_epoch:
