@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,11 +18,6 @@ pytestmark = pytest.mark.process
 
 def trainwright(*arguments: str) -> forked.Forked:
     return forked.run(forked.COMMAND_LINE, *arguments)
-
-
-def new_trainwright(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "trainwright", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 
 NAMED = {
@@ -76,16 +69,16 @@ def test_every_fault_of_the_demo_is_expected_here() -> None:
 
 
 def test_an_unknown_fault_ends_in_a_sentence() -> None:
-    done = new_trainwright("demo", "--break", "lrr")
+    done = trainwright("demo", "--break", "lrr")
     assert done.returncode == 2 and "lr" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_explain_prints_a_page_and_suggests() -> None:
-    assert "Remedies" in new_trainwright("explain", "opt.missing_zero_grad").stdout
+    assert "Remedies" in trainwright("explain", "opt.missing_zero_grad").stdout
     done = trainwright("explain", "opt.missing_zerograd")
     assert done.returncode == 2 and "opt.missing_zero_grad" in done.stderr
 
 
 def test_diagnose_of_no_run_ends_in_a_sentence(tmp_path: Path) -> None:
-    done = new_trainwright("diagnose", str(tmp_path / "nothing"))
+    done = trainwright("diagnose", str(tmp_path / "nothing"))
     assert done.returncode == 2 and "Traceback" not in done.stderr

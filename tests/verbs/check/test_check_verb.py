@@ -22,7 +22,7 @@ from trainwright.verbs.check.check import Budget, check
 from trainwright.verbs.check.verdict import WIDTH, Checkup, Verdict, lines_of
 
 RECIPES = Path(__file__).parents[3] / "recipes"
-SHORT = Budget(read_s=0.3, range_s=0.6, one_batch_s=0.5, smoke_s=1.2, most_samples=512)
+SHORT = Budget(read_s=0.2, range_s=0.4, one_batch_s=0.3, smoke_s=0.6, most_samples=256)
 RECIPE = """\
 name: mine
 until: 5steps
