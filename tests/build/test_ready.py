@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainwright.build.data import EvaluationBatches, Loading, StepBatches
-from trainwright.build.ready import ReadyBatches
+from trainwright.build.ready import ReadyBatches, ReadyStream, silent
 from trainwright.build.unwrap import length_of, unwrap
 from trainwright.errors import DataError, RecipeError, UsageError
 from trainwright.plan.batch import batch_of
@@ -72,6 +72,28 @@ def test_it_is_read_again_up_to_a_cursor(at: int) -> None:
     stream = StepBatches(unwrap(lambda: batches()).dataset, LOADING, cursor=whole[at].cursor)
     assert values(list(islice(stream, 1))) == values(whole[at + 1 : at + 2])
     assert "and they are the same as before" in stream.resumed
+
+
+@pytest.mark.parametrize("changed", [3, 15, 31])
+def test_of_many_batches_the_first_16_and_each_16th_are_compared(changed: int) -> None:
+    fixed = list(torch.randn(40, 2, 3))
+    cursor = take(lambda: iter(fixed), 35)[34].cursor
+    for other, word in ((torch.zeros(2, 3), "NOT the same"), (fixed[changed], "are the same")):
+        second = [*fixed[:changed], other, *fixed[changed + 1 :]]
+        stream = StepBatches(unwrap(lambda second=second: iter(second)).dataset, LOADING, cursor=cursor)
+        assert next(iter(stream)).cursor.position == 72 and word in stream.resumed
+
+
+def test_the_digest_of_every_batch_that_an_older_checkpoint_has_is_compared_as_it_was_made() -> None:
+    fixed = list(torch.randn(40, 2, 3))
+    source = unwrap(lambda: iter(fixed)).dataset
+    of_all = ReadyStream(source, Cursor(), seed=3, epochs=None, say=silent, covers_all=True)
+    cursor = list(islice(of_all.steps(1), 35))[-1][1]
+    assert cursor.digest != take(lambda: iter(fixed), 35)[34].cursor.digest
+    stream = StepBatches(source, LOADING, cursor=cursor)
+    later = list(islice(stream, 3))[-1].cursor
+    assert "they are the same" in stream.resumed
+    assert later.digest == list(islice(of_all.steps(1), 38))[-1][1].digest  # and goes on so
 
 
 def test_a_shorter_second_pass_is_told() -> None:

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from trainwright.state import python_generator
 from trainwright.state.codec import decode, encode
+from trainwright.state.python_generator import PythonState, read_python, write_python
 from trainwright.state.rng import RngBag, preserved_rng, seed_all, set_deterministic
 
 
@@ -31,6 +33,28 @@ def test_seed_all_repeats_every_generator(seed: int) -> None:
     assert draw() == first
     seed_all(seed - 1 if seed else 1)
     assert all(a != b for a, b in zip(draw(), first, strict=True))
+
+
+def test_pythons_generator_is_read_and_put_back_as_its_module_does_it() -> None:
+    random.seed(5)
+    random.gauss(0, 1)  # and keeps the second half of a pair
+    state = random.getstate()
+    quick = read_python()
+    assert quick.as_tuple() == state and PythonState.of(state) == quick
+    expected = [random.gauss(0, 1), random.random(), random.getrandbits(70)]
+    random.seed(6)
+    write_python(quick)
+    assert random.getstate() == state
+    assert [random.gauss(0, 1), random.random(), random.getrandbits(70)] == expected
+
+
+def test_it_is_read_by_its_module_where_memory_is_laid_out_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = read_python()
+    monkeypatch.setattr(python_generator, "_memory", None)
+    assert read_python() == quick
+    expected = random.random()
+    write_python(quick)
+    assert random.random() == expected
 
 
 def test_a_bag_survives_json_and_repeats_the_draws() -> None:

@@ -106,7 +106,8 @@ class StepBatches:
 
     def _ready(self) -> Iterator[StepBatch]:
         loading = self.loading
-        stream = ReadyStream(self.dataset, self.cursor, seed=loading.seed, epochs=loading.epochs, say=self.say)
+        seed, epochs, shared = loading.seed, loading.epochs, loading.ranks > 1  # then each step is compared
+        stream = ReadyStream(self.dataset, self.cursor, seed=seed, epochs=epochs, say=self.say, covers_all=shared)
         for batches, cursor in stream.steps(loading.joined):
             self.resumed = stream.resumed
             shares = [_share(MicroBatch(*batch), loading) for batch in batches]

@@ -7,6 +7,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import lru_cache
 from itertools import chain, count
 from typing import Any, NamedTuple, TypeAlias
 
@@ -34,6 +35,10 @@ _OF_NUMPY = (
 _END = object()
 COMPARED = 512
 """Values of each tensor that a digest covers, spread evenly: some microseconds a tensor, whatever its size."""
+ALL_OF_FIRST, DIGESTED = 16, 16
+"""Batches of an epoch that are all covered by its digest, and of which one is later: another order differs at once."""
+SPARSE = f"/{DIGESTED}"
+"""Ends the digest of an epoch that does not cover all batches."""
 MAY_REPEAT = "some samples of this epoch may come twice, and some not at all"
 AGAIN = "give a list, a loader, or a function without arguments that makes the iterator"
 
@@ -119,7 +124,16 @@ class ReadyBatch(NamedTuple):
 class Pass:
     """One epoch of the user's iterator, and what is known of how far it has come."""
 
-    def __init__(self, source: ReadyBatches, seed: int, epoch: int, say: Say, state: StreamState | None = None) -> None:
+    def __init__(
+        self,
+        source: ReadyBatches,
+        seed: int,
+        epoch: int,
+        say: Say,
+        state: StreamState | None = None,
+        *,
+        covers_all: bool = False,
+    ) -> None:
         self._say = say
         self.epoch, self.position, self.digest, self.number = epoch, 0, "", 0
         self._generators = OwnGenerators(seed_of(f"{seed}:{epoch}:batches"))
@@ -135,6 +149,7 @@ class Pass:
         if state is not None:
             self._generators.restore(state.rng)
         self._draws = not _draws_in_workers(made)
+        self._covers_all = covers_all or self.is_stateful  # one that goes on from a state does not know its number
 
     def next(self) -> ReadyBatch | None:
         """The next batch on the host, None at the end. Raises DataError for whatever the iterator raises."""
@@ -146,7 +161,10 @@ class Pass:
         rows = count_rows(data) or 1
         ids = np.arange(self.position, self.position + rows)
         self.number, self.position = self.number + 1, self.position + rows
-        self.digest = _digest(self.digest, data)
+        if self._covers_all or self.number <= ALL_OF_FIRST:
+            self.digest = _digest(self.digest, data)
+        elif self.number % DIGESTED == 0:
+            self.digest = _digest(self.digest, data) + SPARSE
         return ReadyBatch(data, ids)
 
     @contextmanager
@@ -217,10 +235,21 @@ class ReadyStream:
 
     A resume within an epoch loads the state of the iterator, where it has one that a checkpoint can keep; else the
     batches before the cursor are read again and dropped. ``resumed`` says afterwards what that came to.
+    ``covers_all``: a digest covers every batch, else some of them.
     """
 
-    def __init__(self, source: ReadyBatches, start: Cursor, *, seed: int, epochs: int | None, say: Say) -> None:
+    def __init__(
+        self,
+        source: ReadyBatches,
+        start: Cursor,
+        *,
+        seed: int,
+        epochs: int | None,
+        say: Say,
+        covers_all: bool = False,
+    ) -> None:
         self.source, self.start, self.seed, self.epochs, self.say = source, start, seed, epochs, say
+        self._covers_all = covers_all
         self.resumed = ""
         self._said: set[str] = set()
 
@@ -253,7 +282,10 @@ class ReadyStream:
         return one
 
     def _pass(self, epoch: int, state: StreamState | None = None) -> Pass:
-        return Pass(self.source, self.seed, epoch, self._say_once, state)
+        start = self.start
+        is_resumed = epoch == start.epoch and start.position > 0
+        covers_all = self._covers_all or (is_resumed and not start.digest.endswith(SPARSE))
+        return Pass(self.source, self.seed, epoch, self._say_once, state, covers_all=covers_all)
 
     def _say_once(self, line: str) -> None:
         if line not in self._said:
@@ -299,34 +331,41 @@ def _as_tensors(data: Batch) -> Batch:
 
 
 def _digest(before: str, data: Batch) -> str:
-    digest = hashlib.blake2b(before.encode(), digest_size=8)
-    _add(digest, data, 0)
-    return digest.hexdigest()
+    parts = [before.encode()]
+    _add(parts, data, 0)
+    return hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
 
 
-def _add(digest: hashlib.blake2b, data: object, depth: int) -> None:
+def _add(parts: list[bytes], data: object, depth: int) -> None:
     """Adds what of a batch is compared. A tensor on a GPU gives its shape alone: its values would cost a sync."""
     if isinstance(data, Tensor):
-        digest.update(f"{data.dtype}{tuple(data.shape)}".encode())
-        if data.layout == torch.strided and data.device.type == "cpu" and data.numel():
-            digest.update(_some_values(data))
+        parts.append(_kind_of(data.dtype, data.shape))
+        if data.is_cpu and data.layout == torch.strided and data.numel():
+            parts.append(_some_values(data))
     elif isinstance(data, tuple | list):
-        digest.update(str(len(data)).encode())
+        parts.append(str(len(data)).encode())
         for each in data[:COMPARED]:
-            _add(digest, each, depth)
+            _add(parts, each, depth)
     elif isinstance(data, Mapping):
         for key, value in data.items():
-            digest.update(repr(key).encode())
-            _add(digest, value, depth)
+            parts.append(repr(key).encode())
+            _add(parts, value, depth)
     elif isinstance(data, str | bytes | bool | int | float | None):
-        digest.update(repr(data).encode())
+        parts.append(repr(data).encode())
     elif depth < 4 and hasattr(data, "__dict__"):  # a batch of graphs, or any class of the user's
-        _add(digest, vars(data), depth + 1)
+        _add(parts, vars(data), depth + 1)
+
+
+@lru_cache(maxsize=256)
+def _kind_of(dtype: torch.dtype, shape: torch.Size) -> bytes:
+    return f"{dtype}{tuple(shape)}".encode()
 
 
 def _some_values(tensor: Tensor) -> bytes:
     """Bytes of some values, without a copy of the others however they lie in memory."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
+    plain = tensor.detach() if tensor.requires_grad else tensor
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
     if plain.dtype not in _OF_NUMPY:
         plain = plain.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()])
     flat = plain.numpy().ravel(order="K")
