@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 
 from zoo.mutant_runs import Watched, run_watched
+from zoo.programs import around_backpropagation as a
+from zoo.programs import corrected_gradients as c
 from zoo.programs import densities as d
 from zoo.programs import estimators as e
 from zoo.programs import gradients_by_hand as h
@@ -161,21 +163,33 @@ TABLE: dict[Technique, str] = {
     u.virtual_adversarial: "table",
     u.cached_contrast: "image",
     u.group_robust: "table",
+    c.leave_one_out: "rebuild",
+    c.perturbed_patches: "image",
+    c.sampled_softmax: "text",
+    c.evolution: "table",
+    c.variance_reduced: "regress",
+    c.largest_with_memory: "image",
+    c.kronecker: "regress",
+    c.regrown: "table",
+    a.implicit: "regress",
+    a.feedback_alignment: "table",
+    a.equilibrium: "table",
+    a.synthetic_gradients: "image",
 }
 """The techniques, and the tasks that each fits."""
 KEPT_OUT: dict[Technique, str] = {
-    k.leave_one_out: "rebuild",
-    k.perturbed_patches: "image",
-    k.sampled_softmax: "text",
-    k.evolution: "table",
-    k.variance_reduced: "regress",
-    k.largest_with_memory: "image",
-    k.kronecker: "regress",
-    k.regrown: "table",
-    r.implicit: "regress",
-    r.feedback_alignment: "table",
-    r.equilibrium: "table",
-    r.synthetic_gradients: "image",
+    k.co_teaching: "table",
+    k.momentum_contrast: "image",
+    k.stochastic_rounding: "regress",
+    k.found_subnetwork: "table",
+    k.gradient_normalised: "regress",
+    k.forward_gradient: "table",
+    k.soup: "table",
+    r.adjoint: "table",
+    r.reversible: "table",
+    r.reptile: "regress",
+    r.deep_q: "table",
+    r.clipped_policy: "table",
 }
 
 

@@ -1,253 +1,218 @@
-"""Estimators of gradients that nobody may look at while laws are written: they are measured at the end."""
+"""Ways to learn from labels and views that nobody may look at while laws are written: they are measured at the end."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Bernoulli
-from torch.func import functional_call, vmap
+from torch.func import functional_call
 from torch.nn import functional as F
-from torch.optim import SGD
+from torch.optim import SGD, Adam, AdamW
+from torch.utils.data import TensorDataset
 
-from zoo.programs.gradients_by_hand import _before_update
-from zoo.programs.models import _layers
-from zoo.programs.places import score
+from zoo.host import mlp
 from zoo.programs.training import Batch, Training
 
 
-class BinaryCode(nn.Module):
-    """An autoencoder whose code is twelve drawn bits."""
-
-    def __init__(self, features: int, bits: int = 12) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(features, 32), nn.ReLU(), nn.Linear(32, bits))
-        self.decoder = nn.Sequential(nn.Linear(bits, 32), nn.ReLU(), nn.Linear(32, features))
-
-    def forward(self, x: Tensor, draws: int) -> tuple[Tensor, Tensor]:
-        """What is rebuilt, and the log-probability of the bits: (draws, n, features), (draws, n)."""
-        code = Bernoulli(logits=self.encoder(x))
-        bits = code.sample((draws,))
-        return self.decoder(bits), code.log_prob(bits).sum(-1)
-
-
-def leave_one_out(t: Training) -> None:
-    """REINFORCE; the baseline of each draw is the mean of the other draws (RLOO)."""
-    t.model, t.epochs, draws = BinaryCode(8), 8, 6
+def co_teaching(t: Training) -> None:
+    """Co-teaching (Han et al., 2018): with wrong labels, each of two models learns from what the other finds easy."""
+    x, y = t.data.tensors
+    wrong = torch.rand(len(y)) < 0.4
+    t.data = TensorDataset(x, torch.where(wrong, torch.randint(10, y.shape), y))
+    other = mlp()
+    t.extra.append(other)
+    t.epochs, t.batch_size = 10, 64
+    t.optimizers_of = lambda training: [Adam(each.parameters(), lr=t.lr) for each in (training.model, other)]
 
     def update(training: Training, batch: Batch) -> Tensor:
-        (optimizer,) = training.optimizers
-        rebuilt, log_p = training.model(batch[0], draws)
-        error = (rebuilt - batch[0]).square().mean(-1)
-        seen = error.detach()
-        advantage = seen - (seen.sum(0) - seen) / (draws - 1)
-        optimizer.zero_grad()
-        (error + advantage * log_p).mean().backward()
-        optimizer.step()
-        return seen.mean()
+        epoch = training.steps * training.batch_size / len(training.data)
+        kept = int(len(batch[0]) * (1 - 0.36 * min(epoch / 4, 1.0)))
+        one, two = (F.cross_entropy(model(batch[0]), batch[1], reduction="none") for model in (training.model, other))
+        easy_for_one, easy_for_two = (each.detach().argsort()[:kept] for each in (one, two))
+        loss = one[easy_for_two].mean() + two[easy_for_one].mean()
+        for optimizer in training.optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in training.optimizers:
+            optimizer.step()
+        return loss.detach()
 
     t.update = update
 
 
-class PerturbedTop(torch.autograd.Function):
-    """Which ``k`` are the largest, in the mean over noise on the scores (Berthet et al., 2020).
+def momentum_contrast(t: Training) -> None:
+    """MoCo (He et al., 2020): keys come from a slow copy of the encoder, and wait in a queue to be negatives."""
+    t.model = nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, stride=2, padding=1), nn.ReLU(),
+        nn.Flatten(), nn.Linear(256, 32),
+    )  # fmt: skip
+    slow = copy.deepcopy(t.model).requires_grad_(False)
+    queue, t.epochs = F.normalize(torch.randn(256, 32), dim=1), 30
 
-    The gradient is that of a Gaussian smoothing: the mean of what was chosen times the noise.
-    """
+    def view(x: Tensor) -> Tensor:
+        return x * (torch.rand_like(x) > 0.3) + 0.1 * torch.randn_like(x)
+
+    def update(training: Training, batch: Batch) -> Tensor:
+        nonlocal queue
+        (optimizer,) = training.optimizers
+        query = F.normalize(training.model(view(batch[0])), dim=1)
+        with torch.no_grad():
+            for kept, new in zip(slow.parameters(), training.model.parameters()):
+                kept.lerp_(new, 0.05)
+            keys = F.normalize(slow(view(batch[0])), dim=1)
+        logits = torch.cat([(query * keys).sum(1, keepdim=True), query @ queue.T], 1) / 0.2
+        loss = F.cross_entropy(logits, torch.zeros(len(query), dtype=torch.long))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        queue = torch.cat([keys, queue])[:256]
+        return loss.detach()
+
+    t.update = update
+
+
+def stochastic_rounding(t: Training) -> None:
+    """Weights of few bits (Gupta et al., 2015): after a step they are rounded up or down at random."""
+    grid, t.epochs = 2.0**-7, 8
+    t.optimizers_of = lambda training: [SGD(training.parameters(), lr=0.05, momentum=0.9)]
+
+    @torch.no_grad()
+    def on_grid(training: Training) -> None:
+        for p in training.parameters():
+            p.copy_(torch.floor(p / grid + torch.rand_like(p)) * grid)
+
+    on_grid(t)
+    t.each_step.append(on_grid)
+
+
+class LargestHalf(torch.autograd.Function):
+    """1 for the larger half of the scores, 0 for the others; the gradient passes."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, scores: Tensor, k: int, sigma: float) -> Tensor:
-        noise = torch.randn(64, *scores.shape)
-        chosen = (scores + sigma * noise).topk(k, -1).indices
-        hard = torch.zeros_like(noise).scatter_(-1, chosen, 1.0)
-        ctx.save_for_backward(hard, noise)
-        ctx.sigma = sigma
-        return hard.mean(0)
+    def forward(ctx: torch.autograd.function.FunctionCtx, scores: Tensor) -> Tensor:
+        return (scores >= scores.median()).to(scores.dtype)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        hard, noise = ctx.saved_tensors
-        worth = (hard * gradient).sum(-1, keepdim=True)
-        return (worth * noise).mean(0) / ctx.sigma, None, None
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> Tensor:
+        return gradient
 
 
-class Patches(nn.Module):
-    """Looks at six of the sixteen patches of an image, which a small network chooses."""
+class Subnetwork(nn.Linear):
+    """A layer whose weights stay as they were drawn; which of them are there is learned."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.scorer = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 1, 2, stride=2))
-        self.reader = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+    def __init__(self, into: int, out: int) -> None:
+        super().__init__(into, out, bias=False)
+        with torch.no_grad():
+            self.weight.copy_(torch.randn_like(self.weight).sign() * (4 / into) ** 0.5)
+        self.weight.requires_grad_(False)
+        self.scores = nn.Parameter(torch.empty_like(self.weight))
+        nn.init.kaiming_uniform_(self.scores, a=5**0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        scores = F.layer_norm(self.scorer(x).flatten(1), (16,))
-        shares = PerturbedTop.apply(scores, 6, 0.3)
-        patches = F.unfold(x, 2, stride=2) * shares.unsqueeze(1)
-        return self.reader(patches.flatten(1))
+        return F.linear(x, self.weight * LargestHalf.apply(self.scores.abs()))
 
 
-def perturbed_patches(t: Training) -> None:
-    t.model = Patches()
-
-
-def sampled_softmax(t: Training) -> None:
-    """The softmax over the right token and ten drawn ones, corrected by how often each is drawn."""
-    t.model.head = nn.Identity()
-    classes = nn.Embedding(33, 32)
-    nn.init.normal_(classes.weight, std=0.05)
-    t.extra.append(classes)
-    often = torch.bincount(t.data.tensors[0].flatten(), minlength=33).float().pow(0.75)
-    log_q = (often / often.sum()).clamp(min=1e-9).log()
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        ids = batch[0]
-        hidden, wanted = model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()
-        drawn = torch.multinomial(often, 10, replacement=True)
-        right = (hidden * classes(wanted)).sum(-1, keepdim=True) - log_q[wanted].unsqueeze(1)
-        others = hidden @ classes(drawn).T - log_q[drawn]
-        others = others.masked_fill(wanted.unsqueeze(1) == drawn, -1e9)
-        return F.cross_entropy(torch.cat([right, others], 1), torch.zeros_like(wanted))
-
-    t.loss = loss
-
-
-def evolution(t: Training) -> None:
-    """Evolution strategies: the gradient is made of the ranks of the losses at mirrored random steps."""
-    t.batch_size, t.epochs, pairs, sigma = 128, 24, 48, 0.05
-    t.optimizers_of = lambda training: [torch.optim.Adam(training.parameters(), lr=1e-2)]
-
-    @torch.no_grad()
-    def update(training: Training, batch: Batch) -> Tensor:
-        weights = dict(training.model.named_parameters())
-        noise = {name: torch.randn(pairs, *p.shape) for name, p in weights.items()}
-        noise = {name: torch.cat([each, -each]) for name, each in noise.items()}
-        tried = {name: p + sigma * noise[name] for name, p in weights.items()}
-        losses = vmap(lambda each: score(t, functional_call(training.model, each, (batch[0],)), batch[1]))(tried)
-        fitness = losses.argsort().argsort() / (2 * pairs - 1) - 0.5
-        for name, p in weights.items():
-            p.grad = torch.einsum("k,k...->...", fitness, noise[name]) / (2 * pairs * sigma)
-        training.optimizers[0].step()
-        return losses.mean()
-
-    t.update = update
-
-
-def variance_reduced(t: Training) -> None:
-    """SVRG: the gradient, less that of a snapshot on the same batch, plus that of the snapshot on all data."""
+def found_subnetwork(t: Training) -> None:
+    """Edge-popup (Ramanujan et al., 2020): a good network is found within a random one, whose weights never learn."""
+    t.model = nn.Sequential(Subnetwork(20, 128), nn.ReLU(), Subnetwork(128, 128), nn.ReLU(), Subnetwork(128, 10))
     t.epochs = 12
-    t.optimizers_of = lambda training: [SGD(training.parameters(), lr=0.1)]
-    snapshot = copy.deepcopy(t.model)
-    whole: list[Tensor] = []
-
-    def look(training: Training, epoch: int) -> None:
-        snapshot.load_state_dict(training.model.state_dict())
-        loss = training.loss(snapshot, training.data.tensors)
-        whole[:] = torch.autograd.grad(loss, list(snapshot.parameters()))
-
-    def correct(training: Training, batch: Batch) -> Tensor:
-        (optimizer,) = training.optimizers
-        optimizer.zero_grad()
-        loss = training.loss(training.model, batch)
-        loss.backward()
-        before = torch.autograd.grad(training.loss(snapshot, batch), list(snapshot.parameters()))
-        for p, old, mean in zip(training.model.parameters(), before, whole):
-            p.grad += mean - old
-        optimizer.step()
-        return loss.detach()
-
-    t.each_epoch.append(look)
-    t.update = correct
+    t.optimizers_of = lambda training: [SGD(training.parameters(), lr=0.1, momentum=0.9)]
 
 
-def largest_with_memory(t: Training) -> None:
-    """One element of twenty of each gradient is applied; the others wait in a memory (sparsified SGD)."""
-    t.epochs = 6
-    t.optimizers_of = lambda training: [SGD(training.parameters(), lr=0.2)]
-    memory = {name: torch.zeros_like(p) for name, p in t.model.named_parameters()}
-
-    def compress(training: Training) -> None:
-        for name, p in training.model.named_parameters():
-            owed = memory[name] + p.grad
-            bound = owed.abs().flatten().topk(max(1, owed.numel() // 20)).values[-1]
-            p.grad = torch.where(owed.abs() >= bound, owed, 0.0)
-            memory[name] = owed - p.grad
-
-    _before_update(t, compress)
-
-
-def kronecker(t: Training) -> None:
-    """K-FAC: each gradient is divided by the second moments of a layer's inputs and of its outputs' gradients."""
-    layers = [each for each in t.model.modules() if isinstance(each, nn.Linear)]
-    t.epochs = 6
-    t.optimizers_of = lambda training: [SGD(training.parameters(), lr=0.1)]
-    moments = {each: (torch.eye(each.in_features + 1), torch.eye(each.out_features)) for each in layers}
-
-    def with_one(x: Tensor) -> Tensor:
-        return torch.cat([x, torch.ones(len(x), 1)], 1)
+def gradient_normalised(t: Training) -> None:
+    """GradNorm (Chen et al., 2018): the weights of three tasks learn, so that the tasks teach at like rates."""
+    x, y = t.data.tensors
+    t.data = TensorDataset(x, torch.cat([y, 3 * x[:, 9:10].sin(), 0.3 * x[:, 10:11] * x[:, 11:12]], 1))
+    t.model[4] = nn.Linear(64, 3)
+    shared, balance = t.model[2].weight, nn.ParameterList([nn.Parameter(torch.zeros(3))])
+    t.extra.append(balance)
+    t.epochs, first = 10, torch.zeros(3)
+    t.optimizers_of = lambda training: [
+        Adam(training.model.parameters(), lr=t.lr), Adam(balance.parameters(), lr=0.025),
+    ]  # fmt: skip
 
     def update(training: Training, batch: Batch) -> Tensor:
-        (optimizer,) = training.optimizers
-        seen: list[tuple[nn.Linear, Tensor, Tensor]] = []
-        hooks = [each.register_forward_hook(lambda m, args, out: seen.append((m, args[0], out))) for each in layers]
-        predicted = training.model(batch[0])
-        for hook in hooks:
-            hook.remove()
-        loss = F.mse_loss(predicted, batch[1])
-        drawn = (predicted + torch.randn_like(predicted)).detach()  # the Fisher matrix is that of the model's own noise
-        slopes = torch.autograd.grad(
-            (predicted - drawn).square().sum() / 2, [out for _, _, out in seen], retain_graph=True
+        losses = (training.model(batch[0]) - batch[1]).square().mean(0)
+        if training.steps == 0:
+            first.copy_(losses.detach())
+        weights = 3 * balance[0].softmax(0)
+        norms = torch.stack(
+            [torch.autograd.grad(each, shared, create_graph=True)[0].norm() for each in weights * losses]
         )
-        optimizer.zero_grad()
-        loss.backward()
-        change = torch.zeros(())
-        for (layer, x, _), slope in zip(seen, slopes):
-            inputs, outputs = moments[layer]
-            inputs.lerp_(with_one(x.detach()).T @ with_one(x.detach()) / len(x), 0.05)
-            outputs.lerp_(slope.T @ slope / len(x), 0.05)
-            gradient = torch.cat([layer.weight.grad, layer.bias.grad.unsqueeze(1)], 1)
-            damped = [each + 0.1 * torch.eye(len(each)) for each in (outputs, inputs)]
-            natural = torch.linalg.solve(damped[0], torch.linalg.solve(damped[1], gradient, left=False))
-            change += (gradient * natural).sum()
-            layer.weight.grad, layer.bias.grad = natural[:, :-1].clone(), natural[:, -1].clone()
-        for p in training.parameters():  # a trust region, by the first-order change of the model
-            p.grad *= (1.0 / change).sqrt().clamp(max=1.0)
-        optimizer.step()
-        return loss.detach()
+        progress = losses.detach() / first
+        aim = norms.mean().detach() * progress / progress.mean()
+        (pull,) = torch.autograd.grad((norms - aim).abs().sum(), balance[0], retain_graph=True)
+        for optimizer in training.optimizers:
+            optimizer.zero_grad()
+        (weights.detach() * losses).sum().backward()
+        balance[0].grad = pull
+        for optimizer in training.optimizers:
+            optimizer.step()
+        return progress.mean()
 
     t.update = update
 
 
-def regrown(t: Training) -> None:
-    """RigL: a fifth of the weights is there; now and then the smallest go, and some grow where gradients are large."""
-    layers, t.epochs = _layers(t.model), 8
-    masks = [(torch.rand_like(each.weight) < 0.2).float() for each in layers]
-    last_regrowth = 6 * len(t.data) // t.batch_size
+def forward_gradient(t: Training) -> None:
+    """Forward gradients (Baydin et al., 2022): derivatives along drawn directions, and nothing goes back."""
+    t.model, t.epochs, t.batch_size, draws = mlp(width=32), 20, 64, 64
+    t.optimizers_of = lambda training: [SGD(training.parameters(), lr=0.1)]
 
     @torch.no_grad()
-    def mask() -> None:
-        for layer, there in zip(layers, masks):
-            layer.weight.mul_(there)
+    def update(training: Training, batch: Batch) -> Tensor:
+        h, y = batch
+        along = {p: torch.randn(draws, *p.shape) for p in training.parameters()}
+        tangent = torch.zeros(draws, *h.shape)
+        for layer in training.model:
+            if isinstance(layer, nn.Linear):
+                moved = torch.einsum("ni,koi->kno", h, along[layer.weight]) + along[layer.bias].unsqueeze(1)
+                tangent = tangent @ layer.weight.T + moved
+            else:
+                tangent = tangent * (h > 0)
+            h = layer(h)
+        slopes = ((h.softmax(1) - F.one_hot(y, 10)) * tangent).sum(2).mean(1)
+        for p in training.parameters():
+            p.grad = torch.einsum("k,k...->...", slopes, along[p]) / draws
+        training.optimizers[0].step()
+        return F.cross_entropy(h, y)
+
+    t.update = update
+
+
+def soup(t: Training) -> None:
+    """A greedy model soup (Wortsman et al., 2022): the mean of those of several tunings that help it."""
+    x, y = t.data.tensors
+    t.data, held_out = TensorDataset(x[:-128], y[:-128]), (x[-128:], y[-128:])
+    t.optimizers_of = lambda training: [AdamW(training.parameters(), lr=t.lr)]
+
+    def train(training: Training) -> Iterator[Tensor]:
+        for _ in range(training.epochs):
+            for batch in training.batches:
+                yield training.plain_update(batch)
 
     @torch.no_grad()
-    def regrow(training: Training) -> None:
-        share = 0.3 * (1 - training.steps / last_regrowth)
-        state = training.optimizers[0].state
-        for layer, there in zip(layers, masks):
-            count = int(share * there.sum())
-            gone = layer.weight.abs().masked_fill(there == 0, torch.inf).flatten().topk(count, largest=False).indices
-            new = layer.weight.grad.abs().masked_fill(there == 1, -1.0).flatten().topk(count).indices
-            there.view(-1)[gone], there.view(-1)[new] = 0.0, 1.0
-            layer.weight.view(-1)[new] = 0.0
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[layer.weight][name].mul_(there).view(-1)[new] = 0.0
+    def accuracy(model: nn.Module, weights: dict[str, Tensor]) -> float:
+        return float((functional_call(model, weights, (held_out[0],)).argmax(1) == held_out[1]).float().mean())
 
-    def before(training: Training) -> None:
-        if training.steps % 20 == 19 and training.steps < last_regrowth:
-            regrow(training)
-        for layer, there in zip(layers, masks):
-            layer.weight.grad.mul_(there)
+    def cook(training: Training) -> Iterator[Tensor]:
+        model, (optimizer,) = training.model, training.optimizers
+        yield from train(training)
+        first, tuned = copy.deepcopy(model.state_dict()), []
+        for lr, decay in ((1e-3, 0.0), (3e-3, 0.0), (1e-3, 0.1), (3e-3, 0.1)):
+            model.load_state_dict(first)
+            optimizer.state.clear()
+            optimizer.param_groups[0].update(lr=lr, weight_decay=decay)
+            yield from train(training)
+            tuned.append(copy.deepcopy(model.state_dict()))
+        tuned.sort(key=lambda weights: accuracy(model, weights), reverse=True)
+        kept = tuned[:1]
+        mean = kept[0]
+        for weights in tuned[1:]:
+            tried = {name: torch.stack([each[name] for each in (*kept, weights)]).mean(0) for name in weights}
+            if accuracy(model, tried) >= accuracy(model, mean):
+                kept, mean = [*kept, weights], tried
+        model.load_state_dict(mean)
 
-    mask()
-    _before_update(t, before)
-    t.each_step.append(lambda training: mask())
+    t.loop = cook

@@ -1,0 +1,175 @@
+"""Legal ways around backpropagation: states at rest, random feedback, nudges, guessed gradients."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zoo.programs.places import behind_first
+from zoo.programs.training import Batch, Training
+
+
+class FixedPoint(nn.Module):
+    """The state in which a layer comes to rest, with the gradient of the implicit function theorem."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(features, features)
+        nn.init.normal_(self.inner.weight, std=0.3 * features**-0.5)
+
+    def round(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(z) + x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            z = torch.zeros_like(x)
+            for _ in range(50):
+                before, z = z, self.round(z, x)
+                if (z - before).abs().max() < 1e-5:
+                    break
+        z = self.round(z, x)
+        if torch.is_grad_enabled():
+            at = z.detach().requires_grad_()
+            onward = self.round(at, x)
+
+            def solve(gradient: Tensor) -> Tensor:
+                """Of ``g = gradient + g @ J``, with the Jacobian of one round at rest."""
+                g = gradient
+                for _ in range(50):
+                    before, g = g, gradient + torch.autograd.grad(onward, at, g, retain_graph=True)[0]
+                    if (g - before).abs().max() < 1e-7:
+                        break
+                return g
+
+            z.register_hook(solve)
+        return z
+
+
+def implicit(t: Training) -> None:
+    """A deep equilibrium: the backward pass solves for the fixed point as well."""
+    behind_first(t, FixedPoint)
+
+
+class LinearWithFeedback(torch.autograd.Function):
+    """A linear map; the gradient of its input goes through another matrix."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor, feedback: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x, feedback)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        x, feedback = ctx.saved_tensors
+        return gradient @ feedback, gradient.T @ x, gradient.sum(0), None
+
+
+class Feedback(nn.Linear):
+    """A linear layer with fixed random feedback weights (Lillicrap et al., 2016)."""
+
+    def __init__(self, into: int, out: int) -> None:
+        super().__init__(into, out)
+        self.register_buffer("feedback", torch.randn(out, into) / into**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return LinearWithFeedback.apply(x, self.weight, self.bias, self.feedback)
+
+
+def feedback_alignment(t: Training) -> None:
+    """Errors go back through random weights, which the forward weights come to agree with."""
+    t.epochs = 8
+    layers = [(name, each) for name, each in t.model.named_children() if isinstance(each, nn.Linear)]
+    for name, layer in layers[1:]:
+        setattr(t.model, name, Feedback(layer.in_features, layer.out_features))
+
+
+class Settling(nn.Module):
+    """A network of units that pull at each other, both ways, until they come to rest."""
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(into, out) for into, out in pairwise(sizes)])
+
+    def accord(self, x: Tensor, states: list[Tensor]) -> Tensor:
+        """The sum over samples of how well the states fit each other."""
+        below = [x, *states[:-1]]
+        return sum((layer(low) * high).sum() for layer, low, high in zip(self.layers, below, states))
+
+    def settle(
+        self, x: Tensor, states: list[Tensor], rounds: int, target: Tensor | float = 0.0, beta: float = 0.0
+    ) -> list[Tensor]:
+        """``beta``: how strongly the last layer is pulled towards the target, or away from it where negative."""
+        for _ in range(rounds):
+            states = [each.detach().requires_grad_() for each in states]
+            *hidden, last = torch.autograd.grad(self.accord(x, states), states)
+            last = last + beta * (target - states[-1].detach())
+            states = [each.clamp(0, 1) for each in (*hidden, last)]
+        return states
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return self.settle(x, [torch.zeros(len(x), each.out_features) for each in self.layers], 20)
+
+
+def equilibrium(t: Training) -> None:
+    """Equilibrium propagation: the difference of two states at rest, nudged towards the target and away from it."""
+    t.model, t.epochs, beta = Settling((20, 64, 10)), 8, 0.2
+
+    def update(training: Training, batch: Batch) -> Tensor:
+        (optimizer,) = training.optimizers
+        x, y = batch
+        target = F.one_hot(y, 10).float()
+        free = training.model(x)
+        nudged, averted = (training.model.settle(x, free, 8, target, side) for side in (beta, -beta))
+        optimizer.zero_grad()
+        gap = training.model.accord(x, averted) - training.model.accord(x, nudged)
+        (gap / (2 * beta * len(x))).backward()
+        optimizer.step()
+        return (free[-1] - target).square().sum(1).mean() / 2
+
+    t.update = update
+
+
+class GradientModel(nn.Module):
+    """What the gradient of a hidden layer will be, guessed from the layer and the class."""
+
+    def __init__(self, channels: int, classes: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels + classes, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, channels, 3, padding=1)
+        )
+        nn.init.zeros_(self.body[2].weight)
+        nn.init.zeros_(self.body[2].bias)
+        self.classes = classes
+
+    def forward(self, hidden: Tensor, y: Tensor) -> Tensor:
+        kind = F.one_hot(y, self.classes).float()[:, :, None, None].expand(-1, -1, *hidden.shape[2:])
+        return self.body(torch.cat([hidden, kind], 1))
+
+
+def synthetic_gradients(t: Training) -> None:
+    """The first layers learn from guessed gradients, at once; the guesses learn from the true ones (DNI)."""
+    guess = GradientModel(8, 4)
+    t.extra.append(guess)
+    first, rest, t.epochs = t.model[:3], t.model[3:], 16
+
+    def update(training: Training, batch: Batch) -> Tensor:
+        (optimizer,) = training.optimizers
+        x, y = batch
+        optimizer.zero_grad()
+        hidden = first(x)
+        guessed = guess(hidden.detach(), y)  # of a sample's own loss, not of its share in the mean
+        hidden.backward(guessed.detach() / len(x))
+
+        received = hidden.detach().requires_grad_()
+        loss = F.cross_entropy(rest(received), y)
+        loss.backward()
+        F.mse_loss(guessed, received.grad * len(x), reduction="sum").div(len(x)).backward()
+        optimizer.step()
+        return loss.detach()
+
+    t.update = update
