@@ -16,16 +16,13 @@ class FetchedBatches:
     """Finds the batch that a call reads by the memory of its tensors. ``waited_s`` is the time spent on fetching."""
 
     def __init__(self) -> None:
-        self._batches: deque[tuple[Ids, set[int]]] = deque(maxlen=REMEMBERED)
+        self.batches: deque[tuple[Ids, set[int]]] = deque(maxlen=REMEMBERED)
         self.waited_s = 0.0
 
     def add(self, ids: object, batch: object, wait_s: float) -> None:
         """A loader has returned ``batch``, made of the samples ``ids``, after ``wait_s`` seconds."""
         self.waited_s += wait_s
-        self._batches.append((_as_ids(ids), _addresses(batch)))
-
-    def __bool__(self) -> bool:
-        return bool(self._batches)
+        self.batches.append((_as_ids(ids), _addresses(batch)))
 
     def take(self, arguments: object) -> Ids:
         """The ids of the batch that shares memory with ``arguments``; of the newest one where none does.
@@ -33,8 +30,8 @@ class FetchedBatches:
         That batch and all older ones are dropped: many trainers fetch the next batch before they use this one.
         """
         addresses = _addresses(arguments)
-        found = next((each for each in self._batches if not addresses.isdisjoint(each[1])), self._batches[-1])
-        while self._batches.popleft() is not found:
+        found = next((each for each in self.batches if not addresses.isdisjoint(each[1])), self.batches[-1])
+        while self.batches.popleft() is not found:
             pass
         return found[0]
 

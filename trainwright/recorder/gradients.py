@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +19,15 @@ from trainwright.recorder.ranks import COMMUNICATES, has_others, num_collectives
 from trainwright.recorder.tape import Tape
 from trainwright.recorder.user_types import Kwargs, TorchFunction
 
+Versions: TypeAlias = tuple[list[int], list[int]]
+_GRAD = operator.attrgetter("grad")
+
 
 class ScaledLosses:
     """The losses of a step that were multiplied by a loss scale."""
 
     def __init__(self) -> None:
-        self._by_id: dict[int, tuple[Tensor, Tensor, float | Tensor]] = {}
+        self.by_id: dict[int, tuple[Tensor, Tensor, float | Tensor]] = {}
 
     def add(self, scaler: object, loss: object, scaled: object) -> None:
         """``scaled`` is ``loss`` times the scale of ``scaler``, a GradScaler or our own."""
@@ -30,15 +35,12 @@ class ScaledLosses:
             scale = getattr(scaler, "_scale" if isinstance(scaler, GradScaler) else "scale")
             on_gpu = isinstance(scale, Tensor) and scale.device.type != "cpu"
             scale_at = scale.detach().clone() if on_gpu else float(scale)  # a GPU is not waited for
-            self._by_id[id(scaled)] = (scaled, loss.detach(), scale_at)
+            self.by_id[id(scaled)] = (scaled, loss.detach(), scale_at)
 
     def unscaled(self, loss: Tensor) -> tuple[Tensor, float | Tensor]:
         """The loss without its scale, and the scale; 1.0 for a loss that was not scaled."""
-        _, value, scale = self._by_id.get(id(loss)) or (loss, loss.detach(), 1.0)
+        _, value, scale = self.by_id.get(id(loss)) or (loss, loss.detach(), 1.0)
         return value, scale
-
-    def clear(self) -> None:
-        self._by_id.clear()
 
 
 class GradientRecorder(Listener):
@@ -58,7 +60,7 @@ class GradientRecorder(Listener):
         self._is_careful = False
         self.misses_calls = False  # a loss depends on our parameters, and no call of a root was recorded
         self._scaled_losses = ScaledLosses()
-        self._versions: list[tuple[int, int] | None] | None = None
+        self._versions: Versions | None = None
         self._is_foreign = self._retains = False
         self._edits = False  # the loop changes gradients by hand
         self._is_clipped = self._was_clipped = False  # the gradients of this step, of the last one
@@ -99,7 +101,7 @@ class GradientRecorder(Listener):
         self.tape.operations = []
         from_behind = options.get("grad_tensors")
         gradients = [None] * len(losses) if from_behind is None else _as_list(from_behind)
-        carried = not self._has_backward() and _have_gradients(self.parameters)
+        carried = not self._has_backward() and have_gradients(self.parameters)
         for loss, gradient in zip(losses, gradients):
             self._note_backward(loss, gradient, options)
         if carried:
@@ -152,7 +154,7 @@ class GradientRecorder(Listener):
             self._versions = None  # they will be those that the clip leaves: to read them takes 1 % of a small step
         else:
             self.on_gradients_changed()
-        self._scaled_losses.clear()
+        self._scaled_losses.by_id.clear()
         if self._has_others and num_collectives() != self._num_collectives:
             self.current.blind = COMMUNICATES
         if self.tape.grafted:
@@ -194,11 +196,15 @@ class GradientRecorder(Listener):
         self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None, function: TorchFunction | None = None
     ) -> None:
         self._versions, self._is_clipped = None, True
-        if (clipped := list(map(id, parameters))) != self._clipped:  # else they are those of the last clip
-            self._clipped, self._clipped_numbers = clipped, self._numbers_of(parameters)
-        self.current.program.append(ClipGradients(by, at, self._clipped_numbers, function))
+        self.current.program.append(ClipGradients(by, at, self._clipped_by(parameters), function))
         found = None if norm is None else float(norm.detach()) if norm.is_cpu else norm.detach()
         self._happened("clip", {"by": by, "at": at, "norm": found, "parameters": len(parameters)})
+
+    def _clipped_by(self, parameters: list[Tensor]) -> list[int]:
+        """The numbers of what is clipped."""
+        if (clipped := list(map(id, parameters))) != self._clipped:  # else they are those of the last clip
+            self._clipped, self._clipped_numbers = clipped, self._numbers_of(parameters)
+        return self._clipped_numbers
 
     def _norm_left_by_clip(self) -> float | None:
         """The norm of the gradients after a clip that nothing has followed; None where the host does not know it."""
@@ -228,12 +234,13 @@ def parameters_of(roots: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -
     return list({id(p): p for p in owned}.values())
 
 
-def _versions(parameters: Sequence[Tensor]) -> list[tuple[int, int] | None]:
+def _versions(parameters: Sequence[Tensor]) -> Versions:
     """Identity and version of each gradient: they change when it is replaced or written to."""
-    return [None if (grad := p.grad) is None else (id(grad), grad._version) for p in parameters]
+    grads = list(map(_GRAD, parameters))
+    return list(map(id, grads)), [-1 if grad is None else grad._version for grad in grads]
 
 
-def _have_gradients(parameters: Sequence[Tensor]) -> bool:
+def have_gradients(parameters: Sequence[Tensor]) -> bool:
     for parameter in parameters:  # noqa: SIM110  it is asked in every step, and any() takes twice the time
         if parameter.grad is not None:
             return True

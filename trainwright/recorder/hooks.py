@@ -143,6 +143,9 @@ def _forget_in_forks() -> None:
 
 
 def _on_step(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+    if len(args) == 1 and not kwargs:  # nearly always, and it is asked in every step
+        tell("on_step", optimizer, ())
+        return None
     values = (*args[1:], *kwargs.values())
     closure = next(filter(callable, values), None)
     if closure is None or not has_listeners():

@@ -24,7 +24,7 @@ class Slot:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen: it would take three times as long to make, in every step
 class Constant:
     """A tensor from outside of the program: an input, a target, a mask; with its version when it was recorded."""
 
@@ -163,6 +163,15 @@ class RecordedStep:
     @property
     def calls(self) -> list[Call]:
         return [each for each in self.program if isinstance(each, Call)]
+
+    @property
+    def updates(self) -> list[OptimizerStep]:
+        return [each for each in self.program if isinstance(each, OptimizerStep)]
+
+    @property
+    def kinds(self) -> list[str]:
+        """Of the events, in their order."""
+        return [kind for kind, _ in self.events]
 
 
 def alive(program: list[Instruction]) -> list[Instruction]:

@@ -21,7 +21,7 @@ from trainwright.recorder.ranks import num_collectives
 from trainwright.recorder.tape import autocast_now
 from trainwright.recorder.user_types import Args, Kwargs
 
-_LONGEST = 4096
+LONGEST = 4096
 """Calls, operations, events, ... that one step may have."""
 
 
@@ -55,6 +55,7 @@ class LoopRecorder(GradientRecorder):
         self._state, self._kind = CallState(modules, self.parameters, self.device), self.device.type
         self._fetched = FetchedBatches()
         self._call: Call | None = None
+        self._begin_step(first_step)
         self._stepped: set[int] = set()
         self._last_lines: list[list[str]] | None = None
         self._ended_s = time.perf_counter()
@@ -77,9 +78,9 @@ class LoopRecorder(GradientRecorder):
         if self.tape.pushed:  # what the model does is not the loop's doing, and the mode would be compiled in
             self.tape.stop()
         step, state = self.current, self._state
-        if len(step.events) > _LONGEST or len(step.program) > _LONGEST or self.tape.num_bytes > self.budget_bytes:
+        if len(step.events) > LONGEST or len(step.program) > LONGEST or self.tape.num_bytes > self.budget_bytes:
             self._shorten()
-        if self._fetched:
+        if self._fetched.batches:
             step.ids.append(self._fetched.take((args, kwargs)))
         if self._has_others and not step.calls:
             self._num_collectives = num_collectives()
@@ -95,9 +96,9 @@ class LoopRecorder(GradientRecorder):
     def _shorten(self) -> None:
         """A loop that calls the model again and again and never makes an update would fill the memory."""
         step = self.current
-        if len(step.events) > _LONGEST:
-            del step.events[: _LONGEST // 2]
-        if len(step.program) > _LONGEST or self.tape.num_bytes > self.budget_bytes:
+        if len(step.events) > LONGEST:
+            del step.events[: LONGEST // 2]
+        if len(step.program) > LONGEST or self.tape.num_bytes > self.budget_bytes:
             step.program.clear()
             step.losses.clear()
             step.ids.clear()
@@ -125,7 +126,7 @@ class LoopRecorder(GradientRecorder):
         if self._edits:  # seen once: from then on in every step
             self.current.values["edited"] = True
         norm = self._norm_left_by_clip()
-        groups = [_hyperparameters(group) for group in optimizer.param_groups]
+        groups = [hyperparameters(group) for group in optimizer.param_groups]
         step = OptimizerStep(index, groups, getattr(optimizer, "grad_scale", None))
         self.current.lr = float(groups[0].get("lr", 0.0)) if index == 0 else self.current.lr
         self._happened("step", {"optimizer": index, "autocast": torch.is_autocast_enabled(self._kind)})
@@ -143,9 +144,10 @@ class LoopRecorder(GradientRecorder):
     def on_stepped(self, optimizer: Optimizer) -> None:
         if optimizer in self.optimizers:
             self._after_update(self.current, optimizer)
-            last = self.current.program[-1] if self.current.program else None
-            if self._is_careful and isinstance(last, OptimizerStep):
-                last.left = sums_of(self.parameters)
+            if self._is_careful and self.current.program:
+                last = self.current.program[-1]
+                if isinstance(last, OptimizerStep):
+                    last.left = sums_of(self.parameters)
             self._one_stepped(optimizer)
 
     def on_scaler_step(self, scaler: GradScaler, optimizer: Optimizer, stepped: bool) -> None:
@@ -169,6 +171,9 @@ class LoopRecorder(GradientRecorder):
 
     # the end of a step
 
+    def _begin_step(self, number: int) -> None:
+        self.current = RecordedStep(number)
+
     def close(self) -> None:
         """The step is over; what comes now belongs to the next."""
         done, now_s = self.current, time.perf_counter()
@@ -179,7 +184,7 @@ class LoopRecorder(GradientRecorder):
             done.values["lines"] = [*done.values.get("lines", ()), *called]
         self.tape.forget()
         self._stepped.clear()
-        self._scaled_losses.clear()
+        self._scaled_losses.by_id.clear()
         self.depth, self._call, self._versions = 0, None, None
         self._was_clipped, self._is_clipped = self._is_clipped, False
         done.ended_s = time.time()
@@ -189,7 +194,7 @@ class LoopRecorder(GradientRecorder):
             if lines == self._last_lines:  # a repetition is not written
                 del done.values["lines"]
             self._last_lines = lines
-        self.current = RecordedStep(done.step + 1)
+        self._begin_step(done.step + 1)
         self._closed(done)
         self._ended_s, self._fetched.waited_s = time.perf_counter(), 0.0
 
@@ -198,9 +203,9 @@ class LoopRecorder(GradientRecorder):
         self.tape.stop()
         self.tape.forget()
         self.tape.num_bytes, self.tape.failed = 0, None
-        self._scaled_losses.clear()
+        self._scaled_losses.by_id.clear()
         self.depth, self._call = 0, None
-        self.current = RecordedStep(self.current.step)
+        self._begin_step(self.current.step)
 
     def on_forked(self) -> None:
         self.tape.stop()
@@ -212,7 +217,7 @@ class LoopRecorder(GradientRecorder):
         self.tape.forget()
 
 
-def _hyperparameters(group: Kwargs) -> Kwargs:
+def hyperparameters(group: Kwargs) -> Kwargs:
     """A copy: the learning rate may be a tensor that its scheduler writes to."""
     copy = {**group, "params": None}
     if isinstance(copy.get("lr"), Tensor):

@@ -66,7 +66,7 @@ class Veto:
             self._hide(optimizer)
             step.values["vetoed"] = "skip list"
             return
-        is_skipped = bool(step.events) and step.events[-1][0] == "scaler_skipped"  # no update will come
+        is_skipped = left_by_clip is None and step.kinds[-1:] == ["scaler_skipped"]  # no update will come
         if self.how == "observe" or self._is_partial or is_skipped or getattr(optimizer, "found_inf", None) is not None:
             return
         if self.device_type != "cpu" and isinstance(norm, Tensor) and self._takes_it_on_device(norm, optimizer):

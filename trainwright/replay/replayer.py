@@ -342,7 +342,7 @@ class _HandledOps(TorchFunctionMode):
 
 def batch_size(recorded: RecordedStep) -> int | None:
     """The first dimension of the first input tensor of a model."""
-    for call in (each for each in recorded.program if isinstance(each, Call)):
+    for call in recorded.calls:
         for constant in constants_of((call.args, call.kwargs)):
             if constant.tensor.dim():
                 return int(constant.tensor.shape[0])

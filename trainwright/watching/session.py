@@ -24,12 +24,12 @@ from trainwright.recorder.closing import StepClosing
 from trainwright.recorder.gradients import parameters_of
 from trainwright.recorder.hooks import listening, listening_to_calls
 from trainwright.recorder.listener import call_each, methods_of
+from trainwright.recorder.noting import NotedStep, NotingRecorder
 from trainwright.recorder.numbers import Numbers, begin_reading, lateness
 from trainwright.recorder.probes import LoopObjects, Probe, WatchSite, begin_all, end_all, make_probes
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.program_changes import ProgramChanges
 from trainwright.recorder.ranks import what_is_shared
-from trainwright.recorder.recording import LoopRecorder
 from trainwright.recorder.resting import Resting
 from trainwright.recorder.ring import KEEP, LEAST_BYTES, Ring
 from trainwright.recorder.veto import OnNonfinite, Veto
@@ -51,6 +51,10 @@ _URGENT = operator.attrgetter("urgent")
 
 def _are_urgent(probes: Sequence[Probe]) -> bool:
     return any(map(_URGENT, probes))
+
+
+def _begin_reading(step: RecordedStep) -> Callable[[], Numbers]:
+    return step.numbers if isinstance(step, NotedStep) and step.is_noted else begin_reading(step)
 
 
 def _why_not_kept(ring: Ring, objects: LiveObjects, step: int) -> str | None:
@@ -111,7 +115,7 @@ class WatchSession:
         self._open = ExitStack()
         parameters = parameters_of(roots, optimizers)
         self._veto = veto = Veto(roots, parameters, options.on_nonfinite, options.on_spike, options.skip)
-        self.recording = LoopRecorder(
+        self.recording = NotingRecorder(
             roots, optimizers, self._closed, before_update=veto.before_update, after_update=veto.after_update
         )
         self.recording.budget_bytes = options.budget_bytes
@@ -133,6 +137,7 @@ class WatchSession:
             Resting([self.recording, *self._probes], lambda: self.recording.current.events),
         )
         self._closing = StepClosing(self._probes, self._resting.wake)
+        self._at_once = [probe for probe in self._probes if not probe.closes_late]
         self._group = [self.recording, self._closing, *self._probes]
         self._methods_on_read = methods_of(self._probes, "on_read", Probe)
         self._blind = what_is_shared(roots, parameters) or self._objects.is_closed  # why no step can be run again
@@ -196,7 +201,7 @@ class WatchSession:
         step.blind = self._blind or step.blind
         self._closing.close(step)
         self.ring.add_later(step)
-        self._unread.append((step, begin_reading(step)))
+        self._unread.append((step, _begin_reading(step)))
         if self._resting.is_calm and step.step % AT_ONCE and self._may_wait(step):
             self._veto.begin()  # all else that is due between two steps is due after the last of so many
             if step.step % AT_ONCE == 1:  # it was heard whole
@@ -221,8 +226,10 @@ class WatchSession:
     def _may_wait(self, step: RecordedStep) -> bool:
         in_time = not self._late and self._looks.may_wait(step.step, step.values["step_s"])
         is_small = step.num_bytes * MANY <= self._options.budget_bytes
-        is_calm = in_time and is_small and not _are_urgent(self._probes) and step.values.keys() <= ORDINARY
-        return is_calm and self._unread[-1][1]().are_finite
+        if not (in_time and is_small) or _are_urgent(self._at_once) or not step.values.keys() <= ORDINARY:
+            return False
+        newest, read = self._unread[-1]
+        return newest.are_finite if isinstance(newest, NotedStep) and newest.is_noted else read().are_finite
 
     def _judge(self, step: RecordedStep, read: Callable[[], Numbers]) -> bool:
         """Returns whether the step is bad; looks at it closely where that is due or there is reason to."""

@@ -81,7 +81,7 @@ class NonFinite(Probe):
         return facts
 
     def _has_loose_forward(self, step: RecordedStep) -> bool:
-        if not self._statistics:
+        if not self._statistics or step.kinds.count("forward") <= step.kinds.count("backward"):
             return False
         trained = sum([kind == "forward" and value[1] for kind, value in step.events])
         return bool(trained > sum([kind == "backward" for kind, _ in step.events]))

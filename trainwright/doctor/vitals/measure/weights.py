@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainwright.doctor.vitals.facts import MOST_NAMES, Drift, VitalsFacts
 from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
-from trainwright.recorder.program import OptimizerStep, RecordedStep
+from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ranks import own_part
 from trainwright.runlog.json_values import Facts, strict
 from trainwright.state.checksums import start_checksums
@@ -60,9 +60,9 @@ class MovingWeights(Probe):
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps = step.step
-        if "vetoed" in step.values or "scaler_skipped" in [kind for kind, _ in step.events]:
+        if "vetoed" in step.values or "scaler_skipped" in step.kinds:
             return
-        rates = [_rate(group) for each in step.program if isinstance(each, OptimizerStep) for group in each.groups]
+        rates = [_rate(group) for each in step.updates for group in each.groups]
         self._note_rate(max(rates, default=0.0))
         if min(rates, default=0.0) < self._lowest:
             self._lowest, self._lowest_at = min(rates), self._steps
