@@ -202,7 +202,7 @@ class WatchSession:
         self._closing.close(step)
         self.ring.add_later(step)
         self._unread.append((step, _begin_reading(step)))
-        if self._resting.is_calm and step.step % AT_ONCE and self._may_wait(step):
+        if self._resting.is_calm and step.step % AT_ONCE and self._may_wait(step, self._at_once):
             self._veto.begin()  # all else that is due between two steps is due after the last of so many
             if step.step % AT_ONCE == 1:  # it was heard whole
                 self._resting.prepare_next(step.step)
@@ -211,7 +211,7 @@ class WatchSession:
         self._closing.tell()
         self.ring.add_those()
         at_once, bad = "vetoed" in step.values, False  # at once: the host knows, for it has waited
-        if len(self._unread) >= AT_ONCE or not self._may_wait(step):
+        if len(self._unread) >= AT_ONCE or not self._may_wait(step, self._probes):
             while len(self._unread) > (0 if at_once else self._late):
                 bad |= self._judge(*self._unread.popleft())
         if self.recording.misses_calls:
@@ -223,10 +223,11 @@ class WatchSession:
             lines = lines_of(self.findings(), None, LookedAt.of(self.findings_log.records))
             raise NonFiniteStep(f"step {step.step} is not finite", remedy="\n".join(lines))
 
-    def _may_wait(self, step: RecordedStep) -> bool:
+    def _may_wait(self, step: RecordedStep, heard: Sequence[Probe]) -> bool:
+        """``heard`` are the probes that have heard of it."""
         in_time = not self._late and self._looks.may_wait(step.step, step.values["step_s"])
         is_small = step.num_bytes * MANY <= self._options.budget_bytes
-        if not (in_time and is_small) or _are_urgent(self._at_once) or not step.values.keys() <= ORDINARY:
+        if not (in_time and is_small) or _are_urgent(heard) or not step.values.keys() <= ORDINARY:
             return False
         newest, read = self._unread[-1]
         return newest.are_finite if isinstance(newest, NotedStep) and newest.is_noted else read().are_finite
