@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -239,3 +240,24 @@ def test_no_batch_is_held_that_the_budget_has_no_room_for() -> None:
         ring.add_with_inputs(RecordedStep(step), recorder.newest)
     with pytest.raises(KeyError):
         ring.inputs_of(1)
+
+
+def test_the_record_of_a_step_is_made_once_when_it_is_asked_for() -> None:
+    ring = InputRing(keep=32, budget_bytes=1e9, record=lambda snapshot, steps: None)
+    recorder, asked = InputRecorder(), list[int]()
+
+    def make(step: int) -> RecordedStep:
+        asked.append(step)
+        return RecordedStep(step)
+
+    state = tw.TrainState(model := nn.Linear(6, 3), torch.optim.SGD(model.parameters(), 0.1))
+    for state.step in range(60):
+        recorder.step_begins(state, batch(state.step + 1, micro=4), TorchGenerators.read(torch.device("cpu")))
+        assert recorder.newest is not None
+        ring.add_inputs(recorder.newest, partial(make, state.step + 1))
+    assert not asked and not ring.holds(1) and ring.holds(60)
+    newest = ring.made(60)
+    assert newest.num_bytes == recorder.newest.num_bytes and ring.steps[-1] is newest
+    assert sorted(asked) == [each.step for each in ring.steps]
+    ring.clear()
+    assert not ring.steps and not ring.holds(60)

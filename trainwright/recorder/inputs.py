@@ -44,6 +44,10 @@ class StepInputs:
     left_out: str = ""
 
     @property
+    def num_bytes(self) -> int:
+        return sum([tensor.nbytes for tensor in self.tensors])
+
+    @property
     def is_unchanged(self) -> bool:
         """Whether the batch was not written to since."""
         return [tensor._version for tensor in self.tensors] == self.versions
@@ -52,10 +56,6 @@ class StepInputs:
     def ids(self) -> list[Ids]:
         """Sample ids of each micro-batch."""
         return [tuple(micro.ids.tolist()) for micro in self.batch.micro]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum([tensor.nbytes for tensor in self.tensors])
 
 
 class InputRecorder:
@@ -90,6 +90,7 @@ class InputRecorder:
     def gradients_are_clipped(self, clip: ClipFn, parameters: Sequence[Tensor], total_norm: Tensor) -> None: ...
 
 
+MakeFn = Callable[[], RecordedStep]
 RecordFn = Callable[[Snapshot, Sequence[tuple[RecordedStep, StepInputs]]], Snapshot]
 """Runs steps again from a state and their inputs, and writes a program into each RecordedStep that has none.
 
@@ -98,38 +99,66 @@ Returns the state before the last of them.
 
 
 class InputRing(Ring):
-    """A flight recorder of the inputs of steps: ``record`` makes the programs when they are needed."""
+    """A flight recorder of the inputs of steps: ``record`` makes the programs when they are needed.
+
+    It holds inputs; of most steps nobody asks for the RecordedStep, which is made when somebody does.
+    """
 
     def __init__(self, *, keep: int, budget_bytes: float, record: RecordFn) -> None:
         super().__init__(keep=keep, budget_bytes=budget_bytes)
         self._inputs: dict[int, StepInputs] = {}
+        self._makes: dict[int, MakeFn] = {}
+        self._made: dict[int, RecordedStep] = {}
         self._record = record
+
+    @property
+    def steps(self) -> Sequence[RecordedStep]:
+        return [self.made(number) for number in self._inputs]
+
+    def made(self, step: int) -> RecordedStep:
+        """The record of a step that is held. Raises KeyError for another one."""
+        if step not in self._made:
+            made = self._made[step] = self._makes.pop(step)()
+            made.num_bytes = self._inputs[step].num_bytes
+        return self._made[step]
+
+    def holds(self, step: int) -> bool:
+        return step in self._inputs
 
     def let_go(self) -> bool:
         """Drops all steps and snapshots, and keeps half as much from now on. Returns whether it held any."""
-        held = bool(self.snapshots or self.steps)
+        held = bool(self.snapshots or self._inputs)
         for step in self.steps:  # some may not be in the log yet
             self.name_samples(step)
         self.clear()
-        self._inputs.clear()
         self.budget_bytes /= 2
         return held
 
+    def clear(self) -> None:
+        super().clear()
+        for each in (self._inputs, self._makes, self._made):
+            each.clear()
+
     def add_with_inputs(self, step: RecordedStep, inputs: StepInputs) -> None:
         """``step`` has the numbers and the sample ids of the step, and no program yet."""
-        step.num_bytes = inputs.num_bytes
+        self.add_inputs(inputs, lambda: step)
+
+    def add_inputs(self, inputs: StepInputs, make: MakeFn) -> None:
+        """As ``add_with_inputs``; ``make`` gives the record of the step."""
         if inputs.tensors and is_of_worker(inputs.tensors[0]):  # then all are: one worker made them
             copies = PrivateCopies()
             for tensor in filter(is_of_worker, inputs.tensors):
                 tensor.data = copies.of(tensor)
-        self._inputs[step.step] = inputs
-        self.add(step)
+        self._inputs[inputs.step], self._makes[inputs.step] = inputs, make
+        self.add(inputs)
 
     def _shrink(self) -> None:
         super()._shrink()
-        oldest = self.steps[0].step if self.steps else math.inf
+        oldest = self._held[0].step if self._held else math.inf
         while self._inputs and (number := next(iter(self._inputs))) < oldest:  # they lie in the order of steps
             del self._inputs[number]
+            self._makes.pop(number, None)
+            self._made.pop(number, None)
 
     def inputs_of(self, step: int) -> StepInputs:
         """The inputs of a step that is held."""

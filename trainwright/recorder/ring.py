@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -32,6 +33,15 @@ SPARE = 16
 """Steps that may be held beyond those that are kept: to look for what can go costs more than to hold it."""
 
 
+class HeldStep(Protocol):
+    """What a ring holds of a step: the number of it, and how many bytes."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+
+
 class Ring:
     """The last ``keep`` steps, and those between them and the snapshot that they are run again from.
 
@@ -41,16 +51,21 @@ class Ring:
     def __init__(self, *, keep: int, budget_bytes: float) -> None:
         self.keep, self.budget_bytes = keep, budget_bytes
         self.refused_bytes = 0  # of a snapshot that was too large
-        self.steps: deque[RecordedStep] = deque()
+        self._held: deque[HeldStep] = deque()
         self.snapshots: deque[Snapshot] = deque()
         self._step_bytes = self._snapshot_bytes = 0
         self._most = keep + SPARE  # steps, before it is looked for what can go
         self._later: list[RecordedStep] = []
 
-    def add(self, step: RecordedStep) -> None:
-        self.steps.append(step)
+    @property
+    def steps(self) -> Sequence[RecordedStep]:
+        """The steps that are held, oldest first."""
+        return self._held  # type: ignore[return-value]  # here they are such
+
+    def add(self, step: HeldStep) -> None:
+        self._held.append(step)
         self._step_bytes += step.num_bytes
-        if len(self.steps) > self._most or self.num_bytes > self.budget_bytes:
+        if len(self._held) > self._most or self.num_bytes > self.budget_bytes:
             self._shrink()
 
     def add_later(self, step: RecordedStep) -> None:
@@ -81,7 +96,7 @@ class Ring:
             self.add_snapshot(objects.snapshot(step))
 
     def clear(self) -> None:
-        self.steps.clear()
+        self._held.clear()
         self.snapshots.clear()
         self._step_bytes = self._snapshot_bytes = 0
 
@@ -93,15 +108,15 @@ class Ring:
         while len(self.snapshots) > 1 and (self._is_spare() or self.num_bytes > self.budget_bytes):
             self.snapshots.popleft()
         first = self.snapshots[0].step if self.snapshots else math.inf
-        while self.steps and (
-            (self.steps[0].step < first and len(self.steps) > self.keep) or self.num_bytes > self.budget_bytes
+        while self._held and (
+            (self._held[0].step < first and len(self._held) > self.keep) or self.num_bytes > self.budget_bytes
         ):
-            self._step_bytes -= self.steps.popleft().num_bytes
-        self._most = max(self.keep, len(self.steps)) + SPARE
+            self._step_bytes -= self._held.popleft().num_bytes
+        self._most = max(self.keep, len(self._held)) + SPARE
 
     def _is_spare(self) -> bool:
         """Whether the last ``keep`` steps can all be run again from the second snapshot."""
-        first = self.steps[-self.keep].step if len(self.steps) >= self.keep else -math.inf
+        first = self._held[-self.keep].step if len(self._held) >= self.keep else -math.inf
         return self.snapshots[1].step <= first
 
     def before(self, step: int) -> Snapshot | None:

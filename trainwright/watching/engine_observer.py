@@ -8,8 +8,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.spikes import SpikeDecision
@@ -33,29 +33,13 @@ from trainwright.runlog.writer import LogWriter
 from trainwright.state.train_state import TrainState
 from trainwright.watching.experiments import ExperimentRunner
 from trainwright.watching.families import probes_of_families
-from trainwright.watching.findings import FindingsLog, failures_of, limits_of
+from trainwright.watching.findings import FindingsLog, PlainStep, failures_of, limits_of
 from trainwright.watching.incidents import Incidents
 from trainwright.watching.look_schedule import AT_ONCE, SHORT_S, LookSchedule, SnapshotSchedule
+from trainwright.watching.unjudged import PlainNumbers, Unjudged, note_spike
 
 NEEDS_A_LIVE_LOOP = {"loaded", "loaders"}
 """Probes of what happens outside of the steps: our engine loads weights and batches itself."""
-
-
-class _Unjudged(NamedTuple):
-    """A step that is over. ``read`` returns its loss and gradient norm, which are on their way from a GPU.
-
-    ``is_new``: its program is another than all before.
-    """
-
-    result: StepResult
-    inputs: StepInputs
-    ended_s: float
-    read: Callable[[], list[float]] | None = None
-    is_new: bool = False
-
-    def numbers(self) -> Numbers:
-        loss, norm = self.read() if self.read else (float(self.result.loss), float(self.result.grad_norm))
-        return Numbers.of((loss,), loss, norm)
 
 
 class EngineSession:
@@ -97,7 +81,7 @@ class EngineSession:
         self._incidents = Incidents(bundles, self.runner, write)
         self._looks, self._snapshots = LookSchedule(self.step, planned_s, in_seconds=in_seconds), SnapshotSchedule(KEEP)
         self._late = lateness(self.device)
-        self._unjudged: deque[_Unjudged] = deque()
+        self._unjudged: deque[Unjudged] = deque()
         self._warns, self._went_back = warns_of_spikes, -1
         self._newest_replayed = 0  # the newest step whose program the probes have received
         self._blind = objects.is_closed  # why no step can be run again
@@ -110,9 +94,10 @@ class EngineSession:
         has_session, has_unjudged = self.runner.forget(), bool(self._unjudged)
         while self._unjudged:
             each = self._unjudged.popleft()
-            step = self._recorded(each)
+            step, (loss, norm) = each.recorded(self._blind), each.loss_and_norm()
             step.ids = each.inputs.ids
-            self.log.note(step, each.numbers())
+            self.log.note(step, Numbers.of((loss,), loss, norm))
+        self.log.make_plain()
         return self.ring.let_go() or has_session or has_unjudged
 
     def note(self, result: StepResult) -> None:
@@ -122,7 +107,7 @@ class EngineSession:
         self.step = result.step
         self._trained_s += result.step_s
         if result.step < self._busy_at and _is_calm(result, inputs):
-            self._unjudged.append(_Unjudged(result, inputs, time.time()))
+            self._unjudged.append(Unjudged(result, inputs, time.time()))
             return
         if result.batch is not inputs.batch or result.spike is not None:  # memory ran out, or its update was left out
             reason = "" if result.spike is None else result.spike.reason
@@ -131,7 +116,7 @@ class EngineSession:
             self._went_back = result.step  # the state after it is another
         is_new = _is_applied(result) and self._changes.is_new(result.step - self._first_step, result.lr)
         read = late([result.loss, result.grad_norm]) if self._late else None
-        self._unjudged.append(_Unjudged(result, inputs, time.time(), read, is_new))
+        self._unjudged.append(Unjudged(result, inputs, time.time(), read, is_new))
         if is_new or result.step % AT_ONCE == 0 or not self._may_wait(result):
             self._judge_all_but(self._late)
         self._prepare_next(result.step)
@@ -143,39 +128,38 @@ class EngineSession:
     def _judge_all_but(self, newest: int) -> None:
         while len(self._unjudged) > newest:
             each = self._unjudged.popleft()
-            step = self._recorded(each)
-            self.ring.add_with_inputs(step, each.inputs)
-            self._judge(step, each.numbers())
+            self.ring.add_inputs(each.inputs, partial(each.recorded, self._blind))
+            self._judge(each)
 
-    def _recorded(self, unjudged: _Unjudged) -> RecordedStep:
-        result = unjudged.result
-        step = RecordedStep(result.step, lr=result.lr, ended_s=unjudged.ended_s, blind=self._blind, is_told_late=True)
-        step.loss, step.grad_norm, step.losses = result.loss, result.grad_norm, [result.loss]
-        step.values = {"step_s": result.step_s, "wait_s": result.wait_s}
-        if result.spike is not None:
-            _note_spike(step, result.spike)
-        if unjudged.is_new:
-            step.values["changed"] = True
-        return step
-
-    def _judge(self, step: RecordedStep, numbers: Numbers) -> None:
-        loss, norm, bad = numbers.loss, numbers.norm, not numbers.are_finite
-        if self._warns and not bad and (spike := self._state.spikes.detect(step.step, norm)) is not None:
-            _note_spike(step, SpikeDecision(spike, "warn"))
-        self.log.note(step, numbers)
-        spiked, changed = "spike" in step.values, "changed" in step.values
+    def _judge(self, unjudged: Unjudged) -> None:
+        """Of nearly every step nothing but two numbers is looked at, and no record of it is made."""
+        result, (loss, norm) = unjudged.result, unjudged.loss_and_norm()
+        number, bad, changed = result.step, not (math.isfinite(loss) and math.isfinite(norm)), unjudged.is_new
+        spike = self._state.spikes.detect(number, norm) if self._warns and not bad else None
+        spiked = spike is not None or result.spike is not None
+        if bad or spiked or changed or self._blind is not None:
+            step = unjudged.held_by(self.ring, self._blind)
+            if spike is not None:
+                note_spike(step, SpikeDecision(spike, "warn"))
+            self.log.note(step, Numbers.of((loss,), loss, norm))
+        else:
+            brief = PlainNumbers(number, loss, norm, result.lr, result.step_s, result.wait_s, unjudged.ended_s)
+            self.log.note_plain(PlainStep(number, partial(brief.recorded, self.ring)))
         if changed:
             self.runner.begin_again()
-        if self._looks.wants(step.step, loss, bad=bad, spiked=spiked, changed=changed):
-            begin_s = time.thread_time()
-            allowed_s = math.inf if bad else self._looks.allowed_s(step.step, step.values["step_s"])
-            self._make_program(step, numbers)
-            allowed_s -= time.thread_time() - begin_s
-            why = "incident" if bad else "checkup"
-            self.log.look(step.step, why, limits=self._limits(), allowed_s=allowed_s)
-            self._looks.paid(time.thread_time() - begin_s, time.perf_counter())
+        if self._looks.wants(number, loss, bad=bad, spiked=spiked, changed=changed):
+            self._look(unjudged.held_by(self.ring, self._blind), Numbers.of((loss,), loss, norm))
         if bad:
-            self._incidents.keep_bundle(step.step, [found.code for found in self.log.findings()])
+            self._incidents.keep_bundle(number, [found.code for found in self.log.findings()])
+
+    def _look(self, step: RecordedStep, numbers: Numbers) -> None:
+        bad, begin_s = not numbers.are_finite, time.thread_time()
+        allowed_s = math.inf if bad else self._looks.allowed_s(step.step, step.values["step_s"])
+        self._make_program(step, numbers)
+        allowed_s -= time.thread_time() - begin_s
+        why = "incident" if bad else "checkup"
+        self.log.look(step.step, why, limits=self._limits(), allowed_s=allowed_s)
+        self._looks.paid(time.thread_time() - begin_s, time.perf_counter())
 
     def _make_program(self, step: RecordedStep, numbers: Numbers) -> None:
         """Runs the step again on the bench, where the probes hear it."""
@@ -347,14 +331,7 @@ def _is_calm(result: StepResult, inputs: StepInputs) -> bool:
 
 
 def _is_finite(result: StepResult) -> bool:
-    return math.isfinite(float(result.loss) + float(result.grad_norm))
-
-
-def _note_spike(step: RecordedStep, decision: SpikeDecision) -> None:
-    spike = decision.spike
-    step.values["spike"] = [spike.grad_norm, spike.usual, spike.initial, decision.action]
-    if decision.action == "rollback":
-        step.values["edited"] = True  # the state after it is another
+    return math.isfinite(result.loss.item() + result.grad_norm.item())
 
 
 def _tell(probe: Probe, action: Callable[[], None]) -> None:

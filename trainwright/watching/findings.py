@@ -7,6 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from trainwright.doctor.call_lines import calls_at, line_of_op
 from trainwright.doctor.case import Case
@@ -34,6 +35,13 @@ ROUNDS = 4
 """How often the doctor may ask for further experiments in one look."""
 
 
+class PlainStep(NamedTuple):
+    """A step that has nothing to tell. ``make`` makes what becomes a record."""
+
+    number: int
+    make: Callable[[], tuple[RecordedStep, Numbers]]
+
+
 class FindingsLog:
     """Notes every step, looks at one when asked to, and keeps the findings.
 
@@ -56,7 +64,7 @@ class FindingsLog:
         self._laws = laws
         self._runner, self._probes, self._write, self._point_at = runner, probes, write, point_at
         self._records, self._complete = list(known), complete
-        self._unrecorded: deque[tuple[RecordedStep, Numbers]] = deque()
+        self._unrecorded: deque[tuple[RecordedStep, Numbers] | PlainStep] = deque()
         self._found: dict[str, Found] = {}
 
     @property
@@ -74,6 +82,16 @@ class FindingsLog:
         self._unrecorded.append((step, numbers))
         if len(self._unrecorded) > UNRECORDED:
             self._record_oldest()
+
+    def note_plain(self, step: PlainStep) -> None:
+        """The same of a step that has nothing to tell; few of them are made into records."""
+        self._unrecorded.append(step)
+        if len(self._unrecorded) > UNRECORDED:
+            self._record_oldest()
+
+    def make_plain(self) -> None:
+        """Makes what is wanted of all of these now, while it can still be made."""
+        self._unrecorded = deque(map(_made, self._unrecorded))
 
     def look(
         self,
@@ -145,14 +163,19 @@ class FindingsLog:
 
     def _record_oldest(self) -> None:
         """Some steps of a calm run become records, and each that has something to tell."""
-        step, numbers = self._unrecorded.popleft()
-        every = 1 if step.step <= EVERY_STEP else 8 if step.step <= EVERY_EIGHTH else 64
-        if step.step % every == 0 or step.blind is not None or not step.values.keys() <= ORDINARY:
-            self._record(step, numbers)
+        oldest = self._unrecorded.popleft()
+        number = oldest.number if isinstance(oldest, PlainStep) else oldest[0].step
+        every = 1 if number <= EVERY_STEP else 8 if number <= EVERY_EIGHTH else 64
+        if number % every == 0:
+            self._record(*_made(oldest))
+        elif not isinstance(oldest, PlainStep):
+            step, _ = oldest
+            if step.blind is not None or not step.values.keys() <= ORDINARY:
+                self._record(*oldest)
 
     def _record_all(self) -> None:
-        for step, numbers in self._unrecorded:
-            self._record(step, numbers)
+        for each in self._unrecorded:
+            self._record(*_made(each))
         self._unrecorded.clear()
 
     def _record(self, step: RecordedStep, numbers: Numbers) -> None:
@@ -165,6 +188,10 @@ class FindingsLog:
         self._records.append(record)
         if len(self._records) > KEPT_RECORDS:
             self._records = without_half_of_the_steps(self._records)
+
+
+def _made(step: tuple[RecordedStep, Numbers] | PlainStep) -> tuple[RecordedStep, Numbers]:
+    return step.make() if isinstance(step, PlainStep) else step
 
 
 def limits_of(ring: Ring, listeners: Mapping[str, Listener]) -> Facts:
