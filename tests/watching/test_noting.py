@@ -41,6 +41,15 @@ def clipped(model: nn.Module, optimizer: Optimizer, scheduler: StepLR, step: int
     optimizer.step()
 
 
+def noisy(model: nn.Module, optimizer: Optimizer, scheduler: StepLR, step: int) -> None:
+    x, y = batch(step)
+    optimizer.zero_grad()
+    outputs = model(x)
+    noise = 0.1 * torch.randn_like(outputs)  # a constant, and no operation of the program
+    F.cross_entropy(outputs + noise, y).backward()
+    optimizer.step()
+
+
 def accumulated(model: nn.Module, optimizer: Optimizer, scheduler: StepLR, step: int) -> None:
     optimizer.zero_grad()
     for part in range(2):
@@ -78,8 +87,8 @@ def edited(model: nn.Module, optimizer: Optimizer, scheduler: StepLR, step: int)
     optimizer.step()
 
 
-LOOPS: tuple[Loop, ...] = (plain, clipped, accumulated, scheduled, retained, carried, edited)
-NOTED: tuple[Loop, ...] = (plain, clipped, accumulated, scheduled)
+LOOPS: tuple[Loop, ...] = (plain, clipped, noisy, accumulated, scheduled, retained, carried, edited)
+NOTED: tuple[Loop, ...] = (plain, clipped, noisy, accumulated, scheduled)
 
 
 def record(loop: Loop, *, rests: bool) -> list[tuple[RecordedStep, Numbers]]:

@@ -168,7 +168,7 @@ class NotingRecorder(LoopRecorder):
         if tape.operations:
             step.notes.append((_write_operations, tape.operations))
             tape.operations = []
-        positional, by_name = tape.write(args), tape.write(kwargs) if kwargs else {}
+        positional, by_name = tape.plainly(args, kwargs) or (tape.write(args), tape.write(kwargs))
         rng, (modes, wanted) = self._state.rng(step.step), self._state.modes_and_wanted()
         index, part = self._root_of[id(root)], self._paths[id(root)]
         self._call = call = Call(

@@ -65,17 +65,8 @@ class Tape(PausableMode):
         except Exception:
             self.failed = (getattr(function, "__name__", "?"), self.write((args, kwargs or {})), caller())
             raise
-        if isinstance(result, Tensor):
-            if function == _GRAD:
-                return result
-            if (
-                self.is_resting
-                and type(result) is Tensor
-                and (plainly := self._plainly(args, kwargs or {})) is not None
-            ):
-                self._append(function, plainly, [result], args[0] is result)
-            else:
-                self._note(function, args, kwargs or {}, [result])
+        if isinstance(result, Tensor) and function != _GRAD:
+            self._note(function, args, kwargs or {}, [result])
         elif isinstance(result, tuple | list):
             made = [each for each in result if isinstance(each, Tensor)]
             if made:
@@ -86,36 +77,29 @@ class Tape(PausableMode):
         name = getattr(function, "__name__", "?")
         in_place = bool(args) and id(args[0]) in map(id, made)
         before = self._reads
-        known = self.write(args), self.write(kwargs) if kwargs else kwargs
+        plainly = self.plainly(args, kwargs) if self.is_resting else None
+        positional, by_name = plainly or (self.write(args), self.write(kwargs))
         is_free = self._reads == before or name in _LIKE
         if is_free and not any(map(_WANTS_GRADIENT, made)):
             return  # what the loop makes of its data, or draws, is a constant where it is used
         if self.is_careful and (line := caller()) is not None:
             self.lines[name, line] = None
-        self._append(function, known, made, in_place)
-
-    def _append(
-        self, function: TorchFunction, arguments: tuple[Args, Kwargs], made: list[Tensor], in_place: bool
-    ) -> None:
-        name = getattr(function, "__name__", "?")
         autocast, with_grad = autocast_now(self._device_type), torch.is_grad_enabled()
-        operation = Operation(name, function, *arguments, autocast, self.slots(made), in_place, with_grad)
+        operation = Operation(name, function, positional, by_name, autocast, self.slots(made), in_place, with_grad)
         self.operations.append(operation)
         if with_grad:
-            self._off = []
+            if self._off:
+                self._off = []
         else:
             self._off.append(operation)
             self._made_off.update(dict.fromkeys(operation.outputs, self._off))
 
-    def _plainly(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-        """As ``write``, in one call, of what the arguments of a loss mostly are; None for anything else.
-
-        These are plain values, plain tensors, and at least one tensor that the program made.
-        """
+    def plainly(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+        """As ``write``, in one call, of what arguments mostly are: plain values and tensors. None for anything else."""
         if self._made_off or self._has_workers or not _SIMPLE.issuperset(map(type, kwargs.values())):
             return None
         written: list[object] = []
-        num_bytes, reads = 0, False
+        num_bytes = reads = 0
         for each in args:
             if type(each) is not Tensor:
                 if type(each) not in _SIMPLE:
@@ -123,16 +107,14 @@ class Tape(PausableMode):
                 written.append(each)
             elif (known := self._slots.get(id(each))) is not None and known[0]() is each:
                 written.append(Slot(known[1]))
-                reads = True
+                reads += 1
             elif each.grad_fn is None and not each.requires_grad and each.numel() > SMALL:
                 written.append(Constant(each, each._version))
                 num_bytes += each.nbytes
             else:
                 return None
-        if not reads:
-            return None
         self.num_bytes += num_bytes
-        self._reads += 1
+        self._reads += reads
         return tuple(written), kwargs
 
     def write(self, value: object) -> Any:
@@ -209,6 +191,7 @@ class Tape(PausableMode):
         """Drops all tensors."""
         self._slots.clear()
         self._off, self._made_off = [], {}
-        self._copies.forget()
+        if self._has_workers:
+            self._copies.forget()
         self.leaves = False
         self.operations, self.lines = [], {}

@@ -57,6 +57,10 @@ def _begin_reading(step: RecordedStep) -> Callable[[], Numbers]:
     return step.numbers if isinstance(step, NotedStep) and step.is_noted else begin_reading(step)
 
 
+def _are_finite(step: RecordedStep, read: Callable[[], Numbers]) -> bool:
+    return step.are_finite if isinstance(step, NotedStep) and step.is_noted else read().are_finite
+
+
 def _why_not_kept(ring: Ring, objects: LiveObjects, step: int) -> str | None:
     """Keeps the state before ``step``; says why it cannot: then the loop is watched without replays."""
     try:
@@ -223,14 +227,12 @@ class WatchSession:
             lines = lines_of(self.findings(), None, LookedAt.of(self.findings_log.records))
             raise NonFiniteStep(f"step {step.step} is not finite", remedy="\n".join(lines))
 
-    def _may_wait(self, step: RecordedStep, heard: Sequence[Probe]) -> bool:
-        """``heard`` are the probes that have heard of it."""
+    def _may_wait(self, step: RecordedStep, hearing: Sequence[Probe]) -> bool:
         in_time = not self._late and self._looks.may_wait(step.step, step.values["step_s"])
         is_small = step.num_bytes * MANY <= self._options.budget_bytes
-        if not (in_time and is_small) or _are_urgent(heard) or not step.values.keys() <= ORDINARY:
+        if not (in_time and is_small) or _are_urgent(hearing) or not step.values.keys() <= ORDINARY:
             return False
-        newest, read = self._unread[-1]
-        return newest.are_finite if isinstance(newest, NotedStep) and newest.is_noted else read().are_finite
+        return _are_finite(*self._unread[-1])
 
     def _judge(self, step: RecordedStep, read: Callable[[], Numbers]) -> bool:
         """Returns whether the step is bad; looks at it closely where that is due or there is reason to."""
