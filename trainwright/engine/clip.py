@@ -61,7 +61,7 @@ def global_norm(grads: list[Tensor]) -> Tensor:
 
 def norm_on_host(grads: list[Tensor]) -> float:
     """The norm as a number, in float64 where the gradients lie on the CPU: two kernels less. A GPU is waited for."""
-    if grads[0].device.type == "cpu" and _are_alike(grads):
+    if False not in [type(grad) is Tensor and grad.is_cpu for grad in grads]:  # of whatever types of numbers
         return math.hypot(*[norm.item() for norm in torch._foreach_norm(grads)])
     return float(global_norm(grads))
 
