@@ -71,6 +71,11 @@ HEALTHY: tuple[Loss, ...] = (
 )
 
 
+def masked(each: Tensor) -> Tensor:
+    """The mean over what counts."""
+    return (each * COUNTED).sum() / COUNTED.sum()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_laws_hold_for_usual_losses(dtype: torch.dtype) -> None:
@@ -128,6 +133,8 @@ def test_a_log_probability_is_weighed_with_both_signs(sign: float) -> None:
         ("there_is_room_to_learn", lambda out: F.binary_cross_entropy_with_logits(out.relu(), (R16 > 0).float())),
         ("there_is_room_to_learn", lambda out: F.binary_cross_entropy_with_logits(out.tanh(), (R16 > 0).float())),
         ("batch_is_cut_anywhere", lambda out: F.mse_loss(out, R16) + 1e-3 * out.pow(2).sum()),
+        ("batch_is_cut_anywhere", lambda out: masked(out.square()) - 0.01 * (out * COUNTED).sum() / COUNTED.mean()),
+        ("batch_is_cut_anywhere", lambda out: masked(out.abs()) + 0.1 * ((out - R16).square() * COUNTED).sum()),
         ("batch_is_cut_anywhere", lambda out: F.cross_entropy(out, Y16, reduction="sum") + out.abs().mean()),
         ("batch_is_cut_anywhere", lambda out: F.l1_loss(out, R16, reduction="sum") + F.cross_entropy(out, Y16)),
     ],

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from trainwright.doctor.law import Law
 from trainwright.doctor.loss import laws
+from trainwright.doctor.loss.baselines import baselines_are_subtracted
 from trainwright.doctor.loss.centred import targets_are_centred
 from trainwright.doctor.loss.counted import every_row_counts
+from trainwright.doctor.loss.games import judges_see_the_same, players_are_at_odds, slopes_are_bounded
 from trainwright.doctor.loss.learned import knows_more_than_nothing
 from trainwright.doctor.loss.probabilities import probabilities_add_up, there_is_room_to_learn
 
@@ -44,6 +46,10 @@ LAWS: tuple[Law, ...] = (
         effort="replay",
         named_by=("loss.*", "data.*", "init.*", "opt.*"),
     ),
+    Law("loss.players_are_at_odds", players_are_at_odds, effort="replay", named_by=("loss.*",)),
+    Law("loss.judges_see_the_same", judges_see_the_same, effort="replay", named_by=("loss.*", "data.*")),
+    Law("loss.slopes_are_bounded", slopes_are_bounded, effort="replay", named_by=("loss.*",)),
+    Law("loss.baselines_are_subtracted", baselines_are_subtracted, effort="replay", named_by=("loss.*",)),
     Law("loss.probabilities_add_up", probabilities_add_up, named_by=("loss.*",)),
     Law("loss.there_is_room_to_learn", there_is_room_to_learn, effort="replay", named_by=("loss.*", "data.*")),
 )

@@ -85,10 +85,19 @@ class LearnedFacts:
 
 
 @dataclass(frozen=True)
+class TowardsPass:
+    """The same of the loss of one backward pass, which trains all models whose outputs it is computed of."""
+
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
 class TowardsFacts:
     """The loss of a step, and what it is when every prediction moves a little towards its target.
 
-    ``rivals``: there are several models or optimizers, of which one may want the other's loss to rise.
+    ``rivals``: there are several models or optimizers, of which one may want the other's loss to rise; ``own`` are the
+    passes of which this is not so.
     """
 
     experiment: ClassVar[str] = "towards_targets"
@@ -96,6 +105,46 @@ class TowardsFacts:
     after: float
     ops: tuple[str, ...] = ()
     rivals: bool = False
+    own: tuple[TowardsPass, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rivalry:
+    """A model (its number) that judges what another makes.
+
+    From -1 to 1, where its outputs are pushed: by its own loss, of data and of what is made; and of that by the loss of
+    the maker. ``apart``: how far, for the same output of the maker, what it is given in both passes is apart, over its
+    size; what is done to the output on its way in both.
+    """
+
+    judge: int
+    maker: int
+    of_data: float
+    of_made: float
+    by_maker: float
+    apart: float
+    done: tuple[str, ...] = ()
+    done_by_maker: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PlayersFacts:
+    """Of a step in which several models learn in turn."""
+
+    experiment: ClassVar[str] = "players"
+    rivalries: tuple[Rivalry, ...] = ()
+
+
+@dataclass(frozen=True)
+class SlopesFacts:
+    """The losses of a step, and what they are where all derivatives by inputs, which they are made of, are so many
+    ``times`` as large.
+    """
+
+    experiment: ClassVar[str] = "larger_slopes"
+    times: float
+    before: tuple[float, ...]
+    after: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -132,3 +181,16 @@ class CountedFacts:
     idle: tuple[int, ...] = ()
     are_samples: bool = True
     total: float = 0.0
+
+
+@dataclass(frozen=True)
+class BaselineFacts:
+    """A value that is predicted, its target, and the logarithms of what was drawn, which both have a part in weighing.
+
+    From -1 to 1: how the derivative of the loss by such a logarithm changes where the target is larger (``by_target``),
+    and where the prediction is (``by_prediction``).
+    """
+
+    experiment: ClassVar[str] = "baselines"
+    by_target: float
+    by_prediction: float

@@ -15,11 +15,14 @@ from trainwright.doctor.loss.facts import (
     Learned,
     SummedTerm,
     TowardsFacts,
+    TowardsPass,
 )
 from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Examined, Where
 
 NAMES = {"sub": "squared error", "rsub": "squared error", "__sub__": "squared error", "__rsub__": "squared error"}
+ROUNDING = 1e-6
+"""Of a loss, relative: a smaller change is none."""
 LATER = 8
 """Steps after which a model is no longer equal to the one that it is compared with."""
 WHOLE, NOTHING, TRIES = 16, 1e-5, 4
@@ -81,20 +84,24 @@ def targets_are_the_minimum(case: Case) -> Iterator[Verdict]:
     if not facts.ops or not math.isfinite(facts.before):
         yield NotApplicable("no loss function that compares with targets")
         return
-    if facts.rivals:
+    if facts.rivals and not facts.own:
         yield NotApplicable("one model may want the loss of the other to rise")
         return
-    rounding = 1e-6 * abs(facts.before)
-    if facts.after < facts.before - rounding or facts.before == 0:
-        yield Holds(f"{', '.join(facts.ops)}: {facts.before:.6g} to {facts.after:.6g}")
+    known = facts.own if facts.rivals else (TowardsPass(facts.before, facts.after),)
+    bad = next((each for each in known if not _falls(each)), None)
+    if bad is None:
+        yield Holds(f"{', '.join(facts.ops)}: {known[0].before:.6g} to {known[0].after:.6g}")
         return
-    rises = facts.after > facts.before + rounding
+    rises = bad.after > bad.before + ROUNDING * abs(bad.before)
+    if facts.rivals and not rises:  # which comparisons are its own is not known
+        yield NotApplicable("a loss does not depend on what is compared with targets")
+        return
     yield finding(
         "law.loss.targets_are_the_minimum",
         "warning",
         case.last_step,
         symptom=f"the loss {'rises' if rises else 'stays'} when all predictions move towards their targets: "
-        f"{facts.before:.6g} to {facts.after:.6g}",
+        f"{bad.before:.6g} to {bad.after:.6g}",
         cause=f"the sign of {facts.ops[0]} is turned, or another term grows faster"
         if rises
         else f"{facts.ops[0]} has no part in the value that backward() is called on: detached, or times zero",
@@ -102,8 +109,12 @@ def targets_are_the_minimum(case: Case) -> Iterator[Verdict]:
         sure=0.85,
         stage="loss",
         where=Where(op=None if facts.ops[0] in NAMES else facts.ops[0]),
-        evidence=[("loss with predictions nearer to their targets", facts.after, f"< {facts.before:.6g}")],
+        evidence=[("loss with predictions nearer to their targets", bad.after, f"< {bad.before:.6g}")],
     )
+
+
+def _falls(of: TowardsPass) -> bool:
+    return of.after < of.before - ROUNDING * abs(of.before) or of.before == 0
 
 
 def like_is_compared_with_like(case: Case) -> Iterator[Verdict]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from statistics import fmean, stdev
@@ -15,27 +15,29 @@ from torch import Tensor
 from trainwright.doctor.loss.facts import (
     ComparedFacts,
     ComparisonsFacts,
-    CutFacts,
     Learned,
     LearnedFacts,
-    TermRatio,
     TowardsFacts,
+    TowardsPass,
 )
-from trainwright.doctor.loss.measure import counted as _counted  # noqa: F401  registers its experiment
+from trainwright.doctor.loss.measure import baselines as _baselines  # noqa: F401  registers its experiment
+from trainwright.doctor.loss.measure import counted as _counted  # noqa: F401
+from trainwright.doctor.loss.measure import cut as _cut  # noqa: F401
+from trainwright.doctor.loss.measure import slopes as _slopes  # noqa: F401
 from trainwright.doctor.loss.measure.added import added_to_targets
 from trainwright.doctor.loss.measure.comparing import CLASSES, DISTANCES, RESIDUALS, ComparedLoss, compared
+from trainwright.doctor.loss.measure.players import GameProgram
 from trainwright.doctor.loss.measure.reductions import summed_among_means
 from trainwright.doctor.loss.measure.scored import ScoredDifferences
-from trainwright.doctor.loss.measure.scores import SAMPLES, alone, made_by
+from trainwright.doctor.loss.measure.scores import SAMPLES, made_by
 from trainwright.recorder.probes import Probe, WatchedObjects
-from trainwright.recorder.program import Constant, Operation, RecordedStep
+from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.experiments import experiment
 from trainwright.replay.functions import change_leaves, function_name
 from trainwright.replay.modules import ModuleStack
-from trainwright.replay.replayer import Intervention, NotReplayable, Upto
+from trainwright.replay.replayer import Intervention, ReplayResult, Upto
 from trainwright.replay.session import ReplaySession
-from trainwright.replay.terms import terms_of
 from trainwright.runlog.json_values import Facts, strict
 
 MAX_CALLS = 4
@@ -205,7 +207,7 @@ def towards_targets(session: ReplaySession) -> Facts:
     moved: list[str] = []
     weighed_both_ways = _weighed_both_ways(session)
 
-    def loss_after(step: float) -> float:
+    def losses_after(step: float) -> ReplayResult:
         modules, number = ModuleStack(session.modules), count()
 
         def nearer(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
@@ -220,11 +222,22 @@ def towards_targets(session: ReplaySession) -> Facts:
         result = session.run(Intervention(ops=nearer, model=modules.following), upto="forward")
         if result.error is not None:
             raise result.error
-        return result.loss
+        return result
 
-    before, after = loss_after(0.0), loss_after(NUDGE)
+    before, after = losses_after(0.0), losses_after(NUDGE)
     rivals = len(session.roots) > 1 or len(session.optimizers) > 1
-    return dict(strict(vars(TowardsFacts(before, after, tuple(dict.fromkeys(moved)), rivals))))
+    own = _own_passes(session, before.losses, after.losses) if rivals else ()
+    return dict(strict(vars(TowardsFacts(before.loss, after.loss, tuple(dict.fromkeys(moved)), rivals, own))))
+
+
+def _own_passes(session: ReplaySession, before: Sequence[Tensor], after: Sequence[Tensor]) -> tuple[TowardsPass, ...]:
+    """The losses that train all models whose outputs they are computed of; of a game those of its judges."""
+    game = GameProgram(session)
+    passes = game.passes()
+    if not len(passes) == len(before) == len(after):
+        return ()
+    own = [each is not None and game.is_own(each) for each in passes]
+    return tuple(TowardsPass(float(a), float(b)) for a, b, is_own in zip(before, after, own) if is_own)
 
 
 def _differentiable(function: TorchFunction, args: Args, kwargs: Kwargs, modules: ModuleStack) -> ComparedLoss | None:
@@ -254,61 +267,3 @@ def _weighed_both_ways(session: ReplaySession) -> set[int]:
 
     session.run(Intervention(ops=collect, model=modules.following), upto="backward")
     return found
-
-
-@experiment(CutFacts.experiment, when="requested", memory=2.0)
-def batch_twice(session: ReplaySession) -> Facts:
-    """The loss of the batch twice over that of the batch, and the same of each of its terms."""
-    size, recorded = session.size, session.recorded_step
-    if size is None or len(recorded.losses) != 1:
-        raise NotReplayable("the step has no batch, or several losses")
-    terms = terms_of(recorded)
-    ratios = [
-        TermRatio(term.name, term.weight, _ratio(session, alone(recorded, term), size))
-        for term in (terms if 1 < len(terms) <= 4 else [])
-    ]
-    facts = CutFacts(_ratio(session, recorded, size), tuple(ratios), _divides(recorded, size))
-    return dict(strict(vars(facts)))
-
-
-def _ratio(session: ReplaySession, recorded: RecordedStep, size: int) -> float:
-    """The loss of a step with its batch twice over its loss with it once."""
-
-    def double(leaf: object) -> object:
-        return torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) and _is_of_batch(leaf, size) else leaf
-
-    def twice(tensor: Tensor) -> Tensor:
-        return torch.cat([tensor, tensor]) if _is_of_batch(tensor, size) else tensor
-
-    losses = []
-    for change in (Intervention(mode="eval"), Intervention(mode="eval", inputs=change_leaves(double), constants=twice)):
-        with session.live():
-            result = session.replayer.run(recorded, change, upto="forward")
-        if result.error is not None:
-            raise result.error
-        losses.append(result.loss)
-    return losses[1] / losses[0] if losses[0] else math.nan
-
-
-def _is_of_batch(tensor: Tensor, size: int) -> bool:
-    """Whether a tensor has a row for each sample, or several."""
-    return bool(tensor.dim()) and tensor.shape[0] >= size and int(tensor.shape[0]) % size == 0
-
-
-def _divides(recorded: RecordedStep, size: int) -> bool:
-    """Whether the loss is divided by something that may be the number of samples, or of targets that count."""
-    return any(
-        _may_count(each, size)
-        for op in recorded.program
-        if isinstance(op, Operation) and op.name.strip("_") in ("div", "divide", "truediv", "mul", "rmul")
-        for each in op.args
-    )
-
-
-def _may_count(value: object, size: int) -> bool:
-    """Whether it is the number of samples, of several for each, or one over that; or a count made of the batch."""
-    if isinstance(value, Constant):
-        return value.tensor.numel() == 1 and abs(float(value.tensor)) > 1
-    if not isinstance(value, int | float) or value in (0, 1, -1):
-        return False
-    return abs(value) % size == 0 or abs(1 / value) % size < 1e-6
