@@ -165,6 +165,22 @@ def test_a_penalty_on_slopes_grows_with_them() -> None:
         assert isinstance(verdict, Finding), verdict
 
 
+@each_row(
+    ("game", "kind"),
+    [
+        (Game(), Holds),
+        (WASSERSTEIN, Holds),
+        (Game(penalty=lambda critic, real: slopes_of(critic, real).square().sum(1).mean()), Holds),
+        (Game(penalty=lambda critic, real: slopes_of(critic, real).square().sum(0).mean()), Finding),
+        (Game(penalty=lambda critic, real: critic(real).square().sum()), Finding),
+        (Game(of_made=lambda out: out.exp().sum()), Finding),
+    ],
+)
+def test_the_loss_of_each_player_is_cut_alone(game: Game, kind: type[Holds] | type[Finding]) -> None:
+    [verdict] = verdicts(played(game, 2), "batch_is_cut_anywhere")
+    assert isinstance(verdict, kind)
+
+
 def test_an_inner_loop_may_take_larger_steps() -> None:
     """The derivative by weights, of which the loss of a second step is made, is no penalty."""
     torch.manual_seed(0)

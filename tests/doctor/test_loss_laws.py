@@ -18,7 +18,15 @@ from trainwright.doctor.case import Case
 from trainwright.doctor.diagnose import LAWS
 from trainwright.doctor.finding import ExperimentRequest, Finding
 from trainwright.doctor.law import Holds, NotApplicable, Verdict
-from trainwright.doctor.loss.facts import ComparedFacts, ComparisonsFacts, CutFacts, Learned, LearnedFacts, TermRatio
+from trainwright.doctor.loss.facts import (
+    ComparedFacts,
+    ComparisonsFacts,
+    CutFacts,
+    CutLoss,
+    Learned,
+    LearnedFacts,
+    TermRatio,
+)
 from trainwright.doctor.loss.measure.comparing import compared
 from trainwright.runlog.json_values import strict
 from trainwright.runlog.records import Examined, Watched
@@ -205,7 +213,8 @@ def test_a_loss_between_samples_is_not_cut() -> None:
     ],
 )
 def test_terms_are_mixed_where_one_is_a_sum_and_one_a_mean(terms: tuple[float, ...], divides: bool, count: int) -> None:
-    facts = CutFacts(1.5, tuple(TermRatio(f"term {n}", 1.0, ratio) for n, ratio in enumerate(terms)), divides)
+    cut = CutLoss(1.5, tuple(TermRatio(f"term {n}", 1.0, ratio) for n, ratio in enumerate(terms)), divides)
+    facts = CutFacts((CutLoss(1.0), cut))
     case = Case([Examined(time_s=0.0, step=1, experiment="batch_twice", values=strict(vars(facts)))])
     assert len(broken(case, "batch_is_cut_anywhere")) == count
 

@@ -157,16 +157,23 @@ class TermRatio:
 
 
 @dataclass(frozen=True)
-class CutFacts:
-    """The loss of the batch twice in place of once, in eval mode: 1 for a mean over samples, 2 for a sum.
+class CutLoss:
+    """A loss of the batch twice in place of once, in eval mode: 1 for a mean over samples, 2 for a sum.
 
     ``divides``: the loop divides by the number of samples, which stays that of one batch here.
     """
 
-    experiment: ClassVar[str] = "batch_twice"
     ratio: float
     terms: tuple[TermRatio, ...] = ()
     divides: bool = False
+
+
+@dataclass(frozen=True)
+class CutFacts:
+    """Of the loss of a step; of a game of the loss of each player."""
+
+    experiment: ClassVar[str] = "batch_twice"
+    losses: tuple[CutLoss, ...]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from trainwright.doctor.loss.facts import (
     ComparedFacts,
     ComparisonsFacts,
     CutFacts,
+    CutLoss,
     Learned,
     SummedTerm,
     TowardsFacts,
@@ -215,10 +216,10 @@ def batch_is_cut_anywhere(case: Case) -> Iterator[Verdict]:
         elif compared is not None:
             yield ExperimentRequest(CutFacts.experiment)
         return
-    kinds = {_kind(each.ratio) for each in facts.terms} or {_kind(facts.ratio)}
-    mixed = kinds == {"mean", "sum"} and not facts.divides
-    if mixed:
-        summed = [each for each in facts.terms if _kind(each.ratio) == "sum"]
+    mixed = next((each for each in facts.losses if _kinds(each) == {"mean", "sum"} and not each.divides), None)
+    first = facts.losses[0]
+    if mixed is not None:
+        summed = [each for each in mixed.terms if _kind(each.ratio) == "sum"]
         yield finding(
             "law.loss.batch_is_cut_anywhere",
             "warning",
@@ -229,9 +230,9 @@ def batch_is_cut_anywhere(case: Case) -> Iterator[Verdict]:
             sure=0.75,
             stage="loss",
             where=Where(op=summed[0].name),
-            evidence=[(f"{each.name} of the batch twice, over once", round(each.ratio, 3)) for each in facts.terms],
+            evidence=[(f"{each.name} of the batch twice, over once", round(each.ratio, 3)) for each in mixed.terms],
         )
-    elif kinds == {"sum"} and not facts.divides:
+    elif _kinds(first) == {"sum"} and not first.divides:
         yield finding(
             "law.loss.batch_is_cut_anywhere",
             "info",
@@ -241,12 +242,16 @@ def batch_is_cut_anywhere(case: Case) -> Iterator[Verdict]:
             remedy="divide by the number of samples, or choose the learning rate for this size",
             sure=0.8,
             stage="loss",
-            evidence=[("loss of the batch twice, over once", round(facts.ratio, 4), 1.0)],
+            evidence=[("loss of the batch twice, over once", round(first.ratio, 4), 1.0)],
         )
-    elif "neither" not in kinds:
-        yield Holds(f"the loss of the batch twice is {facts.ratio:.4g} of that once")
+    elif all("neither" not in _kinds(each) for each in facts.losses):
+        yield Holds(f"the loss of the batch twice is {first.ratio:.4g} of that once")
     else:
-        yield NotApplicable(f"the loss relates samples to each other: of the batch twice it is {facts.ratio:.4g} times")
+        yield NotApplicable(f"the loss relates samples to each other: of the batch twice it is {first.ratio:.4g} times")
+
+
+def _kinds(loss: CutLoss) -> set[str]:
+    return {_kind(each.ratio) for each in loss.terms} or {_kind(loss.ratio)}
 
 
 def _summed_among_means(case: Case, term: SummedTerm) -> Finding:

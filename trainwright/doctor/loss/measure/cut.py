@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import combinations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from trainwright.doctor.loss.facts import CutFacts, TermRatio
+from trainwright.doctor.loss.facts import CutFacts, CutLoss, TermRatio
+from trainwright.doctor.loss.measure.players import GameProgram
 from trainwright.doctor.loss.measure.scores import alone
-from trainwright.recorder.program import Call, Constant, Operation, RecordedStep, constants_of, mapped
+from trainwright.recorder.program import Backward, Call, Constant, Operation, RecordedStep, constants_of, mapped
 from trainwright.replay.experiments import experiment
-from trainwright.replay.functions import change_leaves
 from trainwright.replay.replayer import Intervention, NotReplayable
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.terms import Term, terms_of
@@ -29,62 +30,76 @@ EXACT = 1e-6
 @experiment(CutFacts.experiment, when="requested", memory=2.0)
 def batch_twice(session: ReplaySession) -> Facts:
     """The loss of the batch twice over that of the batch, and the same of each of its terms."""
-    size, recorded = session.size, session.recorded_step
-    if size is None or len(recorded.losses) != 1:
-        raise NotReplayable("the step has no batch, or several losses")
+    if session.size is None:
+        raise NotReplayable("the step has no batch")
+    steps = list(_by_loss(session))
+    if not steps:
+        raise NotReplayable("the step has several losses")
+    return dict(strict(vars(CutFacts(tuple(_cut(session, each, session.size) for each in steps)))))
+
+
+def _by_loss(session: ReplaySession) -> Iterator[RecordedStep]:
+    """The step with each of its losses alone; nothing where several of them are used by the same optimizer."""
+    recorded = session.recorded_step
+    if len(recorded.losses) == 1:
+        yield recorded
+        return
+    passes = GameProgram(session).passes()
+    known = [each.players for each in passes if each is not None]
+    if len(known) < len(passes) or any(one & two for one, two in combinations(known, 2)):
+        return
+    backward = [each for each in recorded.program if isinstance(each, Backward)]
+    for own in backward:
+        program = [each for each in recorded.program if not isinstance(each, Backward) or each is own]
+        yield replace(recorded, program=program)
+
+
+def _cut(session: ReplaySession, recorded: RecordedStep, size: int) -> CutLoss:
     counts = _counts(recorded, size)
-    more = _with_counts_twice(recorded, counts)
+    more = _twice(recorded, size, counts)
     pairs = list(zip(terms_of(recorded), terms_of(more)))
     ratios = [
-        TermRatio(
-            one.name, one.weight, two.own / one.own * _ratio(session, alone(recorded, one), alone(more, two), size)
-        )
+        TermRatio(one.name, one.weight, _of_term(session, (recorded, one), (more, two)))
         for one, two in (pairs if 1 < len(pairs) <= MOST_TERMS else [])
         if one.own
     ]
-    facts = CutFacts(_ratio(session, recorded, more, size), tuple(ratios), _divides(recorded, size, counts))
-    return dict(strict(vars(facts)))
+    return CutLoss(_ratio(session, recorded, more), tuple(ratios), _divides(recorded, size, counts))
 
 
-def _of_term(
-    session: ReplaySession, once: tuple[RecordedStep, Term], twice: tuple[RecordedStep, Term], size: int
-) -> float:
+def _of_term(session: ReplaySession, once: tuple[RecordedStep, Term], twice: tuple[RecordedStep, Term]) -> float:
     """With its weight, which may be one over a number that the loop has counted."""
-    return twice[1].own / once[1].own * _ratio(session, alone(*once), alone(*twice), size)
+    return twice[1].own / once[1].own * _ratio(session, alone(*once), alone(*twice))
 
 
-def _ratio(session: ReplaySession, once: RecordedStep, twice: RecordedStep, size: int) -> float:
+def _ratio(session: ReplaySession, once: RecordedStep, twice: RecordedStep) -> float:
     """The loss of a step with its batch twice over its loss with it once."""
-
-    def double(leaf: object) -> object:
-        return two_of(leaf) if isinstance(leaf, Tensor) else leaf
-
-    def two_of(tensor: Tensor) -> Tensor:
-        return torch.cat([tensor, tensor]) if _is_of_batch(tensor, size) else tensor
-
     losses = []
-    changed = Intervention(mode="eval", inputs=change_leaves(double), constants=two_of)
-    for recorded, change in ((once, Intervention(mode="eval")), (twice, changed)):
+    for recorded in (once, twice):
         with session.live():
-            result = session.replayer.run(recorded, change, upto="forward")
+            result = session.replayer.run(recorded, Intervention(mode="eval"), upto="forward")
         if result.error is not None:
             raise result.error
         losses.append(result.loss)
     return losses[1] / losses[0] if losses[0] else math.nan
 
 
-def _with_counts_twice(recorded: RecordedStep, counts: list[float]) -> RecordedStep:
-    """The step with twice the number in place of each that the loop has counted in its batch."""
+def _twice(recorded: RecordedStep, size: int, counts: list[float]) -> RecordedStep:
+    """The step with each row of its batch twice, and twice the number in place of each that the loop has counted."""
 
     def two_of(leaf: object) -> object:
-        if not isinstance(leaf, Constant) or not _is_count(leaf.tensor, counts):
+        if not isinstance(leaf, Constant) or isinstance(leaf.tensor, nn.Parameter) or not leaf.is_unchanged:
             return leaf
-        tensor = leaf.tensor * 2
+        if _is_of_batch(leaf.tensor, size):
+            tensor = torch.cat([leaf.tensor, leaf.tensor])
+        elif _is_count(leaf.tensor, counts):
+            tensor = leaf.tensor * 2
+        else:
+            return leaf
         return Constant(tensor, tensor._version)
 
     program = [
         replace(each, args=mapped(each.args, two_of), kwargs=mapped(each.kwargs, two_of))
-        if isinstance(each, Operation)
+        if isinstance(each, Call | Operation)
         else each
         for each in recorded.program
     ]
