@@ -231,10 +231,10 @@ def towards_targets(session: ReplaySession) -> Facts:
 
 
 def _own_passes(session: ReplaySession, before: Sequence[Tensor], after: Sequence[Tensor]) -> tuple[TowardsPass, ...]:
-    """The losses that train all models whose outputs they are computed of; of a game those of its judges."""
+    """Of a game the losses that train all models whose outputs they are computed of: those of its judges."""
     game = GameProgram(session)
     passes = game.passes()
-    if not len(passes) == len(before) == len(after):
+    if not game.takes_turns or not len(passes) == len(before) == len(after):
         return ()
     own = [each is not None and game.is_own(each) for each in passes]
     return tuple(TowardsPass(float(a), float(b)) for a, b, is_own in zip(before, after, own) if is_own)

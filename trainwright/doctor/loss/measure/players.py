@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import combinations, product
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +83,12 @@ class GameProgram:
                 players = self._steps_after(at)
                 found.append(None if each.slot is None or not players else BackwardPass(each.slot, players))
         return found
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether there are passes whose gradients are used by different optimizers."""
+        known = [each.players for each in self.passes() if each is not None]
+        return any(not one & two for one, two in combinations(known, 2))
 
     def _steps_after(self, at: int) -> frozenset[int]:
         """The optimizers of the next updates, which follow each other."""
