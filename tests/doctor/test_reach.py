@@ -90,6 +90,13 @@ def test_rates_that_ten_times_as_much_would_beat(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("lr", "state"), [(3e-4, "broken"), (1e-2, "held")])
+def test_a_rate_that_was_always_far_too_low(lr: float, state: str) -> None:
+    watch = watched(as_it_is, steps=100, lr=lr)
+    assert states(watch, "vitals")["higher_rates_gain_little"].state == state
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "optimizer", "lr", "breaks"),
     [
@@ -144,18 +151,26 @@ def test_two_looks_with_a_steady_rate_must_show_it(case: Case, kind: type) -> No
     assert [type(each) for each in verdicts] == [kind]
 
 
-def test_a_trial_of_a_few_steps_is_told_no_more_than_that() -> None:
-    again = ReachFacts(16, 48, 1.9, 1.8, 1.6, True)
-    for steps, severity in ((60, "info"), (130, "warning")):
-        [finding] = [each for each in way_is_used(case_of(STRAIGHT, again, steps=steps)) if isinstance(each, Finding)]
-        assert finding.found.severity == severity
+@pytest.mark.parametrize(
+    ("steps", "beyond", "updates", "severity"),
+    [(60, 1.6, 60, "info"), (130, 1.6, 130, "warning"), (60, 1.2, 60, "warning"), (60, 1.6, 120, "warning")],
+    ids=["a trial", "a run", "dear", "resumed"],
+)
+def test_a_trial_of_a_few_steps_is_told_no_more_than_that(
+    steps: int, beyond: float, updates: int, severity: str
+) -> None:
+    again = ReachFacts(16, 48, 1.9, 1.8, beyond, True, updates)
+    [finding] = [each for each in way_is_used(case_of(STRAIGHT, again, steps=steps)) if isinstance(each, Finding)]
+    assert finding.found.severity == severity
 
 
 def early(step: int) -> float:
     return 0.1 if step < 20 else 0.01
 
 
-SLOW = HigherRatesFacts(90, 130, 2.0, 1.9, 1.7, 1.2, fell=True, surely=True)
+SLOW = HigherRatesFacts(90, 130, 2.0, 1.9, 1.7, 1.6, fell=True, surely=True)
+FAR = replace(SLOW, tenfold=1.2, nearly_as=True)
+LAST = ReachFacts(80, 130, 2.0, 1.9, 1.8, False)
 
 
 @each_row(
@@ -167,10 +182,16 @@ SLOW = HigherRatesFacts(90, 130, 2.0, 1.9, 1.7, 1.2, fell=True, surely=True)
         (case_of(replace(SLOW, tenfold=1.89), rate=early), Holds),
         (case_of(replace(SLOW, drawn=True), rate=early), NotApplicable),
         (case_of(SLOW, frozen=1, rate=early), NotApplicable),
-        (case_of(SLOW), NotApplicable),
-        (case_of(SLOW, rate=lambda step: 0.1 * step), NotApplicable),
+        (case_of(SLOW), ExperimentRequest),
+        (case_of(LAST), ExperimentRequest),
+        (case_of(LAST, SLOW), Holds),
+        (case_of(LAST, FAR), Finding),
+        (case_of(replace(LAST, until=90), replace(FAR, until=90), steps=90), NotApplicable),
+        (case_of(LAST, FAR, frozen=1), NotApplicable),
+        (case_of(replace(LAST, beyond=1.9), FAR), NotApplicable),
+        (case_of(LAST, FAR, rate=lambda step: 0.1 * step), NotApplicable),
         (case_of(SLOW, rate=lambda step: 0.1 if step < 120 else 0.01), NotApplicable),
-        (case_of(SLOW, rate=lambda step: early(step) * (1 + step / 100)), NotApplicable),
+        (case_of(LAST, SLOW, rate=lambda step: early(step) * (1 + step / 100)), NotApplicable),
         (case_of(rate=early), ExperimentRequest),
     ],
     ids=lambda value: "",

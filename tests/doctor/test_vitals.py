@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tests.doctor.law_loops import BATCH, CLASSES, WIDTH, Change, Loop, broken, found, net, states, watched
+from tests.doctor.law_loops import BATCH, Change, Loop, broken, found, net, states, watched
 
 pytestmark = pytest.mark.slow  # watched loops, each of a few tenths of a second
 
@@ -244,98 +244,9 @@ def test_nothing_moves_where_updates_are_too_small() -> None:
     assert BATCH * watch.step == 224
 
 
-class WithBranch(nn.Module):
-    """A layer in the middle, and a branch beside it that begins at zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.head = nn.Linear(WIDTH, 32), nn.Linear(32, 32), nn.Linear(32, CLASSES)
-        self.up = nn.Parameter(torch.zeros(32, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x).relu()
-        h = self.middle(h).relu() + h[:, :4] @ self.up.T
-        out: Tensor = self.head(h)
-        return out
-
-
-def trained_before() -> nn.Module:
-    """No weight of it has the values of an initialisation."""
-    model = WithBranch()
-    for p in model.parameters():
-        nn.init.normal_(p, std=0.2)
-    return model
-
-
-class Corrected(nn.Module):
-    """``base`` stays as it is."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base, self.down, self.up = base, nn.Linear(32, 4), nn.Linear(4, base.out_features)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.base(x) + self.up(self.down(x))
-        return out
-
-
-def with_adapters() -> nn.Module:
-    model = WithBranch()
-    model.middle, model.head = Corrected(model.middle), Corrected(model.head)  # type: ignore[assignment]
-    return model
-
-
-def freezing(*names: str) -> Change:
-    def change(loop: Loop) -> None:
-        for name, p in loop.model.named_parameters():
-            p.requires_grad_(not name.startswith(names) if names else True)
-
-    return change
-
-
-@pytest.mark.parametrize("name", ["middle", "head", "up"])
-def test_fresh_weights_that_nobody_trains(name: str) -> None:
-    watch = watched(freezing(name), model=WithBranch, steps=17)
-    law = found(watch, "law.vitals.fresh_weights_are_trained")
-    assert (law.severity, law.where.module) == ("warning", "" if name == "up" else name)
-
-
-def of_few_weights() -> nn.Module:
-    """Its head has 16 weights."""
-    return nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, CLASSES))
-
-
-def of_few_trained() -> nn.Module:
-    """No weight of it has the values of an initialisation."""
-    model = of_few_weights()
-    for p in model.parameters():
-        p.data.mul_(1.5)
-    return model
-
-
-def test_few_weights_that_nobody_trains() -> None:
-    watch = watched(freezing("2"), model=of_few_weights, steps=17)
-    assert found(watch, "law.vitals.fresh_weights_are_trained").where.module == "2"
-
-
 def test_what_stood_is_told_of_when_the_rate_is_0() -> None:
     def at_0_in_the_end(loop: Loop) -> None:
         cut(loop)
         loop.end = lambda step: loop.optimizer.param_groups[0].update(lr=0.0) if step == 20 else None
 
     assert "weights_move" in broken(watched(at_0_in_the_end, steps=22), "vitals")
-
-
-@pytest.mark.parametrize(
-    ("change", "model", "state"),
-    [
-        (freezing("2"), of_few_trained, "held"),
-        (freezing(), WithBranch, "not applicable"),
-        (freezing("first"), WithBranch, "held"),
-        (freezing("middle", "head", "up"), trained_before, "held"),
-        (freezing("middle.base", "head.base"), with_adapters, "held"),
-    ],
-)
-def test_what_may_be_frozen(change: Change, model: Callable[[], nn.Module], state: str) -> None:
-    watch = watched(change, model=model, steps=17)
-    assert states(watch, "vitals")["fresh_weights_are_trained"].state == state

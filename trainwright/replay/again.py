@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
+from torch import Tensor
+
 from trainwright.recorder.program import RecordedStep, alive
 from trainwright.replay.replayer import AS_IT_WAS, Intervention
 from trainwright.replay.session import ReplaySession, without_veto
@@ -49,3 +51,9 @@ def surely(rows: Sequence[float]) -> bool:
 def mean_of(losses: Sequence[float]) -> float:
     """Infinite where one is not finite."""
     return fmean(losses) if all(map(math.isfinite, losses)) else math.inf
+
+
+def updates_of(session: ReplaySession) -> int:
+    """The most that an optimizer has counted for a parameter in its life; 0 where none counts."""
+    counted = [state.get("step", 0) for each in session.optimizers for state in each.state.values()]
+    return max((int(each) for each in counted if isinstance(each, int | float | Tensor)), default=0)

@@ -140,6 +140,7 @@ class ReachFacts:
     (``now``), and ``beyond`` these: three times as far in the same direction.
 
     ``surely``: there it is lower than at first by more than 1.5 times as much as now, by two standard errors.
+    ``updates`` are those that the optimizer counts in its life (0: it does not).
     """
 
     experiment: ClassVar[str] = "reach"
@@ -149,6 +150,7 @@ class ReachFacts:
     now: float
     beyond: float
     surely: bool
+    updates: int = 0
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,8 @@ class HigherRatesFacts:
     ``tenfold``.
 
     ``fell``: surely. ``surely``: the tenfold rate took off more than twice as much, and the threefold one more than
-    one and a half times as much. ``updates`` are those that the optimizer counts in its life (0: it does not).
+    one and a half times as much. ``nearly_as``: these took off more than five and more than two times as much, nearly
+    as they are larger. ``updates`` are those that the optimizer counts in its life (0: it does not).
     ``drawn``: the step draws samples of the model's own.
     """
 
@@ -173,3 +176,4 @@ class HigherRatesFacts:
     surely: bool
     updates: int = 0
     drawn: bool = False
+    nearly_as: bool = False

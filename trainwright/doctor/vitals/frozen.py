@@ -24,13 +24,14 @@ def fresh_weights_are_trained(case: Case) -> Iterator[Verdict]:
     if not vitals.frozen_still:
         yield NotApplicable("no matrix is frozen")
         return
-    facts = case.newest(FrozenFacts)
-    if facts is None:
-        if (why := case.blind(FrozenFacts)) is not None:
-            yield NotApplicable(why)
-        else:
-            yield ExperimentRequest(FrozenFacts.experiment)
+    known = [facts for _, facts in case.every(FrozenFacts)]
+    if not known:
+        why = case.blind(FrozenFacts)
+        yield ExperimentRequest(FrozenFacts.experiment) if why is None else NotApplicable(why)
         return
+    if case.finished and len(known) == 1 and any(each.is_behind for each in known[0].tensors):
+        yield ExperimentRequest(FrozenFacts.experiment)  # what matters little at first may matter in the end
+    facts = max(known, key=lambda each: max((tensor.share for tensor in each.tensors), default=0.0))
     bad = [each for each in facts.tensors if (each.is_zero or each.is_behind) and each.share > MATTERS]
     if not bad:
         yield Holds(f"{vitals.frozen_still} frozen matrices")

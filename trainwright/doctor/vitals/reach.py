@@ -19,6 +19,11 @@ TRIES = 4
 """Looks at which it may be impossible to measure."""
 MUCH, PER_WAY = 0.02, 0.01
 """Of the loss: what is forgone at the least, by all that was done so far and by the last way of some 20 steps."""
+BEYOND = 0.25
+"""Of what the last way took off the loss: where three times as far takes off as much again, the lowest point of a
+parabola lies beyond twice the way."""
+DEAR = 0.2
+"""Of the loss: what is forgone where even a trial of a few steps is worth a warning at its end."""
 STEADY = 0.5
 """Of the highest rate: below it the rate is in its warm-up or at its end."""
 DOWN, EARLY = 0.1, 0.4
@@ -54,7 +59,7 @@ def way_is_used(case: Case) -> Iterator[Verdict]:
     lr = max(each.lr for each in case.watched if each.step <= last.until)
     yield finding(
         "law.vitals.way_is_used",
-        "warning" if last.until >= LONG or (case.finished and case.last_step >= TRIAL) else "info",
+        "warning" if last.until >= LONG or (case.finished and _counts(case, last, last.now, last.beyond)) else "info",
         case.last_step,
         symptom=f"steps {last.since} to {last.until} took the loss of their batches from {last.before:.4g} to "
         f"{last.now:.4g}; three times as far in the same direction it is {last.beyond:.4g}",
@@ -74,11 +79,12 @@ def way_is_used(case: Case) -> Iterator[Verdict]:
 
 
 def higher_rates_gain_little(case: Case) -> Iterator[Verdict]:
-    """Where the rate came down early, ten times of it would not have taken twice as much off the loss."""
+    """Ten times the last rates would not have taken far more off the loss."""
     if not case.finished or case.last_step < FIRST:
         return
-    if not _came_down_early(case):  # a rate that was always low may be that of a short run, and to try it takes long
-        yield NotApplicable("the learning rate has not come down early")
+    is_early = _came_down_early(case)
+    if not is_early and (first := _first(case)) is not None:
+        yield first
         return
     facts = case.newest(HigherRatesFacts)
     if facts is None:
@@ -89,27 +95,36 @@ def higher_rates_gain_little(case: Case) -> Iterator[Verdict]:
         yield NotApplicable(why)
         return
     forgone = facts.as_it_was - facts.tenfold
-    if not (facts.fell and facts.surely and forgone > PER_WAY * abs(facts.as_it_was)):
+    is_sure = facts.surely if is_early else facts.nearly_as
+    if not (facts.fell and is_sure and forgone > PER_WAY * abs(facts.as_it_was)):
         yield Holds(f"loss {facts.before:.4g} to {facts.as_it_was:.4g}, at ten times the rate {facts.tenfold:.4g}")
         return
     lr = max(each.lr for each in case.watched if facts.since <= each.step <= facts.until)
+    thrice, tenfold = (1.5, 2.0) if is_early else (2.0, 5.0)
     yield finding(
         "law.vitals.higher_rates_gain_little",
-        "warning" if max(facts.updates, case.last_step) >= TRIAL else "info",
+        "warning" if _counts(case, facts, facts.as_it_was, facts.tenfold) else "info",
         case.last_step,
         symptom=f"steps {facts.since} to {facts.until} at a learning rate of {lr:.3g} take the loss of other batches "
         f"from {facts.before:.4g} to {facts.as_it_was:.4g}; at ten times that rate they take it to {facts.tenfold:.4g}",
-        cause="the learning rate came down while the loss was still falling",
+        cause="the learning rate came down while the loss was still falling"
+        if is_early
+        else "the learning rate, or what scales the loss or the gradients, is far too small",
         remedy=f"a learning rate between {3 * lr:.3g} and {10 * lr:.3g} for as long as the loss falls",
         sure=0.75,
         stage="update",
         since_step=facts.since,
         evidence=[
-            ("loss at three times the rate", round(facts.thrice, 6), f">= {_after(facts, 1.5):.6g}"),
-            ("loss at ten times the rate", round(facts.tenfold, 6), f">= {_after(facts, 2.0):.6g}"),
+            ("loss at three times the rate", round(facts.thrice, 6), f">= {_after(facts, thrice):.6g}"),
+            ("loss at ten times the rate", round(facts.tenfold, 6), f">= {_after(facts, tenfold):.6g}"),
         ],
         trial=RemedyTrial("other_lr", {"factor": 3.0, "recorded": True}),
     )
+
+
+def _counts(case: Case, facts: ReachFacts | HigherRatesFacts, seen: float, possible: float) -> bool:
+    """Whether a run that is over was no trial, or lost too much even for one."""
+    return max(facts.updates, case.last_step) >= TRIAL or seen - possible > DEAR * abs(seen)
 
 
 def _came_down_early(case: Case) -> bool:
@@ -119,6 +134,23 @@ def _came_down_early(case: Case) -> bool:
         return False
     last_high = max(each.step for each in case.watched if each.lr > DOWN * highest)
     return case.last_step - last_high > EARLY * (case.last_step - case.watched[0].step + 1)
+
+
+def _first(case: Case) -> ExperimentRequest | NotApplicable | None:
+    """What comes before the steps are made again where the rate has not come down early; None: they may be."""
+    rates = [each.lr for each in case.watched]
+    if case.last_step < TRIAL or min(rates[-16:]) <= DOWN * max(rates):
+        return NotApplicable("the learning rate has not come down early, and the run is short or at its schedule's end")
+    if (why := _why_not(case)) is not None:
+        return NotApplicable(why)
+    tried, facts, lately = case.outcomes(ReachFacts.experiment), case.newest(ReachFacts), case.watched[-1].step - APART
+    if not tried or tried[-1].step <= lately:
+        return ExperimentRequest(ReachFacts.experiment)
+    if facts is None or facts.until <= lately:
+        return NotApplicable("the last steps cannot be run again")
+    if facts.now - facts.beyond <= BEYOND * (facts.before - facts.now):
+        return NotApplicable("three times the last way gains little")
+    return None
 
 
 def _after(facts: HigherRatesFacts, times: float) -> float:

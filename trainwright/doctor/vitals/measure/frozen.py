@@ -24,7 +24,13 @@ EDGE = 8
 """Of so few, the largest lies within this many times the bound over their number of it: 0.03 % of draws do not."""
 CRITICAL = 1.36
 """Of Kolmogorov and Smirnov's statistic times the root of the number: 5 % of uniform draws lie above it."""
-SAMPLE = 4096
+CRITICAL_FITTED = 1.19
+"""The same where the deviation is that of the draws themselves."""
+SAMPLE, SIDE = 4096, 128
+"""Elements that are looked at; rows and columns of which singular values are taken."""
+EVEN, ABOVE = 1e-3, 2.5
+"""Relative: singular values of an orthogonal matrix are equal. How far the largest one of independent draws lies above
+the sum of the roots of rows and columns, in the unit of Tracy and Widom's law: 0.2 % of draws lie beyond."""
 
 
 @experiment(FrozenFacts.experiment, when="requested")
@@ -36,13 +42,13 @@ def frozen(session: ReplaySession) -> Facts:
         return dict(strict(vars(FrozenFacts())))
     calls = _calls(session)
     sizes = _sizes(session, list(chosen.values()))
-    whole = sum(sizes.values())
+    whole, masked = sum(sizes.values()), _masked(session)
     rows = [
         FrozenTensor(
             name=name,
             is_zero=not bool(p.detach().any()),
-            is_behind=name.rpartition(".")[0] in calls.behind - calls.corrected,
-            is_last=name.rpartition(".")[0] == calls.last,
+            is_behind=not (calls.behind - calls.corrected - masked).isdisjoint(_holders(session, p)),
+            is_last=calls.last in _holders(session, p),
             share=sizes.get(name, 0.0) / whole if whole else 0.0,
         )
         for name, p in chosen.items()
@@ -50,21 +56,63 @@ def frozen(session: ReplaySession) -> Facts:
     return dict(strict(vars(FrozenFacts(tensors=tuple(rows)))))
 
 
+def _holders(session: ReplaySession, parameter: Tensor) -> set[str]:
+    """The modules that have it: several where weights are tied."""
+    return {
+        path for path, module in session.modules.items() if any(own is parameter for own in module._parameters.values())
+    }
+
+
+def _masked(session: ReplaySession) -> set[str]:
+    """The modules with a frozen matrix and a trained one of its shape, such as a mask: one is learned for the other."""
+    masked = set()
+    for path, module in session.modules.items():
+        own = [p for p in module._parameters.values() if p is not None and p.dim() > 1]
+        trained = {p.shape for p in own if p.requires_grad}
+        masked |= {path} if any(not p.requires_grad and p.shape in trained for p in own) else set()
+    return masked
+
+
 def _is_fresh(parameter: Tensor) -> bool:
-    """All zeros, or uniform up to its largest element, as torch draws the weights of most of its layers."""
-    flat = parameter.detach().flatten().double()
-    if flat.numel() < FEW or not parameter.is_floating_point():
+    """All zeros, or as torch.nn.init draws weights: uniform, normal or orthogonal."""
+    weight = parameter.detach()
+    if weight.numel() < FEW or not parameter.is_floating_point():
         return False
-    if not bool(flat.any()):
+    if not bool(weight.any()):
         return True
-    flat, usual = flat[:: max(1, flat.numel() // SAMPLE)], _bound(parameter)
-    largest = float(flat.abs().max())
+    flat = weight.flatten().double()
+    return _is_uniform(flat[:: max(1, flat.numel() // SAMPLE)], parameter) or (
+        flat.numel() >= ENOUGH and _is_as_random(weight)
+    )
+
+
+def _is_uniform(flat: Tensor, parameter: Tensor) -> bool:
+    """Up to its largest element, as torch draws the weights of most of its layers."""
+    usual, largest = _bound(parameter), float(flat.abs().max())
     if flat.numel() < ENOUGH and not usual * (1 - EDGE / flat.numel()) < largest <= usual * (1 + 1e-6):
         return False
     bound = usual if flat.numel() < ENOUGH else largest * (1 + 1 / flat.numel())
-    at = (flat.sort().values / bound + 1) / 2
-    places = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device) / flat.numel()
-    return float((at - places).abs().max()) * math.sqrt(flat.numel()) < CRITICAL
+    return _distance((flat.sort().values / bound + 1) / 2) < CRITICAL
+
+
+def _is_as_random(weight: Tensor) -> bool:
+    """Orthogonal, or normal around 0 with the singular values of independent draws: training makes some large."""
+    matrix = weight.flatten(1).double()
+    rows, columns = (max(1, -(-size // SIDE)) for size in matrix.shape)
+    part = matrix[::rows, ::columns]
+    values, size = torch.linalg.svdvals(part), float(part.square().mean().sqrt())
+    if min(part.shape) > 1 and part.shape == matrix.shape and float(values[-1]) > (1 - EVEN) * float(values[0]):
+        return True
+    n, m = (math.sqrt(each) for each in part.shape)
+    edge = n + m + ABOVE * (1 / n + 1 / m) ** (1 / 3) / 2
+    at = (1 + torch.erf(part.flatten().sort().values / (size * math.sqrt(2)))) / 2
+    return float(values[0]) < edge * size and _distance(at) < CRITICAL_FITTED
+
+
+def _distance(at: Tensor) -> float:
+    """Kolmogorov and Smirnov's statistic of sorted probabilities, times the root of their number."""
+    places = torch.arange(1, at.numel() + 1, dtype=torch.float64, device=at.device) / at.numel()
+    return float((at - places).abs().max()) * math.sqrt(at.numel())
 
 
 def _bound(weight: Tensor) -> float:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from torch import Tensor
-
 from trainwright.doctor.loss.measure.scores import SAMPLES
 from trainwright.doctor.vitals.facts import HigherRatesFacts
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
-from trainwright.replay.again import losses_after, mean_of, surely, way_from
+from trainwright.replay.again import losses_after, mean_of, surely, updates_of, way_from
 from trainwright.replay.experiments import experiment
 from trainwright.replay.functions import function_name
 from trainwright.replay.replayer import AS_IT_WAS, Intervention, NotReplayable
@@ -21,6 +19,8 @@ from trainwright.state.snapshot import Snapshot
 
 MUCH_MORE, MORE = 2.0, 1.5
 """Times what the rate took off the loss: by ten times the rate, and by three times."""
+NEARLY = 5.0, 2.0
+"""The same where the loss still falls nearly in proportion to the rate."""
 BATCHES = 8
 """The last recorded batches, which the steps that are run again have not seen."""
 LEAST = 16
@@ -38,7 +38,11 @@ def higher_rates(session: ReplaySession) -> Facts:
     if not all(map(math.isfinite, (*before, *after[0]))):
         raise NotReplayable("a loss is not finite")
     once, thrice, tenfold = ([a - b if math.isfinite(b) else -math.inf for a, b in zip(before, row)] for row in after)
-    more = surely([b - MORE * a for a, b in zip(once, thrice)])
+
+    def beats(tenfold_by: float, thrice_by: float) -> bool:
+        pairs = (tenfold, tenfold_by), (thrice, thrice_by)
+        return all(surely([b - times * a for a, b in zip(once, row)]) for row, times in pairs)
+
     facts = HigherRatesFacts(
         begin.step,
         session.step,
@@ -47,9 +51,10 @@ def higher_rates(session: ReplaySession) -> Facts:
         thrice=mean_of(after[1]),
         tenfold=mean_of(after[2]),
         fell=surely(once),
-        surely=more and surely([b - MUCH_MORE * a for a, b in zip(once, tenfold)]),
-        updates=_updates(session),
+        surely=beats(MUCH_MORE, MORE),
+        updates=updates_of(session),
         drawn=not SAMPLES.isdisjoint(names),
+        nearly_as=beats(*NEARLY),
     )
     return dict(strict(vars(facts)))
 
@@ -71,9 +76,3 @@ def _noting(names: set[str]) -> Intervention:
         return function(*args, **kwargs)
 
     return replace(AS_IT_WAS, ops=note)
-
-
-def _updates(session: ReplaySession) -> int:
-    """The most that an optimizer has counted for a parameter."""
-    counted = [state.get("step", 0) for each in session.optimizers for state in each.state.values()]
-    return max((int(each) for each in counted if isinstance(each, int | float | Tensor)), default=0)

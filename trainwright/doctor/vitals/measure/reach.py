@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainwright.doctor.vitals.facts import ReachFacts
 from trainwright.recorder.program import alive
+from trainwright.replay.again import updates_of
 from trainwright.replay.experiments import experiment
 from trainwright.replay.replayer import NotReplayable
 from trainwright.replay.session import ReplaySession
@@ -49,7 +50,7 @@ def reach(session: ReplaySession) -> Facts:
     more = [b - ENOUGH * a for a, b in zip(once, thrice)]
     surely = all(map(math.isfinite, more)) and fmean(more) > SURE * stdev(more) / math.sqrt(len(more))
     before, here, beyond = map(_mean, losses)
-    facts = ReachFacts(begin.step, session.step, before, here, beyond, surely)
+    facts = ReachFacts(begin.step, session.step, before, here, beyond, surely, updates_of(session))
     return dict(strict(vars(facts)))
 
 
