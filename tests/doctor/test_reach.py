@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from tests.doctor.law_loops import Change, Loop, as_it_is, broken, states, watched
@@ -213,3 +213,48 @@ def test_what_may_be_a_run_that_is_too_short_is_an_info(facts: HigherRatesFacts,
     case = case_of(facts, steps=steps, rate=early)
     [finding] = [each for each in higher_rates_gain_little(case) if isinstance(each, Finding)]
     assert finding.found.severity == severity
+
+
+def grows(step: int) -> float:
+    return 0.1 if step <= 48 else 0.1 + 0.01 * (step - 48)
+
+
+def test_a_rate_that_has_grown_since_is_no_longer_that_of_the_way() -> None:
+    """Hypergradients, distances that are learned, long warm-ups; one that goes on to be too small is seen again."""
+    again = ReachFacts(16, 48, 1.9, 1.8, 1.6, True)
+    later = [ReachFacts(n - 32, n, 1.9, 1.8, 1.6, True) for n in (120, 128)]
+    assert not any(isinstance(each, Finding) for each in way_is_used(case_of(STRAIGHT, again, rate=grows)))
+    slow = case_of(STRAIGHT, again, *later, rate=grows)
+    assert any(isinstance(each, Finding) for each in way_is_used(slow))
+
+
+def difference(out: Tensor, y: Tensor) -> Tensor:
+    """Of the scores of two kinds of samples: a critic, a ranking without a margin, contrastive divergence."""
+    return out[y > 1].mean() - out[y <= 1].mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("loss", "endless"),
+    [
+        (difference, True),
+        (lambda out, y: (y - y.float().mean()) @ out[:, 0] / len(y), True),
+        (lambda out, y: F.softplus(difference(out, y)), False),
+        (lambda out, y: difference(out, y) + 1e-2 * out.square().mean(), False),
+        (lambda out, y: -out.log_softmax(1).gather(1, y[:, None]).mean(), False),
+    ],
+    ids=["difference", "covariance", "logistic", "held", "likelihood"],
+)
+def test_a_difference_of_outputs_has_no_minimum(loss: Callable[[Tensor, Tensor], Tensor], endless: bool) -> None:
+    def change(loop: Loop) -> None:
+        loop.loss = loss
+
+    watch = watched(change, steps=50, optimizer=SGD, lr=1e-3)
+    [*_, seen] = [facts for _, facts in Case(watch.records, finished=True).every(ReachFacts)]
+    assert seen.endless == (endless and seen.surely)
+    assert not (endless and "way_is_used" in broken(watch, "vitals"))
+
+
+def test_a_way_without_end_is_none_that_tells() -> None:
+    again = ReachFacts(16, 48, 1.9, 1.8, 1.6, True, endless=True)
+    assert [type(each) for each in way_is_used(case_of(STRAIGHT, again))][-1] is NotApplicable

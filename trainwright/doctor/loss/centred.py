@@ -31,7 +31,7 @@ def targets_are_centred(case: Case) -> Iterator[Verdict]:
     if not every:
         return
     begin, first = every[0]
-    values = [n for n, each in enumerate(first.calls) if each.op in SQUARES | LINEAR and each.constant > 0]
+    values = [n for n, each in enumerate(first.calls) if _is_of_values(each)]
     if begin > BEGIN or not values:
         yield NotApplicable("no values are predicted" if not values else "the loss was not seen at the begin")
         return
@@ -50,6 +50,10 @@ def targets_are_centred(case: Case) -> Iterator[Verdict]:
         yield Holds(f"where the targets lie was learned by step {away[-1]} of {case.last_step}")
     else:
         yield _too_far(case, first.calls[place], away[-1])
+
+
+def _is_of_values(call: ComparedFacts) -> bool:
+    return call.op in SQUARES | LINEAR and call.constant > 0 and not call.made
 
 
 def _is_far(call: ComparedFacts) -> bool:

@@ -10,6 +10,7 @@ from trainwright.doctor.loss.counted import every_row_counts
 from trainwright.doctor.loss.games import judges_see_the_same, players_are_at_odds, slopes_are_bounded
 from trainwright.doctor.loss.learned import knows_more_than_nothing
 from trainwright.doctor.loss.probabilities import probabilities_add_up, there_is_room_to_learn
+from trainwright.doctor.loss.terms import every_term_matters
 
 _NOTHING_LEARNED = (
     *("data.label_*", "data.unshuffled", "data.constant_*", "data.double_*", "data.unnormalised_*"),
@@ -38,7 +39,7 @@ LAWS: tuple[Law, ...] = (
         named_by=("loss.*", "data.*"),
     ),
     Law("loss.batch_is_cut_anywhere", laws.batch_is_cut_anywhere, effort="replay", named_by=("accum.*", "loss.*")),
-    Law("loss.every_term_matters", laws.every_term_matters, effort="replay", named_by=("loss.*", "grad.graph_cut*")),
+    Law("loss.every_term_matters", every_term_matters, effort="replay", named_by=("loss.*", "grad.graph_cut*")),
     Law("loss.every_row_counts", every_row_counts, effort="replay", named_by=("loss.*", "data.*", "model.dead_relu")),
     Law(
         "loss.targets_are_centred",

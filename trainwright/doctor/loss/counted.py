@@ -22,7 +22,8 @@ def every_row_counts(case: Case) -> Iterator[Verdict]:
         yield NotApplicable(why)
         return
     sizes = {facts.rows for _, facts in every}
-    always = set.intersection(*(set(facts.idle) for _, facts in every)) if every else set()
+    without = [set(facts.idle) - set(facts.chosen) for _, facts in every]
+    always = set.intersection(*without) if without else set()
     if every and (not always or len(sizes) > 1):
         yield Holds(f"{every[-1][1].rows} rows in {len(every)} steps")
         return
@@ -34,7 +35,7 @@ def every_row_counts(case: Case) -> Iterator[Verdict]:
     if (why := _why_not(every[0][1], every[-1][1], always)) is not None:
         yield NotApplicable(why)
         return
-    others = max(len(facts.idle) for _, facts in every) - len(always)
+    others = max(map(len, without)) - len(always)
     if rows * (others / max(1, rows - len(always))) ** LOOKS > CHANCE:
         yield NotApplicable(f"the loss leaves out {others} of {rows} rows for what they hold")
         return

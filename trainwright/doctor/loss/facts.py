@@ -14,6 +14,7 @@ class ComparedFacts:
     same for all ``targets``. ``bound`` is the function that bounds the prediction, and ``outside`` the share of targets
     that it cannot reach. ``smoothed``: where targets are smoothed, the lowest value there is, and that of equal shares.
     ``swapped``: the target has a graph and the prediction has none. ``itself``: both have the same values.
+    ``made``: the target is another with other weights, so it is none that data bring.
     """
 
     op: str
@@ -29,6 +30,7 @@ class ComparedFacts:
     smoothed: tuple[float, float] = (0.0, 0.0)
     bounded: tuple[float, float] = (0.0, 0.0)
     mass: float = -1.0
+    made: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,8 @@ class CutFacts:
 class CountedFacts:
     """Of ``rows`` in the batch of a step, those for whose outputs the loss has no gradient but 0.
 
-    ``are_samples``: a loader says that rows are samples. ``total`` is the sum of the first input.
+    ``are_samples``: a loader says that rows are samples. ``total`` is the sum of the first input. ``chosen``: of the
+    idle rows those that have a gradient with larger, smaller or opposite outputs.
     """
 
     experiment: ClassVar[str] = "rows_that_count"
@@ -188,6 +191,7 @@ class CountedFacts:
     idle: tuple[int, ...] = ()
     are_samples: bool = True
     total: float = 0.0
+    chosen: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -18,17 +18,13 @@ from trainwright.doctor.loss.facts import (
     TowardsFacts,
     TowardsPass,
 )
-from trainwright.runlog.json_values import Facts
-from trainwright.runlog.records import Examined, Where
+from trainwright.runlog.records import Where
 
 NAMES = {"sub": "squared error", "rsub": "squared error", "__sub__": "squared error", "__rsub__": "squared error"}
 ROUNDING = 1e-6
 """Of a loss, relative: a smaller change is none."""
 LATER = 8
 """Steps after which a model is no longer equal to the one that it is compared with."""
-WHOLE, NOTHING, TRIES = 16, 1e-5, 4
-"""Steps after which a penalty that begins at 0 has left it; between the gradients of two terms: with less, a hundred
-thousand steps go as far as one should; looks at terms, of which some may not be possible."""
 
 
 def starts_at_chance(case: Case) -> Iterator[Verdict]:
@@ -36,9 +32,11 @@ def starts_at_chance(case: Case) -> Iterator[Verdict]:
     first = next((facts for step, facts in case.every(ComparisonsFacts) if step == 1), None)
     if first is None:
         return
-    calls = [each for each in first.calls if each.blank > 0 and math.isfinite(each.value)]
+    calls = [each for each in first.calls if each.blank > 0 and math.isfinite(each.value) and not each.made]
     if not calls:
-        yield NotApplicable("no loss function that compares with targets")
+        yield NotApplicable(
+            "the model makes its own targets" if first.calls else "no loss function that compares with targets"
+        )
         return
     bad = [each for each in calls if _is_far_above(each)]
     if not bad:
@@ -272,74 +270,3 @@ def _summed_among_means(case: Case, term: SummedTerm) -> Finding:
 
 def _kind(ratio: float) -> str:
     return "mean" if abs(ratio - 1) < 1e-3 else "sum" if abs(ratio - 2) < 1e-3 else "neither"
-
-
-def every_term_matters(case: Case) -> Iterator[Verdict]:
-    """Each term of the loss that has a weight has a gradient."""
-    every = [each for each in case.outcomes("terms") if "terms" in each.values]
-    if not every:
-        return
-    terms = every[-1].values["terms"]
-    if every[-1].values.get("grafted"):
-        yield NotApplicable("a part of the loss is made of what a model computes and does not return")
-        return
-    idle = [
-        term["name"]
-        for n, term in enumerate(terms)
-        if term["weight"] and all(len(e.values["terms"]) > n and e.values["terms"][n]["norm"] == 0 for e in every)
-    ]
-    weak = None if idle else _without_effect([e.values["terms"] for e in every])
-    if weak is not None and every[-1].step < WHOLE:
-        if case.last_step >= WHOLE and len(case.outcomes("terms")) < TRIES:
-            yield ExperimentRequest("terms")
-        return
-    if weak is not None:
-        yield _weak(every[-1], weak)
-        return
-    if not idle or len(idle) == len(terms):
-        yield Holds(f"{len(terms)} terms: {', '.join(str(term['name']) for term in terms)}")
-        return
-    if len(every) < 2:
-        return
-    yield finding(
-        "law.loss.every_term_matters",
-        "warning",
-        every[-1].step,
-        symptom=f"the term {idle[0]} of the loss has no gradient",
-        cause="it was detached, made under no_grad, or is constant: it is in the number that is printed, and nothing "
-        "is learned from it",
-        remedy="keep the graph of what the term is made of, or leave it out of the loss",
-        sure=0.85,
-        stage="loss",
-        where=Where(op=idle[0]),
-        evidence=[(f"gradient norm of {term['name']}", term["norm"]) for term in terms[:6]],
-    )
-
-
-def _without_effect(looks: list[list[Facts]]) -> int | None:
-    """The place of a term whose gradient is next to nothing beside that of another, at each look."""
-    for n, term in enumerate(looks[-1]):
-        largest = [max(each["norm"] for each in terms) for terms in looks]
-        own = [terms[n]["norm"] if len(terms) > n else math.inf for terms in looks]
-        if term["weight"] and any(own) and all(0 <= norm < NOTHING * most for norm, most in zip(own, largest)):
-            return n
-    return None
-
-
-def _weak(look: Examined, place: int) -> Finding:
-    terms = look.values["terms"]
-    term, large = terms[place], max(terms, key=lambda each: float(each["norm"]))
-    return finding(
-        "law.loss.every_term_matters",
-        "warning",
-        look.step,
-        symptom=f"the gradient of the term {term['name']} of the loss is {term['norm'] / large['norm']:.1g} of that of "
-        f"{large['name']}: it has no effect",
-        cause="its weight, or a mean within it, makes it smaller by orders of magnitude than it was meant",
-        remedy="give it a weight with which its gradient is a hundredth of the others' at least, or leave it out",
-        sure=0.8,
-        stage="loss",
-        where=Where(op=term["name"]),
-        since_step=1,
-        evidence=[(f"gradient norm of {each['name']}", each["norm"]) for each in terms[:6]],
-    )

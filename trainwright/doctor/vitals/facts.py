@@ -141,6 +141,7 @@ class ReachFacts:
 
     ``surely``: there it is lower than at first by more than 1.5 times as much as now, by two standard errors.
     ``updates`` are those that the optimizer counts in its life (0: it does not).
+    ``endless``: it is a difference of outputs, which becomes as many times as large as these do.
     """
 
     experiment: ClassVar[str] = "reach"
@@ -151,6 +152,7 @@ class ReachFacts:
     beyond: float
     surely: bool
     updates: int = 0
+    endless: bool = False
 
 
 @dataclass(frozen=True)

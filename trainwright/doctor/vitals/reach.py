@@ -55,6 +55,9 @@ def way_is_used(case: Case) -> Iterator[Verdict]:
     if len(counted) < 2 or not all(map(_is_straight, counted)):
         yield Holds(f"loss {last.before:.4g} before step {last.since}, {last.now:.4g} now, {last.beyond:.4g} beyond")
         return
+    if any(each.endless for each in counted):
+        yield NotApplicable("the loss is a difference of outputs, which has no minimum: it falls as far as one goes")
+        return
     first, last = counted[0], counted[-1]
     lr = max(each.lr for each in case.watched if each.step <= last.until)
     yield finding(
@@ -174,9 +177,12 @@ def _is_straight(facts: ReachFacts) -> bool:
 
 
 def _is_steady(case: Case, until: int) -> bool:
-    """Whether the rate of the last 16 steps up to ``until`` was near its highest value so far."""
-    rates = [(each.step, each.lr) for each in case.watched if each.step <= until]
-    lately = [lr for step, lr in rates if step > until - 16]
+    """Whether the rate of the last 16 steps up to ``until`` was near its highest value: so far, and since then.
+
+    A rate that has grown since (a hypergradient, a warm-up, a plan with restarts) is no longer that of the way.
+    """
+    rates = [(each.step, each.lr) for each in case.watched]
+    lately = [lr for step, lr in rates if until - 16 < step <= until]
     return bool(lately) and min(lately) >= STEADY * max(lr for _, lr in rates) > 0.0
 
 

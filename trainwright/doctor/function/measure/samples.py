@@ -45,14 +45,17 @@ def why_related(passes: EvalPasses) -> str:
 
 
 def other_in_place(size: int, changed: int, dim: int = 0) -> InputHandler:
-    """For ``Intervention.inputs``: what stands at ``changed`` of a dimension becomes a copy of what is next to it."""
+    """For ``Intervention.inputs``: what stands at ``changed`` of a dimension becomes a copy of what is next to it.
+
+    Without its graph: a derivative by an input, which a sampler or a penalty takes, is no way from sample to sample.
+    """
 
     def change(leaf: object) -> object:
         if not isinstance(leaf, Tensor) or leaf.dim() <= dim or leaf.shape[dim] != size:
             return leaf
-        order = torch.arange(size, device=leaf.device)
-        order[changed] = (changed + 1) % size
-        return leaf.index_select(dim, order)
+        leaf = leaf.clone()
+        leaf.select(dim, changed).copy_(leaf.select(dim, (changed + 1) % size).detach())
+        return leaf
 
     def handler(number: int, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         return tuple(change(x) for x in args), {name: change(x) for name, x in kwargs.items()}

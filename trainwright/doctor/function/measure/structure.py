@@ -250,13 +250,16 @@ def _needs_batch(session: ReplaySession) -> bool:
 
 
 def copied_from_next(size: int, changed: int) -> InputHandler:
-    """For ``Intervention.inputs``: row ``changed`` of a batch of ``size`` becomes a copy of the next one."""
+    """For ``Intervention.inputs``: row ``changed`` of a batch of ``size`` becomes a copy of the next one.
+
+    Without its graph: a derivative by an input, which a sampler or a penalty takes, is no way from sample to sample.
+    """
 
     def change(leaf: object) -> object:
         if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != size:
             return leaf
         leaf = leaf.clone()
-        leaf[changed] = leaf[(changed + 1) % size]
+        leaf[changed] = leaf[(changed + 1) % size].detach()
         return leaf
 
     return lambda number, args, kwargs: (

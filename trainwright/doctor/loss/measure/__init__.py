@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from statistics import fmean, stdev
@@ -26,6 +28,7 @@ from trainwright.doctor.loss.measure import cut as _cut  # noqa: F401
 from trainwright.doctor.loss.measure import slopes as _slopes  # noqa: F401
 from trainwright.doctor.loss.measure.added import added_to_targets
 from trainwright.doctor.loss.measure.comparing import CLASSES, DISTANCES, RESIDUALS, ComparedLoss, compared
+from trainwright.doctor.loss.measure.made import other_weights, others_among
 from trainwright.doctor.loss.measure.players import GameProgram
 from trainwright.doctor.loss.measure.reductions import summed_among_means
 from trainwright.doctor.loss.measure.scored import ScoredDifferences
@@ -45,6 +48,7 @@ MAX_CALLS = 4
 MAX_STEPS, MIN_STEPS = 8, 3
 """Recorded steps in which the newest weights are tried, and the fewest that tell."""
 Mode: TypeAlias = Literal["train", "eval"] | None
+Weights: TypeAlias = Callable[[], AbstractContextManager[object]]
 MAX_ELEMENTS = 2**22
 """Of a prediction that is looked at."""
 NUDGE = 0.01
@@ -71,9 +75,19 @@ def probes(watched: WatchedObjects) -> list[Probe]:
 @experiment(ComparisonsFacts.experiment, when="requested")
 def comparisons(session: ReplaySession) -> Facts:
     """Each call of a loss function: its value, and its values of predictions that tell nothing."""
-    found = [_looked_at(call, module) for call, module in _calls(session, session.recorded_step)]
     recorded = session.recorded_step
+    calls = _calls(session, recorded)
+    made = _made(session, recorded, [call for call, _ in calls])
+    found = [replace(_looked_at(*call), made=n in made) for n, call in enumerate(calls)]
     return dict(strict(vars(ComparisonsFacts(tuple(found), summed_among_means(recorded), added_to_targets(recorded)))))
+
+
+def _made(session: ReplaySession, recorded: RecordedStep, calls: list[ComparedLoss]) -> set[int]:
+    """The numbers of the calls whose targets are others with other weights."""
+    if not calls:
+        return set()
+    again = _calls(session, recorded, weights=partial(other_weights, session))
+    return others_among([call.target.detach() for call in calls], [call.target.detach() for call, _ in again])
 
 
 def _calls(
@@ -83,11 +97,12 @@ def _calls(
     mode: Mode = None,
     upto: Upto = "forward",
     hear: Callable[[ComparedLoss, Tensor], object] | None = None,
+    weights: Weights = nullcontext,
 ) -> list[tuple[ComparedLoss, str | None]]:
     """The calls in a step, each with the module that makes it. ``names`` gets those of all functions.
 
-    ``hear`` gets the gradient of the prediction of each call. A difference that becomes a score is none of a prediction
-    and its target, and is left out.
+    ``hear`` gets the gradient of the prediction of each call. ``weights`` is a context around the step. A difference
+    that becomes a score is none of a prediction and its target, and is left out.
     """
     modules, scores = ModuleStack(session.modules), ScoredDifferences()
     found: list[tuple[ComparedLoss, str | None]] = []
@@ -105,7 +120,7 @@ def _calls(
         return scores.followed(function, args, kwargs)
 
     with session.live():
-        change = Intervention(ops=collect, model=modules.following, mode=mode)
+        change = Intervention(ops=collect, model=_both(modules, weights), mode=mode)
         session.replayer.run(recorded, change, upto=upto)
     return [(call, module) for call, module in found if id(call) not in scores.found]
 
@@ -205,14 +220,14 @@ def _bounded(call: ComparedLoss) -> tuple[float, float]:
 def towards_targets(session: ReplaySession) -> Facts:
     """The loss, and the loss when each prediction is moved a little towards the target that it is compared with."""
     moved: list[str] = []
-    weighed_both_ways = _weighed_both_ways(session)
+    no_targets = _weighed_both_ways(session) | _made_differences(session)
 
     def losses_after(step: float) -> ReplayResult:
         modules, number = ModuleStack(session.modules), count()
 
         def nearer(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
             call = _differentiable(function, args, kwargs, modules)
-            if call is None or next(number) in weighed_both_ways:
+            if call is None or next(number) in no_targets:
                 return function(*args, **kwargs)
             moved.append(call.name)
             change = change_leaves(lambda leaf: call.nearer(step) if leaf is call.x else leaf)
@@ -267,3 +282,38 @@ def _weighed_both_ways(session: ReplaySession) -> set[int]:
 
     session.run(Intervention(ops=collect, model=modules.following), upto="backward")
     return found
+
+
+def _made_differences(session: ReplaySession) -> set[int]:
+    """The numbers of the differences that are none of a prediction and its target: what is taken off was made of what
+    the model says, as a sampler's gradient or the value of a surrogate is.
+    """
+
+    def targets(weights: Weights) -> list[tuple[str, Tensor]]:
+        modules, found = ModuleStack(session.modules), list[tuple[str, Tensor]]()
+
+        def collect(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+            if (call := _differentiable(function, args, kwargs, modules)) is not None:
+                found.append((call.name, call.target.detach().clone()))
+            return function(*args, **kwargs)
+
+        session.run(Intervention(ops=collect, model=_both(modules, weights)), upto="forward")
+        return found
+
+    first = targets(nullcontext)
+    if RESIDUALS.isdisjoint(name for name, _ in first):
+        return set()
+    again = targets(partial(other_weights, session))
+    made = others_among([target for _, target in first], [target for _, target in again])
+    return {n for n in made if first[n][0] in RESIDUALS}
+
+
+def _both(modules: ModuleStack, weights: Weights) -> Weights:
+    """A context in which modules are followed, and weights are others."""
+
+    @contextmanager
+    def both() -> Iterator[None]:
+        with weights(), modules.following():
+            yield
+
+    return both

@@ -12,6 +12,7 @@ from trainwright.doctor.loss.facts import CountedFacts
 from trainwright.recorder.program import tensors_of
 from trainwright.replay.experiments import experiment
 from trainwright.replay.replayer import Intervention, NotReplayable
+from trainwright.replay.scaled import OTHER_OUTPUTS, scaled_outputs
 from trainwright.replay.session import ReplaySession
 from trainwright.runlog.json_values import Facts, strict
 
@@ -25,11 +26,23 @@ def rows_that_count(session: ReplaySession) -> Facts:
     size, recorded = session.size, session.recorded_step
     if size is None or size < LEAST or len(recorded.calls) != 1:
         raise NotReplayable("the step has no batch of its own, or several")
+    idle = _without_gradient(session, size)
+    never = idle
+    for factor, more in OTHER_OUTPUTS:
+        never = never & _without_gradient(session, size, factor, more) if never else never
+    are_samples = any(ids is not None and len(ids) == size for ids in session.ids)
+    total = float(session.inputs[0].double().sum())
+    facts = CountedFacts(size, tuple(sorted(idle)), are_samples, total, tuple(sorted(idle - never)))
+    return dict(strict(vars(facts)))
+
+
+def _without_gradient(session: ReplaySession, size: int, factor: float = 1.0, more: float = 0.0) -> set[int]:
+    """The rows of the outputs to which the loss has a gradient of 0, where these are other outputs."""
     counts = torch.zeros(size, dtype=torch.bool)
     heard: list[bool] = []
 
     def note(gradient: Tensor) -> None:
-        counts.logical_or_(gradient.detach().flatten(1).ne(0).any(1).cpu())
+        counts.logical_or_(gradient.detach().nan_to_num(0.0).flatten(1).ne(0).any(1).cpu())
 
     def listen(module: nn.Module, args: object, output: object) -> None:
         for each in tensors_of(output):
@@ -41,7 +54,8 @@ def rows_that_count(session: ReplaySession) -> Facts:
     def listening() -> Iterator[None]:
         handles = [root.register_forward_hook(listen) for root in session.roots]
         try:
-            yield
+            with scaled_outputs(session, factor, more):
+                yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -51,6 +65,4 @@ def rows_that_count(session: ReplaySession) -> Facts:
         raise result.error
     if not heard:
         raise NotReplayable("no output has a row for each sample")
-    idle = (~counts).nonzero().flatten().tolist()
-    are_samples = any(ids is not None and len(ids) == size for ids in session.ids)
-    return dict(strict(vars(CountedFacts(size, tuple(idle), are_samples, float(session.inputs[0].double().sum())))))
+    return set((~counts).nonzero().flatten().tolist())

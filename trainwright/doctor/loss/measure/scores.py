@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +17,12 @@ from trainwright.replay.classified import CHUNKED, CLASSIFYING, Classified, clas
 from trainwright.replay.experiments import experiment
 from trainwright.replay.inspector import StepInspector
 from trainwright.replay.replayer import Intervention, NotReplayable
+from trainwright.replay.scaled import OTHER_OUTPUTS, scaled_outputs
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.terms import Term, terms_of
 from trainwright.runlog.json_values import Facts
 
+Grads: TypeAlias = dict[str, Tensor | None]
 BOUNDED = frozenset(
     [
         *CLASSIFYING,
@@ -290,9 +294,10 @@ def sign(session: ReplaySession) -> Facts:
 def terms(session: ReplaySession) -> Facts:
     """The terms that the loss is the sum of: the weight of each, and the norm of its gradient with that weight.
 
-    ``shared`` is the norm over the parameters that every term reaches. ``grafted``: a part of the loss is made of what
-    a model computes and does not return, whose graph a replay does not have. Runs in float32, so that a term that is
-    small without the loss scale does not vanish.
+    ``shared`` is the norm over the parameters that every term reaches. ``chosen``: a term has no gradient, and would
+    have one with larger, smaller or opposite outputs, which a threshold of them then lets in. ``grafted``: a part of
+    the loss is made of what a model computes and does not return, whose graph a replay does not have. Runs in float32,
+    so that a term that is small without the loss scale does not vanish.
     """
     parts = terms_of(session.recorded_step)
     if not 2 <= len(parts) <= 8:
@@ -300,23 +305,39 @@ def terms(session: ReplaySession) -> Facts:
     grads = []
     with session.live():
         for term in parts:
-            result = session.replayer.run(
-                alone(session.recorded_step, term), Intervention(dtype="fp32"), upto="backward"
-            )
-            if result.error is not None:
-                raise result.error
-            grads.append(result.grads)
-            for parameter in session.replayer.subject.parameters:
-                parameter.grad = None
+            grads.append(_gradients(session, term))
+        chosen = [
+            term.weight != 0.0
+            and _norm(each, set(each)) == 0.0
+            and any(_has_any(_gradients(session, term, other)) for other in OTHER_OUTPUTS)
+            for term, each in zip(parts, grads)
+        ]
     reached = [{n for n, g in each.items() if g is not None and bool((g != 0).any())} for each in grads]
     common = set.intersection(*reached)
     facts = []
-    for term, each in zip(parts, grads):
+    for term, each, is_chosen in zip(parts, grads, chosen):
         facts.append({
             "name": term.name, "weight": term.weight, "own": term.own, "slot": term.slot,
             "norm": abs(term.weight) * _norm(each, set(each)), "shared": abs(term.weight) * _norm(each, common),
+            "chosen": is_chosen,
         })  # fmt: skip
     return {"terms": facts, "shared": len(common), "grafted": bool(session.recorded_step.values.get("grafted"))}
+
+
+def _gradients(session: ReplaySession, term: Term, other: tuple[float, float] = (1.0, 0.0)) -> Grads:
+    """Of one term alone, with other outputs."""
+    model = partial(scaled_outputs, session, *other)
+    change = Intervention(dtype="fp32", model=model)
+    result = session.replayer.run(alone(session.recorded_step, term), change, upto="backward")
+    for parameter in session.replayer.subject.parameters:
+        parameter.grad = None
+    if result.error is not None:
+        raise result.error
+    return result.grads
+
+
+def _has_any(grads: Grads) -> bool:
+    return any(each is not None and bool(each.nan_to_num(0.0).any()) for each in grads.values())
 
 
 def alone(recorded: RecordedStep, term: Term) -> RecordedStep:
@@ -334,6 +355,6 @@ def _adds_to(instruction: Instruction, term: Term) -> bool:
     return isinstance(instruction, Operation) and instruction.in_place and instruction.args[0] == Slot(term.slot)
 
 
-def _norm(grads: dict[str, Tensor | None], names: set[str]) -> float:
+def _norm(grads: Grads, names: set[str]) -> float:
     chosen = [g.double().square().sum() for n, g in grads.items() if g is not None and n in names]
     return float(torch.stack(chosen).sum().sqrt()) if chosen else 0.0

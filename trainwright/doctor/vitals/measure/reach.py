@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from statistics import fmean, stdev
 
 import torch
 from torch import Tensor
 
 from trainwright.doctor.vitals.facts import ReachFacts
-from trainwright.recorder.program import alive
+from trainwright.recorder.program import RecordedStep, alive
 from trainwright.replay.again import updates_of
 from trainwright.replay.experiments import experiment
-from trainwright.replay.replayer import NotReplayable
+from trainwright.replay.replayer import Intervention, NotReplayable
+from trainwright.replay.scaled import scaled_outputs
 from trainwright.replay.session import ReplaySession
 from trainwright.runlog.json_values import Facts, strict
 
@@ -25,6 +27,8 @@ BATCHES, SURE = 8, 2.0
 """The last recorded batches, on which the loss is measured; standard errors, at each of two looks."""
 LEAST = 16
 """Steps that are a way."""
+SAME = 1e-4
+"""Of the larger of two losses, apart by rounding."""
 
 
 @experiment(ReachFacts.experiment, when="requested")
@@ -50,8 +54,27 @@ def reach(session: ReplaySession) -> Facts:
     more = [b - ENOUGH * a for a, b in zip(once, thrice)]
     surely = all(map(math.isfinite, more)) and fmean(more) > SURE * stdev(more) / math.sqrt(len(more))
     before, here, beyond = map(_mean, losses)
-    facts = ReachFacts(begin.step, session.step, before, here, beyond, surely, updates_of(session))
+    endless = surely and _is_endless(session, chosen[-1])
+    facts = ReachFacts(begin.step, session.step, before, here, beyond, surely, updates_of(session), endless)
     return dict(strict(vars(facts)))
+
+
+def _is_endless(session: ReplaySession, recorded: RecordedStep) -> bool:
+    """Whether the loss is twice as large for outputs twice as large, and the same for outputs that are all more by 1.
+
+    Then it is a difference of outputs without a minimum: it falls as long as they grow, in a straight line.
+    """
+    losses = []
+    with session.live():
+        for factor, more in ((1.0, 0.0), (2.0, 0.0), (1.0, 1.0)):
+            change = Intervention(model=partial(scaled_outputs, session, factor, more))
+            result = session.replayer.run(recorded, change, upto="forward")
+            if result.error is not None:
+                return False
+            losses.append(result.loss)
+    once, twice, more_by_1 = losses
+    room = SAME * max(abs(once), abs(twice))
+    return abs(twice - 2 * once) <= room < abs(twice - once) and abs(more_by_1 - once) <= max(room, SAME)
 
 
 def _mean(losses: Sequence[float]) -> float:

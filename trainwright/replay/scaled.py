@@ -1,0 +1,36 @@
+"""A step with outputs of its models that are so many times as large, for experiments of several families."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from trainwright.recorder.program import mapped
+from trainwright.replay.session import ReplaySession
+
+FACTORS = (3.0, 10.0, 30.0, 100.0, 1e3, -10.0, -1e3, 1e-3)
+OTHER_OUTPUTS = (*((factor, 0.0) for factor in FACTORS), (1.0, 1e3), (1.0, -1e3))
+"""Factors of outputs, and what is added to them: to either side of any threshold, margin or clamp, surer (up to where a
+softmax has no gradient left), less sure, of the opposite opinion. What one of them left out has a part in the loss
+with one of these.
+"""
+
+
+@contextmanager
+def scaled_outputs(session: ReplaySession, factor: float, more: float = 0.0) -> Iterator[None]:
+    """Inside, every output of a model is so many times as large, and so much more. For ``Intervention.model``."""
+
+    def change(leaf: object) -> object:
+        return leaf * factor + more if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    if (factor, more) == (1.0, 0.0):
+        yield
+        return
+    handles = [root.register_forward_hook(lambda _module, _args, out: mapped(out, change)) for root in session.roots]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
