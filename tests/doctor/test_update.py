@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -161,6 +162,53 @@ def test_weights_that_somebody_else_writes_to(act: Act, severity: str, since: in
     broken = found(watch)["law.update.nothing_else_writes"]
     assert (broken.severity, broken.since_step) == (severity, since)
     assert broken.where.module == module
+
+
+class Back:
+    """Goes back to what it has kept, weights and the state of the optimizer."""
+
+    def __init__(self, kept_at: int, *at: int, with_state: bool = True) -> None:
+        self.kept_at, self.at, self.with_state = kept_at, at, with_state
+        self.kept: tuple[Any, Any] = ({}, {})
+
+    def __call__(self, step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
+        if step == self.kept_at:
+            self.kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        if step in self.at:
+            model.load_state_dict(self.kept[0])
+            if self.with_state:
+                optimizer.load_state_dict(copy.deepcopy(self.kept[1]))
+
+
+def begin_again(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
+    """New weights in the last layer, and moments that begin with them (Nikishin et al., 2022)."""
+    if step in (6, 9):
+        with torch.no_grad():
+            model[3].bias.normal_(std=3.0)
+        del optimizer.state[model[3].bias]
+
+
+def test_a_loop_that_goes_back_changes_the_state_too() -> None:
+    for act in (Back(3, 6, 9), begin_again):
+        broken = found(watched(lambda p: torch.optim.AdamW(p, 0.1), after=act, steps=12))
+        seen = broken["law.update.nothing_else_writes"]
+        assert (seen.severity, "began again" in seen.symptom) == ("info", True)
+
+
+@each_row(("kept_before", "severity"), [(True, "info"), (False, "warning")])
+def test_without_a_state_only_a_rewind_to_the_begin_is_told(kept_before: bool, severity: str) -> None:
+    back = Back(0, 9, with_state=False)
+
+    def before(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
+        if step == 0 and kept_before:
+            back(step, model, optimizer)
+
+    def after(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
+        if step > 0 or not kept_before:
+            back(step, model, optimizer)
+
+    watch = watched(lambda p: torch.optim.SGD(p, 1.0), before=before, after=after, steps=12)
+    assert found(watch)["law.update.nothing_else_writes"].severity == severity
 
 
 def test_weights_that_are_put_back_were_not_written_to() -> None:

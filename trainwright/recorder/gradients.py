@@ -12,6 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from trainwright.recorder.callers import caller
+from trainwright.recorder.carried import CarriedGradients
 from trainwright.recorder.graph import leaves_of
 from trainwright.recorder.listener import Listener
 from trainwright.recorder.program import Backward, ClipGradients, Multiply, RecordedStep, ZeroGrad
@@ -63,6 +64,7 @@ class GradientRecorder(Listener):
         self._versions: Versions | None = None
         self._is_foreign = self._retains = False
         self._edits = False  # the loop changes gradients by hand
+        self._carried = CarriedGradients()
         self._is_clipped = self._was_clipped = False  # the gradients of this step, of the last one
         self._clipped: list[int] = []
         self._clipped_numbers: list[int] = []
@@ -154,6 +156,8 @@ class GradientRecorder(Listener):
             self._versions = None  # they will be those that the clip leaves: to read them takes 1 % of a small step
         else:
             self.on_gradients_changed()
+        if self._edits and "carried" in self.current.values:
+            self._carried.on_gradients(self.parameters)
         self._scaled_losses.by_id.clear()
         if self._has_others and num_collectives() != self._num_collectives:
             self.current.blind = COMMUNICATES
@@ -174,9 +178,11 @@ class GradientRecorder(Listener):
         if isinstance(owner, Optimizer):
             if owner not in self.optimizers:
                 return
+            self._carried.on_zero_grad(self.optimizers.index(owner))
             self.current.program.append(ZeroGrad(self.optimizers.index(owner)))
             self._happened("zero_grad", self.optimizers.index(owner))
         elif owner in self.roots:
+            self._carried.on_zero_grad(None)
             self.current.program.append(ZeroGrad(None))
             self._happened("zero_grad", -1)
 

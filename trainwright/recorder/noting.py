@@ -153,6 +153,8 @@ class NotingRecorder(LoopRecorder):
             super().on_zero_grad(owner)
             return
         self._versions = None
+        if len(self.optimizers) > 1:
+            self._carried.on_zero_grad(note[1])
         self.current.notes.append(note)
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:

@@ -125,6 +125,8 @@ class LoopRecorder(GradientRecorder):
         self._edits = self._edits or self._are_edited()
         if self._edits:  # seen once: from then on in every step
             self.current.values["edited"] = True
+        if self._carried.is_made_anew(index, owned_by(optimizer), self._has_backward()):
+            self.current.values.setdefault("made_anew", []).append(index)
         norm = self._norm_left_by_clip()
         groups = [hyperparameters(group) for group in optimizer.param_groups]
         step = OptimizerStep(index, groups, getattr(optimizer, "grad_scale", None))
@@ -185,6 +187,7 @@ class LoopRecorder(GradientRecorder):
         self.tape.forget()
         self._stepped.clear()
         self._scaled_losses.by_id.clear()
+        self._carried.close()
         self.depth, self._call, self._versions = 0, None, None
         self._was_clipped, self._is_clipped = self._is_clipped, False
         done.ended_s = time.time()

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import ExperimentRequest, Finding, finding, listed
 from trainwright.doctor.gradient.facts import DerivativeFacts, Slopes
+from trainwright.doctor.gradient.names.accumulation import is_as_recorded
 from trainwright.doctor.law import Holds, Law, NotApplicable, Verdict
 from trainwright.doctor.vitals.standing import standing
 from trainwright.runlog.records import Where
@@ -166,7 +167,7 @@ def adds_up(case: Case) -> Iterator[Verdict]:
         yield fewer
         return
     windows = [e for e in case.outcomes("accumulation") if e.values.get("distinct") and e.values.get("same_functions")]
-    weighed = [(e.step, e.values["weights"]) for e in windows if e.values.get("weights")]
+    weighed = [(e.step, e.values["weights"]) for e in windows if e.values.get("weights") and is_as_recorded(e.values)]
     known = [(step, sum(weights)) for step, weights in weighed if None not in weights]
     if not known:
         yield NotApplicable("no step of several micro-batches whose losses are means was looked at")

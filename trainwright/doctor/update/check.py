@@ -44,8 +44,12 @@ def nothing_else_writes(case: Case) -> Iterator[Verdict]:
     """Between the end of an update and the begin of the next nothing writes to the weights that it trains."""
     looks = [(step, facts) for step, facts in _looks(case) if step > 1]  # before the first anything may be loaded
     heard = case.newest(WritesFacts)
-    seen = {step: facts for step, facts in looks if facts.is_compared and facts.written}
-    steps = sorted({*seen, *(heard.steps if heard else ())})
+    restarts = set(heard.restarts if heard else ())
+    seen = {step: facts for step, facts in looks if facts.is_compared and facts.written and step not in restarts}
+    steps = sorted({*seen, *(heard.steps if heard else ())} - restarts)
+    if not steps and restarts:
+        yield _restarted(sorted(restarts))
+        return
     if not steps:
         compared = len([facts for _, facts in looks if facts.is_compared])
         whole = f"all weights at {compared} steps, " if compared else ""
@@ -81,6 +85,22 @@ def nothing_else_writes(case: Case) -> Iterator[Verdict]:
             ("loss of the batch with the written weights, and without", list(losses) if losses else None),
         ],
         explains=("hw.not_reproducible",),
+    )
+
+
+def _restarted(steps: Sequence[int]) -> Finding:
+    return finding(
+        "law.update.nothing_else_writes",
+        "info",
+        steps[-1],
+        symptom=f"before step {steps[-1]} the loop began again, or went back: other weights, and with them another "
+        "state of the optimizer, or the weights of the begin and an optimizer that keeps no state",
+        cause="a rewind (after pruning), a restart, a return to a checkpoint, weights and state of another run",
+        remedy="nothing, where it is meant; else look at what loads weights between two steps",
+        sure=0.7,
+        stage="update",
+        since_step=steps[0],
+        evidence=[("steps that began so", len(steps), 0)],
     )
 
 
@@ -129,7 +149,7 @@ def gradients_are_those_made(case: Case) -> Iterator[Verdict]:
     step, facts = other[-1]
     names = [each.name for each in facts.regraded]
     first = facts.regraded[0]
-    how, severity = _changed(facts.regraded)
+    how, severity = _changed(facts.regraded, facts.edited)
     yield finding(
         "law.update.gradients_are_those_made",
         severity,
@@ -148,12 +168,14 @@ def gradients_are_those_made(case: Case) -> Iterator[Verdict]:
     )
 
 
-def _changed(tensors: Sequence[Differing]) -> tuple[str, Severity]:
-    """In what way gradients were changed, in words."""
+def _changed(tensors: Sequence[Differing], edited: bool) -> tuple[str, Severity]:
+    """In what way gradients were changed, in words. ``edited``: the loop has written to them, or put others there."""
     ratios = [each.ratio for each in tensors]
     known = [ratio for ratio in ratios if ratio is not None]
     if not known or max(known) == 0.0:
-        return "gone" if not any(each.live_norm > 0 for each in tensors) else "there where none was made", "warning"
+        if not any(each.live_norm > 0 for each in tensors):
+            return "gone", "warning"
+        return "there where none was made", "info" if edited else "warning"
     if max(known) - min(known) > 1e-3 * max(known):
         return f"other by factors from {min(known):.3g} to {max(known):.3g}", "info"
     turned = all(each.live_sum * each.replayed_sum < 0 for each in tensors)

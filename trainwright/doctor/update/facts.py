@@ -73,9 +73,12 @@ class UpdateFacts:
 class WritesFacts:
     """Begins of steps at which a sample of the weights was compared with what the update before left.
 
-    ``steps`` are the last 32 at which it was another.
+    ``steps`` are the last 32 at which it was another. ``restarts`` are those of them at which the loop has begun again,
+    or gone back: with the weights the state of their optimizer was another, too, or there is none and the weights were
+    those of the begin.
     """
 
     experiment: ClassVar[str] = "weights_between_steps"
     compared: int
     steps: tuple[int, ...]
+    restarts: tuple[int, ...] = ()

@@ -8,7 +8,11 @@ from collections.abc import Iterator
 from trainwright.doctor.case import Case
 from trainwright.doctor.finding import Check, ExperimentRequest, Finding, RemedyTrial, finding, in_words, listed
 from trainwright.doctor.vitals.standing import standing
+from trainwright.runlog.json_values import Facts
 from trainwright.runlog.records import Where
+
+BEYOND_CHANCE = 4.0
+"""Standard errors: a mean that is as far off by chance comes once in ten thousand times."""
 
 
 def missing_nonlinearity(case: Case) -> Iterator[Finding]:
@@ -231,7 +235,8 @@ def wrong_backward(case: Case) -> Iterator[Finding | ExperimentRequest]:
 
     Three kinds disagree by design: a forward that is the identity (gradient reversal), one that is constant nearly
     everywhere (rounding, a step function) with a surrogate gradient, and a backward that goes through an argument of
-    which the forward makes nothing (feedback alignment).
+    which the forward makes nothing (feedback alignment). A backward that draws random numbers of its own is compared
+    in the mean over many drawings.
     """
     exam = case.newest("structure")
     if exam is None or not exam.values.get("custom"):
@@ -240,25 +245,44 @@ def wrong_backward(case: Case) -> Iterator[Finding | ExperimentRequest]:
     if tested is None:
         yield ExperimentRequest("custom_functions", exam.step)
         return
-    for each in tested.values.get("functions", ()):
-        if each.get("error") is None or each["error"] < 0.02 or each["unsteady"] > 0.2 * each["error"]:
-            continue
-        if each["constant"] or each.get("own_way") or (each["identity"] and each["factor"] < 0):
-            continue
-        yield finding(
-            "grad.wrong_backward",
-            "info" if each["identity"] else "critical",
-            tested.step,
-            symptom=f"the backward of {each['function']} is off by {each['error']:.0%} from a difference quotient",
-            cause="it is not the derivative of its forward" + (", which is the identity" if each["identity"] else ""),
-            remedy="test it with torch.autograd.gradcheck, or leave it out and let autograd differentiate the forward",
-            sure=0.5 if each["identity"] else 0.97,
-            stage="backward",
-            where=Where(module=each["module"], op=each["function"]),
-            evidence=[("relative error of its gradient", each["error"], 0.0), ("best factor", each["factor"], 1.0)],
-            trial=RemedyTrial("derived_backward", {"function": each["function"]}),
-        )
-        return
+    found = [_no_derivative(tested.step, each) for each in tested.values.get("functions", ()) if _deviates(each)]
+    yield from sorted(found, key=lambda each: each.found.severity != "critical")[:1]
+
+
+def _deviates(each: Facts) -> bool:
+    if each.get("error") is None or each["error"] < 0.02 or each["unsteady"] > 0.2 * each["error"]:
+        return False
+    return not (each["constant"] or each.get("own_way") or (each["identity"] and each["factor"] < 0))
+
+
+def _no_derivative(step: int, each: Facts) -> Finding:
+    bias, noise = each.get("bias"), each.get("noise", 0.0)
+    is_estimate = bias is not None and bias <= max(0.02, BEYOND_CHANCE * noise)
+    is_info = each["identity"] or is_estimate
+    symptom = f"the backward of {each['function']} is off by {each['error']:.0%} from a difference quotient"
+    cause = "it is not the derivative of its forward" + (", which is the identity" if each["identity"] else "")
+    if bias is not None:
+        symptom = f"the backward of {each['function']}, which draws random numbers, is off by {bias:.0%} in the mean"
+    if is_estimate:
+        symptom += f", and by {each['error']:.0%} in one drawing"
+        cause = "it draws by itself what its forward has drawn: meant in Shake-Shake or where gradients are rounded at "
+        cause += "random, a mask that is drawn twice elsewhere"
+    return finding(
+        "grad.wrong_backward",
+        "info" if is_info else "critical",
+        step,
+        symptom=symptom,
+        cause=cause,
+        remedy="keep what the forward has drawn (ctx.save_for_backward), unless it is meant"
+        if is_estimate
+        else "test it with torch.autograd.gradcheck, or leave it out and let autograd differentiate the forward",
+        sure=0.5 if is_info else 0.97,
+        stage="backward",
+        where=Where(module=each["module"], op=each["function"]),
+        evidence=[("relative error of its gradient", each["error"], 0.0), ("best factor", each["factor"], 1.0)]
+        + ([] if bias is None else [("relative error in the mean", bias, f"chance: {noise:.2g}")]),
+        trial=RemedyTrial("derived_backward", {"function": each["function"]}),
+    )
 
 
 def symmetric(case: Case) -> Iterator[Finding]:

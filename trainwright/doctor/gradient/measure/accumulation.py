@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -150,14 +150,26 @@ def _functions(session: ReplaySession) -> list[list[str]]:
 
 
 def _discarded(session: ReplaySession) -> int:
-    """The number of backward passes whose gradients are zeroed before the update."""
-    lost = since = 0
+    """The number of backward passes whose gradients are zeroed before the update, but for those that have to be.
+
+    Gradients that are not finite are dropped by every loop that scales its loss by hand.
+    """
+    lost: list[int] = []
+    since: list[int] = []
+    number = 0
     for each in session.recorded_step.program:
         if isinstance(each, Backward):
-            since += 1
+            since.append(number)
+            number += 1
         elif isinstance(each, ZeroGrad):
-            lost, since = lost + since, 0
-    return lost if since else 0
+            lost, since = lost + since, []
+    if not since or len(lost) > MAX_MICRO_BATCHES:
+        return len(lost) if since else 0
+    return sum(_is_finite(session.run(Intervention(micro=[each])).grads.values()) for each in lost)
+
+
+def _is_finite(gradients: Iterable[Tensor | None]) -> bool:
+    return all(bool(g.isfinite().all()) for g in gradients if g is not None)
 
 
 @experiment("token_weights", when="requested")

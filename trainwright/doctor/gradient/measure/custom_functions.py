@@ -19,6 +19,8 @@ from trainwright.replay.session import ReplaySession
 from trainwright.runlog.json_values import Facts
 
 DIRECTIONS = 4
+DRAWINGS = 32
+"""Of a backward pass that draws random numbers, to find its mean."""
 _Calls: TypeAlias = dict[type[Function], tuple[str, Args]]
 """The first call of each Function: the module that makes it, and copies of its arguments."""
 MAX_ELEMENTS = 1 << 20
@@ -113,11 +115,12 @@ class _FiniteDifferences:
     def __init__(self, function: type[Function], args: Args, dtype: torch.dtype) -> None:
         self.function = function
         self.generator = torch.Generator().manual_seed(0)
+        self.seed = 0
         self.args = [a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
         self.at = [n for n, a in enumerate(self.args) if isinstance(a, Tensor) and a.is_floating_point()]
 
     def outputs(self, args: Sequence[object]) -> list[Tensor]:
-        torch.manual_seed(0)  # a Function that draws random numbers draws the same ones
+        torch.manual_seed(self.seed)  # a Function that draws random numbers draws the same ones
         return [t for t in tensors_of(self.function.apply(*args)) if t.is_floating_point()]  # type: ignore[no-untyped-call]
 
     def draw(self, like: Tensor) -> Tensor:
@@ -135,7 +138,44 @@ class _FiniteDifferences:
             facts = self._compare_argument(n, grad, weights, widths)
             constant |= facts.pop("constant")
             worst = max(worst, facts, key=lambda each: float(each["error"]))
-        return {**worst, "identity": identity, "constant": constant, "own_way": self._has_a_way_of_its_own(weights)}
+        drawn = self._in_the_mean(weights, widths[1]) if self._draws_on_the_way_back(weights) else {}
+        own_way = self._has_a_way_of_its_own(weights)
+        return {**worst, "identity": identity, "constant": constant, "own_way": own_way, **drawn}
+
+    def _draws_on_the_way_back(self, weights: list[Tensor]) -> bool:
+        """Whether the backward pass gives other gradients from another random state, behind the same forward pass."""
+        (_, one), (_, other) = (self._passes(self.args, weights, drawing) for drawing in (1, 2))
+        return any(not torch.equal(grad, other[n]) for n, grad in one.items())
+
+    def _in_the_mean(self, weights: list[Tensor], width: float) -> Facts:
+        """How far the mean gradient is from the mean derivative along itself, and how far chance puts it.
+
+        Forward and backward pass draw anew each time, so that neither a mixture nor a mask of one must be that of the
+        other. The direction comes from drawings that are not compared.
+        """
+        sums: dict[int, Tensor] = {}
+        for drawing in range(DRAWINGS):
+            for n, grad in self._drawn(weights, drawing).items():
+                sums[n] = sums[n] + grad if n in sums else grad
+        off: dict[int, list[tuple[float, float]]] = {n: [] for n in sums}
+        for drawing in range(DRAWINGS, 2 * DRAWINGS):
+            for n, grad in self._drawn(weights, drawing).items():
+                direction = sums[n] / max(float(sums[n].abs().max()), 1e-300)
+                foretold = float((grad.double() * direction.double()).sum())
+                off[n].append((foretold, self._slope(n, direction, width, weights)))
+        self.seed = 0
+        found: list[Facts] = []
+        for pairs in off.values():
+            foretold, seen = torch.tensor(pairs, dtype=torch.float64).T
+            scale = max(abs(float(foretold.mean())), abs(float(seen.mean())), 1e-300)
+            bias, spread = abs(float((foretold - seen).mean())) / scale, float((foretold - seen).std()) / scale
+            found.append({"bias": bias, "noise": spread / DRAWINGS**0.5})
+        return max(found, key=lambda each: float(each["bias"]) - float(each["noise"]))
+
+    def _drawn(self, weights: list[Tensor], drawing: int) -> dict[int, Tensor]:
+        """The gradients of one drawing."""
+        self.seed = drawing
+        return self._passes(self.args, weights, drawing + 2 * DRAWINGS)[1]
 
     def _has_a_way_of_its_own(self, weights: list[Tensor]) -> bool:
         """Whether the backward pass reads an argument on which the outputs do not depend, such as feedback weights."""
@@ -149,11 +189,18 @@ class _FiniteDifferences:
                 return True
         return False
 
-    def _passes(self, args: Sequence[object], weights: list[Tensor]) -> tuple[list[Tensor], dict[int, Tensor]]:
-        """The outputs, and the gradients of those arguments that get one, by their number."""
+    def _passes(
+        self, args: Sequence[object], weights: list[Tensor], drawing: int | None = None
+    ) -> tuple[list[Tensor], dict[int, Tensor]]:
+        """The outputs, and the gradients of those arguments that get one, by their number.
+
+        The backward pass begins with the random state of ``drawing``, or else with that which the forward pass leaves.
+        """
         leaves = {n: a.detach().clone().requires_grad_() for n in self.at if isinstance(a := args[n], Tensor)}
         outputs = self.outputs([leaves.get(n, a) for n, a in enumerate(args)])
         pairs = [(t, w) for t, w in zip(outputs, weights) if t.requires_grad]
+        if drawing is not None:
+            torch.manual_seed(drawing)
         grads = torch.autograd.grad(
             [t for t, _ in pairs], list(leaves.values()), [w for _, w in pairs], allow_unused=True
         )

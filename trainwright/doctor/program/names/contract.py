@@ -30,7 +30,8 @@ def missing_zero_grad(case: Case) -> Iterator[Finding]:
     """Gradients are there when a step begins, and no zero_grad() drops them before the update uses them.
 
     In a GAN the generator's loss leaves gradients in the critic: no fault while the critic's optimizer drops them
-    before its own step. Declared gradient accumulation may keep them for its window.
+    before its own step. Declared gradient accumulation may keep them for its window. A loop that writes the gradients
+    of an update by hand needs no zero_grad() for them.
     """
     carried: dict[int, list[Examined]] = {}
     for exam in case.outcomes("contract"):
@@ -69,10 +70,10 @@ def missing_zero_grad(case: Case) -> Iterator[Finding]:
 
 
 def _keeps(record: Watched, number: int) -> bool:
-    """Whether the optimizer steps with no zero_grad() of its own between the begin of the record and that step."""
+    """Whether the optimizer steps with gradients that no zero_grad() of its own and no write by hand has dropped."""
     for kind, value in record.events:
         if kind == "step" and value["optimizer"] == number:
-            return True
+            return number not in record.values.get("made_anew", ())
         if kind == "zero_grad" and value in (number, -1):
             return False
     return False

@@ -36,10 +36,14 @@ class WritesProbe(Probe):
         small = sorted((p for p in owned.values() if 1 < p.numel() <= MOST_ELEMENTS), key=Tensor.numel)
         device = small[0].device if small else None
         self._weights = [p for p in small if p.device == device and type(p) is nn.Parameter][:SAMPLED]
+        self._optimizers = watched.subject.optimizers
+        self._first = self._weights[0].detach().flatten().clone() if self._weights else None
+        self._state: list[tuple[int, int]] = []
         self._after: list[float] | Tensor | None = None
         self._step = self._compared = 0
         self._is_due = True
         self._written: list[int] = []
+        self._restarts: list[int] = []
         self._said: WritesFacts | None = None
 
     def on_epoch(self, loader: Loader, iterator: object) -> None:
@@ -66,12 +70,26 @@ class WritesProbe(Probe):
         if before == now if isinstance(before, list) else isinstance(now, Tensor) and torch.equal(before, now):
             return
         self._written = [*self._written[-31:], self._step + 1]
+        if self._begins_again(before):
+            self._restarts = [*self._restarts[-31:], self._step + 1]
         self.urgent = self.urgent or len(self._written) <= URGENT
 
     def on_closed(self, step: RecordedStep) -> None:
         self._step = step.step
         if self._weights:
-            self._after = self._now()
+            self._after, self._state = self._now(), self._of_state()
+
+    def _begins_again(self, before: list[float] | Tensor) -> bool:
+        """Whether the state of the optimizers is another, too; without a state, whether a weight is the first again."""
+        if self._state or self._first is None:
+            return self._of_state() != self._state
+        left = torch.as_tensor(before).flatten()[: len(self._first)].to(self._first)
+        return torch.equal(self._weights[0].flatten(), self._first) and not torch.equal(left, self._first)
+
+    def _of_state(self) -> list[tuple[int, int]]:
+        """Identity and version of what the optimizers keep for the smallest weight: they change with every write."""
+        held = (o.state.get(self._weights[0], {}) for o in self._optimizers)
+        return [(id(v), v._version) for each in held for v in each.values() if isinstance(v, Tensor)]
 
     def _now(self) -> list[float] | Tensor:
         if self._step > FIRST_STEPS:  # a fifth of the time, and of few numbers a tenth
@@ -81,7 +99,7 @@ class WritesProbe(Probe):
 
     def values(self) -> Facts | None:
         self.urgent = False
-        facts = WritesFacts(compared=self._compared, steps=tuple(self._written))
+        facts = WritesFacts(compared=self._compared, steps=tuple(self._written), restarts=tuple(self._restarts))
         if facts == self._said or not self._compared:
             return None
         self._said = facts
