@@ -35,7 +35,7 @@ def every_row_counts(case: Case) -> Iterator[Verdict]:
     if (why := _why_not(every[0][1], every[-1][1], always)) is not None:
         yield NotApplicable(why)
         return
-    others = max(map(len, without)) - len(always)
+    others = max(len(facts.idle) for _, facts in every) - len(always)
     if rows * (others / max(1, rows - len(always))) ** LOOKS > CHANCE:
         yield NotApplicable(f"the loss leaves out {others} of {rows} rows for what they hold")
         return
