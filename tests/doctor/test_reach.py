@@ -188,6 +188,7 @@ LAST = ReachFacts(80, 130, 2.0, 1.9, 1.8, False)
         (case_of(LAST, FAR), Finding),
         (case_of(replace(LAST, until=90), replace(FAR, until=90), steps=90), NotApplicable),
         (case_of(LAST, FAR, frozen=1), NotApplicable),
+        (case_of(replace(LAST, endless=True), FAR), NotApplicable),
         (case_of(replace(LAST, beyond=1.9), FAR), NotApplicable),
         (case_of(LAST, FAR, rate=lambda step: 0.1 * step), NotApplicable),
         (case_of(SLOW, rate=lambda step: 0.1 if step < 120 else 0.01), NotApplicable),

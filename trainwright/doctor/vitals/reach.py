@@ -33,6 +33,7 @@ RISES = 1.02
 """Times the rate at the begin of a way: with more at its end it is in its warm-up."""
 KNOWS = 0.8
 """Of the loss at chance: with less the model was trained before."""
+ENDLESS = "the loss is a difference of outputs, which has no minimum: it falls as far as one goes"
 
 
 def way_is_used(case: Case) -> Iterator[Verdict]:
@@ -56,7 +57,7 @@ def way_is_used(case: Case) -> Iterator[Verdict]:
         yield Holds(f"loss {last.before:.4g} before step {last.since}, {last.now:.4g} now, {last.beyond:.4g} beyond")
         return
     if any(each.endless for each in counted):
-        yield NotApplicable("the loss is a difference of outputs, which has no minimum: it falls as far as one goes")
+        yield NotApplicable(ENDLESS)
         return
     first, last = counted[0], counted[-1]
     lr = max(each.lr for each in case.watched if each.step <= last.until)
@@ -84,6 +85,9 @@ def way_is_used(case: Case) -> Iterator[Verdict]:
 def higher_rates_gain_little(case: Case) -> Iterator[Verdict]:
     """Ten times the last rates would not have taken far more off the loss."""
     if not case.finished or case.last_step < FIRST:
+        return
+    if any(each.endless for _, each in case.every(ReachFacts)):
+        yield NotApplicable(ENDLESS)
         return
     is_early = _came_down_early(case)
     if not is_early and (first := _first(case)) is not None:
