@@ -99,8 +99,18 @@ def leaves_of(tensors: list[Tensor]) -> list[Tensor]:
 
 def custom_functions_of(tensors: Iterable[Tensor]) -> list[type[Function]]:
     """The autograd Functions in the graph behind these tensors that neither torch nor Trainwright defines."""
-    classes = [getattr(type(node), "_forward_cls", None) for node in nodes_of(tensors)]
-    return [c for c in classes if c is not None and not c.__module__.startswith(("torch.", "trainwright."))]
+    return [c for c in map(_custom_function, nodes_of(tensors)) if c is not None]
+
+
+def is_in_custom_function() -> bool:
+    """Whether the backward of a Function that neither torch nor Trainwright defines runs."""
+    node = _current_node()
+    return node is not None and _custom_function(node) is not None
+
+
+def _custom_function(node: Node) -> type[Function] | None:
+    found: type[Function] | None = getattr(type(node), "_forward_cls", None)
+    return None if found is None or found.__module__.startswith(("torch.", "trainwright.")) else found
 
 
 def checksum(tensor: Tensor) -> Tensor:

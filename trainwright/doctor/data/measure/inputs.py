@@ -85,9 +85,9 @@ def leaks(x: Tensor, y: Tensor) -> list[Facts]:
     """Columns of ``x`` that are constant within each class and differ between classes, or that are ``y`` itself.
 
     ``within`` is the share of a column's variance that remains within the classes. Classes of fewer than three samples
-    are left out, because a rare feature fits so few by chance.
+    are left out, because a rare feature fits so few by chance; a sample that came again is still one.
     """
-    columns = x.flatten(1).double()
+    columns, y = _each_once(x.flatten(1).double(), y)
     values, classes, counts = torch.unique(y, return_inverse=True, return_counts=True)
     if len(values) > len(y) // 3:
         return _copies(columns, y)
@@ -101,7 +101,23 @@ def leaks(x: Tensor, y: Tensor) -> list[Facts]:
     within = (columns - means[classes]).square().mean(0)
     total = columns.var(0, correction=0)
     share = torch.where(total > 0, within / total.clamp(min=1e-300), torch.ones_like(total))
+    share[~_tells_apart(means[counts >= 3], within.sqrt())] = 1.0
     return [{"column": int(i), "within": float(share[i]), "samples": len(columns)} for i in _smallest(share, 1e-4)]
+
+
+def _each_once(columns: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows that differ, by their sums with random weights."""
+    weights = torch.randn(columns.shape[1] + 1, generator=torch.Generator().manual_seed(0), dtype=torch.double)
+    keys = columns @ weights[1:].to(columns.device) + y.double() * float(weights[0])
+    keys, order = keys.sort()
+    kept = order[F.pad(keys.diff() > 1e-12 * keys.abs().amax(), (1, 0), value=True)]
+    return columns[kept], y[kept]
+
+
+def _tells_apart(means: Tensor, spread: Tensor) -> Tensor:
+    """Of columns whose ``means`` (classes, columns) of the classes all differ, by more than they vary within them."""
+    gaps = means.sort(0).values.diff(dim=0).amin(0)
+    return gaps > 4 * spread + 1e-9 * means.abs().amax(0)
 
 
 def _copies(columns: Tensor, y: Tensor) -> list[Facts]:

@@ -15,7 +15,13 @@ from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.replay.experiments import experiment
 from trainwright.replay.functions import InputHandler
-from trainwright.replay.inspector import StepInspector, checksum, custom_functions_of, leaves_of
+from trainwright.replay.inspector import (
+    StepInspector,
+    checksum,
+    custom_functions_of,
+    is_in_custom_function,
+    leaves_of,
+)
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 from trainwright.runlog.json_values import Facts
@@ -302,7 +308,7 @@ class _Checksums(StepInspector):
 
     def on_leave(self, path: str, module: nn.Module, output: object, in_backward: bool) -> None:
         sums = [checksum(t) for t in tensors_of(output) if t.is_floating_point()]
-        if not sums:
+        if not sums or (in_backward and is_in_custom_function()):  # which may run it at other inputs: an adjoint
             return
         if in_backward:
             self._in_backward.append((path, sums[0]))
